@@ -1,0 +1,34 @@
+"""The language-model head: hidden states → logits, or straight to the summed loss.
+
+Logits of a training step are the largest tensor of a small model (tokens x vocabulary), so the loss is computed together
+with the projection and they never exist as a whole in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kenotron.kernels.linear_cross_entropy import linear_cross_entropy
+from kenotron.models.context import Context
+
+
+class LMHead(nn.Module):
+    """`vocab_size` real rows of `rows`; the rest pad the matrix, in memory only, and are never predicted."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, rows: int, z_loss: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size))
+        self.vocab_size, self.z_loss = vocab_size, z_loss
+
+    def forward(self, hidden: Tensor, ctx: Context, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits ``[tokens, vocab]`` without labels; with them (loss to call backward on, its z part)."""
+        if labels is None:
+            return F.linear(hidden, self.weight)[:, : self.vocab_size]
+        return linear_cross_entropy(
+            hidden, self.weight, labels, scale=ctx.loss_scale, z_loss=self.z_loss, valid_rows=self.vocab_size
+        )
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        return 2.0 * self.vocab_size * self.weight.shape[1]

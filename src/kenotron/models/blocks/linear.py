@@ -1,0 +1,43 @@
+"""A linear layer and an embedding that never touch torch's global generator.
+
+``torch.nn.Linear`` fills its weight from the global random stream when it is made. Ours stay empty until
+:func:`kenotron.models.initialize` fills them by rule: weights are a function of (seed, name, element).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Linear(nn.Module):
+    """``y = x W^T + b``; x ``[..., in_features]``, W ``[out_features, in_features]``."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        return 2.0 * self.weight.numel()
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]} → {self.weight.shape[0]}{'' if self.bias is None else ', bias'}"
+
+
+class Embedding(nn.Module):
+    """Row lookup: tokens ``[tokens]`` int64 → ``[tokens, hidden]``. A lookup costs no FLOPs."""
+
+    def __init__(self, rows: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, hidden_size))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        return 0.0

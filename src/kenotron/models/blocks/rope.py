@@ -1,0 +1,143 @@
+"""Rotary position embedding: channel pair i turns by the angle ``position * theta ** (-2 i / head_dim)``.
+
+(Su et al. 2021, arXiv 2104.09864.) With head_dim 4 and theta 10000 the two pairs turn by 1 and 0.01 radians a
+position: the first tells neighbours apart, the second thousands. `rope_scaling` stretches the slow pairs so that a model
+reads further than it was trained; the four rules give the same numbers as `transformers`:
+
+* ``linear``: every angle divided by `factor` (positions interpolated);
+* ``dynamic``: theta grows with the sequence once it exceeds `max_position_embeddings` (NTK-aware);
+* ``llama3``: pairs slower than `low_freq_factor` divided by `factor`, fast ones kept, a blend between;
+* ``yarn``: the same idea by rotations over the context, plus a temperature on the scores (arXiv 2309.00071).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kenotron.config.errors import InputError, nearest
+
+RopeScaling = Mapping[str, Any] | None
+
+
+class Rope(nn.Module):
+    """Angles for positions: ``[...]`` int64 → (cos, sin), each ``[..., head_dim / 2]`` fp32. No parameters."""
+
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling, max_positions: int) -> None:
+        super().__init__()
+        self.head_dim, self.theta, self.scaling, self.max_positions = head_dim, theta, scaling, max_positions
+        self.grows = scaling_type(scaling) == "dynamic"
+        # Made at first use, on the device of the positions: a meta-device build has nothing to fill.
+        self._tables: dict[tuple[torch.device, int], Tensor] = {}
+        _, self.attention_factor = frequencies(head_dim, theta, scaling, max_positions)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        length = int(positions.max()) + 1 if self.grows else 0
+        angles = positions.unsqueeze(-1).float() * self._frequencies(positions.device, length)
+        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+    def _frequencies(self, device: torch.device, length: int) -> Tensor:
+        key = (device, max(length, self.max_positions) if self.grows else 0)
+        if key not in self._tables:
+            values, _ = frequencies(self.head_dim, self.theta, self.scaling, self.max_positions, length)
+            self._tables = {key: torch.tensor(values, dtype=torch.float32, device=device)}
+        return self._tables[key]
+
+
+def frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling, max_positions: int, length: int = 0
+) -> tuple[list[float], float]:
+    """Radians a position for each of the head_dim / 2 channel pairs, and the factor on cos and sin.
+
+    `length` is the longest position + 1 of the batch, which only ``dynamic`` asks for.
+    """
+    kind = scaling_type(scaling)
+    if kind == "default":
+        return _plain(head_dim, theta), 1.0
+    assert scaling is not None
+    if kind == "linear":
+        return [f / scaling["factor"] for f in _plain(head_dim, theta)], 1.0
+    if kind == "dynamic":
+        factor, longest = scaling["factor"], max(length, max_positions)
+        stretch = factor * longest / max_positions - (factor - 1)
+        return _plain(head_dim, theta * stretch ** (head_dim / (head_dim - 2))), 1.0
+    if kind == "llama3":
+        return [_llama3(f, scaling) for f in _plain(head_dim, theta)], 1.0
+    return _yarn(head_dim, theta, scaling, max_positions)
+
+
+REQUIRED = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+
+
+def scaling_type(scaling: RopeScaling) -> str:
+    """The rule's name, checked: `rope_type` (or the older `type`) and the keys that it needs."""
+    if not scaling:
+        return "default"
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    where = "model.model_config.rope_scaling"
+    if kind not in REQUIRED:
+        raise InputError(
+            f"{where}.rope_type: expected one of {', '.join(REQUIRED)}, found {kind!r}{nearest(str(kind), REQUIRED)}"
+        )
+    for key in REQUIRED[kind]:
+        if not isinstance(scaling.get(key), int | float):
+            raise InputError(f"{where}.{key}: rope_type {kind!r} needs a number, found {scaling.get(key)!r}")
+    return kind
+
+
+def _plain(head_dim: int, theta: float) -> list[float]:
+    return [theta ** (-i / head_dim) for i in range(0, head_dim, 2)]
+
+
+def _llama3(frequency: float, scaling: Mapping[str, Any]) -> float:
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)  # over the old context
+    keep = min(max((turns - low) / (high - low), 0.0), 1.0)
+    return keep * frequency + (1 - keep) * frequency / scaling["factor"]
+
+
+def _yarn(
+    head_dim: int, theta: float, scaling: Mapping[str, Any], max_positions: int
+) -> tuple[list[float], float]:
+    factor = scaling["factor"]
+    context = scaling.get("original_max_position_embeddings") or max_positions
+
+    def pair_that_turns(times: float) -> float:
+        return head_dim * math.log(context / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = pair_that_turns(scaling.get("beta_fast") or 32)
+    high = pair_that_turns(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    high = high + 0.001 if low == high else high
+
+    def blend(pair: int, frequency: float) -> float:
+        slow = min(max((pair - low) / (high - low), 0.0), 1.0)
+        return frequency / factor * slow + frequency * (1 - slow)
+
+    values = [blend(pair, f) for pair, f in enumerate(_plain(head_dim, theta))]
+    return values, _yarn_attention_factor(scaling)
+
+
+def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    def temperature(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
+
+    weight, weight_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if weight and weight_all:
+        return temperature(weight) / temperature(weight_all)
+    return temperature(1.0)

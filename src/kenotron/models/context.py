@@ -1,0 +1,53 @@
+"""What flows through a model besides the hidden states: plain data, made once a micro-batch.
+
+Activations are token-flat, ``[tokens, hidden]`` with ``tokens = sequences * sequence_length``. Two sequences of
+four tokens, the second holding two documents:
+
+    tokens      7  8  9  2 | 5  2  6  4
+    positions   0  1  2  3 | 0  1  0  1
+    cu_seqlens  (0, 4, 6, 8)
+
+Only attention folds the tokens back into sequences, by ``ctx.shape``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class AttentionFunction(Protocol):
+    """Causal attention: q ``[sequences, heads, length, head_dim]``, k and v with kv_heads; returns q's shape.
+
+    `layer` is the calling layer's global number, for functions with memory (a KV cache). `scale` multiplies
+    the scores; None means ``head_dim ** -0.5``.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, layer: int, scale: float | None = None
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every block may read. See docs/architecture.md for the table."""
+
+    shape: tuple[int, int]
+    positions: Tensor
+    attention: AttentionFunction | Callable[..., Tensor]
+    cu_seqlens: tuple[int, ...] | None = None
+    sample_ids: Tensor | None = None
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """`tokens` and `labels` are ``[sequences * sequence_length]`` int64; label -100 carries no loss."""
+
+    tokens: Tensor
+    labels: Tensor
+    ctx: Context

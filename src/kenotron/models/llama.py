@@ -1,0 +1,123 @@
+"""Llama (Touvron et al. 2023, arXiv 2302.13971; 3: arXiv 2407.21783): maths first, then the plan.
+
+    tokens ── embed ──┬─ norm ─ attention ─(+)─┬─ norm ─ gated MLP ─(+)── … ── norm ── head ── loss
+                      └────────────────────────┘└───────────────────┘
+
+Names are Hugging Face's, so a checkpoint of either loads into the other tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kenotron.models.blocks.attention import Attention
+from kenotron.models.blocks.head import LMHead
+from kenotron.models.blocks.linear import Embedding
+from kenotron.models.blocks.mlp import GatedMLP
+from kenotron.models.blocks.norm import RMSNorm
+from kenotron.models.blocks.rope import Rope
+from kenotron.models.context import Context
+from kenotron.models.initialization import Constant, InitRule, Normal
+from kenotron.models.plan import Plan
+
+if TYPE_CHECKING:
+    from kenotron.config.model import LlamaConfig
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            layer,
+            config.attention_bias,
+            config.rope_interleaved,
+        )
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, ctx)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LlamaModel(nn.Module):
+    """Everything below the head: tokens ``[tokens]`` → hidden states ``[tokens, hidden]``."""
+
+    def __init__(self, config: LlamaConfig, rows: int) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(rows, config.hidden_size)
+        self.layers = nn.ModuleList(LlamaBlock(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rope = Rope(
+            config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        )
+        self.recompute = False
+
+    def forward(self, tokens: Tensor, ctx: Context) -> Tensor:
+        x = self.embed_tokens(tokens)
+        rope = self.rope(ctx.positions.view(ctx.shape))
+        for block in self.layers:
+            if self.recompute and self.training:
+                x = checkpoint(block, x, rope, ctx, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, rope, ctx)
+        return self.norm(x)
+
+
+class Llama(nn.Module):
+    """``model(tokens, ctx)`` → logits ``[tokens, vocab]``; ``model(tokens, ctx, labels)`` → (loss, z_loss)."""
+
+    def __init__(self, config: LlamaConfig, vocab_multiple: int = 1) -> None:
+        super().__init__()
+        rows = math.ceil(config.vocab_size / vocab_multiple) * vocab_multiple
+        z_loss = config.z_loss_coefficient if config.z_loss_enabled else 0.0
+        self.config = config
+        self.model = LlamaModel(config, rows)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, rows, z_loss)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self, tokens: Tensor, ctx: Context, labels: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        return self.lm_head(self.model(tokens, ctx), ctx, labels)
+
+    # The plan: how the maths above may be split. Data, read by the parallel room.
+    plan = Plan(
+        blocks="model.layers.*",
+        column=(
+            "model.layers.*.self_attn.q_proj",
+            "model.layers.*.self_attn.k_proj",
+            "model.layers.*.self_attn.v_proj",
+            "model.layers.*.mlp.gate_proj",
+            "model.layers.*.mlp.up_proj",
+        ),
+        row=("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"),
+        vocab=("model.embed_tokens", "lm_head"),
+        sequence=(
+            "model.layers.*.input_layernorm",
+            "model.layers.*.post_attention_layernorm",
+            "model.norm",
+        ),
+    )
+
+    def init_rules(self, std: float, scaling: str) -> list[InitRule]:
+        """nanotron's RandomInit: N(0, std), projections back into the residual stream damped by depth."""
+        layers = self.config.num_hidden_layers
+        into_residual = std / math.sqrt(2 * layers) if scaling == "NUM_LAYERS" else std
+        return [
+            InitRule("*norm.weight", Constant(1.0)),
+            InitRule("*.bias", Constant(0.0)),
+            InitRule("*.o_proj.weight", Normal(into_residual)),
+            InitRule("*.down_proj.weight", Normal(into_residual)),
+            InitRule("*.weight", Normal(std)),
+        ]

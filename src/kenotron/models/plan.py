@@ -1,0 +1,50 @@
+"""How a family may be split, as data: module-name patterns, read by the parallel room.
+
+`*` stands for one name between dots, so ``model.layers.*.mlp.up_proj`` is every layer's up projection:
+
+    >>> matching("model.layers.*.mlp", ["model.layers.0.mlp", "model.layers.11.mlp", "model.norm"])
+    ['model.layers.0.mlp', 'model.layers.11.mlp']
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Each field holds patterns of module names.
+
+    `column`, `row`: linears split by output or input features. `vocab`: embedding and head, split by
+    vocabulary rows. `sequence`: modules that work on sequence shards under sequence parallelism. `blocks`: the unit of
+    recomputation, compilation, FSDP wrapping and pipeline cuts.
+    """
+
+    blocks: str
+    column: tuple[str, ...] = ()
+    row: tuple[str, ...] = ()
+    vocab: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
+
+    def check(self, model: nn.Module) -> None:
+        """A pattern that names no module of `model` is a mistake in the plan, not a quiet no-op."""
+        names = [name for name, _ in model.named_modules()]
+        for pattern in (self.blocks, *self.column, *self.row, *self.vocab, *self.sequence):
+            if not matching(pattern, names):
+                raise ValueError(f"plan of {type(model).__name__}: pattern {pattern!r} matches no module")
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that `pattern` covers, in their order."""
+    regex = re.compile("".join(r"[^.]+" if part == "*" else re.escape(part) for part in re.split(r"(\*)", pattern)))
+    return [name for name in names if regex.fullmatch(name)]
+
+
+def modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    """(name, module) of every module that `pattern` covers."""
+    named = dict(model.named_modules())
+    return [(name, named[name]) for name in matching(pattern, named)]
