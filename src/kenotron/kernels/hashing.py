@@ -1,17 +1,17 @@
 """Random numbers that are functions of what they are for, not of when they were drawn.
 
-A *key* names a stream (seed, parameter name, ...), a *counter* names a number in it, and the hash of both is the
-number. Whoever needs number 1,000,000 of a stream computes it, and no other:
+A *key* names a stream (seed, parameter name, ...), a *counter* names a number in it, and the hash of both is
+the number. Whoever needs number 1,000,000 of a stream computes it, and no other:
 
     key = derive_key(42, "model.norm.weight")    # the same on every machine, process and Python version
     hash64(key, 0), hash64(key, 1_000_000)       # two independent 64-bit integers
 
-Plain Python integers and numpy only, so that rooms without torch can use it; `kernels.random` computes the same
-bits on tensors.
+Plain Python integers and numpy only, so that rooms without torch can use it; `kernels.random` computes the
+same bits on tensors.
 
-The hash is splitmix64's finalizer (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators", with
-Stafford's variant 13 of the constants) over ``key + counter * golden``. The key enters a second time halfway, so that
-two streams whose states happen to coincide still give different numbers.
+The hash is splitmix64's finalizer (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators",
+with Stafford's variant 13 of the constants) over ``key + counter * golden``. The key enters a second time
+halfway, so that two streams whose states happen to coincide still give different numbers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def derive_key(*parts: int | str) -> int:
 
 
 def hash64(key: int, counter: int) -> int:
-    """Number `counter` of stream `key`: an integer, uniform in [0, 2**64). Both arguments count modulo 2**64."""
+    """Number `counter` of stream `key`: an integer, uniform in [0, 2**64); both count modulo 2**64."""
     z = (counter * GOLDEN + key) & MASK
     z = (((z ^ (z >> 30)) * MULTIPLIER_1) + key) & MASK
     z = ((z ^ (z >> 27)) * MULTIPLIER_2) & MASK

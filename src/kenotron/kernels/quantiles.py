@@ -1,15 +1,15 @@
 """Standard normals from random integers, with the same bits on every machine.
 
-log, cos and erfinv differ in their last bits between libraries and devices; +, x, /, sqrt in float64 are fixed by
-IEEE 754. So a table of the normal quantile function is made once, with only those operations, and a number
+log, cos and erfinv differ in their last bits between libraries and devices; +, x, /, sqrt in float64 are fixed
+by IEEE 754. So a table of the normal quantile function is made once, with only those operations, and a number
 becomes a normal by looking it up:
 
     64 random bits -> 1 sign bit and u = (52 bits + 1/2) / 2**53, in (0, 1/2)
     u's own float bits -> its octave and 256th of the octave -> one row (a, b) of the table
     normal = -+ (a[row] + b[row] * u)
 
-Octaves keep the tail exact: each segment is 1/256 as wide as u is small, so the straight line is within 1e-6 of
-the true quantile from the middle out to 8.2 sigma (u = 2**-54), the last there is.
+Octaves keep the tail exact: each segment is 1/256 as wide as u is small, so the straight line is within 1e-6
+of the true quantile from the middle out to 8.2 sigma (u = 2**-54), the last there is.
 
 Numpy only. `normal_array` is the reference twin of `kernels.random.normal`.
 """
@@ -39,16 +39,20 @@ CENTRE = (
      5394.1960214247511077, 687.1870074920579083, 42.313330701600911252, 1.0),
 )  # fmt: skip
 NEAR_TAIL = (
-    (7.7454501427834140764e-4, 2.27238449892691845833e-2, 2.41780725177450611770e-1, 1.27045825245236838258,
-     3.64784832476320460504, 5.76949722146069140550, 4.63033784615654529590, 1.42343711074968357734),
-    (1.05075007164441684324e-9, 5.47593808499534494600e-4, 1.51986665636164571966e-2, 1.48103976427480074590e-1,
-     6.89767334985100004550e-1, 1.67638483018380384940, 2.05319162663775882187, 1.0),
+    (7.7454501427834140764e-4, 2.27238449892691845833e-2, 2.41780725177450611770e-1,
+     1.27045825245236838258, 3.64784832476320460504, 5.76949722146069140550,
+     4.63033784615654529590, 1.42343711074968357734),
+    (1.05075007164441684324e-9, 5.47593808499534494600e-4, 1.51986665636164571966e-2,
+     1.48103976427480074590e-1, 6.89767334985100004550e-1, 1.67638483018380384940,
+     2.05319162663775882187, 1.0),
 )  # fmt: skip
 FAR_TAIL = (
-    (2.01033439929228813265e-7, 2.71155556874348757815e-5, 1.24266094738807843860e-3, 2.65321895265761230930e-2,
-     2.96560571828504891230e-1, 1.78482653991729133580, 5.46378491116411436990, 6.65790464350110377720),
-    (2.04426310338993978564e-15, 1.42151175831644588870e-7, 1.84631831751005468180e-5, 7.86869131145613259100e-4,
-     1.48753612908506148525e-2, 1.36929880922735805310e-1, 5.99832206555887937690e-1, 1.0),
+    (2.01033439929228813265e-7, 2.71155556874348757815e-5, 1.24266094738807843860e-3,
+     2.65321895265761230930e-2, 2.96560571828504891230e-1, 1.78482653991729133580,
+     5.46378491116411436990, 6.65790464350110377720),
+    (2.04426310338993978564e-15, 1.42151175831644588870e-7, 1.84631831751005468180e-5,
+     7.86869131145613259100e-4, 1.48753612908506148525e-2, 1.36929880922735805310e-1,
+     5.99832206555887937690e-1, 1.0),
 )  # fmt: skip
 
 
