@@ -1,8 +1,8 @@
 """Standard normals from random integers, with the same bits on every machine.
 
-log, cos and erfinv differ in their last bits between libraries and devices; +, x, /, sqrt in float64 are fixed
-by IEEE 754. So a table of the normal quantile function is made once, with only those operations, and a number
-becomes a normal by looking it up:
+log, cos and erfinv differ in their last bits between libraries and devices; +, x, /, sqrt in float64 are
+fixed by IEEE 754. So a table of the normal quantile function is made once, with only those operations,
+and a number becomes a normal by looking it up:
 
     64 random bits -> 1 sign bit and u = (52 bits + 1/2) / 2**53, in (0, 1/2)
     u's own float bits -> its octave and 256th of the octave -> one row (a, b) of the table
