@@ -1,0 +1,68 @@
+"""Model families: maths, then plan. `build` makes the family that the config names, weights still empty.
+
+    with torch.device("meta"):
+        model = build(config.model)
+    materialize(model, "cpu")
+    initialize_model(model, std=0.02, scaling="NUM_LAYERS", seed=42)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from kenotron.models.context import Context, MicroBatch
+from kenotron.models.initialization import Shard, initialize, whole, zero_padding_rows
+from kenotron.models.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from kenotron.config.model import ModelArgs
+
+__all__ = ["Context", "MicroBatch", "Plan", "build", "flops_per_token", "initialize_model", "materialize", "named_parameters"]
+
+
+def build(config: ModelArgs, tensor_parallel: int = 1) -> nn.Module:
+    """The module of `config.architecture`, on the current default device, with empty weights in fp32.
+
+    The vocabulary is padded to a multiple of ``make_vocab_size_divisible_by * tensor_parallel`` rows.
+    """
+    from kenotron.models.llama import Llama
+
+    return Llama(config.architecture, config.make_vocab_size_divisible_by * tensor_parallel)
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter once, under its first name: a tied head is part of the embedding."""
+    yield from model.named_parameters(remove_duplicate=True)
+
+
+def materialize(model: nn.Module, device: torch.device | str) -> None:
+    """Give a model that was built on the meta device memory on `device`, its contents undefined."""
+    model.to_empty(device=device)
+    model.tie_weights()  # to_empty gave the two names of a tied matrix a memory each
+
+
+def initialize_model(
+    model: nn.Module, std: float, scaling: str, seed: int, shard_of: Callable[[Tensor], Shard] = whole
+) -> None:
+    """Fill every weight by the family's own rules (nanotron's RandomInit), vocabulary padding with zeros."""
+    initialize(named_parameters(model), model.init_rules(std, scaling), seed, shard_of)
+    for name, parameter in named_parameters(model):
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            zero_padding_rows(parameter, model.config.vocab_size, shard_of)
+
+
+def flops_per_token(model: nn.Module, sequence_length: int, causal: bool) -> float:
+    """FLOPs of one token's forward pass: what the modules answer, summed.
+
+    `causal` False counts the whole attention square (nanotron, PaLM appendix B), True only the half that a causal mask keeps. Training
+    costs three times this: backward needs two products for each forward one.
+    """
+    return sum(
+        module.flops_per_token(sequence_length, causal)
+        for module in model.modules()
+        if hasattr(module, "flops_per_token")
+    )

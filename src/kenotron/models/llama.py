@@ -83,8 +83,11 @@ class Llama(nn.Module):
         self.config = config
         self.model = LlamaModel(config, rows)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, rows, z_loss)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        if self.config.tie_word_embeddings:
+            self.lm_head.tie(self.model.embed_tokens.weight)
 
     def forward(
         self, tokens: Tensor, ctx: Context, labels: Tensor | None = None

@@ -1,0 +1,1 @@
+"""The mesh, the device, and one file per axis of parallelism."""

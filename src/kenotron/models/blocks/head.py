@@ -22,6 +22,10 @@ class LMHead(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, hidden_size))
         self.vocab_size, self.z_loss = vocab_size, z_loss
 
+    def tie(self, weight: nn.Parameter) -> None:
+        """Share the embedding's matrix: one parameter, one gradient, saved once."""
+        self.weight = weight
+
     def forward(self, hidden: Tensor, ctx: Context, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         """Logits ``[tokens, vocab]`` without labels; with them (loss to call backward on, its z part)."""
         if labels is None:

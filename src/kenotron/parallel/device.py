@@ -1,0 +1,88 @@
+"""Questions about the device, asked in one place.
+
+``torch.accelerator`` raises on a build without one, and CUDA, ROCm and CPU answer differently; nobody else in the house
+needs to know.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from pathlib import Path
+
+import torch
+
+
+def best_device(local_rank: int = 0) -> torch.device:
+    """The accelerator of this local rank when there is one, otherwise the CPU.
+
+    ``KENOTRON_DEVICE=cpu`` keeps a run off the accelerator.
+    """
+    if os.environ.get("KENOTRON_DEVICE", "") == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def backend(device: torch.device) -> str:
+    """The process-group backend: gloo for CPU tensors, NCCL (RCCL on ROCm) plus gloo on accelerators."""
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until queued device work is done; nothing to wait for on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory(device: torch.device) -> dict[str, int]:
+    """Bytes now and at their peak. On a CPU: the process's resident memory."""
+    if device.type == "cuda":
+        return {
+            "allocated": torch.cuda.memory_allocated(device),
+            "peak_allocated": torch.cuda.max_memory_allocated(device),
+            "peak_reserved": torch.cuda.max_memory_reserved(device),
+        }
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+    return {"allocated": _resident(peak), "peak_allocated": peak, "peak_reserved": peak}
+
+
+def _resident(peak: int) -> int:
+    status = Path("/proc/self/statm")
+    if not status.exists():  # not Linux: the peak is the nearest there is
+        return peak
+    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def name(device: torch.device) -> str:
+    """What the vendor calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or "CPU"
+
+
+# Dense bf16 matrix FLOP/s by the vendors' data sheets (no sparsity).
+PEAK_BF16 = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+    "MI250X": 191.5e12,  # one of the two dies that a rank sees
+    "MI300X": 1307e12,
+    "MI325X": 1307e12,
+}
+
+
+def vendor_peak(device: torch.device) -> float | None:
+    """The data sheet's dense bf16 FLOP/s of this accelerator, or None when we do not know it."""
+    if device.type != "cuda":
+        return None
+    known = name(device)
+    return next((flops for model, flops in PEAK_BF16.items() if model in known), None)

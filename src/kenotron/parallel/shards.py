@@ -1,0 +1,22 @@
+"""Which block of a logical tensor a DTensor holds on this rank.
+
+Two ranks that share an [8, 4] matrix by rows: rank 1 holds the [4, 4] block at offset (4, 0). The one place that asks torch
+for it, because the helper is not public in every release that we support.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from kenotron.models.initialization import Shard, whole
+
+
+def shard_of(tensor: Tensor) -> Shard:
+    """The local block of `tensor`; a plain tensor is whole."""
+    if not isinstance(tensor, DTensor):
+        return whole(tensor)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Shard(tensor.to_local(), tuple(tensor.shape), tuple(offset))
