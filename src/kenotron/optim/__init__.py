@@ -1,0 +1,15 @@
+"""Optimizers, schedules, clipping: everything between gradients and new weights.
+
+    schedule.learning_rate          the rate of a step, pure arithmetic
+    groups.parameter_groups         which parameter gets which rate and weight decay
+    build.build_optimizer           AdamW, SGD, Muon, or any by dotted path
+    clip.clip_gradients             the global gradient norm
+    state.state_tensors             optimizer state by parameter name, for checkpoints
+
+One step of training, in these words:
+
+    norm = clip_gradients(model.parameters(), config.optimizer.clip_grad, mesh)
+    set_learning_rate(optimizer, learning_rate(config.optimizer.learning_rate_scheduler, step, train_steps))
+    if all_finite(norm):
+        optimizer.step()
+"""

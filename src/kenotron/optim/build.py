@@ -1,0 +1,157 @@
+"""Makes the optimizer that the config names.
+
+    optimizer_factory: {name: adamW, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-8}
+    optimizer_factory: {name: sgd, momentum: 0.9, nesterov: true}
+    optimizer_factory: {name: muon}                                      hidden matrices; AdamW for the rest
+    optimizer_factory: {name: torch.optim.Adagrad, kwargs: {eps: 1.0e-10}}
+
+Whatever it is, it is one `torch.optim.Optimizer` over the groups of `parameter_groups`; the trainer sets
+its learning rate before every step (`set_learning_rate`) and saves its state by parameter name
+(`state_tensors`).
+
+Fused kernels make one pass over memory instead of a dozen. AdamW on 17M parameters, fp32, one thread: fused
+19 ms, for-loop 67 ms, foreach 76 ms; plain tensors and DTensors on a mesh of one differ by 1 ms.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from kenotron.config.errors import InputError, NotSupportedYet, nearest
+from kenotron.optim.groups import parameter_groups
+from kenotron.optim.muon import Muon
+
+FACTORY = "optimizer.optimizer_factory"
+OF_THE_CONFIG = {
+    "params": "the model",
+    "lr": "optimizer.learning_rate_scheduler.learning_rate",
+    "weight_decay": "optimizer.weight_decay",
+}
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], optimizer_config: Any
+) -> torch.optim.Optimizer:
+    """The optimizer of `config.optimizer` over the model's (name, parameter) pairs.
+
+    Raises `InputError` for a pattern without parameters, and for a dotted path that is no optimizer or does
+    not take the given keyword arguments.
+    """
+    groups = parameter_groups(named_parameters, optimizer_config)
+    factory = optimizer_config.optimizer_factory
+    if factory.name == "adamW":
+        return torch.optim.AdamW(
+            groups,
+            betas=(factory.adam_beta1, factory.adam_beta2),
+            eps=factory.adam_eps,
+            fused=factory.torch_adam_is_fused and _fused_is_available(groups),
+        )
+    if factory.name == "sgd":
+        if factory.nesterov and not factory.momentum:
+            raise InputError(
+                f"{FACTORY}.nesterov: expected a momentum above 0 with it, found {factory.momentum}"
+            )
+        return torch.optim.SGD(
+            groups, momentum=factory.momentum, nesterov=factory.nesterov, fused=_fused_is_available(groups)
+        )
+    if factory.name == "muon":
+        return Muon(
+            groups,
+            momentum=factory.muon_momentum,
+            nesterov=factory.muon_nesterov,
+            ns_steps=factory.muon_ns_steps,
+            betas=(factory.adam_beta1, factory.adam_beta2),
+            eps=factory.adam_eps,
+            fused=factory.torch_adam_is_fused and _fused_is_available(groups),
+        )
+    return _build_custom(groups, factory.name, factory.kwargs)
+
+
+def _fused_is_available(groups: list[dict[str, Any]]) -> bool:
+    """Whether torch has fused kernels for every parameter's device and dtype."""
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    dtypes = [parameter.is_floating_point() for group in groups for parameter in group["params"]]
+    return devices <= {"cpu", "cuda", "mps", "xpu", "hpu"} and all(dtypes)
+
+
+def _build_custom(groups: list[dict[str, Any]], path: str, kwargs: dict[str, Any]) -> torch.optim.Optimizer:
+    """The class at `path` over `groups`, checked so that no key is ignored and no state is lost."""
+    make = _import(path)
+    valid = [name for name in inspect.signature(make).parameters if name not in OF_THE_CONFIG]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(make).parameters.values())
+    for name in kwargs:
+        if name in OF_THE_CONFIG:
+            raise InputError(f"{FACTORY}.kwargs.{name}: set it through {OF_THE_CONFIG[name]}")
+        if name not in valid and not takes_any:
+            raise InputError(f"{FACTORY}.kwargs.{name}: {path} does not take it{nearest(name, valid)}")
+    if "lr" in inspect.signature(make).parameters:
+        kwargs = {"lr": groups[0]["lr"], **kwargs}
+    _probe(make, path, kwargs)
+    optimizer = _construct(make, path, groups, kwargs)
+    if "weight_decay" not in optimizer.defaults and any(group["weight_decay"] for group in groups):
+        raise InputError(f"optimizer.weight_decay: {path} has no weight decay, so expected 0")
+    return optimizer
+
+
+def _import(path: str) -> type[torch.optim.Optimizer]:
+    module_name, _, name = path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise InputError(f"{FACTORY}.name: cannot import '{module_name}' of '{path}': {error}") from error
+    found = getattr(module, name, None)
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+        return found
+    optimizers = [
+        other for other, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    ]  # fmt: skip
+    what = "nothing of that name" if found is None else repr(found)
+    raise InputError(
+        f"{FACTORY}.name: expected a torch.optim.Optimizer at '{path}', found {what}"
+        f"{nearest(name, optimizers)}"
+    )
+
+
+def _construct(
+    make: type[torch.optim.Optimizer], path: str, params: list[Any], kwargs: dict[str, Any]
+) -> torch.optim.Optimizer:
+    try:
+        return make(params, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{FACTORY}: {path} refuses its arguments {kwargs}: {error}") from error
+
+
+def _probe(make: type[torch.optim.Optimizer], path: str, kwargs: dict[str, Any]) -> None:
+    """Takes two steps on one small parameter, to find out now what would go wrong later.
+
+    The trainer calls `step()` without a closure and steers through `lr`; checkpoints hold what an optimizer
+    keeps for each parameter, and nothing of what it may keep in its groups.
+    """
+    parameter = nn.Parameter(torch.ones(2, 2))
+    optimizer = _construct(make, path, [parameter], kwargs)
+    if "lr" not in optimizer.defaults:
+        raise InputError(f"{FACTORY}.name: {path} has no 'lr', so no schedule could steer it")
+    before = _settings(optimizer)
+    for scale in (1.0, 0.5):
+        parameter.grad = torch.full_like(parameter, scale)
+        try:
+            optimizer.step()
+        except TypeError as error:
+            raise InputError(f"{FACTORY}.name: {path} cannot take a plain step(): {error}") from error
+    changed = [key for key, value in _settings(optimizer).items() if before.get(key) != value]
+    if changed:
+        raise NotSupportedYet(
+            f"{FACTORY}.name: {path} keeps state in its parameter groups ({', '.join(changed)}), "
+            "which checkpoints do not hold"
+        )
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    return {key: repr(value) for key, value in optimizer.param_groups[0].items() if key != "params"}

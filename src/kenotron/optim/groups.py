@@ -1,0 +1,144 @@
+"""Parameter groups: which parameter learns at which rate and with which weight decay.
+
+The config's `param_groups` is a list of patterns; for each parameter the first pattern that matches its
+name wins:
+
+    optimizer:
+      weight_decay: 0.1
+      weight_decay_exclude_named_params: ['.*norm\\.weight']
+      param_groups:
+        - {pattern: 'model\\.embed_tokens', learning_rate_scale: 0.1}
+
+    model.embed_tokens.weight                   rate * 0.1   weight decay 0.1
+    model.layers.0.self_attn.q_proj.weight      rate         weight decay 0.1
+    model.layers.0.input_layernorm.weight       rate         weight decay 0
+
+All patterns are regular expressions tried on the parameter's own name and nothing else: those of
+`param_groups` anywhere in it (`re.search`), those of the exclusion from its start (`re.match`, nanotron's
+rule). A parameter excluded from weight decay has none, whatever a group says.
+
+Groups are uniform in mesh as well: plain tensors and DTensors of different meshes never meet in one group,
+because fused and foreach kernels take a list of one kind. Order is the model's own, groups in order of
+their first parameter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from kenotron.config.errors import InputError, nearest
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], optimizer_config: Any
+) -> list[dict[str, Any]]:
+    """Splits the trainable parameters into groups uniform in settings and mesh.
+
+    Each group is `{"params", "lr", "learning_rate_scale", "weight_decay"}`; with Muon also `"algorithm"`,
+    which is `"muon"` for hidden matrices and `"adamw"` for the rest. A tied parameter appears once, under
+    its first name.
+
+    Raises `InputError` for a pattern that is not a regular expression or that decides about no parameter.
+    """
+    parameters = _unique(named_parameters)
+    names = [name for name, _ in parameters]
+    rules = optimizer_config.param_groups or []
+    chosen = _choose_rules([rule.pattern for rule in rules], names)
+    excluded = _excluded(optimizer_config.weight_decay_exclude_named_params or [], names)
+
+    factory = optimizer_config.optimizer_factory
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        scale, weight_decay = 1.0, optimizer_config.weight_decay
+        if name in chosen:
+            rule = rules[chosen[name]]
+            scale = rule.learning_rate_scale
+            weight_decay = weight_decay if rule.weight_decay is None else rule.weight_decay
+        if name in excluded:
+            weight_decay = 0.0
+        settings: dict[str, Any] = {"learning_rate_scale": scale, "weight_decay": weight_decay}
+        if factory.name == "muon":
+            settings["algorithm"] = "muon" if is_hidden_matrix(name, parameter) else "adamw"
+            if settings["algorithm"] == "muon":
+                settings["learning_rate_scale"] = scale * factory.muon_learning_rate_scale
+        mesh = getattr(parameter, "device_mesh", None)
+        group = groups.setdefault((*settings.values(), mesh), {"params": [], **settings})
+        group["params"].append(parameter)
+
+    if not groups:
+        raise InputError("optimizer: the model has no trainable parameter")
+    result = list(groups.values())
+    for group in result:
+        group["lr"] = optimizer_config.learning_rate_scheduler.learning_rate * group["learning_rate_scale"]
+    return result
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Gives every group the step's rate times its own `learning_rate_scale`."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group.get("learning_rate_scale", 1.0)
+
+
+def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
+    """Whether Muon's update suits this parameter: the 2-D weight of a linear map inside a numbered layer.
+
+    `model.layers.3.mlp.up_proj.weight` is one; embeddings, the output head, norms and biases are not.
+    """
+    *path, leaf = name.split(".")
+    return parameter.ndim == 2 and leaf == "weight" and any(part.isdigit() for part in path)
+
+
+def _unique(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
+    seen: set[int] = set()
+    unique = []
+    for name, parameter in named_parameters:
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            unique.append((name, parameter))
+    return unique
+
+
+def _choose_rules(patterns: list[str], names: list[str]) -> dict[str, int]:
+    """For each name that some pattern is found in, the index of the first such pattern."""
+    key = "optimizer.param_groups"
+    found = [{name for name in names if re.search(pattern, name)} for pattern in patterns]
+    chosen: dict[str, int] = {}
+    for index, pattern in enumerate(patterns):
+        if not found[index]:
+            raise InputError(f"{key}: '{pattern}' is found in no parameter's name{_nearest(pattern, names)}")
+        new = found[index] - chosen.keys()
+        if not new:
+            raise InputError(
+                f"{key}: '{pattern}' decides nothing: patterns before it match all that it matches, "
+                "and the first match wins"
+            )
+        chosen.update(dict.fromkeys(new, index))
+    return chosen
+
+
+def _excluded(patterns: list[str], names: list[str]) -> set[str]:
+    """The names that some pattern matches from their start."""
+    key = "optimizer.weight_decay_exclude_named_params"
+    excluded: set[str] = set()
+    for pattern in patterns:
+        found = {name for name in names if re.match(pattern, name)}
+        if not found:
+            raise InputError(
+                f"{key}: '{pattern}' matches no parameter's name from its start{_nearest(pattern, names)}"
+            )
+        excluded |= found
+    return excluded
+
+
+def _nearest(pattern: str, names: list[str]) -> str:
+    """The nearest name or end of a name, the pattern's escapes aside."""
+    plain = pattern.replace("\\", "").removeprefix(".*")
+    ends = [name.split(".", i)[-1] for name in names for i in range(name.count(".") + 1)]
+    return nearest(plain, [*names, *ends])

@@ -1,0 +1,78 @@
+"""The learning rate of every step: a function of (config, step, train_steps) and nothing else.
+
+    rate
+    peak   |      ___________
+           |    /            ` .
+           |  /                  ` .
+    floor  |/                        ` ._________________
+           +------+-----------+----------+---------------> step
+           0      W           S        S + D
+
+W is `lr_warmup_steps`; S is `lr_decay_starting_step`, by default W (a later S makes warm-up, stable,
+decay); D is `lr_decay_steps`, by default what is left of the run, `train_steps` - S. Past S + D the rate
+stays where it is, so D = 0 is a run without decay. Steps count from 1, and step t of training runs at the
+rate of t. For 3e-4, two linear warm-up steps and 13 cosine steps down to 1e-5:
+
+    t     1        2       3         4         …   14        15
+    rate  0.00015  0.0003  0.000296  0.000283  …   1.42e-05  1e-05
+
+There is no state: a resumed run reads the same curve, and a changed config takes effect at the next step.
+
+Decays, for S < t, with u = (t - S) / D, peak = `learning_rate`, floor = `min_decay_lr`:
+
+    linear     floor + (peak - floor) * (1 - u)
+    cosine     floor + (peak - floor) * (1 + cos(pi * u)) / 2        SGDR, arXiv 1608.03983
+    1-sqrt     floor + (peak - floor) * (1 - sqrt(u))                Hägele et al., arXiv 2405.18392
+    sqrt       peak * sqrt(S / t), never under floor (S = 0: as S = 1)   Vaswani et al., arXiv 1706.03762
+    step       peak * lr_step_gamma ** ((t - S) // lr_step_size), never under floor
+    constant   peak
+
+Without `min_decay_lr` the floor of linear, cosine and 1-sqrt is the peak: no decay (nanotron's rule). That
+of sqrt and step is 0, because their pace does not come from the floor.
+
+A parameter group with `learning_rate_scale: s` follows s times the whole curve, floor included.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kenotron.config.optimizer import LearningRateScheduler
+
+
+def learning_rate(schedule: LearningRateScheduler, step: int, train_steps: int) -> float:
+    """The rate of training step `step` (1, 2, …) in a run of `train_steps` steps."""
+    if step < schedule.lr_warmup_steps and schedule.lr_warmup_style == "linear":
+        return schedule.learning_rate * step / schedule.lr_warmup_steps
+    decay_steps = schedule.decay_steps(train_steps)
+    elapsed = min(step - schedule.decay_start, decay_steps)
+    if elapsed <= 0 or schedule.lr_decay_style == "constant":
+        return schedule.learning_rate
+    if schedule.lr_decay_style in ("sqrt", "step"):
+        return max(schedule.learning_rate * _pace(schedule, elapsed), schedule.min_decay_lr or 0.0)
+    floor = schedule.final_lr
+    return floor + (schedule.learning_rate - floor) * _remaining(
+        schedule.lr_decay_style, elapsed / decay_steps
+    )
+
+
+def _remaining(style: str, u: float) -> float:
+    """What is left between peak and floor when the share u of the decay is over: from 1 down to 0."""
+    if style == "linear":
+        return 1 - u
+    if style == "cosine":
+        return (1 + math.cos(math.pi * u)) / 2
+    if style == "1-sqrt":
+        return 1 - math.sqrt(u)
+    raise ValueError(f"no such decay: {style}")
+
+
+def _pace(schedule: LearningRateScheduler, elapsed: int) -> float:
+    """The rate over the peak, `elapsed` steps into a decay that knows no end."""
+    if schedule.lr_decay_style == "sqrt":
+        start = max(schedule.decay_start, 1)
+        return math.sqrt(start / max(schedule.decay_start + elapsed, start))
+    assert schedule.lr_step_size is not None  # the config checks it
+    return schedule.lr_step_gamma ** (elapsed // schedule.lr_step_size)

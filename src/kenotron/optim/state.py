@@ -1,0 +1,124 @@
+"""Optimizer state by parameter name, so that a checkpoint depends neither on groups nor on the layout.
+
+    state_tensors(model, optimizer)
+    {"state.model.norm.weight.step": tensor(10.),
+     "state.model.norm.weight.exp_avg": tensor([...]),
+     "state.model.norm.weight.exp_avg_sq": tensor([...]), ...}
+
+The tensors are the optimizer's own, not copies: what loads in place (torch.distributed.checkpoint) needs
+nothing else. Numbers that an optimizer keeps beside its tensors appear as 0-dim tensors.
+
+Hyper-parameters are not here. Learning rate, betas and weight decay come from the config at every start, so
+an edited config is never overruled by an old checkpoint.
+
+To resume: build the optimizer, `init_state`, fill what `state_tensors` shows, `load_state_tensors`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kenotron.config.errors import InputError, nearest
+
+
+@torch.no_grad()
+def init_state(optimizer: torch.optim.Optimizer) -> None:
+    """Creates the state that the first step would create, to be loaded over; weights and gradients stay.
+
+    Runs one step on zero gradients at rate 0 and puts back the weights. Moments are zero after it, counters
+    count that step: a placeholder, not a start. Does nothing when the optimizer has state already.
+    """
+    if optimizer.state:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    weights = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer.step()
+    finally:
+        for parameter, weight, gradient in zip(parameters, weights, gradients, strict=True):
+            parameter.copy_(weight)
+            parameter.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All state of the model's parameters as `state.<parameter>.<key>`; a tied one under its first name."""
+    return {
+        f"state.{name}.{key}": _as_tensor(f"{name}.{key}", value)
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if value is not None
+    }
+
+
+@torch.no_grad()
+def load_state_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
+) -> None:
+    """Puts `tensors`, named as by `state_tensors`, into the optimizer's state, in place.
+
+    The optimizer must have state (`init_state`). Plain tensors and DTensors may stand for one another;
+    shapes are logical ones. Raises `InputError` for the first name that is missing, unknown or of another
+    shape.
+    """
+    current = state_tensors(model, optimizer)
+    missing = [name for name in current if name not in tensors]
+    unknown = [name for name in tensors if name not in current]
+    if missing:
+        raise InputError(
+            f"optimizer state: expected '{missing[0]}', found none{nearest(missing[0], unknown)}"
+        )
+    if unknown:
+        raise InputError(f"optimizer state: '{unknown[0]}' belongs to no parameter of this optimizer")
+    for name, parameter in model.named_parameters():
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if value is not None:
+                state[key] = _filled(value, tensors[f"state.{name}.{key}"], f"{name}.{key}")
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, bool | int):
+        return torch.tensor(value)
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    raise InputError(
+        f"optimizer state: {name} is a {type(value).__name__}, and only tensors and numbers can be saved"
+    )
+
+
+def _filled(target: Any, source: Tensor, name: str) -> Any:
+    """`target` with the value of `source`: a tensor keeps its storage, a number its type."""
+    if not isinstance(target, Tensor):
+        return type(target)(source.item())
+    if target.shape != source.shape:
+        raise InputError(
+            f"optimizer state: {name}: expected shape {tuple(target.shape)}, found {tuple(source.shape)}"
+        )
+    if target is source:
+        return target
+    return target.copy_(_like(source, target))
+
+
+def _like(source: Tensor, target: Tensor) -> Tensor:
+    """`source` as a plain tensor or as a DTensor on `target`'s mesh, whichever `target` is."""
+    mesh = getattr(target, "device_mesh", None)
+    if mesh is None:
+        return source.full_tensor() if hasattr(source, "full_tensor") else source
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(source, DTensor):
+        source = source.full_tensor()
+    return distribute_tensor(source.to(target.device), mesh, target.placements)  # type: ignore[attr-defined]
