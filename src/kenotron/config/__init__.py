@@ -1,0 +1,28 @@
+"""The YAML schema: one file per section, pydantic models as the single source. No torch here.
+
+>>> from kenotron.config import load
+>>> config = load("my.yaml", ["tokens.train_steps=100"])
+>>> config.global_batch_size, config.model.architecture.hidden_size
+(2, 16)
+"""
+
+from kenotron.config.config import Config
+from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.config.loading import load
+from kenotron.config.runs import fill_run_name, same_run_difference
+from kenotron.config.unsupported import refuse_unsupported
+from kenotron.config.writing import ABSENT, diff, dump, to_dict
+
+__all__ = [
+    "ABSENT",
+    "Config",
+    "InputError",
+    "NotSupportedYet",
+    "diff",
+    "dump",
+    "fill_run_name",
+    "load",
+    "refuse_unsupported",
+    "same_run_difference",
+    "to_dict",
+]

@@ -1,0 +1,224 @@
+"""`data_stages`: what the run reads, from which step on.
+
+A dataset is one of these, told apart by the key that stands first here:
+
+    null                                                     synthetic random tokens
+    {hf_dataset_or_datasets: org/name, …}                    Hugging Face `datasets`, packed for pretraining
+    {hf_dataset_or_datasets: …, sft_dataloader: true}        the same for fine-tuning
+    {dataset_folder: [a, b], dataset_weights: [1, 2], …}     tokenized folders (Nanoset)
+    {corpus: python-stdlib}                                  the embedded corpus                      (ours)
+    {text_files: texts/}                                     txt, jsonl, jsonl.gz files and folders   (ours)
+    {source: package.module.make, kwargs: {}}                a token source of your own               (ours)
+    {mixture: [{weight: 3, corpus: python-stdlib}, …]}       several of the above                     (ours)
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Tag, model_validator
+
+from kenotron.config.section import OURS, Section, by_rule, has, key, null_means, problem
+
+
+def _by_kind(value: Any) -> str | None:
+    kinds = {str: "(one)", list: "(list)", dict: "(weighted)"}
+    return kinds.get(type(value))
+
+
+Names = Annotated[
+    Annotated[str, Tag("(one)")]
+    | Annotated[list[str], Tag("(list)")]
+    | Annotated[dict[str, float], Tag("(weighted)")],
+    by_rule(_by_kind, "a name, a list of names, or a map name → number"),
+]
+NameOrNames = Annotated[
+    Annotated[str, Tag("(one)")] | Annotated[list[str], Tag("(list)")],
+    by_rule(lambda v: _by_kind(v) if not isinstance(v, dict) else None, "a name or a list of names"),
+]
+
+
+def _as_weights(names: str | list[str] | dict[str, float]) -> dict[str, float]:
+    if isinstance(names, str):
+        return {names: 1.0}
+    return dict.fromkeys(names, 1.0) if isinstance(names, list) else names
+
+
+class Dataset(Section):
+    """What all variants share."""
+
+    weight: float | None = key("Share in a mixture; only there.", None, gt=0, mark=OURS)
+
+
+class _HFDataset(Dataset):
+    hf_dataset_or_datasets: Names = key(
+        "Hub name or folder, a list of them, or a map name → fraction of its rows to take."
+    )
+    hf_dataset_splits: Annotated[NameOrNames, null_means("train")] = key(
+        "Split, or splits, to read.", "train"
+    )
+    hf_dataset_config_name: str | None = key("Configuration of the dataset.", None)
+    dataset_processing_num_proc_per_process: int = key("Processes that tokenize.", 1, ge=1)
+    dataset_overwrite_cache: bool = key("Tokenize anew even where the result is cached.", False)
+
+    @property
+    def fractions(self) -> dict[str, float]:
+        """Each dataset with the fraction of its rows to take."""
+        return _as_weights(self.hf_dataset_or_datasets)
+
+
+class PretrainDataset(_HFDataset):
+    """Hugging Face datasets, their text column packed into sequences."""
+
+    text_column_name: Annotated[str, null_means("text")] = key("Column that holds the text.", "text")
+
+
+class SFTDataset(_HFDataset):
+    """Hugging Face datasets of prompts and answers."""
+
+    sft_dataloader: bool = key("Selects fine-tuning.", True)
+    debug_max_samples: int | None = key("Cap on the rows.", None, ge=1)
+
+
+class NanosetDataset(Dataset):
+    """Folders of tokens, as datatrove writes them."""
+
+    dataset_folder: NameOrNames = key("Folder, or folders, of tokenized files.")
+    dataset_weights: list[float] | None = key("Share of each folder.", None)
+    dataset_read_path: NameOrNames | None = key("Folder, or folders, of local copies.", None)
+    tokenizer_name: str | None = key("Tokenizer that made the files.", None)
+    vocab_size: int | None = key("Its vocabulary.", None, ge=1)
+    token_size_in_bytes: Literal[2, 4] | None = key("Bytes of one token.", None)
+    return_positions: bool = key("Positions start anew at every document.", True)
+    skip_in_stream: bool = key("Skip by reading on resume.", False)
+    pad_samples_to_global_batch_size: bool = key("Pad the last batch.", False)
+    dataset_max_tokens: list[int] | None = key("Cap on the tokens of each folder.", None)
+    shuffle_files: bool = key("Shuffle the files of a folder.", False)
+    use_old_brrr_dataloader: bool = key("Nothing, in nanotron too.", False)
+
+    @property
+    def folders(self) -> list[str]:
+        return [self.dataset_folder] if isinstance(self.dataset_folder, str) else self.dataset_folder
+
+    @model_validator(mode="after")
+    def _same_lengths(self) -> Self:
+        folders = len(self.folders)
+        read = [self.dataset_read_path] if isinstance(self.dataset_read_path, str) else self.dataset_read_path
+        lists = {"dataset_weights": self.dataset_weights, "dataset_read_path": read}
+        for name, values in (lists | {"dataset_max_tokens": self.dataset_max_tokens}).items():
+            if values is not None and len(values) != folders:
+                raise problem(name, f"expected one entry per folder ({folders}), found {len(values)}")
+        return self
+
+
+class EmbeddedCorpus(Dataset):
+    """Real text that every machine has: the source files of Python's standard library."""
+
+    corpus: Literal["python-stdlib"] = key("Name of the embedded corpus.", mark=OURS)
+
+
+class TextFiles(Dataset):
+    """Text on this machine."""
+
+    text_files: Names = key(
+        "Files (txt, jsonl, jsonl.gz) or folders of them, a list, or a map path → share.", mark=OURS
+    )
+    text_column_name: Annotated[str, null_means("text")] = key(
+        "Field of a jsonl line that holds the text.", "text", mark=OURS
+    )
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Each path with its share."""
+        return _as_weights(self.text_files)
+
+
+class CustomSource(Dataset):
+    """A token source of your own."""
+
+    source: str = key("Dotted path of a function that returns a token source.", mark=OURS)
+    kwargs: dict[str, Any] = key("Keyword arguments it is called with.", {}, mark=OURS)
+
+
+_VARIANTS: dict[str, type[Dataset]] = {
+    "(pretrain)": PretrainDataset,
+    "(sft)": SFTDataset,
+    "(nanoset)": NanosetDataset,
+    "(corpus)": EmbeddedCorpus,
+    "(text)": TextFiles,
+    "(source)": CustomSource,
+}
+_DECIDING = {
+    "dataset_folder": "(nanoset)",
+    "corpus": "(corpus)",
+    "text_files": "(text)",
+    "source": "(source)",
+    "mixture": "(mixture)",
+}
+
+
+def _choose_plain(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return next((tag for tag, variant in _VARIANTS.items() if isinstance(value, variant)), None)
+    if has(value, "hf_dataset_or_datasets"):
+        return "(sft)" if has(value, "sft_dataloader") or has(value, "debug_max_samples") else "(pretrain)"
+    return next((tag for name, tag in _DECIDING.items() if name in value and tag != "(mixture)"), None)
+
+
+def _choose(value: Any) -> str | None:
+    if isinstance(value, MixtureDataset) or (isinstance(value, dict) and "mixture" in value):
+        return "(mixture)"
+    return _choose_plain(value)
+
+
+_KEYS = ["hf_dataset_or_datasets", *_DECIDING]
+_EXPECTED = "a dataset: null, or a map with one of the keys "
+_Plain = (
+    Annotated[PretrainDataset, Tag("(pretrain)")]
+    | Annotated[SFTDataset, Tag("(sft)")]
+    | Annotated[NanosetDataset, Tag("(nanoset)")]
+    | Annotated[EmbeddedCorpus, Tag("(corpus)")]
+    | Annotated[TextFiles, Tag("(text)")]
+    | Annotated[CustomSource, Tag("(source)")]
+)
+PlainDataset = Annotated[_Plain, by_rule(_choose_plain, _EXPECTED + ", ".join(_KEYS[:-1]), _KEYS[:-1])]
+
+
+class MixtureDataset(Section):
+    """Several datasets; every prefix of the run holds each one's exact share to within two samples."""
+
+    mixture: list[PlainDataset] = key("Datasets, each with its weight.", min_length=1, mark=OURS)
+
+    @model_validator(mode="after")
+    def _weighted(self) -> Self:
+        for i, dataset in enumerate(self.mixture):
+            if dataset.weight is None:
+                raise problem(f"mixture.{i}.weight", "missing: every dataset of a mixture has a weight")
+        return self
+
+
+AnyDataset = Annotated[
+    _Plain | Annotated[MixtureDataset, Tag("(mixture)")],
+    by_rule(_choose, _EXPECTED + ", ".join(_KEYS), _KEYS),
+]
+
+
+class Data(Section):
+    dataset: AnyDataset | None = key("What is read; null: synthetic random tokens.")
+    seed: Annotated[int, null_means(42)] = key("Seed of the order, beside general.seed.", 42, ge=0)
+    num_loading_workers: int = key("Threads that read ahead; 0: the training thread reads.", 1, ge=0)
+
+    @model_validator(mode="after")
+    def _no_lone_weight(self) -> Self:
+        if isinstance(self.dataset, Dataset) and self.dataset.weight is not None:
+            raise problem("dataset.weight", "expected only inside a mixture")
+        return self
+
+
+class DataStage(Section):
+    name: str = key("Name of the stage.")
+    start_training_step: int = key("First step of the stage; the first stage starts at 1.", ge=1)
+    data: Data = key("What the stage reads.")
+    sequence_length: int | None = key(
+        "Sequence length of the stage; null: tokens.sequence_length.", None, ge=1
+    )

@@ -1,0 +1,106 @@
+"""Older forms of the schema, rewritten to today's before anything is checked; one line is reported for each.
+
+optimizer:                            optimizer:
+  adam_eps: 1.0e-8            →         optimizer_factory: {name: adamW, adam_eps: 1.0e-8, …}
+data: {dataset: …}            →       data_stages: [{name: …, start_training_step: 1, data: {dataset: …}}]
+dataset_folder: {a: 1, b: 2}  →       dataset_folder: [a, b], dataset_weights: [1, 2]
+datastates: {…}               →       checkpoints: {datastates: {…}}
+moe_layer_recompute: false    →       (dropped)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kenotron.config.document import Document, Keys
+from kenotron.config.errors import InputError
+
+_FLAT_ADAM = ("adam_eps", "adam_beta1", "adam_beta2", "torch_adam_is_fused")
+_FIRST_STAGE = "Training Stage"
+
+
+def upgrade(document: Document) -> Iterator[str]:
+    """Rewrite `document` in place; yields one line per upgraded key."""
+    for rewrite in (_flat_adam, _data_without_stages, _folder_weights, _top_level_datastates, _moe_recompute):
+        yield from rewrite(document)
+
+
+def _line(document: Document, keys: Keys, what: str) -> str:
+    place = document.place(keys)
+    return f"{place}: {what}" if place else what
+
+
+def _flat_adam(document: Document) -> Iterator[str]:
+    optimizer = document.get("optimizer")
+    flat = [name for name in _FLAT_ADAM if isinstance(optimizer, dict) and name in optimizer]
+    if not flat:
+        return
+    if not document.get("optimizer", "optimizer_factory"):
+        document.put(("optimizer", "optimizer_factory"), {"name": "adamW"})
+    for name in flat:
+        new: Keys = ("optimizer", "optimizer_factory", name)
+        if not isinstance(document.get(*new[:-1]), dict) or name in document.get(*new[:-1]):
+            raise InputError(
+                _line(
+                    document,
+                    ("optimizer", name),
+                    f"optimizer.{name} stands beside an optimizer_factory that has it",
+                )
+            )
+        yield _line(
+            document, ("optimizer", name), f"optimizer.{name} is now optimizer.optimizer_factory.{name}"
+        )
+        document.move(("optimizer", name), new)
+
+
+def _data_without_stages(document: Document) -> Iterator[str]:
+    if not isinstance(document.get("data"), dict) or "data_stages" in document.data:
+        return
+    yield _line(document, ("data",), "data is now data_stages, a list of stages (here one, from step 1)")
+    document.places[("data_stages",)] = document.place(("data",))
+    document.data["data_stages"] = [{"name": _FIRST_STAGE, "start_training_step": 1}]
+    document.move(("data",), ("data_stages", 0, "data"))
+
+
+def _datasets(document: Document) -> Iterator[Keys]:
+    """Where the datasets stand, those inside mixtures too."""
+    stages = document.get("data_stages")
+    for i in range(len(stages) if isinstance(stages, list) else 0):
+        keys: Keys = ("data_stages", i, "data", "dataset")
+        yield keys
+        mixture = document.get(*keys, "mixture")
+        yield from ((*keys, "mixture", j) for j in range(len(mixture) if isinstance(mixture, list) else 0))
+
+
+def _folder_weights(document: Document) -> Iterator[str]:
+    for keys in _datasets(document):
+        folder = (*keys, "dataset_folder")
+        weights = document.get(*folder)
+        if not isinstance(weights, dict):
+            continue
+        if document.get(*keys, "dataset_weights") is not None:
+            raise InputError(
+                _line(document, folder, "dataset_folder gives weights, and so does dataset_weights")
+            )
+        place = document.place(folder)
+        yield _line(
+            document, folder, "dataset_folder {folder: weight} is now dataset_folder and dataset_weights"
+        )
+        document.put(folder, list(weights), place)
+        document.put((*keys, "dataset_weights"), list(weights.values()), place)
+
+
+def _top_level_datastates(document: Document) -> Iterator[str]:
+    if isinstance(document.get("datastates"), dict) and isinstance(document.get("checkpoints"), dict):
+        yield _line(document, ("datastates",), "datastates is now checkpoints.datastates")
+        document.move(("datastates",), ("checkpoints", "datastates"))
+
+
+def _moe_recompute(document: Document) -> Iterator[str]:
+    parallelism = document.get("parallelism")
+    if isinstance(parallelism, dict) and "moe_layer_recompute" in parallelism:
+        keys = ("parallelism", "moe_layer_recompute")
+        yield _line(
+            document, keys, "parallelism.moe_layer_recompute is dropped: no layer with experts is served yet"
+        )
+        del parallelism["moe_layer_recompute"]

@@ -1,0 +1,238 @@
+"""YAML as plain data that remembers where every key was written, for error messages.
+
+    tokens:                    >>> document = read("my.yaml")
+      train_steps: abc         >>> document.data
+                               {'tokens': {'train_steps': 'abc'}}
+                               >>> document.place(("tokens", "train_steps"))
+                               'my.yaml:2'
+
+It is YAML without its surprises: `1e-5` is a float, `12:30:00` and `2026-01-01` are text, `010` is not an octal number,
+a key that appears twice is an error, and so is every tag beyond plain data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kenotron.config.errors import InputError, nearest
+
+Keys = tuple[str | int, ...]  # ("data_stages", 0, "name")
+
+_LARGEST = 100_000  # nodes of one file, aliases written out: no config comes near, a malicious one is stopped
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with our own rules for plain scalars."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF", "tTfFyYnNoO"),
+    ("int", r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+|0b[01]+)", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+"
+        r"|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("merge", r"<<", "<"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+
+_PLAIN = {f"tag:yaml.org,2002:{tag}" for tag in ("bool", "int", "float", "null", "str")}
+_MERGE = "tag:yaml.org,2002:merge"
+_scalars = yaml.constructor.SafeConstructor()
+
+
+@dataclass
+class Document:
+    """Plain data, and for every key the place it comes from, such as `my.yaml:12` ("" where unknown)."""
+
+    data: dict[str, Any]
+    name: str = ""
+    places: dict[Keys, str] = field(default_factory=dict)
+
+    def place(self, keys: Keys) -> str:
+        """Where `keys`, or the nearest section around them, was written."""
+        for length in range(len(keys), 0, -1):
+            if keys[:length] in self.places:
+                return self.places[keys[:length]]
+        return self.name
+
+    def get(self, *keys: str | int) -> Any:
+        """The value at `keys`, or None where there is none."""
+        value: Any = self.data
+        for part in keys:
+            if isinstance(value, dict):
+                value = value.get(part)
+            elif isinstance(value, list) and isinstance(part, int) and -len(value) <= part < len(value):
+                value = value[part]
+            else:
+                return None
+        return value
+
+    def put(self, keys: Keys, value: Any, place: str | None = None) -> None:
+        """Set `keys` to `value`; maps on the way are made where there are none."""
+        target: Any = self.data
+        for i, part in enumerate(keys[:-1]):
+            if isinstance(target, dict) and target.get(part) is None:
+                target[part] = {}
+                if place is not None:
+                    self.places[keys[: i + 1]] = place
+            target = target[part]
+        target[keys[-1]] = value
+        if place is not None:
+            for old in [k for k in self.places if k[: len(keys)] == keys]:
+                del self.places[old]
+            self.places[keys] = place
+
+    def move(self, old: Keys, new: Keys) -> None:
+        """Move a key with all below it, and remember where they were written."""
+        parent = self.get(*old[:-1]) if old[:-1] else self.data
+        self.put(new, parent.pop(old[-1]))
+        for keys in [k for k in self.places if k[: len(old)] == old]:
+            self.places[new + keys[len(old) :]] = self.places.pop(keys)
+
+
+def read(source: str | Path | dict[str, Any]) -> Document:
+    """The document of a YAML file, or of plain data that a program made."""
+    if isinstance(source, dict):
+        return Document(_copy(source))
+    path = Path(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = nearest(
+            path.name, (p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else ()
+        )
+        raise InputError(f"{path}: no such file{near}") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: expected a YAML file, found a folder") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: expected text in UTF-8") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, name: str = "") -> Document:
+    """The document of a YAML text; `name` stands before line numbers."""
+    node = _compose(text, name)
+    if node is None:
+        raise InputError(f"{name or 'config'}: expected a config, found nothing")
+    if not isinstance(node, yaml.MappingNode):
+        raise InputError(f"{name or 'config'}: expected a map of sections at the top")
+    document = Document({}, name)
+    document.data = _Reader(document).value(node, ())
+    return document
+
+
+def parse_value(text: str, name: str) -> Any:
+    """The value of a YAML fragment on the command line."""
+    node = _compose(text, name)
+    return None if node is None else _Reader(Document({}, name)).value(node, ())
+
+
+def _compose(text: str, name: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = f"{name}:{mark.line + 1}" if mark else name
+        detail = " ".join(part for part in (error.context, error.problem) if part)
+        raise InputError(f"{at}: not valid YAML: {detail}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
+
+
+class _Reader:
+    """Turns nodes into values and notes their lines."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.open: set[int] = set()
+        self.count = 0
+
+    def value(self, node: yaml.Node, keys: Keys) -> Any:
+        self.count += 1
+        if self.count > _LARGEST:
+            raise InputError(f"{self._at(node)}: more than {_LARGEST} values, aliases written out")
+        if isinstance(node, yaml.ScalarNode):
+            if node.tag not in _PLAIN:
+                raise InputError(f"{self._at(node)}: expected plain YAML, found the tag '{node.tag}'")
+            try:
+                return _scalars.construct_object(node)
+            except (ValueError, yaml.YAMLError):
+                raise InputError(
+                    f"{self._at(node)}: cannot read '{node.value}' as {node.tag.split(':')[-1]}"
+                ) from None
+        if id(node) in self.open:
+            raise InputError(f"{self._at(node)}: an alias contains itself")
+        self.open.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            result: Any = [self._noted(item, item, (*keys, i)) for i, item in enumerate(node.value)]
+        else:
+            result = self._mapping(node, keys)
+        self.open.remove(id(node))
+        return result
+
+    def _mapping(self, node: yaml.Node, keys: Keys) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        own: dict[str, yaml.Node] = {}
+        for name_node, value_node in node.value:
+            if name_node.tag == _MERGE:
+                continue
+            name = self.value(name_node, keys)
+            if not isinstance(name, str):
+                raise InputError(
+                    f"{self._at(name_node)}: expected text as a key, found {name_node.value} (quote it)"
+                )
+            if name in own:
+                first = own[name].start_mark.line + 1
+                raise InputError(
+                    f"{self._at(name_node)}: the key '{name}' stands here again (first on line {first})"
+                )
+            own[name] = name_node
+            result[name] = self._noted(name_node, value_node, (*keys, name))
+        for name_node, value_node in self._merged(node):
+            name = self.value(name_node, keys)
+            if name not in result:
+                result[name] = self._noted(name_node, value_node, (*keys, name))
+        return result
+
+    def _merged(self, node: yaml.Node) -> Iterator[tuple[yaml.Node, yaml.Node]]:
+        """Pairs that `<<:` brings in; the map's own keys win, then the maps that stand first."""
+        for name_node, value_node in node.value:
+            if name_node.tag != _MERGE:
+                continue
+            maps = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+            for each in maps:
+                if not isinstance(each, yaml.MappingNode) or id(each) in self.open:
+                    raise InputError(f"{self._at(name_node)}: expected a map, or a list of maps, after '<<'")
+                yield from (pair for pair in each.value if pair[0].tag != _MERGE)
+                self.open.add(id(each))
+                yield from self._merged(each)
+                self.open.remove(id(each))
+
+    def _noted(self, at: yaml.Node, node: yaml.Node, keys: Keys) -> Any:
+        self.document.places[keys] = self._at(at)
+        return self.value(node, keys)
+
+    def _at(self, node: yaml.Node) -> str:
+        line = node.start_mark.line + 1
+        return f"{self.document.name}:{line}" if self.document.name else f"line {line}"
+
+
+def _copy(value: Any) -> Any:
+    """A copy of nested maps and lists, so that the caller's stay as they are."""
+    if isinstance(value, dict):
+        return {k: _copy(v) for k, v in value.items()}
+    return [_copy(v) for v in value] if isinstance(value, list | tuple) else value

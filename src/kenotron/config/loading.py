@@ -1,0 +1,47 @@
+"""From YAML to `Config`: read, upgrade old forms, apply overrides, check.
+
+>>> config = load("examples/quickstart.yaml", ["tokens.train_steps=100"])
+>>> config.tokens.train_steps
+100
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from kenotron.config.config import Config
+from kenotron.config.dialects import upgrade
+from kenotron.config.document import read
+from kenotron.config.errors import InputError
+from kenotron.config.overrides import apply
+
+
+def load(
+    source: str | Path | dict[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    report: Callable[[str], None] | None = None,
+) -> Config:
+    """The config of a YAML file, or of a dict in the same schema, with `path=value` overrides on top.
+
+    `report` is called with one line for every key of an older form that was upgraded; by default they are logged
+    as warnings. `%date` and `%jobid` in the run's name stay until `fill_run_name`. Raises InputError with one line
+    for everything that is wrong.
+    """
+    say = report or logging.getLogger("kenotron").warning
+    document = read(source)
+    for line in upgrade(document):
+        say(line)
+    for text in overrides:
+        apply(document, text)
+    try:
+        return Config.model_validate(document.data)
+    except ValidationError as error:
+        from kenotron.config.messages import explain
+
+        raise InputError("\n".join(explain(error, document))) from None

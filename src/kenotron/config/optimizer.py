@@ -1,0 +1,163 @@
+"""`optimizer`: the update rule, its learning rate over time, and what is decayed and clipped."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Tag
+from pydantic_core import PydanticCustomError
+
+from kenotron.config.section import OURS, Section, by_rule, key
+
+
+def _regex(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise PydanticCustomError("expected", f"a regular expression ({error})") from error
+    return value
+
+
+Regex = Annotated[str, AfterValidator(_regex)]
+
+
+class _AdamKeys(Section):
+    adam_eps: float = key("Added to the root of the second moment.", 1e-8, ge=0)
+    adam_beta1: float = key("Decay of the first moment.", 0.9, ge=0, lt=1)
+    adam_beta2: float = key("Decay of the second moment.", 0.95, ge=0, lt=1)
+    torch_adam_is_fused: bool = key("Use torch's fused kernel.", True)
+
+
+class AdamW(_AdamKeys):
+    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019)."""
+
+    name: Literal["adamW"] = key("Selects AdamW.", "adamW")
+
+
+class SGD(Section):
+    """Stochastic gradient descent."""
+
+    name: Literal["sgd"] = key("Selects SGD.", "sgd")
+    momentum: float = key("Decay of the velocity; 0: plain SGD.", 0.0, ge=0, lt=1, mark=OURS)
+    nesterov: bool = key("Nesterov's form of the momentum.", False, mark=OURS)
+
+
+class Muon(_AdamKeys):
+    """Orthogonalized momentum for hidden matrices (Jordan et al., 2024); AdamW for everything else."""
+
+    name: Literal["muon"] = key("Selects Muon.", "muon", mark=OURS)
+    muon_momentum: float = key("Decay of the momentum of hidden matrices.", 0.95, ge=0, lt=1, mark=OURS)
+    muon_nesterov: bool = key("Nesterov's form of that momentum.", True, mark=OURS)
+    muon_ns_steps: int = key("Newton-Schulz iterations of the orthogonalization.", 5, ge=1, mark=OURS)
+    muon_learning_rate_scale: float = key(
+        "Learning rate of hidden matrices over that of the rest.", 1.0, gt=0, mark=OURS
+    )
+
+
+class CustomOptimizer(Section):
+    """Any `torch.optim.Optimizer` class by dotted path."""
+
+    name: str = key("Dotted path of the class, such as torch.optim.Adagrad.", mark=OURS)
+    kwargs: dict[str, Any] = key("Keyword arguments beside params, lr and weight_decay.", {}, mark=OURS)
+
+
+def _choose_factory(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return _FACTORY_TAGS.get(getattr(value, "name", None)) or (
+            "(custom)" if isinstance(value, CustomOptimizer) else None
+        )
+    name = value.get("name")
+    if name is None:  # nanotron's rule: the Adam keys make it AdamW, nothing makes it SGD
+        return "(adamW)" if any(k in value for k in _AdamKeys.model_fields) else "(sgd)"
+    if isinstance(name, str) and "." in name:
+        return "(custom)"
+    return _FACTORY_TAGS.get(name) if isinstance(name, str) else None
+
+
+_FACTORY_TAGS = {"adamW": "(adamW)", "sgd": "(sgd)", "muon": "(muon)"}
+_factory_rule = by_rule(
+    _choose_factory, "a name among adamW, sgd, muon, or the dotted path of an optimizer class", _FACTORY_TAGS
+)
+OptimizerFactory = Annotated[
+    Annotated[AdamW, Tag("(adamW)")]
+    | Annotated[SGD, Tag("(sgd)")]
+    | Annotated[Muon, Tag("(muon)")]
+    | Annotated[CustomOptimizer, Tag("(custom)")],
+    _factory_rule,
+]
+
+
+class LearningRateScheduler(Section):
+    """Warm up, hold until `lr_decay_starting_step`, decay for `lr_decay_steps`, stay at `min_decay_lr`.
+
+    WSD (warm-up, stable, decay) is any decay style with a late `lr_decay_starting_step`.
+    """
+
+    learning_rate: float = key("Highest learning rate.", gt=0)
+    lr_warmup_steps: int = key("Steps of the warm-up.", 0, ge=0)
+    lr_warmup_style: Literal["linear", "constant"] = key("Warm-up from zero, or at the full rate.", "linear")
+    lr_decay_style: Literal["linear", "cosine", "1-sqrt", "sqrt", "constant", "step"] = key(
+        "Curve of the decay; of ours are sqrt (inverse square root), constant and step.", "linear"
+    )
+    lr_decay_steps: int | None = key(
+        "Steps of the decay; null: from its start to the end of the run.", None, ge=0
+    )
+    lr_decay_starting_step: int | None = key(
+        "Step that the decay starts at; null: after the warm-up.", None, ge=0
+    )
+    min_decay_lr: float | None = key(
+        "Learning rate after the decay; null: learning_rate, that is no decay.", None, ge=0
+    )
+    lr_step_size: int | None = key("Steps between two drops of the step style.", None, ge=1, mark=OURS)
+    lr_step_gamma: float = key("Factor of each drop of the step style.", 0.1, gt=0, le=1, mark=OURS)
+
+    @property
+    def decay_start(self) -> int:
+        """`lr_decay_starting_step`, with its default filled in."""
+        return self.lr_warmup_steps if self.lr_decay_starting_step is None else self.lr_decay_starting_step
+
+    @property
+    def final_lr(self) -> float:
+        """`min_decay_lr`, with its default filled in."""
+        return self.learning_rate if self.min_decay_lr is None else self.min_decay_lr
+
+    def decay_steps(self, train_steps: int) -> int:
+        """`lr_decay_steps`, with its default for a run of `train_steps` filled in."""
+        return max(train_steps - self.decay_start, 0) if self.lr_decay_steps is None else self.lr_decay_steps
+
+
+class ParamGroup(Section):
+    """Settings of the parameters whose name matches a pattern; the first group that matches wins."""
+
+    pattern: Regex = key("Regular expression searched for in the parameter's name.", mark=OURS)
+    learning_rate_scale: float = key("Factor on the learning rate; 0 freezes.", 1.0, ge=0, mark=OURS)
+    weight_decay: float | None = key(
+        "Weight decay of the group; null: the optimizer's.", None, ge=0, mark=OURS
+    )
+
+
+class Optimizer(Section):
+    optimizer_factory: OptimizerFactory = key("The update rule.")
+    zero_stage: Literal[0, 1, 2, 3] = key(
+        "What data-parallel ranks share out: nothing, optimizer state, gradients too, weights too (at dp 1 "
+        "all are the same)."
+    )
+    weight_decay: float = key("Decoupled weight decay.", ge=0)
+    clip_grad: float | None = key("Largest global norm of the gradient; null: no clipping.", gt=0)
+    accumulate_grad_in_fp32: bool = key(
+        "Keep weights and gradient sums in fp32 while the model computes in model.dtype."
+    )
+    learning_rate_scheduler: LearningRateScheduler = key("The learning rate over time.")
+    weight_decay_exclude_named_params: list[Regex] | None = key(
+        "Parameters without weight decay: regular expressions matched from the start of the name.", None
+    )
+    param_groups: list[ParamGroup] | None = key(
+        "Settings for some parameters only; the first pattern that matches wins.", None, mark=OURS
+    )
+    skip_nonfinite_steps: int = key(
+        "Steps in a row with a non-finite loss or gradient that are skipped before the run stops.",
+        10,
+        ge=0,
+        mark=OURS,
+    )

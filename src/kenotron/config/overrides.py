@@ -1,0 +1,39 @@
+"""Settings from the command line: a dotted path, `=`, and a YAML value.
+
+tokens.train_steps=100    data_stages.0.data.seed=1    model.init_method={path: checkpoints/100}
+"""
+
+from __future__ import annotations
+
+from kenotron.config.document import Document, Keys, parse_value
+from kenotron.config.errors import InputError
+
+
+def apply(document: Document, text: str) -> None:
+    """Put one `path=value` into `document`; whether path and value are valid is checked with the whole."""
+    path, equals, value = text.partition("=")
+    path = path.strip()
+    if not equals or not path or not all(path.split(".")):
+        raise InputError(f"{text}: expected an override of the form section.key=value")
+    place = f"override {text}"
+    document.put(_keys(document, path, place), parse_value(value, place), place)
+
+
+def _keys(document: Document, path: str, place: str) -> Keys:
+    keys: Keys = ()
+    target: object = document.data
+    for part in path.split("."):
+        at = ".".join(map(str, keys))
+        if isinstance(target, list):
+            if not part.isdecimal() or int(part) >= len(target):
+                last = len(target) - 1
+                raise InputError(
+                    f"{place}: '{at}' is a list: expected a number from 0 to {last}, found '{part}'"
+                )
+            keys = (*keys, int(part))
+        elif target is None or isinstance(target, dict):
+            keys = (*keys, part)
+        else:
+            raise InputError(f"{place}: '{at}' is {target!r}, it has no key '{part}'")
+        target = document.get(*keys)
+    return keys

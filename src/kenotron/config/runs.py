@@ -1,0 +1,94 @@
+"""When two configs are one run, and what it is called.
+
+A run stopped after step 10 of 15 continues with 30 steps, on another layout or with other intervals, as the same
+run; with another learning rate it would be another run:
+
+    >>> same_run_difference(to_dict(config), load("my.yaml", ["tokens.train_steps=30"]))
+    >>> same_run_difference(to_dict(config), load("my.yaml", ["optimizer.weight_decay=0.1"]))
+    ('optimizer.weight_decay', 0.01, 0.1)
+
+The decay of the learning rate ends with the run where `lr_decay_steps` is null: such a run, made longer, gets the
+schedule of the longer run, and stays the same run.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from kenotron.config.config import Config
+from kenotron.config.writing import diff
+
+# What may differ between the parts of one run.
+_FREE = (
+    "tokens.train_steps",
+    "tokens.val_check_interval",
+    "tokens.limit_val_batches",
+    "tokens.limit_test_batches",
+    "tokens.val_samples",
+    "logging.*",
+    "metrics_logging.*",
+    "profiler*",
+    "lighteval*",
+    "s3_upload*",
+    "general.run",
+    "general.step",
+    "general.consumed_train_samples",
+    "general.benchmark_csv_path",
+    "general.ignore_sanity_checks",
+    "general.hooks*",
+    "checkpoints.checkpoints_path*",
+    "checkpoints.checkpoint_interval",
+    "checkpoints.save_*",
+    "checkpoints.keep_*",
+    "checkpoints.checkpointing_engine",
+    "checkpoints.datastates*",
+    # layout
+    "parallelism.*",
+    "tokens.micro_batch_size",
+    "tokens.batch_accumulation_per_replica",
+    "optimizer.zero_stage",
+    "model.compile",
+    "model.ddp_bucket_cap_mb",
+    "model.make_vocab_size_divisible_by",
+    "data_stages.*.num_loading_workers",
+    "data_stages.*.dataset_processing_num_proc_per_process",
+    "data_stages.*.dataset_overwrite_cache",
+)
+
+
+def fill_run_name(config: Config, now: datetime, jobid: str | None) -> Config:
+    """Fill every `%date` (YYYYmmdd_HHMMSS) and `%jobid` (`local` without a job) in `general.run`."""
+    name = config.general.run.replace("%date", now.strftime("%Y%m%d_%H%M%S")).replace(
+        "%jobid", jobid or "local"
+    )
+    return config.model_copy(update={"general": config.general.model_copy(update={"run": name})})
+
+
+def same_run_difference(saved: dict[str, Any], config: Config) -> tuple[str, Any, Any] | None:
+    """The first key, with its saved and its new value, that makes `config` another run than the one of `saved`.
+
+    None: the same run. `saved` is the plain data of a checkpoint's config.yaml.
+    """
+    before = Config.model_validate(saved)
+    same_batch = before.global_batch_size == config.global_batch_size
+    same_split = before.tokens.validates == config.tokens.validates
+    for path, old, new in diff(before, config):
+        if path in ("tokens.micro_batch_size", "tokens.batch_accumulation_per_replica", "parallelism.dp"):
+            free = same_batch
+        elif path in ("tokens.val_check_interval", "tokens.limit_val_batches"):
+            free = same_split  # switching validation on or off moves documents in or out of the training data
+        elif path == "checkpoints.resume_checkpoint_path":
+            free = _within(new, config.checkpoints.checkpoints_path)
+        else:
+            free = any(fnmatchcase(path, pattern) for pattern in _FREE)
+        if not free:
+            return path, old, new
+    return None
+
+
+def _within(path: object, folder: str) -> bool:
+    """Resuming by name from the run's own checkpoints is what the run does anyway."""
+    return isinstance(path, str) and Path(path).absolute().is_relative_to(Path(folder).absolute())

@@ -1,0 +1,139 @@
+"""The schema as data: every key with its type, default and sentence, by walking the models.
+
+    >>> [row.path for row in rows() if row.path.endswith("lr_warmup_steps")]
+    ['optimizer.learning_rate_scheduler.lr_warmup_steps']
+
+Error messages take valid names from here, the reference its tables, and tests their lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import Tag
+from pydantic.fields import FieldInfo
+
+from kenotron.config.architecture import HFArchitecture, LlamaArchitecture, yaml_keys
+from kenotron.config.config import Config
+from kenotron.config.section import Section
+
+
+@dataclass(frozen=True)
+class Row:
+    """One key. `path` is dotted, with `<i>` for a place in a list and `<name>` for one in a map."""
+
+    path: str
+    name: str
+    section: type[Section]
+    field: FieldInfo
+
+    @property
+    def mark(self) -> str | None:
+        extra = self.field.json_schema_extra
+        return str(extra["mark"]) if isinstance(extra, dict) else None
+
+
+def is_tag(part: str | int) -> bool:
+    """Whether a part of an error's location names a variant, not a key."""
+    return isinstance(part, str) and part.startswith("(") and part.endswith(")")
+
+
+def kinds(annotation: Any, tag: str = "") -> Iterator[tuple[str, Any]]:
+    """The alternatives of a type, each with its tag ("" where there is none)."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *metadata = get_args(annotation)
+        tags = [m.tag for m in metadata if isinstance(m, Tag)]
+        yield from kinds(inner, tags[0] if tags else tag)
+    elif origin in (Union, UnionType):
+        for each in get_args(annotation):
+            yield from kinds(each, tag)
+    else:
+        yield tag, annotation
+
+
+def sections(annotation: Any, below: str = "") -> Iterator[tuple[str, str, type[Section]]]:
+    """Sections inside a type: (path below the key, tag, section)."""
+    for tag, kind in kinds(annotation):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield below, tag, kind
+        elif get_origin(kind) is list:
+            yield from sections(get_args(kind)[0], below + ".<i>")
+        elif get_origin(kind) is dict:
+            yield from sections(get_args(kind)[1], below + ".<name>")
+
+
+def fields(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
+    """Keys of one section as YAML spells them."""
+    for name, field in section.model_fields.items():
+        if section is not HFArchitecture or name == "hf":
+            yield field.alias or name, field
+
+
+def rows(section: type[Section] = Config, prefix: str = "") -> Iterator[Row]:
+    """Every key below `section`, in reading order."""
+    for name, field in fields(section):
+        path = prefix + name
+        yield Row(path, name, section, field)
+        for below, _, inner in sections(field.annotation):
+            yield from rows(inner, path + below + ".")
+
+
+def section_at(location: Sequence[str | int]) -> type[Section] | None:
+    """The section that a location of pydantic's (keys, indexes and tags) leads to, if it is one."""
+    current: Any = Config
+    for part in location:
+        options = [kind for _, kind in kinds(current)]
+        if is_tag(part):
+            current = next((kind for tag, kind in kinds(current) if tag == part), None)
+        elif isinstance(part, int):
+            current = next((get_args(kind)[0] for kind in options if get_origin(kind) is list), None)
+        else:
+            current = next((_below(kind, part) for kind in options if _below(kind, part) is not None), None)
+    found = [kind for _, kind in kinds(current) if isinstance(kind, type) and issubclass(kind, Section)]
+    return found[0] if len(found) == 1 else None
+
+
+def _below(kind: Any, name: str) -> Any:
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return next((f.annotation for key, f in fields(kind) if key == name), None)
+    return get_args(kind)[1] if get_origin(kind) is dict else None
+
+
+def siblings(location: Sequence[str | int]) -> set[str]:
+    """Valid keys of the section at a location."""
+    section = section_at(location)
+    if section is HFArchitecture:
+        return {"hf"} | yaml_keys(LlamaArchitecture)
+    return {name for name, _ in fields(section)} if section else set()
+
+
+def owner(location: Sequence[str | int], name: str) -> str | None:
+    """The tag of another variant, at the same place as the one at `location`, that has the key `name`."""
+    if not location or not is_tag(location[-1]):
+        return None
+    parent = section_at(location[:-2])
+    annotation = dict(fields(parent)).get(str(location[-2])) if parent else None
+    for tag, kind in kinds(annotation.annotation) if annotation else ():
+        if (
+            tag != location[-1]
+            and isinstance(kind, type)
+            and issubclass(kind, Section)
+            and name in yaml_keys(kind)
+        ):
+            return tag
+    return None
+
+
+@lru_cache(maxsize=1)
+def paths_by_name() -> dict[str, list[str]]:
+    """For every key's name the dotted paths that end in it."""
+    found: dict[str, list[str]] = {}
+    for row in rows():
+        if row.path not in found.setdefault(row.name, []):
+            found[row.name].append(row.path)
+    return found

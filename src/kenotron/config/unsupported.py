@@ -1,0 +1,81 @@
+"""What the schema knows and no code serves yet: refused by name, never ignored.
+
+Each rule yields what is asked for; a capability that arrives takes its line out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kenotron.config.architecture import HFArchitecture, LlamaArchitecture
+from kenotron.config.config import Config
+from kenotron.config.data import MixtureDataset, NanosetDataset, SFTDataset
+from kenotron.config.errors import NotSupportedYet
+from kenotron.config.model import RandomInit, SpectralMupInit
+
+
+def refuse_unsupported(config: Config) -> None:
+    """Raise NotSupportedYet that names everything in `config` that would otherwise have no effect."""
+    found = [*_layout(config), *_model(config), *_data(config), *_sections(config)]
+    if found:
+        raise NotSupportedYet("; ".join(found))
+
+
+def _layout(config: Config) -> Iterator[str]:
+    for name in ("dp", "pp", "tp", "expert_parallel_size", "context_parallel_size"):
+        degree = getattr(config.parallelism, name)
+        if degree > 1:
+            yield f"parallelism.{name}: {degree}"
+
+
+def _model(config: Config) -> Iterator[str]:
+    model, architecture = config.model, config.model.architecture
+    if not isinstance(architecture, LlamaArchitecture | HFArchitecture):
+        yield f"model.model_config of the family {type(architecture).__name__.removesuffix('Architecture')}"
+    if isinstance(architecture, HFArchitecture):
+        attention = architecture.overrides.get("_attn_implementation", "sdpa")
+    else:
+        attention = architecture.attn_implementation  # type: ignore[attr-defined]
+    if attention not in ("flash_attention_2", "sdpa"):
+        yield f"model.model_config._attn_implementation: {attention}"
+    init = model.init_method
+    if isinstance(init, SpectralMupInit):
+        yield "model.init_method.use_mup"
+    if isinstance(init, RandomInit) and init.scaling_method in ("LAYER_INDEX", "MODEL_SCALE"):
+        yield f"model.init_method.scaling_method: {init.scaling_method}"
+    if model.dtype not in ("float32", "bfloat16"):
+        yield f"model.dtype: {model.dtype}"
+    if model.dtype == "bfloat16" and not config.optimizer.accumulate_grad_in_fp32:
+        yield "optimizer.accumulate_grad_in_fp32: false with model.dtype: bfloat16"
+
+
+def _data(config: Config) -> Iterator[str]:
+    for i, stage in enumerate(config.data_stages):
+        at = f"data_stages.{i}."
+        if stage.sequence_length not in (None, config.tokens.sequence_length):
+            yield f"{at}sequence_length other than tokens.sequence_length"
+        dataset = stage.data.dataset
+        for each in dataset.mixture if isinstance(dataset, MixtureDataset) else [dataset]:
+            if isinstance(each, NanosetDataset):
+                yield f"{at}data.dataset.dataset_folder (Nanoset)"
+            if isinstance(each, SFTDataset):
+                yield f"{at}data.dataset.sft_dataloader (fine-tuning data)"
+
+
+def _sections(config: Config) -> Iterator[str]:
+    checkpoints = config.checkpoints
+    if checkpoints.checkpointing_engine != "TORCH":
+        yield f"checkpoints.checkpointing_engine: {checkpoints.checkpointing_engine.lower()}"
+    if checkpoints.datastates:
+        yield "checkpoints.datastates"
+    for name in ("resume_checkpoint_path", "checkpoints_path"):
+        if str(getattr(checkpoints, name)).startswith("s3:"):
+            yield f"checkpoints.{name} on s3"
+    if config.metrics_logging.log_level:
+        yield "metrics_logging.log_level: 1"
+    if config.tokens.limit_test_batches:
+        yield f"tokens.limit_test_batches: {config.tokens.limit_test_batches}"
+    if config.lighteval:
+        yield "lighteval"
+    if config.s3_upload:
+        yield "s3_upload"
