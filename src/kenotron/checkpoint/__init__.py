@@ -1,0 +1,44 @@
+"""Checkpoints: whole or not there, loadable on any layout, and plain files that other tools can read.
+
+    saved = save("checkpoints", 10, model=parameters, optimizer=flat_state, state={"consumed_tokens": 2560},
+                 config_yaml=text, model_config={"hidden_size": 64})
+    tidy("checkpoints")                                            # at the next start
+    path = newest_whole("checkpoints", report=print)               # names and skips what is damaged
+    state = load(path, model=parameters, optimizer=flat_state, verify=False)
+
+    <root>/latest.txt               the newest step, written last
+    <root>/<step>/manifest.json     step, state, and the size and XXH3 of every other file
+    <root>/<step>/config.yaml, model_config.json, tokenizer/
+    <root>/<step>/model/, optimizer/     index.json and one safetensors file a rank (see `tensors.py`)
+
+Tensors go through `torch.distributed.checkpoint`; everything else is JSON or YAML; nothing is a pickle.
+Neither torch nor DCP is imported before a tensor is touched.
+"""
+
+from kenotron.checkpoint.durable import CheckpointError
+from kenotron.checkpoint.folders import Found, list_checkpoints, newest_whole, resolve, verify
+from kenotron.checkpoint.index import Index, read_index
+from kenotron.checkpoint.loading import load, read_tensors
+from kenotron.checkpoint.manifest import Manifest, read_manifest
+from kenotron.checkpoint.retention import prune, tidy, to_prune
+from kenotron.checkpoint.saving import Saved, save
+
+__all__ = [
+    "CheckpointError",
+    "Found",
+    "Index",
+    "Manifest",
+    "Saved",
+    "list_checkpoints",
+    "load",
+    "newest_whole",
+    "prune",
+    "read_index",
+    "read_manifest",
+    "read_tensors",
+    "resolve",
+    "save",
+    "tidy",
+    "to_prune",
+    "verify",
+]

@@ -1,0 +1,221 @@
+"""Finding checkpoints in a folder and proving them whole.
+
+    checkpoints/
+    ├── latest.txt      "20", the newest step; written last
+    ├── 10/             a checkpoint
+    ├── 20/
+    └── 30.tmp-3f9c/    what a killed process left; never looked at
+
+`resolve` is for a user's argument, `newest_whole` for a run that resumes: the one believes `latest.txt` and
+says what is wrong, the other believes only manifests and checksums.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kenotron.checkpoint.durable import CheckpointError, FileRecord, hash_file, replace_text, sync_folder
+from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from kenotron.checkpoint.ranks import gather, rank_and_size, together
+from kenotron.config.errors import nearest
+
+LATEST = "latest.txt"
+Report = Callable[[str], None]
+Progress = Callable[[int, int], None]
+
+
+def quiet(line: str) -> None:
+    """A `Report` for callers that do not want one."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A step's folder. `manifest` is None when `problem` says why it cannot be a whole checkpoint."""
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+    problem: str | None
+
+
+def list_checkpoints(root: Path | str) -> list[Found]:
+    """The step folders in `root`, oldest save first; before all, by step, those without a sound manifest.
+
+    Looks at manifests and file sizes; checksums are `verify`'s.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        return []
+    found = [
+        look(path, int(path.name))
+        for path in root.iterdir()
+        if re.fullmatch(r"\d+", path.name) and path.is_dir()
+    ]
+    return sorted(found, key=lambda entry: (entry.manifest.saved_at if entry.manifest else 0.0, entry.step))
+
+
+def look(path: Path, step: int) -> Found:
+    """What stands in the folder `path`, which should hold `step`."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return Found(step, path, None, str(error))
+    if manifest.step != step:
+        return Found(step, path, None, f"{path} holds step {manifest.step}: it was renamed")
+    for name, record in manifest.files.items():
+        if problem := _wrong_size(path / name, record):
+            return Found(step, path, None, problem)
+    return Found(step, path, manifest, None)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give a complete, synced checkpoint its name, then say so in `latest.txt`."""
+    os.rename(temporary, final)
+    sync_folder(final.parent)
+    replace_text(final.parent / LATEST, final.name)
+
+
+def verify(path: Path | str, progress: Progress | None = None) -> list[str]:
+    """Read every byte of a checkpoint and return what is wrong, one line each; nothing if it is whole.
+
+    `progress(done, total)` is called with bytes. This process reads all of it; a run's ranks share the work
+    in `newest_whole` and `load`.
+    """
+    path = Path(path)
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    return check_files(path, manifest.files, progress)
+
+
+def check_files(path: Path, files: dict[str, FileRecord], progress: Progress | None = None) -> list[str]:
+    """Compare files with their records; one line for each that is missing, cut, or changed."""
+    problems = []
+    done, total = 0, sum(record.bytes for record in files.values())
+    for name, record in files.items():
+        problem = _wrong_size(path / name, record) or _wrong_content(path / name, record)
+        if problem:
+            problems.append(problem)
+        done += record.bytes
+        if progress:
+            progress(done, total)
+    return problems
+
+
+def check_together(path: Path, files: dict[str, FileRecord]) -> list[str]:
+    """As `check_files`, each rank reading its share of the files; every rank gets all the problems."""
+    rank, size = rank_and_size()
+    shares: list[dict[str, FileRecord]] = [{} for _ in range(size)]
+    loads = [0] * size
+    for name, record in sorted(files.items(), key=lambda item: (-item[1].bytes, item[0])):
+        lightest = loads.index(min(loads))
+        shares[lightest][name] = record
+        loads[lightest] += record.bytes
+    found = gather(together(lambda: check_files(path, shares[rank])))
+    return [problem for problems in found for problem in problems]
+
+
+def _wrong_size(path: Path, record: FileRecord) -> str | None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        return (
+            f"{path} is missing"
+            if error.errno == errno.ENOENT
+            else f"{path} cannot be read: {error.strerror}"
+        )
+    if size != record.bytes:
+        return f"{path} is damaged: {size} bytes, written were {record.bytes}"
+    return None
+
+
+def _wrong_content(path: Path, record: FileRecord) -> str | None:
+    try:
+        found = hash_file(path)
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    if found != record:
+        return f"{path} is damaged: its checksum is {found.xxh3}, written was {record.xxh3}"
+    return None
+
+
+def newest_whole(root: Path | str, report: Report = quiet) -> Path | None:
+    """The checkpoint that was saved last and is whole to the last byte, or None.
+
+    Every damaged one that would have come before it is reported in one line. In a run of several ranks all
+    call it, each reads its share, and all get the same answer. Ranks must see one file system.
+    """
+    for entry in reversed(_in_order(list_checkpoints(root))):
+        problems = [entry.problem] if entry.problem else check_together(entry.path, _files(entry))
+        if not problems:
+            return entry.path
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        report(f"skipping checkpoint {entry.step}: {problems[0]}{more}")
+    return None
+
+
+def _files(entry: Found) -> dict[str, FileRecord]:
+    return entry.manifest.files if entry.manifest else {}
+
+
+def _in_order(entries: list[Found]) -> list[Found]:
+    """By time of saving; a folder that cannot tell its time stands where its step would."""
+    whole = [entry for entry in entries if entry.manifest]
+    for entry in sorted((entry for entry in entries if not entry.manifest), key=lambda entry: entry.step):
+        before = [place for place, other in enumerate(whole) if other.step < entry.step]
+        whole.insert(before[-1] + 1 if before else 0, entry)
+    return whole
+
+
+def resolve(path: Path | str) -> Path:
+    """The checkpoint that a user means: a step's folder itself, or a folder whose `latest.txt` names one.
+
+    >>> resolve("checkpoints/10")        # doctest: +SKIP
+    PosixPath('checkpoints/10')
+    >>> resolve("checkpoints")           # doctest: +SKIP
+    PosixPath('checkpoints/20')
+
+    Raises:
+        CheckpointError: names what is there instead.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"no checkpoint at {path}: {_nearby(path)}")
+    if (path / MANIFEST).exists():
+        read_manifest(path)
+        return path
+    steps = [str(entry.step) for entry in list_checkpoints(path) if entry.manifest]
+    have = f"it has {', '.join(steps)}" if steps else "it has no whole checkpoint"
+    if not (path / LATEST).exists():
+        raise CheckpointError(f"{path} is not a checkpoint: {_looks_like(path) or have}")
+    step = (path / LATEST).read_text().strip()
+    if step not in steps:
+        reason = next((entry.problem for entry in list_checkpoints(path) if str(entry.step) == step), None)
+        raise CheckpointError(f"{path / LATEST} names {step!r}, {reason or 'which is not there'}; {have}")
+    return path / step
+
+
+def _nearby(path: Path) -> str:
+    parent = next(parent for parent in path.parents if parent.exists() or parent == parent.parent)
+    if parent != path.parent:
+        return f"{parent} has no {path.relative_to(parent).parts[0]!r}"
+    whole = [str(entry.step) for entry in list_checkpoints(parent) if entry.manifest]
+    if path.name.isdigit() and whole:
+        return f"{parent} has {', '.join(whole)}"
+    return f"{parent} has no {path.name!r}{nearest(path.name, [entry.name for entry in parent.iterdir()])}"
+
+
+def _looks_like(path: Path) -> str | None:
+    if ".tmp-" in path.name:
+        return "it is what a killed process left of a save"
+    if (path / "checkpoint_metadata.json").exists():
+        return "it is a nanotron checkpoint, which has to be converted first"
+    if (path / "config.json").exists():
+        return "it is a Hugging Face model; `kenotron convert from-hf` makes a checkpoint of it"
+    return None

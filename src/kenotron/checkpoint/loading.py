@@ -1,0 +1,148 @@
+"""Loading: prove the files whole, compare the names, and only then touch a tensor.
+
+    state = load("checkpoints/10", model=dict(module.named_parameters()), optimizer=flat_optimizer_state)
+
+The tensors are filled in place, on whatever layout they have now: DCP reads from the saved chunks what each
+rank needs. Tools that want plain tensors use `read_tensors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kenotron.checkpoint.durable import CheckpointError
+from kenotron.checkpoint.folders import check_files, check_together
+from kenotron.checkpoint.index import DTYPES, Entry, Index, read_index
+from kenotron.checkpoint.manifest import Manifest, read_manifest
+from kenotron.checkpoint.ranks import gather, together
+from kenotron.config.errors import nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def load(
+    path: Path | str,
+    *,
+    model: dict[str, Any],
+    optimizer: dict[str, Any] | None,
+    verify: bool = True,
+    cast: bool = False,
+) -> dict[str, Any]:
+    """Fill `model` and `optimizer` in place from the checkpoint folder `path` and return its `state`.
+
+    Every rank calls it with its own tensors (DTensors where they are split). Optimizer values that are not
+    tensors are replaced in the dict, tuples staying tuples. `optimizer=None` leaves the optimizer's files
+    unread.
+
+    Args:
+        verify: check the files' checksums first, each rank a share. False only right after `newest_whole`.
+        cast: convert where the dtype differs, which is an error otherwise.
+
+    Raises:
+        CheckpointError: a file is damaged, or a name, shape or dtype does not fit. No tensor was changed.
+    """
+    path = Path(path)
+    manifest = together(lambda: read_manifest(path))
+    parts = {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
+    if verify:
+        _raise_if(check_together(path, manifest.below(*parts)))
+    indexes = together(lambda: {folder: _index(path / folder, manifest) for folder in parts})
+    named = gather({folder: list(tensors) for folder, tensors in parts.items()})
+    given = {folder: {name for names in named for name in names[folder]} for folder in parts}
+
+    def check() -> None:
+        for folder, tensors in parts.items():
+            _check_fit(path / folder, indexes[folder], tensors, given[folder], cast)
+
+    together(check)
+    from kenotron.checkpoint.tensors import fill_tensors
+
+    for folder, tensors in parts.items():
+        fill_tensors(path / folder, indexes[folder], tensors)
+    return manifest.state
+
+
+def read_tensors(
+    path: Path | str, names: Iterable[str] | None = None, *, folder: str = "model", verify: bool = True
+) -> dict[str, Tensor]:
+    """Whole tensors on the host, for tools: all of a checkpoint's model, or those in `names`.
+
+    This process alone reads and checks; no process group is used.
+
+    Raises:
+        CheckpointError: a file is damaged, or a name is not there.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    if verify:
+        _raise_if(check_files(path, manifest.below(folder)))
+    index = _index(path / folder, manifest)
+    wanted = list(index.tensors if names is None else names)
+    for name in wanted:
+        if name not in index.tensors:
+            raise CheckpointError(f"{path / folder} has no tensor {name!r}{nearest(name, index.tensors)}")
+    import torch
+
+    from kenotron.checkpoint.tensors import MappedFiles, torch_dtype
+
+    mapped = MappedFiles(path / folder)
+    tensors = {}
+    for name in wanted:
+        entry = index.tensors[name]
+        tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        for chunk in entry.chunks:
+            box = tuple(slice(start, start + length) for start, length in zip(chunk.offset, chunk.shape))
+            tensor[box].copy_(mapped.view(entry, chunk))
+        tensors[name] = tensor
+    return tensors
+
+
+def _index(folder: Path, manifest: Manifest) -> Index:
+    if not manifest.below(folder.name):
+        raise CheckpointError(f"{folder.parent} was saved without {folder.name}")
+    return read_index(folder, manifest.files)
+
+
+def _raise_if(problems: list[str]) -> None:
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise CheckpointError(problems[0] + more)
+
+
+def _check_fit(folder: Path, index: Index, tensors: dict[str, Any], names: set[str], cast: bool) -> None:
+    """Raise unless the index holds just `names` (all ranks'), and `tensors` (this rank's) in their shapes."""
+    known = [*index.tensors, *index.values]
+    missing = sorted(names.difference(known))
+    extra = sorted(set(known) - names)
+    if missing:
+        raise CheckpointError(f"{folder} lacks {missing[0]!r}{_more(missing)}{nearest(missing[0], extra)}")
+    if extra:
+        raise CheckpointError(f"{folder} has {extra[0]!r}{_more(extra)}, which this run has not")
+    unfit = [problem for name, value in tensors.items() if (problem := _misfit(name, index, value, cast))]
+    if unfit:
+        raise CheckpointError(f"{folder}: {unfit[0]}{_more(unfit)}")
+
+
+def _misfit(name: str, index: Index, value: Any, cast: bool) -> str | None:
+    import torch
+
+    saved: Entry | None = index.tensors.get(name)
+    if not isinstance(value, torch.Tensor):
+        return f"{name!r} is a tensor there and {type(value).__name__} here" if saved else None
+    if saved is None:
+        return f"{name!r} is the value {index.values[name]!r} there and a tensor here"
+    if tuple(value.shape) != saved.shape:
+        return f"{name!r} has shape {list(saved.shape)} there and {list(value.shape)} here"
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype != DTYPES[saved.dtype][0] and not cast:
+        return f"{name!r} is {DTYPES[saved.dtype][0]} there and {dtype} here"
+    if value.is_meta:
+        return f"{name!r} has no memory yet (meta device) to be filled"
+    return None
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -1,0 +1,134 @@
+"""The manifest: one JSON file that says what a checkpoint consists of, and proves that it is whole.
+
+It is written last, so a folder without one is no checkpoint. It holds the size and the XXH3 of every other
+file, every scalar of the run (`state`), and, as its last entry, the XXH3 of itself:
+
+    {
+     "format": "kenotron-checkpoint",
+     "version": 1,
+     "step": 10,
+     "saved_at": 1763625600.25,
+     "state": {"consumed_tokens": 2560},
+     "files": {"config.yaml": {"bytes": 1201, "xxh3": "a64f..."}, "model/rank0.safetensors": {...}},
+     "xxh3": "06b1..."
+    }
+
+One text belongs to one content, so a manifest that was changed in any byte, be it a space, is found out by
+writing again what was read.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
+
+from kenotron.checkpoint.durable import CheckpointError, FileRecord, refusal
+
+MANIFEST = "manifest.json"
+FORMAT = "kenotron-checkpoint"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one checkpoint consists of. `saved_at` is in seconds since 1970, rising from save to save."""
+
+    step: int
+    saved_at: float
+    state: dict[str, Any]
+    files: dict[str, FileRecord]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the checkpoint without the manifest itself."""
+        return sum(record.bytes for record in self.files.values())
+
+    def below(self, *folders: str) -> dict[str, FileRecord]:
+        """The files in the named folders."""
+        return {name: record for name, record in self.files.items() if name.split("/")[0] in folders}
+
+
+def render(manifest: Manifest) -> bytes:
+    """The text of a manifest."""
+    return _seal(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": manifest.step,
+            "saved_at": manifest.saved_at,
+            "state": manifest.state,
+            "files": {name: record._asdict() for name, record in manifest.files.items()},
+        }
+    )
+
+
+def _seal(content: dict[str, Any]) -> bytes:
+    checksum = xxhash.xxh3_64(json.dumps(content).encode()).hexdigest()
+    return (json.dumps(content | {"xxh3": checksum}, indent=1) + "\n").encode()
+
+
+def _unseal(data: bytes) -> dict[str, Any]:
+    """The content of a sealed text, or ValueError if any of its bytes was changed."""
+    content = json.loads(data)
+    if not isinstance(content, dict) or "xxh3" not in content:
+        raise ValueError("no checksum")
+    if _seal({key: value for key, value in content.items() if key != "xxh3"}) != data:
+        raise ValueError("wrong checksum")
+    return content
+
+
+def read_manifest(path: Path | str) -> Manifest:
+    """Read and check the manifest of the checkpoint folder `path`.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or a newer version wrote it.
+    """
+    file = Path(path) / MANIFEST
+    try:
+        data = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path} is not a whole checkpoint: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise refusal("read", file, error) from error
+    try:
+        content = _unseal(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: its checksum does not fit its content") from error
+    if content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{file} is not the manifest of a {FORMAT}: its format is {content.get('format')!r}"
+        )
+    if content["version"] > VERSION:
+        raise CheckpointError(
+            f"{file} has version {content['version']}; this kenotron reads up to {VERSION}: update it"
+        )
+    files = {name: FileRecord(**record) for name, record in content["files"].items()}
+    for name in files:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise CheckpointError(f"{file} names a file outside its folder: {name!r}")
+    return Manifest(content["step"], content["saved_at"], content["state"], files)
+
+
+def plain(value: Any, where: str) -> Any:
+    """`value` as JSON gives it back (tuples become lists), or an error that names what JSON cannot hold.
+
+    >>> plain({"betas": (0.9, 0.95)}, "state")
+    {'betas': [0.9, 0.95]}
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, list | tuple):
+        return [plain(item, f"{where}[{number}]") for number, item in enumerate(value)]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise CheckpointError(
+                    f"{where}: key {key!r} is {type(key).__name__}; JSON knows only text as key"
+                )
+        return {key: plain(item, f"{where}.{key}") for key, item in value.items()}
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    raise CheckpointError(f"{where} is {kind}; JSON holds None, bool, int, float, text, list and dict")

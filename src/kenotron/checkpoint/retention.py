@@ -1,0 +1,98 @@
+"""What leaves a checkpoint folder: steps that the retention rule lets go, and what killed processes left.
+
+    prune(root, keep_last=2, keep_every=1000)     # of 1000, 1900, 2000, 2100: 1900 goes
+    tidy(root)                                    # at the start of a run
+
+A checkpoint is removed by a rename to `.trash-…` first, so a crash in the middle leaves no half of one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from kenotron.checkpoint.durable import CheckpointError, FolderBusy, discard, locked
+from kenotron.checkpoint.folders import LATEST, Found, Report, list_checkpoints, look, publish, quiet
+
+_TEMPORARY = re.compile(r"(\d+|latest\.txt)\.tmp-[0-9a-f]{8}")
+_TRASH = re.compile(r"\.trash-\d+-[0-9a-f]{8}")
+
+
+def prune(
+    root: Path | str, keep_last: int | None, keep_every: int | None = None, protect: Iterable[int] = ()
+) -> list[Path]:
+    """Remove the checkpoints that `to_prune` names and return their paths.
+
+    In a run, rank 0 alone calls it.
+    """
+    doomed = [entry.path for entry in to_prune(root, keep_last, keep_every, protect)]
+    for path in doomed:
+        discard(path)
+    return doomed
+
+
+def to_prune(
+    root: Path | str, keep_last: int | None, keep_every: int | None = None, protect: Iterable[int] = ()
+) -> list[Found]:
+    """The checkpoints that retention lets go, oldest first.
+
+    Kept are the `keep_last` that were saved last (None: all), every step that `keep_every` divides, the steps
+    in `protect`, and the one that `latest.txt` names. A damaged folder counts for nothing and is never
+    removed: its files may be all that someone has.
+    """
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None and value < 1:
+            raise CheckpointError(f"{name} must be at least 1; found {value}")
+    if keep_last is None:
+        return []
+    kept = set(protect)
+    latest = Path(root) / LATEST
+    if latest.exists() and (text := latest.read_text().strip()).isdigit():
+        kept.add(int(text))
+    whole = [entry for entry in list_checkpoints(root) if entry.manifest]
+    return [
+        entry
+        for entry in whole[:-keep_last]
+        if entry.step not in kept and not (keep_every and entry.step % keep_every == 0)
+    ]
+
+
+def tidy(root: Path | str, report: Report = quiet) -> None:
+    """Clear what killed processes left in `root`: rank 0 calls it at the start, before `newest_whole`.
+
+    A save that was complete but for its rename is finished; other temporary folders and half-removed
+    checkpoints are deleted. While another process saves there, or where one may not write, nothing is
+    touched.
+    """
+    root = Path(root)
+    if not root.is_dir() or not os.access(root, os.W_OK):
+        return
+    try:
+        with locked(root, wait_seconds=0) as held:
+            if held:
+                clear_leftovers(root, report)
+    except FolderBusy:
+        report(f"another process is saving into {root}; its files are left alone")
+
+
+def clear_leftovers(root: Path, report: Report) -> None:
+    """`tidy` for a caller that holds the folder's lock."""
+    for path in sorted(root.iterdir()):
+        if _TRASH.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+        elif match := _TEMPORARY.fullmatch(path.name):
+            _clear(path, root / match[1], report)
+
+
+def _clear(path: Path, final: Path, report: Report) -> None:
+    if path.is_file():
+        path.unlink(missing_ok=True)
+    elif not final.exists() and look(path, int(final.name)).manifest:
+        publish(path, final)
+        report(f"finished the save of step {final.name}, which was complete but for its name")
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+        report(f"removed {path.name}, which a killed process left")

@@ -1,0 +1,172 @@
+"""Saving: everything into a temporary folder, synced; then one rename makes it a checkpoint.
+
+    <root>/30.tmp-3f9c0a1b/   model/, optimizer/, tokenizer/, config.yaml, ...; manifest.json last
+    <root>/30/                after the rename
+    <root>/latest.txt         "30", last of all
+
+A process may be killed between any two of these lines of writing, and what is in `root` under its own name is
+whole. What was complete but not yet renamed is not lost either: the next `tidy` renames it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kenotron.checkpoint.durable import (
+    FileRecord,
+    discard,
+    hash_file,
+    locked,
+    make_folder,
+    refusal,
+    sync_folder,
+    temporary_beside,
+    write_file,
+)
+from kenotron.checkpoint.folders import Report, list_checkpoints, publish, quiet
+from kenotron.checkpoint.manifest import MANIFEST, Manifest, plain, render
+from kenotron.checkpoint.ranks import on_first
+from kenotron.checkpoint.retention import clear_leftovers
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is on the disk: its folder, its size, and the seconds that the save took."""
+
+    path: Path
+    bytes: int
+    seconds: float
+
+
+def save(
+    root: Path | str,
+    step: int,
+    *,
+    model: dict[str, Any],
+    optimizer: dict[str, Any] | None,
+    state: dict[str, Any],
+    config_yaml: str,
+    model_config: dict[str, Any],
+    save_tokenizer: Callable[[Path], None] | None = None,
+    report: Report = quiet,
+) -> Saved:
+    """Write checkpoint `<root>/<step>`; it is there, whole and synced, when this returns.
+
+    Every rank calls it with its part of `model` and `optimizer`; `state`, the texts and the tokenizer are
+    rank 0's. A whole checkpoint of the same step gives way to the new one once that is complete.
+
+    Args:
+        model: name → tensor or DTensor, any device.
+        optimizer: the same, flattened (`flatten_optimizer_state_dict=True`); plain values become JSON.
+        state: counters, schedule and hook states: what JSON can hold, with text as keys.
+        save_tokenizer: called with a new folder to put the tokenizer's files in.
+        report: gets one line when leftovers of a killed process are found.
+
+    Raises:
+        CheckpointError: disk full, no permission, a value that JSON cannot hold. Nothing of this save is
+            left, and every checkpoint from before is untouched.
+    """
+    started = time.perf_counter()
+    root = Path(root)
+    with ExitStack() as cleanup:
+        state = on_first(lambda: plain(state, "state"))
+        model_config = on_first(lambda: plain(model_config, "model_config"))
+        temporary = on_first(lambda: _begin(root, step, optimizer is not None, cleanup, report))
+        files = _write_tensors(temporary, {"model": model, "optimizer": optimizer})
+
+        def complete() -> int:
+            files.update(_write_small_files(temporary, config_yaml, model_config, save_tokenizer))
+            return _complete(temporary, root / str(step), state, files, report)
+
+        size = on_first(complete)
+    return Saved(root / str(step), size, time.perf_counter() - started)
+
+
+def _begin(root: Path, step: int, with_optimizer: bool, cleanup: ExitStack, report: Report) -> Path:
+    """Take the folder's lock, clear leftovers, make the temporary folder; `cleanup` undoes what remains."""
+    make_folder(root)
+    if cleanup.enter_context(locked(root)):
+        clear_leftovers(root, report)
+    temporary = temporary_beside(root / str(step))
+    cleanup.callback(shutil.rmtree, temporary, ignore_errors=True)
+    for folder in (temporary, temporary / "model", *([temporary / "optimizer"] if with_optimizer else [])):
+        make_folder(folder)
+    return temporary
+
+
+def _write_tensors(temporary: Path, parts: dict[str, dict[str, Any] | None]) -> dict[str, FileRecord]:
+    from kenotron.checkpoint.tensors import write_tensors
+
+    files = {}
+    for folder, tensors in parts.items():
+        if tensors is not None:
+            for name, record in write_tensors(temporary / folder, tensors).items():
+                files[f"{folder}/{name}"] = record
+    return files
+
+
+def _write_small_files(
+    temporary: Path,
+    config_yaml: str,
+    model_config: dict[str, Any],
+    save_tokenizer: Callable[[Path], None] | None,
+) -> dict[str, FileRecord]:
+    text = json.dumps(model_config, indent=2) + "\n"
+    files = {
+        "config.yaml": write_file(temporary / "config.yaml", config_yaml.encode()),
+        "model_config.json": write_file(temporary / "model_config.json", text.encode()),
+    }
+    if save_tokenizer:
+        make_folder(temporary / "tokenizer")
+        try:
+            save_tokenizer(temporary / "tokenizer")
+            # Files that other code wrote, the only ones that are read back for their checksum. They are
+            # small.
+            for path in sorted((temporary / "tokenizer").rglob("*")):
+                if path.is_file():
+                    files[path.relative_to(temporary).as_posix()] = hash_file(path, sync=True)
+        except OSError as error:
+            raise refusal("write", temporary / "tokenizer", error) from error
+    return files
+
+
+def _complete(
+    temporary: Path, final: Path, state: dict[str, Any], files: dict[str, FileRecord], report: Report
+) -> int:
+    """After the last file: sync the folders, write the manifest, rename. Returns the checkpoint's bytes."""
+    try:
+        for folder in (path for path in temporary.rglob("*") if path.is_dir()):
+            sync_folder(folder)
+        manifest = Manifest(int(final.name), _now(final.parent), state, files)
+        size = manifest.bytes + write_file(temporary / MANIFEST, render(manifest)).bytes
+        sync_folder(temporary)
+        _make_room(final, report)
+        publish(temporary, final)
+    except OSError as error:
+        raise refusal("save", final, error) from error
+    return size
+
+
+def _now(root: Path) -> float:
+    """Seconds since 1970, and later than every save in `root`, whatever was done to the clock."""
+    times = [entry.manifest.saved_at for entry in list_checkpoints(root) if entry.manifest]
+    return max([time.time(), *(saved_at + 0.001 for saved_at in times)])
+
+
+def _make_room(final: Path, report: Report) -> None:
+    """Free the name that a complete save is about to take: a checkpoint goes, all else is moved aside."""
+    if (final / MANIFEST).exists():
+        discard(final)
+    elif final.exists():
+        aside = temporary_beside(final)
+        aside = aside.with_name(aside.name.replace(".tmp-", ".replaced-"))
+        os.rename(final, aside)
+        report(f"{final} was no checkpoint of kenotron; it is now {aside.name}")

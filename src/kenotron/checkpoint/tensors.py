@@ -1,0 +1,336 @@
+"""Tensors on disk: one safetensors file a rank and one JSON index, with planning and resharding left to DCP.
+
+    model/
+    ├── index.json             name → dtype, shape, and where each chunk lies (file, first byte)
+    ├── rank0.safetensors      what rank 0 wrote
+    └── rank1.safetensors
+
+`torch.distributed.checkpoint` (DCP) decides which rank writes which chunk (replicas once, the load spread)
+and, when a run comes back on another layout, which bytes of which chunk each rank needs. How bytes get to the
+disk is a `StorageWriter` and a `StorageReader`; these are ours, for three reasons. The files are plain
+safetensors that any tool opens; nothing on disk is a pickle; and a tensor goes to the disk straight from its
+own memory through one hash, where DCP's own writer makes a zip archive of each tensor. Sharded files carry
+the `DCP_SHARDING_INFO` that torch's own `HuggingFaceStorageReader` understands.
+
+What is not a tensor (an optimizer's `param_groups.model.norm.weight.lr`) is a value in the index.
+
+Format of safetensors: 8 bytes, little-endian length of the header; the header, JSON, padded with spaces to 8
+bytes; the tensors' bytes without gaps. The widest types come first, so every tensor is aligned.
+
+This file imports DCP and is itself imported only by functions that need it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import mmap
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from kenotron.checkpoint.durable import CheckpointError, FileRecord, HashedFile, refusal, write_file
+from kenotron.checkpoint.index import DTYPES, INDEX, Chunk, Entry, Index
+from kenotron.checkpoint.manifest import plain
+from kenotron.checkpoint.ranks import describe, gather, rank_and_size
+
+ALIGNMENT = 8
+
+
+def write_tensors(folder: Path, tensors: dict[str, Any]) -> dict[str, FileRecord]:
+    """Write `tensors` (plain or DTensors, any device, and plain values) below the existing `folder`.
+
+    Every rank calls it; each writes its share. Host memory above the tensors' own is one tensor at most (a
+    copy from the device, or of one that is not contiguous).
+
+    Returns the records of all ranks' files by name in the folder, on every rank.
+    """
+    writer = _Writer(folder)
+    _through_dcp(
+        lambda: dcp.save(
+            tensors, storage_writer=writer, planner=_SavePlanner(), no_dist=rank_and_size()[1] == 1
+        )
+    )
+    return {name: record for files in gather(writer.files) for name, record in files.items()}
+
+
+def fill_tensors(folder: Path, index: Index, tensors: dict[str, Any]) -> None:
+    """Fill `tensors` in place from `folder`; values in the dict are replaced. Names and shapes must fit."""
+    reader = _Reader(folder, index)
+    _through_dcp(
+        lambda: dcp.load(
+            tensors, storage_reader=reader, planner=_LoadPlanner(), no_dist=rank_and_size()[1] == 1
+        )
+    )
+
+
+def _through_dcp(call: Callable[[], None]) -> None:
+    """Run a call of DCP; its own exception, which is no `Exception`, gives way to what was raised inside."""
+    try:
+        with warnings.catch_warnings():
+            # "torch.distributed is disabled, ... assuming the intent is to save in a single process": it is.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            call()
+    except CheckpointException as failure:
+        rank, (error, _) = min(failure.failures.items())
+        if not isinstance(error, Exception) or rank_and_size()[1] == 1:
+            raise error from None
+        raise CheckpointError(f"rank {rank}: {describe(error)}") from error
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """DCP's planner, with values as JSON where it would pickle."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(json.dumps(plain(object, write_item.index.fqn)).encode())
+        return object
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """DCP's planner, with values from JSON where it would unpickle."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        loaded = json.loads(value.getvalue())
+        self.state_dict[name] = tuple(loaded) if isinstance(self.state_dict[name], tuple) else loaded
+
+
+class _Writer(StorageWriter):
+    """One rank's side of a save. `files`: the records of what this rank wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, FileRecord] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        results = self._write_file(tensors, planner) if tensors else []
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                text = planner.resolve_data(item).getvalue()  # type: ignore[union-attr]
+                results.append(WriteResult(item.index, len(text), json.loads(text)))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write_file(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        name = f"rank{rank_and_size()[0]}.safetensors"
+        items = sorted(
+            items, key=lambda item: (-_width(item), item.index.fqn, tuple(item.index.offset or ()))
+        )
+        header, begins = _header(items)
+        results = []
+        with HashedFile(self.folder / name) as file:
+            file.write(header)
+            for item, begin in zip(items, begins, strict=True):
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, Tensor)
+                file.write(_bytes_of(tensor))
+                box = _box(item)
+                chunk = Chunk(name, tuple(box.offsets), tuple(box.sizes), begin)
+                results.append(WriteResult(item.index, _size(item), chunk))
+        self.files[name] = file.record
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        index = Index()
+        chunks: dict[str, list[Chunk]] = {}
+        for result in (result for of_rank in results for result in of_rank):
+            if isinstance(metadata.state_dict_metadata[result.index.fqn], BytesStorageMetadata):
+                index.values[result.index.fqn] = result.storage_data
+            else:
+                chunks.setdefault(result.index.fqn, []).append(result.storage_data)
+        for name, parts in sorted(chunks.items()):
+            stored = metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata)
+            # A rank beyond the last row of an unevenly split tensor has an empty chunk, which holds nothing.
+            full = [chunk for chunk in parts if math.prod(chunk.shape)] or parts[:1]
+            index.tensors[name] = Entry(dtype_name(stored.properties.dtype), tuple(stored.size), tuple(full))
+        self.files[INDEX] = write_file(self.folder / INDEX, index.render())
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class _Reader(StorageReader):
+    """One rank's side of a load, from an index that was read and checked before."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        self.folder = folder
+        self.index = index
+        self.chunks = {
+            (name, chunk.offset): (entry, chunk)
+            for name, entry in index.tensors.items()
+            for chunk in entry.chunks
+        }
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        described: dict[str, Any] = {name: BytesStorageMetadata() for name in self.index.values}
+        for name, entry in self.index.tensors.items():
+            boxes = [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.shape)) for c in entry.chunks]
+            described[name] = TensorStorageMetadata(
+                TensorProperties(dtype=torch_dtype(entry.dtype)), torch.Size(entry.shape), boxes
+            )
+        return Metadata(described)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        mapped = MappedFiles(self.folder)
+        for item in plan.items:
+            name = item.storage_index.fqn
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(json.dumps(self.index.values[name]).encode()))
+                continue
+            entry, chunk = self.chunks[name, tuple(item.storage_index.offset or ())]
+            source = mapped.view(entry, chunk)
+            for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                source = source.narrow(dimension, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(source)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class MappedFiles:
+    """The files of a folder as tensors over mapped memory; each is opened once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def view(self, entry: Entry, chunk: Chunk) -> Tensor:
+        """The chunk's elements, `chunk.shape`, where they lie on disk."""
+        dtype, count = torch_dtype(entry.dtype), math.prod(chunk.shape)
+        if count == 0:
+            return torch.empty(chunk.shape, dtype=dtype)
+        if chunk.file not in self._maps:
+            path = self.folder / chunk.file
+            try:
+                with open(path, "rb") as file:
+                    # Private pages: torch wants memory that could be written, the file stays as it is.
+                    self._maps[chunk.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except OSError as error:
+                raise refusal("read", path, error) from error
+        flat = torch.frombuffer(self._maps[chunk.file], dtype=dtype, count=count, offset=chunk.begin)
+        return flat.view(chunk.shape)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`F32` → `torch.float32`."""
+    return getattr(torch, DTYPES[name][0])
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` → `F32`; an error for what safetensors has no name for."""
+    wanted = str(dtype).removeprefix("torch.")
+    for name, (torch_name, _) in DTYPES.items():
+        if torch_name == wanted:
+            return name
+    raise CheckpointError(
+        f"tensors of dtype {wanted} cannot be saved; known are {', '.join(t for t, _ in DTYPES.values())}"
+    )
+
+
+def _box(item: WriteItem) -> ChunkStorageMetadata:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk
+
+
+def _width(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return item.tensor_data.properties.dtype.itemsize
+
+
+def _size(item: WriteItem) -> int:
+    return math.prod(_box(item).sizes) * _width(item)
+
+
+def _header(items: Iterable[WriteItem]) -> tuple[bytes, list[int]]:
+    """The head of a safetensors file that holds `items` in this order, and the byte where each one begins."""
+    entries: dict[str, Any] = {}
+    boxes: dict[str, Any] = {}
+    ends = [0]
+    for item in items:
+        assert item.tensor_data is not None
+        offset = list(_box(item).offsets)
+        # A second chunk of one tensor in one file needs a key of its own; readers of ours go by the index.
+        key = item.index.fqn if item.index.fqn not in entries else f"{item.index.fqn}@{offset}"
+        begin, end = ends[-1], ends[-1] + _size(item)
+        dtype = dtype_name(item.tensor_data.properties.dtype)
+        entries[key] = {"dtype": dtype, "shape": list(_box(item).sizes), "data_offsets": [begin, end]}
+        boxes[key] = {"saved_offsets": offset}
+        ends.append(end)
+    notes = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(boxes)}
+    text = json.dumps({"__metadata__": notes} | entries).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    start = ALIGNMENT + len(text)
+    return len(text).to_bytes(ALIGNMENT, "little") + text, [start + end for end in ends[:-1]]
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The tensor's elements, row by row, as bytes: its own memory if it is contiguous and on the host."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data
