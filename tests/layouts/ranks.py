@@ -1,4 +1,5 @@
-"""Run a function on several gloo ranks, forked from this process (torch is loaded already, so a rank starts in milliseconds).
+"""Run a function on several gloo ranks, forked from this process (torch is loaded already, so a rank starts
+in milliseconds).
 
     results = run_ranks(2, work, argument)     # [work(0, argument), work(1, argument)]
 
@@ -53,9 +54,7 @@ def _rank(rank: int, world_size: int, folder: str, pipe: Any, work: Callable[...
     torch.set_num_threads(1)  # an OpenMP pool does not survive a fork
     try:
         store = dist.FileStore(f"{folder}/store", world_size)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-        )
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
         result = io.BytesIO()
         torch.save(work(rank, *args), result)  # by value: a shared tensor would die with its rank
         pipe.send((False, result.getvalue()))

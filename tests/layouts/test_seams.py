@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
-from kenotron.config.model import LlamaConfig
+from kenotron.config.architecture import LlamaArchitecture
 from kenotron.kernels.attention import attention
 from kenotron.models import Context, initialize_model, materialize
 from kenotron.models.llama import Llama
@@ -20,7 +20,7 @@ TOKENS = SEQUENCES * LENGTH
 
 
 def small_llama(tied: bool) -> Llama:
-    config = LlamaConfig(
+    config = LlamaArchitecture(
         hidden_size=32,
         intermediate_size=48,
         num_attention_heads=4,
@@ -51,8 +51,7 @@ def step(model: Llama, sequences: slice) -> tuple[float, dict[str, torch.Tensor]
     loss, _ = model(tokens, ctx, labels)
     loss.backward()
     gradients = {
-        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        for name, p in model.named_parameters()
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in model.named_parameters()
     }
     return loss.item(), gradients
 
@@ -60,7 +59,8 @@ def step(model: Llama, sequences: slice) -> tuple[float, dict[str, torch.Tensor]
 def data_parallel_rank(rank: int, tied: bool, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
     mesh = build_mesh({"dp_shard": 2}, 2, "cpu")
     model = small_llama(tied)
-    data.apply(model, model.plan, mesh, compute_dtype=dtype, reduce_dtype=torch.float32)
+    cpu = torch.device("cpu")
+    data.apply(model, model.plan, mesh, compute_dtype=dtype, reduce_dtype=torch.float32, device=cpu)
     half = SEQUENCES // 2
     return step(model, slice(rank * half, (rank + 1) * half))
 

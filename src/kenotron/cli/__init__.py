@@ -1,0 +1,46 @@
+"""The command line: one file per command. `main` is the only place that turns errors into exit codes.
+
+0 done · 1 the run failed · 2 the input was wrong (one line on stderr; --debug shows the traceback)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command in `arguments` (default: the process's own) and exit with its code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    given = [argument for argument in given if argument != "--debug"]
+    sys.exit(_exit_code(given, debug))
+
+
+def _exit_code(arguments: list[str], debug: bool) -> int:
+    from kenotron.config.errors import InputError
+
+    try:
+        return _run(arguments)
+    except InputError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe went away: `kenotron config show | head`
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        if debug or type(error).__name__ != "RunFailed":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(arguments: list[str]) -> int:
+    from kenotron.cli.app import build_app
+
+    return build_app()(arguments)

@@ -1,9 +1,9 @@
 """Model families: maths, then plan. `build` makes the family that the config names, weights still empty.
 
-    with torch.device("meta"):
-        model = build(config.model)
-    materialize(model, "cpu")
-    initialize_model(model, std=0.02, scaling="NUM_LAYERS", seed=42)
+with torch.device("meta"):
+    model = build(config.model)
+materialize(model, "cpu")
+initialize_model(model, std=0.02, scaling="NUM_LAYERS", seed=42)
 """
 
 from __future__ import annotations
@@ -19,12 +19,21 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from kenotron.config.model import ModelArgs
+    from kenotron.config.model import Model
 
-__all__ = ["Context", "MicroBatch", "Plan", "build", "flops_per_token", "initialize_model", "materialize", "named_parameters"]
+__all__ = [
+    "Context",
+    "MicroBatch",
+    "Plan",
+    "build",
+    "flops_per_token",
+    "initialize_model",
+    "materialize",
+    "named_parameters",
+]
 
 
-def build(config: ModelArgs, tensor_parallel: int = 1) -> nn.Module:
+def build(config: Model, tensor_parallel: int = 1) -> nn.Module:
     """The module of `config.architecture`, on the current default device, with empty weights in fp32.
 
     The vocabulary is padded to a multiple of ``make_vocab_size_divisible_by * tensor_parallel`` rows.
@@ -58,8 +67,8 @@ def initialize_model(
 def flops_per_token(model: nn.Module, sequence_length: int, causal: bool) -> float:
     """FLOPs of one token's forward pass: what the modules answer, summed.
 
-    `causal` False counts the whole attention square (nanotron, PaLM appendix B), True only the half that a causal mask keeps. Training
-    costs three times this: backward needs two products for each forward one.
+    `causal` False counts the whole attention square (nanotron, PaLM appendix B), True only the half that a
+    causal mask keeps. Training costs three times this: backward needs two products for each forward one.
     """
     return sum(
         module.flops_per_token(sequence_length, causal)

@@ -1,8 +1,8 @@
 """Fresh weights as functions of (seed, name, element): any rank fills just its own shard, with the same bits.
 
-Element [row, column] of a matrix is number ``row * columns + column`` of the stream named after the parameter, so a shard
-with rows 4–7 holds exactly what rows 4–7 of the whole matrix would. Padding the vocabulary adds rows at the end and
-moves nothing.
+Element [row, column] of a matrix is number ``row * columns + column`` of the stream named after the
+parameter, so a shard with rows 4–7 holds exactly what rows 4–7 of the whole matrix would. Padding the
+vocabulary adds rows at the end and moves nothing.
 
 Which distribution a parameter gets is a list of rules, first match wins:
 

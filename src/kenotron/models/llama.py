@@ -25,17 +25,17 @@ from kenotron.models.initialization import Constant, InitRule, Normal
 from kenotron.models.plan import Plan
 
 if TYPE_CHECKING:
-    from kenotron.config.model import LlamaConfig
+    from kenotron.config.architecture import LlamaArchitecture
 
 
 class LlamaBlock(nn.Module):
-    def __init__(self, config: LlamaConfig, layer: int) -> None:
+    def __init__(self, config: LlamaArchitecture, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(
             config.hidden_size,
             config.num_attention_heads,
-            config.num_key_value_heads,
+            config.kv_heads,
             config.head_dim,
             layer,
             config.attention_bias,
@@ -52,14 +52,12 @@ class LlamaBlock(nn.Module):
 class LlamaModel(nn.Module):
     """Everything below the head: tokens ``[tokens]`` → hidden states ``[tokens, hidden]``."""
 
-    def __init__(self, config: LlamaConfig, rows: int) -> None:
+    def __init__(self, config: LlamaArchitecture, rows: int) -> None:
         super().__init__()
         self.embed_tokens = Embedding(rows, config.hidden_size)
         self.layers = nn.ModuleList(LlamaBlock(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rope = Rope(
-            config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings
-        )
+        self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
         self.recompute = False
 
     def forward(self, tokens: Tensor, ctx: Context) -> Tensor:
@@ -76,7 +74,7 @@ class LlamaModel(nn.Module):
 class Llama(nn.Module):
     """``model(tokens, ctx)`` → logits ``[tokens, vocab]``; ``model(tokens, ctx, labels)`` → (loss, z_loss)."""
 
-    def __init__(self, config: LlamaConfig, vocab_multiple: int = 1) -> None:
+    def __init__(self, config: LlamaArchitecture, vocab_multiple: int = 1) -> None:
         super().__init__()
         rows = math.ceil(config.vocab_size / vocab_multiple) * vocab_multiple
         z_loss = config.z_loss_coefficient if config.z_loss_enabled else 0.0
@@ -89,9 +87,7 @@ class Llama(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens.weight)
 
-    def forward(
-        self, tokens: Tensor, ctx: Context, labels: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, ctx: Context, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         return self.lm_head(self.model(tokens, ctx), ctx, labels)
 
     # The plan: how the maths above may be split. Data, read by the parallel room.

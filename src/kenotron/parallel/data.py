@@ -1,14 +1,16 @@
 """Data parallelism and master weights: the one place that knows FSDP2.
 
-``fully_shard`` keeps every parameter's fp32 master shard, hands the blocks a copy in the compute dtype, and sums gradients in the
-reduce dtype. Even on one rank that is the leanest way to train in bf16 with fp32 masters:
+``fully_shard`` keeps every parameter's fp32 master shard, hands the blocks a copy in the compute dtype, and
+sums gradients in the reduce dtype. Even on one rank that is the leanest way to train in bf16 with fp32
+masters:
 
     master fp32 ──cast──▶ bf16 weights ──forward, backward──▶ bf16 gradients ──cast, sum──▶ fp32 ──▶ optimizer
 
 In fp32 on one rank there is nothing to cast and nobody to talk to, so the module stays plain.
 
-Losses are sums (docs/architecture.md), so every reduction must be a plain sum. Neither setting below recurses, and set on the root
-alone gradients are off by the world size without a word: `apply` sets them on every FSDP module.
+Losses are sums (docs/architecture.md), so every reduction must be a plain sum. Neither setting below
+recurses, and set on the root alone gradients are off by the world size without a word: `apply` sets them on
+every FSDP module.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from kenotron.parallel.mesh import Mesh
 
 
 def apply(
-    model: nn.Module, plan: Plan, mesh: Mesh, *, compute_dtype: torch.dtype, reduce_dtype: torch.dtype
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Shard `model` over the mesh's dp_shard axis, block by block. Needs a process group unless it stays plain."""
     if mesh.dp_degree == 1 and compute_dtype == torch.float32:
@@ -33,8 +41,7 @@ def apply(
     if mesh.device_mesh is not None and mesh.degree("dp_shard") > 1:
         dp_mesh = mesh.device_mesh["dp_shard"]
     else:  # masters only: a mesh of this rank alone
-        device_type = next(model.parameters()).device.type
-        dp_mesh = init_device_mesh("cpu" if device_type == "meta" else device_type, (1,), mesh_dim_names=("dp_shard",))
+        dp_mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard",))
     # cast_forward_inputs would round the fp32 RoPE tables; the embedding already emits the compute dtype.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for _, block in modules(model, plan.blocks):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import time
 from pathlib import Path
 
 import torch
@@ -86,3 +87,17 @@ def vendor_peak(device: torch.device) -> float | None:
         return None
     known = name(device)
     return next((flops for model, flops in PEAK_BF16.items() if model in known), None)
+
+
+def matmul_ceiling(device: torch.device, dtype: str) -> float:
+    """FLOP/s of the fastest of a few square matrix products in `dtype`: what this machine can do at best."""
+    side = 4096 if device.type == "cuda" else 768
+    a, b = (torch.ones(side, side, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
+    best = float("inf")
+    for _ in range(6):
+        synchronize(device)
+        started = time.perf_counter()
+        a @ b
+        synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2 * side**3 / best

@@ -1,7 +1,7 @@
 """Which block of a logical tensor a DTensor holds on this rank.
 
-Two ranks that share an [8, 4] matrix by rows: rank 1 holds the [4, 4] block at offset (4, 0). The one place that asks torch
-for it, because the helper is not public in every release that we support.
+Two ranks that share an [8, 4] matrix by rows: rank 1 holds the [4, 4] block at offset (4, 0). The one place
+that asks torch for it, because the helper is not public in every release that we support.
 """
 
 from __future__ import annotations

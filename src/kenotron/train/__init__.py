@@ -1,0 +1,58 @@
+"""The loop, and everything of a run around it.
+
+run.py         Run, fit, close: read this first
+step.py        one step: forward, backward, clip, update
+setup.py       how a run is put together
+hooks.py       the moments that everything else hangs on
+saving.py      checkpoints and exact resume
+metrics.py, validation.py, guards.py, observing.py, console.py
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kenotron.train.guards import RunFailed
+from kenotron.train.hooks import Hook
+from kenotron.train.run import Run
+
+if TYPE_CHECKING:
+    import torch
+
+    from kenotron.config import Config
+    from kenotron.parallel.mesh import Mesh
+
+__all__ = ["Hook", "Run", "RunFailed", "train"]
+
+
+def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = False) -> Run | None:
+    """Train as `config` says, from its newest checkpoint if there is one. Returns the run.
+
+    `fresh` sets earlier checkpoints aside and starts at step 0. A run whose checkpoint already has all its
+    steps says so and gives None: nothing was loaded.
+    """
+    from kenotron.config import dump, fill_run_name, refuse_unsupported
+    from kenotron.train import console, report, saving
+    from kenotron.train.run import close, fit
+    from kenotron.train.setup import log_folder, prepare
+
+    refuse_unsupported(config)
+    console.start_logging(config, mesh)
+    config, start = saving.choose_start(config, fresh)
+    config = fill_run_name(config)
+    if start.continues and saving.is_finished(config, start):
+        report.already_finished(config, start)
+        return None
+    run = prepare(config, mesh, device, resuming=start.path is not None)
+    try:
+        saving.restore(run, start)
+        folder = log_folder(run.config)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(dump(run.config))
+        if not run.finished:
+            report.training_plan(run)
+            fit(run)
+            report.farewell(run)
+    finally:
+        close(run)
+    return run

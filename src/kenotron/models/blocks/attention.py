@@ -4,9 +4,9 @@
       ├─ k_proj ── rope ──┼── ctx.attention ── o_proj ── y
       └─ v_proj ──────────┘
 
-Tokens come flat, ``[tokens, hidden]``; only here do they fold into ``[sequences, heads, length, head_dim]``. Head counts
-are read off the width of the local projections, so a tensor-parallel shard with half the columns simply has half the
-heads.
+Tokens come flat, ``[tokens, hidden]``; only here do they fold into ``[sequences, heads, length, head_dim]``.
+Head counts are read off the width of the local projections, so a tensor-parallel shard with half the columns
+simply has half the heads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The language-model head: hidden states → logits, or straight to the summed loss.
 
-Logits of a training step are the largest tensor of a small model (tokens x vocabulary), so the loss is computed together
-with the projection and they never exist as a whole in fp32.
+Logits of a training step are the largest tensor of a small model (tokens x vocabulary), so the loss is
+computed together with the projection and they never exist as a whole in fp32.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rotary position embedding: channel pair i turns by the angle ``position * theta ** (-2 i / head_dim)``.
 
 (Su et al. 2021, arXiv 2104.09864.) With head_dim 4 and theta 10000 the two pairs turn by 1 and 0.01 radians a
-position: the first tells neighbours apart, the second thousands. `rope_scaling` stretches the slow pairs so that a model
-reads further than it was trained; the four rules give the same numbers as `transformers`:
+position: the first tells neighbours apart, the second thousands. `rope_scaling` stretches the slow pairs so
+that a model reads further than it was trained; the four rules give the same numbers as `transformers`:
 
 * ``linear``: every angle divided by `factor` (positions interpolated);
 * ``dynamic``: theta grows with the sequence once it exceeds `max_position_embeddings` (NTK-aware);
@@ -106,9 +106,7 @@ def _llama3(frequency: float, scaling: Mapping[str, Any]) -> float:
     return keep * frequency + (1 - keep) * frequency / scaling["factor"]
 
 
-def _yarn(
-    head_dim: int, theta: float, scaling: Mapping[str, Any], max_positions: int
-) -> tuple[list[float], float]:
+def _yarn(head_dim: int, theta: float, scaling: Mapping[str, Any], max_positions: int) -> tuple[list[float], float]:
     factor = scaling["factor"]
     context = scaling.get("original_max_position_embeddings") or max_positions
 

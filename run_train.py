@@ -1,0 +1,4 @@
+from kenotron.cli.train import seeds_main
+
+if __name__ == "__main__":
+    seeds_main()

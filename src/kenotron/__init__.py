@@ -1,0 +1,47 @@
+"""Kénotron: pretrain language models from one YAML file.
+
+import kenotron as kn
+
+config = kn.load("my.yaml", ["tokens.train_steps=100"])
+run = kn.train(config)
+print(run.last_metrics["lm_loss"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+    from kenotron.train import Run
+
+__version__ = "0.1.0.dev0"
+__all__ = ["load", "train"]
+
+# Everything is imported where it is used: `import kenotron` costs nothing.
+
+
+def load(
+    source: str | Path | dict[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    report: Callable[[str], None] | None = None,
+) -> Config:
+    """The config of a YAML file (or of a dict in the same schema) with ``path=value`` overrides on top."""
+    from kenotron.config import load as load_config
+
+    return load_config(source, overrides, report=report)
+
+
+def train(config: Config, *, fresh: bool = False) -> Run | None:
+    """Train as `config` says, in this process, going on from its newest checkpoint if there is one.
+
+    Returns the run (model, metrics of the last step, data), or None when the checkpoint already has all
+    steps. `fresh` sets earlier checkpoints aside. Raises `kenotron.config.InputError` when the input is
+    wrong.
+    """
+    from kenotron.launch import launch
+
+    return launch(config, fresh=fresh)

@@ -1,0 +1,42 @@
+"""The commands, mounted: each file of this folder holds one, and imports what it needs when it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import typer
+from typer.exceptions import TyperException
+
+from kenotron.cli import checkpoint, config, convert
+from kenotron.cli.generate import generate
+from kenotron.cli.init import init
+from kenotron.cli.train import train
+
+HELP = """Pretrain language models from one YAML file: the same on a laptop and on a cluster.
+
+[dim]kenotron init tiny-llama > my.yaml; kenotron train my.yaml[/dim]"""
+
+
+def build_app() -> Callable[[list[str]], int]:
+    """A function from arguments to the exit code."""
+    app = typer.Typer(
+        help=HELP, no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
+    )
+    app.command()(init)
+    app.command()(train)
+    app.command()(generate)
+    app.add_typer(config.app, name="config")
+    app.add_typer(checkpoint.app, name="checkpoint")
+    app.add_typer(convert.app, name="convert")
+
+    def call(arguments: list[str]) -> int:
+        try:
+            code = app(arguments, prog_name="kenotron", standalone_mode=False)
+        except TyperException as error:
+            print(f"error: {error}", file=sys.stderr)
+            print("Try 'kenotron --help'.", file=sys.stderr)
+            return 2
+        return code if isinstance(code, int) else 0
+
+    return call

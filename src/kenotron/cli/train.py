@@ -1,0 +1,45 @@
+"""`kenotron train my.yaml`: train, or go on where the last run of the same YAML stopped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    file: Annotated[Path, typer.Argument(help="The run's YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Any field by its path, such as tokens.train_steps=100.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Set earlier checkpoints aside and start at step 0.")] = False,
+) -> None:
+    """Train as a YAML file says; continues by itself from its newest whole checkpoint."""
+    from kenotron.config import load
+    from kenotron.launch import launch
+
+    launch(load(file, overrides or (), report=_say), fresh=fresh)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def seeds_main(arguments: Sequence[str] | None = None) -> None:
+    """``run_train.py --config-file my.yaml [path=value …]``: the same command in nanotron's spelling."""
+    from kenotron.cli import main
+
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    translated: list[str] = []
+    while given:
+        argument = given.pop(0)
+        if argument.startswith("--config-file="):
+            translated.insert(0, argument.split("=", 1)[1])
+        elif argument == "--config-file" and given:
+            translated.insert(0, given.pop(0))
+        else:
+            translated.append(argument)
+    main(["train", *translated])

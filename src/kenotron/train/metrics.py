@@ -1,0 +1,178 @@
+"""The numbers of every step: console line, ``metrics.jsonl``, TensorBoard.
+
+`metrics.jsonl` has one JSON object a step with raw numbers under the console's names:
+
+    {"iteration": 5, "consumed_tokens": 2560, …, "lm_loss": 5.27, "lr": 0.000264, …}
+
+TFLOPs follow nanotron: three times the forward products, the whole attention square (no causal discount);
+`hardware` adds the recomputed forward. `mfu` is the model's share of the vendor's bf16 peak, `matmul_share`
+of the fastest matrix product measured on this machine in the run's dtype; both also with the causal half only
+(`_causal`).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from kenotron.models import flops_per_token
+from kenotron.parallel import device as devices
+from kenotron.train import console
+from kenotron.train.console import logger
+from kenotron.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from kenotron.train.run import Run
+    from kenotron.train.step import StepResult
+    from kenotron.train.validation import ValidationResult
+
+MEMORY_STEPS = 4  # the first steps, and the one after a save, show memory and disk
+
+
+class Metrics(Hook):
+    """Writes down what a step was like. Only rank 0 has one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file: TextIO | None = None
+        self.writer: SummaryWriter | None = None
+        self.steps_here = 0
+        self.just_saved = False
+        self.validation: dict[str, float] = {}
+        self.ceiling: float | None = None
+
+    def on_train_start(self, run: Run) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "metrics.jsonl"
+        drop_later_steps(path, run.step)
+        self.file = path.open("a", buffering=1)
+        length = run.config.tokens.sequence_length
+        world = run.config.parallelism.world_size
+        self.flops = 3 * flops_per_token(run.model, length, causal=False) * run.tokens_per_step / world
+        self.causal_share = flops_per_token(run.model, length, causal=True) / flops_per_token(
+            run.model, length, causal=False
+        )
+        self.hardware_factor = 4 / 3 if run.config.parallelism.recompute_layer else 1.0
+        self.world = world
+
+    def after_validation(self, run: Run, result: ValidationResult) -> None:
+        self.validation = result.metrics()
+
+    def on_save(self, run: Run, path: Path) -> None:
+        self.just_saved = True
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        self.steps_here += 1
+        shown = self._console_fields(run, result)
+        raw = {**shown, **self._other_fields(run, result), **self.validation}
+        self.validation = {}
+        run.last_metrics = raw
+        assert self.file is not None
+        self.file.write(json.dumps(raw, allow_nan=True) + "\n")
+        if run.config.logging.tensorboard:
+            self._tensorboard(run, raw)
+        interval = run.config.logging.iteration_step_info_interval
+        if (run.step - 1) % interval == 0 or run.finished:
+            logger.info("%s", console.iteration_line(shown, run.config.tokens.train_steps))
+
+    def on_close(self, run: Run) -> None:
+        if self.file is not None:
+            self.file.close()
+        if self.writer is not None:
+            self.writer.close()
+
+    def _console_fields(self, run: Run, result: StepResult) -> dict[str, Any]:
+        """The seeds' names in the seeds' order."""
+        seconds = result.seconds + result.data_wait_seconds
+        tokens_per_sec = run.tokens_per_step / seconds
+        tflops = self.flops / seconds / 1e12
+        fields: dict[str, Any] = {
+            "iteration": run.step,
+            "consumed_tokens": run.consumed_tokens,
+            "elapsed_time_per_iteration_ms": seconds * 1000,
+            "tokens_per_sec": tokens_per_sec,
+            "tokens_per_sec_per_gpu": tokens_per_sec / self.world,
+            "global_batch_size": run.config.global_batch_size,
+            "lm_loss": result.lm_loss,
+        }
+        if run.config.model.architecture.z_loss_enabled:
+            fields["z_loss"] = result.z_loss
+        fields |= {
+            "lr": result.learning_rate,
+            "model_tflops_per_gpu": tflops,
+            "hardware_tflops_per_gpu": tflops * self.hardware_factor,
+            "grad_norm": result.grad_norm,
+        }
+        if self.steps_here <= MEMORY_STEPS or self.just_saved:
+            fields |= memory_fields(run)
+            self.just_saved = False
+        return fields
+
+    def _other_fields(self, run: Run, result: StepResult) -> dict[str, Any]:
+        """What the console line has no room for."""
+        achieved = self.flops / (result.seconds + result.data_wait_seconds)
+        fields: dict[str, Any] = {
+            "data_wait_ms": result.data_wait_seconds * 1000,
+            "real_tokens": result.real_tokens,
+            "skipped": result.skipped,
+        }
+        if self.ceiling is None:
+            self.ceiling = devices.matmul_ceiling(run.device, run.config.model.dtype)
+        fields["matmul_share"] = achieved / self.ceiling
+        fields["matmul_share_causal"] = fields["matmul_share"] * self.causal_share
+        peak = devices.vendor_peak(run.device)
+        if peak is not None:
+            fields["mfu"] = achieved / peak
+            fields["mfu_causal"] = fields["mfu"] * self.causal_share
+        return fields
+
+    def _tensorboard(self, run: Run, raw: dict[str, Any]) -> None:
+        if self.writer is None:  # importing it takes a second: after the first step, not before
+            from torch.utils.tensorboard import SummaryWriter
+
+            from kenotron.config import dump
+
+            self.writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=run.step)
+            self.writer.add_text("config", f"```yaml\n{dump(run.config)}\n```", run.step)
+        for name, value in raw.items():
+            if name != "iteration":
+                self.writer.add_scalar(name, float(value), run.step)
+
+
+def memory_fields(run: Run) -> dict[str, int]:
+    """Memory of the device (of the process, on a CPU) and of the disk that checkpoints go to, in bytes."""
+    memory = devices.memory(run.device)
+    prefix = "cuda" if run.device.type == "cuda" else "cpu"
+    fields = {
+        f"{prefix}_memory_allocated": memory["allocated"],
+        f"{prefix}_max_memory_reserved": memory["peak_reserved"],
+    }
+    path = Path(run.config.checkpoints.checkpoints_path).absolute()
+    while not path.exists():
+        path = path.parent
+    disk = shutil.disk_usage(path)
+    return fields | {
+        "hd_total_memory_tb": disk.total,
+        "hd_used_memory_tb": disk.used,
+        "hd_free_memory_tb": disk.free,
+    }
+
+
+def drop_later_steps(path: Path, step: int) -> None:
+    """Steps after `step` will be done again: a killed run may have logged more than it saved."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["iteration"] <= step:
+                kept.append(line)
+        except (json.JSONDecodeError, KeyError):
+            continue  # the last line of a killed run may be cut short
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(line + "\n" for line in kept))
+    temporary.replace(path)

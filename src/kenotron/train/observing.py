@@ -1,0 +1,123 @@
+"""Hooks that only look: progress bar, generated samples, torch profiler."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kenotron.train.console import human_format, logger
+from kenotron.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from kenotron.train.run import Run
+    from kenotron.train.step import StepResult
+
+
+class Progress(Hook):
+    """A bar with loss and ETA, on a terminal; log lines scroll above it."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+
+    @staticmethod
+    def wanted() -> bool:
+        return sys.stdout.isatty()
+
+    def on_train_start(self, run: Run) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self.bar = Bar(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        )
+        self.task = self.bar.add_task("", total=run.config.tokens.train_steps, completed=run.step, loss="-")
+        self.bar.start()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        self.bar.update(self.task, completed=run.step, loss=human_format(result.lm_loss))
+
+    def on_train_end(self, run: Run) -> None:
+        self.on_close(run)
+
+    def on_close(self, run: Run) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+class Samples(Hook):
+    """Text from `logging.sample_prompts`, before the first step and after the last: seeing is believing."""
+
+    MAX_NEW_TOKENS = 64
+
+    def on_train_start(self, run: Run) -> None:
+        self._show(run, "before training" if run.step == 0 else f"after step {run.step}")
+
+    def on_train_end(self, run: Run) -> None:
+        self._show(run, f"after step {run.step}")
+
+    def _show(self, run: Run, when: str) -> None:
+        from kenotron.generate import generate
+
+        prompts = run.config.logging.sample_prompts or []
+        completions = generate(
+            run.model,
+            run.tokenizer,
+            prompts,
+            max_new_tokens=self.MAX_NEW_TOKENS,
+            temperature=0.8,
+            top_p=0.95,
+            seed=run.config.general.seed,
+        )
+        for prompt, completion in zip(prompts, completions):
+            logger.info("Sample %s, continuing %r:\n%s", when, prompt, prompt + completion.text)
+
+
+class Profiler(Hook):
+    """`profiler`: a torch trace of the steps that its schedule names, under `profiler_export_path`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.profile: Any = None
+
+    def on_train_start(self, run: Run) -> None:
+        from torch.profiler import profile, schedule, tensorboard_trace_handler
+
+        settings = run.config.profiler
+        assert settings is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_tensorboard = tensorboard_trace_handler(str(self.folder))
+
+        def on_trace_ready(trace: Any) -> None:
+            if settings.export_chrome_trace:
+                trace.export_chrome_trace(str(self.folder / f"chrome_trace_step_{run.step + 1}.json"))
+            write_tensorboard(trace)
+            logger.info("Wrote the profiler's trace to %s", self.folder)
+
+        self.profile = profile(
+            schedule=schedule(
+                wait=settings.wait,
+                warmup=settings.warmup,
+                active=settings.active,
+                repeat=settings.repeat,
+                skip_first=settings.skip_first,
+            ),
+            record_shapes=settings.record_shapes,
+            profile_memory=settings.profile_memory,
+            with_stack=settings.with_stack,
+            on_trace_ready=on_trace_ready,
+        )
+        self.profile.start()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        self.profile.step()
+
+    def on_close(self, run: Run) -> None:
+        if self.profile is not None:
+            self.profile.stop()

@@ -1,0 +1,94 @@
+"""A run: what it is made of, and its life from the first line to the last.
+
+    prepare ─▶ resume ─▶ fit ─▶ close
+
+    run = prepare(config, mesh, device)     # mesh → model → optimizer → data → hooks
+    fit(run)                                # for every batch: train_step, then the hooks
+
+`train` does all of it. Read `fit` first: it is the loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from kenotron.train.console import logger
+from kenotron.train.hooks import Hook
+from kenotron.train.step import train_step, with_wait
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from kenotron.config import Config
+    from kenotron.data import RunData, Tokenizer
+    from kenotron.parallel.mesh import Mesh
+
+
+@dataclass
+class Run:
+    """Everything of one training run. `step` counts the steps done."""
+
+    config: Config
+    mesh: Mesh
+    device: torch.device
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    data: RunData
+    tokenizer: Tokenizer | None
+    hooks: list[Hook] = field(default_factory=list)
+    step: int = 0
+    stop_reason: str | None = None
+    last_metrics: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def consumed_tokens(self) -> int:
+        return self.step * self.tokens_per_step
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.global_batch_size * self.config.tokens.sequence_length
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.config.tokens.train_steps
+
+    def stop(self, reason: str) -> None:
+        """End the run in good order after the current step."""
+        self.stop_reason = self.stop_reason or reason
+
+    def call(self, moment: str, *args: Any) -> None:
+        """Every hook's method `moment`, in order."""
+        for hook in self.hooks:
+            getattr(hook, moment)(self, *args)
+
+
+def fit(run: Run) -> None:
+    """Train until `train_steps`, or until somebody asks the run to stop."""
+    run.call("on_train_start")
+    last = run.config.tokens.train_steps
+    loader = run.data.loader(run.step + 1, last + 1, run.mesh.dp_rank, run.mesh.dp_degree)
+    with contextlib.closing(loader):
+        while not run.finished and run.stop_reason is None:
+            started = time.perf_counter()
+            batches = next(loader)
+            waited = time.perf_counter() - started
+            run.call("before_step")
+            result = with_wait(train_step(run, batches), waited)
+            run.step += 1
+            run.call("after_step", result)
+    run.call("on_train_end")
+
+
+def close(run: Run) -> None:
+    """Let every hook let go, whatever happened before; the first failure is the one that is told."""
+    closers: list[Callable[[], None]] = [lambda hook=hook: hook.on_close(run) for hook in run.hooks]
+    for closer in [*closers, run.data.close]:
+        try:
+            closer()
+        except Exception as error:
+            logger.error("while closing the run: %s", error)

@@ -1,0 +1,223 @@
+"""Saving a run, finding it again, and going on exactly where it was.
+
+What a checkpoint holds is a function of the run alone: tensors by name, and a few JSON numbers. The data
+position is the step, randomness is counter-based, the schedule is arithmetic: there is no other state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kenotron import checkpoint
+from kenotron.config import Config, dump, same_run_difference
+from kenotron.config.errors import InputError
+from kenotron.models import named_parameters
+from kenotron.optim.state import init_state, load_state_tensors, state_tensors
+from kenotron.parallel.shards import shard_of
+from kenotron.train import console
+from kenotron.train.console import logger
+from kenotron.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from kenotron.train.run import Run
+    from kenotron.train.step import StepResult
+
+
+class Checkpoints(Hook):
+    """Saves every `checkpoint_interval` steps, at the end, and when the run is stopped; keeps what retention says."""
+
+    def __init__(self) -> None:
+        self.saved_step: int | None = None
+
+    def on_train_start(self, run: Run) -> None:
+        if run.step > 0:
+            self.saved_step = run.step
+        elif run.config.checkpoints.save_initial_state:
+            self._save(run)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if run.step % run.config.checkpoints.checkpoint_interval == 0:
+            self._save(run)
+
+    def on_train_end(self, run: Run) -> None:
+        wanted = run.config.checkpoints.save_final_state or run.stop_reason is not None
+        if wanted and self.saved_step != run.step:
+            self._save(run)
+
+    def _save(self, run: Run) -> None:
+        save(run)
+        self.saved_step = run.step
+
+
+def save(run: Run) -> Path:
+    """Write the checkpoint of the current step; returns its folder."""
+    settings = run.config.checkpoints
+    root = Path(settings.checkpoints_path)
+    logger.warning("Saving checkpoint at %s", root / str(run.step))
+    saved = checkpoint.save(
+        root,
+        run.step,
+        model=model_tensors(run.model),
+        optimizer=saved_form(state_tensors(run.model, run.optimizer), run.model),
+        state=_state(run),
+        config_yaml=dump(_stamped(run)),
+        model_config=run.config.model.architecture.model_dump(mode="json", by_alias=True),
+        save_tokenizer=run.tokenizer.save if run.tokenizer is not None else None,
+    )
+    logger.info("Saved checkpoint at %s: %s in %.2f s", saved.path, console.mebibytes(saved.bytes), saved.seconds)
+    run.call("on_save", saved.path)
+    if settings.keep_last is not None:
+        checkpoint.prune(root, keep_last=settings.keep_last, keep_every=settings.keep_every)
+    return saved.path
+
+
+def _state(run: Run) -> dict[str, Any]:
+    return {
+        "step": run.step,
+        "consumed_tokens": run.consumed_tokens,
+        "consumed_train_samples": run.step * run.config.global_batch_size,
+        "hooks": {_hook_name(hook): hook.state_dict() for hook in run.hooks if hook.state_dict()},
+    }
+
+
+def _hook_name(hook: Hook) -> str:
+    return f"{type(hook).__module__}.{type(hook).__qualname__}"
+
+
+def _stamped(run: Run) -> Config:
+    """The config as saved: it tells how far the run was, as nanotron's does."""
+    counters = {"step": run.step, "consumed_train_samples": run.step * run.config.global_batch_size}
+    return run.config.model_copy(update={"general": run.config.general.model_copy(update=counters)})
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameter name → logical tensor, sharing the parameters' memory; vocabulary padding is left out."""
+    return {name: _saved_view(name, parameter, model) for name, parameter in named_parameters(model)}
+
+
+def saved_form(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Optimizer state ``state.<parameter>.<key>`` in the shapes that the parameters are saved in; shares memory."""
+    names = [name for name, _ in named_parameters(model)]
+    owners = {key: next((n for n in names if key.startswith(f"state.{n}.")), "") for key in tensors}
+    return {key: _saved_view(owners[key], tensor, model) for key, tensor in tensors.items()}
+
+
+def _saved_view(name: str, tensor: Tensor, model: nn.Module) -> Tensor:
+    tensor = tensor.detach()
+    shard = shard_of(tensor)
+    if tuple(shard.tensor.shape) == shard.shape:  # this rank holds all of it: no label needed
+        tensor = shard.tensor
+    vocab_size = model.config.vocab_size  # type: ignore[union-attr]
+    padded = name in ("model.embed_tokens.weight", "lm_head.weight") and tensor.dim() == 2
+    return tensor[:vocab_size] if padded and tensor.shape[0] > vocab_size else tensor  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: nowhere (path None), or at a checkpoint. `continues`: it is this very run's own."""
+
+    path: Path | None = None
+    continues: bool = False
+
+
+def choose_start(config: Config, fresh: bool) -> tuple[Config, Start]:
+    """The checkpoint to begin from, and the config with the name that the run already had.
+
+    The newest whole checkpoint in `checkpoints_path` goes first: it is the run's own. Then an explicit
+    `resume_checkpoint_path`.
+    """
+    root = Path(config.checkpoints.checkpoints_path)
+    if fresh:
+        aside = checkpoint.set_aside(root)
+        if aside is not None:
+            logger.warning("--fresh: earlier checkpoints now stand in %s", aside)
+    newest = checkpoint.newest_whole(root, logger.warning)
+    if newest is not None:
+        return _same_run(config, newest), Start(newest, continues=True)
+    explicit = config.checkpoints.resume_checkpoint_path
+    if explicit is not None:
+        return config, Start(checkpoint.resolve(Path(explicit)))
+    return config, Start()
+
+
+def _same_run(config: Config, path: Path) -> Config:
+    saved = checkpoint.read_config(path)
+    difference = same_run_difference(saved, config)
+    if difference is not None:
+        key, old, new = difference
+        raise InputError(
+            f"{path} belongs to another run: {key} is {old!r} there and {new!r} in this config; put the old value back, "
+            f"start over with --fresh, or set another checkpoints.checkpoints_path"
+        )
+    name = {"run": saved["general"]["run"]}
+    return config.model_copy(update={"general": config.general.model_copy(update=name)})
+
+
+def restore(run: Run, start: Start) -> None:
+    """Load what `start` names into a prepared run."""
+    if start.path is None:
+        logger.info("No checkpoint path provided.")
+        return
+    settings = run.config.checkpoints
+    with_optimizer = start.continues or settings.load_optimizer
+    with_position = start.continues or settings.load_lr_scheduler
+    moments = None
+    if with_optimizer:
+        init_state(run.optimizer)
+        moments = state_tensors(run.model, run.optimizer)
+    state = checkpoint.load(
+        start.path,
+        model=model_tensors(run.model),
+        optimizer=None if moments is None else saved_form(moments, run.model),
+        verify=not start.continues,  # its own newest checkpoint was verified when it was found
+    )
+    if moments is not None:
+        load_state_tensors(run.model, run.optimizer, moments)
+    if with_position:
+        run.step = state["step"]
+        _check_position(run, state, start.path)
+        for hook in run.hooks:
+            if _hook_name(hook) in state["hooks"]:
+                hook.load_state_dict(state["hooks"][_hook_name(hook)])
+    parts = ["weights"] + ["optimizer"] * with_optimizer + ["schedule and data position"] * with_position
+    logger.info("Loaded %s of %s (step %d)", ", ".join(parts), start.path, state["step"])
+
+
+def _check_position(run: Run, state: dict[str, Any], path: Path) -> None:
+    samples = run.step * run.config.global_batch_size
+    if samples != state["consumed_train_samples"]:
+        raise InputError(
+            f"{path} has consumed {state['consumed_train_samples']} samples in {run.step} steps, but this config's global "
+            f"batch of {run.config.global_batch_size} makes that {samples}; keep the global batch size, or set "
+            f"checkpoints.load_lr_scheduler: false to start the data anew"
+        )
+
+
+@torch.no_grad()
+def load_initial_weights(model: nn.Module, path: str) -> None:
+    """`init_method: {path}`: the weights of a checkpoint or a Hugging Face model, and nothing else."""
+    from kenotron.interop import initial_tensors
+
+    given = initial_tensors(path)
+    wanted = model_tensors(model)
+    missing = sorted(set(wanted) - set(given))
+    if missing:
+        raise InputError(f"model.init_method.path: {path} lacks {missing[0]!r} ({len(missing)} missing in all)")
+    for name, tensor in wanted.items():
+        if tuple(given[name].shape) != tuple(tensor.shape):
+            raise InputError(
+                f"model.init_method.path: {name} is {list(given[name].shape)} in {path}, but the config makes it "
+                f"{list(tensor.shape)}"
+            )
+        tensor.copy_(given[name])
+
+
+def is_finished(config: Config, start: Start) -> bool:
+    """Whether the checkpoint already has all the steps that the config asks for."""
+    assert start.path is not None
+    return checkpoint.read_manifest(start.path).state["step"] >= config.tokens.train_steps

@@ -1,0 +1,131 @@
+"""Preparing a run: mesh → model → weights → optimizer → data → hooks, in the order in which they need each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from kenotron.config import dump
+from kenotron.config.architecture import HFArchitecture
+from kenotron.config.errors import InputError
+from kenotron.config.model import ExistingCheckpointInit, RandomInit
+from kenotron.models import build, initialize_model, materialize, named_parameters
+from kenotron.models.plan import modules
+from kenotron.optim.build import build_optimizer
+from kenotron.parallel import data as data_parallel
+from kenotron.parallel import tensor as tensor_parallel
+from kenotron.parallel.shards import shard_of
+from kenotron.train import console
+from kenotron.train.console import logger
+from kenotron.train.guards import NonFiniteGuard, Signals
+from kenotron.train.hooks import Hook, load_hook
+from kenotron.train.metrics import Metrics
+from kenotron.train.observing import Profiler, Progress, Samples
+from kenotron.train.run import Run
+from kenotron.train.saving import Checkpoints, load_initial_weights
+from kenotron.train.validation import Validation
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+    from kenotron.parallel.mesh import Mesh
+
+
+def prepare(config: Config, mesh: Mesh, device: torch.device, resuming: bool = False) -> Run:
+    """Everything of a run but its first step. `resuming`: the weights come from a checkpoint later."""
+    from kenotron.data import open_run
+
+    config = resolve_architecture(config)
+    logger.info("Config:\n%s", dump(config).rstrip())
+    data = open_run(config, logger.info)
+    model = make_model(config, mesh, device)
+    if not resuming:
+        fill_weights(model, config)
+    optimizer = build_optimizer(named_parameters(model), config.optimizer)
+    describe_model(config, model, device)
+    run = Run(config, mesh, device, model, optimizer, data, data.tokenizer)
+    run.hooks = make_hooks(config, run)
+    return run
+
+
+def resolve_architecture(config: Config) -> Config:
+    """``model_config: {hf: …}`` replaced by the shapes that it names."""
+    architecture = config.model.architecture
+    if not isinstance(architecture, HFArchitecture):
+        return config
+    from kenotron.interop import hf_architecture
+
+    resolved = hf_architecture(architecture.hf, architecture.overrides)
+    return config.model_copy(update={"model": config.model.model_copy(update={"architecture": resolved})})
+
+
+def make_model(config: Config, mesh: Mesh, device: torch.device) -> nn.Module:
+    """The model in memory on `device`, split by its plan, weights undefined. Order: recompute → compile → shard."""
+    with torch.device("meta"):
+        model = build(config.model, mesh.degree("tp"))
+    tensor_parallel.apply(model, model.plan, mesh)
+    model.model.recompute = config.parallelism.recompute_layer
+    if config.model.compile:
+        for _, block in modules(model, model.plan.blocks):
+            block.compile()
+    compute = getattr(torch, config.model.dtype)
+    if compute not in (torch.float32, torch.bfloat16):
+        raise InputError(f"model.dtype: expected float32 or bfloat16, found {config.model.dtype}")
+    reduce = torch.float32 if config.optimizer.accumulate_grad_in_fp32 else compute
+    data_parallel.apply(model, model.plan, mesh, compute_dtype=compute, reduce_dtype=reduce, device=device)
+    materialize(model, device)
+    return model
+
+
+def fill_weights(model: nn.Module, config: Config) -> None:
+    init = config.model.init_method
+    if isinstance(init, ExistingCheckpointInit):
+        logger.info("Weights from %s", init.path)
+        load_initial_weights(model, init.path)
+        return
+    assert isinstance(init, RandomInit)
+    logger.info("Weights drawn with std %g (%s), seed %d", init.std, init.scaling_method, config.general.seed)
+    initialize_model(model, init.std, init.scaling_method, config.general.seed, shard_of)
+
+
+def describe_model(config: Config, model: nn.Module, device: torch.device) -> None:
+    from kenotron.parallel import device as devices
+
+    total = sum(parameter.numel() for _, parameter in named_parameters(model))
+    local = sum(shard_of(parameter).tensor.numel() for _, parameter in named_parameters(model))
+    width = getattr(torch, config.model.dtype).itemsize
+    for name, count in (("Total", total), ("Local", local)):
+        logger.info(
+            "%s number of parameters: %s (%s)",
+            name,
+            console.human_format(count),
+            console.mebibytes(count * width),
+        )
+    memory = devices.memory(device)
+    logger.info("[After model building]%s", console.show_memory(memory))
+
+
+def make_hooks(config: Config, run: Run) -> list[Hook]:
+    """The hooks that this config asks for, in the order in which they are called."""
+    folder = log_folder(config)
+    hooks: list[Hook] = [NonFiniteGuard()]
+    if config.profiler is not None and config.profiler.profiler_export_path is not None:
+        hooks.append(Profiler(Path(config.profiler.profiler_export_path) / (config.general.run or "run")))
+    if run.data.has_validation:
+        hooks.append(Validation())
+    hooks.append(Metrics(folder))
+    if Progress.wanted():
+        hooks.append(Progress())
+    for entry in config.general.hooks or []:
+        path, kwargs = (entry, {}) if isinstance(entry, str) else (entry.path, entry.kwargs)
+        hooks.append(load_hook(path, kwargs))
+    hooks += [Signals(), Checkpoints()]
+    if config.logging.sample_prompts:
+        hooks.append(Samples())
+    return hooks
+
+
+def log_folder(config: Config) -> Path:
+    return Path(config.logging.log_dir) / (config.general.run or "run")

@@ -1,0 +1,104 @@
+"""Validation: the loss on held-out documents, in nats a token and in bits a byte.
+
+Bits per byte does not depend on the tokenizer, so it compares with any other compressor of the same text:
+
+    bits per byte = (sum of losses over all validation tokens) / ln 2 / (bytes that those tokens stand for)
+
+A model at 1.5 bits per byte predicts text well enough to store it in 1.5 / 8 = 19% of its size.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kenotron.parallel.collectives import all_reduce
+from kenotron.train.console import human_format, logger
+from kenotron.train.hooks import Hook
+from kenotron.train.step import to_device
+
+if TYPE_CHECKING:
+    from kenotron.train.run import Run
+    from kenotron.train.step import StepResult
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """`loss` in nats a token; `bytes` of UTF-8 text that the `tokens` stand for (0 when unknown)."""
+
+    loss: float
+    tokens: int
+    bytes: float
+    seconds: float
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
+
+    def metrics(self) -> dict[str, float]:
+        """Fields of ``metrics.jsonl``."""
+        fields = {"val_loss": self.loss, "val_tokens": float(self.tokens), "val_seconds": self.seconds}
+        if self.bits_per_byte is not None:
+            fields["val_bits_per_byte"] = self.bits_per_byte
+        return fields
+
+
+class Validation(Hook):
+    """A pass every `val_check_interval` steps and after the last one, the same samples each time."""
+
+    def __init__(self) -> None:
+        self.last: ValidationResult | None = None
+        self.last_step = -1
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if run.step % run.config.tokens.val_check_interval == 0 or run.finished:
+            self._validate(run)
+
+    def _validate(self, run: Run) -> None:
+        self.last, self.last_step = validate(run), run.step
+        logger.info("%s", validation_line(run, self.last))
+        run.call("after_validation", self.last)
+
+    def on_train_end(self, run: Run) -> None:
+        if self.last is None or self.last.bits_per_byte is None:
+            return
+        baselines = run.data.compression_baselines()
+        if baselines:
+            beside = " | ".join(f"{name}: {bits:.3f}" for name, bits in baselines.items())
+            logger.info(
+                "bits per byte on the validation text: %.3f | compressors on the same text: %s",
+                self.last.bits_per_byte,
+                beside,
+            )
+
+
+@torch.no_grad()
+def validate(run: Run) -> ValidationResult:
+    """One pass over the held-out samples, forward only."""
+    started = time.perf_counter()
+    run.model.eval()
+    sums = torch.zeros(3, dtype=torch.float64)
+    for batch, byte_count in run.data.validation(run.mesh.dp_rank, run.mesh.dp_degree):
+        micro_batch = to_device(batch, run.device)
+        loss, z_loss = run.model(micro_batch.tokens, micro_batch.ctx, micro_batch.labels)
+        sums += torch.tensor([float(loss - z_loss), int((batch.labels != -100).sum()), byte_count])
+    run.model.train()
+    for axis in ("dp_replicate", "dp_shard"):
+        all_reduce(sums, run.mesh.group(axis))
+    loss_sum, tokens, byte_sum = sums.tolist()
+    return ValidationResult(loss_sum / tokens, int(tokens), byte_sum, time.perf_counter() - started)
+
+
+def validation_line(run: Run, result: ValidationResult) -> str:
+    fields = [
+        f"validation: {run.step} / {run.config.tokens.train_steps}",
+        f"val_loss: {result.loss:.4g}",
+        f"val_perplexity: {human_format(math.exp(min(result.loss, 700)))}",
+    ]
+    if result.bits_per_byte is not None:
+        fields.append(f"val_bits_per_byte: {result.bits_per_byte:.4f}")
+    return " | ".join([*fields, f"val_seconds: {human_format(result.seconds)}"])
