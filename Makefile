@@ -1,0 +1,44 @@
+# `make` alone lists the targets. Everything lives in .venv; nothing else on the machine is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+THREADS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint bench docs clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
+
+setup: $(VENV)/.installed  ## create .venv and install Kénotron, nothing more
+
+train: setup  ## train a small Llama on text that every machine has: at most 5 minutes on 2 CPU cores
+	$(BIN)/kenotron train examples/quickstart.yaml
+
+test: $(VENV)/.installed-test  ## run the test suite
+	$(BIN)/python -m pytest -n $(THREADS) tests
+
+lint: $(VENV)/.installed-dev  ## formatting, lint, types, layering, generated docs
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files --show-diff-on-failure
+
+bench: $(VENV)/.installed-dev  ## measure against the peers, on this machine, in one run
+	$(BIN)/python benchmarks/training.py
+
+docs: $(VENV)/.installed-docs  ## build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
+clean:  ## remove .venv
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Python >= 3.11 is needed, found %d.%d; set PYTHON=..." % v[:2])'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.installed
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[$*]'
+	@touch $@
