@@ -1,0 +1,78 @@
+"""The two shapes of the data room: what a token source answers, and what a model is fed.
+
+A *sample* is `sequence_length + 1` token ids. Its first `sequence_length` are the inputs, its last
+`sequence_length` the labels. With `sequence_length = 4`, the stream 7 8 9 2 5 6 3 1 4 holds two samples:
+
+    sample 0    7 8 9 2 5            inputs 7 8 9 2     labels 8 9 2 5
+    sample 1            5 6 3 1 4    inputs 5 6 3 1     labels 6 3 1 4
+
+Samples share one token, so every token but the first is a label exactly once: none is skipped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64 = NDArray[np.int64]
+
+NO_LOSS = -100
+"""Label of a token that carries no loss (the value that torch's cross-entropy ignores)."""
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """One micro-batch; see docs/architecture.md.
+
+    `tokens`, `labels`, `positions`, `documents` are ``[sequences, sequence_length]`` int64, `sample_ids`
+    ``[sequences]``. `positions` and `documents` are None where every sequence is one document.
+    """
+
+    tokens: Int64
+    labels: Int64
+    sample_ids: Int64
+    positions: Int64 | None = None
+    documents: Int64 | None = None
+
+
+class TokenSource(Protocol):
+    """Random access to samples: all that the order and the loader ask of data.
+
+    Reads come from several threads at once and must not change the source.
+    """
+
+    name: str
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def samples(self, indices: Int64) -> NDArray[np.integer]:
+        """Token ids ``[len(indices), sequence_length + 1]``, any integer type."""
+        ...
+
+    def documents(self, indices: Int64) -> Int64 | None:
+        """Document number of every token, same shape, non-decreasing in a row; None: not known."""
+        ...
+
+
+def make_batch(windows: NDArray[np.integer], sample_ids: Int64, documents: Int64 | None = None) -> TokenBatch:
+    """Cut samples ``[n, sequence_length + 1]`` into inputs and labels.
+
+    With `documents` (same shape), positions restart at every document, and a label that belongs to the
+    next document is masked.
+    """
+    tokens = windows[:, :-1].astype(np.int64)
+    labels = windows[:, 1:].astype(np.int64)
+    if documents is None:
+        return TokenBatch(tokens, labels, sample_ids)
+    labels[documents[:, 1:] != documents[:, :-1]] = NO_LOSS
+    inner = documents[:, :-1]
+    column = np.arange(inner.shape[1])
+    starts = np.zeros(inner.shape, dtype=np.int64)
+    starts[:, 1:] = np.where(inner[:, 1:] != inner[:, :-1], column[1:], 0)
+    positions = column - np.maximum.accumulate(starts, axis=1)
+    return TokenBatch(tokens, labels, sample_ids, positions, inner - inner[:, :1])

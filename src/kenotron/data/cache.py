@@ -1,0 +1,321 @@
+"""What is made once and kept: tokens on disk, memory-mapped when read.
+
+    $KENOTRON_CACHE, else ~/.cache/kenotron
+    ├── tokens/<key>/             key = hash of (content, tokenizer, rules)
+    │   ├── meta.json             counts, written last
+    │   ├── train.tokens          little-endian uint16 (vocabulary up to 65,536) or uint32, documents end to end
+    │   ├── train.ends            uint64, where each document ends, in tokens
+    │   └── validation.tokens, validation.ends
+    ├── tokenizers/<key>/         trained tokenizers
+    └── known/<signature>         content hash of files by path, size and time, so that files are hashed once
+
+An entry is built in ``<key>.tmp-<random>``, synced, and renamed: it is whole or not there. A lock file keeps several processes
+from doing the same work; it is the kernel's lock, so a killed process leaves none. Where a file system has no locks, all of them build, and
+the first rename wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError
+
+from .encode import Encoded, EncodeRules, encode_documents
+from .progress import Report, progress
+from .texts import Texts
+from .tokenizer import Tokenizer
+
+FORMAT = 1
+SPLITS = ("train", "validation")
+PROCESS_START = time.time()
+
+
+def cache_root() -> Path:
+    """``$KENOTRON_CACHE``, else ``~/.cache/kenotron``."""
+    return Path(os.environ.get("KENOTRON_CACHE") or "~/.cache/kenotron").expanduser()
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Does this document belong to validation? A function of its text and the fraction alone."""
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8")) < fraction * 2**64
+
+
+# ---- an entry ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SplitTokens:
+    """One side of a cache entry, memory-mapped.
+
+    `tokens` ``[tokens]`` uint16 or uint32; `ends` ``[documents]`` uint64, the end of each document; `bytes` the UTF-8
+    bytes of the text; `max_id` the largest id (-1 when empty).
+    """
+
+    tokens: NDArray[np.unsignedinteger]
+    ends: NDArray[np.uint64]
+    bytes: int
+    max_id: int
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """A tokenized set of texts."""
+
+    path: Path
+    train: SplitTokens
+    validation: SplitTokens
+    skipped: int
+    """Files left out because they are no UTF-8."""
+
+
+def open_tokens(
+    texts: Texts,
+    tokenizer: Tokenizer,
+    rules: EncodeRules,
+    val_fraction: float,
+    processes: int = 1,
+    overwrite: bool = False,
+    report: Report = print,
+) -> TokenCache:
+    """The tokens of `texts`, from the cache, or made now by `processes` processes and kept.
+
+    Errors (InputError): whatever `texts` finds wrong with its files; no document at all; the cache cannot be written.
+    """
+    content = content_hash(texts)
+    recipe = f"tokens {FORMAT} {content} {tokenizer.hash} {rules.eos} {rules.max_tokens} {val_fraction!r}"
+    path = cache_root() / "tokens" / _digest(recipe)
+
+    def build(folder: Path) -> None:
+        _tokenize(folder, texts, tokenizer, rules, val_fraction, processes, report)
+
+    cached_folder(path, build, report, f"tokenizing {texts.name}", overwrite)
+    return _read(path)
+
+
+def _read(path: Path) -> TokenCache:
+    meta = json.loads((path / "meta.json").read_text())
+    sides = {}
+    for split in SPLITS:
+        of = meta[split]
+        tokens = _map(path / f"{split}.tokens", np.dtype(meta["dtype"]), of["tokens"])
+        ends = _map(path / f"{split}.ends", np.dtype("<u8"), of["documents"])
+        sides[split] = SplitTokens(tokens, ends, of["bytes"], of["max_id"])
+    return TokenCache(path, sides["train"], sides["validation"], meta["skipped"])
+
+
+def _map(file: Path, dtype: np.dtype, length: int) -> NDArray:
+    size = file.stat().st_size if file.exists() else -1
+    if size != length * dtype.itemsize:
+        raise InputError(
+            f"{file}: damaged token cache (expected {length * dtype.itemsize} bytes, found {size}); "
+            f"delete {file.parent} and it is made again"
+        )
+    return np.memmap(file, dtype, "r", shape=(length,)) if length else np.empty(0, dtype)
+
+
+# ---- making one --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Side:
+    """Counts of one split while it is written."""
+
+    tokens: int = 0
+    documents: int = 0
+    bytes: int = 0
+    max_id: int = -1
+
+
+class _SplitWriter:
+    """Appends documents to one split's two files."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
+        self.token_file: IO[bytes] = open(folder / f"{split}.tokens", "wb")  # noqa: SIM115 (closed by `close`)
+        self.end_file: IO[bytes] = open(folder / f"{split}.ends", "wb")  # noqa: SIM115
+        self.dtype = dtype
+        self.side = _Side()
+
+    def write(self, ids: NDArray[np.uint32], lengths: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+        if not len(lengths):
+            return
+        self.token_file.write(ids.astype(self.dtype).tobytes())
+        self.end_file.write((self.side.tokens + np.cumsum(lengths)).astype("<u8").tobytes())
+        self.side.tokens += len(ids)
+        self.side.documents += len(lengths)
+        self.side.bytes += int(sizes.sum())
+        self.side.max_id = max(self.side.max_id, int(ids.max()) if len(ids) else -1)
+
+    def close(self) -> None:
+        for file in (self.token_file, self.end_file):
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+
+
+def _tokenize(
+    folder: Path,
+    texts: Texts,
+    tokenizer: Tokenizer,
+    rules: EncodeRules,
+    val_fraction: float,
+    processes: int,
+    report: Report,
+) -> None:
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    writers = {split: _SplitWriter(folder, split, dtype) for split in SPLITS}
+    held: list[bool] = []
+
+    def watched() -> Iterator[tuple[str, int]]:
+        for text, done in texts.documents():
+            held.append(is_held_out(text, val_fraction))
+            yield text, done
+
+    started = time.monotonic()
+    with progress(f"tokenizing {texts.name}", texts.size, report) as update:
+        for part in encode_documents(watched(), tokenizer.to_json(), rules, processes):
+            side = np.array(held[: len(part.lengths)])
+            del held[: len(part.lengths)]
+            _write_part(writers, part, side)
+            update(part.done)
+    for writer in writers.values():
+        writer.close()
+    sides = {split: writer.side for split, writer in writers.items()}
+    if not any(side.documents for side in sides.values()):
+        raise InputError(f"{texts.name}: no text in it (every file or row is empty)")
+    meta = {split: asdict(side) for split, side in sides.items()}
+    meta |= {"format": FORMAT, "dtype": dtype.str, "skipped": texts.skipped, "texts": texts.name}
+    meta |= {"tokenizer": tokenizer.name, "created": time.time()}
+    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+    tokens = sum(side.tokens for side in sides.values())
+    report(f"tokenized {texts.name}: {tokens:,} tokens in {time.monotonic() - started:.1f} s")
+
+
+def _write_part(writers: dict[str, _SplitWriter], part: Encoded, held: NDArray[np.bool_]) -> None:
+    of_token = np.repeat(held, part.lengths)
+    for split, mine, tokens in (("train", ~held, ~of_token), ("validation", held, of_token)):
+        writers[split].write(part.ids[tokens], part.lengths[mine], part.sizes[mine])
+
+
+# ---- keys --------------------------------------------------------------------------------------------------
+
+
+def content_hash(texts: Texts) -> str:
+    """`texts.content_hash()`, remembered by signature."""
+    signature = texts.signature()
+    if signature is None:
+        return texts.content_hash()
+    note = cache_root() / "known" / signature
+    with contextlib.suppress(OSError):
+        return note.read_text().strip()
+    content = texts.content_hash()
+    if texts.signature() == signature:
+        with _writable(note.parent):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            temporary = note.with_name(f"{note.name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
+            temporary.write_text(content + "\n")
+            os.replace(temporary, note)
+    return content
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+# ---- whole or not there ------------------------------------------------------------------------------------
+
+
+def cached_folder(
+    path: Path, build: Callable[[Path], None], report: Report, what: str, overwrite: bool = False
+) -> None:
+    """Make sure that the folder `path` exists, by ``build(temporary folder)`` and a rename if it does not.
+
+    `overwrite` builds it again, unless another process has done so since this one started.
+    """
+    if path.is_dir() and not overwrite:
+        return
+    with _writable(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_name(path.name + ".lock"), report, what) as alone:
+            if path.is_dir() and not (overwrite and path.stat().st_mtime < PROCESS_START):
+                return
+            if alone:  # what lies there was left by a killed process
+                for old in path.parent.glob(f"{path.name}.tmp-*"):
+                    shutil.rmtree(old, ignore_errors=True)
+            folder = Path(tempfile.mkdtemp(prefix=f"{path.name}.tmp-", dir=path.parent))
+            try:
+                build(folder)
+                _publish(folder, path)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _publish(folder: Path, path: Path) -> None:
+    """Sync and rename; if `path` came into being meanwhile, replace it."""
+    os.chmod(folder, 0o755)
+    for file in folder.iterdir():
+        with open(file, "rb") as stream:
+            os.fsync(stream.fileno())
+    if path.is_dir():
+        aside = Path(tempfile.mkdtemp(prefix=f"{path.name}.tmp-", dir=path.parent))
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, aside / "old")
+        shutil.rmtree(aside, ignore_errors=True)
+    try:
+        os.rename(folder, path)
+    except OSError:
+        if not path.is_dir():  # otherwise another process was first, with the same content
+            raise
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _locked(file: Path, report: Report, what: str) -> Iterator[bool]:
+    """Hold the kernel's lock on `file`; say once that another process is waited for. Yields False without locks."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system: the rename alone keeps entries whole
+        yield
+        return
+    with open(file, "w") as stream:
+        told = alone = False
+        while not alone:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alone = True
+            except BlockingIOError:
+                if not told:
+                    report(f"waiting for another process that is {what}")
+                told = True
+                time.sleep(0.1)
+            except OSError:  # a file system without locks
+                break
+        yield alone
+
+
+@contextlib.contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    """One line for a cache that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"cannot write the cache {folder}: {error.strerror or error}; set KENOTRON_CACHE to a folder with space"
+        ) from None

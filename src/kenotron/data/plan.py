@@ -1,0 +1,172 @@
+"""The stages of a run and their sources, as the config alone tells them: nothing is opened here.
+
+    data_stages:                                     stage 0: steps 1-9      {a: 3, b: 1}
+      - {start_training_step: 1,  mixture a 3, b 1}  stage 1: steps 10-15    {a: 1}
+      - {start_training_step: 10, only a}            16 samples a step: stage 1 takes up `a` at its sample 108
+
+A source that comes again in a later stage (same data, seed and sequence length) goes on where it stopped, so that nothing
+is read twice before all was read once. How far it got is arithmetic (`order.counts`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kenotron.config.errors import InputError, NotSupportedYet
+
+from .order import counts, derive_key, huffman
+from .texts import FileTexts, Texts, find_files, python_stdlib
+
+
+@dataclass(frozen=True)
+class SourcePlan:
+    """One source of a stage. `identity` names data, seed and sequence length; `dataset` is its config."""
+
+    identity: str
+    weight: float
+    dataset: Any
+
+    @property
+    def key(self) -> int:
+        """The key of the source's permutations."""
+        return derive_key("order", self.identity)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps [start, stop) of the run, counted from 1."""
+
+    number: int
+    name: str
+    start: int
+    stop: int
+    sequence_length: int
+    seed: int
+    workers: int
+    sources: tuple[SourcePlan, ...]
+    offsets: tuple[int, ...]
+
+    @property
+    def steps(self) -> int:
+        return self.stop - self.start
+
+
+def plan_stages(config: Any) -> list[Stage]:
+    """The stages of `config` in order of their start."""
+    tokens, stages = config.tokens, sorted(config.data_stages, key=lambda stage: stage.start_training_step)
+    starts = [stage.start_training_step for stage in stages] + [tokens.train_steps + 1]
+    planned: list[Stage] = []
+    drawn: Counter[str] = Counter()
+    for number, stage in enumerate(stages):
+        start, stop = starts[number], max(starts[number], min(starts[number + 1], tokens.train_steps + 1))
+        length = stage.sequence_length or tokens.sequence_length
+        sources = tuple(_identified(stage.data, length))
+        offsets = tuple(drawn[source.identity] for source in sources)
+        planned.append(
+            Stage(
+                number=number,
+                name=stage.name,
+                start=start,
+                stop=stop,
+                sequence_length=length,
+                seed=stage.data.seed,
+                workers=stage.data.num_loading_workers,
+                sources=sources,
+                offsets=offsets,
+            )
+        )
+        tree = huffman([source.weight for source in sources])
+        for source, count in counts(tree, (stop - start) * config.global_batch_size).items():
+            drawn[sources[source].identity] += count
+    return planned
+
+
+def _identified(data: Any, sequence_length: int) -> Iterator[SourcePlan]:
+    seen: Counter[str] = Counter()
+    for weight, dataset in flatten(data.dataset):
+        text = json.dumps([describe(dataset), data.seed, sequence_length], sort_keys=True, default=str)
+        seen[text] += 1
+        yield SourcePlan(f"{text} {seen[text]}", weight, dataset)
+
+
+def flatten(dataset: Any) -> Iterator[tuple[float, Any]]:
+    """The sources of a dataset, each with its weight; nested weights multiply."""
+    if (mixture := getattr(dataset, "mixture", None)) is not None:
+        for part in mixture:
+            inner = list(flatten(part))
+            total = sum(weight for weight, _ in inner)
+            yield from ((part.weight * weight / total, one) for weight, one in inner)
+    elif isinstance(getattr(dataset, "text_files", None), dict):
+        for path, weight in dataset.text_files.items():
+            if not weight > 0:
+                raise InputError(f"dataset.text_files: the share of '{path}' must be above 0, found {weight}")
+            yield weight, _OnePath(path, dataset.text_column_name)
+    else:
+        yield 1.0, dataset
+
+
+@dataclass(frozen=True)
+class _OnePath:
+    """One entry of a map path → share."""
+
+    text_files: str
+    text_column_name: str = "text"
+
+
+def describe(dataset: Any) -> dict[str, Any] | None:
+    """The keys of a dataset's config that say which data it is."""
+    if dataset is None:
+        return None
+    keys = {
+        "corpus": ["corpus"],
+        "text_files": ["text_files", "text_column_name"],
+        "source": ["source", "kwargs"],
+        "hf_dataset_or_datasets": [
+            "hf_dataset_or_datasets",
+            "hf_dataset_splits",
+            "hf_dataset_config_name",
+            "text_column_name",
+        ],
+    }
+    return {key: getattr(dataset, key, None) for key in keys[kind(dataset)]}
+
+
+def kind(dataset: Any) -> str:
+    """The key that tells the variant: corpus, text_files, hf_dataset_or_datasets, source, or "null"."""
+    if dataset is None:
+        return "null"
+    if getattr(dataset, "sft_dataloader", False):
+        raise NotSupportedYet("dataset.sft_dataloader (fine-tuning on prompts and answers)")
+    for name in ("corpus", "text_files", "hf_dataset_or_datasets", "source"):
+        if getattr(dataset, name, None) is not None:
+            return name
+    raise NotSupportedYet(f"dataset of kind {type(dataset).__name__}")
+
+
+def texts_of(dataset: Any) -> Texts | None:
+    """The documents of a dataset; None if it has tokens only (random, a user's own).
+
+    Errors (InputError): nothing there, not readable, the hub cannot be reached.
+    """
+    variant = kind(dataset)
+    if variant == "corpus":
+        return python_stdlib()
+    if variant == "text_files":
+        paths = dataset.text_files
+        names: Sequence[str] = [paths] if isinstance(paths, str) else list(paths)
+        files = [file for path in names for file in find_files(path, "dataset.text_files")]
+        return FileTexts(", ".join(map(str, names)), files, dataset.text_column_name)
+    if variant == "hf_dataset_or_datasets":
+        from .hub_texts import HubTexts
+
+        return HubTexts(
+            dataset.hf_dataset_or_datasets,
+            dataset.hf_dataset_splits or "train",
+            dataset.hf_dataset_config_name,
+            dataset.text_column_name or "text",
+        )
+    return None

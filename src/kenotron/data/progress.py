@@ -1,0 +1,45 @@
+"""Progress of a long preparation: a bar on a terminal, else a plain line every ten seconds, both with the time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Report = Callable[[str], None]
+
+PLAIN_INTERVAL = 10.0
+
+
+@contextmanager
+def progress(label: str, total: int, report: Report) -> Iterator[Callable[[int], None]]:
+    """Yields ``update(done)``, to be called with the work done so far, out of `total`."""
+    if sys.stderr.isatty():
+        yield from _bar(label, total)
+    else:
+        yield _plain(label, total, report)
+
+
+def _bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def _plain(label: str, total: int, report: Report) -> Callable[[int], None]:
+    start = last = time.monotonic()
+
+    def update(done: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < PLAIN_INTERVAL or not done:
+            return
+        last = now
+        left = (now - start) * (total - done) / done
+        report(f"{label}: {100 * done / max(total, 1):.0f}%, about {left:.0f} s left")
+
+    return update

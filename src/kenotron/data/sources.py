@@ -1,0 +1,167 @@
+"""Token sources: cached tokens cut into windows, random tokens, and a user's own.
+
+Each has a length and answers many samples at once (`batch.TokenSource`). A stream of 9 tokens with windows of 4:
+
+    tokens    7 8 9 2 5 6 3 1 4      ends of documents  4 9
+    sample 0  7 8 9 2 5              documents  0 0 0 0 1
+    sample 1          5 6 3 1 4      documents  1 1 1 1 1
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError, nearest
+
+from .batch import Int64
+from .cache import SplitTokens
+from .order import derive_key, mix64
+
+
+class TokenWindows:
+    """Windows ``[i * S, i * S + S]`` of a token stream, S = `sequence_length`; the tail that fills none is left out."""
+
+    def __init__(self, name: str, split: SplitTokens, sequence_length: int) -> None:
+        self.name, self.split, self.sequence_length = name, split, sequence_length
+        length = max(0, (len(split.tokens) - 1) // sequence_length)
+        step = split.tokens.itemsize
+        base = np.asarray(split.tokens)
+        # Overlapping rows of the memory map: no byte is read before a row is asked for.
+        self._rows = as_strided(base, (length, sequence_length + 1), (sequence_length * step, step), writeable=False)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def samples(self, indices: Int64) -> NDArray[np.integer]:
+        return self._rows[indices]
+
+    def documents(self, indices: Int64) -> Int64:
+        size = self.sequence_length + 1
+        starts = indices * self.sequence_length
+        numbers = np.empty((len(indices), size), dtype=np.int64)
+        first = np.searchsorted(self.split.ends, starts.astype(np.uint64), side="right")
+        last = np.searchsorted(self.split.ends, (starts + size).astype(np.uint64), side="left")
+        for row, (start, a, b) in enumerate(zip(starts, first, last)):
+            borders = np.concatenate(([0], self.split.ends[a:b].astype(np.int64) - start, [size]))
+            numbers[row] = np.repeat(np.arange(a, a + len(borders) - 1), np.diff(borders))
+        return numbers
+
+
+class RandomTokens:
+    """Endless uniformly random tokens (`dataset: null`): a hash of (seed, sample, place), the same everywhere."""
+
+    name = "random tokens"
+
+    def __init__(self, vocab_size: int, sequence_length: int, seed: int, length: int = 1 << 48) -> None:
+        self.vocab_size, self.length = vocab_size, length
+        self._key = np.uint64(derive_key("random tokens", seed))
+        self._columns = np.arange(sequence_length + 1, dtype=np.uint64)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def samples(self, indices: Int64) -> NDArray[np.integer]:
+        rows = mix64(indices.astype(np.uint64) ^ self._key)
+        bits = mix64(rows[:, None] + self._columns) >> np.uint64(32)
+        return ((bits * np.uint64(self.vocab_size)) >> np.uint64(32)).astype(np.int64)
+
+    def documents(self, indices: Int64) -> None:
+        return None
+
+
+class UserSource:
+    """Any object with `__len__` and `__getitem__`, whose items are `sequence_length + 1` ids (list, array, tensor),
+    or a dict that holds them under `input_ids`."""
+
+    def __init__(self, name: str, items: Any, sequence_length: int, vocab_size: int) -> None:
+        self.name, self.items = name, items
+        self.sequence_length, self.vocab_size = sequence_length, vocab_size
+        missing = [method for method in ("__len__", "__getitem__") if not hasattr(items, method)]
+        if missing:
+            raise InputError(
+                f"dataset.source: {name} gave a {type(items).__name__}, which has no {' and no '.join(missing)}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def samples(self, indices: Int64) -> NDArray[np.integer]:
+        return np.stack([self._sample(int(index)) for index in indices])
+
+    def documents(self, indices: Int64) -> None:
+        return None
+
+    def _sample(self, index: int) -> NDArray[np.integer]:
+        item = self.items[index]
+        if isinstance(item, dict):
+            if "input_ids" not in item:
+                found = ", ".join(map(str, item))
+                raise InputError(f"{self.name}[{index}]: no key 'input_ids'; found {found}{nearest('input_ids', item)}")
+            item = item["input_ids"]
+        ids = np.asarray(item)
+        expected = self.sequence_length + 1
+        if ids.shape != (expected,) or ids.dtype.kind not in "iu":
+            raise InputError(
+                f"{self.name}[{index}]: expected {expected} integer ids (sequence_length + 1), "
+                f"found {ids.dtype} of shape {ids.shape}"
+            )
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            bad = ids[(ids < 0) | (ids >= self.vocab_size)][0]
+            raise InputError(f"{self.name}[{index}]: token {bad} is not in [0, vocab_size = {self.vocab_size})")
+        return ids
+
+
+def user_object(path: str, kwargs: dict[str, Any], sequence_length: int, seed: int) -> Any:
+    """What the dotted `path` (class or function) gives, called with `sequence_length`, `seed` and the config's `kwargs`."""
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name:
+        raise InputError(f"dataset.source: expected a dotted path such as my_module.MySource, found '{path}'")
+    try:
+        module = _import(module_name)
+    except ModuleNotFoundError as error:
+        raise InputError(f"dataset.source: cannot import '{module_name}': {error}") from None
+    if not hasattr(module, attribute):
+        raise InputError(f"dataset.source: module {module_name} has no '{attribute}'{nearest(attribute, dir(module))}")
+    factory = getattr(module, attribute)
+    if not callable(factory):
+        return factory
+    try:
+        return factory(sequence_length=sequence_length, seed=seed, **kwargs)
+    except TypeError as error:
+        raise InputError(f"dataset.source: {path}(sequence_length, seed, **kwargs): {error}") from error
+
+
+def _import(name: str) -> Any:
+    """Import a module, also from the working folder, which a console script does not search."""
+    here = os.getcwd()
+    searched = here in sys.path or "" in sys.path
+    if not searched:
+        sys.path.append(here)
+    try:
+        return importlib.import_module(name)
+    finally:
+        if not searched:
+            sys.path.remove(here)
+
+
+class Part:
+    """Samples [start, stop) of another source: a user's own data is split into training and held-out samples so."""
+
+    def __init__(self, whole: RandomTokens | UserSource, start: int, stop: int) -> None:
+        self.name, self.whole, self.start, self.stop = whole.name, whole, start, stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def samples(self, indices: Int64) -> NDArray[np.integer]:
+        return self.whole.samples(indices + self.start)
+
+    def documents(self, indices: Int64) -> None:
+        return None

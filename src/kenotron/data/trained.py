@@ -1,0 +1,82 @@
+"""The tokenizer of a run: loaded by name, or trained on the first stage's own text and kept."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kenotron.config.errors import InputError
+
+from .cache import cache_root, cached_folder, content_hash, is_held_out
+from .plan import Stage, texts_of
+from .progress import Report
+from .texts import Texts
+from .tokenizer import SPLIT_PATTERN, Tokenizer, load_tokenizer, train_byte_level_bpe
+
+TRAINING_CHARACTERS = 200_000_000
+"""Most text that a tokenizer is trained on; more changes little and costs memory."""
+
+
+def tokenizer_of(config: Any, stages: Sequence[Stage], report: Report) -> Tokenizer | None:
+    """The run's tokenizer; None where none is named and all data are tokens already.
+
+    Errors (InputError): text but no tokenizer; not found; hub unreachable.
+    """
+    section = config.tokenizer
+    has_text = any(texts_like(source.dataset) for stage in stages for source in stage.sources)
+    if section.train is not None:
+        texts = [found for source in stages[0].sources if (found := texts_of(source.dataset)) is not None]
+        if not texts:
+            raise InputError("tokenizer.train: the first stage holds no text to train a tokenizer on")
+        return trained_tokenizer(texts, section.train.vocab_size, config.tokens.val_fraction, report)
+    if section.tokenizer_name_or_path is None:
+        if has_text:
+            raise InputError(
+                "tokenizer: the data are text, so tokenizer_name_or_path or train is needed; found neither"
+            )
+        return None
+    try:
+        return load_tokenizer(section.tokenizer_name_or_path, section.tokenizer_revision)
+    except InputError as error:
+        if has_text:
+            raise
+        report(f"no tokenizer in this run, which its data do not need: {error}")
+        return None
+
+
+def texts_like(dataset: Any) -> bool:
+    """Is this dataset text?"""
+    from .plan import kind
+
+    return kind(dataset) in ("corpus", "text_files", "hf_dataset_or_datasets")
+
+
+def trained_tokenizer(texts: Sequence[Texts], vocab_size: int, val_fraction: float, report: Report) -> Tokenizer:
+    """A byte-level BPE trained on the documents of `texts` that are not held out; kept by content."""
+    contents = [content_hash(text) for text in texts]
+    recipe = f"byte-level-bpe 1 {SPLIT_PATTERN} {TRAINING_CHARACTERS} {vocab_size} {val_fraction!r} {contents}"
+    path = cache_root() / "tokenizers" / hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
+
+    def build(folder: Path) -> None:
+        names = ", ".join(text.name for text in texts)
+        report(f"training a tokenizer of {vocab_size:,} entries on {names}")
+        train_byte_level_bpe(training_texts(texts, val_fraction), vocab_size).save(folder)
+
+    cached_folder(path, build, report, "training a tokenizer")
+    tokenizer = load_tokenizer(path)
+    tokenizer.name = f"byte-level BPE trained on {', '.join(text.name for text in texts)}"
+    return tokenizer
+
+
+def training_texts(texts: Sequence[Texts], val_fraction: float) -> Iterator[str]:
+    """Documents that are not held out, up to `TRAINING_CHARACTERS`."""
+    left = TRAINING_CHARACTERS
+    for source in texts:
+        for text, _ in source.documents():
+            if left <= 0:
+                return
+            if not is_held_out(text, val_fraction):
+                left -= len(text)
+                yield text

@@ -1,0 +1,135 @@
+"""Held-out documents: which, in which batches, and how many bytes of text they are.
+
+A document is held out when the hash of its text falls below `tokens.val_fraction`: a property of the document, so the same in
+every run, on every layout, whether the run validates or not. Its tokens are read in windows as in training, in order, and the last window of
+a source is filled up with labels of -100. So every held-out token but the first of each source is a label once, and
+
+    bits per byte = sum of losses / ln 2 / bytes
+
+is exact for byte-level tokenizers, whose every token is a known number of bytes (the end-of-document token is none: its cost counts, its
+bytes do not). For other tokenizers the bytes are the source's bytes per token times the labels, exact over the whole set.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .batch import NO_LOSS, Int64, TokenBatch, TokenSource, make_batch
+from .cache import SplitTokens, is_held_out
+from .order import huffman, interleave
+
+PAD = -1
+BASELINE_LIMIT = 64 * 2**20
+"""Most bytes of text that `compression_baselines` is asked to squeeze at the end of a run."""
+
+
+class HeldOutWindows:
+    """All tokens of a split in windows; the last is filled up with -1."""
+
+    def __init__(self, name: str, split: SplitTokens, sequence_length: int) -> None:
+        self.name, self.split, self.sequence_length = name, split, sequence_length
+
+    def __len__(self) -> int:
+        return max(0, -(-(len(self.split.tokens) - 1) // self.sequence_length))
+
+    def samples(self, indices: Int64) -> NDArray[np.integer]:
+        rows = np.full((len(indices), self.sequence_length + 1), PAD, dtype=np.int64)
+        for row, start in zip(rows, indices * self.sequence_length):
+            window = self.split.tokens[start : start + len(row)]
+            row[: len(window)] = window
+        return rows
+
+    def documents(self, indices: Int64) -> Int64:
+        starts = indices[:, None] * self.sequence_length + np.arange(self.sequence_length + 1)
+        return np.searchsorted(self.split.ends, starts.astype(np.uint64), side="right").astype(np.int64)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out samples of several sources. `bytes_per_token` has one entry a source, None where it has no text."""
+
+    sources: list[TokenSource]
+    sequence_length: int
+    token_bytes: Int64 | None
+    bytes_per_token: list[float | None]
+    document_masking: bool
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources))
+
+    def batches(
+        self, limit: int | None, micro_batch_size: int, dp_rank: int, dp_size: int
+    ) -> Iterator[tuple[TokenBatch, float]]:
+        """This rank's micro-batches of `limit` samples (None: all) spread evenly over the set, each with the
+        number of UTF-8 bytes that its labels stand for (0.0 where that is not known).
+
+        Every rank gets the same number of batches of the same shape; what is missing is filled with -100.
+        """
+        total = len(self)
+        count = total if limit is None else min(limit, total)
+        chosen = np.arange(count, dtype=np.int64) * total // max(count, 1)
+        rows = dp_size * micro_batch_size
+        for first in range(0, count, rows):
+            start = first + dp_rank * micro_batch_size
+            yield self._batch(chosen[start : start + micro_batch_size], micro_batch_size)
+
+    def _batch(self, positions: Int64, rows: int) -> tuple[TokenBatch, float]:
+        windows = np.full((rows, self.sequence_length + 1), PAD, dtype=np.int64)
+        documents = np.zeros_like(windows)
+        tree = huffman([len(source) for source in self.sources])
+        source_of, index = interleave(tree, positions)
+        byte_count = 0.0
+        for number in np.unique(source_of):
+            where = np.flatnonzero(source_of == number)
+            windows[where] = self.sources[number].samples(index[where])
+            if self.document_masking:
+                found = self.sources[number].documents(index[where])
+                documents[where] = 0 if found is None else found
+            byte_count += self._bytes(windows[where][:, 1:], self.bytes_per_token[number])
+        ids = np.full(rows, PAD, dtype=np.int64)
+        ids[: len(positions)] = positions
+        batch = make_batch(windows, ids, documents if self.document_masking else None)
+        batch.labels[windows[:, 1:] == PAD] = NO_LOSS
+        np.maximum(batch.tokens, 0, out=batch.tokens)
+        return batch, byte_count
+
+    def _bytes(self, labels: Int64, bytes_per_token: float | None) -> float:
+        real = labels[labels != PAD]
+        if self.token_bytes is not None:
+            return float(self.token_bytes[real].sum())
+        return real.size * (bytes_per_token or 0.0)
+
+
+def held_out_texts(documents: Iterable[tuple[str, int]], fraction: float) -> Iterator[str]:
+    """The documents that validation reads, as text."""
+    return (text for text, _ in documents if is_held_out(text, fraction))
+
+
+def compression_baselines(texts: Iterable[str]) -> dict[str, float]:
+    """Bits per byte of two general compressors: ``gzip -9`` text by text, ``xz -9`` on all in one tar archive.
+
+    Both sums are over the bytes of the texts alone; the archive's headers are compressed along with them.
+    """
+    raw = gzipped = 0
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for number, text in enumerate(texts):
+            data = text.encode("utf-8")
+            raw += len(data)
+            gzipped += len(gzip.compress(data, 9, mtime=0))
+            entry: Any = tarfile.TarInfo(f"{number}.txt")
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    if not raw:
+        return {}
+    packed = len(lzma.compress(archive.getvalue(), preset=9))
+    return {"gzip_bits_per_byte": 8 * gzipped / raw, "xz_bits_per_byte": 8 * packed / raw}
