@@ -1,0 +1,15 @@
+"""Hugging Face in and out.
+
+    from_hf("meta-llama/Llama-3.2-1B", "llama")      # → checkpoint llama/0
+    to_hf("checkpoints/100", "exported")             # → a folder for transformers
+    hf_architecture("exported", {"rope_theta": 5e5}) # model_config: {hf: exported, rope_theta: 5e5}
+    initial_tensors("exported", architecture)        # init_method: {path: exported}, or a checkpoint of ours
+
+`transformers` and `safetensors` are imported only by what needs them.
+"""
+
+from kenotron.interop.exporting import Exported, to_hf
+from kenotron.interop.importing import from_hf
+from kenotron.interop.sources import Source, hf_architecture, initial_tensors, open_source
+
+__all__ = ["Exported", "Source", "from_hf", "hf_architecture", "initial_tensors", "open_source", "to_hf"]

@@ -1,0 +1,221 @@
+"""Continue prompts: one packed forward pass over all of them, then one token a row and step.
+
+    model, tokenizer, _ = load_for_generation("checkpoints/10")
+    for completion in generate(model, tokenizer, ["def main(", "import "], max_new_tokens=16):
+        print(completion.prompt + completion.text)
+
+A row's tokens depend on the row alone: the batch around it changes neither its attention nor its random numbers, so any batch size
+gives the same texts (up to the rounding of a matrix product, which depends on its shape). A row that is done leaves the
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kenotron.config.errors import InputError
+from kenotron.generate.kv_cache import KVCache
+from kenotron.generate.sampling import NOT_FINITE, Sampling, next_tokens
+from kenotron.generate.text import TextStream
+from kenotron.models import Context
+
+StoppedBy = Literal["eos", "max_new_tokens", "max_position_embeddings", "non_finite_logits"]
+Prompt = str | Sequence[int]
+
+
+class TokenizerLike(Protocol):
+    """What generation asks of a tokenizer; `kenotron.data.Tokenizer` is one."""
+
+    eos_token_id: int | None
+    bos_token_id: int | None
+
+    def encode(self, text: str) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+
+
+@dataclass(frozen=True)
+class Completion:
+    """`tokens` are the new ones, the end-of-text token included where it came; `text` is theirs, without it."""
+
+    prompt: str
+    text: str
+    tokens: list[int]
+    stopped_by: StoppedBy
+
+
+@dataclass
+class Row:
+    """One prompt on its way. `index` is its number among all prompts."""
+
+    index: int
+    prompt: str
+    prompt_tokens: list[int]
+    room: int
+    stops_early: bool  # the room ends before max_new_tokens
+    stream: TextStream | None
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    stopped_by: StoppedBy | None = None
+
+    @property
+    def position(self) -> int:
+        """Where the next token will stand."""
+        return len(self.prompt_tokens) + len(self.tokens)
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    tokenizer: TokenizerLike | None,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_at_eos: bool = True,
+    batch_size: int = 8,
+    stream: Callable[[int, str], None] | None = None,
+) -> list[Completion]:
+    """Continue every prompt, a text or a list of token ids, and return the completions in order.
+
+    `temperature` 0 is greedy. `stream` is called with (number of the prompt, new text) as the text comes; the pieces joined
+    are the completion's text. `model` may be one that is being trained: it is switched to eval meanwhile.
+    Without a tokenizer, prompts are ids and texts stay empty; the config's eos_token_id stops.
+
+    Errors (InputError): a setting out of range, a prompt too long for max_position_embeddings, a token outside the vocabulary.
+    """
+    if max_new_tokens < 1 or batch_size < 1:
+        name, value = ("max_new_tokens", max_new_tokens) if max_new_tokens < 1 else ("batch_size", batch_size)
+        raise InputError(f"{name}: expected 1 or more, found {value}")
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    eos = _end_of_text(tokenizer, model.config) if stop_at_eos else None
+    rows = [_row(index, prompt, tokenizer, model.config, max_new_tokens) for index, prompt in enumerate(prompts)]
+    # Dynamic RoPE turns by angles that depend on the longest text of a batch: only alone is a row itself.
+    together = 1 if _stretches_with_length(model.config) else batch_size
+    with evaluating(model):
+        for first in range(0, len(rows), together):
+            _complete(model, rows[first : first + together], sampling, eos, stream)
+    return [Completion(row.prompt, row.text, row.tokens, row.stopped_by or "max_new_tokens") for row in rows]
+
+
+def _complete(
+    model: nn.Module, rows: list[Row], sampling: Sampling, eos: int | None, stream: Callable[[int, str], None] | None
+) -> None:
+    """Fill the rows of one batch."""
+    device = next(model.parameters()).device
+    cache = KVCache(len(rows), max(row.position + row.room for row in rows), device)
+    prompts = torch.tensor([token for row in rows for token in row.prompt_tokens], device=device)
+    logits = _last_logits(model, prompts, cache.prefill([row.position for row in rows]))
+    while True:
+        chosen = next_tokens(logits, sampling, [row.index for row in rows], [row.position for row in rows])
+        for row, token in zip(rows, chosen):
+            _append(row, token, eos, stream)
+        alive = [number for number, row in enumerate(rows) if row.stopped_by is None]
+        if not alive:
+            return
+        if len(alive) < len(rows):
+            cache.keep(alive)
+            rows = [rows[number] for number in alive]
+        tokens = torch.tensor([row.tokens[-1] for row in rows], device=device)
+        logits = model(tokens, cache.step([row.position - 1 for row in rows]))
+
+
+def _append(row: Row, token: int, eos: int | None, stream: Callable[[int, str], None] | None) -> None:
+    """Give a row its next token, and its listener the text that this completes."""
+    if token == NOT_FINITE:
+        row.stopped_by = "non_finite_logits"
+    else:
+        row.tokens.append(token)
+        limited = "max_position_embeddings" if row.stops_early else "max_new_tokens"
+        row.stopped_by = "eos" if token == eos else limited if len(row.tokens) == row.room else None
+    if row.stream is None:
+        return
+    piece = row.stream.push(token) if token not in (NOT_FINITE, eos) else ""
+    if row.stopped_by is not None:
+        piece += row.stream.finish()
+    row.text += piece
+    if stream is not None and piece:
+        stream(row.index, piece)
+
+
+def _last_logits(model: nn.Module, tokens: Tensor, ctx: Context) -> Tensor:
+    """Logits ``[rows, vocab]`` at the end of every prompt: those of all other tokens are never made.
+
+    A module under FSDP gathers its weights only when it is called as a whole, and then makes them all.
+    """
+    assert ctx.cu_seqlens is not None
+    last = torch.tensor(ctx.cu_seqlens[1:], device=tokens.device) - 1
+    if hasattr(model, "set_requires_gradient_sync"):
+        return model(tokens, ctx)[last]
+    trunk: Any = model.model
+    head: Any = model.lm_head
+    return head(trunk(tokens, ctx)[last], ctx, None)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within this block `model` is in eval mode, and blocks compiled for training shapes run uncompiled."""
+    training = model.training
+    compiled = any(module._compiled_call_impl is not None for module in model.modules())
+    model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            yield
+    finally:
+        model.train(training)
+
+
+def _row(index: int, prompt: Prompt, tokenizer: TokenizerLike | None, config: Any, max_new_tokens: int) -> Row:
+    """Tokens of a prompt and the room that it leaves, checked."""
+    where = f"prompt {index + 1}"
+    if isinstance(prompt, str) and tokenizer is None:
+        raise InputError(f"{where}: there is no tokenizer here, so a prompt must be token ids, not text")
+    tokens = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer else [int(t) for t in prompt]
+    if not tokens:  # an empty text: what a document starts with
+        tokens = [_start_of_text(tokenizer, config)]
+    outside = next((token for token in tokens if not 0 <= token < config.vocab_size), None)
+    if outside is not None:
+        raise InputError(f"{where}: token {outside} is outside the model's vocabulary of {config.vocab_size}")
+    limit = position_limit(config)
+    if len(tokens) >= limit:
+        raise InputError(
+            f"{where}: {len(tokens)} tokens leave no room for a new one; the model reads at most {limit} "
+            "(max_position_embeddings)"
+        )
+    text = prompt if isinstance(prompt, str) else tokenizer.decode(tokens) if tokenizer else ""
+    stream = TextStream(tokenizer, tokens) if tokenizer else None
+    return Row(index, text, tokens, min(max_new_tokens, limit - len(tokens)), max_new_tokens > limit - len(tokens), stream)
+
+
+def position_limit(config: Any) -> int:
+    """Tokens that the model can read: max_position_embeddings, times the factor where RoPE stretches from there."""
+    scaling = config.rope_scaling or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    stretches = kind in ("linear", "dynamic") or (
+        kind == "yarn" and not scaling.get("original_max_position_embeddings")
+    )
+    return int(config.max_position_embeddings * (scaling["factor"] if stretches else 1))
+
+
+def _stretches_with_length(config: Any) -> bool:
+    scaling = config.rope_scaling or {}
+    return scaling.get("rope_type", scaling.get("type")) == "dynamic"
+
+
+def _end_of_text(tokenizer: TokenizerLike | None, config: Any) -> int:
+    """As in training: the tokenizer's token, or the config's where it has none."""
+    eos = tokenizer.eos_token_id if tokenizer else None
+    return config.eos_token_id if eos is None else eos
+
+
+def _start_of_text(tokenizer: TokenizerLike | None, config: Any) -> int:
+    bos = tokenizer.bos_token_id if tokenizer else config.bos_token_id
+    return _end_of_text(tokenizer, config) if bos is None else bos

@@ -1,0 +1,87 @@
+"""Keys and values kept from step to step, so that a new token costs one token's work and not the whole text's.
+
+The cache is an attention function with memory. A model hands every attention function its layer's number, so nothing in the model
+changes: it is given a `Context` whose `attention` is the cache.
+
+    cache = KVCache(rows=2, capacity=8)
+    logits = model(tokens_of_both, cache.prefill([3, 2]))      # 5 tokens, packed end to end like documents
+    logits = model(one_token_each, cache.step([3, 2]))         # positions of the new tokens
+
+    slot      0  1  2  3  4 …
+    row 0     a  b  c  d            the key of position p lies in slot p, so a row's length is all
+    row 1     x  y  z               that has to be known to mask what lies beyond it
+
+Prompts of different lengths need no padding: prefill packs them with document borders, and every row then grows on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kenotron.kernels.attention import attention
+from kenotron.models import Context
+
+
+@dataclass
+class KVCache:
+    """Memory of `rows` texts of at most `capacity` tokens. Keys and values are ``[rows, kv_heads, capacity, head_dim]`` a layer."""
+
+    rows: int
+    capacity: int
+    device: torch.device | str = "cpu"
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    def prefill(self, lengths: Sequence[int]) -> Context:
+        """Context of the prompts, packed end to end: ``[sum(lengths)]`` tokens in one sequence."""
+        borders = [0]
+        for length in lengths:
+            borders.append(borders[-1] + length)
+        self._row = torch.arange(self.rows).repeat_interleave(torch.tensor(lengths)).to(self.device)
+        self._position = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
+        return Context((1, borders[-1]), self._position, self, cu_seqlens=tuple(borders))
+
+    def step(self, positions: Sequence[int]) -> Context:
+        """Context of one new token a row, at `positions`: ``[rows]`` tokens in as many sequences."""
+        self._row = torch.arange(self.rows, device=self.device)
+        self._position = torch.tensor(positions, device=self.device)
+        self._longest = max(positions) + 1
+        ragged = min(positions) != max(positions)
+        slots = torch.arange(self._longest, device=self.device)
+        self._mask = (slots <= self._position[:, None])[:, None, None] if ragged else None
+        return Context((self.rows, 1), self._position, self)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Forget all rows but these."""
+        index = torch.tensor(rows, device=self.device)
+        self.rows = len(rows)
+        for memory in (self.keys, self.values):
+            for layer, tensor in memory.items():
+                memory[layer] = tensor[index]
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, layer: int, scale: float | None = None
+    ) -> Tensor:
+        """q ``[sequences, heads, length, head_dim]``; k, v with kv_heads. Remembers k and v, returns q's shape."""
+        keys, values = self._remember(self.keys, k, layer), self._remember(self.values, v, layer)
+        if ctx.cu_seqlens is not None:
+            return attention(q, k, v, ctx, layer, scale)
+        # Query heads that share a key head attend together, as if they were several queries of one head.
+        grouped = q.view(self.rows, k.shape[1], -1, q.shape[-1])
+        seen = slice(None, self._longest)
+        out = F.scaled_dot_product_attention(
+            grouped, keys[:, :, seen], values[:, :, seen], attn_mask=self._mask, scale=scale
+        )
+        return out.view(q.shape)
+
+    def _remember(self, memory: dict[int, Tensor], new: Tensor, layer: int) -> Tensor:
+        if layer not in memory:
+            # Zeros, not garbage: what a mask hides is still multiplied by 0, and 0 times NaN is NaN.
+            memory[layer] = new.new_zeros(self.rows, new.shape[1], self.capacity, new.shape[-1])
+        memory[layer][self._row, :, self._position] = new.transpose(1, 2).flatten(0, 1)
+        return memory[layer]

@@ -1,0 +1,92 @@
+"""From logits to the next token: greedy, or drawn from a tempered and cut distribution.
+
+The cuts come in the order of `transformers`: temperature, then top-k, then top-p (nucleus sampling, Holtzman et al. 2019, arXiv
+1904.09751). With probabilities 0.5, 0.3, 0.15, 0.05 and top_p 0.7, the smallest set that reaches 0.7 is the first two,
+so the next token is drawn from 0.625, 0.375.
+
+The number that decides is a function of (seed, request, position), so a request gives the same text whatever else is in its
+batch, and the global generators of torch are never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kenotron.config.errors import InputError
+from kenotron.kernels.hashing import derive_key, uniform_array
+
+NOT_FINITE = -1  # in place of a token: the logits held NaN or infinity
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """`temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 cut nothing."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise InputError(f"temperature: expected 0 (greedy) or more, found {self.temperature}")
+        if self.top_k < 0:
+            raise InputError(f"top_k: expected 0 (no cut) or more, found {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p: expected more than 0 and at most 1 (no cut), found {self.top_p}")
+        if self.temperature == 0 and (self.top_k > 0 or self.top_p < 1):
+            name = "top_k" if self.top_k > 0 else "top_p"
+            raise InputError(f"{name}: changes nothing at temperature 0, which is greedy; set a temperature, such as 1.0")
+
+
+def next_tokens(logits: Tensor, sampling: Sampling, requests: Sequence[int], positions: Sequence[int]) -> list[int]:
+    """The next token of every row of logits ``[rows, vocab]``, or `NOT_FINITE` where the logits are broken.
+
+    `requests` number the rows among all prompts, `positions` are those that the new tokens will take.
+    """
+    logits = logits.float()
+    finite = logits.isfinite().all(-1)
+    if sampling.temperature == 0:
+        chosen = logits.argmax(-1)
+    else:
+        drawn = [uniform(sampling.seed, request, position) for request, position in zip(requests, positions)]
+        probabilities = cut(logits, sampling).softmax(-1)
+        chosen = draw(probabilities, torch.tensor(drawn, dtype=torch.float64, device=logits.device))
+    return torch.where(finite, chosen, NOT_FINITE).tolist()
+
+
+def cut(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits ``[rows, vocab]`` in fp32, divided by the temperature, with -inf where top-k or top-p cuts."""
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)  # equals of the k-th stay
+    if sampling.top_p < 1:
+        ascending, order = logits.sort(dim=-1)
+        tail = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        tail[:, -1] = False  # the most likely token always stays
+        logits = logits.masked_fill(tail.scatter(-1, order, tail), -torch.inf)
+    return logits
+
+
+def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """Invert the distribution function: the first token whose cumulated probability exceeds the uniform number.
+
+    probabilities ``[rows, vocab]`` need not sum to exactly one; uniforms ``[rows]`` in [0, 1). A token of probability 0 is
+    never drawn.
+    """
+    cumulated = probabilities.double().cumsum(-1)
+    total = cumulated[:, -1:]
+    # A product rounded up to the total itself would exceed every entry.
+    wanted = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulated, wanted, right=True)[:, 0]
+
+
+def uniform(seed: int, request: int, position: int) -> float:
+    """A number in [0, 1) that belongs to this token of this request."""
+    return float(uniform_array(derive_key("sample", seed, request), np.array([position]))[0])

@@ -1,0 +1,55 @@
+"""Tokens into text as they come, never half a character.
+
+A byte-level token may be a part of a character: "é" is two bytes, and while only the first has come, decoding shows the
+replacement mark "\N{REPLACEMENT CHARACTER}". Such a piece is held back until it is whole:
+
+    tokens     "caf"   0xC3    0xA9    " au"
+    pieces     "caf"   ""      "é"     " au"
+
+Some tokenizers write a blank only between words, so a token's text depends on the one before it. A piece is therefore what
+decoding *with* the tokens before it adds. The pieces joined are the text, whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+class Decoder(Protocol):
+    """What the stream asks of a tokenizer."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+
+
+class TextStream:
+    """The text that follows `prompt`, piece by piece."""
+
+    def __init__(self, tokenizer: Decoder, prompt: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        # tokens[before:shown] gave text that is out; they are the context in which the rest is decoded.
+        self.tokens, self.before, self.shown = list(prompt), 0, len(prompt)
+
+    def push(self, token: int) -> str:
+        """The text that `token` completes, often a word, sometimes nothing."""
+        self.tokens.append(token)
+        text = self._new_text()
+        if not text or text.endswith(UNFINISHED):
+            return ""
+        self.before, self.shown = self.shown, len(self.tokens)
+        return text
+
+    def finish(self) -> str:
+        """What was held back and will not be completed any more, replacement marks included."""
+        text = self._new_text()
+        self.before, self.shown = self.shown, len(self.tokens)
+        return text
+
+    def _new_text(self) -> str:
+        known = self.tokenizer.decode(self.tokens[self.before : self.shown])
+        both = self.tokenizer.decode(self.tokens[self.before :])
+        # Where a prompt given as ids ends within a character, `known` ends in a mark that `both` no longer has.
+        return both[len(os.path.commonprefix([known, both])) :]

@@ -1,0 +1,132 @@
+"""Where a Hugging Face model lies, and its tensors, read when they are asked for.
+
+    folder = locate("meta-llama/Llama-3.2-1B")        # a folder, or a hub name: local cache first
+    weights = hf_weights(folder)
+    weights["model.norm.weight"]                      # only these bytes are read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kenotron.config.errors import InputError, NotSupportedYet, nearest
+from kenotron.data.hub import hub_file
+from kenotron.interop.hf_config import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+HUB = "no such folder here, and on the Hugging Face hub"
+
+
+class Weights(Mapping[str, "Tensor"]):
+    """Tensors by name; each is read anew when it is asked for, so none stays in memory by itself."""
+
+    def __init__(self, read: Mapping[str, Callable[[], Tensor]], where: str) -> None:
+        self._read, self.where = dict(read), where
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._read:
+            raise InputError(f"{self.where} has no tensor {name!r}{nearest(name, self._read)}")
+        return self._read[name]()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._read
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read)
+
+    def __len__(self) -> int:
+        return len(self._read)
+
+
+def is_hub_name(source: str | Path) -> bool:
+    """Could this be ``owner/name``, and is it not a folder here?"""
+    text = str(source)
+    return not Path(text).expanduser().exists() and text.count("/") <= 1 and text[:1] not in (".", "/", "~")
+
+
+def find_config(source: str | Path) -> Path:
+    """The `config.json` of a folder or a hub name."""
+    if is_hub_name(source):
+        file = hub_file(str(source), "config.json", key=HUB)
+        if file is None:
+            raise InputError(f"{HUB}: '{source}' has no config.json")
+        return file
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        parent = next(parent for parent in folder.absolute().parents if parent.is_dir())
+        hint = nearest(folder.name, [entry.name for entry in parent.iterdir()])
+        raise InputError(f"no folder {folder}; the nearest that exists is {parent}{hint}")
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder} is not a Hugging Face model: it has no config.json")
+    return folder / "config.json"
+
+
+def locate(source: str | Path) -> Path:
+    """The folder of a Hugging Face model with its weights and tokenizer, fetched where they are missing."""
+    folder = find_config(source).parent
+    if not is_hub_name(source):
+        return folder
+    repo = str(source)
+    index = hub_file(repo, INDEX, key=HUB)
+    shards = _shards(index) if index else [SINGLE]
+    for name in shards:
+        if hub_file(repo, name, key=HUB) is None:
+            raise InputError(f"{HUB}: '{repo}' has no {name} (only safetensors are read)")
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        hub_file(repo, name, key=HUB)
+    return folder
+
+
+def hf_weights(folder: Path) -> Weights:
+    """The tensors of a folder with one safetensors file or several and an index."""
+    from safetensors import SafetensorError, safe_open
+
+    names = _shards(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+    read: dict[str, Callable[[], Tensor]] = {}
+    for name in names:
+        file = folder / name
+        if not file.is_file():
+            raise InputError(_missing(folder, name))
+        try:
+            opened = safe_open(str(file), framework="pt")
+            keys = list(opened.keys())
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{file} is damaged or not a safetensors file: {error}") from None
+        read |= {key: _reader(opened, key) for key in keys if not key.endswith("rotary_emb.inv_freq")}
+    if not any(key.startswith("model.") for key in read):
+        first = next(iter(read), "nothing")
+        raise NotSupportedYet(f"{folder}: weights of something else than LlamaForCausalLM (the first is {first!r})")
+    return Weights(read, str(folder))
+
+
+def _reader(opened: Any, key: str) -> Callable[[], Tensor]:
+    return lambda: opened.get_tensor(key)
+
+
+def _shards(index: Path) -> list[str]:
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict):
+        raise InputError(f"{index}: expected a weight_map")
+    return sorted(set(files.values()))
+
+
+def _missing(folder: Path, name: str) -> str:
+    if name == SINGLE and list(folder.glob("pytorch_model*.bin")):
+        return f"{folder} has its weights as pickles (pytorch_model.bin); only safetensors are read: save them with transformers"
+    return f"{folder} has no {name}" + (f", which its {INDEX} names" if name != SINGLE else "")

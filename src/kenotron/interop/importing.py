@@ -1,0 +1,107 @@
+"""`kenotron convert from-hf`: a Hugging Face Llama becomes checkpoint 0 of a folder.
+
+    from_hf("meta-llama/Llama-3.2-1B", "llama")
+    → llama/latest.txt, llama/0/: model (in the dtype it came in), tokenizer, config.yaml
+
+Names are the same on both sides, so tensors go over as they are. `config.yaml` is complete, so that every tool of ours opens the
+folder; what it says on data and optimizer is a placeholder, and training starts from the weights by
+``model.init_method: {path: llama}`` in a config of one's own.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kenotron import checkpoint
+from kenotron.config import Config, dump, load
+from kenotron.config.errors import InputError
+from kenotron.data.tokenizer import load_tokenizer
+from kenotron.interop.hf_config import Report, quiet
+from kenotron.interop.sources import Source, fitted, hf_source
+
+Progress = Callable[[int, int], None]
+
+
+def from_hf(
+    src: str | Path, dst: str | Path, *, report: Report = quiet, progress: Progress | None = None
+) -> checkpoint.Saved:
+    """Write `src`, a folder or a hub name, as checkpoint `<dst>/0`.
+
+    `report` gets a line for every choice that was made; `progress(done, total)` counts tensors as they are read.
+    Errors (InputError): nothing at `src`, hub unreachable, not a supported model, `dst` holds checkpoints already.
+    """
+    root = Path(dst).expanduser()
+    if checkpoint.list_checkpoints(root) or (root.exists() and not root.is_dir()):
+        raise InputError(f"{root} holds checkpoints already (or is a file); name a new folder")
+    source = hf_source(src, report)
+    weights = fitted(source, source.architecture)
+    tensors: dict[str, Any] = {}
+    for number, name in enumerate(weights, start=1):
+        tensors[name] = weights[name].contiguous()
+        if progress:
+            progress(number, len(weights))
+    config = _config(source, str(src), root)
+    return checkpoint.save(
+        root,
+        0,
+        model=tensors,
+        optimizer=None,
+        state={"imported_from": str(src)},
+        config_yaml=f"# Imported from {src}. Data, optimizer and steps are placeholders.\n" + dump(config),
+        model_config=source.architecture.model_dump(by_alias=True),
+        save_tokenizer=_copy_tokenizer(source, report),
+    )
+
+
+def _copy_tokenizer(source: Source, report: Report) -> Callable[[Path], None] | None:
+    """The tokenizer's files, and `generation_config.json` beside them, so that an export has it again."""
+    if source.tokenizer is None:
+        report(f"{source.path} has no tokenizer: prompts will have to be token ids")
+        return None
+    tokenizer = load_tokenizer(source.tokenizer)
+    if tokenizer.vocab_size > source.architecture.vocab_size:
+        report(
+            f"{source.path}: the tokenizer has {tokenizer.vocab_size} tokens, "
+            f"the model only {source.architecture.vocab_size}"
+        )
+
+    def copy(folder: Path) -> None:
+        tokenizer.save(folder)
+        generation = source.path / "generation_config.json"
+        if generation.is_file():
+            shutil.copyfile(generation, folder / generation.name)
+
+    return copy
+
+
+def _config(source: Source, name: str, root: Path) -> Config:
+    """A complete config around the model: it loads, and says in its data stage that it is none."""
+    length = min(source.architecture.max_position_embeddings, 2048)
+    schedule = {"learning_rate": 1e-5, "lr_warmup_steps": 0, "lr_warmup_style": "linear", "lr_decay_style": "linear"}
+    return load(
+        {
+            "general": {"project": "imported", "run": Path(name).name or "imported"},
+            "model": source.model.model_dump(by_alias=True),
+            "checkpoints": {"checkpoints_path": str(root), "checkpoint_interval": 1000},
+            "tokens": {
+                "sequence_length": length,
+                "train_steps": 1,
+                "micro_batch_size": 1,
+                "batch_accumulation_per_replica": 1,
+            },
+            "optimizer": {
+                "optimizer_factory": {"name": "adamW"},
+                "zero_stage": 0,
+                "weight_decay": 0.1,
+                "clip_grad": 1.0,
+                "accumulate_grad_in_fp32": True,
+                "learning_rate_scheduler": schedule,
+            },
+            "data_stages": [
+                {"name": "placeholder: random tokens", "start_training_step": 1, "data": {"dataset": None}}
+            ],
+        }
+    )

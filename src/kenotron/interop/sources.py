@@ -1,0 +1,162 @@
+"""One view of everything that weights can come from: our checkpoints and Hugging Face models.
+
+    source = open_source("checkpoints/10")           # or a folder with config.json, or a hub name
+    source.model.architecture.hidden_size
+    source.weights["model.norm.weight"]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kenotron import checkpoint
+from kenotron.config import load
+from kenotron.config.architecture import HFArchitecture, LlamaArchitecture
+from kenotron.config.errors import InputError
+from kenotron.config.model import Model
+from kenotron.interop.hf_config import Report, architecture_from_hf, quiet, read_json
+from kenotron.interop.hf_weights import TOKENIZER_FILES, Weights, find_config, hf_weights, is_hub_name, locate
+from kenotron.interop.rope_layout import is_rotated, to_halves, to_interleaved
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Source:
+    """`path` is a checkpoint's or a model's folder; `tokenizer` the folder of one, or None; `model` the config's section."""
+
+    path: Path
+    model: Model
+    weights: Weights
+    tokenizer: Path | None
+
+    @property
+    def architecture(self) -> LlamaArchitecture:
+        assert isinstance(self.model.architecture, LlamaArchitecture)
+        return self.model.architecture
+
+
+def open_source(path: str | Path, *, hub: bool = False, report: Report = quiet) -> Source:
+    """Open a checkpoint of ours (a step, or the folder of steps) or a Hugging Face folder; with `hub`, a hub name too.
+
+    Errors (InputError): nothing there, not a checkpoint, damaged (checksums are compared now), not supported.
+    """
+    folder = Path(path).expanduser()
+    ours = (folder / checkpoint.manifest.MANIFEST).exists() or (folder / checkpoint.folders.LATEST).exists()
+    if not ours and (folder / "config.json").is_file():
+        return hf_source(folder, report)
+    if not ours and hub and is_hub_name(path):
+        return hf_source(path, report)
+    return checkpoint_source(folder)
+
+
+def hf_source(path: str | Path, report: Report = quiet) -> Source:
+    """A Hugging Face model, by folder or hub name."""
+    folder = locate(path)
+    config = read_json(folder / "config.json")
+    architecture = architecture_from_hf(config, str(folder / "config.json"), report)
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    model = Model.model_validate(
+        {"model_config": architecture, "init_method": {"path": str(path)}, "dtype": dtype}
+    )
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    return Source(folder, model, hf_weights(folder), folder if has_tokenizer else None)
+
+
+def checkpoint_source(path: Path) -> Source:
+    """A checkpoint of ours; its model's files are compared with their checksums first."""
+    folder = checkpoint.resolve(path)
+    checkpoint.read_tensors(folder, [])
+    names = checkpoint.read_index(folder / "model", checkpoint.read_manifest(folder).files).tensors
+    weights = Weights({name: partial(_read, folder, name) for name in names}, str(folder))
+    tokenizer = folder / "tokenizer"
+    has_tokenizer = any((tokenizer / name).is_file() for name in TOKENIZER_FILES)
+    return Source(folder, _model_of(folder), weights, tokenizer if has_tokenizer else None)
+
+
+def _read(folder: Path, name: str) -> Tensor:
+    return checkpoint.read_tensors(folder, [name], verify=False)[name]
+
+
+def _model_of(folder: Path) -> Model:
+    model = load(folder / "config.yaml", report=quiet).model
+    if isinstance(model.architecture, HFArchitecture):
+        named = model.architecture
+        architecture = hf_architecture(named.hf, named.overrides)
+        model = model.model_copy(update={"architecture": architecture})
+    if not isinstance(model.architecture, LlamaArchitecture):
+        family = type(model.architecture).__name__.removesuffix("Architecture")
+        raise InputError(f"{folder / 'config.yaml'}: a model of the family {family} cannot be loaded here")
+    return model
+
+
+def hf_architecture(
+    source: str | Path, overrides: Mapping[str, Any] | None = None, report: Report = quiet
+) -> LlamaArchitecture:
+    """What ``model_config: {hf: source, …overrides}`` stands for. Only `config.json` is read.
+
+    Errors (InputError): nothing there, hub unreachable, a family or a setting that is not supported.
+    """
+    file = find_config(source)
+    return architecture_from_hf(read_json(file), str(file), report, overrides)
+
+
+def initial_tensors(
+    path: str | Path, architecture: LlamaArchitecture | None = None, report: Report = quiet
+) -> Mapping[str, Tensor]:
+    """Weights for ``init_method: {path}``: name → whole tensor on the host, read when asked for, in the dtype they are kept in.
+
+    `path` is a checkpoint of ours, a Hugging Face folder or a hub name. With `architecture` they come as a model of it wants
+    them: q and k in its order of RoPE's channels, with or without a head of its own; and shapes are checked.
+
+    Errors (InputError): nothing there, damaged, or of another shape than `architecture`, which is named.
+    """
+    source = open_source(path, hub=True, report=report)
+    return source.weights if architecture is None else fitted(source, architecture)
+
+
+SHAPES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "kv_heads",
+    "vocab_size",
+    "attention_bias",
+)
+
+
+def fitted(source: Source, wanted: LlamaArchitecture) -> Weights:
+    """The source's weights as a model of `wanted` has them."""
+    have = source.architecture
+    for key in SHAPES:
+        if getattr(have, key) != getattr(wanted, key):
+            name = "num_key_value_heads" if key == "kv_heads" else key
+            raise InputError(
+                f"model.model_config.{name}: the weights in {source.path} have {getattr(have, key)}, "
+                f"the config says {getattr(wanted, key)}"
+            )
+    read = {name: partial(source.weights.__getitem__, name) for name in source.weights}
+    if have.rope_interleaved != wanted.rope_interleaved:
+        turn = to_interleaved if wanted.rope_interleaved else to_halves
+        for name in filter(is_rotated, source.weights):
+            read[name] = partial(_turned, source.weights, name, turn, have.head_dim)
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if wanted.tie_word_embeddings:
+        if not have.tie_word_embeddings:
+            raise InputError(
+                f"model.model_config.tie_word_embeddings: true, but the weights in {source.path} have a head of their own"
+            )
+        read.pop(head, None)  # some files hold the shared matrix twice
+    elif have.tie_word_embeddings:
+        read[head] = partial(source.weights.__getitem__, embedding)
+    return Weights(read, str(source.path))
+
+
+def _turned(weights: Weights, name: str, turn: Any, head_dim: int) -> Tensor:
+    return turn(weights[name], head_dim)
