@@ -10,6 +10,8 @@ metrics.py, validation.py, guards.py, observing.py, console.py
 
 from __future__ import annotations
 
+import os
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from kenotron.train.guards import RunFailed
@@ -39,11 +41,11 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     refuse_unsupported(config)
     console.start_logging(config, mesh)
     config, start = saving.choose_start(config, fresh)
-    config = fill_run_name(config)
-    if start.continues and saving.is_finished(config, start):
+    config = fill_run_name(config, datetime.now(), os.environ.get("SLURM_JOB_ID"))
+    if start.continues and start.step >= config.tokens.train_steps:
         report.already_finished(config, start)
         return None
-    run = prepare(config, mesh, device, resuming=start.path is not None)
+    run = prepare(config, mesh, device, start)
     try:
         saving.restore(run, start)
         folder = log_folder(run.config)

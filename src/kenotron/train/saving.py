@@ -7,10 +7,12 @@ position is the step, randomness is counter-based, the schedule is arithmetic: t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 from kenotron import checkpoint
@@ -119,10 +121,14 @@ def _saved_view(name: str, tensor: Tensor, model: nn.Module) -> Tensor:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: nowhere (path None), or at a checkpoint. `continues`: it is this very run's own."""
+    """Where a run begins: nowhere (path None), or at a checkpoint after its `step` steps.
+
+    `continues`: the checkpoint is this very run's own.
+    """
 
     path: Path | None = None
     continues: bool = False
+    step: int = 0
 
 
 def choose_start(config: Config, fresh: bool) -> tuple[Config, Start]:
@@ -133,20 +139,37 @@ def choose_start(config: Config, fresh: bool) -> tuple[Config, Start]:
     """
     root = Path(config.checkpoints.checkpoints_path)
     if fresh:
-        aside = checkpoint.set_aside(root)
-        if aside is not None:
-            logger.warning("--fresh: earlier checkpoints now stand in %s", aside)
+        _set_aside(root)
+    checkpoint.tidy(root, logger.warning)
     newest = checkpoint.newest_whole(root, logger.warning)
     if newest is not None:
-        return _same_run(config, newest), Start(newest, continues=True)
+        return _same_run(config, newest), Start(newest, True, _position(newest))
     explicit = config.checkpoints.resume_checkpoint_path
     if explicit is not None:
-        return config, Start(checkpoint.resolve(Path(explicit)))
+        path = checkpoint.resolve(Path(explicit))
+        return config, Start(path, False, _position(path) if config.checkpoints.load_lr_scheduler else 0)
     return config, Start()
 
 
+def _position(path: Path) -> int:
+    return checkpoint.read_manifest(path).state["step"]
+
+
+def _set_aside(root: Path) -> None:
+    """Nothing is lost by --fresh: the earlier checkpoints only stop being this run's."""
+    steps = [entry.path for entry in checkpoint.list_checkpoints(root)] if root.is_dir() else []
+    if not steps:
+        return
+    aside = root / f"replaced-{datetime.now():%Y%m%d_%H%M%S}"
+    aside.mkdir()
+    for path in [*steps, root / "latest.txt"]:
+        if path.exists():
+            path.rename(aside / path.name)
+    logger.warning("--fresh: earlier checkpoints now stand in %s", aside)
+
+
 def _same_run(config: Config, path: Path) -> Config:
-    saved = checkpoint.read_config(path)
+    saved = yaml.safe_load((path / "config.yaml").read_text())
     difference = same_run_difference(saved, config)
     if difference is not None:
         key, old, new = difference
@@ -179,7 +202,7 @@ def restore(run: Run, start: Start) -> None:
     if moments is not None:
         load_state_tensors(run.model, run.optimizer, moments)
     if with_position:
-        run.step = state["step"]
+        run.step = start.step
         _check_position(run, state, start.path)
         for hook in run.hooks:
             if _hook_name(hook) in state["hooks"]:
@@ -215,9 +238,3 @@ def load_initial_weights(model: nn.Module, path: str) -> None:
                 f"{list(tensor.shape)}"
             )
         tensor.copy_(given[name])
-
-
-def is_finished(config: Config, start: Start) -> bool:
-    """Whether the checkpoint already has all the steps that the config asks for."""
-    assert start.path is not None
-    return checkpoint.read_manifest(start.path).state["step"] >= config.tokens.train_steps

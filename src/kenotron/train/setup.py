@@ -25,7 +25,7 @@ from kenotron.train.hooks import Hook, load_hook
 from kenotron.train.metrics import Metrics
 from kenotron.train.observing import Profiler, Progress, Samples
 from kenotron.train.run import Run
-from kenotron.train.saving import Checkpoints, load_initial_weights
+from kenotron.train.saving import Checkpoints, Start, load_initial_weights
 from kenotron.train.validation import Validation
 
 if TYPE_CHECKING:
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from kenotron.parallel.mesh import Mesh
 
 
-def prepare(config: Config, mesh: Mesh, device: torch.device, resuming: bool = False) -> Run:
-    """Everything of a run but its first step. `resuming`: the weights come from a checkpoint later."""
+def prepare(config: Config, mesh: Mesh, device: torch.device, start: Start) -> Run:
+    """Everything of a run but what `start` brings: `saving.restore` loads that."""
     from kenotron.data import open_run
 
     config = resolve_architecture(config)
     logger.info("Config:\n%s", dump(config).rstrip())
-    data = open_run(config, logger.info)
+    data = open_run(config, start.step + 1, logger.info)
     model = make_model(config, mesh, device)
-    if not resuming:
+    if start.path is None:
         fill_weights(model, config)
     optimizer = build_optimizer(named_parameters(model), config.optimizer)
     describe_model(config, model, device)
@@ -113,7 +113,7 @@ def make_hooks(config: Config, run: Run) -> list[Hook]:
     hooks: list[Hook] = [NonFiniteGuard()]
     if config.profiler is not None and config.profiler.profiler_export_path is not None:
         hooks.append(Profiler(Path(config.profiler.profiler_export_path) / (config.general.run or "run")))
-    if run.data.has_validation:
+    if config.tokens.validates:
         hooks.append(Validation())
     hooks.append(Metrics(folder))
     if Progress.wanted():

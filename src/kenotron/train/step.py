@@ -18,7 +18,9 @@ import torch
 
 from kenotron.kernels.attention import attention
 from kenotron.models import Context, MicroBatch
-from kenotron.optim import all_finite, clip_gradients, learning_rate, set_learning_rate
+from kenotron.optim.clip import all_finite, clip_gradients
+from kenotron.optim.groups import set_learning_rate
+from kenotron.optim.schedule import learning_rate
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import all_reduce
 from kenotron.parallel.device import synchronize
