@@ -136,7 +136,7 @@ class MoeConfig(Section):
 
 
 class Qwen2Architecture(Section):
-    """The Qwen2 family of nanotron."""
+    """The Qwen2 family of nanotron (not supported yet)."""
 
     is_qwen2_config: bool = key("Marks the family; its value changes nothing.", True)
     bos_token_id: int = key("Token that starts a text.", 1, ge=0)
@@ -192,16 +192,14 @@ class Qwen2Architecture(Section):
         if (self.ring_attn_heads_k_stride is not None) != (attention == "llama3_ring_attention"):
             raise problem("ring_attn_heads_k_stride", "expected with llama3_ring_attention and only there")
         if self.no_rope_layer and self.num_hidden_layers % self.no_rope_layer:
-            raise problem(
-                "no_rope_layer", f"expected a divisor of num_hidden_layers {self.num_hidden_layers}"
-            )
+            raise problem("no_rope_layer", f"expected a divisor of num_hidden_layers {self.num_hidden_layers}")
         if self.moe_config and self.moe_config.top_k > self.moe_config.num_experts:
             raise problem("moe_config.top_k", f"expected at most num_experts {self.moe_config.num_experts}")
         return self
 
 
 class Starcoder2Architecture(Section):
-    """The Starcoder2 family of nanotron."""
+    """The Starcoder2 family of nanotron (not supported yet)."""
 
     is_starcoder2_config: bool = key("Marks the family; its value changes nothing.", True)
     activation_function: str = key("Activation of the feed-forward.", "gelu_pytorch_tanh")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from kenotron.config.parallelism import upper_case
-from kenotron.config.section import OURS, Section, key
+from kenotron.config.section import OURS, Section, key, upper_case
 
 
 class Datastates(Section):
-    """Settings of the DataStates engine."""
+    """Settings of the DataStates engine (not supported yet)."""
 
     host_cache_size: int = key("Pinned host memory for checkpoints in flight, in GB.", ge=1)
     parser_threads: int = key("Threads that write.", ge=1)
@@ -22,8 +21,8 @@ class Checkpoints(Section):
     save_initial_state: bool = key("Save a checkpoint `0` before the first step.", False)
     save_final_state: bool = key("Save a checkpoint after the last step.", True)
     resume_checkpoint_path: str | None = key(
-        "Checkpoint, or folder of checkpoints, that a new run starts from (weights, optimizer, schedule, data "
-        "position); a run that has checkpoints of its own continues from those.",
+        "Checkpoint, or folder of checkpoints, that a new run starts from (weights, optimizer, schedule, "
+        "data position); a run that has checkpoints of its own continues from those.",
         None,
     )
     load_lr_scheduler: bool = key(
@@ -37,12 +36,10 @@ class Checkpoints(Section):
         False,
     )
     checkpointing_engine: Annotated[Literal["TORCH", "DATASTATES"], upper_case("TORCH")] = key(
-        "What writes the tensors: torch.distributed.checkpoint, or DataStates.", "TORCH"
+        "What writes the tensors: torch.distributed.checkpoint, or DataStates (not supported yet).", "TORCH"
     )
-    datastates: Datastates | None = key("Settings of the DataStates engine.", None)
-    keep_last: int | None = key(
-        "Keep only this many of the newest checkpoints; null keeps all.", None, ge=1, mark=OURS
-    )
+    datastates: Datastates | None = key("Settings of the DataStates engine (not supported yet).", None)
+    keep_last: int | None = key("Keep only this many of the newest checkpoints; null keeps all.", None, ge=1, mark=OURS)
     keep_every: int | None = key(
         "Beside keep_last, keep for good the checkpoints whose step is a multiple of this.",
         None,

@@ -8,9 +8,9 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kenotron.config.architecture import LlamaArchitecture, Qwen2Architecture, Starcoder2Architecture
+from kenotron.config.architecture import HFArchitecture, LlamaArchitecture, Qwen2Architecture, Starcoder2Architecture
 from kenotron.config.checkpoints import Checkpoints
-from kenotron.config.data import DataStage
+from kenotron.config.data import TEXT_DATASETS, DataStage, MixtureDataset
 from kenotron.config.general import General
 from kenotron.config.lighteval import Lighteval
 from kenotron.config.logging import Logging, MetricsLogging
@@ -19,17 +19,28 @@ from kenotron.config.optimizer import Optimizer
 from kenotron.config.parallelism import Parallelism
 from kenotron.config.profiler import Profiler
 from kenotron.config.s3_upload import S3Upload
-from kenotron.config.section import Section, key, null_means
+from kenotron.config.section import Section, key, null_means, problem
 from kenotron.config.tokenizer import Tokenizer
 from kenotron.config.tokens import Tokens
 
 
 def _in_order(stages: list[DataStage]) -> list[DataStage]:
-    return sorted(stages, key=lambda stage: stage.start_training_step)
+    """The stages sorted by their start, once it is seen that names and starts differ and one starts at 1."""
+    for i, stage in enumerate(stages):
+        for name in ("name", "start_training_step"):
+            value = getattr(stage, name)
+            if value in (getattr(other, name) for other in stages[:i]):
+                raise problem(f"{i}.{name}", f"expected one that no other stage has, found {value!r} twice")
+    ordered = sorted(stages, key=lambda stage: stage.start_training_step)
+    if ordered and ordered[0].start_training_step != 1:
+        first = stages.index(ordered[0])
+        found = ordered[0].start_training_step
+        raise problem(f"{first}.start_training_step", f"expected one stage that starts at 1, found {found}")
+    return ordered
 
 
 class Config(Section):
-    """One run. Attribute names are the YAML keys, but for `model.architecture` (YAML: `model.model_config`)."""
+    """One run. Attributes are the YAML keys, but for `model.architecture` (YAML: `model.model_config`)."""
 
     general: General = key("What the run is called, and its seed.")
     parallelism: Annotated[Parallelism, null_means(Parallelism())] = key(
@@ -48,8 +59,8 @@ class Config(Section):
         "What is read, from which step on.", min_length=1
     )
     profiler: Profiler | None = key("A torch trace of some steps.", None)
-    lighteval: Lighteval | None = key("Evaluation jobs.", None)
-    s3_upload: S3Upload | None = key("Copies of checkpoints in object storage.", None)
+    lighteval: Lighteval | None = key("Evaluation jobs that follow the checkpoints (not supported yet).", None)
+    s3_upload: S3Upload | None = key("Copies of checkpoints in object storage (not supported yet).", None)
 
     @property
     def global_batch_size(self) -> int:
@@ -63,7 +74,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _checks(self) -> Self:
-        problems = [*_check_heads(self), *_check_stages(self), *_check_steps(self), *_check_evaluation(self)]
+        problems = [*_check_heads(self), *_check_tokenizer(self), *_check_steps(self), *_check_evaluation(self)]
         if problems:
             raise PydanticCustomError("checks", "several checks failed", {"problems": problems})
         return self
@@ -95,20 +106,28 @@ def _check_heads(config: Config) -> Iterator[Problem]:
         yield "parallelism.tp", f"expected at most {kv_key} {kv}, found {tp}"
 
 
-def _check_stages(config: Config) -> Iterator[Problem]:
-    names, starts = set[str](), set[int]()
-    for i, stage in enumerate(config.data_stages):
-        if stage.name in names:
-            yield f"data_stages.{i}.name", f"expected names that differ, found '{stage.name}' twice"
-        if stage.start_training_step in starts:
+def _check_tokenizer(config: Config) -> Iterator[Problem]:
+    tokenizer, first = config.tokenizer, True
+    for stage in config.data_stages:
+        dataset = stage.data.dataset
+        parts = dataset.mixture if isinstance(dataset, MixtureDataset) else [dataset]
+        texts = [part for part in parts if isinstance(part, TEXT_DATASETS)]
+        if texts and not tokenizer.tokenizer_name_or_path and not tokenizer.train:
             yield (
-                f"data_stages.{i}.start_training_step",
-                f"expected starts that differ, found {stage.start_training_step} twice",
+                "tokenizer.tokenizer_name_or_path",
+                f"missing: the stage '{stage.name}' reads text (or ask for tokenizer.train)",
             )
-        names.add(stage.name)
-        starts.add(stage.start_training_step)
-    if 1 not in starts:
-        yield "data_stages.0.start_training_step", f"expected one stage that starts at 1, found {min(starts)}"
+            return
+        if first and tokenizer.train and not texts:
+            yield "tokenizer.train", f"expected text in the first stage, '{stage.name}', to train on"
+        first = False
+    architecture = config.model.architecture
+    entries = tokenizer.train.vocab_size if tokenizer.train else 0
+    if not isinstance(architecture, HFArchitecture) and entries > architecture.vocab_size:
+        yield (
+            "tokenizer.train.vocab_size",
+            f"expected at most the model's vocab_size {architecture.vocab_size}, found {entries}",
+        )
 
 
 def _check_steps(config: Config) -> Iterator[Problem]:

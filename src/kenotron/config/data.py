@@ -22,14 +22,12 @@ from kenotron.config.section import OURS, Section, by_rule, has, key, null_means
 
 
 def _by_kind(value: Any) -> str | None:
-    kinds = {str: "(one)", list: "(list)", dict: "(weighted)"}
+    kinds: dict[type, str] = {str: "(one)", list: "(list)", dict: "(weighted)"}
     return kinds.get(type(value))
 
 
 Names = Annotated[
-    Annotated[str, Tag("(one)")]
-    | Annotated[list[str], Tag("(list)")]
-    | Annotated[dict[str, float], Tag("(weighted)")],
+    Annotated[str, Tag("(one)")] | Annotated[list[str], Tag("(list)")] | Annotated[dict[str, float], Tag("(weighted)")],
     by_rule(_by_kind, "a name, a list of names, or a map name → number"),
 ]
 NameOrNames = Annotated[
@@ -54,9 +52,7 @@ class _HFDataset(Dataset):
     hf_dataset_or_datasets: Names = key(
         "Hub name or folder, a list of them, or a map name → fraction of its rows to take."
     )
-    hf_dataset_splits: Annotated[NameOrNames, null_means("train")] = key(
-        "Split, or splits, to read.", "train"
-    )
+    hf_dataset_splits: Annotated[NameOrNames, null_means("train")] = key("Split, or splits, to read.", "train")
     hf_dataset_config_name: str | None = key("Configuration of the dataset.", None)
     dataset_processing_num_proc_per_process: int = key("Processes that tokenize.", 1, ge=1)
     dataset_overwrite_cache: bool = key("Tokenize anew even where the result is cached.", False)
@@ -74,14 +70,14 @@ class PretrainDataset(_HFDataset):
 
 
 class SFTDataset(_HFDataset):
-    """Hugging Face datasets of prompts and answers."""
+    """Hugging Face datasets of prompts and answers (not supported yet)."""
 
     sft_dataloader: bool = key("Selects fine-tuning.", True)
     debug_max_samples: int | None = key("Cap on the rows.", None, ge=1)
 
 
 class NanosetDataset(Dataset):
-    """Folders of tokens, as datatrove writes them."""
+    """Folders of tokens, as datatrove writes them (not supported yet)."""
 
     dataset_folder: NameOrNames = key("Folder, or folders, of tokenized files.")
     dataset_weights: list[float] | None = key("Share of each folder.", None)
@@ -203,6 +199,10 @@ AnyDataset = Annotated[
 ]
 
 
+# Those whose text is turned into tokens here.
+TEXT_DATASETS = (PretrainDataset, SFTDataset, EmbeddedCorpus, TextFiles)
+
+
 class Data(Section):
     dataset: AnyDataset | None = key("What is read; null: synthetic random tokens.")
     seed: Annotated[int, null_means(42)] = key("Seed of the order, beside general.seed.", 42, ge=0)
@@ -220,5 +220,5 @@ class DataStage(Section):
     start_training_step: int = key("First step of the stage; the first stage starts at 1.", ge=1)
     data: Data = key("What the stage reads.")
     sequence_length: int | None = key(
-        "Sequence length of the stage; null: tokens.sequence_length.", None, ge=1
+        "Sequence length of the stage; null: tokens.sequence_length (another one is not supported yet).", None, ge=1
     )

@@ -47,9 +47,7 @@ def _flat_adam(document: Document) -> Iterator[str]:
                     f"optimizer.{name} stands beside an optimizer_factory that has it",
                 )
             )
-        yield _line(
-            document, ("optimizer", name), f"optimizer.{name} is now optimizer.optimizer_factory.{name}"
-        )
+        yield _line(document, ("optimizer", name), f"optimizer.{name} is now optimizer.optimizer_factory.{name}")
         document.move(("optimizer", name), new)
 
 
@@ -79,13 +77,9 @@ def _folder_weights(document: Document) -> Iterator[str]:
         if not isinstance(weights, dict):
             continue
         if document.get(*keys, "dataset_weights") is not None:
-            raise InputError(
-                _line(document, folder, "dataset_folder gives weights, and so does dataset_weights")
-            )
+            raise InputError(_line(document, folder, "dataset_folder gives weights, and so does dataset_weights"))
         place = document.place(folder)
-        yield _line(
-            document, folder, "dataset_folder {folder: weight} is now dataset_folder and dataset_weights"
-        )
+        yield _line(document, folder, "dataset_folder {folder: weight} is now dataset_folder and dataset_weights")
         document.put(folder, list(weights), place)
         document.put((*keys, "dataset_weights"), list(weights.values()), place)
 
@@ -100,7 +94,5 @@ def _moe_recompute(document: Document) -> Iterator[str]:
     parallelism = document.get("parallelism")
     if isinstance(parallelism, dict) and "moe_layer_recompute" in parallelism:
         keys = ("parallelism", "moe_layer_recompute")
-        yield _line(
-            document, keys, "parallelism.moe_layer_recompute is dropped: no layer with experts is served yet"
-        )
+        yield _line(document, keys, "parallelism.moe_layer_recompute is dropped: no layer with experts is served yet")
         del parallelism["moe_layer_recompute"]

@@ -6,7 +6,7 @@
                                >>> document.place(("tokens", "train_steps"))
                                'my.yaml:2'
 
-It is YAML without its surprises: `1e-5` is a float, `12:30:00` and `2026-01-01` are text, `010` is not an octal number,
+It is YAML without its surprises: `1e-5` is a float, `12:30:00` and `2026-01-01` are text, `010` is not octal,
 a key that appears twice is an error, and so is every tag beyond plain data.
 """
 
@@ -27,7 +27,7 @@ Keys = tuple[str | int, ...]  # ("data_stages", 0, "name")
 _LARGEST = 100_000  # nodes of one file, aliases written out: no config comes near, a malicious one is stopped
 
 
-class _Loader(yaml.SafeLoader):
+class Loader(yaml.SafeLoader):
     """SafeLoader with our own rules for plain scalars."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
@@ -45,7 +45,7 @@ for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("merge", r"<<", "<"),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
 
 _PLAIN = {f"tag:yaml.org,2002:{tag}" for tag in ("bool", "int", "float", "null", "str")}
 _MERGE = "tag:yaml.org,2002:merge"
@@ -96,7 +96,7 @@ class Document:
 
     def move(self, old: Keys, new: Keys) -> None:
         """Move a key with all below it, and remember where they were written."""
-        parent = self.get(*old[:-1]) if old[:-1] else self.data
+        parent: Any = self.get(*old[:-1])
         self.put(new, parent.pop(old[-1]))
         for keys in [k for k in self.places if k[: len(old)] == old]:
             self.places[new + keys[len(old) :]] = self.places.pop(keys)
@@ -110,9 +110,7 @@ def read(source: str | Path | dict[str, Any]) -> Document:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        near = nearest(
-            path.name, (p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else ()
-        )
+        near = nearest(path.name, (p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else ())
         raise InputError(f"{path}: no such file{near}") from None
     except IsADirectoryError:
         raise InputError(f"{path}: expected a YAML file, found a folder") from None
@@ -143,7 +141,7 @@ def parse_value(text: str, name: str) -> Any:
 
 def _compose(text: str, name: str) -> yaml.Node | None:
     try:
-        return yaml.compose(text, _Loader)
+        return yaml.compose(text, Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = f"{name}:{mark.line + 1}" if mark else name
@@ -171,9 +169,7 @@ class _Reader:
             try:
                 return _scalars.construct_object(node)
             except (ValueError, yaml.YAMLError):
-                raise InputError(
-                    f"{self._at(node)}: cannot read '{node.value}' as {node.tag.split(':')[-1]}"
-                ) from None
+                raise InputError(f"{self._at(node)}: cannot read '{node.value}' as {node.tag.split(':')[-1]}") from None
         if id(node) in self.open:
             raise InputError(f"{self._at(node)}: an alias contains itself")
         self.open.add(id(node))
@@ -192,14 +188,10 @@ class _Reader:
                 continue
             name = self.value(name_node, keys)
             if not isinstance(name, str):
-                raise InputError(
-                    f"{self._at(name_node)}: expected text as a key, found {name_node.value} (quote it)"
-                )
+                raise InputError(f"{self._at(name_node)}: expected text as a key, found {name_node.value} (quote it)")
             if name in own:
                 first = own[name].start_mark.line + 1
-                raise InputError(
-                    f"{self._at(name_node)}: the key '{name}' stands here again (first on line {first})"
-                )
+                raise InputError(f"{self._at(name_node)}: the key '{name}' stands here again (first on line {first})")
             own[name] = name_node
             result[name] = self._noted(name_node, value_node, (*keys, name))
         for name_node, value_node in self._merged(node):

@@ -20,9 +20,7 @@ class GenerationArgs(Section):
     )
     temperature: float | None = key("Divides the logits.", None, gt=0)
     top_k: int | None = key("Choose among this many of the likeliest tokens.", None, ge=1)
-    top_p: float | None = key(
-        "Choose among the likeliest tokens of this total probability.", None, gt=0, le=1
-    )
+    top_p: float | None = key("Choose among the likeliest tokens of this total probability.", None, gt=0, le=1)
     n_samples: int | None = key("Answers for one prompt.", None, ge=1)
     eos: str | None = key("Text that ends an answer.", None)
     seed: Annotated[int, null_means(42)] = key("Seed of the sampling.", 42)
@@ -34,9 +32,7 @@ def _generation_kind(value: Any) -> str | None:
         return "(one)"
     if not isinstance(value, dict):
         return None
-    return (
-        "(named)" if value and all(isinstance(v, dict | GenerationArgs) for v in value.values()) else "(one)"
-    )
+    return "(named)" if value and all(isinstance(v, dict | GenerationArgs) for v in value.values()) else "(one)"
 
 
 _generation_rule = by_rule(_generation_kind, "generation settings, or a map name → generation settings")

@@ -29,9 +29,9 @@ def load(
 ) -> Config:
     """The config of a YAML file, or of a dict in the same schema, with `path=value` overrides on top.
 
-    `report` is called with one line for every key of an older form that was upgraded; by default they are logged
-    as warnings. `%date` and `%jobid` in the run's name stay until `fill_run_name`. Raises InputError with one line
-    for everything that is wrong.
+    `report` is called with one line for every key of an older form that was upgraded; by default they are
+    logged as warnings. `%date` and `%jobid` in the run's name stay until `fill_run_name`. Raises InputError
+    with one line for everything that is wrong.
     """
     say = report or logging.getLogger("kenotron").warning
     document = read(source)

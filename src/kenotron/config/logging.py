@@ -16,7 +16,7 @@ class Logging(Section):
     log_level_replica: LogLevel = key("The same for all other processes.", "info")
     iteration_step_info_interval: int = key("Print the iteration line every so many steps.", 1, ge=1)
     log_dir: str = key(
-        "Folder of the logs; the run writes config.yaml, metrics.jsonl and tensorboard/ into <log_dir>/<run>/.",
+        "Folder of the logs: config.yaml, metrics.jsonl and tensorboard/ are written into <log_dir>/<run>/.",
         "logs",
         mark=OURS,
     )
@@ -30,6 +30,6 @@ class Logging(Section):
 
 class MetricsLogging(Section):
     log_level: Literal[0, 1] = key(
-        "1: statistics of every parameter and gradient beside the usual metrics.", 0
+        "1: statistics of every parameter and gradient beside the usual metrics (not supported yet).", 0
     )
     log_detail_interval: int = key("Steps between two such statistics.", 10, ge=1)

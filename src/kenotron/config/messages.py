@@ -2,6 +2,7 @@
 
 my.yaml:12: tokens.train_steps: expected an integer, found 'abc'
 my.yaml:30: unknown key 'tokens.trainsteps'; did you mean 'train_steps'?
+my.yaml:54: model.init_method: 'std' belongs to the variant random, but 'path' makes this existing; …
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from pydantic import ValidationError
 from kenotron.config.document import Document, Keys
 from kenotron.config.errors import nearest
 from kenotron.config.schema import is_tag, owner, paths_by_name, siblings
+from kenotron.config.writing import inline
+
+Location = tuple[str | int, ...]
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -38,35 +42,53 @@ _EXPECTED = {
 
 
 def explain(error: ValidationError, document: Document) -> list[str]:
-    """One line per error, in the order of the schema, without repetitions."""
-    lines = [line for each in error.errors(include_url=False) for line in _lines(dict(each), document)]
+    """One line per error, in the order of the schema."""
+    errors: list[dict[str, Any]] = [dict(each) for each in error.errors(include_url=False)]
+    extra: list[Location] = [each["loc"] for each in errors if each["type"] == "extra_forbidden"]
+    lines: list[str] = []
+    for each in errors:
+        if each["type"] != "missing" or not _misspelt(each["loc"], extra):
+            lines.extend(_lines(each, extra, document))
     return list(dict.fromkeys(lines))
 
 
-def _lines(error: dict[str, Any], document: Document) -> Iterator[str]:
+def _misspelt(missing: Location, extra: list[Location]) -> bool:
+    """Whether an unknown key's own line already suggests this missing one."""
+    unknown = [str(each[-1]) for each in extra if each[:-1] == missing[:-1]]
+    return any(f"'{missing[-1]}'" in nearest(name, siblings(missing[:-1])) for name in unknown)
+
+
+def _lines(error: dict[str, Any], extra: list[Location], document: Document) -> Iterator[str]:
     location, context = error["loc"], error.get("ctx", {})
-    keys: Keys = tuple(part for part in location if not is_tag(part))
+    keys = _without_tags(location)
     if error["type"] == "checks":
         for path, message in context["problems"]:
-            found = _split(path, document)
-            yield _at(document, found, f"{path}: {message}")
+            yield _at(document, _parts(path), f"{path}: {message}")
     elif error["type"] == "check":
-        keys = keys + tuple(int(p) if p.isdecimal() else p for p in context["path"].split(".") if p)
+        keys = keys + _parts(context["path"])
         yield _at(document, keys, f"{dotted(keys)}: {context['message']}")
     elif error["type"] == "missing":
-        yield _at(document, keys[:-1], f"missing key '{dotted(keys)}'{_misspelt(location, document)}")
+        yield _at(document, keys[:-1], f"missing key '{dotted(keys)}'")
+    elif error["type"] == "extra_forbidden" and owner(location[:-1], str(location[-1])):
+        yield _mixed_variants(location, extra, document)
     elif error["type"] == "extra_forbidden":
-        yield _at(document, keys, _unknown(location, keys))
+        yield _at(document, keys, _unknown(location))
     else:
+        if error["type"] == "variant" and isinstance(error["input"], dict) and "name" in error["input"]:
+            keys, error = (*keys, "name"), error | {"input": error["input"]["name"]}
         yield _at(document, keys, f"{dotted(keys)}: {_expected(error, context)}")
-
-
-def _split(path: str, document: Document) -> Keys:
-    return tuple(int(part) if part.isdecimal() else part for part in path.split("."))
 
 
 def dotted(keys: Keys) -> str:
     return ".".join(map(str, keys)) or "config"
+
+
+def _without_tags(location: Location) -> Keys:
+    return tuple(part for part in location if not is_tag(part))
+
+
+def _parts(path: str) -> Keys:
+    return tuple(int(part) if part.isdecimal() else part for part in path.split(".") if part)
 
 
 def _at(document: Document, keys: Keys, message: str) -> str:
@@ -75,45 +97,56 @@ def _at(document: Document, keys: Keys, message: str) -> str:
 
 
 def _expected(error: dict[str, Any], context: dict[str, Any]) -> str:
-    found = error["input"]
-    if error["type"] == "expected":
+    kind, found = error["type"], error["input"]
+    if kind == "expected":
         return f"expected {error['msg']}, found {shown(found)}"
-    if error["type"] not in _EXPECTED:
+    if kind not in _EXPECTED:
         return str(error["msg"])
     hint = ""
-    if error["type"] == "literal_error" and isinstance(found, str):
+    if kind == "literal_error" and isinstance(found, str):
         hint = nearest(found, re.findall(r"'([^']*)'", context["expected"]))
-    elif error["type"] == "variant" and isinstance(found, dict):
-        hint = next(filter(None, (nearest(str(name), context["keys"]) for name in found)), "")
-    elif error["type"] == "string_type" and isinstance(found, int | float):
+    elif kind == "variant" and isinstance(found, dict | str):
+        hint = next(filter(None, (nearest(str(name), context["keys"]) for name in _names(found))), "")
+    elif kind == "string_type" and isinstance(found, int | float):
         hint = " (write it in quotes)"
-    return f"expected {_EXPECTED[error['type']].format(**context)}, found {shown(found)}{hint}"
+    return f"expected {_EXPECTED[kind].format(**context)}, found {shown(found)}{hint}"
 
 
-def _unknown(location: tuple[str | int, ...], keys: Keys) -> str:
-    name, around = str(keys[-1]), location[:-1]
-    message = f"unknown key '{dotted(keys)}'"
-    if other := owner(around, name):
-        variant, parent = str(around[-1]).strip("()"), dotted(keys[:-1])
-        return (
-            f"{message}: it belongs to the variant '{other.strip('()')}', but the other keys make this "
-            f"'{variant}'; give the whole to switch: {parent}={{{name}: …}}"
-        )
-    if near := nearest(name, siblings(around)):
+def _names(found: dict[str, Any] | str) -> list[str]:
+    return [found] if isinstance(found, str) else [str(name) for name in found]
+
+
+def _unknown(location: Location) -> str:
+    name = str(location[-1])
+    message = f"unknown key '{dotted(_without_tags(location))}'"
+    if near := nearest(name, siblings(location[:-1])):
         return message + near
     elsewhere = paths_by_name().get(name, [])
     return f"{message}; did you mean '{elsewhere[0]}'?" if elsewhere else message
 
 
-def _misspelt(location: tuple[str | int, ...], document: Document) -> str:
-    """Where a key is missing, a key of a similar name beside it is the likely cause; it has its own line."""
-    return ""
+def _mixed_variants(location: Location, extra: list[Location], document: Document) -> str:
+    """One line for a map that holds keys of two variants, as when an override adds one of another's."""
+    around = location[:-1]
+    other = owner(around, str(location[-1]))
+    foreign = [str(each[-1]) for each in extra if each[:-1] == around and owner(around, str(each[-1])) == other]
+    keys = _without_tags(around)
+    own = {name: value for name, value in document.get(*keys).items() if name in siblings(around)}
+    overriding = [name for name in foreign if document.place((*keys, name)).startswith("override ")]
+    keep = {name: document.get(*keys, name) for name in overriding} or own
+    theirs, ours = (", ".join(f"'{name}'" for name in names) for names in (foreign, own))
+    message = (
+        f"{dotted(keys)}: {theirs} {'belongs' if len(foreign) == 1 else 'belong'} to the variant "
+        f"{str(other).strip('()')}, but {ours or 'the rest'} makes this {str(around[-1]).strip('()')}; "
+        f"to switch, give it whole: {dotted(keys)}={inline(keep)}"
+    )
+    return _at(document, (*keys, foreign[0]), message)
 
 
 def shown(value: Any) -> str:
     """A value as a reader of YAML knows it, cut short."""
     if value is None or isinstance(value, bool):
-        return str(value).lower().replace("none", "null")
+        return "null" if value is None else str(value).lower()
     if isinstance(value, dict):
         return "a map with " + (", ".join(f"'{k}'" for k in list(value)[:4]) if value else "no keys")
     text = repr(value)

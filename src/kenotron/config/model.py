@@ -7,25 +7,24 @@ from typing import Annotated, Any, Literal
 from pydantic import Tag
 
 from kenotron.config.architecture import Architecture
-from kenotron.config.parallelism import upper_case
-from kenotron.config.section import NO_EFFECT, OURS, Section, by_rule, has, key, null_means
+from kenotron.config.section import NO_EFFECT, OURS, Section, by_rule, has, key, null_means, upper_case
 
 
 class RandomInit(Section):
     """Normal weights of one standard deviation; those that write to the residual stream are scaled down."""
 
     std: float = key("Standard deviation of the first weights.", gt=0)
-    scaling_method: Annotated[
-        Literal["NONE", "NUM_LAYERS", "LAYER_INDEX", "MODEL_SCALE"], upper_case("NUM_LAYERS")
-    ] = key(
-        "Scale of the projections that write to the residual stream: NUM_LAYERS divides by sqrt(2 * layers), "
-        "NONE leaves std.",
-        "NUM_LAYERS",
+    scaling_method: Annotated[Literal["NONE", "NUM_LAYERS", "LAYER_INDEX", "MODEL_SCALE"], upper_case("NUM_LAYERS")] = (
+        key(
+            "Scale of the projections that write to the residual stream: NUM_LAYERS divides by sqrt(2 * layers), "
+            "NONE leaves std (LAYER_INDEX and MODEL_SCALE are not supported yet).",
+            "NUM_LAYERS",
+        )
     )
 
 
 class SpectralMupInit(Section):
-    """Spectral parametrization (muP)."""
+    """Spectral parametrization, muP (not supported yet)."""
 
     use_mup: Literal[True] = key("Initialize and scale learning rates by spectral muP.")
 
@@ -74,10 +73,10 @@ class Model(Section):
     architecture: Architecture = key("Shapes of the model.", alias="model_config")
     init_method: InitMethod = key("Where the first weights come from.")
     dtype: Annotated[Dtype, null_means("bfloat16")] = key(
-        "Type of the forward and backward computation.", "bfloat16"
+        "Type of the forward and backward computation (bfloat16 and float32 are supported).", "bfloat16"
     )
     make_vocab_size_divisible_by: int = key(
-        "Pad the vocabulary in memory to a multiple of this times tp; padding is never saved and never predicted.",
+        "Pad the vocabulary in memory to a multiple of this times tp; padding is never saved or predicted.",
         1,
         ge=1,
     )

@@ -64,7 +64,7 @@ class CustomOptimizer(Section):
 
 def _choose_factory(value: Any) -> str | None:
     if not isinstance(value, dict):
-        return _FACTORY_TAGS.get(getattr(value, "name", None)) or (
+        return _FACTORY_TAGS.get(getattr(value, "name", "")) or (
             "(custom)" if isinstance(value, CustomOptimizer) else None
         )
     name = value.get("name")
@@ -100,14 +100,10 @@ class LearningRateScheduler(Section):
     lr_decay_style: Literal["linear", "cosine", "1-sqrt", "sqrt", "constant", "step"] = key(
         "Curve of the decay; of ours are sqrt (inverse square root), constant and step.", "linear"
     )
-    lr_decay_steps: int | None = key(
-        "Steps of the decay; null: from its start to the end of the run.", None, ge=0
-    )
-    lr_decay_starting_step: int | None = key(
-        "Step that the decay starts at; null: after the warm-up.", None, ge=0
-    )
+    lr_decay_steps: int | None = key("Steps of the decay; null: from its start to the end of the run.", None, ge=0)
+    lr_decay_starting_step: int | None = key("Step that the decay starts at; null: after the warm-up.", None, ge=0)
     min_decay_lr: float | None = key(
-        "Learning rate after the decay; null: learning_rate, that is no decay.", None, ge=0
+        "Learning rate after the decay; null: learning_rate (no decay), or 0 for the styles sqrt and step.", None, ge=0
     )
     lr_step_size: int | None = key("Steps between two drops of the step style.", None, ge=1, mark=OURS)
     lr_step_gamma: float = key("Factor of each drop of the step style.", 0.1, gt=0, le=1, mark=OURS)
@@ -132,9 +128,7 @@ class ParamGroup(Section):
 
     pattern: Regex = key("Regular expression searched for in the parameter's name.", mark=OURS)
     learning_rate_scale: float = key("Factor on the learning rate; 0 freezes.", 1.0, ge=0, mark=OURS)
-    weight_decay: float | None = key(
-        "Weight decay of the group; null: the optimizer's.", None, ge=0, mark=OURS
-    )
+    weight_decay: float | None = key("Weight decay of the group; null: the optimizer's.", None, ge=0, mark=OURS)
 
 
 class Optimizer(Section):

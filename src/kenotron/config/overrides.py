@@ -27,9 +27,7 @@ def _keys(document: Document, path: str, place: str) -> Keys:
         if isinstance(target, list):
             if not part.isdecimal() or int(part) >= len(target):
                 last = len(target) - 1
-                raise InputError(
-                    f"{place}: '{at}' is a list: expected a number from 0 to {last}, found '{part}'"
-                )
+                raise InputError(f"{place}: '{at}' is a list: expected a number from 0 to {last}, found '{part}'")
             keys = (*keys, int(part))
         elif target is None or isinstance(target, dict):
             keys = (*keys, part)

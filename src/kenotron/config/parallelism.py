@@ -1,23 +1,13 @@
-"""`parallelism`: how many ways each axis splits the run. The layout never changes what a run means."""
+"""`parallelism`: how many ways each axis splits the run. The layout never changes what a run means.
+
+Degrees above 1 are refused for now, by `unsupported.py`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
-
-from kenotron.config.section import Section, key, null_means
-
-
-def upper_case(default: str) -> BeforeValidator:
-    """Names that nanotron reads in any case; null is the default."""
-
-    def convert(value: Any) -> Any:
-        if value is None:
-            return default
-        return value.upper() if isinstance(value, str) else value
-
-    return BeforeValidator(convert)
+from kenotron.config.section import Section, key, null_means, upper_case
 
 
 class Parallelism(Section):
@@ -30,7 +20,7 @@ class Parallelism(Section):
         "afab",
     )
     tp_mode: Annotated[Literal["ALL_REDUCE", "REDUCE_SCATTER"], upper_case("ALL_REDUCE")] = key(
-        "Whether activations between split weights are whole or sharded along the sequence (at tp 1 the same).",
+        "Whether activations between split weights are whole or split along the sequence (at tp 1 the same).",
         "ALL_REDUCE",
     )
     tp_linear_async_communication: Annotated[bool, null_means(False)] = key(

@@ -1,14 +1,14 @@
 """When two configs are one run, and what it is called.
 
-A run stopped after step 10 of 15 continues with 30 steps, on another layout or with other intervals, as the same
-run; with another learning rate it would be another run:
+A run stopped after step 10 of 15 continues with 30 steps, on another layout or with other intervals, as the
+same run; with another weight decay it would be another run:
 
     >>> same_run_difference(to_dict(config), load("my.yaml", ["tokens.train_steps=30"]))
     >>> same_run_difference(to_dict(config), load("my.yaml", ["optimizer.weight_decay=0.1"]))
     ('optimizer.weight_decay', 0.01, 0.1)
 
-The decay of the learning rate ends with the run where `lr_decay_steps` is null: such a run, made longer, gets the
-schedule of the longer run, and stays the same run.
+The decay of the learning rate ends with the run where `lr_decay_steps` is null: such a run, made longer, gets
+the schedule of the longer run, and stays the same run.
 """
 
 from __future__ import annotations
@@ -61,14 +61,12 @@ _FREE = (
 
 def fill_run_name(config: Config, now: datetime, jobid: str | None) -> Config:
     """Fill every `%date` (YYYYmmdd_HHMMSS) and `%jobid` (`local` without a job) in `general.run`."""
-    name = config.general.run.replace("%date", now.strftime("%Y%m%d_%H%M%S")).replace(
-        "%jobid", jobid or "local"
-    )
+    name = config.general.run.replace("%date", now.strftime("%Y%m%d_%H%M%S")).replace("%jobid", jobid or "local")
     return config.model_copy(update={"general": config.general.model_copy(update={"run": name})})
 
 
 def same_run_difference(saved: dict[str, Any], config: Config) -> tuple[str, Any, Any] | None:
-    """The first key, with its saved and its new value, that makes `config` another run than the one of `saved`.
+    """The first key, with its saved and its new value, that makes `config` another run than `saved`.
 
     None: the same run. `saved` is the plain data of a checkpoint's config.yaml.
     """

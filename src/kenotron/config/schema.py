@@ -119,12 +119,7 @@ def owner(location: Sequence[str | int], name: str) -> str | None:
     parent = section_at(location[:-2])
     annotation = dict(fields(parent)).get(str(location[-2])) if parent else None
     for tag, kind in kinds(annotation.annotation) if annotation else ():
-        if (
-            tag != location[-1]
-            and isinstance(kind, type)
-            and issubclass(kind, Section)
-            and name in yaml_keys(kind)
-        ):
+        if tag != location[-1] and isinstance(kind, type) and issubclass(kind, Section) and name in yaml_keys(kind):
             return tag
     return None
 

@@ -20,16 +20,16 @@ class Tokens(Section):
     sequence_length: int = key("Tokens of one training sequence.", ge=1)
     train_steps: int = key("Optimizer steps of the whole run.", ge=1)
     micro_batch_size: int = key("Sequences that go through the model at once on one replica.", ge=1)
-    batch_accumulation_per_replica: int = key(
-        "Micro-batches whose gradients are summed into one optimizer step.", ge=1
-    )
+    batch_accumulation_per_replica: int = key("Micro-batches whose gradients are summed into one optimizer step.", ge=1)
     val_check_interval: Annotated[int, AfterValidator(_never_or_positive)] = key(
         "Steps between two validations; -1: never.", -1
     )
     limit_val_batches: int = key(
         "Global batches of held-out sequences that one validation runs; 0: none, -1: all.", 0, ge=-1
     )
-    limit_test_batches: int = key("Global batches of a test after the run; 0: none, -1: all.", 0, ge=-1)
+    limit_test_batches: int = key(
+        "Global batches of a test after the run; 0: none, -1: all (only 0 is supported yet).", 0, ge=-1
+    )
     val_samples: int | None = key(
         "Cap on the held-out sequences of one validation, beside limit_val_batches.", None, ge=1, mark=OURS
     )

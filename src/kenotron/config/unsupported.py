@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from kenotron.config.architecture import HFArchitecture, LlamaArchitecture
 from kenotron.config.config import Config
 from kenotron.config.data import MixtureDataset, NanosetDataset, SFTDataset
-from kenotron.config.errors import NotSupportedYet
+from kenotron.config.errors import NotSupportedYet, nearest
 from kenotron.config.model import RandomInit, SpectralMupInit
+
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")  # those that kernels.swiglu knows
 
 
 def refuse_unsupported(config: Config) -> None:
@@ -30,14 +32,15 @@ def _layout(config: Config) -> Iterator[str]:
 
 def _model(config: Config) -> Iterator[str]:
     model, architecture = config.model, config.model.architecture
-    if not isinstance(architecture, LlamaArchitecture | HFArchitecture):
-        yield f"model.model_config of the family {type(architecture).__name__.removesuffix('Architecture')}"
-    if isinstance(architecture, HFArchitecture):
-        attention = architecture.overrides.get("_attn_implementation", "sdpa")
+    if isinstance(architecture, LlamaArchitecture | HFArchitecture):
+        values = architecture.model_dump(by_alias=True)
+        attention, act = values.get("_attn_implementation", "sdpa"), values.get("hidden_act", "silu")
+        if attention not in ("flash_attention_2", "sdpa"):
+            yield f"model.model_config._attn_implementation: {attention}"
+        if act not in ACTIVATIONS:
+            yield f"model.model_config.hidden_act: {act}{nearest(act, ACTIVATIONS)}"
     else:
-        attention = architecture.attn_implementation  # type: ignore[attr-defined]
-    if attention not in ("flash_attention_2", "sdpa"):
-        yield f"model.model_config._attn_implementation: {attention}"
+        yield f"model.model_config of the family {type(architecture).__name__.removesuffix('Architecture')}"
     init = model.init_method
     if isinstance(init, SpectralMupInit):
         yield "model.init_method.use_mup"

@@ -1,20 +1,27 @@
 """From `Config` back to YAML, and what differs between two configs.
 
->>> load(yaml_of(dump(config))) == config
-True
->>> diff(a, b)
-[('tokens.train_steps', 15, 30)]
+    >>> print(dump(config, comments=True))
+    general:
+      # Name of the project.
+      project: debug
+      …
+    >>> diff(a, b)
+    [('tokens.train_steps', 15, 30)]
+
+What is written loads again to an equal config.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from textwrap import wrap
 from typing import Any
 
 import yaml
 
 from kenotron.config.config import Config
-from kenotron.config.document import _Loader
+from kenotron.config.document import Keys, Loader, parse
+from kenotron.config.section import Section
 
 
 class _Absent:
@@ -31,9 +38,8 @@ class _Dumper(yaml.SafeDumper):
     """Quotes every text that our reader, or PyYAML's own, would take for something else."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
-        first: _Loader.yaml_implicit_resolvers.get(first, [])
-        + yaml.SafeDumper.yaml_implicit_resolvers.get(first, [])
-        for first in {*_Loader.yaml_implicit_resolvers, *yaml.SafeDumper.yaml_implicit_resolvers}
+        first: Loader.yaml_implicit_resolvers.get(first, []) + yaml.SafeDumper.yaml_implicit_resolvers.get(first, [])
+        for first in {*Loader.yaml_implicit_resolvers, *yaml.SafeDumper.yaml_implicit_resolvers}
     }
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -45,9 +51,43 @@ def to_dict(config: Config) -> dict[str, Any]:
     return config.model_dump(by_alias=True)
 
 
-def dump(config: Config) -> str:
-    """YAML with every key, defaults included, which loads to an equal config."""
-    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+def dump(config: Config, comments: bool = False) -> str:
+    """YAML with every key, defaults included; with `comments` each key's sentence stands above it."""
+    text = yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return _commented(text, config) if comments else text
+
+
+def inline(value: Any) -> str:
+    """A value on one line of YAML, as an override takes it."""
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=10**6)
+    return text.removesuffix("...\n").strip()
+
+
+def _commented(text: str, config: Config) -> str:
+    above: dict[int, str] = {}  # line number → comment
+    places = parse(text).places
+    for keys, sentence in _sentences(config, ()):
+        above[int(places[keys].removeprefix("line "))] = sentence
+    lines: list[str] = []
+    for number, line in enumerate(text.rstrip("\n").split("\n"), 1):
+        if number in above:
+            indent = " " * (len(line) - len(line.lstrip(" ")))
+            lines += [f"{indent}# {part}" for part in wrap(above[number], 100)]
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _sentences(value: Any, keys: Keys) -> Iterator[tuple[Keys, str]]:
+    """Every key below a section with its sentence."""
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _sentences(item, (*keys, i))
+    if not isinstance(value, Section) or "overrides" in type(value).model_fields:
+        return
+    for name, field in type(value).model_fields.items():
+        below: Keys = (*keys, field.alias or name)
+        yield below, str(field.description)
+        yield from _sentences(getattr(value, name), below)
 
 
 def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

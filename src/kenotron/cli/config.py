@@ -1,0 +1,71 @@
+"""`kenotron config`: look at a config without running it.
+
+kenotron config check my.yaml                            is it valid, and can it be run
+kenotron config show my.yaml tokens.train_steps=100      every key, defaults and overrides filled in
+kenotron config diff a.yaml b.yaml                       one line per key that differs
+kenotron config schema > config.schema.json              JSON schema for an editor
+kenotron config reference                                the reference page as Markdown
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kenotron.config import diff as differences
+from kenotron.config import dump, load, refuse_unsupported
+
+app = typer.Typer(help="Check, show and compare configs.", no_args_is_help=True)
+
+File = Annotated[str, typer.Argument(metavar="FILE", help="A YAML config.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides.")]
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+@app.command()
+def check(file: File, overrides: Overrides = None) -> None:
+    """Check a config: keys, types, cross-checks, and whether everything it asks for is supported."""
+    config = load(file, overrides or [], report=_say)
+    refuse_unsupported(config)
+    tokens, stages = config.tokens, len(config.data_stages)
+    typer.echo(
+        f"{file}: valid: {tokens.train_steps} steps of {config.global_batch_size} sequences of "
+        f"{tokens.sequence_length} tokens, {stages} stage{'s' if stages > 1 else ''}"
+    )
+
+
+@app.command()
+def show(
+    file: File,
+    overrides: Overrides = None,
+    comments: Annotated[bool, typer.Option("--comments", help="Write what each key does above it.")] = False,
+) -> None:
+    """Print a config with every default and override filled in; the output is a config again."""
+    typer.echo(dump(load(file, overrides or [], report=_say), comments), nl=False)
+
+
+@app.command()
+def diff(a: File, b: File) -> None:
+    """Print every key whose value differs between two configs, defaults filled in."""
+    for path, old, new in differences(load(a, report=_say), load(b, report=_say)):
+        typer.echo(f"{path}: {old!r} -> {new!r}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of a config, for editors."""
+    from kenotron.config.reference import json_schema_text
+
+    typer.echo(json_schema_text(), nl=False)
+
+
+@app.command()
+def reference() -> None:
+    """Print the config reference, a Markdown page."""
+    from kenotron.config.reference import page
+
+    typer.echo(page(), nl=False)
