@@ -54,12 +54,9 @@ def build_optimizer(
         )
     if factory.name == "sgd":
         if factory.nesterov and not factory.momentum:
-            raise InputError(
-                f"{FACTORY}.nesterov: expected a momentum above 0 with it, found {factory.momentum}"
-            )
-        return torch.optim.SGD(
-            groups, momentum=factory.momentum, nesterov=factory.nesterov, fused=_fused_is_available(groups)
-        )
+            raise InputError(f"{FACTORY}.nesterov: expected a momentum above 0 with it, found {factory.momentum}")
+        # Not fused: torch 2.13 has no fused SGD for DTensors.
+        return torch.optim.SGD(groups, momentum=factory.momentum, nesterov=factory.nesterov)
     if factory.name == "muon":
         return Muon(
             groups,
@@ -114,8 +111,7 @@ def _import(path: str) -> type[torch.optim.Optimizer]:
     ]  # fmt: skip
     what = "nothing of that name" if found is None else repr(found)
     raise InputError(
-        f"{FACTORY}.name: expected a torch.optim.Optimizer at '{path}', found {what}"
-        f"{nearest(name, optimizers)}"
+        f"{FACTORY}.name: expected a torch.optim.Optimizer at '{path}', found {what}{nearest(name, optimizers)}"
     )
 
 

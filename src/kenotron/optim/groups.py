@@ -130,15 +130,16 @@ def _excluded(patterns: list[str], names: list[str]) -> set[str]:
     for pattern in patterns:
         found = {name for name in names if re.match(pattern, name)}
         if not found:
-            raise InputError(
-                f"{key}: '{pattern}' matches no parameter's name from its start{_nearest(pattern, names)}"
-            )
+            elsewhere = any(re.search(pattern, name) for name in names)
+            hint = f"; did you mean '.*{pattern}'?" if elsewhere else _nearest(pattern, names)
+            raise InputError(f"{key}: '{pattern}' matches no parameter's name from its start{hint}")
         excluded |= found
     return excluded
 
 
 def _nearest(pattern: str, names: list[str]) -> str:
-    """The nearest name or end of a name, the pattern's escapes aside."""
-    plain = pattern.replace("\\", "").removeprefix(".*")
+    """The name, or the end or part of one, that is nearest to the pattern without its special characters."""
+    plain = pattern.replace("\\", "").replace(".*", "").strip("^$")
     ends = [name.split(".", i)[-1] for name in names for i in range(name.count(".") + 1)]
-    return nearest(plain, [*names, *ends])
+    parts = [part for name in names for part in name.split(".")]
+    return nearest(plain, [*names, *ends, *parts])

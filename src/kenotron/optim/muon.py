@@ -192,6 +192,4 @@ def _check_whole_matrix(parameter: Tensor) -> None:
         raise ValueError(f"Muon: expected a matrix, found shape {tuple(parameter.shape)}")
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is not None and mesh.size() > 1:
-        raise NotSupportedYet(
-            "optimizer.optimizer_factory.name: muon with weights sharded over several ranks"
-        )
+        raise NotSupportedYet("optimizer.optimizer_factory.name: muon with weights sharded over several ranks")

@@ -53,9 +53,7 @@ def learning_rate(schedule: LearningRateScheduler, step: int, train_steps: int) 
     if schedule.lr_decay_style in ("sqrt", "step"):
         return max(schedule.learning_rate * _pace(schedule, elapsed), schedule.min_decay_lr or 0.0)
     floor = schedule.final_lr
-    return floor + (schedule.learning_rate - floor) * _remaining(
-        schedule.lr_decay_style, elapsed / decay_steps
-    )
+    return floor + (schedule.learning_rate - floor) * _remaining(schedule.lr_decay_style, elapsed / decay_steps)
 
 
 def _remaining(style: str, u: float) -> float:

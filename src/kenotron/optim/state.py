@@ -62,9 +62,7 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 
 
 @torch.no_grad()
-def load_state_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
-) -> None:
+def load_state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """Puts `tensors`, named as by `state_tensors`, into the optimizer's state, in place.
 
     The optimizer must have state (`init_state`). Plain tensors and DTensors may stand for one another;
@@ -75,9 +73,7 @@ def load_state_tensors(
     missing = [name for name in current if name not in tensors]
     unknown = [name for name in tensors if name not in current]
     if missing:
-        raise InputError(
-            f"optimizer state: expected '{missing[0]}', found none{nearest(missing[0], unknown)}"
-        )
+        raise InputError(f"optimizer state: expected '{missing[0]}', found none{nearest(missing[0], unknown)}")
     if unknown:
         raise InputError(f"optimizer state: '{unknown[0]}' belongs to no parameter of this optimizer")
     for name, parameter in model.named_parameters():
@@ -94,9 +90,7 @@ def _as_tensor(name: str, value: Any) -> Tensor:
         return torch.tensor(value)
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float64)
-    raise InputError(
-        f"optimizer state: {name} is a {type(value).__name__}, and only tensors and numbers can be saved"
-    )
+    raise InputError(f"optimizer state: {name} is a {type(value).__name__}, and only tensors and numbers can be saved")
 
 
 def _filled(target: Any, source: Tensor, name: str) -> Any:
@@ -104,9 +98,7 @@ def _filled(target: Any, source: Tensor, name: str) -> Any:
     if not isinstance(target, Tensor):
         return type(target)(source.item())
     if target.shape != source.shape:
-        raise InputError(
-            f"optimizer state: {name}: expected shape {tuple(target.shape)}, found {tuple(source.shape)}"
-        )
+        raise InputError(f"optimizer state: {name}: expected shape {tuple(target.shape)}, found {tuple(source.shape)}")
     if target is source:
         return target
     return target.copy_(_like(source, target))

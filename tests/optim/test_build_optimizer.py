@@ -1,0 +1,180 @@
+"""The optimizer that the config names, against float64 formulas and torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.optim.build import build_optimizer
+from kenotron.optim.groups import set_learning_rate
+
+
+def run(model, optimizer, set_gradients, steps=5):
+    for step in range(steps):
+        set_gradients(model.parameters(), step)
+        set_learning_rate(optimizer, 1e-2 / (1 + step))
+        optimizer.step()
+    return [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+
+
+def adamw_in_float64(model, set_gradients, decay_of, steps=5, beta1=0.9, beta2=0.95, eps=1e-8):
+    """Loshchilov & Hutter, algorithm 2, as it stands in the paper."""
+    weights = [p.detach().double() for p in model.parameters()]
+    m = [torch.zeros_like(w) for w in weights]
+    v = [torch.zeros_like(w) for w in weights]
+    for step in range(steps):
+        set_gradients(model.parameters(), step)
+        rate, t = 1e-2 / (1 + step), step + 1
+        for i, (name, p) in enumerate(model.named_parameters()):
+            g = p.grad.double()
+            m[i] = beta1 * m[i] + (1 - beta1) * g
+            v[i] = beta2 * v[i] + (1 - beta2) * g * g
+            update = (m[i] / (1 - beta1**t)) / ((v[i] / (1 - beta2**t)).sqrt() + eps)
+            weights[i] = weights[i] - rate * decay_of(name) * weights[i] - rate * update
+    return weights
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_adamw_is_the_papers_with_decay_only_where_it_should_be(tiny, section, set_gradients, fused):
+    config = section({"name": "adamW", "torch_adam_is_fused": fused}, weight_decay_exclude_named_params=[".*norm"])
+    model = tiny()
+    optimizer = build_optimizer(model.named_parameters(), config)
+    assert optimizer.defaults["fused"] is fused
+    expected = adamw_in_float64(tiny(), set_gradients, lambda name: 0.0 if "norm" in name else 0.1)
+    for ours, formula in zip(run(model, optimizer, set_gradients), expected, strict=True):
+        torch.testing.assert_close(ours.double(), formula, rtol=2e-6, atol=2e-7)
+
+
+def test_adamw_keys_reach_the_optimizer(tiny, section):
+    config = section({"name": "adamW", "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6})
+    optimizer = build_optimizer(tiny().named_parameters(), config)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.defaults["betas"] == (0.8, 0.9)
+    assert optimizer.defaults["eps"] == 1e-6
+
+
+@pytest.mark.parametrize("factory", ["adamW", "sgd", "muon"])
+def test_masters_under_fsdp_on_one_rank_get_the_plain_bits(tiny, section, set_gradients, group_of_one, factory):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    plain, sharded = tiny(), tiny()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    assert all(isinstance(p, DTensor) for p in sharded.parameters())
+    config = section({"name": factory, **({"momentum": 0.9} if factory == "sgd" else {})})
+    expected = run(plain, build_optimizer(plain.named_parameters(), config), set_gradients)
+    actual = run(sharded, build_optimizer(sharded.named_parameters(), config), set_gradients)
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_follows_its_formula(tiny, section, set_gradients, nesterov):
+    config = section({"name": "sgd", "momentum": 0.9, "nesterov": nesterov}, weight_decay=0.01)
+    model, other = tiny(), tiny()
+    ours = run(model, build_optimizer(model.named_parameters(), config), set_gradients)
+    weights = [p.detach().double() for p in other.parameters()]
+    velocity = [torch.zeros_like(w) for w in weights]
+    for step in range(5):
+        set_gradients(other.parameters(), step)
+        for i, p in enumerate(other.parameters()):
+            g = p.grad.double() + 0.01 * weights[i]
+            velocity[i] = 0.9 * velocity[i] + g
+            weights[i] = weights[i] - 1e-2 / (1 + step) * (g + 0.9 * velocity[i] if nesterov else velocity[i])
+    for a, b in zip(ours, weights, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-6, atol=2e-7)
+
+
+def test_nesterov_needs_momentum(tiny, section):
+    with pytest.raises(InputError, match=r"nesterov: expected a momentum above 0 with it, found 0\.0"):
+        build_optimizer(tiny().named_parameters(), section({"name": "sgd", "nesterov": True}))
+
+
+def test_any_optimizer_by_dotted_path_equals_itself(tiny, section, set_gradients):
+    config = section({"name": "torch.optim.Adagrad", "kwargs": {"eps": 1e-6}}, weight_decay=0.02)
+    model, other = tiny(), tiny()
+    ours = run(model, build_optimizer(model.named_parameters(), config), set_gradients)
+    theirs = run(other, torch.optim.Adagrad(other.parameters(), lr=1e-2, eps=1e-6, weight_decay=0.02), set_gradients)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class CountsInItsGroups(torch.optim.Optimizer):
+    """Like schedule-free optimizers: the step count is a group's, not a parameter's."""
+
+    def __init__(self, params, lr=1e-3, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "k": 0})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+
+
+class WithoutDecay(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ({"name": "torch.optim.Adagradd"}, "found nothing of that name; did you mean 'Adagrad'"),
+        ({"name": "torch.optimm.Adagrad"}, "cannot import 'torch.optimm'"),
+        ({"name": "torch.nn.Linear"}, "expected a torch.optim.Optimizer at 'torch.nn.Linear'"),
+        ({"name": "torch.optim.Adagrad", "kwargs": {"epss": 1.0}}, "does not take it; did you mean 'eps'"),
+        (
+            {"name": "torch.optim.Adagrad", "kwargs": {"lr": 1.0}},
+            "set it through optimizer.learning_rate_sch",
+        ),
+        ({"name": "torch.optim.Adagrad", "kwargs": {"eps": -1.0}}, "refuses its arguments"),
+        ({"name": "torch.optim.LBFGS"}, "cannot take a plain step"),
+    ],
+)
+def test_a_wrong_dotted_path_is_one_clear_line(tiny, section, factory, message):
+    with pytest.raises(InputError) as caught:
+        build_optimizer(tiny().named_parameters(), section(factory))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_state_that_no_checkpoint_would_hold_is_refused_at_the_start(tiny, section):
+    name = f"{__name__}.CountsInItsGroups"
+    with pytest.raises(NotSupportedYet, match=r"keeps state in its parameter groups \(k\)"):
+        build_optimizer(tiny().named_parameters(), section({"name": name}))
+
+
+def test_weight_decay_that_an_optimizer_does_not_have_is_not_ignored(tiny, section):
+    name = f"{__name__}.WithoutDecay"
+    with pytest.raises(InputError, match="has no weight decay, so expected 0"):
+        build_optimizer(tiny().named_parameters(), section({"name": name}))
+    assert isinstance(
+        build_optimizer(tiny().named_parameters(), section({"name": name}, weight_decay=0.0)), WithoutDecay
+    )
+
+
+@pytest.mark.parametrize("factory", ["adamW", "sgd", "muon"])
+def test_training_lowers_a_loss(tiny, section, factory):
+    model = tiny()
+    tokens = torch.arange(64) % 13
+    optimizer = build_optimizer(model.named_parameters(), section({"name": factory}, weight_decay=0.0))
+    losses = []
+    for _ in range(30):
+        loss = nn.functional.cross_entropy(model(tokens[:-1]), tokens[1:])
+        optimizer.zero_grad()
+        loss.backward()
+        set_learning_rate(optimizer, 0.5 if factory == "sgd" else 1e-2)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert math.isfinite(losses[-1])

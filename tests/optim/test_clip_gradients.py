@@ -1,0 +1,147 @@
+"""The global norm against float64 and torch, on plain tensors, one-rank FSDP and two gloo ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from kenotron.optim.clip import all_finite, clip_gradients
+
+
+def parameters_with_gradients(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = []
+    for shape in ((300, 70), (70,), (), (0, 4), (33, 5, 2)):
+        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        parameter.grad = torch.randn(shape, generator=generator).to(dtype)
+        parameters.append(parameter)
+    return parameters
+
+
+def float64_norm(parameters: list[nn.Parameter]) -> float:
+    return math.sqrt(math.fsum((p.grad.double() ** 2).sum().item() for p in parameters))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_is_that_of_all_gradients_together(dtype):
+    parameters = parameters_with_gradients(dtype)
+    norm = clip_gradients(parameters, None)
+    assert norm.dtype == torch.float32
+    assert norm.shape == ()
+    assert norm.item() == pytest.approx(float64_norm(parameters), rel=1e-6)
+
+
+def test_a_long_gradient_keeps_six_digits():
+    """The norm kernel adds in one chain and is off by 2e-5 at 17M numbers, more than layouts may differ."""
+    parameter = nn.Parameter(torch.zeros(4_000_000))
+    parameter.grad = torch.randn(4_000_000, generator=torch.Generator().manual_seed(1))
+    assert clip_gradients([parameter], None).item() == pytest.approx(float64_norm([parameter]), rel=5e-7)
+
+
+def test_clipping_scales_as_torch_does():
+    ours, theirs = parameters_with_gradients(), parameters_with_gradients()
+    before = clip_gradients(ours, 1.5)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 1.5)
+    torch.testing.assert_close(before, expected, rtol=1e-6, atol=0)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
+    assert float64_norm(ours) == pytest.approx(1.5, rel=1e-5)
+
+
+def test_gradients_within_the_bound_keep_every_bit():
+    parameters = parameters_with_gradients()
+    before = [p.grad.clone() for p in parameters]
+    clip_gradients(parameters, 1e6)
+    assert all(torch.equal(p.grad, g) for p, g in zip(parameters, before, strict=True))
+
+
+def test_without_a_bound_nothing_is_scaled():
+    parameters = parameters_with_gradients()
+    before = [p.grad.clone() for p in parameters]
+    clip_gradients(parameters, None)
+    assert all(torch.equal(p.grad, g) for p, g in zip(parameters, before, strict=True))
+
+
+def test_parameters_without_gradient_do_not_count():
+    parameters = parameters_with_gradients()
+    expected = clip_gradients(parameters, None)
+    assert torch.equal(clip_gradients([nn.Parameter(torch.ones(3)), *parameters], None), expected)
+    assert clip_gradients([nn.Parameter(torch.ones(3))], 1.0).item() == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_gradient_shows_in_the_norm(bad):
+    parameters = parameters_with_gradients()
+    parameters[0].grad[3, 4] = bad
+    norm = clip_gradients(parameters, 1.0)
+    assert not all_finite(norm)
+    assert all_finite(torch.tensor(1.0), torch.tensor(2.0, dtype=torch.bfloat16))
+    assert not all_finite(torch.tensor(1.0), norm)
+
+
+def test_fsdp_on_one_rank_has_the_plain_models_norm_bit_for_bit(tiny, set_gradients, group_of_one):
+    plain, sharded = tiny(), tiny()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    for model in (plain, sharded):
+        set_gradients(model.parameters(), 1)
+    assert torch.equal(clip_gradients(plain.parameters(), 0.5), clip_gradients(sharded.parameters(), 0.5))
+    for a, b in zip(plain.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad.to_local())
+
+
+class Pipeline:
+    """The part of a mesh that clipping asks: two stages, or one."""
+
+    def __init__(self, stages: int) -> None:
+        self.stages = stages
+
+    def degree(self, axis: str) -> int:
+        return self.stages if axis == "pp" else 1
+
+    def group(self, axis: str):
+        return dist.group.WORLD
+
+
+def on_rank(rank: int, store_path: str) -> None:
+    torch.set_num_threads(1)  # an OpenMP pool does not survive a fork
+    dist.init_process_group("gloo", store=dist.FileStore(store_path, 2), rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(1.0, 16.0).reshape(5, 3)  # five rows: the shards are uneven
+    other = torch.full((4,), 2.0)
+    summand = torch.full((2,), 1.0 + 2 * rank)  # 1 + 3 = 4 when summed
+
+    sharded = nn.Parameter(DTensor.from_local(whole.chunk(2)[rank], mesh, [Shard(0)], shape=(5, 3), stride=(3, 1)))
+    sharded.grad = DTensor.from_local(whole.chunk(2)[rank].clone(), mesh, [Shard(0)], shape=(5, 3), stride=(3, 1))
+    replicated = nn.Parameter(DTensor.from_local(other, mesh, [Replicate()]))
+    replicated.grad = DTensor.from_local(other.clone(), mesh, [Replicate()])
+    partial = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
+    partial.grad = DTensor.from_local(summand, mesh, [Partial()])
+    plain = nn.Parameter(torch.zeros(3))
+    plain.grad = torch.full((3,), 5.0)
+
+    expected = math.sqrt((whole**2).sum().item() + 4 * 4 + 2 * 16 + 3 * 25)
+    norm = clip_gradients([sharded, replicated, partial, plain], 1.0)
+    assert norm.item() == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(sharded.grad.full_tensor(), whole / expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(partial.grad.to_local(), torch.full((2,), 4.0 / expected), rtol=1e-6, atol=0)
+    torch.testing.assert_close(plain.grad, torch.full((3,), 5.0 / expected), rtol=1e-6, atol=0)
+
+    stage = nn.Parameter(torch.zeros(2))
+    stage.grad = torch.full((2,), 3.0 + rank)  # 2 * 9 on one stage, 2 * 16 on the other
+    assert clip_gradients([stage], 5.0, Pipeline(2)).item() == pytest.approx(math.sqrt(50), rel=1e-6)
+    torch.testing.assert_close(stage.grad, torch.full((2,), (3.0 + rank) * 5 / math.sqrt(50)))
+    stage.grad = torch.full((2,), 3.0 + rank)
+    assert clip_gradients([stage], None, Pipeline(1)).item() == pytest.approx(math.sqrt(2) * (3 + rank))
+    dist.destroy_process_group()
+
+
+def test_two_ranks_agree_on_the_norm_of_sharded_replicated_and_partial_gradients(tmp_path):
+    torch.multiprocessing.start_processes(on_rank, args=(str(tmp_path / "store"),), nprocs=2, start_method="fork")

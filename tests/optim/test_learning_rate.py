@@ -1,0 +1,191 @@
+"""The schedule against the walkthrough, the reference's curves, and what must hold for every curve."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenotron.config.optimizer import LearningRateScheduler
+from kenotron.optim.schedule import learning_rate
+
+
+def curve(train_steps: int, **keys) -> list[float]:
+    schedule = LearningRateScheduler(**keys)
+    return [learning_rate(schedule, step, train_steps) for step in range(1, train_steps + 1)]
+
+
+def test_the_walkthrough_prints_these_fifteen_rates():
+    rates = curve(
+        15,
+        learning_rate=3e-4,
+        lr_warmup_steps=2,
+        lr_warmup_style="linear",
+        lr_decay_style="cosine",
+        lr_decay_steps=13,
+        min_decay_lr=1e-5,
+    )
+    expected = (
+        "0.00015 0.0003 0.000296 0.000283 0.000264 0.000237 0.000206 0.000172 0.000138 0.000104 "
+        "7.26e-05 4.65e-05 2.66e-05 1.42e-05 1e-05"
+    )
+    assert [f"{rate:.3g}" for rate in rates] == expected.split()
+
+
+REFERENCE = {"learning_rate": 1e-2, "lr_warmup_steps": 3, "lr_decay_steps": 10, "min_decay_lr": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("keys", "first", "expected"),
+    [
+        (
+            {"lr_decay_style": "cosine"},
+            1,
+            "3.333e-3 6.667e-3 1e-2 9.780e-3 9.141e-3 8.145e-3 6.891e-3 5.5e-3 4.109e-3 2.855e-3 1.859e-3 "
+            "1.220e-3 1e-3 1e-3 1e-3",
+        ),
+        (
+            {"lr_decay_style": "linear"},
+            4,
+            "9.1e-3 8.2e-3 7.3e-3 6.4e-3 5.5e-3 4.6e-3 3.7e-3 2.8e-3 1.9e-3 1e-3 1e-3",
+        ),
+        (
+            {"lr_decay_style": "1-sqrt"},
+            4,
+            "7.15e-3 5.98e-3 5.07e-3 4.31e-3 3.64e-3 3.03e-3 2.47e-3 1.95e-3 1.46e-3 1e-3",
+        ),
+        ({"lr_decay_style": "cosine", "lr_warmup_style": "constant"}, 1, "1e-2 1e-2 1e-2 9.780e-3 9.141e-3"),
+        (
+            {"lr_decay_style": "linear", "lr_decay_starting_step": 8, "lr_decay_steps": 4},
+            3,
+            "1e-2 1e-2 1e-2 1e-2 1e-2 1e-2 7.75e-3 5.5e-3 3.25e-3 1e-3 1e-3",
+        ),
+    ],
+)  # fmt: skip
+def test_curves_are_the_references_read_one_step_earlier(keys, first, expected):
+    """The reference lists iterations, whose formula stands at t = iteration - 1."""
+    rates = curve(16, **{**REFERENCE, **keys})[first - 1 :]
+    for rate, value in zip(rates, expected.split(), strict=False):
+        assert rate == pytest.approx(float(value), rel=2e-3)
+
+
+def test_without_warmup_and_decay_the_rate_is_the_rate_and_not_its_square():
+    assert curve(4, learning_rate=1e-2, lr_decay_steps=0, min_decay_lr=1e-3) == [1e-2] * 4
+
+
+def test_without_warmup_the_first_step_already_moves():
+    rates = curve(4, learning_rate=1e-2, lr_decay_style="linear", min_decay_lr=0.0)
+    assert rates == pytest.approx([7.5e-3, 5e-3, 2.5e-3, 0.0])
+
+
+def test_a_late_decay_without_length_ends_with_the_run():
+    keys = {"lr_warmup_steps": 2, "lr_decay_starting_step": 15, "lr_decay_style": "linear", "min_decay_lr": 0.0}
+    rates = curve(20, learning_rate=1.0, **keys)
+    assert rates[1:15] == [1.0] * 14
+    assert rates[15:] == pytest.approx([0.8, 0.6, 0.4, 0.2, 0.0])
+
+
+def test_without_a_floor_the_rate_does_not_decay():
+    for style in ("linear", "cosine", "1-sqrt"):
+        assert curve(9, learning_rate=1e-2, lr_decay_style=style) == [1e-2] * 9
+
+
+def test_sqrt_is_the_inverse_square_root_from_the_start_of_the_decay():
+    rates = curve(400, learning_rate=1.0, lr_warmup_steps=100, lr_decay_style="sqrt")
+    assert rates[99] == 1.0
+    assert rates[399] == pytest.approx(0.5)
+    floored = curve(400, learning_rate=1.0, lr_warmup_steps=100, lr_decay_style="sqrt", min_decay_lr=0.7)
+    assert min(floored[99:]) == 0.7
+
+
+def test_sqrt_without_warmup_starts_at_the_full_rate():
+    assert curve(4, learning_rate=1.0, lr_decay_style="sqrt") == pytest.approx(
+        [1.0, math.sqrt(1 / 2), math.sqrt(1 / 3), 0.5]
+    )
+
+
+def test_step_drops_by_gamma_every_step_size():
+    keys = {"lr_decay_style": "step", "lr_step_size": 3, "lr_step_gamma": 0.1, "min_decay_lr": 0.05}
+    rates = curve(8, learning_rate=1.0, lr_warmup_steps=1, **keys)
+    assert rates == pytest.approx([1.0, 1.0, 1.0, 0.1, 0.1, 0.1, 0.05, 0.05])
+
+
+def test_constant_stays_at_the_peak():
+    assert curve(5, learning_rate=0.5, lr_warmup_steps=2, lr_decay_style="constant") == [
+        0.25,
+        0.5,
+        0.5,
+        0.5,
+        0.5,
+    ]
+
+
+@st.composite
+def schedules(draw, styles):
+    warmup = draw(st.integers(0, 50))
+    peak = draw(st.floats(1e-6, 1.0))
+    style = draw(st.sampled_from(styles))
+    schedule = LearningRateScheduler(
+        learning_rate=peak,
+        lr_warmup_steps=warmup,
+        lr_warmup_style=draw(st.sampled_from(["linear", "constant"])),
+        lr_decay_style=style,
+        lr_decay_steps=draw(st.none() | st.integers(0, 100)),
+        lr_decay_starting_step=draw(st.none() | st.integers(warmup, warmup + 50)),
+        min_decay_lr=draw(st.none() | st.floats(0, peak)),
+        lr_step_size=draw(st.integers(1, 20)) if style == "step" else None,
+        lr_step_gamma=draw(st.floats(0.1, 1.0)),
+    )
+    return schedule, draw(st.integers(1, 200))
+
+
+ALL = ["linear", "cosine", "1-sqrt", "sqrt", "step", "constant"]
+
+
+@settings(deadline=None)
+@given(schedules(ALL))
+def test_every_rate_lies_between_zero_and_the_peak_and_above_the_floor_after_warmup(case):
+    schedule, train_steps = case
+    for step in range(1, train_steps + 1):
+        rate = learning_rate(schedule, step, train_steps)
+        assert 0 <= rate <= schedule.learning_rate
+        if step >= schedule.lr_warmup_steps:
+            assert rate >= (schedule.min_decay_lr or 0.0) * (1 - 1e-12)
+
+
+@settings(deadline=None)
+@given(schedules(ALL))
+def test_the_rate_rises_through_warmup_and_never_again(case):
+    schedule, train_steps = case
+    rates = [learning_rate(schedule, step, train_steps) for step in range(1, train_steps + 1)]
+    top = max(schedule.lr_warmup_steps, 1)
+    assert rates[:top] == sorted(rates[:top])
+    assert all(after <= before * (1 + 1e-12) for before, after in zip(rates[top - 1 :], rates[top:], strict=False))
+
+
+@settings(deadline=None)
+@given(schedules(["linear", "cosine", "1-sqrt", "sqrt", "constant"]))
+def test_the_joints_are_continuous(case):
+    """Warm-up meets the plateau at the peak; the decay leaves it and meets its end without a jump."""
+    schedule, train_steps = case
+    start, length = schedule.decay_start, schedule.decay_steps(train_steps)
+    if start > 0:
+        assert learning_rate(schedule, start, train_steps) == schedule.learning_rate
+    end = learning_rate(schedule, start + length, train_steps) if start + length > 0 else schedule.learning_rate
+    assert learning_rate(schedule, start + length + 1, train_steps) == end
+    if length > 0 and schedule.lr_decay_style in ("linear", "cosine", "1-sqrt"):
+        assert end == pytest.approx(schedule.final_lr, rel=1e-12)
+
+
+@settings(deadline=None)
+@given(schedules(ALL), st.floats(1e-3, 1e3))
+def test_the_curve_scales_with_its_rates(case, factor):
+    """What a group with a learning-rate scale relies on: scaling the curve is scaling peak and floor."""
+    schedule, train_steps = case
+    floor = None if schedule.min_decay_lr is None else schedule.min_decay_lr * factor
+    scaled = schedule.model_copy(update={"learning_rate": schedule.learning_rate * factor, "min_decay_lr": floor})
+    for step in range(1, train_steps + 1):
+        expected = factor * learning_rate(schedule, step, train_steps)
+        assert learning_rate(scaled, step, train_steps) == pytest.approx(expected, rel=1e-9, abs=1e-15)

@@ -1,0 +1,157 @@
+"""Muon against the singular value decomposition, a float64 formula, and torch's own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from kenotron.config.errors import NotSupportedYet
+from kenotron.optim.build import build_optimizer
+from kenotron.optim.muon import COEFFICIENTS, Muon, matmul_dtype, orthogonalize
+
+SHAPES = [(32, 32), (16, 48), (48, 16)]
+
+
+def random(shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def newton_schulz_in_float64(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    """On the singular values themselves: the iteration never mixes singular vectors."""
+    u, s, vt = torch.linalg.svd(matrix.double(), full_matrices=False)
+    s = s / s.square().sum().sqrt()
+    a, b, c = COEFFICIENTS
+    for _ in range(steps):
+        s = a * s + b * s**3 + c * s**5
+    return u @ torch.diag(s) @ vt
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)])
+def test_the_iteration_acts_on_singular_values_alone(shape, dtype, tolerance):
+    matrix = random(shape)
+    result = orthogonalize(matrix[None], 5, dtype)[0].double()
+    expected = newton_schulz_in_float64(matrix, 5)
+    assert (result - expected).norm() / expected.norm() < tolerance
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_singular_values_come_near_one(shape):
+    values = torch.linalg.svdvals(orthogonalize(random(shape)[None], 5, torch.float32)[0])
+    assert values.max() < 1.3
+    assert values.median() > 0.6
+
+
+def test_a_batch_is_its_matrices_one_by_one():
+    batch = torch.stack([random((16, 48), seed) for seed in range(5)])
+    together = orthogonalize(batch, 5, torch.float32)
+    for matrix, result in zip(batch, together, strict=True):
+        torch.testing.assert_close(result, orthogonalize(matrix[None], 5, torch.float32)[0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_zero_gradient_moves_nothing():
+    parameter = nn.Parameter(random((8, 8)))
+    before = parameter.detach().clone()
+    parameter.grad = torch.zeros_like(parameter)
+    Muon([{"params": [parameter]}], lr=0.1).step()
+    assert torch.equal(parameter, before)
+
+
+def test_the_step_has_adamws_size():
+    """Root-mean-square 0.2 times the rate, whatever the shape and the gradient's scale."""
+    for shape in SHAPES:
+        for scale in (1e-4, 1.0, 1e4):
+            parameter = nn.Parameter(torch.zeros(shape))
+            parameter.grad = random(shape) * scale
+            Muon([{"params": [parameter]}], lr=0.5).step()
+            rms = parameter.square().mean().sqrt().item() / 0.5
+            assert 0.2 * 0.6 < rms < 0.2 * 1.2
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_torchs_own_muon_takes_the_same_steps(shape, nesterov):
+    """Torch computes in bfloat16; one matrix, several steps, its option of the same scale."""
+    ours, theirs = nn.Parameter(random(shape)), nn.Parameter(random(shape))
+    settings = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "ns_steps": 4}
+    muon = Muon([{"params": [ours]}], **settings)
+    torchs = torch.optim.Muon([theirs], **settings, adjust_lr_fn="match_rms_adamw")
+    for step in range(4):
+        for parameter, optimizer in ((ours, muon), (theirs, torchs)):
+            parameter.grad = random(shape, 10 + step)
+            optimizer.step()
+    moved = (theirs - random(shape)).norm()
+    assert (ours - theirs).norm() / moved < 2e-2
+
+
+def test_a_step_follows_the_formula_in_float64():
+    parameter = nn.Parameter(random((16, 48)))
+    weight, momentum = parameter.detach().double(), torch.zeros(16, 48, dtype=torch.float64)
+    optimizer = Muon([{"params": [parameter]}], lr=0.05, weight_decay=0.2, momentum=0.95, ns_steps=5)
+    for step in range(3):
+        parameter.grad = random((16, 48), 20 + step)
+        g = parameter.grad.double()
+        momentum = 0.95 * momentum + 0.05 * g
+        o = newton_schulz_in_float64(0.95 * momentum + 0.05 * g, 5)
+        weight = weight * (1 - 0.05 * 0.2) - 0.05 * 0.2 * math.sqrt(48) * o
+        optimizer.step()
+    bound = 2e-2 if matmul_dtype(parameter.device) == torch.bfloat16 else 1e-4
+    assert (parameter - weight).norm() / (weight - random((16, 48)).double()).norm() < bound
+
+
+def test_everything_but_hidden_matrices_moves_as_under_adamw_bit_for_bit(tiny, section, set_gradients):
+    models = {}
+    for name in ("adamW", "muon"):
+        model = tiny()
+        optimizer = build_optimizer(model.named_parameters(), section({"name": name}))
+        for step in range(4):
+            set_gradients(model.parameters(), step)
+            optimizer.step()
+        models[name] = dict(model.named_parameters())
+    for name, parameter in models["muon"].items():
+        same = torch.equal(parameter, models["adamW"][name])
+        assert same is not name.endswith("proj.weight")
+
+
+def test_the_config_keys_reach_muon(tiny, section):
+    config = section(
+        {"name": "muon", "muon_momentum": 0.8, "muon_nesterov": False, "muon_ns_steps": 3, "adam_beta1": 0.7}
+    )
+    optimizer = build_optimizer(tiny().named_parameters(), config)
+    for group in optimizer.param_groups:
+        assert (group["momentum"], group["nesterov"], group["ns_steps"]) == (0.8, False, 3)
+        assert group["betas"] == (0.7, 0.95)
+
+
+def test_large_batches_are_cut_without_changing_the_result(monkeypatch):
+    def train() -> list[torch.Tensor]:
+        parameters = [nn.Parameter(random((8, 8), seed)) for seed in range(5)]
+        optimizer = Muon([{"params": parameters}], lr=0.1)
+        for seed, parameter in enumerate(parameters):
+            parameter.grad = random((8, 8), 50 + seed)
+        optimizer.step()
+        return parameters
+
+    whole = train()
+    monkeypatch.setattr("kenotron.optim.muon.BATCH_ELEMENTS", 128)
+    for a, b in zip(whole, train(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
+def test_a_matrix_shared_out_over_ranks_is_refused(monkeypatch):
+    class Mesh:
+        def size(self):
+            return 2
+
+    parameter = nn.Parameter(torch.zeros(4, 4))
+    parameter.device_mesh = Mesh()
+    with pytest.raises(NotSupportedYet, match="muon with weights sharded over several ranks"):
+        Muon([{"params": [parameter]}])
+
+
+def test_only_matrices_are_accepted():
+    with pytest.raises(ValueError, match="expected a matrix"):
+        Muon([{"params": [nn.Parameter(torch.zeros(4))]}])

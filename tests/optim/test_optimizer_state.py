@@ -1,0 +1,203 @@
+"""Optimizer state by parameter name: exact resume, other groups, other wrappers, other order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kenotron.config.errors import InputError
+from kenotron.optim.build import build_optimizer
+from kenotron.optim.groups import set_learning_rate
+from kenotron.optim.state import init_state, load_state_tensors, state_tensors
+
+
+class CountsInPython(torch.optim.Optimizer):
+    """Keeps a Python integer, a float and a None beside its tensors, as several published optimizers do."""
+
+    def __init__(self, params, lr=1e-3, weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, mean=0.0, unused=None, average=torch.zeros_like(p))
+                state["step"] += 1
+                state["mean"] = 0.9 * state["mean"] + 0.1 * p.grad.mean().item()
+                state["average"].lerp_(p.grad, 1.0 / state["step"])
+                p.add_(state["average"], alpha=-group["lr"] * (1 + state["mean"]))
+
+
+FACTORIES = [
+    {"name": "adamW"},
+    {"name": "adamW", "torch_adam_is_fused": False},
+    {"name": "sgd"},
+    {"name": "sgd", "momentum": 0.9, "nesterov": True},
+    {"name": "muon"},
+    {"name": "torch.optim.Adagrad"},
+    {"name": f"{__name__}.CountsInPython"},
+]
+
+
+def train(model, optimizer, set_gradients, steps):
+    for step in steps:
+        set_gradients(model.parameters(), step)
+        set_learning_rate(optimizer, 1e-2 / (1 + step))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("factory", FACTORIES, ids=lambda f: f["name"] + str(len(f)))
+def test_a_resumed_run_ends_with_the_same_bits(tiny, section, set_gradients, factory):
+    config = section(factory, weight_decay=0.0 if "Counts" in factory["name"] else 0.1)
+    whole = tiny()
+    train(whole, build_optimizer(whole.named_parameters(), config), set_gradients, range(7))
+
+    first = tiny()
+    optimizer = build_optimizer(first.named_parameters(), config)
+    train(first, optimizer, set_gradients, range(4))
+    saved = {name: tensor.clone() for name, tensor in state_tensors(first, optimizer).items()}
+
+    resumed = tiny()
+    resumed.load_state_dict(first.state_dict())
+    optimizer = build_optimizer(resumed.named_parameters(), config)
+    init_state(optimizer)
+    load_state_tensors(resumed, optimizer, saved)
+    train(resumed, optimizer, set_gradients, range(4, 7))
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("factory", FACTORIES, ids=lambda f: f["name"] + str(len(f)))
+def test_empty_state_has_every_name_and_touches_nothing(tiny, section, set_gradients, factory):
+    config = section(factory, weight_decay=0.0 if "Counts" in factory["name"] else 0.1)
+    model, trained = tiny(), tiny()
+    optimizer = build_optimizer(trained.named_parameters(), config)
+    train(trained, optimizer, set_gradients, range(1))
+    expected = state_tensors(trained, optimizer)
+
+    optimizer = build_optimizer(model.named_parameters(), config)
+    set_gradients(model.parameters(), 5)
+    before = [(p.detach().clone(), p.grad) for p in model.parameters()]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    init_state(optimizer)
+    empty = state_tensors(model, optimizer)
+    assert {name: (t.shape, t.dtype) for name, t in empty.items()} == {
+        name: (t.shape, t.dtype) for name, t in expected.items()
+    }
+    for p, (weight, gradient) in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, weight)
+        assert p.grad is gradient
+    assert [group["lr"] for group in optimizer.param_groups] == rates
+
+
+def test_names_are_the_models_and_tied_weights_appear_once(tiny, section):
+    model = tiny(tied=True)
+    optimizer = build_optimizer(model.named_parameters(), section())
+    init_state(optimizer)
+    names = state_tensors(model, optimizer)
+    assert "state.model.layers.1.up_proj.weight.exp_avg" in names
+    assert "state.model.embed_tokens.weight.exp_avg_sq" in names
+    assert not any("lm_head" in name for name in names)
+    assert len(names) == 3 * len(list(model.parameters()))
+
+
+def test_the_tensors_shown_are_the_optimizers_own(tiny, section):
+    """So that a reader which loads in place needs no second copy."""
+    model = tiny()
+    optimizer = build_optimizer(model.named_parameters(), section())
+    init_state(optimizer)
+    shown = state_tensors(model, optimizer)
+    shown["state.lm_head.weight.exp_avg"].fill_(7.0)
+    load_state_tensors(model, optimizer, shown)
+    assert torch.equal(optimizer.state[model.lm_head.weight]["exp_avg"], torch.full((16, 8), 7.0))
+
+
+def test_state_does_not_depend_on_groups_and_hyperparameters_come_from_the_config(tiny, section, set_gradients):
+    first, second = tiny(), tiny()
+    one = build_optimizer(first.named_parameters(), section(weight_decay=0.1))
+    train(first, one, set_gradients, range(3))
+    other = section(
+        {"name": "adamW", "adam_beta2": 0.99},
+        weight_decay=0.3,
+        param_groups=[
+            {"pattern": "norm", "weight_decay": 0.0},
+            {"pattern": "proj", "learning_rate_scale": 0.5},
+        ],
+    )
+    two = build_optimizer(second.named_parameters(), other)
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in two.param_groups]
+    init_state(two)
+    load_state_tensors(second, two, state_tensors(first, one))
+    for name, tensor in state_tensors(first, one).items():
+        assert torch.equal(state_tensors(second, two)[name], tensor)
+    assert [{k: v for k, v in group.items() if k != "params"} for group in two.param_groups] == groups
+    assert {group["weight_decay"] for group in two.param_groups} == {0.0, 0.3}
+
+
+@pytest.mark.parametrize("factory", ["adamW", "muon"])
+def test_state_moves_between_plain_and_fsdp_models(tiny, section, set_gradients, group_of_one, factory):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    plain, sharded, back = tiny(), tiny(), tiny()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    config = section({"name": factory})
+    optimizers = [build_optimizer(m.named_parameters(), config) for m in (plain, sharded, back)]
+    train(plain, optimizers[0], set_gradients, range(3))
+    saved = state_tensors(plain, optimizers[0])
+    for optimizer in optimizers[1:]:
+        init_state(optimizer)
+    load_state_tensors(sharded, optimizers[1], saved)
+    there = state_tensors(sharded, optimizers[1])
+    assert isinstance(there["state.model.norm.weight.exp_avg"], DTensor)
+    load_state_tensors(back, optimizers[2], there)
+    for name, tensor in state_tensors(back, optimizers[2]).items():
+        assert torch.equal(tensor, saved[name])
+
+
+def test_what_is_missing_or_too_much_is_named(tiny, section):
+    model = tiny()
+    optimizer = build_optimizer(model.named_parameters(), section())
+    init_state(optimizer)
+    tensors = state_tensors(model, optimizer)
+    key = "state.lm_head.weight.exp_avg"
+    renamed = {("state.head.weight.exp_avg" if name == key else name): t for name, t in tensors.items()}
+    with pytest.raises(InputError, match=r"'state\.lm_head\.weight\.exp_avg'.*did you mean 'state\.head"):
+        load_state_tensors(model, optimizer, renamed)
+    with pytest.raises(InputError, match=r"'state\.more' belongs to no parameter"):
+        load_state_tensors(model, optimizer, {**tensors, "state.more": torch.zeros(())})
+    with pytest.raises(InputError, match=r"lm_head\.weight\.exp_avg: expected shape \(16, 8\), found \(8, 16\)"):
+        load_state_tensors(model, optimizer, {**tensors, key: torch.zeros(8, 16)})
+
+
+def test_state_that_cannot_be_saved_is_named():
+    model = nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["history"] = ["a", "list"]
+    with pytest.raises(InputError, match=r"weight\.history is a list"):
+        state_tensors(model, optimizer)
+
+
+def test_torchs_checkpoint_helpers_understand_muon(tiny, section, set_gradients):
+    """Not our way to save, but proof that Muon is an ordinary optimizer."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    config = section({"name": "muon"})
+    first, second = tiny(), tiny()
+    one = build_optimizer(first.named_parameters(), config)
+    two = build_optimizer(second.named_parameters(), config)
+    train(first, one, set_gradients, range(2))
+    flat = get_optimizer_state_dict(first, one, options=options)
+    assert {name for name in flat if name.startswith("state.")} == set(state_tensors(first, one))
+    set_optimizer_state_dict(second, two, flat, options=options)
+    for name, tensor in state_tensors(second, two).items():
+        assert torch.equal(tensor, state_tensors(first, one)[name])

@@ -1,0 +1,170 @@
+"""Which parameter learns at which rate and with which weight decay."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from kenotron.config.errors import InputError
+from kenotron.optim.groups import is_hidden_matrix, parameter_groups, set_learning_rate
+
+
+def settings_by_name(model, groups, key):
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[parameter]: group[key] for group in groups for parameter in group["params"]}
+
+
+def test_without_patterns_one_group_holds_everything_in_the_models_order(tiny, section):
+    model = tiny()
+    (group,) = parameter_groups(model.named_parameters(), section())
+    assert [id(p) for p in group["params"]] == [id(p) for p in model.parameters()]
+    assert (group["lr"], group["weight_decay"], group["learning_rate_scale"]) == (1e-2, 0.1, 1.0)
+
+
+def test_exclusion_hits_only_what_it_names(tiny, section):
+    """nanotron's bug: a norm's pattern also took the decay from the linears that follow the norm."""
+    model = tiny()
+    config = section(weight_decay_exclude_named_params=[r".*layernorm\.weight", r"model\.norm"])
+    decay = settings_by_name(model, parameter_groups(model.named_parameters(), config), "weight_decay")
+    assert {name for name, value in decay.items() if value == 0.0} == {
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.1.input_layernorm.weight",
+        "model.norm.weight",
+    }
+    assert set(decay.values()) == {0.0, 0.1}
+
+
+def test_exclusion_patterns_match_from_the_start_of_the_name(tiny, section):
+    config = section(weight_decay_exclude_named_params=["norm"])
+    with pytest.raises(InputError) as caught:
+        parameter_groups(tiny().named_parameters(), config)
+    assert "'norm' matches no parameter's name from its start; did you mean '.*norm'?" in str(caught.value)
+
+
+def test_an_exclusion_that_names_nothing_gets_the_nearest_name(tiny, section):
+    config = section(weight_decay_exclude_named_params=[".*embeded_tokens.*"])
+    with pytest.raises(InputError, match=r"did you mean 'embed_tokens'\?"):
+        parameter_groups(tiny().named_parameters(), config)
+
+
+def test_the_first_pattern_that_matches_wins(tiny, section):
+    model = tiny()
+    config = section(
+        param_groups=[
+            {"pattern": r"layers\.0\.", "learning_rate_scale": 0.5},
+            {"pattern": "up_proj", "learning_rate_scale": 2.0, "weight_decay": 0.3},
+        ]
+    )
+    groups = parameter_groups(model.named_parameters(), config)
+    scale = settings_by_name(model, groups, "learning_rate_scale")
+    decay = settings_by_name(model, groups, "weight_decay")
+    assert scale["model.layers.0.up_proj.weight"] == 0.5
+    assert decay["model.layers.0.up_proj.weight"] == 0.1
+    assert scale["model.layers.1.up_proj.weight"] == 2.0
+    assert decay["model.layers.1.up_proj.weight"] == 0.3
+    assert scale["model.norm.weight"] == 1.0
+    assert settings_by_name(model, groups, "lr")["model.layers.1.up_proj.weight"] == pytest.approx(2e-2)
+
+
+def test_exclusion_is_stronger_than_a_groups_weight_decay(tiny, section):
+    model = tiny()
+    config = section(
+        param_groups=[{"pattern": "norm", "weight_decay": 0.3}],
+        weight_decay_exclude_named_params=[r"model\.norm"],
+    )
+    decay = settings_by_name(model, parameter_groups(model.named_parameters(), config), "weight_decay")
+    assert decay["model.norm.weight"] == 0.0
+    assert decay["model.layers.0.input_layernorm.weight"] == 0.3
+
+
+def test_a_pattern_found_nowhere_names_the_nearest_parameter(tiny, section):
+    config = section(param_groups=[{"pattern": r"embed_token\.weigth"}])
+    with pytest.raises(InputError) as caught:
+        parameter_groups(tiny().named_parameters(), config)
+    assert "'embed_token\\.weigth' is found in no parameter's name" in str(caught.value)
+    assert "did you mean 'embed_tokens.weight'?" in str(caught.value)
+
+
+def test_a_pattern_behind_one_that_takes_everything_is_refused(tiny, section):
+    config = section(param_groups=[{"pattern": "layers"}, {"pattern": "up_proj"}])
+    with pytest.raises(InputError, match="'up_proj' decides nothing"):
+        parameter_groups(tiny().named_parameters(), config)
+
+
+def test_a_tied_parameter_appears_once_under_its_first_name(tiny, section):
+    model = tiny(tied=True)
+    everything = list(model.named_parameters(remove_duplicate=False))
+    assert "lm_head.weight" in dict(everything)
+    groups = parameter_groups(everything, section())
+    listed = [parameter for group in groups for parameter in group["params"]]
+    assert len(listed) == len({id(parameter) for parameter in listed}) == len(list(model.parameters()))
+    with pytest.raises(InputError, match="lm_head"):
+        parameter_groups(everything, section(param_groups=[{"pattern": "lm_head"}]))
+
+
+def test_frozen_parameters_are_left_out(tiny, section):
+    model = tiny()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    names = settings_by_name(model, parameter_groups(model.named_parameters(), section()), "lr")
+    assert "model.embed_tokens.weight" not in names
+    assert len(names) == len(list(model.parameters())) - 1
+
+
+def test_plain_tensors_and_dtensors_never_share_a_group(tiny, section, group_of_one):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = tiny()
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model.model.layers[0], mesh=mesh)
+    groups = parameter_groups(model.named_parameters(), section())
+    kinds = [{hasattr(parameter, "device_mesh") for parameter in group["params"]} for group in groups]
+    assert kinds == [{False}, {True}]
+
+
+def test_muon_takes_the_matrices_of_numbered_layers_and_nothing_else(tiny, section):
+    model = tiny()
+    config = section({"name": "muon", "muon_learning_rate_scale": 3.0}, param_groups=[
+        {"pattern": r"layers\.1.*proj\.weight", "learning_rate_scale": 0.5}
+    ])  # fmt: skip
+    groups = parameter_groups(model.named_parameters(), config)
+    algorithm = settings_by_name(model, groups, "algorithm")
+    scale = settings_by_name(model, groups, "learning_rate_scale")
+    assert {name for name, value in algorithm.items() if value == "muon"} == {
+        name for name in algorithm if re.fullmatch(r"model\.layers\.\d\.(up|down)_proj\.weight", name)
+    }
+    assert scale["model.layers.0.up_proj.weight"] == 3.0
+    assert scale["model.layers.1.up_proj.weight"] == 1.5
+    assert scale["lm_head.weight"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "hidden"),
+    [
+        ("model.layers.7.self_attn.q_proj.weight", (8, 8), True),
+        ("model.layers.7.self_attn.q_proj.bias", (8,), False),
+        ("model.embed_tokens.weight", (16, 8), False),
+        ("lm_head.weight", (16, 8), False),
+        ("backbone.layers.0.mixer.A_log", (16, 8), False),
+        ("backbone.layers.0.mixer.conv1d.weight", (16, 1, 4), False),
+    ],
+)
+def test_a_hidden_matrix_is_the_weight_of_a_linear_map_in_a_layer(name, shape, hidden):
+    assert is_hidden_matrix(name, torch.zeros(shape)) is hidden
+
+
+def test_every_group_follows_its_own_share_of_the_rate(tiny, section):
+    model = tiny()
+    config = section(param_groups=[{"pattern": "embed_tokens", "learning_rate_scale": 0.25}])
+    optimizer = torch.optim.SGD(parameter_groups(model.named_parameters(), config))
+    set_learning_rate(optimizer, 8.0)
+    assert sorted(group["lr"] for group in optimizer.param_groups) == [2.0, 8.0]
+
+
+def test_a_model_without_trainable_parameters_is_refused(section):
+    model = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(InputError, match="no trainable parameter"):
+        parameter_groups(model.named_parameters(), section())
