@@ -1,0 +1,52 @@
+"""The ceiling: only the matrix products of a step, nothing else, in the step's dtype.
+
+For every linear layer with weight W ``[out, in]`` and T tokens: forward ``x W^T``, the input's gradient ``g W``, the weight's
+gradient ``g^T x``. For attention, the two products forward and four backward over the whole square, of which a causal mask
+needs half, so three of the six count. Outputs are allocated beforehand: no page fault is in this time. A training step cannot
+be faster than this without better products.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from worker import Job, Pace
+
+
+def train(job: Job, pace: Pace) -> None:
+    work = job.work
+    dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
+    square = [(work.hidden, work.hidden)] * 4
+    gated = [(work.intermediate, work.hidden)] * 2 + [(work.hidden, work.intermediate)]
+    linears = (square + gated) * work.layers + [(work.vocab, work.hidden)]
+    of_linear, of_attention = cache(_of_linear), cache(_of_attention)  # one set of buffers for equal shapes
+    products = [product for shape in linears for product in of_linear(work.tokens, *shape, dtype, work.device)]
+    heads = (work.micro_batch * work.heads, work.sequence, work.hidden // work.heads)
+    # six products a layer over the square, half of each needed: three stand for them
+    products += of_attention(*heads, dtype, work.device) * work.layers
+    while True:
+        for left, right, out in products:
+            torch.matmul(left, right, out=out)
+        pace(None)
+
+
+def _of_linear(tokens: int, rows: int, columns: int, dtype: torch.dtype, device: str) -> list[tuple[Tensor, ...]]:
+    x, grad = _random(tokens, columns, dtype, device), _random(tokens, rows, dtype, device)
+    weight = _random(rows, columns, dtype, device)
+    pairs = [(x, weight.t()), (grad, weight), (grad.t(), x)]
+    return [(left, right, torch.matmul(left, right)) for left, right in pairs]
+
+
+def _of_attention(
+    batch: int, length: int, head_dim: int, dtype: torch.dtype, device: str
+) -> list[tuple[Tensor, ...]]:
+    q = torch.randn(batch, length, head_dim, device=device).to(dtype)
+    scores = torch.randn(batch, length, length, device=device).to(dtype)
+    pairs = [(q, q.transpose(1, 2)), (scores, q), (scores.transpose(1, 2), q)]
+    return [(left, right, torch.matmul(left, right)) for left, right in pairs]
+
+
+def _random(rows: int, columns: int, dtype: torch.dtype, device: str) -> Tensor:
+    return torch.randn(rows, columns, device=device).to(dtype)

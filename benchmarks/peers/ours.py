@@ -1,0 +1,97 @@
+"""Kénotron: the trainer's own `train_step`, on a model that is built, sharded and optimized as `kenotron train` does it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from work import Work
+from worker import Job, Pace
+
+from kenotron.config import Config, load
+from kenotron.data import TokenBatch
+from kenotron.models import named_parameters
+from kenotron.optim.build import build_optimizer
+from kenotron.parallel.device import backend
+from kenotron.parallel.mesh import build_mesh
+from kenotron.parallel.shards import shard_of
+from kenotron.train.run import Run
+from kenotron.train.setup import make_model
+from kenotron.train.step import train_step
+
+
+def configure(work: Work, compiled: bool) -> Config:
+    """The YAML that a user would write for this work."""
+    settings: dict[str, Any] = {
+        "general": {"project": "benchmark", "run": "peers", "seed": 0},
+        "model": {
+            "dtype": "bfloat16" if work.precision == "bf16" else "float32",
+            "compile": compiled,
+            "init_method": {"std": 0.02},
+            "model_config": {
+                "is_llama_config": True,
+                "hidden_size": work.hidden,
+                "num_hidden_layers": work.layers,
+                "num_attention_heads": work.heads,
+                "num_key_value_heads": work.heads,
+                "intermediate_size": work.intermediate,
+                "vocab_size": work.vocab,
+                "max_position_embeddings": work.sequence,
+                "rms_norm_eps": work.norm_eps,
+                "rope_theta": work.rope_theta,
+                "tie_word_embeddings": False,
+            },
+        },
+        "optimizer": {
+            "accumulate_grad_in_fp32": True,
+            "clip_grad": work.clip,
+            "weight_decay": work.weight_decay,
+            "zero_stage": 0,
+            "optimizer_factory": {
+                "name": "adamW",
+                "adam_beta1": work.betas[0],
+                "adam_beta2": work.betas[1],
+                "adam_eps": work.eps,
+                "torch_adam_is_fused": True,
+            },
+            "learning_rate_scheduler": {
+                "learning_rate": work.learning_rate,
+                "lr_warmup_steps": 0,
+                "lr_decay_style": "constant",
+            },
+        },
+        "parallelism": {"dp": 1, "tp": 1, "pp": 1},
+        "tokens": {
+            "micro_batch_size": work.micro_batch,
+            "sequence_length": work.sequence,
+            "batch_accumulation_per_replica": 1,
+            "train_steps": 1_000_000,
+        },
+        "tokenizer": None,
+        "checkpoints": {"checkpoint_interval": 1_000_000, "checkpoints_path": "unused"},
+        "data_stages": [{"name": "all", "start_training_step": 1, "data": {"dataset": None, "seed": 0}}],
+    }
+    return load(settings)
+
+
+def train(job: Job, pace: Pace) -> None:
+    device = torch.device(job.work.device)
+    config = configure(job.work, job.compiled)
+    mesh = build_mesh({}, 1, device.type)
+    if job.work.precision == "bf16":
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group(backend(device), store=store, rank=0, world_size=1)
+    model = make_model(config, mesh, device)
+    weights = job.weights()
+    with torch.no_grad():
+        for name, parameter in named_parameters(model):
+            shard_of(parameter).tensor.copy_(weights.pop(name))
+    optimizer = build_optimizer(named_parameters(model), config.optimizer)
+    run = Run(config, mesh, device, model, optimizer, data=None, tokenizer=None)  # type: ignore[arg-type]
+    for batch in job.batches():
+        tokens = batch.numpy()
+        sample_ids = np.arange(run.step * len(tokens), (run.step + 1) * len(tokens))
+        result = train_step(run, [TokenBatch(tokens[:, :-1], tokens[:, 1:], sample_ids)])
+        run.step += 1
+        pace(torch.tensor(result.lm_loss))
