@@ -9,9 +9,9 @@
     ├── tokenizers/<key>/         trained tokenizers
     └── known/<signature>         content hash of files by path, size and time, so that files are hashed once
 
-An entry is built in ``<key>.tmp-<random>``, synced, and renamed: it is whole or not there. A lock file keeps several processes
-from doing the same work; it is the kernel's lock, so a killed process leaves none. Where a file system has no locks, all of them build, and
-the first rename wins.
+An entry is built in ``<key>.tmp-<random>``, synced, and renamed: it is whole or not there. A lock file keeps several
+processes from doing the same work; it is the kernel's lock, so a killed process leaves none. Where a file system
+has no locks, all of them build, and the first rename wins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -196,7 +196,7 @@ def _tokenize(
     sides = {split: writer.side for split, writer in writers.items()}
     if not any(side.documents for side in sides.values()):
         raise InputError(f"{texts.name}: no text in it (every file or row is empty)")
-    meta = {split: asdict(side) for split, side in sides.items()}
+    meta: dict[str, Any] = {split: asdict(side) for split, side in sides.items()}
     meta |= {"format": FORMAT, "dtype": dtype.str, "skipped": texts.skipped, "texts": texts.name}
     meta |= {"tokenizer": tokenizer.name, "created": time.time()}
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
@@ -292,7 +292,7 @@ def _locked(file: Path, report: Report, what: str) -> Iterator[bool]:
     try:
         import fcntl
     except ImportError:  # no such locks on this system: the rename alone keeps entries whole
-        yield
+        yield False
         return
     with open(file, "w") as stream:
         told = alone = False

@@ -6,8 +6,8 @@ This process reads documents and writes tokens; in between, batches of about a m
                   batch 1 ──▶ worker B ──▶ ids of batch 1 ──▶  (in the order of the documents)
 
 A worker is a fresh Python with a pipe in and a pipe out: no fork of a process that holds threads, no second
-run of the user's script, and it ends by itself when its pipe closes, also when this process is killed. With one process no worker is
-started: the library's own threads do the work here.
+run of the user's script, and it ends by itself when its pipe closes, also when this process is killed. With one
+process no worker is started: the library's own threads do the work here.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ def _ask(idle: queue.Queue[subprocess.Popen], texts: list[str]):
 
 
 def _answer(future: Future, done: int) -> Encoded:
-    return Encoded(*future.result(), done)
+    ids, lengths, sizes = future.result()
+    return Encoded(ids, lengths, sizes, done)
 
 
 def _send(pipe, message: object) -> None:

@@ -1,4 +1,4 @@
-"""Files of Hugging Face repositories: from the local cache if they are there, else from the hub, else one clear line."""
+"""Files of Hugging Face repositories: from the local cache, else from the hub, else one clear line."""
 
 from __future__ import annotations
 

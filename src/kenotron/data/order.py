@@ -22,8 +22,8 @@ prefix of i samples, for any number of sources and any weights,
     | samples from source s  -  w_s * i |  <=  1.68
 
 **Permute.** A keyed bijection of [0, length): a Feistel network (Luby and Rackoff 1988) on the fewest bits that hold
-`length`, applied again while the image falls outside ("cycle walking", Black and Rogaway 2002). Another epoch is another
-key. No sample of a source comes twice before all came once.
+`length`, applied again while the image falls outside ("cycle walking", Black and Rogaway 2002). Another epoch is
+another key. No sample of a source comes twice before all came once.
 """
 
 from __future__ import annotations

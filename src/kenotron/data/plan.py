@@ -4,8 +4,8 @@
       - {start_training_step: 1,  mixture a 3, b 1}  stage 1: steps 10-15    {a: 1}
       - {start_training_step: 10, only a}            16 samples a step: stage 1 takes up `a` at its sample 108
 
-A source that comes again in a later stage (same data, seed and sequence length) goes on where it stopped, so that nothing
-is read twice before all was read once. How far it got is arithmetic (`order.counts`).
+A source that comes again in a later stage (same data, seed and sequence length) goes on where it stopped, so that
+nothing is read twice before all was read once. How far it got is arithmetic (`order.counts`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
         for step, batches in enumerate(data.loader(start_step=1), start=1):     # resume: start_step=1001
             for batch in batches: ...                                           # this rank's micro-batches
 
-Step t (from 1) of a stage that starts at step s takes samples ``(t - s) * G ... (t - s) * G + G - 1`` of that stage, G the
-global batch size. Sample j of the global batch goes to micro-batch m and data-parallel rank r, row k, with
+Step t (from 1) of a stage that starts at step s takes samples ``(t - s) * G ... (t - s) * G + G - 1`` of that stage,
+G the global batch size. Sample j of the global batch goes to micro-batch m and data-parallel rank r, row k, with
 
     j = (m * dp_size + r) * micro_batch_size + k
 
@@ -28,7 +28,7 @@ from .cache import TokenCache, open_tokens
 from .encode import EncodeRules
 from .loader import Prefetcher
 from .order import Order
-from .plan import SourcePlan, Stage, flatten, kind, plan_stages, texts_of
+from .plan import SourcePlan, Stage, kind, plan_stages, texts_of
 from .progress import Report
 from .sources import Part, RandomTokens, TokenWindows, UserSource, user_object
 from .tokenizer import Tokenizer
@@ -333,6 +333,3 @@ def describe_source(source: OpenSource) -> str:
         f"{len(source.train):,} samples; held out: {len(held.ends):,} documents, {len(held.tokens):,} tokens, "
         f"{held.bytes:,} bytes{skipped}; cache: {cache.path}"
     )
-
-
-__all__ = ["RunData", "flatten", "open_run"]

@@ -119,7 +119,7 @@ class UserSource:
 
 
 def user_object(path: str, kwargs: dict[str, Any], sequence_length: int, seed: int) -> Any:
-    """What the dotted `path` (class or function) gives, called with `sequence_length`, `seed` and the config's `kwargs`."""
+    """What the class or function at `path` gives, called with `sequence_length`, `seed` and the config's `kwargs`."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
         raise InputError(f"dataset.source: expected a dotted path such as my_module.MySource, found '{path}'")

@@ -3,8 +3,8 @@
 What a document is:
 
     .jsonl .json .ndjson (.gz)    the text column of a line
-    any other file (.gz)          the file; a long one is cut at blank lines, else line ends, into pieces of about 64 KiB,
-                                  each a document, so that memory stays bounded and a part of one book can be held out
+    any other file (.gz)          the file; a long one is cut at blank lines, else line ends, into pieces of about
+                                  64 KiB, each a document: memory stays bounded, part of a book can be held out
 
 Every set of texts answers the same few questions: what it is (`name`), whether it changed (`signature`, cheap, and
 `content_hash`, by reading), how much there is (`size`), and the documents in an order that never varies.
@@ -193,9 +193,12 @@ def find_files(path: str | Path, key: str) -> list[Path]:
 
 
 def python_stdlib() -> FileTexts:
-    """The embedded corpus: the sources of Python's own standard library, one document a file."""
+    """The embedded corpus: the sources of Python's own standard library, one document a file.
+
+    Its tests are left out: many systems do not install them, and they say the same thing over and over.
+    """
     root = Path(sysconfig.get_path("stdlib"))
-    outside = {"site-packages", "dist-packages", "__pycache__"}
+    outside = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
     found = [
         Path(folder, name).relative_to(root)
         for folder, names in _walk(root, outside.__contains__)

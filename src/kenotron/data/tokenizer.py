@@ -4,9 +4,9 @@
     tokenizer.encode("def main")      [4299, 1388]
     tokenizer.decode([4299, 1388])    'def main'
 
-A name is a folder, a tokenizer.json, or a Hugging Face repository; a repository is looked up in the local hub cache first, and
-only what is not there is asked of the hub (never, when one of HF_HUB_OFFLINE, HF_DATASETS_OFFLINE, TRANSFORMERS_OFFLINE is
-set). `transformers`, a second to import, comes in only for repositories without a tokenizer.json.
+A name is a folder, a tokenizer.json, or a Hugging Face repository; a repository is looked up in the local hub cache
+first, and only what is not there is asked of the hub (never, when one of HF_HUB_OFFLINE, HF_DATASETS_OFFLINE,
+TRANSFORMERS_OFFLINE is set). `transformers`, a second to import, comes in only where there is no tokenizer.json.
 """
 
 from __future__ import annotations

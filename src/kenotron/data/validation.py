@@ -1,13 +1,15 @@
 """Held-out documents: which, in which batches, and how many bytes of text they are.
 
-A document is held out when the hash of its text falls below `tokens.val_fraction`: a property of the document, so the same in
-every run, on every layout, whether the run validates or not. Its tokens are read in windows as in training, in order, and the last window of
-a source is filled up with labels of -100. So every held-out token but the first of each source is a label once, and
+A document is held out when the hash of its text falls below `tokens.val_fraction`: a property of the document, so the
+same in every run, on every layout, whether the run validates or not. Its tokens are read in windows as in training,
+in order, and the last window of a source is filled up with labels of -100. So every held-out token but the first of
+each source is a label once, and
 
     bits per byte = sum of losses / ln 2 / bytes
 
-is exact for byte-level tokenizers, whose every token is a known number of bytes (the end-of-document token is none: its cost counts, its
-bytes do not). For other tokenizers the bytes are the source's bytes per token times the labels, exact over the whole set.
+is exact for byte-level tokenizers, whose every token is a known number of bytes (the end-of-document token is none:
+its cost counts, its bytes do not). For other tokenizers the bytes are the source's bytes per token times the labels,
+exact over the whole set.
 """
 
 from __future__ import annotations
