@@ -4,9 +4,9 @@
     for completion in generate(model, tokenizer, ["def main(", "import "], max_new_tokens=16):
         print(completion.prompt + completion.text)
 
-A row's tokens depend on the row alone: the batch around it changes neither its attention nor its random numbers, so any batch size
-gives the same texts (up to the rounding of a matrix product, which depends on its shape). A row that is done leaves the
-batch.
+A row's tokens depend on the row alone: the batch around it changes neither its attention nor its random
+numbers, so any batch size gives the same texts (up to the rounding of a matrix product, which depends on its
+shape). A row that is done leaves the batch.
 """
 
 from __future__ import annotations
@@ -86,11 +86,12 @@ def generate(
 ) -> list[Completion]:
     """Continue every prompt, a text or a list of token ids, and return the completions in order.
 
-    `temperature` 0 is greedy. `stream` is called with (number of the prompt, new text) as the text comes; the pieces joined
-    are the completion's text. `model` may be one that is being trained: it is switched to eval meanwhile.
-    Without a tokenizer, prompts are ids and texts stay empty; the config's eos_token_id stops.
+    `temperature` 0 is greedy. `stream` is called with (number of the prompt, new text) as the text comes; the
+    pieces joined are the completion's text. `model` may be one that is being trained: it is switched to eval
+    meanwhile. Without a tokenizer, prompts are ids and texts stay empty; the config's eos_token_id stops.
 
-    Errors (InputError): a setting out of range, a prompt too long for max_position_embeddings, a token outside the vocabulary.
+    Errors (InputError): a setting out of range, a prompt too long for max_position_embeddings, a token
+    outside the vocabulary.
     """
     if max_new_tokens < 1 or batch_size < 1:
         name, value = ("max_new_tokens", max_new_tokens) if max_new_tokens < 1 else ("batch_size", batch_size)
@@ -134,7 +135,7 @@ def _append(row: Row, token: int, eos: int | None, stream: Callable[[int, str], 
         row.stopped_by = "non_finite_logits"
     else:
         row.tokens.append(token)
-        limited = "max_position_embeddings" if row.stops_early else "max_new_tokens"
+        limited: StoppedBy = "max_position_embeddings" if row.stops_early else "max_new_tokens"
         row.stopped_by = "eos" if token == eos else limited if len(row.tokens) == row.room else None
     if row.stream is None:
         return
@@ -192,7 +193,9 @@ def _row(index: int, prompt: Prompt, tokenizer: TokenizerLike | None, config: An
         )
     text = prompt if isinstance(prompt, str) else tokenizer.decode(tokens) if tokenizer else ""
     stream = TextStream(tokenizer, tokens) if tokenizer else None
-    return Row(index, text, tokens, min(max_new_tokens, limit - len(tokens)), max_new_tokens > limit - len(tokens), stream)
+    return Row(
+        index, text, tokens, min(max_new_tokens, limit - len(tokens)), max_new_tokens > limit - len(tokens), stream
+    )
 
 
 def position_limit(config: Any) -> int:

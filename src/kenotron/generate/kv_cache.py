@@ -1,7 +1,7 @@
 """Keys and values kept from step to step, so that a new token costs one token's work and not the whole text's.
 
-The cache is an attention function with memory. A model hands every attention function its layer's number, so nothing in the model
-changes: it is given a `Context` whose `attention` is the cache.
+The cache is an attention function with memory. A model hands every attention function its layer's number, so
+nothing in the model changes: it is given a `Context` whose `attention` is the cache.
 
     cache = KVCache(rows=2, capacity=8)
     logits = model(tokens_of_both, cache.prefill([3, 2]))      # 5 tokens, packed end to end like documents
@@ -11,7 +11,8 @@ changes: it is given a `Context` whose `attention` is the cache.
     row 0     a  b  c  d            the key of position p lies in slot p, so a row's length is all
     row 1     x  y  z               that has to be known to mask what lies beyond it
 
-Prompts of different lengths need no padding: prefill packs them with document borders, and every row then grows on its own.
+Prompts of different lengths need no padding: prefill packs them with document borders, and every row then
+grows on its own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from kenotron.models import Context
 
 @dataclass
 class KVCache:
-    """Memory of `rows` texts of at most `capacity` tokens. Keys and values are ``[rows, kv_heads, capacity, head_dim]`` a layer."""
+    """Memory of `rows` texts of at most `capacity` tokens.
+
+    Keys and values are ``[rows, kv_heads, capacity, head_dim]``, by layer.
+    """
 
     rows: int
     capacity: int
@@ -64,13 +68,11 @@ class KVCache:
             for layer, tensor in memory.items():
                 memory[layer] = tensor[index]
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, layer: int, scale: float | None = None
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, layer: int, scale: float | None = None) -> Tensor:
         """q ``[sequences, heads, length, head_dim]``; k, v with kv_heads. Remembers k and v, returns q's shape."""
         keys, values = self._remember(self.keys, k, layer), self._remember(self.values, v, layer)
         if ctx.cu_seqlens is not None:
-            return attention(q, k, v, ctx, layer, scale)
+            return attention(q, k, v, ctx, layer, scale)  # type: ignore[arg-type]
         # Query heads that share a key head attend together, as if they were several queries of one head.
         grouped = q.view(self.rows, k.shape[1], -1, q.shape[-1])
         seen = slice(None, self._longest)

@@ -3,8 +3,8 @@
     model, tokenizer, config = load_for_generation("checkpoints/10")      # or "checkpoints": the newest there
     model, tokenizer, config = load_for_generation("exported/")           # config.json and safetensors
 
-A checkpoint holds fp32 masters; what was trained in bf16 is decoded in bf16, with half the memory. Weights come one tensor at a
-time, so the host never holds the model twice.
+A checkpoint holds fp32 masters; what was trained in bf16 is decoded in bf16, with half the memory. Weights
+come one tensor at a time, so the host never holds the model twice.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch import nn
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.config.model import Model
 from kenotron.data.tokenizer import Tokenizer, load_tokenizer
-from kenotron.interop.sources import Source, open_source
-from kenotron.models import build
+from kenotron.interop.sources import Source, open_source, skeleton
 from kenotron.parallel.device import best_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,21 +38,19 @@ def load_for_generation(
     """Build the model of `path` with its weights, in eval mode.
 
     `dtype` None is the config's `model.dtype`; `device` None the accelerator, or the CPU where there is none.
-    Errors (InputError): nothing at `path` (names what is near), not a checkpoint, damaged, not a family that can decode.
+    Errors (InputError): nothing at `path` (names what is near), not a checkpoint, damaged, not a family that
+    can decode.
     """
     source = open_source(path)
-    config = source.model.model_copy(update={"make_vocab_size_divisible_by": 1})
-    with torch.device("meta"):
-        model = build(config)
+    model = skeleton(source)
     target = torch.device(device) if device is not None else best_device()
-    fill(model, source, _dtype(dtype or config.dtype), target)
+    fill(model, source, _dtype(dtype or source.model.dtype), target)
     tokenizer = load_tokenizer(source.tokenizer) if source.tokenizer else None
-    return Loaded(model.eval(), tokenizer, config)
+    return Loaded(model.eval(), tokenizer, source.model)
 
 
 def fill(model: nn.Module, source: Source, dtype: torch.dtype, device: torch.device) -> None:
     """Replace every parameter of a meta-device `model` by the source's, cast and moved. A tied head stays tied."""
-    tied = getattr(model.lm_head, "tied", False)
     for name, parameter in list(model.named_parameters(remove_duplicate=True)):
         tensor = source.weights[name]
         if tensor.shape != parameter.shape:
@@ -63,8 +60,7 @@ def fill(model: nn.Module, source: Source, dtype: torch.dtype, device: torch.dev
         owner, _, leaf = name.rpartition(".")
         weight = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=False)
         setattr(model.get_submodule(owner), leaf, weight)
-    if tied:
-        model.lm_head.tie(model.model.embed_tokens.weight)  # type: ignore[operator, union-attr]
+    model.tie_weights()  # type: ignore[operator]
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -1,11 +1,11 @@
 """From logits to the next token: greedy, or drawn from a tempered and cut distribution.
 
-The cuts come in the order of `transformers`: temperature, then top-k, then top-p (nucleus sampling, Holtzman et al. 2019, arXiv
-1904.09751). With probabilities 0.5, 0.3, 0.15, 0.05 and top_p 0.7, the smallest set that reaches 0.7 is the first two,
-so the next token is drawn from 0.625, 0.375.
+The cuts come in the order of `transformers`: temperature, then top-k, then top-p (nucleus sampling, Holtzman
+et al. 2019, arXiv 1904.09751). With probabilities 0.5, 0.3, 0.15, 0.05 and top_p 0.7, the smallest set that
+reaches 0.7 is the first two, so the next token is drawn from 0.625, 0.375.
 
-The number that decides is a function of (seed, request, position), so a request gives the same text whatever else is in its
-batch, and the global generators of torch are never touched.
+The number that decides is a function of (seed, request, position), so a request gives the same text whatever
+else is in its batch, and the global generators of torch are never touched.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Sampling:
             raise InputError(f"top_p: expected more than 0 and at most 1 (no cut), found {self.top_p}")
         if self.temperature == 0 and (self.top_k > 0 or self.top_p < 1):
             name = "top_k" if self.top_k > 0 else "top_p"
-            raise InputError(f"{name}: changes nothing at temperature 0, which is greedy; set a temperature, such as 1.0")
+            raise InputError(
+                f"{name}: changes nothing at temperature 0, which is greedy; set a temperature, such as 1.0"
+            )
 
 
 def next_tokens(logits: Tensor, sampling: Sampling, requests: Sequence[int], positions: Sequence[int]) -> list[int]:
@@ -77,8 +79,8 @@ def cut(logits: Tensor, sampling: Sampling) -> Tensor:
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """Invert the distribution function: the first token whose cumulated probability exceeds the uniform number.
 
-    probabilities ``[rows, vocab]`` need not sum to exactly one; uniforms ``[rows]`` in [0, 1). A token of probability 0 is
-    never drawn.
+    probabilities ``[rows, vocab]`` need not sum to exactly one; uniforms ``[rows]`` in [0, 1). A token of
+    probability 0 is never drawn.
     """
     cumulated = probabilities.double().cumsum(-1)
     total = cumulated[:, -1:]

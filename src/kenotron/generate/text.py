@@ -1,18 +1,17 @@
 """Tokens into text as they come, never half a character.
 
-A byte-level token may be a part of a character: "é" is two bytes, and while only the first has come, decoding shows the
-replacement mark "\N{REPLACEMENT CHARACTER}". Such a piece is held back until it is whole:
+A byte-level token may be a part of a character: "é" is two bytes, and while only the first has come, decoding
+shows the replacement mark "\N{REPLACEMENT CHARACTER}". Such a piece is held back until it is whole:
 
     tokens     "caf"   0xC3    0xA9    " au"
     pieces     "caf"   ""      "é"     " au"
 
-Some tokenizers write a blank only between words, so a token's text depends on the one before it. A piece is therefore what
-decoding *with* the tokens before it adds. The pieces joined are the text, whole.
+Some tokenizers write a blank only between words, so a token's text depends on the one before it. A piece is
+therefore what decoding *with* the tokens before it adds. The pieces joined are the text, whole.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -52,4 +51,5 @@ class TextStream:
         known = self.tokenizer.decode(self.tokens[self.before : self.shown])
         both = self.tokenizer.decode(self.tokens[self.before :])
         # Where a prompt given as ids ends within a character, `known` ends in a mark that `both` no longer has.
-        return both[len(os.path.commonprefix([known, both])) :]
+        same = next((i for i, (a, b) in enumerate(zip(known, both)) if a != b), min(len(known), len(both)))
+        return both[same:]

@@ -9,19 +9,20 @@ The folder is written beside its place and renamed when it is complete. At most 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kenotron.checkpoint.durable import temporary_beside
 from kenotron.config.errors import InputError, nearest
 from kenotron.data.tokenizer import load_tokenizer
 from kenotron.interop.hf_config import Report, hf_config, quiet
 from kenotron.interop.hf_weights import INDEX, Weights
-from kenotron.interop.sources import Source, checkpoint_source, fitted
+from kenotron.interop.sources import Source, checkpoint_source, fitted, skeleton
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,8 @@ def to_hf(
     """Write checkpoint `src` as a Hugging Face model in the new folder `dst`.
 
     `dtype` None is the config's `model.dtype`. `progress(done, total)` counts bytes.
-    Errors (InputError): no checkpoint at `src` or a damaged one, `dst` not empty, an unknown dtype or size, disk full.
+    Errors (InputError): no checkpoint at `src` or a damaged one, `dst` not empty, an unknown dtype or size,
+    disk full.
     """
     final = Path(dst).expanduser()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
@@ -64,11 +66,12 @@ def to_hf(
         raise InputError(f"dtype: expected one of {', '.join(DTYPE_NAMES)}, found {name!r}{nearest(name, DTYPE_NAMES)}")
     halves = source.architecture.model_copy(update={"rope_interleaved": False})
     weights = fitted(source, halves)
+    shapes = {parameter: tuple(value.shape) for parameter, value in skeleton(source).named_parameters()}
     size_limit = _size(max_shard_size)
     temporary = temporary_beside(final)
     try:
         temporary.mkdir(parents=True)
-        files, size = _write_weights(weights, temporary, name, size_limit, progress)
+        files, size = _write_weights(weights, shapes, temporary, name, size_limit, progress)
         _write_configs(source, temporary, name)
         if source.tokenizer:
             load_tokenizer(source.tokenizer).save(temporary)
@@ -85,7 +88,12 @@ def to_hf(
 
 
 def _write_weights(
-    weights: Weights, folder: Path, dtype: str, size_limit: int, progress: Progress | None
+    weights: Weights,
+    shapes: dict[str, tuple[int, ...]],
+    folder: Path,
+    dtype: str,
+    size_limit: int,
+    progress: Progress | None,
 ) -> tuple[list[str], int]:
     """Shards of at most `size_limit` bytes, and an index when there are several. Returns file names and bytes."""
     import torch
@@ -93,7 +101,7 @@ def _write_weights(
     from safetensors.torch import save_file
 
     target: torch.dtype = getattr(torch, dtype)
-    sizes = {name: weights[name].numel() * target.itemsize for name in weights}
+    sizes = {name: math.prod(shape) * target.itemsize for name, shape in shapes.items()}
     split = split_state_dict_into_shards_factory(
         sizes,  # type: ignore[type-var]
         get_storage_size=lambda size: size,  # type: ignore[arg-type, return-value]

@@ -1,8 +1,8 @@
 """Where a Hugging Face model lies, and its tensors, read when they are asked for.
 
-    folder = locate("meta-llama/Llama-3.2-1B")        # a folder, or a hub name: local cache first
-    weights = hf_weights(folder)
-    weights["model.norm.weight"]                      # only these bytes are read
+folder = locate("meta-llama/Llama-3.2-1B")        # a folder, or a hub name: local cache first
+weights = hf_weights(folder)
+weights["model.norm.weight"]                      # only these bytes are read
 """
 
 from __future__ import annotations
@@ -128,5 +128,5 @@ def _shards(index: Path) -> list[str]:
 
 def _missing(folder: Path, name: str) -> str:
     if name == SINGLE and list(folder.glob("pytorch_model*.bin")):
-        return f"{folder} has its weights as pickles (pytorch_model.bin); only safetensors are read: save them with transformers"
+        return f"{folder} has its weights as pickles (pytorch_model.bin), and only safetensors are read"
     return f"{folder} has no {name}" + (f", which its {INDEX} names" if name != SINGLE else "")

@@ -3,9 +3,9 @@
     from_hf("meta-llama/Llama-3.2-1B", "llama")
     → llama/latest.txt, llama/0/: model (in the dtype it came in), tokenizer, config.yaml
 
-Names are the same on both sides, so tensors go over as they are. `config.yaml` is complete, so that every tool of ours opens the
-folder; what it says on data and optimizer is a placeholder, and training starts from the weights by
-``model.init_method: {path: llama}`` in a config of one's own.
+Names are the same on both sides, so tensors go over as they are. `config.yaml` is complete, so that every
+tool of ours opens the folder; what it says on data and optimizer is a placeholder, and training starts from
+the weights by ``model.init_method: {path: llama}`` in a config of one's own.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ def from_hf(
 ) -> checkpoint.Saved:
     """Write `src`, a folder or a hub name, as checkpoint `<dst>/0`.
 
-    `report` gets a line for every choice that was made; `progress(done, total)` counts tensors as they are read.
-    Errors (InputError): nothing at `src`, hub unreachable, not a supported model, `dst` holds checkpoints already.
+    `report` gets a line for every choice that was made; `progress(done, total)` counts tensors as they are
+    read.
+    Errors (InputError): nothing at `src`, hub unreachable, not a supported model, `dst` holds checkpoints
+    already.
     """
     root = Path(dst).expanduser()
     if checkpoint.list_checkpoints(root) or (root.exists() and not root.is_dir()):

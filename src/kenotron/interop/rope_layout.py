@@ -1,8 +1,8 @@
 """Two orders of one head's channels, and the way between them.
 
-RoPE turns pairs of channels. In Hugging Face's Llama pair i is (i, i + head_dim / 2), in the interleaved form (Meta's, nanotron's
-`rope_interleaved`) it is (2 i, 2 i + 1). Scores are sums over channels, so permuting the rows of q_proj and k_proj alike turns a model of
-one form into the same model of the other:
+RoPE turns pairs of channels. In Hugging Face's Llama pair i is (i, i + head_dim / 2), in the interleaved form
+(Meta's, nanotron's `rope_interleaved`) it is (2 i, 2 i + 1). Scores are sums over channels, so permuting the
+rows of q_proj and k_proj alike turns a model of one form into the same model of the other:
 
     interleaved   a0 b0 a1 b1 a2 b2
     halves        a0 a1 a2 b0 b1 b2

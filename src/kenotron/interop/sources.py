@@ -1,8 +1,8 @@
 """One view of everything that weights can come from: our checkpoints and Hugging Face models.
 
-    source = open_source("checkpoints/10")           # or a folder with config.json, or a hub name
-    source.model.architecture.hidden_size
-    source.weights["model.norm.weight"]
+source = open_source("checkpoints/10")           # or a folder with config.json, or a hub name
+source.model.architecture.hidden_size
+source.weights["model.norm.weight"]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kenotron import checkpoint
 from kenotron.config import load
-from kenotron.config.architecture import HFArchitecture, LlamaArchitecture
+from kenotron.config.architecture import LlamaArchitecture
 from kenotron.config.errors import InputError
 from kenotron.config.model import Model
 from kenotron.interop.hf_config import Report, architecture_from_hf, quiet, read_json
@@ -23,12 +23,15 @@ from kenotron.interop.hf_weights import TOKENIZER_FILES, Weights, find_config, h
 from kenotron.interop.rope_layout import is_rotated, to_halves, to_interleaved
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
 class Source:
-    """`path` is a checkpoint's or a model's folder; `tokenizer` the folder of one, or None; `model` the config's section."""
+    """`path` is the folder of a checkpoint or model, `tokenizer` that of one, or None.
+
+    `model` is the config's section.
+    """
 
     path: Path
     model: Model
@@ -61,9 +64,7 @@ def hf_source(path: str | Path, report: Report = quiet) -> Source:
     config = read_json(folder / "config.json")
     architecture = architecture_from_hf(config, str(folder / "config.json"), report)
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    model = Model.model_validate(
-        {"model_config": architecture, "init_method": {"path": str(path)}, "dtype": dtype}
-    )
+    model = Model.model_validate({"model_config": architecture, "init_method": {"path": str(path)}, "dtype": dtype})
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
     return Source(folder, model, hf_weights(folder), folder if has_tokenizer else None)
 
@@ -85,14 +86,20 @@ def _read(folder: Path, name: str) -> Tensor:
 
 def _model_of(folder: Path) -> Model:
     model = load(folder / "config.yaml", report=quiet).model
-    if isinstance(model.architecture, HFArchitecture):
-        named = model.architecture
-        architecture = hf_architecture(named.hf, named.overrides)
-        model = model.model_copy(update={"architecture": architecture})
     if not isinstance(model.architecture, LlamaArchitecture):
         family = type(model.architecture).__name__.removesuffix("Architecture")
         raise InputError(f"{folder / 'config.yaml'}: a model of the family {family} cannot be loaded here")
     return model
+
+
+def skeleton(source: Source) -> nn.Module:
+    """The source's model without weights (on the meta device) and without rows that pad the vocabulary."""
+    import torch
+
+    from kenotron.models import build
+
+    with torch.device("meta"):
+        return build(source.model.model_copy(update={"make_vocab_size_divisible_by": 1}))
 
 
 def hf_architecture(
@@ -109,10 +116,11 @@ def hf_architecture(
 def initial_tensors(
     path: str | Path, architecture: LlamaArchitecture | None = None, report: Report = quiet
 ) -> Mapping[str, Tensor]:
-    """Weights for ``init_method: {path}``: name → whole tensor on the host, read when asked for, in the dtype they are kept in.
+    """Weights for ``init_method: {path}``: name → whole tensor on the host, in the dtype it is kept in.
 
-    `path` is a checkpoint of ours, a Hugging Face folder or a hub name. With `architecture` they come as a model of it wants
-    them: q and k in its order of RoPE's channels, with or without a head of its own; and shapes are checked.
+    Each is read when it is asked for. `path` is a checkpoint of ours, a Hugging Face folder or a hub name.
+    With `architecture` they come as a model of it wants them: q and k in its order of RoPE's channels, with
+    or without a head of its own; and shapes are checked.
 
     Errors (InputError): nothing there, damaged, or of another shape than `architecture`, which is named.
     """
@@ -150,7 +158,8 @@ def fitted(source: Source, wanted: LlamaArchitecture) -> Weights:
     if wanted.tie_word_embeddings:
         if not have.tie_word_embeddings:
             raise InputError(
-                f"model.model_config.tie_word_embeddings: true, but the weights in {source.path} have a head of their own"
+                "model.model_config.tie_word_embeddings: true, "
+                f"but the weights in {source.path} have a head of their own"
             )
         read.pop(head, None)  # some files hold the shared matrix twice
     elif have.tie_word_embeddings:

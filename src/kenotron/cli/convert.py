@@ -1,0 +1,65 @@
+"""`kenotron convert from-hf|to-hf SRC DST`: models to and from Hugging Face's form."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Move a model to or from Hugging Face's form.", no_args_is_help=True)
+
+
+@app.command("from-hf")
+def from_hf(
+    src: Annotated[str, typer.Argument(help="A Hugging Face folder, or a hub name (local cache first).")],
+    dst: Annotated[Path, typer.Argument(help="New folder of checkpoints; the model becomes its checkpoint 0.")],
+) -> None:
+    """A Hugging Face Llama becomes a checkpoint."""
+    from kenotron import interop
+
+    with _progress("Reading") as progress:
+        saved = interop.from_hf(src, dst, report=_say, progress=progress)
+    print(f"Wrote {saved.path}: {saved.bytes / 1e6:.1f} MB in {saved.seconds:.1f} s")
+    print(f'Next: kenotron generate {dst} --prompt "Once upon a time"')
+    print(f"  or, in a config: model.model_config: {{hf: {src}}} and model.init_method: {{path: {dst}}}")
+
+
+@app.command("to-hf")
+def to_hf(
+    src: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints (its newest).")],
+    dst: Annotated[Path, typer.Argument(help="New folder for transformers to load.")],
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; default: the config's model.dtype.")
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
+) -> None:
+    """A checkpoint becomes a folder that transformers loads."""
+    from kenotron import interop
+
+    with _progress("Writing") as progress:
+        written = interop.to_hf(src, dst, dtype=dtype, max_shard_size=max_shard_size, report=_say, progress=progress)
+    files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
+    print(f"Wrote {written.path}: {files}, {written.bytes / 1e6:.1f} MB in {written.dtype}")
+    print(f'Next: python -c "import transformers as t; print(t.AutoModelForCausalLM.from_pretrained({str(dst)!r}))"')
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
