@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from kenotron.models.context import Context, MicroBatch
+from kenotron.models.family import LanguageModel
 from kenotron.models.initialization import Shard, initialize, whole, zero_padding_rows
 from kenotron.models.plan import Plan
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Context",
+    "LanguageModel",
     "MicroBatch",
     "Plan",
     "build",
@@ -33,13 +35,15 @@ __all__ = [
 ]
 
 
-def build(config: Model, tensor_parallel: int = 1) -> nn.Module:
+def build(config: Model, tensor_parallel: int = 1) -> LanguageModel:
     """The module of `config.architecture`, on the current default device, with empty weights in fp32.
 
     The vocabulary is padded to a multiple of ``make_vocab_size_divisible_by * tensor_parallel`` rows.
     """
+    from kenotron.config.architecture import LlamaArchitecture
     from kenotron.models.llama import Llama
 
+    assert isinstance(config.architecture, LlamaArchitecture)  # the others were refused as not supported yet
     return Llama(config.architecture, config.make_vocab_size_divisible_by * tensor_parallel)
 
 
@@ -48,19 +52,19 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     yield from model.named_parameters(remove_duplicate=True)
 
 
-def materialize(model: nn.Module, device: torch.device | str) -> None:
+def materialize(model: LanguageModel, device: torch.device | str) -> None:
     """Give a model that was built on the meta device memory on `device`, its contents undefined."""
     model.to_empty(device=device)
     model.tie_weights()  # to_empty gave the two names of a tied matrix a memory each
 
 
 def initialize_model(
-    model: nn.Module, std: float, scaling: str, seed: int, shard_of: Callable[[Tensor], Shard] = whole
+    model: LanguageModel, std: float, scaling: str, seed: int, shard_of: Callable[[Tensor], Shard] = whole
 ) -> None:
     """Fill every weight by the family's own rules (nanotron's RandomInit), vocabulary padding with zeros."""
     initialize(named_parameters(model), model.init_rules(std, scaling), seed, shard_of)
     for name, parameter in named_parameters(model):
-        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in model.vocab_parameters:
             zero_padding_rows(parameter, model.config.vocab_size, shard_of)
 
 
@@ -71,7 +75,7 @@ def flops_per_token(model: nn.Module, sequence_length: int, causal: bool) -> flo
     causal mask keeps. Training costs three times this: backward needs two products for each forward one.
     """
     return sum(
-        module.flops_per_token(sequence_length, causal)
+        module.flops_per_token(sequence_length, causal)  # type: ignore[operator]
         for module in model.modules()
         if hasattr(module, "flops_per_token")
     )

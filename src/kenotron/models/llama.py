@@ -21,6 +21,7 @@ from kenotron.models.blocks.mlp import GatedMLP
 from kenotron.models.blocks.norm import RMSNorm
 from kenotron.models.blocks.rope import Rope
 from kenotron.models.context import Context
+from kenotron.models.family import LanguageModel
 from kenotron.models.initialization import Constant, InitRule, Normal
 from kenotron.models.plan import Plan
 
@@ -71,7 +72,7 @@ class LlamaModel(nn.Module):
         return self.norm(x)
 
 
-class Llama(nn.Module):
+class Llama(LanguageModel):
     """``model(tokens, ctx)`` → logits ``[tokens, vocab]``; ``model(tokens, ctx, labels)`` → (loss, z_loss)."""
 
     def __init__(self, config: LlamaArchitecture, vocab_multiple: int = 1) -> None:
@@ -86,6 +87,9 @@ class Llama(nn.Module):
     def tie_weights(self) -> None:
         if self.config.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens.weight)
+
+    def set_recompute(self, recompute: bool) -> None:
+        self.model.recompute = recompute
 
     def forward(self, tokens: Tensor, ctx: Context, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         return self.lm_head(self.model(tokens, ctx), ctx, labels)
@@ -108,6 +112,8 @@ class Llama(nn.Module):
             "model.norm",
         ),
     )
+
+    vocab_parameters = ("model.embed_tokens.weight", "lm_head.weight")
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
         """nanotron's RandomInit: N(0, std), projections back into the residual stream damped by depth."""

@@ -7,16 +7,19 @@ that asks torch for it, because the helper is not public in every release that w
 from __future__ import annotations
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from kenotron.models.initialization import Shard, whole
 
 
 def shard_of(tensor: Tensor) -> Shard:
     """The local block of `tensor`; a plain tensor is whole."""
-    if not isinstance(tensor, DTensor):
+    if not hasattr(tensor, "placements"):  # asking for DTensor's type would import it: a second, for nothing
         return whole(tensor)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Shard(tensor.to_local(), tuple(tensor.shape), tuple(offset))
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape,
+        tensor.device_mesh,  # type: ignore[attr-defined]
+        tensor.placements,
+    )
+    return Shard(tensor.to_local(), tuple(tensor.shape), tuple(offset))  # type: ignore[attr-defined]

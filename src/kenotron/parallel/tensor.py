@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kenotron.config.errors import InputError, NotSupportedYet
-from kenotron.models import Context, Plan
+from kenotron.models import Context, LanguageModel, Plan
 from kenotron.models.plan import modules
 from kenotron.parallel.collectives import all_reduce, copy_to, reduce_from
 from kenotron.parallel.mesh import Mesh
 
 
-def apply(model: Any, plan: Plan, mesh: Mesh) -> None:
+def apply(model: LanguageModel, plan: Plan, mesh: Mesh) -> None:
     """Swap every module that `plan` splits for its parallel twin; at tp 1 nothing changes."""
     if mesh.degree("tp") == 1:
         return
@@ -75,21 +75,22 @@ def _tp_mesh(mesh: Mesh) -> dist.DeviceMesh:
     return mesh.device_mesh["tp"]
 
 
-def _local(parameter: Tensor | None) -> Tensor | None:
+def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class ColumnParallelLinear(nn.Module):
     """Holds ``out_features / tp`` rows of W: x ``[tokens, in]`` whole on every rank → ``[tokens, out / tp]``."""
 
-    def __init__(self, linear: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, linear: Any, mesh: Mesh) -> None:
         super().__init__()
         self.group = mesh.group("tp")
         self.weight = _split(linear.weight, mesh, 0)
         self.bias = None if linear.bias is None else _split(linear.bias, mesh, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(copy_to(x, self.group), _local(self.weight), _local(self.bias))
+        bias = None if self.bias is None else _local(self.bias)
+        return F.linear(copy_to(x, self.group), _local(self.weight), bias)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         return 2.0 * self.weight.numel()
@@ -98,7 +99,7 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Holds ``in_features / tp`` columns of W: x ``[tokens, in / tp]`` → the sum ``[tokens, out]`` on every rank."""
 
-    def __init__(self, linear: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, linear: Any, mesh: Mesh) -> None:
         super().__init__()
         self.group = mesh.group("tp")
         self.weight = _split(linear.weight, mesh, 1)
@@ -115,7 +116,7 @@ class RowParallelLinear(nn.Module):
 class _VocabParallel(nn.Module):
     """Holds ``rows / tp`` vocabulary rows: those from `first` on."""
 
-    def __init__(self, module: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, module: Any, mesh: Mesh) -> None:
         super().__init__()
         self.group = mesh.group("tp")
         self.weight = _split(module.weight, mesh, 0)
@@ -147,7 +148,7 @@ class VocabParallelEmbedding(_VocabParallel):
 class VocabParallelHead(_VocabParallel):
     """The loss over logits that no rank holds whole: one max, one sum of exponentials, one target logit travel."""
 
-    def __init__(self, head: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, head: Any, mesh: Mesh) -> None:
         super().__init__(head, mesh)
         self.vocab_size, self.z_loss = head.vocab_size, head.z_loss
 

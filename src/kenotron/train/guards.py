@@ -37,8 +37,8 @@ class NonFiniteGuard(Hook):
         if self.in_a_row > limit:
             raise RunFailed(
                 f"step {run.step}: {what}; {self.in_a_row} non-finite steps in a row, and "
-                f"optimizer.skip_nonfinite_steps allows {limit}. No weight was changed by them. A lower learning rate, a "
-                f"longer warm-up or optimizer.clip_grad are the usual remedies."
+                f"optimizer.skip_nonfinite_steps allows {limit}. No weight was changed by them. "
+                f"A lower learning rate, a longer warm-up or optimizer.clip_grad are the usual remedies."
             )
         logger.warning("step %d skipped: %s (%d skipped so far)", run.step, what, self.total)
 

@@ -99,7 +99,7 @@ class Metrics(Hook):
             "global_batch_size": run.config.global_batch_size,
             "lm_loss": result.lm_loss,
         }
-        if run.config.model.architecture.z_loss_enabled:
+        if run.model.config.z_loss_enabled:
             fields["z_loss"] = result.z_loss
         fields |= {
             "lr": result.learning_rate,

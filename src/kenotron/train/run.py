@@ -14,6 +14,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kenotron.train.console import logger
@@ -22,10 +23,10 @@ from kenotron.train.step import train_step, with_wait
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from kenotron.config import Config
     from kenotron.data import RunData, Tokenizer
+    from kenotron.models import LanguageModel
     from kenotron.parallel.mesh import Mesh
 
 
@@ -36,7 +37,7 @@ class Run:
     config: Config
     mesh: Mesh
     device: torch.device
-    model: nn.Module
+    model: LanguageModel
     optimizer: torch.optim.Optimizer
     data: RunData
     tokenizer: Tokenizer | None
@@ -86,7 +87,7 @@ def fit(run: Run) -> None:
 
 def close(run: Run) -> None:
     """Let every hook let go, whatever happened before; the first failure is the one that is told."""
-    closers: list[Callable[[], None]] = [lambda hook=hook: hook.on_close(run) for hook in run.hooks]
+    closers: list[Callable[[], None]] = [partial(hook.on_close, run) for hook in run.hooks]
     for closer in [*closers, run.data.close]:
         try:
             closer()

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import Tensor
 
 from kenotron import checkpoint
 from kenotron.config import Config, dump, same_run_difference
 from kenotron.config.errors import InputError
-from kenotron.models import named_parameters
+from kenotron.models import LanguageModel, named_parameters
 from kenotron.optim.state import init_state, load_state_tensors, state_tensors
 from kenotron.parallel.shards import shard_of
 from kenotron.train import console
@@ -97,26 +97,26 @@ def _stamped(run: Run) -> Config:
     return run.config.model_copy(update={"general": run.config.general.model_copy(update=counters)})
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+def model_tensors(model: LanguageModel) -> dict[str, Tensor]:
     """Parameter name → logical tensor, sharing the parameters' memory; vocabulary padding is left out."""
     return {name: _saved_view(name, parameter, model) for name, parameter in named_parameters(model)}
 
 
-def saved_form(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def saved_form(tensors: dict[str, Tensor], model: LanguageModel) -> dict[str, Tensor]:
     """Optimizer state ``state.<parameter>.<key>`` in the shapes that the parameters are saved in; shares memory."""
     names = [name for name, _ in named_parameters(model)]
     owners = {key: next((n for n in names if key.startswith(f"state.{n}.")), "") for key in tensors}
     return {key: _saved_view(owners[key], tensor, model) for key, tensor in tensors.items()}
 
 
-def _saved_view(name: str, tensor: Tensor, model: nn.Module) -> Tensor:
+def _saved_view(name: str, tensor: Tensor, model: LanguageModel) -> Tensor:
     tensor = tensor.detach()
     shard = shard_of(tensor)
     if tuple(shard.tensor.shape) == shard.shape:  # this rank holds all of it: no label needed
         tensor = shard.tensor
-    vocab_size = model.config.vocab_size  # type: ignore[union-attr]
-    padded = name in ("model.embed_tokens.weight", "lm_head.weight") and tensor.dim() == 2
-    return tensor[:vocab_size] if padded and tensor.shape[0] > vocab_size else tensor  # type: ignore[operator]
+    vocab_size = model.config.vocab_size
+    padded = name in model.vocab_parameters and tensor.dim() == 2 and tensor.shape[0] > vocab_size
+    return tensor[:vocab_size] if padded else tensor
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _check_position(run: Run, state: dict[str, Any], path: Path) -> None:
 
 
 @torch.no_grad()
-def load_initial_weights(model: nn.Module, path: str) -> None:
+def load_initial_weights(model: LanguageModel, path: str) -> None:
     """`init_method: {path}`: the weights of a checkpoint or a Hugging Face model, and nothing else."""
     from kenotron.interop import initial_tensors
 

@@ -12,11 +12,10 @@ from kenotron.config import dump
 from kenotron.config.architecture import HFArchitecture
 from kenotron.config.errors import InputError
 from kenotron.config.model import ExistingCheckpointInit, RandomInit
-from kenotron.models import build, initialize_model, materialize, named_parameters
+from kenotron.models import LanguageModel, build, initialize_model, materialize, named_parameters
 from kenotron.models.plan import modules
 from kenotron.optim.build import build_optimizer
 from kenotron.parallel import data as data_parallel
-from kenotron.parallel import tensor as tensor_parallel
 from kenotron.parallel.shards import shard_of
 from kenotron.train import console
 from kenotron.train.console import logger
@@ -61,12 +60,15 @@ def resolve_architecture(config: Config) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"architecture": resolved})})
 
 
-def make_model(config: Config, mesh: Mesh, device: torch.device) -> nn.Module:
+def make_model(config: Config, mesh: Mesh, device: torch.device) -> LanguageModel:
     """The model in memory on `device`, split by its plan, weights undefined. Order: recompute → compile → shard."""
     with torch.device("meta"):
         model = build(config.model, mesh.degree("tp"))
-    tensor_parallel.apply(model, model.plan, mesh)
-    model.model.recompute = config.parallelism.recompute_layer
+    if mesh.degree("tp") > 1:
+        from kenotron.parallel import tensor as tensor_parallel
+
+        tensor_parallel.apply(model, model.plan, mesh)
+    model.set_recompute(config.parallelism.recompute_layer)
     if config.model.compile:
         for _, block in modules(model, model.plan.blocks):
             block.compile()
@@ -79,7 +81,7 @@ def make_model(config: Config, mesh: Mesh, device: torch.device) -> nn.Module:
     return model
 
 
-def fill_weights(model: nn.Module, config: Config) -> None:
+def fill_weights(model: LanguageModel, config: Config) -> None:
     init = config.model.init_method
     if isinstance(init, ExistingCheckpointInit):
         logger.info("Weights from %s", init.path)

@@ -1,0 +1,34 @@
+"""What every model family answers, so that the rest of the house need not know which one it holds."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+from torch import nn
+
+from kenotron.models.initialization import InitRule
+from kenotron.models.plan import Plan
+
+
+class LanguageModel(nn.Module):
+    """A family: ``model(tokens, ctx)`` → logits; ``model(tokens, ctx, labels)`` → (loss, its z part)."""
+
+    plan: ClassVar[Plan]
+    """How it may be split."""
+    vocab_parameters: ClassVar[tuple[str, ...]]
+    """Parameters with a row for every token: padded in memory, saved without the padding."""
+    config: Any
+    """The architecture section it was built from."""
+
+    @abstractmethod
+    def tie_weights(self) -> None:
+        """Share what the config ties; called again whenever parameters were replaced."""
+
+    @abstractmethod
+    def init_rules(self, std: float, scaling: str) -> list[InitRule]:
+        """Distributions of fresh weights, first match wins."""
+
+    @abstractmethod
+    def set_recompute(self, recompute: bool) -> None:
+        """Whether blocks forget their activations and compute them again in backward."""
