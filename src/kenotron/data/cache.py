@@ -95,7 +95,7 @@ def open_tokens(
 
     Errors (InputError): whatever `texts` finds wrong with its files; no document at all; the cache cannot be written.
     """
-    content = content_hash(texts)
+    content = texts.content_hash() if overwrite else content_hash(texts)
     recipe = f"tokens {FORMAT} {content} {tokenizer.hash} {rules.eos} {rules.max_tokens} {val_fraction!r}"
     path = cache_root() / "tokens" / _digest(recipe)
 

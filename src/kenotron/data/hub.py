@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from kenotron.config.errors import InputError
 
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+PROXY_VARIABLES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
 
 
 def offline_variable() -> str | None:
@@ -18,35 +22,46 @@ def offline_variable() -> str | None:
     return None
 
 
-def settle_offline() -> None:
-    """One of the three variables stands for all. Call before a Hugging Face library is first imported."""
+def settle_hub() -> None:
+    """One of the three offline variables stands for all, and the hub's library says nothing by itself.
+
+    Call it before a Hugging Face library is first imported: they read the variables only then.
+    """
     if offline_variable():
         for name in OFFLINE_VARIABLES:
-            os.environ[name] = "1"
+            if not os.environ.get(name):
+                os.environ[name] = "1"
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
-def hub_file(
-    repo: str, file: str, revision: str | None = None, repo_type: str = "model", key: str = "hub"
-) -> Path | None:
-    """Local path of a repository's file; None if the repository has no such file.
+def hub_file(repo: str, file: str, revision: str | None, key: str, optional: bool = False) -> Path | None:
+    """Local path of a file of the model repository `repo`; None if there is no such file in it.
 
-    Errors (InputError): the repository does not exist, or the hub cannot be asked.
+    `key` names the config key in errors. With `optional`, None also when the hub cannot be asked.
+    Errors (InputError): no such repository or revision, hub unreachable or forbidden.
     """
-    settle_offline()
+    settle_hub()
     import huggingface_hub as hub
     from huggingface_hub import errors
 
     try:
-        cached = hub.try_to_load_from_cache(repo, file, revision=revision, repo_type=repo_type)
+        cached = hub.try_to_load_from_cache(repo, file, revision=revision)
         if isinstance(cached, str):
             return Path(cached)
-        if offline := offline_variable():
-            if cached is not None or cached_revision(repo, revision, repo_type):
+        forbidden = offline_variable()
+        if cached is not None or (forbidden and cached_revision(repo, revision, "model")):
+            return None
+        if forbidden:
+            raise InputError(
+                f"{key}: '{repo}' is not in the local Hugging Face cache, and {forbidden}=1 forbids to fetch it"
+            )
+        if reason := unreachable():
+            if optional:
                 return None
             raise InputError(
-                f"{key}: '{repo}' is not in the local Hugging Face cache, and {offline}=1 forbids to fetch it"
+                f"{key}: cannot reach the Hugging Face hub for '{repo}', and it is not cached here ({reason})"
             )
-        return Path(hub.hf_hub_download(repo, file, revision=revision, repo_type=repo_type))
+        return Path(hub.hf_hub_download(repo, file, revision=revision))
     except errors.LocalEntryNotFoundError:
         raise InputError(f"{key}: cannot reach the Hugging Face hub for '{repo}' ({file})") from None
     except errors.EntryNotFoundError:
@@ -57,13 +72,28 @@ def hub_file(
         raise InputError(f"{key}: repository '{repo}' has no revision '{revision}'") from None
     except errors.HFValidationError:
         raise InputError(f"{key}: '{repo}' is neither a folder here nor the name of a repository") from None
-    except (OSError, errors.HfHubHTTPError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{key}: cannot reach the Hugging Face hub for '{repo}' ({file}): {reason}") from None
+    except OSError as error:  # httpx errors are such, too
+        raise InputError(f"{key}: fetching '{repo}' ({file}) failed: {first_line(error)}") from None
+
+
+def unreachable() -> str | None:
+    """Why the hub cannot be connected to, found out in one try; None if it can, or if a proxy decides."""
+    from huggingface_hub import constants
+
+    if any(os.environ.get(name) or os.environ.get(name.lower()) for name in PROXY_VARIABLES):
+        return None
+    address = urlsplit(constants.ENDPOINT)
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=10).close()
+    except OSError as error:
+        return f"{address.hostname}: {error.strerror or error}"
+    return None
 
 
 def cached_revision(repo: str, revision: str | None, repo_type: str) -> str | None:
     """Commit of `repo` in the local hub cache, or None. Reads one small file."""
+    settle_hub()
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{repo.replace('/', '--')}"
@@ -72,3 +102,8 @@ def cached_revision(repo: str, revision: str | None, repo_type: str) -> str | No
         return name
     ref = folder / "refs" / name
     return ref.read_text().strip() if ref.is_file() else None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

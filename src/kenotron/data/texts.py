@@ -42,10 +42,13 @@ class Texts(Protocol):
     """A finite sequence of documents."""
 
     name: str
-    size: int
-    """All the work, in the unit that `documents` counts: bytes or rows."""
     skipped: int
     """Files left out by the last pass over `documents`."""
+
+    @property
+    def size(self) -> int:
+        """All the work, in the unit that `documents` counts: bytes or rows."""
+        ...
 
     def signature(self) -> str | None:
         """Cheap to get, and another one when the content may be another; None when nothing cheap is known."""

@@ -24,7 +24,7 @@ import numpy as np
 from kenotron.config.errors import InputError
 
 from .batch import Int64
-from .hub import hub_file
+from .hub import first_line, hub_file, settle_hub
 
 if TYPE_CHECKING:
     import tokenizers
@@ -138,11 +138,12 @@ def load_tokenizer(name_or_path: str | Path, revision: str | None = None) -> Tok
     if path.is_absolute() or str(name_or_path).count("/") > 1 or str(name_or_path).startswith("."):
         raise InputError(f"tokenizer.tokenizer_name_or_path: no such file or folder: {name_or_path}")
     name = str(name_or_path)
-    file = hub_file(name, "tokenizer.json", revision=revision, key="tokenizer.tokenizer_name_or_path")
+    key = "tokenizer.tokenizer_name_or_path"
+    file = hub_file(name, "tokenizer.json", revision, key)
     if file is None:
         return _from_transformers(name, revision)
     for extra in ("tokenizer_config.json", "special_tokens_map.json"):
-        hub_file(name, extra, revision=revision, key="tokenizer.tokenizer_name_or_path")
+        hub_file(name, extra, revision, key, optional=True)
     tokenizer = _read(file, file.parent)
     tokenizer.name = name
     return tokenizer
@@ -171,13 +172,13 @@ def _read(file: Path, folder: Path) -> Tokenizer:
 
 def _from_transformers(name: str, revision: str | None) -> Tokenizer:
     """Tokenizers kept in other files than tokenizer.json, converted by `transformers`."""
+    settle_hub()
     import transformers
 
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise InputError(f"tokenizer.tokenizer_name_or_path: cannot load '{name}': {first}") from None
+        raise InputError(f"tokenizer.tokenizer_name_or_path: cannot load '{name}': {first_line(error)}") from None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InputError(

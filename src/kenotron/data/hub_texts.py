@@ -1,0 +1,178 @@
+"""Documents of Hugging Face datasets: rows of a hub repository or of a local folder.
+
+    hf_dataset_or_datasets: org/name                      all its rows
+    hf_dataset_or_datasets: {org/a: 1.0, folder/b: 0.1}   all rows of a, then the first int(0.1 * rows) of b
+
+`datasets`, a second to import, comes in only when rows are read. What was tokenized once is found again by the
+commit in the local hub cache, so a second run neither imports it nor asks the hub whether there is a newer commit;
+`dataset_overwrite_cache: true` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kenotron.config.errors import InputError
+
+from .hub import cached_revision, first_line, offline_variable, settle_hub, unreachable
+from .texts import FileTexts, find_files, missing_column
+
+ROWS_AT_ONCE = 1000
+
+
+class HubTexts:
+    """Rows of several datasets, one after the other; `column` holds the text."""
+
+    def __init__(
+        self,
+        names: str | Sequence[str] | dict[str, float],
+        splits: str | Sequence[str] = "train",
+        config_name: str | None = None,
+        column: str = "text",
+    ) -> None:
+        if isinstance(names, str):
+            names = [names]
+        self.fractions = names if isinstance(names, dict) else dict.fromkeys(names, 1.0)
+        for name, fraction in self.fractions.items():
+            if not 0 < fraction <= 1:
+                raise InputError(
+                    f"hf_dataset_or_datasets: the fraction of '{name}' must be above 0 and at most 1, found {fraction}"
+                )
+        self.splits = [splits] if isinstance(splits, str) else list(splits)
+        self.config_name, self.column = config_name, column
+        self.name = ", ".join(self.fractions)
+        self.skipped = 0
+
+    @property
+    def size(self) -> int:
+        """Rows."""
+        return sum(len(rows) for rows in self._parts)
+
+    def signature(self) -> str | None:
+        digest = hashlib.blake2b(f"hub {self._rules()}".encode(), digest_size=16)
+        for name in self.fractions:
+            known = _folder_state(Path(name)) if Path(name).is_dir() else cached_revision(name, None, "dataset")
+            if known is None:
+                return None
+            digest.update(f"\n{name} {known}".encode())
+        return digest.hexdigest()
+
+    def content_hash(self) -> str:
+        digest = hashlib.blake2b(self._rules().encode(), digest_size=16)
+        for rows in self._parts:
+            digest.update(f"\n{rows._fingerprint}".encode())
+        return digest.hexdigest()
+
+    def documents(self) -> Iterator[tuple[str, int]]:
+        done = 0
+        for rows in self._parts:
+            if self.column not in rows.column_names:
+                row = dict.fromkeys(rows.column_names)
+                raise InputError(f"text_column_name: dataset {self.name}: {missing_column(self.column, row)}")
+            for batch in rows.select_columns([self.column]).iter(ROWS_AT_ONCE):
+                for text in batch[self.column]:
+                    done += 1
+                    if not isinstance(text, str):
+                        problem = missing_column(self.column, {self.column: text})
+                        raise InputError(f"text_column_name: dataset {self.name}, row {done}: {problem}")
+                    yield text, done
+
+    @cached_property
+    def _parts(self) -> list[Any]:
+        parts = []
+        for name, fraction in self.fractions.items():
+            for split in self.splits:
+                rows = load_rows(name, self.config_name, split)
+                parts.append(rows.select(range(int(fraction * len(rows)))))
+        return parts
+
+    def _rules(self) -> str:
+        return f"{self.fractions} {self.splits} {self.config_name} {self.column}"
+
+
+def load_rows(name: str, config_name: str | None, split: str) -> Any:
+    """A split as a `datasets.Dataset`: of a folder that `save_to_disk` wrote, a folder of data files, or a hub
+    repository, which comes from the local caches where the hub cannot be asked.
+
+    Errors (InputError): not there, no such configuration or split, hub unreachable.
+    """
+    settle_hub()
+    import datasets
+
+    folder = Path(name)
+    with _quiet(datasets), _explained(name, datasets.exceptions.DatasetsError):
+        if (folder / "state.json").is_file():
+            return datasets.load_from_disk(name)
+        if (folder / "dataset_dict.json").is_file():
+            saved = datasets.load_from_disk(name)
+            if split not in saved:
+                raise InputError(f"hf_dataset_splits: '{name}' has no split '{split}'; it has {', '.join(saved)}")
+            return saved[split]
+        if name.startswith(("/", ".", "~")) and not folder.is_dir():
+            raise InputError(f"hf_dataset_or_datasets: no such folder: {name}")
+        try:
+            return datasets.load_dataset(name, config_name, split=split)
+        except OSError:
+            snapshot = _cached_snapshot(name)
+            if snapshot is None:
+                raise
+            return datasets.load_dataset(snapshot, config_name, split=split)
+
+
+def _cached_snapshot(name: str) -> str | None:
+    """Folder of a repository in the local hub cache, if it is whole."""
+    import huggingface_hub as hub
+
+    if Path(name).exists():
+        return None
+    try:
+        return hub.snapshot_download(name, repo_type="dataset", local_files_only=True)
+    except (OSError, hub.errors.EntryNotFoundError, hub.errors.HFValidationError):
+        return None
+
+
+def _folder_state(folder: Path) -> str | None:
+    return FileTexts("", find_files(folder, "hf_dataset_or_datasets")).signature()
+
+
+@contextmanager
+def _explained(name: str, *library_errors: type[Exception]) -> Iterator[None]:
+    """Whatever loading raises, as one line."""
+    failures: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, *library_errors)
+    try:
+        yield
+    except failures as error:
+        key = "hf_dataset_or_datasets"
+        if Path(name).exists() or not isinstance(error, OSError):
+            raise InputError(f"{key}: cannot load '{name}': {first_line(error)}") from None
+        if offline := offline_variable():
+            raise InputError(
+                f"{key}: '{name}' is not in the local Hugging Face caches, and {offline}=1 forbids to fetch it"
+            ) from None
+        if reason := unreachable():
+            raise InputError(
+                f"{key}: cannot reach the Hugging Face hub for '{name}', and it is not cached here ({reason})"
+            ) from None
+        raise InputError(f"{key}: cannot load '{name}': {first_line(error)}") from None
+
+
+@contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """No warnings of the library; its progress bars only on a terminal."""
+    verbosity = datasets.logging.get_verbosity()
+    bars = datasets.is_progress_bar_enabled()
+    datasets.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if bars:
+            datasets.enable_progress_bars()

@@ -1,0 +1,30 @@
+"""Fixtures for every test: a cache of its own, and a Hugging Face home that is made here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "data"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_cache(tmp_path_factory: pytest.TempPathFactory):
+    """Tokens and trained tokenizers of a test session go to a temporary folder, never to the user's."""
+    folder = tmp_path_factory.getbasetemp() / "kenotron-cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KENOTRON_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def hub_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """HF_HOME of a made hub cache: the dataset and the tokenizer of the seeds' walkthrough.
+
+    For a subprocess: ``env=os.environ | hub_cache.offline_environment(hub_home)``.
+    """
+    from hub_cache import make_hub_cache
+
+    return make_hub_cache(tmp_path_factory.mktemp("hf-home"))
