@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Tag, model_serializer, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, GetJsonSchemaHandler, Tag, model_serializer, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from kenotron.config.section import EXPORT, OURS, Section, by_rule, has, key, null_means, problem
 
@@ -254,6 +255,13 @@ class HFArchitecture(Section):
         overrides |= value.get("overrides", {})
         checked = LlamaArchitecture.model_validate(overrides).model_dump(by_alias=True, exclude_unset=True)
         return {"hf": value["hf"], "overrides": checked}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        own = handler.resolve_ref_schema(handler(schema))
+        own["properties"].pop("overrides")
+        own["properties"] |= LlamaArchitecture.model_json_schema()["properties"]
+        return own
 
     @model_serializer
     def _beside(self) -> dict[str, Any]:

@@ -134,7 +134,9 @@ def parse(text: str, name: str = "") -> Document:
 
 
 def parse_value(text: str, name: str) -> Any:
-    """The value of a YAML fragment on the command line."""
+    """The value of a YAML fragment on the command line; what YAML cannot start with (`%date`) is text."""
+    if text.startswith(("%", "@", "`")):
+        return text
     node = _compose(text, name)
     return None if node is None else _Reader(Document({}, name)).value(node, ())
 

@@ -1,0 +1,147 @@
+"""Random valid configs, drawn from the schema itself: a new key is drawn without a line here.
+
+Every field gets values of its type within its bounds. What two fields must agree on, which the types cannot say, is
+put right afterwards, key by key, in `_agree` and the small functions below it.
+"""
+
+from __future__ import annotations
+
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from hypothesis import strategies as st
+
+from kenotron.config import Config
+from kenotron.config.architecture import HFArchitecture, LlamaArchitecture
+from kenotron.config.optimizer import CustomOptimizer
+from kenotron.config.schema import fields
+from kenotron.config.section import Section
+
+text = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=12)
+tricky = st.sampled_from(
+    ["1e-5", "null", "~", "yes", "12:30:00", "2026-01-01", "010", "0x1f", "a: b", "- c", "# d", "é\u2028", " x ", "<<"]
+)
+words = text | tricky
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def configs() -> st.SearchStrategy[Config]:
+    """Valid configs over the whole schema, variants that no code serves yet included."""
+    return _section(Config).map(_agree).map(Config.model_validate)
+
+
+def _section(section: type[Section]) -> st.SearchStrategy[dict[str, Any]]:
+    if section is HFArchitecture:
+        llama = {name: _field(section, name, field) for name, field in fields(LlamaArchitecture)}
+        return st.fixed_dictionaries({"hf": words}, optional=llama)
+    required, optional = {}, {}
+    for name, field in fields(section):
+        deciding = field.is_required() or name.startswith("is_") or name in ("sft_dataloader", "name")
+        (required if deciding else optional)[name] = _field(section, name, field)
+    return st.fixed_dictionaries(required, optional=optional)
+
+
+def _field(section: type[Section], name: str, field: Any) -> st.SearchStrategy[Any]:
+    if name == "rope_scaling":
+        return st.none() | st.just({"rope_type": "linear", "factor": 2.0})
+    if name in ("pattern", "weight_decay_exclude_named_params"):
+        regex = st.sampled_from([".*norm.*", r"model\.embed_tokens", "a|b"])
+        return regex if name == "pattern" else st.none() | st.lists(regex, max_size=2)
+    if name == "val_check_interval":
+        return st.just(-1) | st.integers(1, 1000)
+    if section is CustomOptimizer and name == "name":
+        return st.sampled_from(["torch.optim.Adagrad", "my.optimizers.Lion"])
+    bounds: dict[str, Any] = {}
+    for rule in field.metadata:
+        for bound in ("ge", "gt", "le", "lt", "min_length"):
+            if getattr(rule, bound, None) is not None:
+                bounds[bound] = getattr(rule, bound)
+    return _value(field.annotation, bounds)
+
+
+def _value(kind: Any, bounds: dict[str, Any]) -> st.SearchStrategy[Any]:
+    origin = get_origin(kind)
+    if origin is Annotated:
+        return _value(get_args(kind)[0], bounds)
+    if origin in (Union, UnionType):
+        return st.one_of([_value(each, bounds) for each in get_args(kind)])
+    if origin is Literal:
+        return st.sampled_from(get_args(kind))
+    if origin is list:
+        return st.lists(_value(get_args(kind)[0], {}), min_size=bounds.get("min_length", 0), max_size=3)
+    if origin is dict:
+        return st.dictionaries(words, _value(get_args(kind)[1], {}), max_size=3)
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return st.deferred(lambda: _section(kind))
+    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    scalars: dict[Any, st.SearchStrategy[Any]] = {
+        str: words,
+        bool: st.booleans(),
+        type(None): st.none(),
+        Any: plain,
+        int: st.integers(-3 if low is None else low, 10_000 if high is None else high),
+        float: st.floats(
+            0.0 if low is None else low,
+            1e9 if high is None else high,
+            exclude_min="gt" in bounds,
+            exclude_max="lt" in bounds,
+            allow_nan=False,
+        ),
+    }
+    return scalars[kind]
+
+
+def _agree(config: dict[str, Any]) -> dict[str, Any]:
+    """Put right what fields must agree on."""
+    _heads(config["model"]["model_config"])
+    config.setdefault("parallelism", None)
+    if config["parallelism"]:
+        config["parallelism"]["tp"] = 1
+    config["tokenizer"] = {"tokenizer_name_or_path": "some/tokenizer"}
+    _stages(config["data_stages"])
+    _schedule(config["optimizer"]["learning_rate_scheduler"])
+    if config.get("profiler"):
+        config["tokens"]["train_steps"] = 10**10
+    if config.get("lighteval"):
+        config["lighteval"].update(upload_to_wandb=False, eval_interval=None)
+    return config
+
+
+def _heads(model: dict[str, Any]) -> None:
+    if "hf" in model:
+        return
+    model.update(num_attention_heads=4, hidden_size=64, num_hidden_layers=4)
+    if "is_starcoder2_config" in model:
+        model.update(num_kv_heads=2)
+        return
+    model.update(num_key_value_heads=2)
+    if "is_qwen2_config" in model:
+        model.update(_attn_implementation="flash_attention_2", flex_attention_mask=None, no_rope_layer=2)
+        model.update(ring_attn_heads_k_stride=None)
+        if model.get("moe_config"):
+            model["moe_config"].update(num_experts=8, top_k=2)
+
+
+def _stages(stages: list[dict[str, Any]]) -> None:
+    for i, stage in enumerate(stages):
+        stage.update(name=f"stage {i}", start_training_step=1 + 7 * (len(stages) - 1 - i))  # not in order
+        dataset = stage["data"]["dataset"] or {}
+        dataset.pop("weight", None)
+        for part in [dataset, *dataset.get("mixture", [])]:
+            if "dataset_folder" in part:
+                part.update(dataset_weights=None, dataset_read_path=None, dataset_max_tokens=None)
+        for part in dataset.get("mixture", []):
+            part["weight"] = 2.0
+
+
+def _schedule(schedule: dict[str, Any]) -> None:
+    schedule.update(lr_step_size=5)
+    if schedule.get("min_decay_lr") is not None:
+        schedule["min_decay_lr"] = min(schedule["min_decay_lr"], schedule["learning_rate"])
+    if schedule.get("lr_decay_starting_step") is not None:
+        warmup = schedule.get("lr_warmup_steps", 0)
+        schedule["lr_decay_starting_step"] = max(schedule["lr_decay_starting_step"], warmup)

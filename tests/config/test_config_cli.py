@@ -1,0 +1,126 @@
+"""`kenotron config` and `kenotron init`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kenotron.cli import config as command
+from kenotron.cli.init import init, starters
+from kenotron.config import InputError, dump, load, refuse_unsupported
+from kenotron.config.document import parse
+
+runner = CliRunner()
+starter = typer.Typer()
+starter.command()(init)
+
+
+def output(*arguments: object) -> str:
+    result = runner.invoke(command.app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture
+def path(minimal: dict[str, Any], write: Callable[[str], Path]) -> Path:
+    return write(dump(load(minimal)))
+
+
+def test_check_answers_in_one_line(path: Path) -> None:
+    assert output("check", path) == f"{path}: valid: 15 steps of 2 sequences of 256 tokens, 1 stage\n"
+    assert "100 steps" in output("check", path, "tokens.train_steps=100")
+
+
+def test_check_refuses_what_is_wrong_and_what_is_not_supported(path: Path) -> None:
+    for override, expected in (("tokens.trainsteps=1", "did you mean"), ("parallelism.tp=2", "not supported yet")):
+        with pytest.raises(InputError, match=expected):
+            output("check", path, override)
+
+
+@pytest.mark.parametrize("comments", [[], ["--comments"]])
+def test_show_prints_a_config_that_loads_to_the_same(path: Path, comments: list[str]) -> None:
+    shown = output("show", path, "tokens.train_steps=100", *comments)
+    assert load(parse(shown).data) == load(path, ["tokens.train_steps=100"])
+    assert ("# Optimizer steps of the whole run." in shown) == bool(comments)
+
+
+def test_upgraded_keys_are_told_on_stderr_not_in_the_output(path: Path) -> None:
+    path.write_text(path.read_text().replace("  dp: 1\n", "  dp: 1\n  moe_layer_recompute: false\n", 1))
+    result = runner.invoke(command.app, ["show", str(path)])
+    assert "moe_layer_recompute is dropped" in result.stderr
+    assert "moe_layer_recompute" not in result.stdout
+
+
+def test_diff_prints_one_line_per_key(path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(dump(load(path, ["tokens.train_steps=30", "general.run=x"])))
+    assert output("diff", path, other).splitlines() == [
+        "general.run: '%date_%jobid' -> 'x'",
+        "tokens.train_steps: 15 -> 30",
+    ]
+    assert output("diff", path, path) == ""
+
+
+def test_schema_and_reference_are_printed() -> None:
+    assert json.loads(output("schema"))["title"] == "Kénotron config"
+    assert output("reference").startswith("# Config reference\n")
+
+
+def test_init_lists_the_starters_with_what_they_are_for() -> None:
+    listed = runner.invoke(starter, []).stdout
+    assert [line.split()[0] for line in listed.splitlines()] == ["hf-finetune", "text-folder", "tiny-llama"]
+    assert "your own folder of text files" in listed
+
+
+@pytest.mark.parametrize("name", sorted(starters()))
+def test_every_starter_loads_and_is_supported(name: str, tmp_path: Path) -> None:
+    written = runner.invoke(starter, [name]).stdout
+    path = tmp_path / "my.yaml"
+    path.write_text(written)
+    refuse_unsupported(load(path, report=pytest.fail))
+
+
+def test_an_unknown_starter_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="no starter 'tiny-lama'; did you mean 'tiny-llama'"):
+        runner.invoke(starter, ["tiny-lama"], catch_exceptions=False)
+
+
+def fresh(code: str) -> str:
+    """What a new Python prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_the_config_room_and_its_commands_leave_heavy_libraries_alone(path: Path) -> None:
+    code = (
+        "import sys; from kenotron.cli.config import app; import kenotron.cli.init\n"
+        f"app(['check', {str(path)!r}], standalone_mode=False)\n"
+        "print([m for m in ('torch', 'transformers', 'datasets', 'tokenizers', 'numpy') if m in sys.modules])"
+    )
+    assert fresh(code).splitlines()[-1] == "[]"
+
+
+def test_loading_a_config_takes_little_processor_time(path: Path) -> None:
+    code = (
+        "import time; from kenotron.cli.config import app\n"
+        f"app(['check', {str(path)!r}], standalone_mode=False); print(time.process_time())"
+    )
+    assert min(float(fresh(code).splitlines()[-1]) for _ in range(3)) < 0.7
+
+
+def test_the_largest_config_loads_within_a_blink(minimal: dict[str, Any]) -> None:
+    minimal["data_stages"] = [
+        {"name": f"{i}", "start_training_step": i + 1, "data": {"dataset": None}} for i in range(1000)
+    ]
+    start = time.process_time()
+    load(minimal)
+    assert time.process_time() - start < 2

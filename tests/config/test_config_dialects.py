@@ -1,0 +1,146 @@
+"""Every older form of the schema loads, and says so in one line per upgraded key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kenotron.config import Config, InputError, dump, fill_run_name, load
+from kenotron.config.data import NanosetDataset
+from kenotron.config.optimizer import AdamW
+
+
+def upgraded(source: Any) -> tuple[Config, list[str]]:
+    lines: list[str] = []
+    return load(source, report=lines.append), lines
+
+
+def test_todays_form_reports_nothing(minimal: dict[str, Any]) -> None:
+    assert upgraded(minimal)[1] == []
+
+
+def test_flat_adam_keys_move_into_the_factory(minimal: dict[str, Any]) -> None:
+    del minimal["optimizer"]["optimizer_factory"]
+    minimal["optimizer"] |= {"adam_eps": 1e-6, "adam_beta1": 0.8, "adam_beta2": 0.9, "torch_adam_is_fused": False}
+    config, lines = upgraded(minimal)
+    expected = AdamW(adam_eps=1e-6, adam_beta1=0.8, adam_beta2=0.9, torch_adam_is_fused=False)
+    assert config.optimizer.optimizer_factory == expected
+    assert len(lines) == 4
+    assert lines[0] == "optimizer.adam_eps is now optimizer.optimizer_factory.adam_eps"
+
+
+def test_a_flat_adam_key_beside_the_same_in_the_factory_is_an_error(minimal: dict[str, Any]) -> None:
+    minimal["optimizer"]["optimizer_factory"]["adam_eps"] = 1e-8
+    minimal["optimizer"]["adam_eps"] = 1e-6
+    with pytest.raises(InputError, match="adam_eps stands beside an optimizer_factory that has it"):
+        load(minimal)
+
+
+@pytest.mark.parametrize("inside_a_mixture", [False, True])
+def test_a_map_of_folders_becomes_folders_and_weights(minimal: dict[str, Any], inside_a_mixture: bool) -> None:
+    old = {"dataset_folder": {"a": 3, "b": 0.5}}
+    dataset = {"mixture": [old | {"weight": 1.0}]} if inside_a_mixture else old
+    minimal["data_stages"][0]["data"]["dataset"] = dataset
+    config, lines = upgraded(minimal)
+    found = config.data_stages[0].data.dataset
+    found = found.mixture[0] if inside_a_mixture else found  # type: ignore[union-attr]
+    assert isinstance(found, NanosetDataset)
+    assert (found.folders, found.dataset_weights) == (["a", "b"], [3.0, 0.5])
+    assert lines == ["dataset_folder {folder: weight} is now dataset_folder and dataset_weights"]
+
+
+def test_data_without_stages_becomes_one_stage(minimal: dict[str, Any]) -> None:
+    del minimal["data_stages"]
+    minimal["data"] = {"dataset": None, "seed": 6, "num_loading_workers": 2}
+    config, lines = upgraded(minimal)
+    (stage,) = config.data_stages
+    assert (stage.start_training_step, stage.data.seed, stage.data.num_loading_workers) == (1, 6, 2)
+    assert len(lines) == 1
+
+
+def test_top_level_datastates_moves_to_checkpoints(minimal: dict[str, Any]) -> None:
+    minimal["datastates"] = {"host_cache_size": 16, "parser_threads": 2, "pin_host_cache": True}
+    config, lines = upgraded(minimal)
+    assert config.checkpoints.datastates is not None
+    assert config.checkpoints.datastates.host_cache_size == 16
+    assert lines == ["datastates is now checkpoints.datastates"]
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_moe_layer_recompute_is_dropped_aloud(minimal: dict[str, Any], value: bool) -> None:
+    minimal["parallelism"] = {"dp": 1, "pp": 1, "tp": 1, "moe_layer_recompute": value}
+    lines = upgraded(minimal)[1]
+    assert len(lines) == 1
+    assert "moe_layer_recompute is dropped" in lines[0]
+
+
+def test_kenotrons_lighteval_keys_load_beside_nanotrons(minimal: dict[str, Any]) -> None:
+    minimal["lighteval"] = {
+        "slurm_template": "t.jinja",
+        "checkpoints_path": "c",
+        "tasks": {"tasks": "early-signal", "max_samples": 1000},
+        "generation": {"greedy": {"sampler": "GREEDY", "seed": None}, "warm": {"temperature": 0.5}},
+        "wandb": {"wandb_project": "p"},
+    }
+    evaluation = load(minimal).lighteval
+    assert evaluation is not None
+    assert evaluation.generation["greedy"].sampler == "greedy"  # type: ignore[index]
+    assert evaluation.slurm_script_dir == "eval_results/launch-config"
+
+
+def test_upgraded_lines_name_file_and_line(minimal: dict[str, Any], write: Callable[[str], Path]) -> None:
+    text = dump(load(minimal)).replace("  optimizer_factory:", "  adam_eps: 1e-6\n  optimizer_factory:")
+    text = text.replace("    adam_eps: 1.0e-08\n", "")
+    path = write(text)
+    number = text.splitlines().index("  adam_eps: 1e-6") + 1
+    assert upgraded(path)[1] == [f"{path}:{number}: optimizer.adam_eps is now optimizer.optimizer_factory.adam_eps"]
+
+
+def test_an_error_in_an_upgraded_key_names_the_line_where_it_was_written(write: Callable[[str], Path]) -> None:
+    path = write("data:\n  dataset: null\n  sed: 3\n")
+    with pytest.raises(InputError) as caught:
+        load(path, report=lambda line: None)
+    assert f"{path}:3: unknown key 'data_stages.0.data.sed'; did you mean 'seed'?" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("run", "filled"),
+    [
+        (None, "20261120_134953_777"),
+        ("tiny_%date_%jobid", "tiny_20261120_134953_777"),
+        ("%jobid-%jobid", "777-777"),
+        ("%date and %date", "20261120_134953 and 20261120_134953"),
+        ("plain", "plain"),
+    ],
+)
+def test_every_placeholder_is_filled_once(minimal: dict[str, Any], run: str | None, filled: str) -> None:
+    minimal["general"]["run"] = run
+    config = load(minimal)
+    assert config.general.run == (run or "%date_%jobid")
+    now = datetime(2026, 11, 20, 13, 49, 53)
+    named = fill_run_name(config, now, "777")
+    assert named.general.run == filled
+    assert fill_run_name(named, datetime(1999, 1, 1), None) == named
+    assert "local" in fill_run_name(load(minimal, ["general.run=%jobid"]), now, None).general.run
+
+
+def test_nanotrons_nulls_mean_its_defaults(minimal: dict[str, Any]) -> None:
+    minimal["general"]["seed"] = None
+    minimal["model"]["dtype"] = None
+    minimal["parallelism"] = {
+        "dp": 1,
+        "pp": 1,
+        "tp": 1,
+        "pp_engine": None,
+        "tp_mode": "reduce_scatter",
+        "tp_linear_async_communication": None,
+    }
+    minimal["logging"] = {"log_level": None, "log_level_replica": None}
+    minimal |= {"profiler": None, "lighteval": None, "s3_upload": None, "tokenizer": None, "metrics_logging": None}
+    config = load(minimal)
+    assert (config.general.seed, config.model.dtype, config.logging.log_level) == (42, "bfloat16", "info")
+    assert (config.parallelism.pp_engine, config.parallelism.tp_mode) == ("afab", "REDUCE_SCATTER")

@@ -1,0 +1,183 @@
+"""What is wrong is said in one line each: file, line, key, what was expected, what was found, the nearest name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kenotron.config import InputError, dump, load
+
+
+def message(source: Any, overrides: tuple[str, ...] = ()) -> str:
+    with pytest.raises(InputError) as caught:
+        load(source, overrides, report=lambda line: None)
+    return str(caught.value)
+
+
+def test_each_error_has_one_line_with_file_and_line(minimal: dict[str, Any], write: Callable[[str], Path]) -> None:
+    text = dump(load(minimal))
+    text = text.replace("train_steps: 15", "train_steps: abc").replace("  hidden_size:", "  hiden_size:", 1)
+    text = text.replace("  std: 0.025", "  std: wide").replace("  project: debug\n", "")
+    path, lines = write(text), text.splitlines()
+
+    def at(start: str) -> str:
+        return f"{path}:{next(i for i, line in enumerate(lines, 1) if line.strip().startswith(start))}"
+
+    assert message(path).splitlines() == [
+        f"{at('general')}: missing key 'general.project'",
+        f"{at('hiden_size')}: unknown key 'model.model_config.hiden_size'; did you mean 'hidden_size'?",
+        f"{at('std')}: model.init_method.std: expected a number, found 'wide'",
+        f"{at('train_steps')}: tokens.train_steps: expected an integer, found 'abc'",
+    ]
+
+
+def test_a_misspelt_required_key_is_one_error_not_two(minimal: dict[str, Any]) -> None:
+    minimal["tokens"]["train_step"] = minimal["tokens"].pop("train_steps")
+    assert message(minimal) == "unknown key 'tokens.train_step'; did you mean 'train_steps'?"
+
+
+def test_a_key_in_the_wrong_section_is_told_where_it_belongs(minimal: dict[str, Any]) -> None:
+    minimal["general"]["sequence_length"] = 3
+    assert message(minimal) == "unknown key 'general.sequence_length'; did you mean 'tokens.sequence_length'?"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("tokens.train_steps=1.5", "expected an integer, found 1.5"),
+        ("tokens.train_steps=true", "expected an integer, found true"),
+        ("tokens.train_steps='3'", "expected an integer, found '3'"),
+        ("tokens.train_steps=0", "expected a number of at least 1, found 0"),
+        ("tokens.val_fraction=1", "expected a number below 1, found 1"),
+        ("tokens.val_check_interval=0", "expected -1 (never) or a number of steps above 0, found 0"),
+        ("optimizer.weight_decay=.nan", "expected a finite number, found nan"),
+        ("optimizer.zero_stage=4", "expected 0, 1, 2 or 3, found 4"),
+        ("optimizer.clip_grad=0", "expected a number above 0, found 0"),
+        ("model.dtype=bf16", "found 'bf16'; did you mean 'bfloat16'?"),
+        ("general.run=2026", "expected text, found 2026 (write it in quotes)"),
+        ("logging.tensorboard=1", "expected true or false, found 1"),
+        ("parallelism.pp_engine=1F1B", "expected 'afab' or '1f1b', found '1F1B'"),
+        ("logging.sample_prompts=hello", "expected a list, found 'hello'"),
+        ("tokens=null", "tokens: expected a map of keys, found null"),
+        ("data_stages=[]", "expected a list of at least 1"),
+        ("metrics_logging.log_level=2", "expected 0 or 1, found 2"),
+        ("model.model_config.rope_scaling={rope_type: yarn}", "expected the key 'factor' beside rope_type: yarn"),
+        ("model.model_config.rope_scaling={rope_type: foo}", "expected a rope_type among default, linear"),
+        ("model.model_config.rope_scaling={type: linear, factor: 2, beta: 1}", "not 'beta'"),
+        ("optimizer.weight_decay_exclude_named_params=['(']", "expected a regular expression"),
+    ],
+)
+def test_a_wrong_value_says_what_was_expected(minimal: dict[str, Any], override: str, expected: str) -> None:
+    said = message(minimal, (override,))
+    assert said.startswith(f"override {override}: ")
+    assert expected in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.model_config.num_attention_heads=3", "num_attention_heads: expected a divisor of hidden_size 16"),
+        (
+            "model.model_config.num_key_value_heads=3",
+            "num_key_value_heads: expected a divisor of num_attention_heads 4",
+        ),
+        ("parallelism.tp=3", "parallelism.tp: expected a divisor of num_attention_heads 4, found 3"),
+        ("parallelism.tp=8", "parallelism.tp: expected a divisor of num_attention_heads 4, found 8"),
+        ("optimizer.learning_rate_scheduler.min_decay_lr=1", "expected at most learning_rate 0.0003, found 1.0"),
+        ("optimizer.learning_rate_scheduler.lr_decay_starting_step=1", "expected at least lr_warmup_steps 2, found 1"),
+        ("optimizer.learning_rate_scheduler.lr_decay_style=step", "lr_step_size: missing"),
+        ("profiler={profiler_export_path: p, skip_first: 20}", "expected tokens.train_steps of at least 23"),
+        ("data_stages.0.start_training_step=2", "expected one stage that starts at 1, found 2"),
+        ("data_stages.0.data.dataset={corpus: python-stdlib}", "tokenizer.tokenizer_name_or_path: missing"),
+        ("tokenizer={train: {vocab_size: 300}}", "tokenizer.train: expected text in the first stage"),
+        ("tokenizer={train: {vocab_size: 300}, tokenizer_name_or_path: x}", "tokenizer.train: expected either"),
+        ("lighteval={upload_to_wandb: true, s3_save_path: s, wandb_entity: e}", "lighteval.wandb_project: missing"),
+    ],
+)
+def test_sections_are_checked_against_each_other(minimal: dict[str, Any], override: str, expected: str) -> None:
+    assert expected in message(minimal, (override,))
+
+
+def test_kv_heads_below_tp_are_refused(minimal: dict[str, Any]) -> None:
+    said = message(minimal, ("parallelism.tp=4", "model.model_config.num_key_value_heads=2"))
+    assert said == "override parallelism.tp=4: parallelism.tp: expected at most num_key_value_heads 2, found 4"
+
+
+def test_a_trained_vocabulary_must_fit_the_model(minimal: dict[str, Any]) -> None:
+    said = message(minimal, ("data_stages.0.data.dataset={text_files: t}", "tokenizer.train.vocab_size=300"))
+    assert "tokenizer.train.vocab_size: expected at most the model's vocab_size 256, found 300" in said
+
+
+@pytest.mark.parametrize(("key", "value"), [("name", "all"), ("start_training_step", 1)])
+def test_stages_have_names_and_starts_of_their_own(minimal: dict[str, Any], key: str, value: object) -> None:
+    other = {"name": "other", "start_training_step": 5, "data": {"dataset": None}} | {key: value}
+    minimal["data_stages"].append(other)
+    assert message(minimal) == f"data_stages.1.{key}: expected one that no other stage has, found {value!r} twice"
+
+
+def test_stages_are_sorted_by_their_start(minimal: dict[str, Any]) -> None:
+    minimal["data_stages"].insert(0, {"name": "late", "start_training_step": 5, "data": {"dataset": None}})
+    assert [stage.start_training_step for stage in load(minimal).data_stages] == [1, 5]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"flex_attention_mask": "document"}, "flex_attention_mask: expected _attn_implementation: flex_attention"),
+        ({"sliding_window_size": 8, "_attn_implementation": "sdpa"}, "sliding_window_size: sdpa has no sliding"),
+        ({"ring_attn_heads_k_stride": 1}, "expected with llama3_ring_attention and only there"),
+        ({"_attn_implementation": "llama3_ring_attention"}, "expected with llama3_ring_attention and only there"),
+        ({"no_rope_layer": 3}, "no_rope_layer: expected a divisor of num_hidden_layers 32"),
+        ({"moe_config": {"top_k": 9}}, "moe_config.top_k: expected at most num_experts 8"),
+    ],
+)
+def test_qwen2_keys_are_checked_against_each_other(
+    minimal: dict[str, Any], keys: dict[str, Any], expected: str
+) -> None:
+    minimal["model"]["model_config"] = {"is_qwen2_config": True} | keys
+    assert expected in message(minimal)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ": expected a config, found nothing"),
+        ("- a\n", ": expected a map of sections at the top"),
+        ("a: 1\nb: [1\n", ":3: not valid YAML: "),
+        ("a:\n\tb: 1\n", ":2: not valid YAML: "),
+        ("a: 1\nb: 2\na: 3\n", ":3: the key 'a' stands here again (first on line 1)"),
+        ("a: !!python/object:os.system x\n", ":1: expected plain YAML, found the tag"),
+        ("a: !!int many\n", ":1: cannot read 'many' as int"),
+        ("1: a\n", ":1: expected text as a key, found 1 (quote it)"),
+        ("a: &x [*x]\n", ":1: an alias contains itself"),
+        ("a: 1\n---\nb: 2\n", ":2: not valid YAML: expected a single document"),
+        ("general: {<<: 3}\n", ":1: expected a map, or a list of maps, after '<<'"),
+    ],
+)
+def test_yaml_that_cannot_be_read_names_the_line(write: Callable[[str], Path], text: str, expected: str) -> None:
+    path = write(text)
+    said = message(path)
+    assert said.startswith(f"{path}{expected}")
+    assert len(said.splitlines()) == 1
+
+
+def test_aliases_that_multiply_without_end_are_stopped(write: Callable[[str], Path]) -> None:
+    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    levels += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    assert "values, aliases written out" in message(write("\n".join(levels)))
+
+
+def test_a_missing_file_suggests_its_neighbour(write: Callable[[str], Path]) -> None:
+    path = write("a: 1")
+    assert message(path.parent / "mi.yaml").endswith("no such file; did you mean 'my.yaml'?")
+    assert message(path.parent).endswith("expected a YAML file, found a folder")
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert message(path) == f"{path}: expected text in UTF-8"

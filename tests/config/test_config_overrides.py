@@ -1,0 +1,94 @@
+"""Dotted overrides reach every key, and a wrong one says what was meant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kenotron.config import InputError, load
+from kenotron.config.model import ExistingCheckpointInit
+
+
+def message(source: dict[str, Any], *overrides: str) -> str:
+    with pytest.raises(InputError) as caught:
+        load(source, overrides)
+    return str(caught.value)
+
+
+def test_values_are_yaml(minimal: dict[str, Any]) -> None:
+    config = load(
+        minimal,
+        [
+            "tokens.train_steps=100",
+            "optimizer.learning_rate_scheduler.learning_rate=1e-3",
+            "data_stages.0.data.seed=1",
+            "model.init_method={path: checkpoints/100}",
+            "general.run='10'",
+            "logging.sample_prompts=[a, b=c]",
+            "optimizer.clip_grad=null",
+        ],
+    )
+    assert config.tokens.train_steps == 100
+    assert config.optimizer.learning_rate_scheduler.learning_rate == 1e-3
+    assert config.data_stages[0].data.seed == 1
+    assert config.model.init_method == ExistingCheckpointInit(path="checkpoints/100")
+    assert config.general.run == "10"
+    assert config.logging.sample_prompts == ["a", "b=c"]
+    assert config.optimizer.clip_grad is None
+
+
+def test_a_section_that_is_absent_is_made(minimal: dict[str, Any]) -> None:
+    minimal["profiler"] = None
+    config = load(minimal, ["profiler.profiler_export_path=p", "logging.log_dir=elsewhere"])
+    assert config.profiler is not None
+    assert (config.profiler.profiler_export_path, config.logging.log_dir) == ("p", "elsewhere")
+
+
+def test_the_callers_data_stays_as_it_is(minimal: dict[str, Any]) -> None:
+    load(minimal, ["tokens.train_steps=100"])
+    assert minimal["tokens"]["train_steps"] == 15
+
+
+def test_the_last_of_two_overrides_counts(minimal: dict[str, Any]) -> None:
+    assert load(minimal, ["tokens.train_steps=1", "tokens.train_steps=2"]).tokens.train_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("tokens.train_step=1", "unknown key 'tokens.train_step'; did you mean 'train_steps'?"),
+        ("train_steps=1", "unknown key 'train_steps'; did you mean 'tokens.train_steps'?"),
+        ("token.train_steps=1", "unknown key 'token'; did you mean 'tokens'?"),
+        ("data_stages.1.name=x", "'data_stages' is a list: expected a number from 0 to 0, found '1'"),
+        ("data_stages.first.name=x", "'data_stages' is a list: expected a number from 0 to 0, found 'first'"),
+        ("tokens.train_steps.x=1", "'tokens.train_steps' is 15, it has no key 'x'"),
+        ("tokens.train_steps=[1", "not valid YAML"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_told_the_nearest(minimal: dict[str, Any], override: str, expected: str) -> None:
+    said = message(minimal, override)
+    assert said.startswith(f"override {override}:")
+    assert expected in said
+
+
+@pytest.mark.parametrize("override", ["tokens.train_steps", "=3", "tokens..train_steps=3", ".a=1"])
+def test_what_is_not_an_override_is_said_so(minimal: dict[str, Any], override: str) -> None:
+    assert message(minimal, override) == f"{override}: expected an override of the form section.key=value"
+
+
+def test_a_key_of_another_variant_says_how_to_switch(minimal: dict[str, Any]) -> None:
+    assert message(minimal, "model.init_method.path=x").endswith(
+        "model.init_method: 'std' belongs to the variant random, but 'path' makes this existing; "
+        "to switch, give it whole: model.init_method={path: x}"
+    )
+    minimal["optimizer"]["optimizer_factory"] |= {"adam_eps": 1e-8, "adam_beta1": 0.9}
+    assert message(minimal, "optimizer.optimizer_factory.name=sgd").endswith(
+        "'adam_eps', 'adam_beta1' belong to the variant adamW, but 'name' makes this sgd; "
+        "to switch, give it whole: optimizer.optimizer_factory={name: sgd}"
+    )
+    minimal["data_stages"][0]["data"]["dataset"] = {"hf_dataset_or_datasets": "org/name"}
+    assert message(minimal, "data_stages.0.data.dataset.corpus=python-stdlib").endswith(
+        "'corpus' belongs to the variant corpus, but 'hf_dataset_or_datasets' makes this pretrain; "
+        "to switch, give it whole: data_stages.0.data.dataset={corpus: python-stdlib}"
+    )

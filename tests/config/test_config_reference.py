@@ -1,0 +1,75 @@
+"""The generated pages are fresh, complete, and the JSON schema agrees with the models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kenotron.config.reference import json_schema, json_schema_text, page
+from kenotron.config.schema import rows, section_at, siblings
+from kenotron.config.section import EXPORT, NO_EFFECT
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_reference_page_is_fresh() -> None:
+    stale = "stale: run `kenotron config reference > docs/config-reference.md`"
+    assert (DOCS / "config-reference.md").read_text(encoding="utf-8") == page(), stale
+
+
+def test_the_json_schema_is_fresh() -> None:
+    stale = "stale: run `kenotron config schema > docs/config.schema.json`"
+    assert (DOCS / "config.schema.json").read_text(encoding="utf-8") == json_schema_text(), stale
+
+
+def test_every_key_says_what_it_does() -> None:
+    written = page()
+    for row in {(row.section, row.name): row for row in rows()}.values():
+        assert row.field.description, row.path
+        assert row.field.description.endswith((".", ")")), row.path
+        assert f"| `{row.name}` |" in written or f"## `{row.name}`" in written, row.path
+
+
+def marked(mark: str) -> set[str]:
+    return {row.name for row in rows() if row.path.startswith("model.") and row.mark == mark}
+
+
+def test_the_keys_without_effect_in_training_are_exactly_these() -> None:
+    exported = {"initializer_range", "pretraining_tp", "use_cache", "pad_token_id", "max_position_embeddings"}
+    assert marked(EXPORT) == exported
+    assert marked(NO_EFFECT) == {"ddp_bucket_cap_mb"}
+
+
+def properties(schema: dict[str, Any], node: dict[str, Any], depth: int = 0) -> Iterator[set[str]]:
+    """Names of the properties of a node and of its alternatives, references followed."""
+    if "$ref" in node:
+        node = schema["$defs"][node["$ref"].split("/")[-1]]
+    if "properties" in node:
+        yield set(node["properties"])
+    for each in [*node.get("anyOf", []), *node.get("oneOf", [])]:
+        yield from properties(schema, each, depth + 1)
+
+
+def test_the_json_schema_names_the_same_keys_as_the_models() -> None:
+    schema = json_schema()
+    json.dumps(schema)
+    assert set(schema["properties"]) == siblings(())
+    for name, node in schema["properties"].items():
+        section = section_at((name,))
+        if section is not None:
+            assert siblings((name,)) in list(properties(schema, node)), name
+    architectures = list(properties(schema, schema["$defs"]["Model"]["properties"]["model_config"]))
+    llama = siblings(("model", "model_config", "(llama)"))
+    assert llama in architectures
+    assert {"hf"} | llama in architectures
+
+
+def test_the_json_schema_admits_null_and_any_case_where_the_reader_does() -> None:
+    schema = json_schema()
+    parallelism = schema["$defs"]["Parallelism"]["properties"]
+    tp_mode, null = parallelism["tp_mode"]["anyOf"]
+    assert tp_mode["enum"] == ["ALL_REDUCE", "REDUCE_SCATTER", "all_reduce", "reduce_scatter"]
+    assert null == {"type": "null"}
+    assert {"type": "null"} in schema["$defs"]["General"]["properties"]["seed"]["anyOf"]

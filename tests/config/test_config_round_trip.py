@@ -1,0 +1,61 @@
+"""What is written loads to an equal config, over random configs of the whole schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from config_strategies import configs
+from hypothesis import HealthCheck, given, settings
+
+from kenotron.config import ABSENT, Config, diff, dump, load, to_dict
+from kenotron.config.document import parse
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=SLOW)
+@given(configs())
+def test_a_dumped_config_loads_to_an_equal_one(config: Config) -> None:
+    for comments in (False, True):
+        assert Config.model_validate(parse(dump(config, comments)).data) == config
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=SLOW)
+@given(configs())
+def test_a_config_survives_as_plain_data_and_a_plain_yaml_reader_sees_the_same(config: Config) -> None:
+    assert load(to_dict(config)) == config
+    assert yaml.safe_load(dump(config)) == to_dict(config)  # PyYAML's own rules, independent of our reader
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=SLOW)
+@given(configs(), configs())
+def test_two_configs_are_equal_exactly_when_nothing_differs(a: Config, b: Config) -> None:
+    assert diff(a, a) == []
+    assert (a == b) == (diff(a, b) == [])
+    swapped = [(path, new, old) for path, old, new in diff(b, a)]
+    assert sorted(swapped, key=str) == sorted(diff(a, b), key=str)
+
+
+def test_a_difference_names_the_path_and_both_values(minimal: dict[str, Any]) -> None:
+    a = load(minimal)
+    b = load(minimal, ["tokens.train_steps=30", "model.init_method={path: x}"])
+    assert diff(a, b) == [
+        ("model.init_method.std", 0.025, ABSENT),
+        ("model.init_method.scaling_method", "NUM_LAYERS", ABSENT),
+        ("tokens.train_steps", 15, 30),
+        ("model.init_method.path", ABSENT, "x"),
+    ]
+
+
+@pytest.mark.parametrize("value", ["1e-5", "null", "yes", "12:30:00", "2026-01-01", "010", "0x1f", "a: b", ""])
+def test_text_that_looks_like_something_else_stays_text(minimal: dict[str, Any], value: str) -> None:
+    minimal["general"]["project"] = value
+    assert parse(dump(load(minimal))).data["general"]["project"] == value
+
+
+def test_comments_hold_each_keys_sentence(minimal: dict[str, Any]) -> None:
+    lines = dump(load(minimal), comments=True).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("  train_steps:"))
+    assert lines[at - 1] == "  # Optimizer steps of the whole run."

@@ -1,0 +1,103 @@
+"""Which configs are one run, and what follows from several keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kenotron.config import load, same_run_difference, to_dict
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["tokens.train_steps=30"],
+        ["general.run=other", "general.step=10", "general.consumed_train_samples=20"],
+        ["general.hooks=[my.Hook]", "general.benchmark_csv_path=b.csv", "general.ignore_sanity_checks=false"],
+        ["logging.log_dir=elsewhere", "logging.sample_prompts=[a]", "metrics_logging.log_detail_interval=3"],
+        ["checkpoints.checkpoint_interval=3", "checkpoints.keep_last=2", "checkpoints.keep_every=100"],
+        ["checkpoints.save_final_state=false", "checkpoints.checkpoints_path=moved"],
+        ["checkpoints.resume_checkpoint_path=checkpoints"],
+        ["checkpoints.resume_checkpoint_path=./checkpoints/10"],
+        ["profiler={profiler_export_path: p}"],
+        ["tokens.val_samples=5"],
+        ["optimizer.zero_stage=3", "model.compile=true", "parallelism.recompute_layer=true"],
+        [
+            "parallelism.tp=2",
+            "parallelism.pp=2",
+            "parallelism.context_parallel_size=2",
+            "parallelism.tp_mode=ALL_REDUCE",
+        ],
+        ["tokens.micro_batch_size=1", "tokens.batch_accumulation_per_replica=2"],
+        ["parallelism.dp=2", "tokens.micro_batch_size=1"],
+        ["data_stages.0.data.num_loading_workers=4", "model.ddp_bucket_cap_mb=1"],
+    ],
+)
+def test_a_run_may_change_its_length_layout_and_what_it_reports(minimal: dict[str, Any], overrides: list[str]) -> None:
+    assert same_run_difference(to_dict(load(minimal)), load(minimal, overrides)) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "difference"),
+    [
+        (["optimizer.weight_decay=0.1"], ("optimizer.weight_decay", 0.01, 0.1)),
+        (["general.seed=1"], ("general.seed", 42, 1)),
+        (["tokens.sequence_length=128"], ("tokens.sequence_length", 256, 128)),
+        (["tokens.micro_batch_size=4"], ("tokens.micro_batch_size", 2, 4)),
+        (["parallelism.dp=2"], ("parallelism.dp", 1, 2)),
+        (
+            ["optimizer.learning_rate_scheduler.lr_decay_steps=5"],
+            ("optimizer.learning_rate_scheduler.lr_decay_steps", None, 5),
+        ),
+        (["data_stages.0.data.seed=1"], ("data_stages.0.data.seed", 42, 1)),
+        (["model.model_config.hidden_size=32"], ("model.model_config.hidden_size", 16, 32)),
+        (["checkpoints.resume_checkpoint_path=another"], ("checkpoints.resume_checkpoint_path", None, "another")),
+    ],
+)
+def test_another_run_is_told_by_its_first_other_key(
+    minimal: dict[str, Any], overrides: list[str], difference: tuple[str, Any, Any]
+) -> None:
+    assert same_run_difference(to_dict(load(minimal)), load(minimal, overrides)) == difference
+
+
+def test_the_validation_interval_is_free_but_not_whether_documents_are_held_out(minimal: dict[str, Any]) -> None:
+    saved = to_dict(load(minimal, ["tokens.val_check_interval=5", "tokens.limit_val_batches=2"]))
+    other = load(minimal, ["tokens.val_check_interval=3", "tokens.limit_val_batches=-1"])
+    assert same_run_difference(saved, other) is None
+    assert same_run_difference(saved, load(minimal)) == ("tokens.val_check_interval", 5, -1)
+
+
+def test_a_longer_run_keeps_a_schedule_that_was_written_out(minimal: dict[str, Any]) -> None:
+    schedule = load(minimal).optimizer.learning_rate_scheduler
+    assert (schedule.decay_start, schedule.final_lr) == (2, 3e-4)
+    assert [schedule.decay_steps(steps) for steps in (15, 30, 1)] == [13, 28, 0]
+    late = load(minimal, ["optimizer.learning_rate_scheduler.lr_decay_starting_step=10"])
+    assert late.optimizer.learning_rate_scheduler.decay_steps(15) == 5
+    fixed = load(minimal, ["optimizer.learning_rate_scheduler.lr_decay_steps=4"])
+    assert fixed.optimizer.learning_rate_scheduler.decay_steps(100) == 4
+
+
+def test_the_global_batch_counts_samples_of_a_step(minimal: dict[str, Any]) -> None:
+    config = load(minimal, ["tokens.batch_accumulation_per_replica=3", "parallelism.dp=4"])
+    assert config.global_batch_size == 2 * 3 * 4
+    assert config.global_batch_size_in_tokens == 2 * 3 * 4 * 256
+    assert config.parallelism.world_size == 4
+    assert config.model.architecture.kv_heads == 4  # type: ignore[union-attr]
+    assert config.model.architecture.head_dim == 4  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("interval", "limit", "validates"), [(-1, 5, False), (5, 0, False), (5, 1, True), (5, -1, True)]
+)
+def test_validation_needs_an_interval_and_batches(
+    minimal: dict[str, Any], interval: int, limit: int, validates: bool
+) -> None:
+    overrides = [f"tokens.val_check_interval={interval}", f"tokens.limit_val_batches={limit}"]
+    assert load(minimal, overrides).tokens.validates is validates
+
+
+def test_a_config_cannot_be_changed_in_place(minimal: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load(minimal).tokens.train_steps = 3

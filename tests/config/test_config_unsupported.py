@@ -1,0 +1,81 @@
+"""What no code serves yet is refused by name; what is served, or means nothing at degree 1, is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kenotron.config import NotSupportedYet, load, refuse_unsupported
+
+NANOSET = "data_stages.0.data.dataset={dataset_folder: a}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["parallelism.dp=2"], "parallelism.dp: 2"),
+        (["parallelism.pp=2"], "parallelism.pp: 2"),
+        (["parallelism.tp=2"], "parallelism.tp: 2"),
+        (["parallelism.context_parallel_size=2"], "parallelism.context_parallel_size: 2"),
+        (["parallelism.expert_parallel_size=2"], "parallelism.expert_parallel_size: 2"),
+        (["lighteval={}"], "lighteval"),
+        (["s3_upload={upload_s3_path: 's3://a/b', remove_after_upload: false}"], "s3_upload"),
+        (["checkpoints.checkpointing_engine=datastates"], "checkpoints.checkpointing_engine: datastates"),
+        (["checkpoints.resume_checkpoint_path=s3://a/b"], "checkpoints.resume_checkpoint_path on s3"),
+        ([NANOSET], "dataset_folder (Nanoset)"),
+        (["data_stages.0.data.dataset={mixture: [{weight: 1, dataset_folder: a}]}"], "dataset_folder (Nanoset)"),
+        (
+            [
+                "data_stages.0.data.dataset={hf_dataset_or_datasets: a, sft_dataloader: true}",
+                "tokenizer={tokenizer_name_or_path: t}",
+            ],
+            "sft_dataloader",
+        ),
+        (["model.model_config={is_qwen2_config: true}"], "family Qwen2"),
+        (["model.model_config={is_starcoder2_config: true}"], "family Starcoder2"),
+        (["model.model_config._attn_implementation=ring"], "_attn_implementation: ring"),
+        (["model.model_config={hf: x, _attn_implementation: flex_attention}"], "_attn_implementation: flex_attention"),
+        (["model.model_config.hidden_act=sliu"], "hidden_act: sliu; did you mean 'silu'?"),
+        (["model.init_method={use_mup: true}"], "model.init_method.use_mup"),
+        (["model.init_method.scaling_method=layer_index"], "scaling_method: LAYER_INDEX"),
+        (["model.init_method.scaling_method=model_scale"], "scaling_method: MODEL_SCALE"),
+        (["model.dtype=float16"], "model.dtype: float16"),
+        (["optimizer.accumulate_grad_in_fp32=false"], "optimizer.accumulate_grad_in_fp32: false"),
+        (["data_stages.0.sequence_length=128"], "data_stages.0.sequence_length"),
+        (["metrics_logging.log_level=1"], "metrics_logging.log_level: 1"),
+        (["tokens.limit_test_batches=1"], "tokens.limit_test_batches: 1"),
+    ],
+)
+def test_it_is_refused_by_name(minimal: dict[str, Any], overrides: list[str], named: str) -> None:
+    with pytest.raises(NotSupportedYet) as caught:
+        refuse_unsupported(load(minimal, overrides))
+    said = str(caught.value)
+    assert said.startswith("not supported yet: ")
+    assert named in said
+    assert len(said.splitlines()) == 1
+
+
+def test_everything_unsupported_is_named_at_once(minimal: dict[str, Any]) -> None:
+    with pytest.raises(NotSupportedYet, match=r"parallelism\.tp: 2; .*lighteval"):
+        refuse_unsupported(load(minimal, ["parallelism.tp=2", "lighteval={}"]))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["optimizer.zero_stage=3"],
+        ["parallelism.pp_engine=1f1b", "parallelism.tp_mode=reduce_scatter"],
+        ["parallelism.tp_linear_async_communication=true"],
+        ["model.model_config._attn_implementation=sdpa"],
+        ["model.dtype=float32", "optimizer.accumulate_grad_in_fp32=false"],
+        ["data_stages.0.sequence_length=256"],
+        ["model.init_method.scaling_method=none"],
+        ["model.init_method={path: x}", "model.model_config={hf: x}"],
+        ["optimizer.optimizer_factory={name: muon}"],
+        ["checkpoints.checkpointing_engine=torch"],
+    ],
+)
+def test_what_is_served_is_not_refused(minimal: dict[str, Any], overrides: list[str]) -> None:
+    refuse_unsupported(load(minimal, overrides))

@@ -1,0 +1,180 @@
+"""Variants of a key are told apart by explicit rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kenotron.config import Config, InputError, load, to_dict
+from kenotron.config.architecture import (
+    HFArchitecture,
+    LlamaArchitecture,
+    Qwen2Architecture,
+    Starcoder2Architecture,
+)
+from kenotron.config.data import (
+    CustomSource,
+    EmbeddedCorpus,
+    MixtureDataset,
+    NanosetDataset,
+    PretrainDataset,
+    SFTDataset,
+    TextFiles,
+)
+from kenotron.config.model import ExistingCheckpointInit, RandomInit, SpectralMupInit
+from kenotron.config.optimizer import SGD, AdamW, CustomOptimizer, Muon
+
+HF = {"hf_dataset_or_datasets": "org/name"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "variant"),
+    [
+        ({"is_llama_config": True}, LlamaArchitecture),
+        ({"is_llama_config": False}, LlamaArchitecture),  # a marker counts by its presence
+        ({}, LlamaArchitecture),
+        ({"hidden_size": 64, "rope_interleaved": True}, LlamaArchitecture),
+        ({"is_starcoder2_config": True}, Starcoder2Architecture),
+        ({"grouped_query": True, "num_kv_heads": 2}, Starcoder2Architecture),
+        ({"is_qwen2_config": True}, Qwen2Architecture),
+        ({"moe_config": {"num_experts": 4}, "_use_doc_masking": True}, Qwen2Architecture),
+        ({"hf": "org/name"}, HFArchitecture),
+        ({"hf": "org/name", "rope_theta": 5e5}, HFArchitecture),
+    ],
+)
+def test_an_architecture_is_known_by_its_keys(minimal: dict[str, Any], keys: dict[str, Any], variant: type) -> None:
+    minimal["model"]["model_config"] = keys
+    assert type(load(minimal).model.architecture) is variant
+
+
+def test_llama_keys_beside_hf_are_overrides(minimal: dict[str, Any]) -> None:
+    keys = {"hf": "org/name", "rope_theta": 500000, "_attn_implementation": "sdpa"}
+    minimal["model"]["model_config"] = keys
+    config = load(minimal)
+    assert config.model.architecture == HFArchitecture(
+        hf="org/name", overrides={"rope_theta": 500000.0, "_attn_implementation": "sdpa"}
+    )
+    assert to_dict(config)["model"]["model_config"] == keys
+
+
+def test_an_override_of_hf_is_checked_like_a_llama_key(minimal: dict[str, Any]) -> None:
+    minimal["model"]["model_config"] = {"hf": "org/name", "rope_teta": 1.0, "hidden_size": "big"}
+    with pytest.raises(InputError) as caught:
+        load(minimal)
+    assert "unknown key 'model.model_config.rope_teta'; did you mean 'rope_theta'?" in str(caught.value)
+    assert "model.model_config.hidden_size: expected an integer, found 'big'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "variant"),
+    [
+        ({"std": 0.02}, RandomInit),
+        ({"std": 0.02, "scaling_method": "none"}, RandomInit),
+        ({"use_mup": True}, SpectralMupInit),
+        ({"path": "x"}, ExistingCheckpointInit),
+    ],
+)
+def test_init_method_is_known_by_its_keys(minimal: dict[str, Any], keys: dict[str, Any], variant: type) -> None:
+    minimal["model"]["init_method"] = keys
+    assert type(load(minimal).model.init_method) is variant
+
+
+@pytest.mark.parametrize("keys", [{}, {"std": 0.02, "path": "x"}, {"std": "0.02"}, {"use_mup": False}, {"foo": 1}, 3])
+def test_other_init_methods_are_errors(minimal: dict[str, Any], keys: Any) -> None:
+    minimal["model"]["init_method"] = keys
+    with pytest.raises(InputError, match=r"model\.init_method"):
+        load(minimal)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, SGD()),
+        ({"name": "sgd", "momentum": 0.9, "nesterov": True}, SGD(momentum=0.9, nesterov=True)),
+        ({"name": "adamW"}, AdamW()),
+        ({"adam_eps": 1e-8, "adam_beta1": 0.9, "adam_beta2": 0.95, "torch_adam_is_fused": True}, AdamW()),
+        ({"name": "muon", "muon_ns_steps": 3, "adam_beta1": 0.8}, Muon(muon_ns_steps=3, adam_beta1=0.8)),
+        ({"name": "torch.optim.Adagrad"}, CustomOptimizer(name="torch.optim.Adagrad")),
+        ({"name": "my.Lion", "kwargs": {"b": 1}}, CustomOptimizer(name="my.Lion", kwargs={"b": 1})),
+    ],
+)
+def test_an_optimizer_is_known_by_its_name(minimal: dict[str, Any], keys: dict[str, Any], expected: Any) -> None:
+    minimal["optimizer"]["optimizer_factory"] = keys
+    assert load(minimal).optimizer.optimizer_factory == expected
+
+
+@pytest.mark.parametrize("name", ["adamw", "AdamW", "lion", 3])
+def test_an_unknown_optimizer_lists_what_there_is(minimal: dict[str, Any], name: Any) -> None:
+    minimal["optimizer"]["optimizer_factory"]["name"] = name
+    with pytest.raises(InputError, match="expected a name among adamW, sgd, muon") as caught:
+        load(minimal)
+    assert ("did you mean 'adamW'?" in str(caught.value)) == (name in ("adamw", "AdamW"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "variant"),
+    [
+        (None, type(None)),
+        (HF, PretrainDataset),
+        (HF | {"text_column_name": None}, PretrainDataset),
+        ({"hf_dataset_or_datasets": {"a": 0.5, "b": 1}, "hf_dataset_splits": ["train", "test"]}, PretrainDataset),
+        (HF | {"sft_dataloader": True}, SFTDataset),
+        (HF | {"debug_max_samples": 4}, SFTDataset),
+        ({"dataset_folder": "a"}, NanosetDataset),
+        ({"dataset_folder": ["a", "b"], "dataset_weights": [1, 2.5]}, NanosetDataset),
+        ({"corpus": "python-stdlib"}, EmbeddedCorpus),
+        ({"text_files": "texts/"}, TextFiles),
+        ({"text_files": {"a.txt": 1, "b.jsonl": 2}, "text_column_name": "body"}, TextFiles),
+        ({"source": "my.module.make", "kwargs": {"n": 3}}, CustomSource),
+        ({"mixture": [{"weight": 3, "corpus": "python-stdlib"}, {"weight": 1, **HF}]}, MixtureDataset),
+    ],
+)
+def test_a_dataset_is_known_by_its_keys(minimal: dict[str, Any], keys: Any, variant: type) -> None:
+    minimal["tokenizer"] = {"tokenizer_name_or_path": "t"}
+    minimal["data_stages"][0]["data"]["dataset"] = keys
+    assert type(load(minimal).data_stages[0].data.dataset) is variant
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"text_file": "a"}, "did you mean 'text_files'"),
+        ({"corpus": "shakespeare"}, "expected 'python-stdlib', found 'shakespeare'"),
+        ({"dataset_folder": ["a", "b"], "dataset_weights": [1]}, r"expected one entry per folder \(2\), found 1"),
+        ({"mixture": [{"corpus": "python-stdlib"}]}, "every dataset of a mixture has a weight"),
+        ({"mixture": []}, "expected a list of at least 1"),
+        ({"mixture": [{"weight": 1, "mixture": []}]}, "expected a dataset"),
+        ({"weight": 1, "corpus": "python-stdlib"}, "expected only inside a mixture"),
+        (HF | {"sft_dataloader": True, "text_column_name": "t"}, "belongs to the variant pretrain"),
+        (HF | {"corpus": "python-stdlib"}, "'corpus' belongs to the variant corpus"),
+        ({"hf_dataset_or_datasets": 3}, "expected a name, a list of names"),
+        ("org/name", "expected a dataset: null, or a map with one of the keys hf_dataset_or_datasets"),
+    ],
+)
+def test_other_datasets_are_errors(minimal: dict[str, Any], keys: Any, message: str) -> None:
+    minimal["tokenizer"] = {"tokenizer_name_or_path": "t"}
+    minimal["data_stages"][0]["data"]["dataset"] = keys
+    with pytest.raises(InputError, match=message):
+        load(minimal)
+
+
+def test_names_lists_and_maps_of_datasets_read_alike() -> None:
+    assert PretrainDataset(hf_dataset_or_datasets="a").fractions == {"a": 1.0}
+    assert PretrainDataset(hf_dataset_or_datasets=["a", "b"]).fractions == {"a": 1.0, "b": 1.0}
+    assert TextFiles(text_files={"a": 2.0}).weights == {"a": 2.0}
+    assert NanosetDataset(dataset_folder="a").folders == ["a"]
+
+
+def test_hooks_are_dotted_paths_or_maps(minimal: dict[str, Any]) -> None:
+    minimal["general"]["hooks"] = ["my.Hook", {"path": "my.other", "kwargs": {"every": 3}}]
+    first, second = load(minimal).general.hooks or []
+    assert first == "my.Hook"
+    assert (second.path, second.kwargs) == ("my.other", {"every": 3})  # type: ignore[union-attr]
+
+
+def test_a_config_can_be_built_from_models_in_python(minimal: dict[str, Any]) -> None:
+    config = load(minimal)
+    model = config.model.model_copy(update={"architecture": Qwen2Architecture(), "init_method": RandomInit(std=0.1)})
+    again = Config(**{name: getattr(config, name) for name in Config.model_fields} | {"model": model})
+    assert isinstance(again.model.architecture, Qwen2Architecture)
