@@ -93,6 +93,20 @@ def test_empty_state_has_every_name_and_touches_nothing(tiny, section, set_gradi
     assert [group["lr"] for group in optimizer.param_groups] == rates
 
 
+@pytest.mark.parametrize("factory", FACTORIES[:5], ids=lambda f: f["name"] + str(len(f)))
+def test_a_run_that_starts_from_empty_state_ends_with_the_same_bits(tiny, section, set_gradients, factory):
+    """A checkpoint before the first step holds the state of the first step's beginning."""
+    ends = []
+    for prepare in (lambda optimizer: None, init_state):
+        model = tiny()
+        optimizer = build_optimizer(model.named_parameters(), section(factory))
+        prepare(optimizer)
+        train(model, optimizer, set_gradients, range(3))
+        ends.append(list(model.parameters()))
+    for a, b in zip(*ends, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_names_are_the_models_and_tied_weights_appear_once(tiny, section):
     model = tiny(tied=True)
     optimizer = build_optimizer(model.named_parameters(), section())

@@ -38,7 +38,7 @@ from kenotron.config.errors import NotSupportedYet
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ADAMW_RMS = 0.2
 EPSILON = 1e-7  # the norm of an all-zero momentum
-BATCH_ELEMENTS = 2**24  # of matrices orthogonalized together: 32 MB in bfloat16
+BATCH_ELEMENTS = 2**22  # of matrices orthogonalized together: 8 MB in bfloat16
 
 
 class Muon(torch.optim.Optimizer):
@@ -106,7 +106,8 @@ class Muon(torch.optim.Optimizer):
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             if group["nesterov"]:
                 momenta = list(torch._foreach_lerp(gradients, momenta, group["momentum"]))
-            updates = orthogonalize(torch.stack(momenta), group["ns_steps"])
+            dtype = matmul_dtype(batch[0].device)
+            updates = orthogonalize(torch.stack([momentum.to(dtype) for momentum in momenta]), group["ns_steps"])
             rate = group["lr"] * ADAMW_RMS * math.sqrt(max(updates.shape[-2:]))
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(weights, list(updates.unbind()), alpha=-rate)
@@ -138,24 +139,21 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype | None = None) -> Tensor:
+def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
     """Replaces the singular values of each matrix by values near 1, by Newton-Schulz iteration.
 
-    `matrices` is [batch, rows, columns]; the result has that shape and is in `dtype`, which is by default
-    what `matmul_dtype` finds fastest on the device. Bfloat16 is precise enough: the values are only near 1
-    anyway.
+    `matrices` is [batch, rows, columns]; the result has its shape and dtype, and so has the computation. Bfloat16 is
+    precise enough, as the values only come near 1 anyway.
     """
     a, b, c = COEFFICIENTS
-    x = matrices.to(dtype or matmul_dtype(matrices.device))
-    tall = x.shape[-2] > x.shape[-1]
-    if tall:  # the Gram matrix below takes the shorter side
-        x = x.mT
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPSILON)  # now every singular value is at most 1
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    # The Frobenius norm bounds every singular value, so all of them now lie in [0, 1].
+    x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=EPSILON)
     for _ in range(steps):
-        gram = x @ x.mT
+        gram = x.mT @ x if tall else x @ x.mT  # of the shorter side
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x.mT if tall else x
+        x = torch.baddbmm(x, x, polynomial, beta=a) if tall else torch.baddbmm(x, polynomial, x, beta=a)
+    return x
 
 
 def matmul_dtype(device: torch.device) -> torch.dtype:

@@ -22,33 +22,43 @@ import torch
 from torch import Tensor, nn
 
 from kenotron.config.errors import InputError, nearest
+from kenotron.optim.muon import Muon
+
+# Of these, a step at rate 0 leaves the weights alone, and a state of zeros is that before the first step.
+WELL_KNOWN = (torch.optim.AdamW, torch.optim.SGD, Muon)
 
 
 @torch.no_grad()
 def init_state(optimizer: torch.optim.Optimizer) -> None:
-    """Creates the state that the first step would create, to be loaded over; weights and gradients stay.
+    """Creates the optimizer's state without a step of training: weights, gradients and rates stay as they are.
 
-    Runs one step on zero gradients at rate 0 and puts back the weights. Moments are zero after it, counters
-    count that step: a placeholder, not a start. Does nothing when the optimizer has state already.
+    AdamW, SGD and Muon get exactly the state that they start from. What another optimizer gets has the right names
+    and shapes, to be loaded over, but its counters may have counted a step. Does nothing when there is state already.
     """
     if optimizer.state:
         return
+    well_known = type(optimizer) in WELL_KNOWN
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
+    weights = [] if well_known else [parameter.detach().clone() for parameter in parameters]  # to put back
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    weights = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     try:
         optimizer.step()
     finally:
-        for parameter, weight, gradient in zip(parameters, weights, gradients, strict=True):
-            parameter.copy_(weight)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+        for parameter, weight in zip(parameters, weights, strict=False):
+            parameter.copy_(weight)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+    if well_known:
+        for state in optimizer.state.values():
+            for value in state.values():
+                value.zero_()
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
