@@ -20,7 +20,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,7 +128,8 @@ def _worker(tokenizer_json: str, rules: EncodeRules) -> Iterator[subprocess.Pope
         worker.kill()
         worker.wait()
         for pipe in (worker.stdin, worker.stdout):
-            pipe.close()  # type: ignore[union-attr]
+            with suppress(BrokenPipeError):  # what it can no longer be told is no matter
+                pipe.close()  # type: ignore[union-attr]
 
 
 def _ask(idle: queue.Queue[subprocess.Popen], texts: list[str]):

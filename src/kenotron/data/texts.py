@@ -134,11 +134,11 @@ def cut(stream: io.TextIOWrapper, piece: int | None) -> Iterator[str]:
     lines: list[str] = []
     length = 0
     while line := stream.readline(piece):
+        lines.append(line)
+        length += len(line)
         if length >= 2 * piece or (length >= piece and line.isspace()):
             yield "".join(lines)
             lines, length = [], 0
-        lines.append(line)
-        length += len(line)
     if lines:
         yield "".join(lines)
 

@@ -1,0 +1,158 @@
+"""Documents of files: what a document is, and what is said of files that cannot be read."""
+
+import gzip
+import json
+import os
+
+import pytest
+
+from kenotron.config.errors import InputError
+from kenotron.data.texts import PIECE, FileTexts, find_files, python_stdlib
+
+
+def read(texts):
+    return [text for text, _ in texts.documents()]
+
+
+def test_a_small_text_file_is_one_document(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes("line one\r\nline é\n\n".encode())
+    assert read(FileTexts("a", [file])) == ["line one\r\nline é\n\n"]
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"\xef\xbb\xbfhello")
+    assert read(FileTexts("a", [file])) == ["hello"]
+
+
+def test_a_long_file_is_cut_at_blank_lines_and_nothing_is_lost(tmp_path):
+    paragraph = "some words in a line\n" * 40 + "\n"
+    file = tmp_path / "book.txt"
+    file.write_text(paragraph * 400)
+    pieces = read(FileTexts("book", [file]))
+    assert "".join(pieces) == paragraph * 400
+    assert len(pieces) == 6
+    assert all(piece.startswith("some") and piece.endswith("\n\n") for piece in pieces)
+    assert all(PIECE <= len(piece) < PIECE + len(paragraph) for piece in pieces[:-1])
+
+
+def test_one_endless_line_is_cut_without_breaking_a_character(tmp_path):
+    file = tmp_path / "line.txt"
+    file.write_text("é漢" * 200_000)
+    pieces = read(FileTexts("line", [file]))
+    assert len(pieces) > 2
+    assert "".join(pieces) == "é漢" * 200_000
+
+
+def test_jsonl_gives_the_text_column_also_gzipped(tmp_path):
+    rows = [{"id": 1, "body": "first"}, {"id": 2, "body": "zweiter ß"}]
+    plain, packed = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
+    lines = "\n".join(map(json.dumps, rows)) + "\n\n"
+    plain.write_text(lines)
+    with gzip.open(packed, "wt") as stream:
+        stream.write(lines)
+    assert read(FileTexts("x", [plain, packed], "body")) == ["first", "zweiter ß"] * 2
+
+
+def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a\\ud83d b"}\n')
+    assert read(FileTexts("a", [file])) == ["a? b"]
+
+
+def test_folders_are_read_in_a_fixed_order_without_hidden_and_foreign_files(tmp_path):
+    for name in ("b.txt", "a/z.md", "a/b.jsonl.gz", ".hidden.txt", ".git/x.txt", "picture.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    found = [file.relative_to(tmp_path).as_posix() for file in find_files(tmp_path, "text_files")]
+    assert found == ["a/b.jsonl.gz", "a/z.md", "b.txt"]
+
+
+def test_a_folder_of_other_files_gives_all_of_them(tmp_path):
+    for name in ("x.py", "y.rs"):
+        (tmp_path / name).write_text("x")
+    assert [file.name for file in find_files(tmp_path, "text_files")] == ["x.py", "y.rs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"body": "x"}\n', r"a\.jsonl:1: no text column 'text'; found body"),
+        ("a.jsonl", b'{"txt": "x"}\n', r"did you mean 'txt'"),
+        ("a.jsonl", b'{"text": 5}\n', r"a\.jsonl:1: column 'text' must hold text, found int"),
+        ("a.jsonl", b'{"text": "x"}\n{"text"\n', r"a\.jsonl:2: expected one JSON object a line"),
+        ("a.jsonl", b"[1, 2]\n", r"expected a JSON object with a text column 'text', found list"),
+        ("a.jsonl", b'{"text": "\xff"}\n', r"a\.jsonl:1: not UTF-8"),
+        ("a.txt", b"good \xe9t\xe9", r"a\.txt: not UTF-8 \(byte 0xe9"),
+        ("a.txt.gz", b"no gzip at all", r"a\.txt\.gz: damaged gzip file"),
+        ("a.txt.gz", gzip.compress(b"x" * 9999)[:-12], r"a\.txt\.gz: damaged gzip file"),
+        ("a.txt.gz", gzip.compress(b"x" * 9999)[:20] + b"\x00" * 20, r"a\.txt\.gz: damaged gzip file"),
+    ],
+)
+def test_bad_content_is_named_in_one_line(tmp_path, name, content, message):
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=message) as caught:
+        read(FileTexts("x", [file]))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_and_empty_places_are_named(tmp_path):
+    with pytest.raises(InputError, match="dataset.text_files: no such file or folder: .*nowhere"):
+        find_files(tmp_path / "nowhere", "dataset.text_files")
+    with pytest.raises(InputError, match="holds no file"):
+        find_files(tmp_path, "dataset.text_files")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_file_without_permission_is_named(tmp_path):
+    file = tmp_path / "secret.txt"
+    file.write_text("x")
+    file.chmod(0)
+    with pytest.raises(InputError, match=r"secret\.txt: cannot read: Permission denied"):
+        read(FileTexts("x", [file]))
+
+
+def test_a_file_that_vanishes_is_named(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("x")
+    texts = FileTexts("x", [file])
+    file.unlink()
+    with pytest.raises(InputError, match=r"a\.txt: cannot read: No such file"):
+        read(texts)
+
+
+def test_files_that_are_no_utf8_are_left_out_and_counted_where_the_user_did_not_choose_them(tmp_path):
+    (tmp_path / "a.py").write_bytes(b"x = 1\n")
+    (tmp_path / "b.py").write_bytes(b"# \xff\n")
+    texts = FileTexts("x", find_files(tmp_path, "k"), piece=None, skip_undecodable=True)
+    assert read(texts) == ["x = 1\n"]
+    assert texts.skipped == 1
+
+
+def test_signature_and_content_hash_follow_the_content(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("one")
+    assert FileTexts("x", [file]).signature() is None  # too young to trust its time
+    os.utime(file, (1_000_000, 1_000_000))
+    before = FileTexts("x", [file])
+    signature, content = before.signature(), before.content_hash()
+    os.utime(file, (2_000_000, 2_000_000))
+    touched = FileTexts("x", [file])
+    assert touched.signature() != signature
+    assert touched.content_hash() == content
+    file.write_text("two")
+    assert FileTexts("x", [file]).content_hash() != content
+    assert FileTexts("x", [file], column="body").content_hash() != touched.content_hash()
+
+
+def test_the_embedded_corpus_is_the_library_without_packages_and_tests():
+    corpus = python_stdlib()
+    names = {file.name for file in corpus.files}
+    assert {"argparse.py", "decoder.py", "pathlib.py"} <= names
+    assert not any(part in {"site-packages", "test", "tests"} for file in corpus.files for part in file.parts)
+    assert 5_000_000 < corpus.size < 40_000_000
+    assert corpus.files == python_stdlib().files
+    first, done = next(corpus.documents())
+    assert len(first.encode()) == done

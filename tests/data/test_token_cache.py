@@ -1,0 +1,257 @@
+"""The token cache: what is in it, when it is made again, and that it is whole or not there."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tokenizers
+from data_runs import write_texts
+
+from kenotron.config.errors import InputError
+from kenotron.data import cache
+from kenotron.data.cache import EncodeRules, is_held_out, open_tokens
+from kenotron.data.texts import FileTexts, find_files
+from kenotron.data.tokenizer import Tokenizer, train_byte_level_bpe
+
+RULES = EncodeRules(eos=0, max_tokens=None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = write_texts(tmp_path_factory.mktemp("texts") / "t")
+    return train_byte_level_bpe((file.read_text() for file in sorted(folder.iterdir())), 400)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
+    return write_texts(tmp_path / "texts")
+
+
+def texts_in(folder):
+    return FileTexts("texts", find_files(folder, "text_files"))
+
+
+def quiet(line):
+    return None
+
+
+def test_it_holds_every_document_with_its_end_on_the_side_of_its_hash(folder, tokenizer):
+    opened = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
+    expected = {"train": [], "validation": []}
+    for text, _ in texts_in(folder).documents():
+        expected["validation" if is_held_out(text, 0.3) else "train"].append(text)
+    assert len(expected["validation"]) >= 4
+    for side, documents in expected.items():
+        split = getattr(opened, side)
+        starts = np.concatenate(([0], split.ends[:-1]))
+        for text, start, end in zip(documents, starts, split.ends, strict=True):
+            assert split.tokens[int(start) : int(end)].tolist() == [*tokenizer.encode(text), 0]
+        assert split.bytes == sum(len(text.encode()) for text in documents)
+        assert split.max_id == split.tokens.max()
+        assert len(split.tokens) == split.ends[-1]
+
+
+def test_the_hash_holds_out_the_asked_share():
+    held = sum(is_held_out(f"document {number}", 0.1) for number in range(20_000))
+    assert abs(held - 2000) < 4 * (20_000 * 0.1 * 0.9) ** 0.5
+
+
+def test_several_processes_make_the_same_bytes_as_one(folder, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("kenotron.data.encode.BATCH_CHARACTERS", 1500)
+    alone = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, 1, report=quiet)
+    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "other"))
+    together = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, 2, report=quiet)
+    assert together.path != alone.path
+    for name in ("train.tokens", "train.ends", "validation.tokens", "validation.ends"):
+        assert (together.path / name).read_bytes() == (alone.path / name).read_bytes()
+
+
+def test_documents_are_cut_and_ended_by_the_rules(folder, tokenizer):
+    cut = open_tokens(texts_in(folder), tokenizer, EncodeRules(7, 10), 0.0001, report=quiet)
+    assert np.diff(cut.train.ends.astype(int)).tolist() == [11] * 39
+    assert cut.train.tokens[10::11].tolist() == [7] * 40
+    endless = open_tokens(texts_in(folder), tokenizer, EncodeRules(None, 10), 0.0001, report=quiet)
+    assert np.diff(endless.train.ends.astype(int)).tolist() == [10] * 39
+
+
+def test_ids_take_two_bytes_up_to_65536_entries_and_four_beyond(folder, tokenizer):
+    small = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
+    assert small.train.tokens.dtype == np.dtype("<u2")
+
+    large = train_byte_level_bpe(["aaaa"], 300)
+    spec = json.loads(large.to_json())
+    spec["model"]["vocab"] = {k: v + 70_000 for k, v in spec["model"]["vocab"].items()}
+    spec["added_tokens"] = []
+    wide = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)), {})
+    opened = open_tokens(texts_in(folder), wide, RULES, 0.3, report=quiet)
+    assert opened.train.tokens.dtype == np.dtype("<u4")
+    assert opened.train.max_id > 70_000
+
+
+def test_it_is_made_once_and_again_when_anything_that_matters_changes(folder, tokenizer):
+    def path(**changes):
+        arguments = {"rules": RULES, "fraction": 0.3} | changes
+        lines = []
+        opened = open_tokens(
+            texts_in(folder), tokenizer, arguments["rules"], arguments["fraction"], report=lines.append
+        )
+        return opened.path, bool(lines)
+
+    first, made = path()
+    assert made
+    assert path() == (first, False)
+    assert path(fraction=0.4) != (first, False)
+    assert path(rules=EncodeRules(1, None))[0] != first
+    assert path(rules=EncodeRules(0, 5))[0] != first
+    (folder / "000.txt").write_text("changed\n")
+    changed, made = path()
+    assert changed != first
+    assert made
+
+
+def test_content_is_hashed_once_per_state_of_the_files(folder, tokenizer, monkeypatch):
+    for file in folder.iterdir():
+        os.utime(file, (1_000_000, 1_000_000))
+    open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
+    monkeypatch.setattr(FileTexts, "content_hash", lambda self: pytest.fail("read again"))
+    open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
+
+
+def test_overwrite_makes_it_again_but_not_after_another_process_of_this_run_did(folder, tokenizer, monkeypatch):
+    lines = []
+    open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
+    monkeypatch.setattr(cache, "PROCESS_START", time.time() + 100)
+    again = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, overwrite=True, report=lines.append)
+    assert len(lines) == 1
+    assert again.train.tokens.size
+    monkeypatch.setattr(cache, "PROCESS_START", time.time() - 100)
+    open_tokens(texts_in(folder), tokenizer, RULES, 0.3, overwrite=True, report=lines.append)
+    assert len(lines) == 1
+
+
+def test_a_truncated_file_is_found_out(folder, tokenizer):
+    opened = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
+    file = opened.path / "train.tokens"
+    file.write_bytes(file.read_bytes()[:-2])
+    with pytest.raises(InputError, match=r"train\.tokens: damaged token cache .* delete"):
+        open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
+
+
+def test_empty_files_are_no_documents_and_nothing_else_is_an_error(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(InputError, match=r"a\.txt: no text in it"):
+        open_tokens(FileTexts("a.txt", [tmp_path / "a.txt"]), tokenizer, RULES, 0.3, report=quiet)
+    assert list((tmp_path / "cache" / "tokens").glob("*.tmp-*")) == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(folder, tokenizer, tmp_path, monkeypatch):
+    (tmp_path / "occupied").write_text("")
+    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "occupied"))
+    with pytest.raises(InputError, match="cannot write the cache .*; set KENOTRON_CACHE"):
+        open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
+
+
+def test_a_tokenization_process_that_dies_is_named(folder, tokenizer, monkeypatch):
+    monkeypatch.setattr("kenotron.data.encode.BATCH_CHARACTERS", 500)
+    broken = type(tokenizer)(tokenizer.backend, tokenizer.config)
+    broken._json = "no tokenizer"
+    with pytest.raises(InputError, match="tokenization process ended with code 1"):
+        open_tokens(texts_in(folder), broken, RULES, 0.31, 2, report=quiet)
+
+
+# ---- several processes at once -----------------------------------------------------------------------------
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from kenotron.data import load_tokenizer
+from kenotron.data.cache import EncodeRules, open_tokens
+from kenotron.data.texts import FileTexts, find_files
+from kenotron.data import encode
+
+folder, tokenizer, mode = sys.argv[1:]
+encode.BATCH_CHARACTERS = 1000
+
+class Texts(FileTexts):
+    def documents(self):
+        for number, pair in enumerate(super().documents()):
+            yield pair
+            if number == 20 and mode == "stall":
+                print("half", flush=True)
+                time.sleep(60)
+            if mode == "slow":
+                time.sleep(0.01)
+
+texts = Texts("texts", find_files(folder, "text_files"))
+report = lambda line: print(line, flush=True)
+opened = open_tokens(texts, load_tokenizer(tokenizer), EncodeRules(0, None), 0.3, report=report)
+print("tokens", int(opened.train.tokens.astype(int).sum()), len(opened.train.tokens))
+"""
+
+
+def start(folder, tokenizer_folder, mode):
+    command = [sys.executable, "-c", WORKER, str(folder), str(tokenizer_folder), mode]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.fixture
+def tokenizer_folder(tokenizer, tmp_path):
+    tokenizer.save(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+def test_two_processes_that_start_together_make_it_once(folder, tokenizer_folder):
+    both = [start(folder, tokenizer_folder, "slow") for _ in range(2)]
+    outputs = [process.communicate(timeout=60)[0].splitlines() for process in both]
+    assert outputs[0][-1].startswith("tokens ")
+    assert outputs[0][-1] == outputs[1][-1]
+    made = [line for output in outputs for line in output if line.startswith("tokenized")]
+    assert len(made) == 1
+    waited = [line for output in outputs for line in output if line.startswith("waiting for another process")]
+    assert len(waited) == 1
+
+
+def test_a_process_killed_midway_leaves_nothing_that_counts(folder, tokenizer, tokenizer_folder, tmp_path):
+    victim = start(folder, tokenizer_folder, "stall")
+    assert victim.stdout.readline() == "half\n"
+    victim.send_signal(signal.SIGKILL)
+    victim.communicate(timeout=30)
+    entries = sorted(path.name for path in (tmp_path / "cache" / "tokens").iterdir())
+    assert [("tmp" in name, name.endswith(".lock")) for name in entries] == [(False, True), (True, False)]
+
+    opened = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
+    expected = []
+    for text, _ in texts_in(folder).documents():
+        if not is_held_out(text, 0.3):
+            expected += [*tokenizer.encode(text), 0]
+    assert opened.train.tokens.tolist() == expected
+    left = [path.name for path in opened.path.parent.iterdir() if ".tmp-" in path.name]
+    assert left == []
+
+
+def test_where_a_file_system_has_no_locks_the_first_rename_wins(folder, tokenizer, monkeypatch):
+    import fcntl
+
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    original = cache._tokenize
+
+    def overtaken(target, *arguments):
+        """Another process finishes the same entry while this one works."""
+        original(target, *arguments)
+        monkeypatch.setattr(cache, "_tokenize", original)
+        open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
+
+    monkeypatch.setattr(cache, "_tokenize", overtaken)
+    opened = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
+    assert opened.train.tokens.size
+    assert [path.name for path in opened.path.parent.iterdir() if ".tmp-" in path.name] == []
