@@ -19,7 +19,25 @@ from kenotron.config.section import Section
 
 text = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=12)
 tricky = st.sampled_from(
-    ["1e-5", "null", "~", "yes", "12:30:00", "2026-01-01", "010", "0x1f", "a: b", "- c", "# d", "é\u2028", " x ", "<<"]
+    [
+        "1e-5",
+        "null",
+        "~",
+        "yes",
+        "12:30:00",
+        "2026-01-01",
+        "010",
+        "0x1f",
+        "a: b",
+        "- c",
+        "# d",
+        "é\u2028",
+        "\x85",
+        "\ufeff",
+        "a\nb",
+        " x ",
+        "<<",
+    ]
 )
 words = text | tricky
 plain = st.recursive(

@@ -45,6 +45,14 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # PyYAML leaves rare line breaks unescaped outside double quotes, and reads them back as spaces.
+        style = '"' if any(character in data for character in "\x85\u2028\u2029\ufeff") else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain data with every key under its YAML name, defaults included."""
