@@ -1,0 +1,119 @@
+"""Sampling against transformers' own processors and against float64 formulas."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from kenotron.config.errors import InputError
+from kenotron.generate.sampling import NOT_FINITE, Sampling, cut, draw, next_tokens
+
+quick = settings(deadline=None, max_examples=60)
+logit_rows = st.lists(st.integers(-8, 8).map(lambda n: n / 2), min_size=2, max_size=12)  # ties are likely
+
+
+@quick
+@given(logit_rows, st.sampled_from([0.3, 0.8, 1.0, 1.7]), st.integers(0, 13), st.sampled_from([0.1, 0.5, 0.9, 0.95, 1.0]))
+def test_the_cuts_are_those_of_transformers_in_its_order(row, temperature, top_k, top_p):
+    logits = torch.tensor([row])
+    theirs = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        theirs.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        theirs.append(TopPLogitsWarper(top_p))
+    expected = theirs(torch.zeros(1, 1, dtype=torch.long), logits.clone())
+    assert torch.equal(cut(logits, Sampling(temperature, top_k, top_p)), expected)
+
+
+def distribution(logits, temperature, top_k, top_p):
+    """Probabilities in float64, by the definition: sort, keep k, keep the fewest that reach p."""
+    scores = np.asarray(logits, dtype=np.float64) / temperature
+    order = np.argsort(-scores, kind="stable")
+    if top_k:
+        order = order[:top_k]
+    p = np.exp(scores[order] - scores.max())
+    p /= p.sum()
+    needed = int(np.searchsorted(np.cumsum(p), top_p)) + 1 if top_p < 1 else len(p)
+    result = np.zeros(len(scores))
+    result[order[:needed]] = p[:needed] / p[:needed].sum()
+    return result
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (0.9, 6, 0.9)])
+def test_drawn_tokens_have_the_frequencies_of_the_float64_formula(temperature, top_k, top_p):
+    logits = torch.tensor([[2.0, -1.0, 0.5, 1.5, 0.0, -2.0, 1.1, 0.2, -0.4, 0.9]])
+    draws = 20_000
+    sampling = Sampling(temperature, top_k, top_p, seed=3)
+    drawn = next_tokens(logits.expand(draws, -1), sampling, range(draws), [7] * draws)
+    expected = distribution(logits[0], temperature, top_k, top_p)
+    found = np.bincount(drawn, minlength=10) / draws
+    assert (found[expected == 0] == 0).all()
+    deviation = np.sqrt(expected * (1 - expected) / draws)
+    assert (np.abs(found - expected) <= 4.5 * deviation).all()
+
+
+@quick
+@given(
+    st.lists(st.sampled_from([0.0, 0.0, 0.1, 0.25, 1e-30, 0.7]), min_size=1, max_size=8).filter(any),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_a_draw_inverts_the_distribution_function_and_never_gives_an_impossible_token(row, uniform):
+    probabilities = torch.tensor([row])
+    token = int(draw(probabilities, torch.tensor([uniform], dtype=torch.float64)))
+    exact = probabilities[0].double().numpy()
+    assert exact[token] > 0
+    below = exact[:token].sum() / exact.sum()
+    upto = exact[: token + 1].sum() / exact.sum()
+    assert below - 1e-12 <= uniform <= upto + 1e-12
+
+
+def test_the_largest_uniform_number_draws_the_last_possible_token():
+    probabilities = torch.tensor([[0.3, 0.7, 0.0], [0.1, 0.0, 0.0]])
+    assert draw(probabilities, torch.full((2,), 1 - 2**-53, dtype=torch.float64)).tolist() == [1, 0]
+
+
+def test_a_draw_depends_on_seed_request_and_position_and_on_nothing_else():
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    sampling = Sampling(temperature=1.0, seed=5)
+    alone = [next_tokens(logits, sampling, [r], [p])[0] for r in range(6) for p in range(6)]
+    together = next_tokens(
+        logits.expand(36, -1), sampling, [r for r in range(6) for _ in range(6)], list(range(6)) * 6
+    )
+    assert alone == together
+    assert len(set(alone)) > 10
+    assert next_tokens(logits.expand(36, -1), Sampling(1.0, seed=6), [0] * 36, range(36)) != together
+
+
+def test_sampling_leaves_torchs_global_generator_alone():
+    before = torch.get_rng_state()
+    next_tokens(torch.randn(2, 9, generator=torch.Generator()), Sampling(1.0, 3, 0.9), [0, 1], [4, 4])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_greedy_takes_the_largest_logit():
+    assert next_tokens(torch.tensor([[0.1, 3.0, 2.0], [5.0, 1.0, 1.0]]), Sampling(), [0, 1], [0, 0]) == [1, 0]
+
+
+def test_logits_that_are_not_finite_give_no_token():
+    logits = torch.tensor([[0.0, float("nan"), 1.0], [0.0, float("inf"), 1.0], [0.0, 1.0, 2.0]])
+    assert next_tokens(logits, Sampling(), [0, 1, 2], [0, 0, 0]) == [NOT_FINITE, NOT_FINITE, 2]
+    assert next_tokens(logits, Sampling(1.0), [0, 1, 2], [0, 0, 0])[:2] == [NOT_FINITE, NOT_FINITE]
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 1.0, "top_k": -1}, "top_k"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top_p"),
+        ({"top_k": 5}, "top_k: changes nothing at temperature 0"),
+        ({"top_p": 0.9}, "top_p: changes nothing at temperature 0"),
+    ],
+)
+def test_a_setting_out_of_range_or_without_effect_is_named(values, name):
+    with pytest.raises(InputError, match=f"^{name}"):
+        Sampling(**values)

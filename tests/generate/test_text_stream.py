@@ -1,0 +1,72 @@
+"""Pieces of text: whole characters, and joined the same as decoding at once."""
+
+import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from kenotron.data.tokenizer import Tokenizer
+from kenotron.generate.text import UNFINISHED, TextStream
+
+
+def byte_tokenizer():
+    """One token a byte: every character beyond ASCII comes in parts."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, {})
+
+
+def blank_before_word_tokenizer():
+    """Words that carry their blank, as SentencePiece's do; a text's first blank is not written."""
+    words = ["▁the", "▁cat", "▁sat", "s", "▁"]
+    backend = tokenizers.Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="▁"))
+    backend.decoder = decoders.Metaspace()
+    return Tokenizer(backend, {})
+
+
+BYTES = byte_tokenizer()
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=UNFINISHED), max_size=20)
+
+
+def pieces_of(tokenizer, prompt, tokens):
+    stream = TextStream(tokenizer, prompt)
+    return [*[stream.push(token) for token in tokens], stream.finish()]
+
+
+@settings(deadline=None, max_examples=100)
+@given(texts, texts)
+@example("", "é中😀")
+@example("中", "\n\n 中")
+def test_pieces_joined_are_the_text_and_none_holds_half_a_character(prompt, text):
+    pieces = pieces_of(BYTES, BYTES.encode(prompt), BYTES.encode(text))
+    assert "".join(pieces) == text
+    assert not any(UNFINISHED in piece for piece in pieces)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(0, 255), max_size=30))
+def test_bytes_that_are_no_text_come_out_as_decoding_at_once_shows_them(tokens):
+    assert "".join(pieces_of(BYTES, [], tokens)) == BYTES.decode(tokens)
+
+
+def test_a_character_comes_when_its_last_byte_does():
+    tokens = BYTES.encode("a中b")
+    assert pieces_of(BYTES, [], tokens) == ["a", "", "", "中", "b", ""]
+
+
+def test_a_prompt_of_ids_may_end_within_a_character():
+    tokens = BYTES.encode("é")
+    assert pieces_of(BYTES, tokens[:1], tokens[1:]) == ["é", ""]
+
+
+def test_an_unfinished_character_at_the_end_is_shown_as_such():
+    tokens = BYTES.encode("a中")
+    assert pieces_of(BYTES, [], tokens[:-1]) == ["a", "", "", UNFINISHED]
+
+
+@pytest.mark.parametrize("prompt", [[0], [0, 1]])
+def test_blanks_between_words_survive_where_a_token_alone_would_lose_its_own(prompt):
+    assert pieces_of(blank_before_word_tokenizer(), prompt, [1, 2, 3]) == [" cat", " sat", "s", ""]
