@@ -51,11 +51,7 @@ def list_checkpoints(root: Path | str) -> list[Found]:
     root = Path(root)
     if not root.is_dir():
         return []
-    found = [
-        look(path, int(path.name))
-        for path in root.iterdir()
-        if re.fullmatch(r"\d+", path.name) and path.is_dir()
-    ]
+    found = [look(path, int(path.name)) for path in root.iterdir() if re.fullmatch(r"\d+", path.name) and path.is_dir()]
     return sorted(found, key=lambda entry: (entry.manifest.saved_at if entry.manifest else 0.0, entry.step))
 
 
@@ -125,11 +121,7 @@ def _wrong_size(path: Path, record: FileRecord) -> str | None:
     try:
         size = path.stat().st_size
     except OSError as error:
-        return (
-            f"{path} is missing"
-            if error.errno == errno.ENOENT
-            else f"{path} cannot be read: {error.strerror}"
-        )
+        return f"{path} is missing" if error.errno == errno.ENOENT else f"{path} cannot be read: {error.strerror}"
     if size != record.bytes:
         return f"{path} is damaged: {size} bytes, written were {record.bytes}"
     return None

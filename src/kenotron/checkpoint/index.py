@@ -91,9 +91,7 @@ def read_index(folder: Path, files: dict[str, FileRecord]) -> Index:
             raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
         tensors = {name: _entry(entry) for name, entry in content["tensors"].items()}
         prefix = f"{folder.name}/"
-        sizes = {
-            name.removeprefix(prefix): file.bytes for name, file in files.items() if name.startswith(prefix)
-        }
+        sizes = {name.removeprefix(prefix): file.bytes for name, file in files.items() if name.startswith(prefix)}
         for name, entry in tensors.items():
             _check(name, entry, sizes)
         return Index(tensors, dict(content["values"]))

@@ -99,9 +99,7 @@ def read_manifest(path: Path | str) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged: its checksum does not fit its content") from error
     if content.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{file} is not the manifest of a {FORMAT}: its format is {content.get('format')!r}"
-        )
+        raise CheckpointError(f"{file} is not the manifest of a {FORMAT}: its format is {content.get('format')!r}")
     if content["version"] > VERSION:
         raise CheckpointError(
             f"{file} has version {content['version']}; this kenotron reads up to {VERSION}: update it"
@@ -126,9 +124,7 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
-                raise CheckpointError(
-                    f"{where}: key {key!r} is {type(key).__name__}; JSON knows only text as key"
-                )
+                raise CheckpointError(f"{where}: key {key!r} is {type(key).__name__}; JSON knows only text as key")
         return {key: plain(item, f"{where}.{key}") for key, item in value.items()}
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     raise CheckpointError(f"{where} is {kind}; JSON holds None, bool, int, float, text, list and dict")

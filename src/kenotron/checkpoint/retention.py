@@ -8,7 +8,6 @@ A checkpoint is removed by a rename to `.trash-…` first, so a crash in the mid
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -64,11 +63,13 @@ def tidy(root: Path | str, report: Report = quiet) -> None:
     """Clear what killed processes left in `root`: rank 0 calls it at the start, before `newest_whole`.
 
     A save that was complete but for its rename is finished; other temporary folders and half-removed
-    checkpoints are deleted. While another process saves there, or where one may not write, nothing is
-    touched.
+    checkpoints are deleted. While another process saves there, nothing is touched.
+
+    Raises:
+        CheckpointError: this process may not write there; better known now than at the first save.
     """
     root = Path(root)
-    if not root.is_dir() or not os.access(root, os.W_OK):
+    if not root.is_dir():
         return
     try:
         with locked(root, wait_seconds=0) as held:

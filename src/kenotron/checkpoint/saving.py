@@ -75,27 +75,33 @@ def save(
             left, and every checkpoint from before is untouched.
     """
     started = time.perf_counter()
-    root = Path(root)
-    with ExitStack() as cleanup:
-        state = on_first(lambda: plain(state, "state"))
-        model_config = on_first(lambda: plain(model_config, "model_config"))
-        temporary = on_first(lambda: _begin(root, step, optimizer is not None, cleanup, report))
-        files = _write_tensors(temporary, {"model": model, "optimizer": optimizer})
+    final = Path(root) / str(step)
 
-        def complete() -> int:
-            files.update(_write_small_files(temporary, config_yaml, model_config, save_tokenizer))
-            return _complete(temporary, root / str(step), state, files, report)
+    def begin() -> Path:
+        for value, name in ((state, "state"), (model_config, "model_config")):
+            plain(value, name)  # before gigabytes are written
+        return _begin(final, optimizer is not None, cleanup, report)
 
-        size = on_first(complete)
-    return Saved(root / str(step), size, time.perf_counter() - started)
+    def complete() -> int:
+        small = _write_small_files(temporary, config_yaml, model_config, save_tokenizer)
+        return _complete(temporary, final, plain(state, "state"), small | files, report)
+
+    try:
+        with ExitStack() as cleanup:
+            temporary = on_first(begin)
+            files = _write_tensors(temporary, {"model": model, "optimizer": optimizer})
+            size = on_first(complete)
+    except OSError as error:
+        raise refusal("save", final, error) from error
+    return Saved(final, size, time.perf_counter() - started)
 
 
-def _begin(root: Path, step: int, with_optimizer: bool, cleanup: ExitStack, report: Report) -> Path:
+def _begin(final: Path, with_optimizer: bool, cleanup: ExitStack, report: Report) -> Path:
     """Take the folder's lock, clear leftovers, make the temporary folder; `cleanup` undoes what remains."""
-    make_folder(root)
-    if cleanup.enter_context(locked(root)):
-        clear_leftovers(root, report)
-    temporary = temporary_beside(root / str(step))
+    make_folder(final.parent)
+    if cleanup.enter_context(locked(final.parent)):
+        clear_leftovers(final.parent, report)
+    temporary = temporary_beside(final)
     cleanup.callback(shutil.rmtree, temporary, ignore_errors=True)
     for folder in (temporary, temporary / "model", *([temporary / "optimizer"] if with_optimizer else [])):
         make_folder(folder)
@@ -119,39 +125,30 @@ def _write_small_files(
     model_config: dict[str, Any],
     save_tokenizer: Callable[[Path], None] | None,
 ) -> dict[str, FileRecord]:
-    text = json.dumps(model_config, indent=2) + "\n"
+    text = json.dumps(plain(model_config, "model_config"), indent=2) + "\n"
     files = {
         "config.yaml": write_file(temporary / "config.yaml", config_yaml.encode()),
         "model_config.json": write_file(temporary / "model_config.json", text.encode()),
     }
     if save_tokenizer:
         make_folder(temporary / "tokenizer")
-        try:
-            save_tokenizer(temporary / "tokenizer")
-            # Files that other code wrote, the only ones that are read back for their checksum. They are
-            # small.
-            for path in sorted((temporary / "tokenizer").rglob("*")):
-                if path.is_file():
-                    files[path.relative_to(temporary).as_posix()] = hash_file(path, sync=True)
-        except OSError as error:
-            raise refusal("write", temporary / "tokenizer", error) from error
+        save_tokenizer(temporary / "tokenizer")
+        # Other code wrote these, so they alone are read back for their checksums. They are small.
+        for path in sorted((temporary / "tokenizer").rglob("*")):
+            if path.is_file():
+                files[path.relative_to(temporary).as_posix()] = hash_file(path, sync=True)
     return files
 
 
-def _complete(
-    temporary: Path, final: Path, state: dict[str, Any], files: dict[str, FileRecord], report: Report
-) -> int:
+def _complete(temporary: Path, final: Path, state: dict[str, Any], files: dict[str, FileRecord], report: Report) -> int:
     """After the last file: sync the folders, write the manifest, rename. Returns the checkpoint's bytes."""
-    try:
-        for folder in (path for path in temporary.rglob("*") if path.is_dir()):
-            sync_folder(folder)
-        manifest = Manifest(int(final.name), _now(final.parent), state, files)
-        size = manifest.bytes + write_file(temporary / MANIFEST, render(manifest)).bytes
-        sync_folder(temporary)
-        _make_room(final, report)
-        publish(temporary, final)
-    except OSError as error:
-        raise refusal("save", final, error) from error
+    for folder in (path for path in temporary.rglob("*") if path.is_dir()):
+        sync_folder(folder)
+    manifest = Manifest(int(final.name), _now(final.parent), state, files)
+    size = manifest.bytes + write_file(temporary / MANIFEST, render(manifest)).bytes
+    sync_folder(temporary)
+    _make_room(final, report)
+    publish(temporary, final)
     return size
 
 

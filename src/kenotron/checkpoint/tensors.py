@@ -75,9 +75,7 @@ def write_tensors(folder: Path, tensors: dict[str, Any]) -> dict[str, FileRecord
     """
     writer = _Writer(folder)
     _through_dcp(
-        lambda: dcp.save(
-            tensors, storage_writer=writer, planner=_SavePlanner(), no_dist=rank_and_size()[1] == 1
-        )
+        lambda: dcp.save(tensors, storage_writer=writer, planner=_SavePlanner(), no_dist=rank_and_size()[1] == 1)
     )
     return {name: record for files in gather(writer.files) for name, record in files.items()}
 
@@ -86,9 +84,7 @@ def fill_tensors(folder: Path, index: Index, tensors: dict[str, Any]) -> None:
     """Fill `tensors` in place from `folder`; values in the dict are replaced. Names and shapes must fit."""
     reader = _Reader(folder, index)
     _through_dcp(
-        lambda: dcp.load(
-            tensors, storage_reader=reader, planner=_LoadPlanner(), no_dist=rank_and_size()[1] == 1
-        )
+        lambda: dcp.load(tensors, storage_reader=reader, planner=_LoadPlanner(), no_dist=rank_and_size()[1] == 1)
     )
 
 
@@ -160,9 +156,7 @@ class _Writer(StorageWriter):
 
     def _write_file(self, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         name = f"rank{rank_and_size()[0]}.safetensors"
-        items = sorted(
-            items, key=lambda item: (-_width(item), item.index.fqn, tuple(item.index.offset or ()))
-        )
+        items = sorted(items, key=lambda item: (-_width(item), item.index.fqn, tuple(item.index.offset or ())))
         header, begins = _header(items)
         results = []
         with HashedFile(self.folder / name) as file:
@@ -205,9 +199,7 @@ class _Reader(StorageReader):
         self.folder = folder
         self.index = index
         self.chunks = {
-            (name, chunk.offset): (entry, chunk)
-            for name, entry in index.tensors.items()
-            for chunk in entry.chunks
+            (name, chunk.offset): (entry, chunk) for name, entry in index.tensors.items() for chunk in entry.chunks
         }
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
@@ -221,9 +213,7 @@ class _Reader(StorageReader):
             )
         return Metadata(described)
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None: ...
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan

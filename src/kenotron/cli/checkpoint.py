@@ -25,6 +25,7 @@ from kenotron.checkpoint.index import DTYPES, Index, read_index
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.checkpoint.retention import prune as prune_checkpoints
 from kenotron.checkpoint.retention import to_prune
+from kenotron.config.errors import nearest
 
 app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, prove them whole, let old ones go.")
 
@@ -114,8 +115,11 @@ def prune(
 def _all_in(folder: Path) -> list[Found]:
     """The folder's checkpoints, sound or not; an error if there is none at all."""
     found = list_checkpoints(folder)
+    if not folder.is_dir():
+        siblings = [path.name for path in folder.absolute().parent.glob("*")]
+        raise CheckpointError(f"{folder} is not a folder{nearest(folder.name, siblings)}")
     if not found:
-        raise CheckpointError(f"{folder} holds no checkpoints" if folder.is_dir() else f"{folder} is not a folder")
+        raise CheckpointError(f"{folder} holds no checkpoints")
     return found
 
 

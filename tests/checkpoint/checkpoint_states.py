@@ -1,0 +1,80 @@
+"""Small states to save: every element of every tensor is known from the step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kenotron.checkpoint import Saved, load, save
+
+
+def weights(step: int, rows: int = 64) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model.embed_tokens.weight": torch.randn(rows, 32, generator=generator),
+        "model.layers.0.self_attn.q_proj.weight": torch.randn(32, 32, generator=generator).bfloat16(),
+        "model.norm.weight": torch.full((32,), float(step)),
+    }
+
+
+def moments(step: int, rows: int = 64) -> dict[str, Any]:
+    tensors = {f"state.{name}.exp_avg": value.float() * 0.5 for name, value in weights(step, rows).items()}
+    values = {"param_groups.model.norm.weight.lr": step * 1e-4, "param_groups.model.norm.weight.betas": (0.9, 0.95)}
+    return {**tensors, "state.model.norm.weight.step": torch.tensor(float(step)), **values}
+
+
+def save_step(root: Path, step: int, rows: int = 64, seed: int | None = None, **kwargs: Any) -> Saved:
+    """Save the state of `step` (with the numbers of `seed`, default the step's own)."""
+    seed = step if seed is None else seed
+    return save(
+        root,
+        step,
+        model=weights(seed, rows),
+        optimizer=moments(seed, rows),
+        state={"step": step, "seed": seed, "consumed_tokens": 512 * step},
+        config_yaml=f"general:\n  step: {step}\n",
+        model_config={"hidden_size": 32},
+        save_tokenizer=write_tokenizer,
+        **kwargs,
+    )
+
+
+def write_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+
+
+def empty_like(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Room for `tensors`, filled with nonsense."""
+    return {
+        name: torch.full_like(value, 7) if torch.is_tensor(value) else type(value)() if value is not None else 0
+        for name, value in tensors.items()
+    }
+
+
+def load_and_compare(path: Path, rows: int = 64) -> int:
+    """Load the checkpoint, check every bit against what its step must hold, and return the seed it was made of."""
+    model, optimizer = empty_like(weights(0, rows)), empty_like(moments(0, rows))
+    state = load(path, model=model, optimizer=optimizer)
+    assert state["step"] == int(path.name)
+    assert_same(model, weights(state["seed"], rows))
+    assert_same(optimizer, moments(state["seed"], rows))
+    return state["seed"]
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Equal names, dtypes, shapes and bits."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if not torch.is_tensor(value):
+            assert found[name] == value, name
+            assert type(found[name]) is type(value), name
+            continue
+        assert found[name].dtype == value.dtype, name
+        assert found[name].shape == value.shape, name
+        assert torch.equal(bits(found[name]), bits(value)), name
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

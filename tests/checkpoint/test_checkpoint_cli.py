@@ -1,0 +1,129 @@
+"""`kenotron checkpoint ...`: what it prints, its exit codes, and that it needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint_states import save_step
+from typer.testing import CliRunner
+
+from kenotron.cli.checkpoint import app
+from kenotron.config.errors import InputError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for step in (10, 20, 30):
+        save_step(tmp_path / "checkpoints", step)
+    return tmp_path / "checkpoints"
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if isinstance(result.exception, InputError):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def test_list_prints_a_line_a_checkpoint(root: Path) -> None:
+    (root / "20" / "config.yaml").unlink()
+    code, text = run("list", root)
+    assert code == 0
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[0] == ["step", "saved", "size", "state"]
+    assert {line[0] for line in lines[1:]} == {"10", "20", "30"}
+    assert [line[-1] for line in lines if line[0] == "30"] == ["whole"]
+    assert [line[-3:] for line in lines if line[0] == "20"] == [[str(root / "20" / "config.yaml"), "is", "missing"]]
+    code, text = run("list", root, "--json")
+    found = {entry["step"]: entry for entry in json.loads(text)}
+    assert found[10]["problem"] is None
+    assert found[10]["bytes"] > 8000
+    assert found[20]["problem"].endswith("is missing")
+
+
+def test_show_prints_tensors_with_their_sizes(root: Path) -> None:
+    code, text = run("show", root)
+    assert code == 0
+    assert f"checkpoint 30 in {root / '30'}" in text
+    assert f"config: {root / '30' / 'config.yaml'}" in text
+    assert '"consumed_tokens": 15360' in text
+    assert "model: 3 tensors, 10.4 kB; 0 values" in text  # 64*32*4 + 32*32*2 + 32*4 bytes
+    (line,) = (line for line in text.splitlines() if "q_proj.weight " in line and "exp_avg" not in line)
+    assert line.split() == ["model.layers.0.self_attn.q_proj.weight", "[32,", "32]", "bfloat16", "2.05", "kB", "1"]
+    code, text = run("show", root / "10", "--json")
+    content = json.loads(text)
+    assert content["step"] == 10
+    assert content["tensors"]["model"]["model.norm.weight"] == {"shape": [32], "dtype": "float32", "bytes": 128}
+    assert content["values"]["optimizer"]["param_groups.model.norm.weight.betas"] == [0.9, 0.95]
+    assert content["state"]["consumed_tokens"] == 5120
+
+
+def test_verify_exits_with_1_and_names_the_file(root: Path) -> None:
+    assert run("verify", root) == (0, "".join(f"{root / str(step)} is whole\n" for step in (10, 20, 30)))
+    file = root / "20" / "model" / "rank0.safetensors"
+    data = bytearray(file.read_bytes())
+    data[3000] ^= 4
+    file.write_bytes(data)
+    code, text = run("verify", root)
+    assert code == 1
+    assert f"{file} is damaged" in text
+    assert f"{root / '30'} is whole" in text
+    assert run("verify", root / "10")[0] == 0
+    code, text = run("verify", root / "20", "--json")
+    assert code == 1
+    assert [str(file) in line for line in json.loads(text)[str(root / "20")]] == [True]
+
+
+def test_prune_says_what_it_would_remove_and_then_removes_it(root: Path) -> None:
+    code, text = run("prune", root, "--keep-last", 1, "--keep-every", 20, "--dry-run")
+    assert code == 0
+    assert f"would remove {root / '10'}" in text
+    assert (root / "10").exists()
+    code, text = run("prune", root, "--keep-last", 1, "--keep-every", 20, "--json")
+    assert json.loads(text)["removed"] == [str(root / "10")]
+    assert sorted(path.name for path in root.iterdir()) == [".lock", "20", "30", "latest.txt"]
+    assert run("prune", root, "--keep-last", 0)[0] == 2
+    assert run("prune", root)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("list", "nowhere"), "nowhere is not a folder"),
+        (("list", "."), r"\. holds no checkpoints"),
+        (("show", "checkpoints/15"), "checkpoints has 10, 20, 30"),
+        (("verify", "checkpoint"), "checkpoint is not a folder; did you mean 'checkpoints'?"),
+        (("prune", ".", "--keep-last", "1"), "holds no checkpoints"),
+    ],
+)
+def test_a_wrong_path_is_an_input_error(root: Path, monkeypatch: pytest.MonkeyPatch, arguments, message: str) -> None:
+    monkeypatch.chdir(root.parent)
+    with pytest.raises(InputError, match=message.replace("?", r"\?")):
+        run(*arguments)
+
+
+def test_on_a_terminal_it_draws_a_table(root: Path) -> None:
+    """Through a real pseudo-terminal, in a process of its own that must not import torch."""
+    leader, follower = os.openpty()
+    code = "import sys; from kenotron.cli.checkpoint import app; app(sys.argv[1:], standalone_mode=False)"
+    code += "; assert 'torch' not in sys.modules"
+    for command in (["list", str(root)], ["show", str(root)], ["verify", str(root)]):
+        subprocess.run([sys.executable, "-c", code, *command], stdout=follower, stderr=follower, check=True)
+    os.close(follower)
+    text = b""
+    while True:
+        try:
+            chunk = os.read(leader, 65536)
+        except OSError:  # how Linux ends a pseudo-terminal
+            break
+        if not chunk:
+            break
+        text += chunk
+    os.close(leader)
+    assert "┃" in text.decode()
+    assert "whole" in text.decode()

@@ -1,0 +1,329 @@
+"""A save may be killed, or fail, at any moment: what stands in the folder under its own name is always whole.
+
+The moments are not sampled but counted: every call of the operating system that changes the disk is one, and
+the process dies, or the call fails, at each of them in turn. Real SIGKILLs at random moments come on top.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from checkpoint_states import load_and_compare, save_step, weights
+
+from kenotron.checkpoint import CheckpointError, list_checkpoints, newest_whole, prune, resolve, save, tidy
+from kenotron.checkpoint.durable import locked
+
+CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, at: Callable[[int, str], None]) -> None:
+    """Have `at(number, name)` called before every call that changes the disk."""
+    number = 0
+
+    def wrapped(name: str, original: Callable) -> Callable:
+        def call(*args, **kwargs):
+            nonlocal number
+            number += 1
+            at(number - 1, name)
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        monkeypatch.setattr(os, name, wrapped(name, getattr(os, name)))
+
+
+def calls_of(work: Callable[[], object]) -> list[str]:
+    names: list[str] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        count_calls(monkeypatch, lambda number, name: names.append(name))
+        work()
+    return names
+
+
+def killed_at(number: int, work: Callable[[], object]) -> bool:
+    """Run `work` in a fork that dies, without any cleaning up, before its call `number`. Did it die?"""
+    child = os.fork()
+    if child == 0:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            count_calls(monkeypatch, lambda now, name: os._exit(9) if now == number else None)
+            try:
+                work()
+            finally:
+                os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """In memory where that is possible: a death of the process, unlike one of the machine, needs no disk."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as path:
+        yield Path(path)
+
+
+def error_of(work: Callable[[], object]) -> CheckpointError | None:
+    try:
+        work()
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def entries(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name != ".lock")
+
+
+@pytest.mark.parametrize("step", [20, 10], ids=["a new step", "the same step again"])
+def test_a_process_killed_at_any_call_leaves_the_old_state_or_the_new_one(folder: Path, step: int) -> None:
+    save_step(folder / "pattern", 10, seed=1)
+
+    def work(root: Path) -> None:
+        save_step(root, step, seed=2)
+
+    def killed(number: int, call: str) -> int:
+        """The state that is left, 1 or 2, after a kill at that call."""
+        root = folder / f"killed-{number}"
+        shutil.copytree(folder / "pattern", root)
+        assert killed_at(number, lambda: work(root)), f"call {number} was never reached"
+        tidy(root)
+        newest = newest_whole(root)
+        assert newest is not None, f"nothing is left after a kill at call {number}, {call}"
+        state = load_and_compare(newest)
+        assert resolve(root) == newest or state == 2
+        assert set(entries(root)) <= {"10", "20", "latest.txt"}
+        if number % 8 == 0:  # and the next run's save works there
+            work(root)
+            assert load_and_compare(root / str(step)) == 2
+        shutil.rmtree(root)
+        return state
+
+    shutil.copytree(folder / "pattern", folder / "dry")
+    calls = calls_of(lambda: work(folder / "dry"))
+    assert len(calls) > 40
+    states = [killed(number, call) for number, call in enumerate(calls)]
+    assert states == sorted(states), "an earlier kill left a later state"
+    assert set(states) == {1, 2}
+
+
+def test_a_prune_killed_at_any_call_leaves_every_other_checkpoint_whole(folder: Path) -> None:
+    for step in (10, 20, 30):
+        save_step(folder / "pattern", step)
+
+    def killed(number: int) -> None:
+        root = folder / f"killed-{number}"
+        shutil.copytree(folder / "pattern", root)
+        assert killed_at(number, lambda: prune(root, keep_last=1))
+        lines: list[str] = []
+        assert newest_whole(root, lines.append) == root / "30"
+        assert [entry.problem for entry in list_checkpoints(root) if entry.problem] == lines == []
+        prune(root, keep_last=1)
+        tidy(root)
+        assert entries(root) == ["30", "latest.txt"]
+
+    shutil.copytree(folder / "pattern", folder / "dry")
+    calls = calls_of(lambda: prune(folder / "dry", keep_last=1))
+    assert len(calls) > 20
+    for number in range(len(calls)):
+        killed(number)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.EROFS, errno.EDQUOT])
+def test_a_save_that_fails_at_any_call_says_so_in_one_line_and_leaves_nothing(folder: Path, code: int) -> None:
+    root = folder / "root"
+    save_step(root, 10, seed=1)
+
+    def fails(number: int) -> str | None:
+        """The name of call `number` if its failing was passed over."""
+        failed: list[str] = []
+
+        def fail(now: int, name: str) -> None:
+            if now == number:
+                failed.append(name)
+                raise OSError(code, os.strerror(code))
+
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            count_calls(monkeypatch, fail)
+            error = error_of(lambda: save_step(root, 20, seed=2))
+        if error is not None:
+            assert os.strerror(code) in str(error)
+            assert str(root) in str(error)
+            assert "\n" not in str(error)
+        left = entries(root)
+        assert set(left) <= {"10", "20", "latest.txt"}, left
+        newest = newest_whole(root)
+        assert newest is not None
+        assert load_and_compare(newest) == (2 if "20" in left else 1)
+        assert load_and_compare(root / "10") == 1
+        shutil.rmtree(root / "20", ignore_errors=True)
+        return failed[0] if error is None else None
+
+    total = len(calls_of(lambda: save_step(root, 20, seed=2)))
+    shutil.rmtree(root / "20")
+    passed_over = [fails(number) for number in range(0, total, 1 if code == errno.ENOSPC else 7)]
+    # Only removing what is not there any more may fail without a word.
+    assert {name for name in passed_over if name} <= {"unlink"}
+
+
+def test_a_file_size_limit_stops_the_save_and_the_last_checkpoint_stays(tmp_path: Path) -> None:
+    """A real refusal of the kernel, in the middle of a large write."""
+    save_step(tmp_path, 10)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write .*rank0\.safetensors: File too large"):
+            save_step(tmp_path, 20, rows=20_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert entries(tmp_path) == ["10", "latest.txt"]
+    assert load_and_compare(newest_whole(tmp_path)) == 10
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may write anywhere, so it becomes somebody who may not."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
+    save_step(tmp_path / "warm", 1)  # whatever is imported late is imported
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "root"
+        save_step(root, 10)
+        os.chmod(folder, 0o755)
+        os.chmod(root, 0o555)
+        with as_nobody():
+            with pytest.raises(CheckpointError, match=rf"cannot create {root}/.*: Permission denied"):
+                save_step(root, 20)
+            with pytest.raises(CheckpointError, match=r"cannot create .*/other: Permission denied"):
+                save_step(Path(folder) / "other", 20)
+            with pytest.raises(CheckpointError, match=rf"cannot create {root}/.*: Permission denied"):
+                tidy(root)
+            assert newest_whole(root) == root / "10"
+        os.chmod(root, 0o755)
+
+
+def test_a_root_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot create .*file"):
+        save_step(tmp_path / "file" / "root", 10)
+    with pytest.raises(CheckpointError, match=r"cannot create .*file: File exists"):
+        save_step(tmp_path / "file", 10)
+
+
+def test_an_error_of_the_tokenizer_is_raised_as_it_is_and_leaves_nothing(tmp_path: Path) -> None:
+    def broken(folder: Path) -> None:
+        (folder / "half.json").write_text("{")
+        raise RuntimeError("no tokenizer")
+
+    with pytest.raises(RuntimeError, match="no tokenizer"):
+        save(
+            tmp_path,
+            1,
+            model=weights(1),
+            optimizer=None,
+            state={},
+            config_yaml="",
+            model_config={},
+            save_tokenizer=broken,
+        )
+    assert entries(tmp_path) == []
+
+
+def test_everything_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut forgets what was not synced, so at the rename every file and folder must have been."""
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (events.append(("sync", os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd))
+    )
+
+    def record(source: Path, target: Path) -> None:
+        events.append(("rename", str(target)))
+        if Path(target).name == "10":
+            present = {str(path) for path in [Path(source), *Path(source).rglob("*")]}
+            assert present <= {path for kind, path in events if kind == "sync"}
+            manifest = events.index(("sync", f"{source}/manifest.json"))
+            later = {path for kind, path in events[manifest + 1 :] if kind == "sync"}
+            assert later == {str(source)}, "something but the folder's own name was synced after the manifest"
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", record)
+    save_step(tmp_path / "root", 10)
+    kinds = [(kind, Path(path).name) for kind, path in events]
+    published = kinds.index(("rename", "10"))
+    assert kinds[published + 1] == ("sync", "root")
+    assert kinds[published + 3 :] == [("rename", "latest.txt"), ("sync", "root")]
+    assert ("sync", tmp_path.name) in kinds[:published], "the name of the new root was not synced"
+
+
+def test_real_kills_at_random_moments_never_cost_more_than_the_save_they_hit(folder: Path) -> None:
+    root, rows, moments = folder / "root", 30_000, random.Random(0)
+    began = time.perf_counter()
+    save_step(root, 1, rows)
+    duration = time.perf_counter() - began
+    reached = 1
+    for _ in range(12):
+        progress, report = os.pipe()
+        child = os.fork()
+        if child == 0:
+            for step in range(reached + 1, reached + 50):
+                save_step(root, step, rows)
+                os.write(report, bytes([step - reached]))
+            os._exit(0)
+        os.close(report)
+        time.sleep(moments.uniform(0, 3 * duration))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        finished = reached + (os.read(progress, 100) or b"\0")[-1]
+        os.close(progress)
+        tidy(root)
+        newest = newest_whole(root)
+        assert newest is not None
+        reached = int(newest.name)
+        assert finished <= reached <= finished + 1
+        assert load_and_compare(newest, rows) == reached
+        assert not [path.name for path in root.iterdir() if "tmp" in path.name or "trash" in path.name]
+
+
+def test_leftovers_of_the_dead_are_cleared_and_those_of_the_living_are_not(tmp_path: Path) -> None:
+    save_step(tmp_path, 10)
+    for name in ("20.tmp-00000000", ".trash-5-00000000", "mine.tmp-1"):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "model" / "rank0.safetensors").write_bytes(b"x")
+    (tmp_path / "latest.txt.tmp-00000000").write_text("2")
+    lines: list[str] = []
+    with locked(tmp_path):  # somebody is saving
+        tidy(tmp_path, lines.append)
+        assert len(entries(tmp_path)) == 6
+        assert lines == [f"another process is saving into {tmp_path}; its files are left alone"]
+    tidy(tmp_path, lines.append)
+    assert entries(tmp_path) == ["10", "latest.txt", "mine.tmp-1"]
+    assert "removed 20.tmp-00000000" in lines[1]
+
+
+def test_two_processes_do_not_save_into_one_folder_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locked.__wrapped__, "__defaults__", (0.2,))
+    save_step(tmp_path, 10)
+    with locked(tmp_path), pytest.raises(CheckpointError, match=f"another process is saving into {tmp_path}"):
+        save_step(tmp_path, 20)
+    save_step(tmp_path, 20)
+    assert newest_whole(tmp_path) == tmp_path / "20"

@@ -1,0 +1,202 @@
+"""Which checkpoint is meant, which is newest, which may go."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoint_states import load_and_compare, save_step, weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenotron.checkpoint import (
+    CheckpointError,
+    list_checkpoints,
+    newest_whole,
+    prune,
+    read_manifest,
+    resolve,
+    save,
+    to_prune,
+)
+from kenotron.checkpoint.manifest import Manifest, render
+
+
+def save_tiny(root: Path, step: int) -> None:
+    save(
+        root,
+        step,
+        model={"w": weights(0)["model.norm.weight"]},
+        optimizer=None,
+        state={},
+        config_yaml="",
+        model_config={},
+    )
+
+
+def claim(root: Path, step: int, saved_at: float) -> None:
+    """A checkpoint of no files at all: enough for whoever looks only at manifests."""
+    (root / str(step)).mkdir()
+    (root / str(step) / "manifest.json").write_bytes(render(Manifest(step, saved_at, {}, {})))
+
+
+def test_the_newest_is_the_one_saved_last_not_the_one_with_the_highest_step(tmp_path: Path) -> None:
+    """A fresh run in a folder where an older one got further."""
+    for step in (100, 200, 10):
+        save_tiny(tmp_path, step)
+    assert newest_whole(tmp_path) == tmp_path / "10"
+    assert resolve(tmp_path) == tmp_path / "10"
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [100, 200, 10]
+
+
+def test_a_clock_that_goes_backwards_does_not_change_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step, now in ((10, 3000.0), (20, 2000.0), (30, 2000.0), (40, 5000.0)):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        save_tiny(tmp_path, step)
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [10, 20, 30, 40]
+
+
+def test_steps_beyond_nine_are_numbers_not_words(tmp_path: Path) -> None:
+    for step in (9, 10, 100):
+        save_tiny(tmp_path, step)
+    assert (tmp_path / "latest.txt").read_bytes() == b"100"
+    assert [entry.step for entry in list_checkpoints(tmp_path)] == [9, 10, 100]
+
+
+def test_a_checkpoint_that_was_saved_but_not_yet_written_into_latest_is_found(tmp_path: Path) -> None:
+    save_tiny(tmp_path, 10)
+    save_tiny(tmp_path, 20)
+    (tmp_path / "latest.txt").write_text("10")
+    assert newest_whole(tmp_path) == tmp_path / "20"
+    assert resolve(tmp_path) == tmp_path / "10"
+    (tmp_path / "latest.txt").unlink()
+    assert newest_whole(tmp_path) == tmp_path / "20"
+
+
+def test_a_step_folder_may_be_copied_and_renamed_and_still_be_named_directly(tmp_path: Path) -> None:
+    save_step(tmp_path, 10)
+    shutil.copytree(tmp_path / "10", tmp_path / "best")
+    assert resolve(tmp_path / "best") == tmp_path / "best"
+    shutil.copytree(tmp_path / "10", tmp_path / "30")
+    assert newest_whole(tmp_path) == tmp_path / "10"
+    (entry,) = (entry for entry in list_checkpoints(tmp_path) if entry.step == 30)
+    assert "30 holds step 10" in (entry.problem or "")
+    shutil.move(tmp_path, tmp_path.with_name("moved"))
+    assert load_and_compare(resolve(tmp_path.with_name("moved"))) == 10
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("root/15", r"no checkpoint at .*root/15: .*root has 10, 20$"),
+        ("root/latest", r"no checkpoint at .*root/latest: .*root has no 'latest'; did you mean 'latest.txt'\?$"),
+        ("rot", r"no checkpoint at .*rot: .* has no 'rot'; did you mean 'root'\?$"),
+        ("missing/deep/10", r"no checkpoint at .*: .* has no 'missing'$"),
+        ("nolatest", r"nolatest is not a checkpoint: it has 10$"),
+        ("empty", r"empty is not a checkpoint: it has no whole checkpoint$"),
+        ("root/10/model", r"model is not a checkpoint: it has no whole checkpoint$"),
+        ("stale", r"stale/latest.txt names '30', which is not there; it has 10$"),
+        ("garbage", r"garbage/latest.txt names 'x y', which is not there; it has 10$"),
+        ("root/30.tmp-00000000", r"it is what a killed process left of a save$"),
+        ("hf", r"hf is not a checkpoint: it is a Hugging Face model; `kenotron convert from-hf`"),
+        ("nanotron", r"nanotron is not a checkpoint: it is a nanotron checkpoint"),
+        ("broken/10", r"broken/10/manifest.json is damaged"),
+    ],
+)
+def test_an_argument_that_is_no_checkpoint_is_answered_with_what_is_there(
+    tmp_path: Path, argument: str, message: str
+) -> None:
+    save_tiny(tmp_path / "root", 10)
+    for name in ("nolatest", "stale", "garbage", "broken"):
+        shutil.copytree(tmp_path / "root", tmp_path / name)
+    save_tiny(tmp_path / "root", 20)
+    (tmp_path / "nolatest" / "latest.txt").unlink()
+    (tmp_path / "stale" / "latest.txt").write_text("30")
+    (tmp_path / "garbage" / "latest.txt").write_text("x y")
+    (tmp_path / "broken" / "10" / "manifest.json").write_text("{}")
+    for folder in ("empty", "root/30.tmp-00000000", "hf", "nanotron"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "nanotron" / "checkpoint_metadata.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=message) as error:
+        resolve(tmp_path / argument)
+    assert "\n" not in str(error.value)
+
+
+def test_a_trailing_newline_in_latest_does_no_harm(tmp_path: Path) -> None:
+    save_tiny(tmp_path, 10)
+    (tmp_path / "latest.txt").write_text("10\n")
+    assert resolve(str(tmp_path)) == tmp_path / "10"
+
+
+STEPS = st.lists(st.integers(0, 60), unique=True, max_size=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    STEPS,
+    st.integers(1, 5),
+    st.one_of(st.none(), st.integers(1, 20)),
+    st.sets(st.integers(0, 60), max_size=3),
+    st.integers(0, 60),
+)
+def test_retention_keeps_the_last_the_round_and_the_protected_and_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory,
+    steps: list[int],
+    keep_last: int,
+    keep_every: int | None,
+    protect: set[int],
+    damaged: int,
+) -> None:
+    root = tmp_path_factory.mktemp("retention")
+    for order, step in enumerate(steps):
+        claim(root, step, saved_at=1000.0 + order)
+    if damaged not in steps:
+        (root / str(damaged)).mkdir()
+    expected = set(steps[-keep_last:]) | (protect & set(steps))
+    expected |= {step for step in steps if keep_every and step % keep_every == 0}
+    removed = {int(path.name) for path in prune(root, keep_last, keep_every, protect)}
+    foreign = {damaged} - set(steps)
+    assert {int(path.name) for path in root.iterdir()} == expected | foreign
+    assert removed == set(steps) - expected
+    if steps:
+        assert newest_whole(root) == root / str(steps[-1])
+    assert prune(root, keep_last, keep_every, protect) == []
+    shutil.rmtree(root)
+
+
+def test_without_keep_last_everything_stays(tmp_path: Path) -> None:
+    for step in range(5):
+        claim(tmp_path, step, saved_at=float(step))
+    assert to_prune(tmp_path, None, 2) == []
+    assert prune(tmp_path, None) == []
+
+
+def test_the_newest_whole_checkpoint_stays_when_newer_ones_are_damaged(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save_tiny(tmp_path, step)
+    (tmp_path / "30" / "manifest.json").write_text("")
+    (tmp_path / "40" / "config.yaml").unlink()
+    assert [path.name for path in prune(tmp_path, keep_last=1)] == ["10"]
+    assert newest_whole(tmp_path) == tmp_path / "20"
+
+
+def test_the_one_that_latest_names_stays(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save_tiny(tmp_path, step)
+    (tmp_path / "latest.txt").write_text("10")
+    assert [path.name for path in prune(tmp_path, keep_last=1)] == ["20"]
+
+
+@pytest.mark.parametrize("arguments", [{"keep_last": 0}, {"keep_last": 1, "keep_every": 0}, {"keep_last": -1}])
+def test_retention_of_less_than_one_is_refused(tmp_path: Path, arguments: dict) -> None:
+    with pytest.raises(CheckpointError, match=r"keep_(last|every) must be at least 1; found (0|-1)"):
+        prune(tmp_path, **arguments)
+
+
+def test_saving_reports_what_it_wrote_in_the_manifest(tmp_path: Path) -> None:
+    saved = save_step(tmp_path, 7)
+    manifest = read_manifest(saved.path)
+    assert manifest.state == {"step": 7, "seed": 7, "consumed_tokens": 3584}
+    assert manifest.bytes == saved.bytes - (saved.path / "manifest.json").stat().st_size

@@ -1,0 +1,322 @@
+"""What was saved comes back bit by bit, through our reader and through readers that are not ours."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpoint_states import assert_same, empty_like, load_and_compare, moments, save_step, weights
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from kenotron.checkpoint import CheckpointError, load, read_manifest, read_tensors, save
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Any bits at all: NaNs with payloads, infinities, subnormals."""
+    if dtype == torch.bool:
+        return torch.randint(2, shape).bool()
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return torch.randint(256, (count,), dtype=torch.uint8).view(dtype).reshape(shape)
+
+
+def save_plain(root: Path, step: int, model: dict, optimizer: dict | None = None, **kwargs) -> Path:
+    arguments = {"state": {}, "config_yaml": "", "model_config": {}} | kwargs
+    return save(root, step, model=model, optimizer=optimizer, **arguments).path
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),
+        st.tuples(st.lists(st.integers(0, 5), max_size=3).map(tuple), st.sampled_from(DTYPES)),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_tensors_of_every_dtype_and_shape_come_back_bit_by_bit(tmp_path: Path, wanted: dict) -> None:
+    model = {name: random_bits(shape, dtype) for name, (shape, dtype) in wanted.items()}
+    path = save_plain(tmp_path, 1, model)
+    found = empty_like(model)
+    load(path, model=found, optimizer=None)
+    assert_same(found, model)
+    assert_same(read_tensors(path), model)
+
+
+def test_tensors_that_are_views_are_saved_as_they_look(tmp_path: Path) -> None:
+    base = torch.arange(24.0).reshape(4, 6)
+    model = {"transposed": base.t(), "column": base[:, 2], "every other": base[::2], "expanded": base[:1].expand(3, 6)}
+    path = save_plain(tmp_path, 1, model)
+    found = {name: torch.empty(value.shape) for name, value in model.items()}
+    load(path, model=found, optimizer=None)
+    assert_same(found, {name: value.contiguous() for name, value in model.items()})
+    target = {"transposed": torch.empty(4, 6).t()} | {name: found[name] for name in list(model)[1:]}
+    load(path, model=target, optimizer=None)
+    assert torch.equal(target["transposed"], base.t())
+
+
+def test_the_safetensors_library_reads_a_rank_file(tmp_path: Path) -> None:
+    """It checks the format's rules itself: header length, no gaps, no overlaps."""
+    model = {f"{dtype}": random_bits((3, 5), dtype) for dtype in DTYPES} | {
+        "scalar": torch.tensor(3),
+        "": torch.ones(0),
+    }
+    path = save_plain(tmp_path, 1, model)
+    assert_same(load_file(path / "model" / "rank0.safetensors"), model)
+
+
+def test_the_own_safetensors_reader_of_torch_reads_the_model_folder(tmp_path: Path) -> None:
+    path = save_plain(tmp_path, 1, weights(1))
+    found = empty_like(weights(1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(path / "model")), no_dist=True)
+    assert_same(found, weights(1))
+
+
+def test_state_and_values_come_back_equal(tmp_path: Path) -> None:
+    state = {
+        "consumed": 2**60,
+        "rate": 0.1 + 0.2,
+        "best": float("inf"),
+        "name": 'Kénotron \u2028 "x"',
+        "stages": [{"name": "a", "weights": (0.25, 0.75)}, None, True],
+    }
+    values = {"lr": 1e-3 / 3, "betas": (0.9, 0.95), "foreach": None, "fused": True, "name": "x", "list": [1, 2]}
+    path = save_plain(tmp_path, 3, {"w": torch.ones(1)}, values, state=state)
+    found = {"lr": 0.0, "betas": (0, 0), "foreach": 1, "fused": False, "name": "", "list": []}
+    loaded = load(path, model={"w": torch.zeros(1)}, optimizer=found)
+    assert loaded == state | {"stages": [{"name": "a", "weights": [0.25, 0.75]}, None, True]}
+    assert_same(found, values)
+    assert read_manifest(path).step == 3
+
+
+def test_the_folder_holds_what_the_architecture_page_says(tmp_path: Path) -> None:
+    saved = save_step(tmp_path / "deep" / "root", 10)
+    files = {file.relative_to(saved.path).as_posix() for file in saved.path.rglob("*") if file.is_file()}
+    assert files == {
+        "manifest.json",
+        "config.yaml",
+        "model_config.json",
+        "model/index.json",
+        "model/rank0.safetensors",
+        "optimizer/index.json",
+        "optimizer/rank0.safetensors",
+        "tokenizer/tokenizer.json",
+    }
+    assert (saved.path / "config.yaml").read_text() == "general:\n  step: 10\n"
+    assert json.loads((saved.path / "model_config.json").read_text()) == {"hidden_size": 32}
+    assert (tmp_path / "deep" / "root" / "latest.txt").read_bytes() == b"10"
+    assert saved.bytes == sum((saved.path / name).stat().st_size for name in files)
+    assert saved.seconds > 0
+    assert set(read_manifest(saved.path).files) == files - {"manifest.json"}
+
+
+def test_a_step_that_is_saved_again_gives_way_to_the_new_one(tmp_path: Path) -> None:
+    save_step(tmp_path, 10, seed=1)
+    save_step(tmp_path, 10, seed=2)
+    assert load_and_compare(tmp_path / "10") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "10", "latest.txt"]
+
+
+def test_a_folder_of_someone_else_in_the_way_is_moved_aside_and_named(tmp_path: Path) -> None:
+    (tmp_path / "10").mkdir()
+    (tmp_path / "10" / "notes.txt").write_text("mine")
+    lines: list[str] = []
+    save_step(tmp_path, 10, report=lines.append)
+    assert load_and_compare(tmp_path / "10") == 10
+    (aside,) = tmp_path.glob("10.replaced-*")
+    assert (aside / "notes.txt").read_text() == "mine"
+    assert aside.name in lines[0]
+
+
+def test_saving_copies_no_tensor_that_is_contiguous_on_the_host(tmp_path: Path, monkeypatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a tensor was cloned")
+
+    model = {"w": torch.randn(1000, 10)}
+    monkeypatch.setattr(torch.Tensor, "clone", refuse)
+    from kenotron.checkpoint import tensors
+
+    assert tensors._bytes_of(model["w"]).obj.ctypes.data == model["w"].data_ptr()
+    save_plain(tmp_path, 1, model)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"a.wieght": torch.ones(2, 3), "b": torch.ones(4)}, "lacks 'a.wieght'; did you mean 'a.weight'?"),
+        ({"a.weight": torch.ones(2, 3)}, "has 'b', which this run has not"),
+        ({"a.weight": torch.ones(3, 2), "b": torch.ones(4)}, "'a.weight' has shape [2, 3] there and [3, 2] here"),
+        ({"a.weight": torch.ones(6), "b": torch.ones(4)}, "'a.weight' has shape [2, 3] there and [6] here"),
+        ({"a.weight": torch.ones(2, 3).half(), "b": torch.ones(4)}, "'a.weight' is float32 there and float16 here"),
+        ({"a.weight": torch.ones(2, 3), "b": 4.0}, "'b' is a tensor there and float here"),
+        ({"a.weight": torch.ones(2, 3, device="meta"), "b": torch.ones(4)}, "no memory yet"),
+        ({"x": torch.ones(1), "y": torch.ones(1), "z": torch.ones(1)}, "lacks 'x' and 2 more"),
+    ],
+)
+def test_names_shapes_and_dtypes_that_do_not_fit_are_named_and_nothing_is_touched(
+    tmp_path: Path, given: dict, message: str
+) -> None:
+    path = save_plain(tmp_path, 1, {"a.weight": torch.zeros(2, 3), "b": torch.zeros(4)}, {"c": torch.zeros(1)})
+    optimizer = {"c": torch.ones(1)}
+    with pytest.raises(CheckpointError) as error:
+        load(path, model=given, optimizer=optimizer)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert all(torch.all(value == 1) for value in given.values() if torch.is_tensor(value) and not value.is_meta)
+    assert optimizer["c"] == 1
+
+
+def test_cast_converts_dtypes_on_request(tmp_path: Path) -> None:
+    path = save_plain(tmp_path, 1, {"w": torch.tensor([1.0, 1.0078125 / 3])})
+    found = {"w": torch.zeros(2, dtype=torch.bfloat16)}
+    load(path, model=found, optimizer=None, cast=True)
+    assert torch.equal(found["w"], torch.tensor([1.0, 1.0078125 / 3]).bfloat16())
+
+
+def test_a_checkpoint_without_optimizer_says_so(tmp_path: Path) -> None:
+    path = save_plain(tmp_path, 1, {"w": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match="was saved without optimizer"):
+        load(path, model={"w": torch.zeros(1)}, optimizer={"s": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match="no tensor 'W'"):
+        read_tensors(path, ["W"])
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"hooks": {"guard": {"best": torch.tensor(1.0)}}}, "state.hooks.guard.best is torch.Tensor"),
+        ({"steps": {10: "x"}}, "state.steps: key 10 is int"),
+        ({"list": [1, {2, 3}]}, "state.list[1] is set"),
+    ],
+)
+def test_a_state_that_json_would_change_is_refused_before_anything_is_written(
+    tmp_path: Path, state: dict, message: str
+) -> None:
+    with pytest.raises(CheckpointError) as error:
+        save_plain(tmp_path / "root", 1, {"w": torch.zeros(1)}, state=state)
+    assert message in str(error.value)
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_dtype_without_a_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="tensors of dtype complex64 cannot be saved"):
+        save_plain(tmp_path, 1, {"w": torch.zeros(1, dtype=torch.complex64)})
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        data = torch.randn(16, 6, generator=torch.Generator().manual_seed(step))
+        loss = model(data).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def assert_continues(tmp_path: Path, wrap, resume_wrap) -> None:
+    """Train, save, go on; then load into a fresh pair and go on: the same bits."""
+    model = wrap(small_model())
+    optimizer = adamw(model)
+    train(model, optimizer, range(3))
+    flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    path = save_plain(tmp_path, 3, get_model_state_dict(model), flat)
+    expected = train(model, optimizer, range(3, 7))
+
+    fresh = resume_wrap(small_model())
+    fresh_optimizer = adamw(fresh)
+    parameters, flat = get_model_state_dict(fresh), get_optimizer_state_dict(fresh, fresh_optimizer, options=FLAT)
+    load(path, model=parameters, optimizer=flat)
+    set_model_state_dict(fresh, parameters)
+    set_optimizer_state_dict(fresh, fresh_optimizer, flat, options=FLAT)
+    assert train(fresh, fresh_optimizer, range(3, 7)) == expected
+    final = {name: whole(value) for name, value in fresh.state_dict().items()}
+    assert_same(final, {name: whole(value) for name, value in model.state_dict().items()})
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def test_adamw_goes_on_bit_by_bit_after_a_load(tmp_path: Path) -> None:
+    assert_continues(tmp_path, lambda model: model, lambda model: model)
+
+
+@pytest.mark.parametrize("back_to_plain", [False, True])
+def test_a_module_under_fsdp2_at_degree_one_goes_on_bit_by_bit(tmp_path: Path, back_to_plain: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        shard = lambda model: fully_shard(model, mesh=mesh)  # noqa: E731
+        assert_continues(tmp_path, shard, (lambda model: model) if back_to_plain else shard)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_importing_the_room_imports_no_torch() -> None:
+    code = "import sys, kenotron.checkpoint, kenotron.cli.checkpoint; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_a_save_and_a_load_print_nothing(tmp_path: Path, capfd, recwarn) -> None:
+    path = save_step(tmp_path, 1).path
+    load(path, model=empty_like(weights(1)), optimizer=empty_like(moments(1)))
+    assert capfd.readouterr() == ("", "")
+    assert [str(warning.message) for warning in recwarn] == []
