@@ -1,10 +1,29 @@
-"""The head's matrix product and the cross-entropy as one function, so that logits live only chunk by chunk."""
+"""The head's matrix product and the cross-entropy as one function.
+
+Logits ``[tokens, vocabulary]`` are the largest tensor of a small model; the plain composition makes four or five
+of them. Here one chunk of tokens at a time goes through everything, gradients included, so that one buffer serves:
+
+    logits = hidden W^T                        compute dtype
+    E      = exp(logits - max)                 in place; fp32 inside, a few rows that fit the cache at a time
+    lse    = max + log(s),  s = sum E          fp32
+    loss   = sum lse - logits[label]
+    E[label] -= s                              now E / s is softmax - onehot, the gradient of the logits
+    dhidden = (1/s) (E W),  dW = E^T (1/s hidden)
+
+Dividing by s on the ``[tokens, H]`` side saves a pass over the logits. With z-loss, ``loss += z lse**2``, whose
+gradient is ``2 z lse softmax``: the same with ``(1 + 2 z lse) / s`` for ``1/s``, and ``s / (1 + 2 z lse)`` for the
+label's s. For logits (0, ln 3) and label 0: s = 4/3, lse = ln 4, the loss is ln 4, the gradient (-3/4, 3/4).
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+BLOCK_BYTES = 1 << 20  # rows of one elementwise pass on CPU: half of a core's second-level cache
 
 
 def linear_cross_entropy(
@@ -18,13 +37,135 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     chunk_bytes: int = 1 << 28,
 ) -> tuple[Tensor, Tensor]:
-    """``scale * sum over real tokens of (lse - logit[label] + z_loss * lse**2)`` and its z part, detached, fp32.
+    """``scale * sum over real tokens of (lse - logit[label] + z_loss * lse**2)`` and its z part, detached: fp32.
 
-    hidden ``[tokens, H]``, weight ``[V, H]``, labels ``[tokens]``; columns >= valid_rows are padding and do not count.
+    hidden ``[tokens, H]`` and weight ``[V, H]`` in one dtype, that of the matrix products; labels ``[tokens]``
+    int64, `ignore_index` where there is no loss. Rows of `weight` from `valid_rows` on pad the vocabulary and are
+    never predicted. `chunk_bytes` is the budget for one chunk's logits, counted in fp32.
     """
-    logits = F.linear(hidden, weight[:valid_rows]).float()
-    real = labels != ignore_index
-    lse = logits.logsumexp(-1)
-    picked = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    z = scale * z_loss * torch.where(real, lse * lse, 0.0).sum()
-    return scale * torch.where(real, lse - picked, 0.0).sum() + z, z.detach()
+    needs_gradient = torch.is_grad_enabled()
+    options = _Options(
+        scale,
+        z_loss,
+        weight.shape[0] if valid_rows is None else valid_rows,
+        ignore_index,
+        chunk_bytes,
+        needs_gradient and hidden.requires_grad,
+        needs_gradient and weight.requires_grad,
+    )
+    return _LinearCrossEntropy.apply(hidden, weight, labels, options)
+
+
+@dataclass(frozen=True)
+class _Options:
+    scale: float
+    z_loss: float
+    rows: int
+    ignore_index: int
+    chunk_bytes: int
+    for_hidden: bool
+    for_weight: bool
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Makes the gradients in forward, while the logits exist; backward hands them out."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: _Options) -> Any:
+        loss, z_part, grad_hidden, grad_weight = _loss_and_gradients(hidden, weight, labels, options)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.mark_non_differentiable(z_part)
+        return loss, z_part
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        factor = upstream[0]
+        grads = ctx.saved_tensors
+        # Reading the value would make a GPU wait; on CPU it spares a pass over both gradients.
+        if factor.device.type != "cpu" or factor.item() != 1.0:
+            grads = [None if g is None else g * factor.to(g.dtype) for g in grads]
+        return *grads, None, None
+
+
+def _loss_and_gradients(
+    hidden: Tensor, weight: Tensor, labels: Tensor, options: _Options
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    tokens = hidden.shape[0]
+    valid = weight[: options.rows]
+    chunk = max(1, min(tokens, options.chunk_bytes // (4 * options.rows)))
+    buffer = hidden.new_empty(chunk, options.rows)
+    grad_hidden = torch.empty_like(hidden) if options.for_hidden else None
+    grad_weight = _WeightGradient(weight, options.rows, several=chunk < tokens) if options.for_weight else None
+    sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
+    for begin in range(0, tokens, chunk):
+        piece = slice(begin, min(begin + chunk, tokens))
+        x = hidden[piece]
+        logits = torch.mm(x, valid.t(), out=buffer[: len(x)])
+        losses, factors = _exponentials_(logits, labels[piece], options)
+        sums += losses
+        if grad_hidden is not None:
+            torch.mm(logits, valid, out=grad_hidden[piece]).mul_(factors)
+        if grad_weight is not None:
+            grad_weight.add(logits, (x * factors).to(x.dtype))
+    sums *= options.scale
+    return sums[0] + sums[1], sums[1], grad_hidden, None if grad_weight is None else grad_weight.result()
+
+
+def _exponentials_(logits: Tensor, labels: Tensor, options: _Options) -> tuple[Tensor, Tensor]:
+    """Turns logits ``[n, rows]`` into E of the module's docstring, in place.
+
+    Returns the chunk's (cross-entropy sum, z-loss sum) ``[2]`` and the factors ``[n, 1]`` (with the scale; 0 for
+    tokens without loss) that make E the gradient of the logits, all fp32.
+    """
+    real = labels != options.ignore_index
+    index = torch.where(real, labels, 0)
+    row = torch.arange(len(index), device=index.device)
+    picked = logits[row, index].float()[:, None]
+    largest, total = _exp_rows_(logits)
+    lse = largest + total.log()
+    slope = 1.0 + 2.0 * options.z_loss * lse
+    logits[row, index] = ((picked - largest).exp() - total / slope).to(logits.dtype)[:, 0]
+    factors = torch.where(real[:, None], options.scale * slope / total, 0.0)
+    losses = torch.where(real[:, None], torch.cat((lse - picked, options.z_loss * lse * lse), 1), 0.0).sum(0)
+    return losses, factors
+
+
+def _exp_rows_(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """``logits[i] = exp(logits[i] - max_i)`` in place, computed in fp32; returns max and the sums, ``[n, 1]``."""
+    n, rows = logits.shape
+    largest, total = torch.empty(2, n, 1, dtype=torch.float32, device=logits.device)
+    step = max(1, BLOCK_BYTES // (4 * rows)) if logits.device.type == "cpu" else n
+    narrow = logits.dtype != torch.float32
+    wide = torch.empty(min(step, n) if narrow else 0, rows, dtype=torch.float32, device=logits.device)
+    for begin in range(0, n, step):
+        part = slice(begin, min(begin + step, n))
+        block = wide[: part.stop - begin].copy_(logits[part]) if narrow else logits[part]
+        torch.amax(block, 1, keepdim=True, out=largest[part])
+        block.sub_(largest[part]).exp_()
+        torch.sum(block, 1, keepdim=True, out=total[part])
+        if narrow:
+            logits[part] = block
+    return largest, total
+
+
+class _WeightGradient:
+    """``sum over chunks of E^T x`` for the valid rows, 0 for the padding; several chunks add up in fp32."""
+
+    def __init__(self, weight: Tensor, rows: int, several: bool) -> None:
+        self.dtype, self.first = weight.dtype, True
+        self.whole = torch.empty_like(weight, dtype=torch.float32 if several else weight.dtype)
+        self.whole[rows:] = 0
+        self.valid = self.whole[:rows]
+
+    def add(self, e: Tensor, x: Tensor) -> None:
+        if self.first:
+            same = self.valid.dtype == x.dtype
+            torch.mm(e.t(), x, out=self.valid) if same else self.valid.copy_(torch.mm(e.t(), x))
+            self.first = False
+        elif self.valid.dtype == x.dtype:
+            self.valid.addmm_(e.t(), x)
+        else:
+            self.valid += torch.mm(e.t(), x)
+
+    def result(self) -> Tensor:
+        return self.whole.to(self.dtype)
