@@ -28,6 +28,7 @@ class CountsInPython(torch.optim.Optimizer):
                 state["step"] += 1
                 state["mean"] = 0.9 * state["mean"] + 0.1 * p.grad.mean().item()
                 state["average"].lerp_(p.grad, 1.0 / state["step"])
+                p.mul_(0.999)  # whatever the rate
                 p.add_(state["average"], alpha=-group["lr"] * (1 + state["mean"]))
 
 

@@ -159,8 +159,8 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 def matmul_dtype(device: torch.device) -> torch.dtype:
     """Bfloat16 where its matrix products are fast, float32 elsewhere.
 
-    Measured on a CPU with AMX, [384, 1024], one thread: bfloat16 5x faster than float32. Without the
-    instructions bfloat16 is emulated and slower.
+    Measured on a CPU with AMX, [384, 1024], one thread: bfloat16 5x faster than float32. A CPU without such
+    instructions has to emulate it. A torch that cannot tell counts as one.
     """
     if device.type != "cpu":
         return torch.bfloat16
