@@ -15,7 +15,9 @@ logit_rows = st.lists(st.integers(-8, 8).map(lambda n: n / 2), min_size=2, max_s
 
 
 @quick
-@given(logit_rows, st.sampled_from([0.3, 0.8, 1.0, 1.7]), st.integers(0, 13), st.sampled_from([0.1, 0.5, 0.9, 0.95, 1.0]))
+@given(
+    logit_rows, st.sampled_from([0.3, 0.8, 1.0, 1.7]), st.integers(0, 13), st.sampled_from([0.1, 0.5, 0.9, 0.95, 1.0])
+)
 def test_the_cuts_are_those_of_transformers_in_its_order(row, temperature, top_k, top_p):
     logits = torch.tensor([row])
     theirs = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
@@ -41,7 +43,9 @@ def distribution(logits, temperature, top_k, top_p):
     return result
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (0.9, 6, 0.9)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (0.9, 6, 0.9)]
+)
 def test_drawn_tokens_have_the_frequencies_of_the_float64_formula(temperature, top_k, top_p):
     logits = torch.tensor([[2.0, -1.0, 0.5, 1.5, 0.0, -2.0, 1.1, 0.2, -0.4, 0.9]])
     draws = 20_000
@@ -78,9 +82,7 @@ def test_a_draw_depends_on_seed_request_and_position_and_on_nothing_else():
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
     sampling = Sampling(temperature=1.0, seed=5)
     alone = [next_tokens(logits, sampling, [r], [p])[0] for r in range(6) for p in range(6)]
-    together = next_tokens(
-        logits.expand(36, -1), sampling, [r for r in range(6) for _ in range(6)], list(range(6)) * 6
-    )
+    together = next_tokens(logits.expand(36, -1), sampling, [r for r in range(6) for _ in range(6)], list(range(6)) * 6)
     assert alone == together
     assert len(set(alone)) > 10
     assert next_tokens(logits.expand(36, -1), Sampling(1.0, seed=6), [0] * 36, range(36)) != together

@@ -71,8 +71,8 @@ def to_hf(
     temporary = temporary_beside(final)
     try:
         temporary.mkdir(parents=True)
-        files, size = _write_weights(weights, shapes, temporary, name, size_limit, progress)
         _write_configs(source, temporary, name)
+        files, size = _write_weights(weights, shapes, temporary, name, size_limit, progress)
         if source.tokenizer:
             load_tokenizer(source.tokenizer).save(temporary)
         else:
@@ -112,6 +112,7 @@ def _write_weights(
     for file, names in split.filename_to_tensors.items():
         shard = {name: weights[name].to(target).contiguous() for name in names}
         save_file(shard, folder / file, metadata={"format": "pt"})
+        shutil.copymode(folder / "config.json", folder / file)  # save_file makes files that only their owner reads
         done += sum(sizes[name] for name in names)
         if progress:
             progress(done, sum(sizes.values()))

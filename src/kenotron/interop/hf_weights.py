@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kenotron.config.errors import InputError, NotSupportedYet, nearest
 from kenotron.data.hub import hub_file
+from kenotron.data.tokenizer import TOKENIZER_FILES
 from kenotron.interop.hf_config import read_json
 
 if TYPE_CHECKING:
@@ -20,17 +21,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
-HUB = "no such folder here, and on the Hugging Face hub"
+HUB = "no such folder here"  # so each of the hub's errors begins
 
 
 class Weights(Mapping[str, "Tensor"]):
@@ -63,9 +54,9 @@ def is_hub_name(source: str | Path) -> bool:
 def find_config(source: str | Path) -> Path:
     """The `config.json` of a folder or a hub name."""
     if is_hub_name(source):
-        file = hub_file(str(source), "config.json", key=HUB)
+        file = hub_file(str(source), "config.json", None, HUB)
         if file is None:
-            raise InputError(f"{HUB}: '{source}' has no config.json")
+            raise InputError(f"{HUB}: repository '{source}' has no config.json")
         return file
     folder = Path(source).expanduser()
     if not folder.is_dir():
@@ -83,13 +74,13 @@ def locate(source: str | Path) -> Path:
     if not is_hub_name(source):
         return folder
     repo = str(source)
-    index = hub_file(repo, INDEX, key=HUB)
+    index = hub_file(repo, INDEX, None, HUB)
     shards = _shards(index) if index else [SINGLE]
     for name in shards:
-        if hub_file(repo, name, key=HUB) is None:
-            raise InputError(f"{HUB}: '{repo}' has no {name} (only safetensors are read)")
+        if hub_file(repo, name, None, HUB) is None:
+            raise InputError(f"{HUB}: repository '{repo}' has no {name} (only safetensors are read)")
     for name in (*TOKENIZER_FILES, "generation_config.json"):
-        hub_file(repo, name, key=HUB)
+        hub_file(repo, name, None, HUB, optional=True)
     return folder
 
 

@@ -18,8 +18,9 @@ from kenotron.config import load
 from kenotron.config.architecture import LlamaArchitecture
 from kenotron.config.errors import InputError
 from kenotron.config.model import Model
+from kenotron.data.tokenizer import TOKENIZER_FILES
 from kenotron.interop.hf_config import Report, architecture_from_hf, quiet, read_json
-from kenotron.interop.hf_weights import TOKENIZER_FILES, Weights, find_config, hf_weights, is_hub_name, locate
+from kenotron.interop.hf_weights import Weights, find_config, hf_weights, is_hub_name, locate
 from kenotron.interop.rope_layout import is_rotated, to_halves, to_interleaved
 
 if TYPE_CHECKING:

@@ -1,0 +1,306 @@
+"""Completions against transformers' `generate`, against decoding without a cache, and against themselves alone."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_llamas import (
+    VARIANTS,
+    hf_llama,
+    load_hf,
+    our_logits,
+    our_model,
+    random_tokens,
+    save_hf,
+    save_ours,
+    small_tokenizer,
+)
+
+from kenotron.config.errors import InputError
+from kenotron.generate import generate, load_for_generation
+from kenotron.interop import to_hf
+
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return our_model(folder)
+
+
+def prompts_of(lengths, seed=0):
+    return [random_tokens(1, length, seed + number)[0].tolist() for number, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_output_is_that_of_transformers_on_the_exported_model(variant, interleaved, tmp_path):
+    changes = VARIANTS[variant] | {"rope_interleaved": interleaved}
+    path = save_ours(our_model(tmp_path, **changes), tmp_path / "checkpoints", **changes)
+    to_hf(path, tmp_path / "hf")
+    theirs = load_hf(tmp_path / "hf")
+    prompts = prompts_of([9, 1, 14])  # `dynamic` grows past its 16 positions while it decodes
+    found = generate(load_for_generation(path).model, None, prompts, max_new_tokens=NEW, stop_at_eos=False)
+    for prompt, completion in zip(prompts, found):
+        expected = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert completion.tokens == expected[0, len(prompt) :].tolist()
+
+
+def test_the_cache_gives_what_reading_the_whole_text_again_gives(model):
+    [prompt] = prompts_of([7])
+    text = list(prompt)
+    for _ in range(NEW):
+        text.append(int(our_logits(model, torch.tensor([text]))[0, -1].argmax()))
+    [completion] = generate(model, None, [prompt], max_new_tokens=NEW, stop_at_eos=False)
+    assert completion.tokens == text[len(prompt) :]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    st.sampled_from([0.0, 1.0]),
+    st.integers(1, 6),
+    st.integers(0, 1000),
+)
+def test_a_batch_gives_every_prompt_what_it_gets_alone(model, lengths, temperature, batch_size, seed):
+    prompts = prompts_of(lengths, seed)
+    options = {"max_new_tokens": NEW, "temperature": temperature, "seed": seed}
+    alone = generate(model, None, prompts, batch_size=1, **options)
+    assert generate(model, None, prompts, batch_size=batch_size, **options) == alone
+
+
+def test_a_row_that_ends_leaves_the_others_as_they_were(model):
+    """Rows of one batch end at different steps, and those that go on give the same tokens."""
+    prompts = prompts_of([5, 3, 8, 6])
+    free = generate(model, None, prompts, max_new_tokens=NEW, stop_at_eos=False)
+    model.config = model.config.model_copy(update={"eos_token_id": free[1].tokens[4]})
+    try:
+        stopped = generate(model, None, prompts, max_new_tokens=NEW)
+    finally:
+        model.config = model.config.model_copy(update={"eos_token_id": 0})
+    eos = free[1].tokens[4]
+    for before, after in zip(free, stopped):
+        expected = before.tokens[: before.tokens.index(eos) + 1] if eos in before.tokens else before.tokens
+        assert after.tokens == expected
+        assert after.stopped_by == ("eos" if eos in before.tokens else "max_new_tokens")
+    assert {len(completion.tokens) for completion in stopped} != {NEW}
+
+
+def test_dynamic_rope_beyond_its_positions_gives_every_prompt_what_it_gets_alone(folder):
+    model = our_model(folder, **VARIANTS["dynamic"])
+    prompts = prompts_of([30, 4, 11])
+    together = generate(model, None, prompts, max_new_tokens=NEW)
+    assert together == [generate(model, None, [prompt], max_new_tokens=NEW)[0] for prompt in prompts]
+
+
+def test_the_same_seed_gives_the_same_text_and_another_seed_another(model):
+    prompts = prompts_of([4, 4])
+    options = {"max_new_tokens": NEW, "temperature": 1.5}
+    one = generate(model, None, prompts, seed=1, **options)
+    assert generate(model, None, prompts, seed=1, **options) == one
+    assert generate(model, None, prompts, seed=2, **options) != one
+    twins = generate(model, None, [prompts[0]] * 2, seed=1, **options)
+    assert twins[0].tokens != twins[1].tokens  # the number of the request is part of the key
+
+
+def test_pieces_that_are_streamed_are_the_text(model, tokenizer):
+    pieces = {0: "", 1: ""}
+
+    def listen(number, piece):
+        assert piece
+        pieces[number] += piece
+
+    prompts = ["def main", "é 中"]
+    streamed = generate(model, tokenizer, prompts, max_new_tokens=30, temperature=2.0, stream=listen)
+    assert [pieces[0], pieces[1]] == [completion.text for completion in streamed]
+    assert streamed == generate(model, tokenizer, prompts, max_new_tokens=30, temperature=2.0)
+    for completion in streamed:
+        tokens = [token for token in completion.tokens if token != tokenizer.eos_token_id]
+        assert completion.text == tokenizer.decode(tokens)
+
+
+def test_end_of_text_is_the_tokenizers_and_is_not_shown(model, tokenizer):
+    prompts = ["def main"]
+    [free] = generate(model, tokenizer, prompts, max_new_tokens=NEW, stop_at_eos=False)
+    fake_end = free.tokens[3]
+    tokenizer.eos_token_id = fake_end
+    try:
+        [stopped] = generate(model, tokenizer, prompts, max_new_tokens=NEW)
+    finally:
+        tokenizer.eos_token_id = 0
+    length = free.tokens.index(fake_end) + 1
+    assert stopped.tokens == free.tokens[:length]
+    assert stopped.stopped_by == "eos"
+    assert stopped.text == tokenizer.decode(free.tokens[: length - 1])
+
+
+def test_a_text_stops_where_the_positions_end(model):
+    limit = model.config.max_position_embeddings
+    [prompt] = prompts_of([limit - 5])
+    [completion] = generate(model, None, [prompt], max_new_tokens=50, stop_at_eos=False)
+    assert (len(completion.tokens), completion.stopped_by) == (5, "max_position_embeddings")
+    [exact] = generate(model, None, [prompt], max_new_tokens=5, stop_at_eos=False)
+    assert (exact.tokens, exact.stopped_by) == (completion.tokens, "max_new_tokens")
+
+
+def test_a_prompt_that_fills_all_positions_is_an_error_with_both_lengths(model):
+    with pytest.raises(InputError, match=r"^prompt 2: 64 tokens leave no room .* at most 64 \(max_position_embeddings"):
+        generate(model, None, [[1], prompts_of([64])[0]])
+
+
+def test_an_empty_prompt_starts_a_text(model, tokenizer):
+    [empty] = generate(model, tokenizer, [""], max_new_tokens=NEW)
+    [started] = generate(model, tokenizer, [[tokenizer.eos_token_id]], max_new_tokens=NEW)
+    assert empty.tokens == started.tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([1, 300], {}, "prompt 1: token 300 is outside the model's vocabulary of 300"),
+        ([-1], {}, "prompt 1: token -1 is outside"),
+        ("text", {}, "prompt 1: there is no tokenizer here"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens: expected 1 or more, found 0"),
+        ([1], {"batch_size": 0}, "batch_size: expected 1 or more"),
+    ],
+)
+def test_wrong_input_is_named(model, prompt, options, message):
+    with pytest.raises(InputError, match=f"^{message}"):
+        generate(model, None, [prompt], **options)
+
+
+def test_no_prompts_give_no_completions(model):
+    assert generate(model, None, []) == []
+
+
+def test_broken_weights_stop_the_text_and_say_why(folder):
+    model = our_model(folder)
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    [completion] = generate(model, None, [[1, 2]], max_new_tokens=NEW)
+    assert (completion.tokens, completion.stopped_by) == ([], "non_finite_logits")
+
+
+def test_a_model_in_training_is_left_in_training_without_gradients(folder):
+    model = our_model(folder).train()
+    before = torch.get_rng_state()
+    generate(model, None, [[1, 2, 3]], max_new_tokens=3, temperature=1.0)
+    assert model.training
+    assert model.model.layers[0].training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.fixture
+def group_of_one():
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_model_under_fsdp_generates_what_the_plain_one_does_and_trains_on(folder, group_of_one):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    plain, sharded = our_model(folder).bfloat16(), our_model(folder)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    for block in sharded.model.layers:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(sharded, mp_policy=policy)
+    prompts = prompts_of([5, 9])
+    options = {"max_new_tokens": 6, "stop_at_eos": False}
+    assert generate(sharded, None, prompts, **options) == generate(plain, None, prompts, **options)
+    sharded.train()
+    our_logits_with_gradients(sharded).sum().backward()
+    assert all(parameter.grad is not None for parameter in sharded.parameters())
+
+
+def our_logits_with_gradients(model):
+    from kenotron.kernels.attention import attention
+    from kenotron.models import Context
+
+    return model(torch.arange(4), Context((1, 4), torch.arange(4), attention)).float()
+
+
+def test_a_compiled_model_generates_uncompiled(folder, model):
+    """No shape of decoding is ever compiled: the compiler would be asked for each, and again and again."""
+    compiled = our_model(folder)
+    compilations = []
+
+    def backend(graph, inputs):
+        compilations.append(len(inputs))
+        return graph.forward
+
+    for block in compiled.model.layers:
+        block.compile(backend=backend)
+    prompts = prompts_of([5, 9])
+    assert generate(compiled, None, prompts, max_new_tokens=4) == generate(model, None, prompts, max_new_tokens=4)
+    assert compilations == []
+    our_logits_with_gradients(compiled)
+    assert compilations, "training steps still compile"
+
+
+def test_a_hugging_face_folder_is_read_as_it_is(tmp_path, tokenizer):
+    theirs = hf_llama(tie_word_embeddings=True)
+    save_hf(theirs, tmp_path / "hf", tokenizer)
+    model, read, config = load_for_generation(tmp_path / "hf")
+    assert config.architecture.vocab_size == 300
+    ids = read.encode("the cat")
+    [completion] = generate(model, read, ["the cat"], max_new_tokens=NEW, stop_at_eos=False)
+    expected = theirs.generate(
+        torch.tensor([ids]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert completion.tokens == expected[0, len(ids) :].tolist()
+
+
+def test_weights_take_the_configs_dtype_or_the_one_asked_for(tmp_path):
+    path = save_ours(our_model(tmp_path), tmp_path / "c", dtype="bfloat16")
+    for asked, expected in ((None, torch.bfloat16), ("float32", torch.float32), (torch.float16, torch.float16)):
+        model = load_for_generation(path, asked, "cpu").model
+        assert {parameter.dtype for parameter in model.parameters()} == {expected}
+    with pytest.raises(InputError, match="generation in dtype 'int8'"):
+        load_for_generation(path, "int8")
+
+
+def test_padding_rows_of_the_vocabulary_are_neither_saved_nor_predicted(tmp_path):
+    path = save_ours(our_model(tmp_path), tmp_path / "c")
+    text = (path / "config.yaml").read_text()
+    assert "make_vocab_size_divisible_by: 1" in text
+    assert load_for_generation(path).model.lm_head.weight.shape[0] == 300
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("checkpoints/11", r"no checkpoint at .*/checkpoints/11: .* has 10"),
+        ("chekpoints", r"did you mean 'checkpoints'"),
+        ("empty", r"empty is not a checkpoint"),
+    ],
+)
+def test_a_wrong_path_names_what_is_near(name, message, tmp_path):
+    save_ours(our_model(tmp_path), tmp_path / "checkpoints")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=message):
+        load_for_generation(tmp_path / name)
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    path = save_ours(our_model(tmp_path), tmp_path / "checkpoints")
+    file = next((path / "model").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(InputError, match=f"{file.name} is damaged"):
+        load_for_generation(path)

@@ -1,0 +1,325 @@
+"""Folders in, folders out: shards, ties, tokenizers, and clear words for what cannot be converted."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_llamas import (
+    hf_llama,
+    hf_logits,
+    load_hf,
+    our_logits,
+    our_model,
+    random_tokens,
+    save_hf,
+    save_ours,
+    small_tokenizer,
+)
+
+from kenotron import checkpoint
+from kenotron.config import load
+from kenotron.config.architecture import LlamaArchitecture
+from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.data import load_tokenizer
+from kenotron.generate import load_for_generation
+from kenotron.interop import from_hf, initial_tensors, open_source, to_hf
+from kenotron.models import named_parameters
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_tokenizer()
+
+
+@pytest.fixture
+def hf_folder(tmp_path, tokenizer):
+    return save_hf(hf_llama(), tmp_path / "hf", tokenizer)
+
+
+@pytest.fixture
+def ours(tmp_path, tokenizer):
+    """A checkpoint's folder."""
+    return save_ours(our_model(tmp_path), tmp_path / "checkpoints", tokenizer)
+
+
+def test_sharded_weights_are_read_through_their_index(tmp_path):
+    theirs = hf_llama()
+    folder = save_hf(theirs, tmp_path / "hf", shard="30KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    tensors = initial_tensors(folder)
+    expected = theirs.state_dict()
+    assert set(tensors) == set(expected)
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+def test_an_export_is_cut_into_shards_that_transformers_and_we_read_back(ours, tmp_path):
+    written = to_hf(ours, tmp_path / "out", dtype="float32", max_shard_size="40KB")
+    sizes = [(tmp_path / "out" / name).stat().st_size for name in written.files]
+    assert len(sizes) > 3
+    assert all(size < 42_000 for size in sizes)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == written.bytes
+    original = open_source(ours).weights
+    again = initial_tensors(tmp_path / "out")
+    assert all(torch.equal(original[name], again[name]) for name in original)
+    tokens = random_tokens(1, 8)
+    model = load_for_generation(ours, dtype="float32").model
+    assert torch.allclose(hf_logits(load_hf(tmp_path / "out"), tokens), our_logits(model, tokens), atol=1e-4)
+
+
+def test_an_import_exported_again_is_the_same_model_bit_for_bit(hf_folder, tmp_path):
+    from_hf(hf_folder, tmp_path / "ours")
+    to_hf(tmp_path / "ours", tmp_path / "again")
+    before, after = (load_file(f / "model.safetensors") for f in (hf_folder, tmp_path / "again"))
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert json.loads((tmp_path / "again" / name).read_text()) == json.loads((hf_folder / name).read_text())
+
+
+def test_bf16_weights_stay_bf16_on_both_ways(tmp_path):
+    folder = save_hf(hf_llama().bfloat16(), tmp_path / "hf")
+    from_hf(folder, tmp_path / "ours")
+    assert load(tmp_path / "ours" / "0" / "config.yaml").model.dtype == "bfloat16"
+    assert {tensor.dtype for tensor in initial_tensors(tmp_path / "ours").values()} == {torch.bfloat16}
+    assert to_hf(tmp_path / "ours", tmp_path / "out").dtype == "bfloat16"
+
+
+def test_fp32_masters_of_a_bf16_run_are_exported_in_bf16_unless_asked_otherwise(tmp_path):
+    path = save_ours(our_model(tmp_path), tmp_path / "checkpoints", dtype="bfloat16")
+    for dtype, expected in ((None, torch.bfloat16), ("float32", torch.float32), ("float16", torch.float16)):
+        folder = tmp_path / str(dtype)
+        to_hf(path, folder, dtype=dtype)
+        weights = load_file(folder / "model.safetensors")
+        assert {tensor.dtype for tensor in weights.values()} == {expected}
+        assert json.loads((folder / "config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
+        source = open_source(path).weights["model.norm.weight"]
+        assert torch.equal(weights["model.norm.weight"], source.to(expected))
+
+
+def test_a_tied_head_is_stored_once_and_a_second_copy_in_a_file_does_no_harm(tmp_path):
+    theirs = hf_llama(tie_word_embeddings=True)
+    folder = save_hf(theirs, tmp_path / "hf")
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # in files of old versions
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    from_hf(folder, tmp_path / "ours")
+    assert "lm_head.weight" not in initial_tensors(tmp_path / "ours")
+    tokens = random_tokens(1, 8)
+    model = load_for_generation(tmp_path / "ours").model
+    assert torch.allclose(our_logits(model, tokens), hf_logits(theirs, tokens), atol=1e-4)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_tokenizer_and_generation_config_say_the_same_end_of_text_as_training(ours, tmp_path, tokenizer):
+    from transformers import AutoTokenizer, GenerationConfig
+
+    to_hf(ours, tmp_path / "out")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "def main(argument):\n    é 中文"
+    assert theirs(text)["input_ids"] == tokenizer.encode(text)
+    assert theirs.eos_token_id == tokenizer.eos_token_id == 0
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 0
+    assert load_tokenizer(tmp_path / "out").hash == tokenizer.hash
+
+
+def test_an_imported_generation_config_goes_out_as_it_came(hf_folder, tmp_path):
+    settings = {"eos_token_id": [0, 5], "temperature": 0.6, "do_sample": True, "transformers_version": "5.0.0"}
+    (hf_folder / "generation_config.json").write_text(json.dumps(settings))
+    from_hf(hf_folder, tmp_path / "ours")
+    to_hf(tmp_path / "ours", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == settings
+
+
+def test_keys_that_only_travel_reach_the_export(tmp_path):
+    travelling = {"initializer_range": 0.07, "pad_token_id": 3, "use_cache": False, "pretraining_tp": 2}
+    path = save_ours(our_model(tmp_path), tmp_path / "checkpoints", **travelling, max_position_embeddings=77)
+    to_hf(path, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: config[key] for key in travelling} == travelling
+    assert config["max_position_embeddings"] == 77
+
+
+def test_an_import_is_a_whole_checkpoint_with_a_config_that_loads(hf_folder, tmp_path):
+    saved = from_hf(hf_folder, tmp_path / "ours")
+    assert saved.path == tmp_path / "ours" / "0"
+    assert checkpoint.verify(saved.path) == []
+    config = load(saved.path / "config.yaml")
+    assert config.model.architecture.hidden_size == 32
+    assert checkpoint.read_manifest(saved.path).state == {"imported_from": str(hf_folder)}
+
+
+# `init_method: {path}` in a model that may differ in how it keeps the same weights.
+
+
+def test_initial_tensors_come_from_a_checkpoint_and_from_a_hugging_face_folder_alike(ours, tmp_path):
+    to_hf(ours, tmp_path / "hf", dtype="float32")
+    one, other = initial_tensors(ours), initial_tensors(tmp_path / "hf")
+    assert set(one) == set(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_initial_tensors_are_turned_into_the_wanted_order_of_channels(interleaved, tmp_path):
+    ours = our_model(tmp_path, rope_interleaved=interleaved, attention_bias=True)
+    path = save_ours(ours, tmp_path / "checkpoints", rope_interleaved=interleaved, attention_bias=True)
+    wanted = open_source(path).architecture.model_copy(update={"rope_interleaved": not interleaved})
+    other = our_model(tmp_path, rope_interleaved=not interleaved, attention_bias=True)
+    given = initial_tensors(path, wanted)
+    with torch.no_grad():
+        for name, parameter in named_parameters(other):
+            parameter.copy_(given[name])
+    tokens = random_tokens(1, 20)
+    assert torch.allclose(our_logits(other, tokens), our_logits(ours, tokens), atol=1e-4)
+
+
+def test_initial_tensors_of_a_tied_model_give_an_untied_one_its_head(tmp_path):
+    path = save_ours(our_model(tmp_path, tie_word_embeddings=True), tmp_path / "c", tie_word_embeddings=True)
+    wanted = open_source(path).architecture.model_copy(update={"tie_word_embeddings": False})
+    given = initial_tensors(path, wanted)
+    assert torch.equal(given["lm_head.weight"], given["model.embed_tokens.weight"])
+
+
+def test_initial_tensors_of_an_untied_model_do_not_fit_a_tied_one(ours):
+    wanted = open_source(ours).architecture.model_copy(update={"tie_word_embeddings": True})
+    with pytest.raises(InputError, match=r"tie_word_embeddings: true, but the weights in .* head of their own"):
+        initial_tensors(ours, wanted)
+
+
+def test_initial_tensors_of_another_shape_are_refused_by_the_key_that_differs(ours):
+    wanted = open_source(ours).architecture.model_copy(update={"intermediate_size": 64})
+    with pytest.raises(InputError, match=r"intermediate_size: the weights in .* have 48, the config says 64"):
+        initial_tensors(ours, wanted)
+
+
+def test_initial_tensors_name_what_is_near_when_asked_for_a_wrong_name(ours):
+    with pytest.raises(InputError, match=r"no tensor 'model\.norm\.weigth'; did you mean 'model.norm.weight'"):
+        initial_tensors(ours)["model.norm.weigth"]
+
+
+def test_weights_as_pickles_are_refused(hf_folder, tmp_path):
+    (hf_folder / "model.safetensors").rename(hf_folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match="only safetensors are read"):
+        from_hf(hf_folder, tmp_path / "ours")
+
+
+def test_a_missing_shard_and_a_cut_file_are_named(tmp_path):
+    folder = save_hf(hf_llama(), tmp_path / "hf", shard="30KB")
+    second = sorted(folder.glob("*.safetensors"))[1]
+    second.write_bytes(second.read_bytes()[:-10])
+    with pytest.raises(InputError, match=f"{second.name} is damaged"):
+        from_hf(folder, tmp_path / "ours")
+    second.unlink()
+    with pytest.raises(InputError, match=f"no {second.name}, which its model.safetensors.index.json names"):
+        from_hf(folder, tmp_path / "ours")
+
+
+def test_weights_that_are_no_causal_language_model_are_refused(hf_folder, tmp_path):
+    weights = load_file(hf_folder / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in weights.items() if name != "lm_head.weight"}
+    save_file(bare, hf_folder / "model.safetensors")
+    with pytest.raises(NotSupportedYet, match="something else than LlamaForCausalLM"):
+        from_hf(hf_folder, tmp_path / "ours")
+
+
+def test_a_full_folder_is_never_written_into(ours, hf_folder, tmp_path):
+    with pytest.raises(InputError, match="is not empty; name a new folder"):
+        to_hf(ours, hf_folder)
+    with pytest.raises(InputError, match="holds checkpoints already"):
+        from_hf(hf_folder, ours.parent)
+
+
+def test_a_damaged_checkpoint_is_not_exported_and_nothing_is_left(ours, tmp_path):
+    file = next((ours / "model").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(InputError, match=f"{file.name} is damaged"):
+        to_hf(ours, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_an_export_that_fails_leaves_nothing(ours, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(InputError, match=r"cannot write .*out: No space left on device"):
+        to_hf(ours, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("size", ["five", "0", "-3GB", "3XB", ""])
+def test_a_shard_size_that_is_none_is_refused(size, ours, tmp_path):
+    with pytest.raises(InputError, match="max_shard_size: expected a size such as 5GB"):
+        to_hf(ours, tmp_path / "out", max_shard_size=size)
+
+
+def test_an_unknown_dtype_is_refused_with_the_nearest(ours, tmp_path):
+    with pytest.raises(InputError, match=r"dtype: expected one of .* found 'bflot16'; did you mean 'bfloat16'"):
+        to_hf(ours, tmp_path / "out", dtype="bflot16")
+
+
+def test_nothing_there_names_the_nearest_that_exists(tmp_path):
+    (tmp_path / "llama-model").mkdir()
+    with pytest.raises(InputError, match=f"the nearest that exists is {tmp_path}; did you mean 'llama-model'"):
+        from_hf(tmp_path / "lama-model", tmp_path / "ours")
+    with pytest.raises(InputError, match=r"llama-model is not a Hugging Face model: it has no config\.json"):
+        from_hf(tmp_path / "llama-model", tmp_path / "ours")
+
+
+# Hub names: the local cache first; offline means offline.
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def repository(cache, hf_folder):
+    root = cache / "models--someone--tiny-llama"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "main").write_text("a" * 40)
+    shutil.copytree(hf_folder, root / "snapshots" / ("a" * 40))
+    return "someone/tiny-llama"
+
+
+def test_a_cached_repository_is_imported_offline(repository, hf_folder, tmp_path):
+    from_hf(repository, tmp_path / "ours")
+    found, expected = initial_tensors(tmp_path / "ours"), initial_tensors(hf_folder)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert load_for_generation(tmp_path / "ours").tokenizer is not None
+
+
+def test_a_cached_repository_gives_initial_tensors(repository, hf_folder):
+    assert set(initial_tensors(repository)) == set(initial_tensors(hf_folder))
+
+
+def test_a_repository_that_is_not_cached_is_named_with_the_variable_that_forbids_it(cache, tmp_path):
+    with pytest.raises(InputError, match=r"'someone/else' is not in the local .* HF_HUB_OFFLINE=1 forbids") as error:
+        from_hf("someone/else", tmp_path / "ours")
+    assert "\n" not in str(error.value)
+
+
+def test_a_repository_without_safetensors_is_named(repository, cache, tmp_path):
+    next(cache.rglob("model.safetensors")).unlink()
+    with pytest.raises(InputError, match=r"'someone/tiny-llama' has no model\.safetensors"):
+        from_hf(repository, tmp_path / "ours")
+
+
+def test_an_architecture_of_ours_has_no_field_that_transformers_would_miss(ours, tmp_path):
+    """Every key is either carried over, said to be ours alone, or computed: a new one must be decided on."""
+    to_hf(ours, tmp_path / "out")
+    carried = set(json.loads((tmp_path / "out" / "config.json").read_text())) | {"rope_theta", "rope_scaling"}
+    training_only = {"is_llama_config", "attn_implementation", "z_loss_enabled", "z_loss_coefficient"}
+    baked_into_weights = {"rope_interleaved"}
+    assert set(LlamaArchitecture.model_fields) - training_only - baked_into_weights <= carried

@@ -1,0 +1,159 @@
+"""config.json and model_config, one into the other; what is not served is refused by name."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_llamas import VARIANTS, hf_llama
+
+from kenotron.config.architecture import LlamaArchitecture
+from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.interop import hf_architecture
+from kenotron.interop.hf_config import architecture_from_hf, hf_config
+
+SMALL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 100,
+}
+
+
+def read(**changes):
+    return architecture_from_hf(SMALL | changes, "config.json")
+
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_theta": 500000, "rope_scaling": {"type": "llama3", **LLAMA3}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}},
+    ],
+    ids=["transformers 4", "older", "transformers 5"],
+)
+def test_every_form_of_rope_scaling_is_read(form):
+    found = read(**form)
+    assert found.rope_theta == 500000.0
+    assert found.rope_scaling == {"rope_type": "llama3", **LLAMA3}
+
+
+def test_rope_without_scaling_is_none():
+    assert read(rope_parameters={"rope_type": "default", "rope_theta": 20000.0}).rope_scaling is None
+    assert read(rope_scaling=None, rope_theta=20000.0).rope_theta == 20000.0
+    assert read().rope_theta == 10000.0
+
+
+def test_keys_that_only_travel_are_kept():
+    found = read(initializer_range=0.05, pretraining_tp=2, use_cache=False, pad_token_id=3, max_position_embeddings=99)
+    assert (found.initializer_range, found.pretraining_tp, found.use_cache) == (0.05, 2, False)
+    assert (found.pad_token_id, found.max_position_embeddings) == (3, 99)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "mistral"}, "'mistral'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"head_dim": 32}, "head_dim 32"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ],
+)
+def test_what_the_maths_does_not_serve_is_refused_by_name(changes, named):
+    with pytest.raises(NotSupportedYet, match=f"^not supported yet: config.json: .*{named}"):
+        read(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"vocab_size": "many"}, "config.json: vocab_size: .*'many'"),
+        ({"hidden_size": None}, "config.json: hidden_size: expected a whole number, found None"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "high_freq_factor"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_file(changes, named):
+    with pytest.raises(InputError, match=named):
+        read(**changes)
+
+
+def test_of_several_ends_of_text_the_first_is_taken_and_that_is_said():
+    lines = []
+    found = architecture_from_hf(SMALL | {"eos_token_id": [7, 8]}, "config.json", lines.append)
+    assert found.eos_token_id == 7
+    assert "[7, 8]" in lines[0]
+
+
+def test_a_dropout_that_is_left_out_is_said():
+    lines = []
+    architecture_from_hf(SMALL | {"attention_dropout": 0.1}, "config.json", lines.append)
+    assert "attention_dropout 0.1" in lines[0]
+
+
+architectures = st.builds(
+    lambda heads, width, kv, **rest: {
+        "num_attention_heads": heads,
+        "hidden_size": heads * width,
+        "num_key_value_heads": heads // kv,
+        **rest,
+    },
+    heads=st.sampled_from([2, 4, 8]),
+    width=st.sampled_from([8, 16, 64]),
+    kv=st.sampled_from([1, 2]),
+    vocab_size=st.integers(1, 10**6),
+    num_hidden_layers=st.integers(1, 100),
+    intermediate_size=st.integers(1, 10**5),
+    max_position_embeddings=st.integers(1, 10**6),
+    rms_norm_eps=st.sampled_from([1e-6, 1e-5, 0.01]),
+    rope_theta=st.floats(1.0, 1e7),
+    rope_scaling=st.sampled_from([None, *(v["rope_scaling"] for v in VARIANTS.values() if "rope_scaling" in v)]),
+    attention_bias=st.booleans(),
+    tie_word_embeddings=st.booleans(),
+    initializer_range=st.floats(0.001, 0.9),
+    pad_token_id=st.none() | st.integers(0, 5),
+    bos_token_id=st.integers(0, 5),
+    eos_token_id=st.integers(0, 5),
+    use_cache=st.booleans(),
+    hidden_act=st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh", "relu"]),
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(architectures, st.sampled_from(["float32", "bfloat16"]))
+def test_an_architecture_survives_the_way_to_transformers_and_back(values, dtype):
+    architecture = LlamaArchitecture.model_validate(values)
+    exported = hf_config(architecture, dtype, architecture.eos_token_id)
+    written = json.loads(exported.to_json_string(use_diff=False))
+    assert architecture_from_hf(written, "config.json") == architecture
+    assert written["dtype"] == dtype
+
+
+def test_a_config_written_by_transformers_is_read_with_our_keys_on_top(tmp_path):
+    theirs = hf_llama(**VARIANTS["llama3"])
+    theirs.config.save_pretrained(tmp_path)
+    found = hf_architecture(tmp_path, {"rope_theta": 7.0, "vocab_size": 512})
+    assert (found.rope_theta, found.vocab_size) == (7.0, 512)
+    assert found.hidden_size == theirs.config.hidden_size
+    assert found.rope_scaling == VARIANTS["llama3"]["rope_scaling"]
+
+
+def test_an_override_of_another_type_is_an_error_that_names_the_key(tmp_path):
+    hf_llama().config.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="rope_theta"):
+        hf_architecture(tmp_path, {"rope_theta": "large"})
