@@ -167,6 +167,7 @@ def test_a_save_that_fails_at_any_call_says_so_in_one_line_and_leaves_nothing(fo
         assert load_and_compare(newest) == (2 if "20" in left else 1)
         assert load_and_compare(root / "10") == 1
         shutil.rmtree(root / "20", ignore_errors=True)
+        (root / "latest.txt").write_text("10")
         return failed[0] if error is None else None
 
     total = len(calls_of(lambda: save_step(root, 20, seed=2)))
@@ -174,6 +175,27 @@ def test_a_save_that_fails_at_any_call_says_so_in_one_line_and_leaves_nothing(fo
     passed_over = [fails(number) for number in range(0, total, 1 if code == errno.ENOSPC else 7)]
     # Only removing what is not there any more may fail without a word.
     assert {name for name in passed_over if name} <= {"unlink"}
+
+
+def test_a_step_that_is_saved_again_is_never_lost_to_an_error(folder: Path) -> None:
+    root = folder / "root"
+    total = len(calls_of(lambda: save_step(root, 10, seed=1)))
+    for number in range(total + 20):  # the second time there is more to do: the first one steps aside
+        save_step(root, 10, seed=1)
+
+        def fail(now: int, name: str, failing: int = number) -> None:
+            if now == failing:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            count_calls(monkeypatch, fail)
+            error = error_of(lambda: save_step(root, 10, seed=2))
+        newest = newest_whole(root)
+        assert newest is not None
+        assert load_and_compare(newest) in ((1, 2) if error else (2,))
+        assert not [name for name in entries(root) if "tmp" in name or "replaced" in name]
+        tidy(root)
+        assert entries(root) == ["10", "latest.txt"]
 
 
 def test_a_file_size_limit_stops_the_save_and_the_last_checkpoint_stays(tmp_path: Path) -> None:

@@ -105,6 +105,16 @@ def test_a_file_that_was_cut_or_removed_is_found_and_named(root: Path, name: str
         file.write_bytes(original)
 
 
+def test_a_file_that_is_cut_after_it_was_checked_is_an_error_not_a_crash(tmp_path: Path) -> None:
+    path = save_step(tmp_path, 10).path
+    for size in (0, 3000):
+        os.truncate(path / "model" / "rank0.safetensors", size)
+        with pytest.raises(CheckpointError, match=r"rank0.safetensors is damaged: it (is empty|was cut to 3000 bytes)"):
+            load(path, model=empty_like(weights(0)), optimizer=None, verify=False)
+        with pytest.raises(CheckpointError, match=r"rank0.safetensors is damaged"):
+            read_tensors(path, verify=False)
+
+
 def test_several_damaged_checkpoints_are_each_named_in_one_line(root: Path, tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         save_step(tmp_path, step)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,11 +70,31 @@ def look(path: Path, step: int) -> Found:
     return Found(step, path, manifest, None)
 
 
-def publish(temporary: Path, final: Path) -> None:
-    """Give a complete, synced checkpoint its name, then say so in `latest.txt`."""
-    os.rename(temporary, final)
+def publish(temporary: Path, final: Path, report: Report = quiet) -> None:
+    """Give a complete, synced checkpoint its name, then say so in `latest.txt`.
+
+    What had the name before steps aside, and comes back should the rename fail. A checkpoint is then deleted;
+    anything else stays, under a name that is reported. A kill between the two renames leaves the complete
+    `temporary`, which `tidy` renames.
+    """
+    aside = None
+    if final.exists():
+        ours = (final / MANIFEST).exists()
+        token = temporary.name.rpartition("-")[2]
+        aside = final.with_name(f".trash-{final.name}-{token}" if ours else f"{final.name}.replaced-{token}")
+        os.rename(final, aside)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if aside:
+            os.rename(aside, final)
+        raise
     sync_folder(final.parent)
     replace_text(final.parent / LATEST, final.name)
+    if aside and ours:
+        shutil.rmtree(aside, ignore_errors=True)
+    elif aside:
+        report(f"{final} was no checkpoint of kenotron; it is now {aside.name}")
 
 
 def verify(path: Path | str, progress: Progress | None = None) -> list[str]:

@@ -11,7 +11,6 @@ whole. What was complete but not yet renamed is not lost either: the next `tidy`
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from typing import Any
 
 from kenotron.checkpoint.durable import (
     FileRecord,
-    discard,
     hash_file,
     locked,
     make_folder,
@@ -147,8 +145,7 @@ def _complete(temporary: Path, final: Path, state: dict[str, Any], files: dict[s
     manifest = Manifest(int(final.name), _now(final.parent), state, files)
     size = manifest.bytes + write_file(temporary / MANIFEST, render(manifest)).bytes
     sync_folder(temporary)
-    _make_room(final, report)
-    publish(temporary, final)
+    publish(temporary, final, report)
     return size
 
 
@@ -156,14 +153,3 @@ def _now(root: Path) -> float:
     """Seconds since 1970, and later than every save in `root`, whatever was done to the clock."""
     times = [entry.manifest.saved_at for entry in list_checkpoints(root) if entry.manifest]
     return max([time.time(), *(saved_at + 0.001 for saved_at in times)])
-
-
-def _make_room(final: Path, report: Report) -> None:
-    """Free the name that a complete save is about to take: a checkpoint goes, all else is moved aside."""
-    if (final / MANIFEST).exists():
-        discard(final)
-    elif final.exists():
-        aside = temporary_beside(final)
-        aside = aside.with_name(aside.name.replace(".tmp-", ".replaced-"))
-        os.rename(final, aside)
-        report(f"{final} was no checkpoint of kenotron; it is now {aside.name}")

@@ -264,8 +264,12 @@ class MappedFiles:
                     self._maps[chunk.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except OSError as error:
                 raise refusal("read", path, error) from error
-        flat = torch.frombuffer(self._maps[chunk.file], dtype=dtype, count=count, offset=chunk.begin)
-        return flat.view(chunk.shape)
+            except ValueError as error:
+                raise CheckpointError(f"{path} is damaged: it is empty") from error
+        mapped = self._maps[chunk.file]
+        if chunk.begin + count * dtype.itemsize > len(mapped):
+            raise CheckpointError(f"{self.folder / chunk.file} is damaged: it was cut to {len(mapped)} bytes")
+        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=chunk.begin).view(chunk.shape)
 
 
 def torch_dtype(name: str) -> torch.dtype:
