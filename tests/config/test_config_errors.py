@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_strategies import configs, plain
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from kenotron.config import InputError, dump, load
+from kenotron.config import Config, InputError, dump, load, to_dict
+from kenotron.config.writing import flatten
 
 
 def message(source: Any, overrides: tuple[str, ...] = ()) -> str:
@@ -66,6 +70,8 @@ def test_a_key_in_the_wrong_section_is_told_where_it_belongs(minimal: dict[str, 
         ("metrics_logging.log_level=2", "expected 0 or 1, found 2"),
         ("model.model_config.rope_scaling={rope_type: yarn}", "expected the key 'factor' beside rope_type: yarn"),
         ("model.model_config.rope_scaling={rope_type: foo}", "expected a rope_type among default, linear"),
+        ("model.model_config.rope_scaling={rope_type: [1]}", "expected a rope_type among default, linear"),
+        ("model.model_config.rope_scaling={rope_type: linear, factor: big}", "expected a number as factor"),
         ("model.model_config.rope_scaling={type: linear, factor: 2, beta: 1}", "not 'beta'"),
         ("optimizer.weight_decay_exclude_named_params=['(']", "expected a regular expression"),
     ],
@@ -181,3 +187,24 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     assert message(path) == f"{path}: expected text in UTF-8"
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@given(config=configs(), junk=plain | st.just({"mixture": 3, "path": 1, "std": 2}), data=st.data())
+def test_whatever_is_wrong_somewhere_ends_in_a_clear_error_or_a_config(config: Config, junk: Any, data: Any) -> None:
+    values = to_dict(config)
+    path = data.draw(st.sampled_from([path for path, _ in flatten(values)]))
+    target: Any = values
+    *parents, last = path.split(".")[: data.draw(st.integers(1, 6))]
+    try:
+        for part in parents:
+            target = target[int(part)] if isinstance(target, list) else target[part]
+        target[int(last) if isinstance(target, list) else last] = junk
+    except (KeyError, ValueError, IndexError):
+        return  # a key of the user's own, with a dot in it
+    said = "nothing"
+    try:
+        load(values, report=lambda line: None)
+    except InputError as error:
+        said = str(error)
+    assert all(line.strip() for line in said.split("\n"))

@@ -22,11 +22,11 @@ AttentionImplementation = Literal[
     "flash_attention_2", "flex_attention", "sdpa", "ring_flash_triton", "ring", "llama3_ring_attention"
 ]
 
-# Keys of rope_scaling by type, as transformers reads them: (required, optional).
+# Keys of rope_scaling by type, those that models/blocks/rope.py reads: (required, optional).
 _ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
-    "dynamic": ({"factor"}, {"original_max_position_embeddings"}),
+    "dynamic": ({"factor"}, set()),
     "yarn": (
         {"factor"},
         {
@@ -50,7 +50,7 @@ def _check_rope_scaling(value: dict[str, Any] | None) -> dict[str, Any] | None:
     if value is None:
         return None
     kind = value.get("rope_type", value.get("type"))
-    if kind not in _ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise PydanticCustomError("expected", f"a rope_type among {', '.join(_ROPE_KEYS)}")
     required, optional = _ROPE_KEYS[kind]
     found = set(value) - {"rope_type", "type"}
@@ -61,6 +61,10 @@ def _check_rope_scaling(value: dict[str, Any] | None) -> dict[str, Any] | None:
             "expected",
             f"for rope_type {kind} only {', '.join(sorted(required | optional))}, not '{unknown[0]}'",
         )
+    for name in sorted(found - {"truncate"}):
+        number = isinstance(value[name], int | float) and not isinstance(value[name], bool)
+        if not number and not (value[name] is None and name in optional):
+            raise PydanticCustomError("expected", f"a number as {name}")
     return value
 
 

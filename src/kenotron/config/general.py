@@ -41,10 +41,10 @@ class General(Section):
         "Samples consumed when this file was saved with a checkpoint; set by a save.", None, mark=RECORD
     )
     benchmark_csv_path: str | None = key(
-        "A CSV file that gets one row of speed, memory and layout at the end of the run.", None
+        "A CSV file that gets one row of speed, memory and layout at the end of the run (not supported yet).", None
     )
     ignore_sanity_checks: bool = key(
-        "False: every checkpoint is read back and checked against its checksums right after it is written.",
+        "False: every checkpoint is read back and checked right after it is written (not supported yet).",
         True,
     )
     hooks: list[AnyHook] | None = key(

@@ -32,4 +32,4 @@ class MetricsLogging(Section):
     log_level: Literal[0, 1] = key(
         "1: statistics of every parameter and gradient beside the usual metrics (not supported yet).", 0
     )
-    log_detail_interval: int = key("Steps between two such statistics.", 10, ge=1)
+    log_detail_interval: int = key("Steps between two such statistics, at log_level 1.", 10, ge=1)
