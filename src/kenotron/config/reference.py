@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from kenotron.config.architecture import HFArchitecture
 from kenotron.config.config import Config
-from kenotron.config.schema import Row, fields, kinds, sections
+from kenotron.config.schema import Row, fields, kinds, rows, sections
 from kenotron.config.section import EXPORT, NO_EFFECT, OURS, RECORD, Section
 
 _MARKS = {
@@ -55,7 +55,7 @@ def json_schema_text() -> str:
 def page() -> str:
     """The reference as Markdown: one table per section, variants beneath the key that takes them."""
     lines = [_INTRODUCTION.rstrip("\n"), ""]
-    lines += [f"* **{mark}**: {sentence}" for mark, sentence in _MARKS.items()]
+    lines += [f"* **{mark}**: {sentence}{_names(mark)}" for mark, sentence in _MARKS.items()]
     shown: dict[type[Section], str] = {}
     for name, field in fields(Config):
         lines += ["", f"## `{name}`", "", str(field.description) + _requirement(field), ""]
@@ -64,20 +64,26 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _names(mark: str) -> str:
+    """The keys that carry a mark; those of ours are many, and stand in the tables."""
+    names = dict.fromkeys(row.name for row in rows() if row.mark == mark)
+    return "" if mark == OURS else f" Keys: {', '.join(f'`{name}`' for name in names)}."
+
+
 def _tables(section: type[Section], path: str, shown: dict[type[Section], str]) -> Iterator[str]:
     """The table of a section and those beneath it; one that was `shown` before is only named."""
     if section in shown:
         yield from (f"As `{shown[section]}`.", "")
         return
     shown[section] = path
-    rows = [Row(f"{path}.{name}", name, section, field) for name, field in fields(section)]
+    keys = [Row(f"{path}.{name}", name, section, field) for name, field in fields(section)]
     yield from ("| key | type | default | | |", "|---|---|---|---|---|")
-    for row in rows:
+    for row in keys:
         yield f"| `{row.name}` | {_type(row.field)} | {_default(row.field)} | {row.mark or ''} | {_escape(row)} |"
     if section is HFArchitecture:
         yield "| any Llama key | | | ours | Replaces the value of the Hugging Face config. |"
     yield ""
-    for row in rows:
+    for row in keys:
         inner = list(sections(row.field.annotation))
         for below, tag, each in inner:
             variant = f" {tag}" if len(inner) > 1 and tag else ""

@@ -1,0 +1,54 @@
+"""No key is accepted and then forgotten: each is read by another room, refused, or stands in a list with its reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import kenotron.config
+from kenotron.config import unsupported
+from kenotron.config.architecture import MoeConfig, Qwen2Architecture, Starcoder2Architecture
+from kenotron.config.checkpoints import Datastates
+from kenotron.config.data import NanosetDataset, SFTDataset
+from kenotron.config.schema import rows
+from kenotron.config.section import NO_EFFECT
+
+CONFIG = Path(kenotron.config.__file__).parent
+
+# Refused whole by refuse_unsupported, so that no code reads their keys.
+REFUSED_SECTIONS = (Datastates, MoeConfig, NanosetDataset, Qwen2Architecture, SFTDataset, Starcoder2Architecture)
+REFUSED_PATHS = ("lighteval", "s3_upload")
+
+NOT_READ = {
+    "pp_engine": "at pp 1 both schedules are the same loop",
+    "tp_mode": "at tp 1 there is nothing to split",
+    "tp_linear_async_communication": "at tp 1 there is no communication",
+    "tp_recompute_allgather": "at tp 1 nothing is gathered",
+    "checkpoints_path_is_shared_file_system": "on one machine the same",
+    "log_detail_interval": "counts at log_level 1, which is refused",
+    "is_llama_config": "a marker",
+    "lr_decay_steps": "read through LearningRateScheduler.decay_steps",
+    "lr_decay_starting_step": "read through LearningRateScheduler.decay_start",
+}
+
+
+def unread() -> set[str]:
+    """Keys of served sections that no file outside of the schema names."""
+    files = [f for f in CONFIG.parent.rglob("*.py") if CONFIG not in f.parents] + [Path(unsupported.__file__)]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    served = [
+        row.name
+        for row in rows()
+        if row.section not in REFUSED_SECTIONS and not row.path.startswith(REFUSED_PATHS) and row.mark != NO_EFFECT
+    ]
+    return {name for name in served if not re.search(rf"\.{name.lstrip('_')}\b|\"{name}\"", text)}
+
+
+def test_every_key_is_read_somewhere_or_has_its_reason() -> None:
+    assert unread() == set(NOT_READ)
+
+
+def test_the_properties_that_stand_for_keys_are_read() -> None:
+    text = "\n".join(f.read_text(encoding="utf-8") for f in (CONFIG.parent / "optim").glob("*.py"))
+    assert ".decay_steps(" in text
+    assert ".decay_start" in text
