@@ -12,7 +12,7 @@ What our maths does not compute is refused by name, never dropped.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +173,6 @@ def _rope_for(config_class: Any, architecture: LlamaArchitecture) -> dict[str, A
     scaling = dict(architecture.rope_scaling or {})
     if "type" in scaling:
         scaling = {"rope_type": scaling.pop("type")} | scaling
-    if not _knows(config_class, ["rope_parameters"]):
+    if not hasattr(config_class(), "rope_parameters"):  # before transformers 5
         return {"rope_theta": architecture.rope_theta, "rope_scaling": scaling or None}
     return {"rope_parameters": {"rope_type": "default"} | scaling | {"rope_theta": architecture.rope_theta}}
-
-
-def _knows(config_class: Any, names: Iterable[str]) -> bool:
-    default = config_class()
-    return all(hasattr(default, name) for name in names)

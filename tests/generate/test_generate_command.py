@@ -1,0 +1,170 @@
+"""`kenotron generate` and the seeds' `run_generate.py`, called as a shell would."""
+
+import io
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_llamas import our_model, save_ours, small_tokenizer
+
+from kenotron.cli import main
+from kenotron.cli.generate import BUILT_IN_PROMPTS, seeds_main
+from kenotron.generate import generate, load_for_generation
+
+RUN_GENERATE = Path(__file__).parents[2] / "run_generate.py"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A checkpoint with a tokenizer."""
+    folder = tmp_path_factory.mktemp("command")
+    return save_ours(our_model(folder), folder / "checkpoints", small_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def loaded(path):
+    return load_for_generation(path)
+
+
+@pytest.fixture
+def shell(capfd):
+    """Exit code, stdout and stderr of a command."""
+
+    def run(*arguments, command=main):
+        with pytest.raises(SystemExit) as exit_:
+            command([str(argument) for argument in arguments])
+        said = capfd.readouterr()
+        return exit_.value.code or 0, said.out, said.err
+
+    return run
+
+
+def test_without_a_prompt_two_built_in_ones_are_continued(shell, path, loaded):
+    code, out, err = shell("generate", path, "--max-new-tokens", 5)
+    expected = generate(loaded.model, loaded.tokenizer, BUILT_IN_PROMPTS, max_new_tokens=5)
+    assert (code, err) == (0, "")
+    assert out == "\n\n".join(completion.prompt + completion.text for completion in expected) + "\n"
+
+
+def test_a_folder_of_checkpoints_means_its_newest(shell, path):
+    assert shell("generate", path.parent, "--prompt", "def") == shell("generate", path, "--prompt", "def")
+
+
+def test_json_gives_an_object_a_prompt_and_line(shell, path, loaded):
+    options = ("--max-new-tokens", 6, "--temperature", 0.9, "--top-k", 50, "--top-p", 0.9, "--seed", 4)
+    code, out, _ = shell("generate", path, "--prompt", "def", "--prompt", "é 中", *options, "--json")
+    found = [json.loads(line) for line in out.splitlines()]
+    expected = generate(
+        loaded.model,
+        loaded.tokenizer,
+        ["def", "é 中"],
+        max_new_tokens=6,
+        temperature=0.9,
+        top_k=50,
+        top_p=0.9,
+        seed=4,
+    )
+    assert code == 0
+    assert found == [vars(completion) for completion in expected]
+    assert list(found[0]) == ["prompt", "text", "tokens", "stopped_by"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_streaming_prints_what_is_printed_at_once(shell, path, batch_size):
+    options = ("--prompt", "def", "--prompt", "cat", "--prompt", "é", "--temperature", 2.0, "--max-new-tokens", 20)
+    at_once = shell("generate", path, *options, "--batch-size", batch_size)
+    assert shell("generate", path, *options, "--stream") == at_once
+
+
+def test_prompts_come_from_the_command_line_a_file_and_stdin(shell, path, tmp_path, monkeypatch):
+    file = tmp_path / "prompts.txt"
+    file.write_text("def main\n\n  the cat\n")
+    _, out, _ = shell("generate", path, "--prompt", "first", "--prompt-file", file, "--json")
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["first", "def main", "  the cat"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve 中\n".encode())))
+    _, out, _ = shell("generate", path, "--prompt-file", "-", "--json")
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["naïve 中"]
+
+
+def test_ids_are_continued_without_a_tokenizer(shell, tmp_path):
+    path = save_ours(our_model(tmp_path), tmp_path / "c")
+    model = load_for_generation(path).model
+    [expected] = generate(model, None, [[5, 6, 7]], max_new_tokens=4)
+    code, out, _ = shell("generate", path, "--prompt-tokens", "5, 6 7", "--max-new-tokens", 4)
+    assert (code, out) == (0, " ".join(map(str, expected.tokens)) + "\n")
+    code, out, err = shell("generate", path)
+    assert (code, out) == (2, "")
+    assert err == f"error: {path} has no tokenizer: give --prompt-tokens 1,2,3 instead of text\n"
+
+
+def test_an_early_end_is_said_on_stderr(shell, path):
+    code, _, err = shell("generate", path, "--prompt-tokens", "1,2", "--max-new-tokens", 500, "--no-eos-stop")
+    assert code == 0
+    assert err == "prompt 1: stopped at the model's max_position_embeddings\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--stream", "--json"], "--stream and --json: give one of them"),
+        (["--prompt-file", "nowhere.txt"], "--prompt-file: cannot read nowhere.txt: No such file or directory"),
+        (["--prompt-tokens", "1,two"], "--prompt-tokens: expected ids such as 1,17,4, found '1,two'"),
+        (
+            ["--top-p", "0.9"],
+            "top_p: changes nothing at temperature 0, which is greedy; set a temperature, such as 1.0",
+        ),
+        (["--temperature", "-1"], "temperature: expected 0 (greedy) or more, found -1.0"),
+        (["--max-new-tokens", "0"], "max_new_tokens: expected 1 or more, found 0"),
+        (["--prompt-tokens", "9999"], "prompt 1: token 9999 is outside the model's vocabulary of 300"),
+        (["--dtype", "int8"], "not supported yet: generation in dtype 'int8' (there are float32, bfloat16, float16)"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(shell, path, arguments, message):
+    assert shell("generate", path, *arguments) == (2, "", f"error: {message}\n")
+
+
+def test_an_empty_or_foreign_prompt_file_is_named(shell, path, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    assert (
+        "empty.txt has no prompt; expected one a line"
+        in shell("generate", path, "--prompt-file", tmp_path / "empty.txt")[2]
+    )
+    assert "latin.txt is not UTF-8" in shell("generate", path, "--prompt-file", tmp_path / "latin.txt")[2]
+
+
+def test_the_seeds_command_is_the_same_thing(shell, path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")  # as under torchrun
+    seeds = shell("--ckpt-path", f"{path}/", "--tp", 1, "--pp", 1, "--use-cache", command=seeds_main)
+    assert seeds == shell("generate", path, "--max-new-tokens", 128)
+    assert seeds[0] == 0
+
+
+def test_the_seeds_script_runs(path, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(RUN_GENERATE), "--ckpt-path", str(path), "--max-new-tokens", "3"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(RUN_GENERATE), run_name="__main__")
+    assert not exit_.value.code
+    assert capfd.readouterr().out.startswith(BUILT_IN_PROMPTS[0])
+
+
+@pytest.mark.parametrize("axis", ["--tp", "--pp", "--dp"])
+def test_more_than_one_process_is_refused_by_name(axis, shell, path):
+    code, out, err = shell("--ckpt-path", path, axis, 2, command=seeds_main)
+    assert (code, out) == (2, "")
+    assert err == f"error: not supported yet: generation with {axis} 2; any checkpoint can be read with {axis} 1\n"
+
+
+def test_several_torchrun_ranks_say_so_once(shell, path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        code, _, err = shell("--ckpt-path", path, command=seeds_main)
+        assert code == 2
+        said.append(err)
+    assert said[0].startswith("error: not supported yet: generation on 2 processes; start it with --nproc_per_node=1")
+    assert said[1] == ""

@@ -1,0 +1,69 @@
+"""`kenotron convert`, called as a shell would, and the commands that it proposes."""
+
+import shlex
+
+import pytest
+from tiny_llamas import hf_llama, our_model, save_hf, save_ours, small_tokenizer
+
+from kenotron.cli import main
+
+
+@pytest.fixture
+def shell(capfd):
+    """Exit code, stdout and stderr of a command."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as exit_:
+            main([str(argument) for argument in arguments])
+        said = capfd.readouterr()
+        return exit_.value.code or 0, said.out, said.err
+
+    return run
+
+
+def test_to_hf_says_what_was_written_and_proposes_a_command_that_works(shell, tmp_path):
+    path = save_ours(our_model(tmp_path), tmp_path / "checkpoints", small_tokenizer())
+    code, out, err = shell("convert", "to-hf", path, tmp_path / "out", "--dtype", "bfloat16")
+    wrote, proposed = out.splitlines()
+    assert (code, err) == (0, "")
+    assert wrote.startswith(f"Wrote {tmp_path / 'out'}: model.safetensors, 0.1 MB in bfloat16")
+    python, flag, program = shlex.split(proposed.removeprefix("Next: "))
+    assert (python, flag) == ("python", "-c")
+    exec(program, {})
+
+
+def test_from_hf_says_what_was_written_and_proposes_a_command_that_works(shell, tmp_path):
+    save_hf(hf_llama(max_position_embeddings=256), tmp_path / "hf", small_tokenizer(), shard="50KB")
+    code, out, err = shell("convert", "from-hf", tmp_path / "hf", tmp_path / "ours")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"Wrote {tmp_path / 'ours' / '0'}: ")
+    proposed = shlex.split(out.splitlines()[1].removeprefix("Next: "))
+    assert proposed[0] == "kenotron"
+    code, out, err = shell(*proposed[1:])
+    assert (code, err) == (0, "")
+    assert out.startswith("Once upon a time")
+
+
+def test_what_is_left_out_is_said_on_stderr(shell, tmp_path):
+    save_hf(hf_llama(attention_dropout=0.1), tmp_path / "hf")
+    code, _, err = shell("convert", "from-hf", tmp_path / "hf", tmp_path / "ours")
+    assert code == 0
+    dropout, tokenizer = err.splitlines()
+    assert "attention_dropout 0.1 is left out" in dropout
+    assert "has no tokenizer" in tokenizer
+
+
+@pytest.mark.parametrize("direction", ["from-hf", "to-hf"])
+def test_nothing_there_is_one_line_and_exit_code_2(direction, shell, tmp_path):
+    code, out, err = shell("convert", direction, tmp_path / "nowhere", tmp_path / "out")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: no ")
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_shard_size_is_taken(shell, tmp_path):
+    path = save_ours(our_model(tmp_path), tmp_path / "checkpoints")
+    code, out, _ = shell("convert", "to-hf", path, tmp_path / "out", "--max-shard-size", "50KB")
+    assert code == 0
+    assert f": {len(list((tmp_path / 'out').glob('*.safetensors')))} files" in out
