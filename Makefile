@@ -6,10 +6,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint bench docs clean
+.PHONY: help setup train test lint bench reference docs clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-7s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed  ## create .venv and install Kénotron, nothing more
 
@@ -24,6 +24,10 @@ lint: $(VENV)/.installed-dev  ## formatting, lint, types, layering, generated do
 
 bench: $(VENV)/.installed-dev  ## measure against the peers, on this machine, in one run
 	$(BIN)/python benchmarks/training.py
+
+reference: $(VENV)/.installed  ## write docs/config-reference.md and the JSON schema anew
+	$(BIN)/kenotron config reference > docs/config-reference.md
+	$(BIN)/kenotron config schema > docs/config.schema.json
 
 docs: $(VENV)/.installed-docs  ## build the documentation into site/
 	$(BIN)/mkdocs build --strict
