@@ -9,8 +9,10 @@ print(run.last_metrics["lm_loss"])
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,3 +47,26 @@ def train(config: Config, *, fresh: bool = False) -> Run | None:
     from kenotron.launch import launch
 
     return launch(config, fresh=fresh)
+
+
+_train = train
+
+
+class _CallableRoom(ModuleType):
+    def __call__(self, config: Config, *, fresh: bool = False) -> Run | None:
+        return _train(config, fresh=fresh)
+
+
+class _Package(ModuleType):
+    """`kenotron.train` names a function and a room; Python puts the room in the function's place on import.
+
+    So the room is made callable there: ``kn.train(config)`` and ``kn.train.Hook`` both work, always.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "train" and isinstance(value, ModuleType):
+            value.__class__ = _CallableRoom
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -62,6 +62,16 @@ def set_last_micro_batch(model: nn.Module, last: bool) -> None:
         module.set_reshard_after_backward(last, recurse=False)
 
 
+def show_masters(model: nn.Module) -> None:
+    """Make ``model.parameters()`` the fp32 masters again after a forward without backward.
+
+    Backward drops the copies in the compute dtype; validation and sampling have none, and whoever saves the
+    parameters next, or looks up their optimizer state, would find the copies.
+    """
+    for module in _sharded(model):
+        module.reshard()
+
+
 def _sharded(model: nn.Module) -> list:
     """The FSDP modules of `model`; none when it is plain (and then FSDP is never imported)."""
     if not hasattr(model, "set_requires_gradient_sync"):

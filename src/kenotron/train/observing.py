@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kenotron.parallel import data as data_parallel
 from kenotron.train.console import human_format, logger
 from kenotron.train.hooks import Hook
 
@@ -75,6 +76,7 @@ class Samples(Hook):
             top_p=0.95,
             seed=run.config.general.seed,
         )
+        data_parallel.show_masters(run.model)
         for prompt, completion in zip(prompts, completions):
             logger.info("Sample %s, continuing %r:\n%s", when, prompt, prompt + completion.text)
 

@@ -20,6 +20,7 @@ from kenotron.config import Config, dump, same_run_difference
 from kenotron.config.errors import InputError
 from kenotron.models import LanguageModel, named_parameters
 from kenotron.optim.state import init_state, load_state_tensors, state_tensors
+from kenotron.parallel import data as data_parallel
 from kenotron.parallel.shards import shard_of
 from kenotron.train import console
 from kenotron.train.console import logger
@@ -61,6 +62,7 @@ def save(run: Run) -> Path:
     settings = run.config.checkpoints
     root = Path(settings.checkpoints_path)
     logger.warning("Saving checkpoint at %s", root / str(run.step))
+    data_parallel.show_masters(run.model)
     saved = checkpoint.save(
         root,
         run.step,
@@ -174,8 +176,8 @@ def _same_run(config: Config, path: Path) -> Config:
     if difference is not None:
         key, old, new = difference
         raise InputError(
-            f"{path} belongs to another run: {key} is {old!r} there and {new!r} in this config; put the old value back, "
-            f"start over with --fresh, or set another checkpoints.checkpoints_path"
+            f"{path} belongs to another run: {key} is {old!r} there and {new!r} in this config; "
+            f"put the old value back, start over with --fresh, or set another checkpoints.checkpoints_path"
         )
     name = {"run": saved["general"]["run"]}
     return config.model_copy(update={"general": config.general.model_copy(update=name)})
@@ -215,8 +217,8 @@ def _check_position(run: Run, state: dict[str, Any], path: Path) -> None:
     samples = run.step * run.config.global_batch_size
     if samples != state["consumed_train_samples"]:
         raise InputError(
-            f"{path} has consumed {state['consumed_train_samples']} samples in {run.step} steps, but this config's global "
-            f"batch of {run.config.global_batch_size} makes that {samples}; keep the global batch size, or set "
+            f"{path} has consumed {state['consumed_train_samples']} samples in {run.step} steps, but this config's "
+            f"global batch of {run.config.global_batch_size} makes that {samples}; keep the global batch size, or set "
             f"checkpoints.load_lr_scheduler: false to start the data anew"
         )
 

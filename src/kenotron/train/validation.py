@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import all_reduce
 from kenotron.train.console import human_format, logger
 from kenotron.train.hooks import Hook
@@ -87,6 +88,7 @@ def validate(run: Run) -> ValidationResult:
         loss, z_loss = run.model(micro_batch.tokens, micro_batch.ctx, micro_batch.labels)
         sums += torch.tensor([float(loss - z_loss), int((batch.labels != -100).sum()), byte_count])
     run.model.train()
+    data_parallel.show_masters(run.model)
     for axis in ("dp_replicate", "dp_shard"):
         all_reduce(sums, run.mesh.group(axis))
     loss_sum, tokens, byte_sum = sums.tolist()
