@@ -73,7 +73,7 @@ def test_json_gives_an_object_a_prompt_and_line(shell, path, loaded):
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_streaming_prints_what_is_printed_at_once(shell, path, batch_size):
-    options = ("--prompt", "def", "--prompt", "cat", "--prompt", "é", "--temperature", 2.0, "--max-new-tokens", 20)
+    options = ("--prompt", "def", "--prompt", "cat", "--prompt-tokens", "70,71", "--temperature", 2.0)
     at_once = shell("generate", path, *options, "--batch-size", batch_size)
     assert shell("generate", path, *options, "--stream") == at_once
 
@@ -97,6 +97,9 @@ def test_ids_are_continued_without_a_tokenizer(shell, tmp_path):
     code, out, err = shell("generate", path)
     assert (code, out) == (2, "")
     assert err == f"error: {path} has no tokenizer: give --prompt-tokens 1,2,3 instead of text\n"
+    code, out, err = shell("generate", path, "--prompt-tokens", "5", "--stream")
+    assert (code, out) == (2, "")
+    assert err == f"error: --stream: {path} has no tokenizer, so there is no text to print as it comes\n"
 
 
 def test_an_early_end_is_said_on_stderr(shell, path):

@@ -100,6 +100,13 @@ def test_of_several_ends_of_text_the_first_is_taken_and_that_is_said():
     assert "[7, 8]" in lines[0]
 
 
+def test_a_null_token_that_gets_a_number_is_said():
+    lines = []
+    found = architecture_from_hf(SMALL | {"bos_token_id": None, "eos_token_id": 5}, "config.json", lines.append)
+    assert (found.bos_token_id, found.eos_token_id) == (1, 5)
+    assert lines == ["config.json: bos_token_id is null; 1 is written in its place"]
+
+
 def test_a_dropout_that_is_left_out_is_said():
     lines = []
     architecture_from_hf(SMALL | {"attention_dropout": 0.1}, "config.json", lines.append)

@@ -72,7 +72,9 @@ def generate(
         )
 
     if stream:
-        printer = _Printer(prompts)
+        if tokenizer is None:
+            raise InputError(f"--stream: {path} has no tokenizer, so there is no text to print as it comes")
+        printer = _Printer([text if isinstance(text, str) else tokenizer.decode(text) for text in prompts])
         completions = run(prompts, printer)
         printer.begin(len(prompts))
         print()
@@ -144,7 +146,7 @@ def _warn(number: int, completion: Completion) -> None:
 class _Printer:
     """Prints texts as they come; prompts too, each before its first piece, also where no piece follows."""
 
-    def __init__(self, prompts: Sequence[str | list[int]]) -> None:
+    def __init__(self, prompts: Sequence[str]) -> None:
         self.prompts, self.begun = prompts, 0
 
     def __call__(self, number: int, piece: str) -> None:
@@ -154,9 +156,7 @@ class _Printer:
     def begin(self, count: int) -> None:
         """Print the prompts up to this many."""
         for number in range(self.begun, count):
-            prompt = self.prompts[number]
-            text = prompt if isinstance(prompt, str) else ""
-            print("\n\n" * (number > 0) + text, end="", flush=True)
+            print("\n\n" * (number > 0) + self.prompts[number], end="", flush=True)
         self.begun = max(self.begun, count)
 
 

@@ -95,6 +95,9 @@ def architecture_from_hf(
         eos = eos[0] if eos else None
     if eos is not None:
         found["eos_token_id"] = eos
+    for key in ("bos_token_id", "eos_token_id"):
+        if key in config and found.get(key) is None:
+            report(f"{where}: {key} is null; {LlamaArchitecture.model_fields[key].default} is written in its place")
     if config.get("attention_dropout"):
         report(f"{where}: attention_dropout {config['attention_dropout']} is left out: training here has no dropout")
     try:
