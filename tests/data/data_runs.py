@@ -27,7 +27,8 @@ def run_config(*stages: Any, **changes: Any) -> Config:
     for name, value in changes.items():
         section, _, key = name.rpartition("__")
         sections[section or "tokens"][key] = value
-    tokenizer = sections["tokenizer"] or {"train": {"vocab_size": 300}}
+    has_text = stages[0] is not None and "source" not in stages[0]
+    tokenizer = sections["tokenizer"] or ({"train": {"vocab_size": 300}} if has_text else {})
     data_stages = []
     for number, stage in enumerate(stages):
         given = stage if isinstance(stage, dict) and "dataset" in stage else {"dataset": stage}

@@ -99,7 +99,7 @@ def test_bad_content_is_named_in_one_line(tmp_path, name, content, message):
 
 
 def test_missing_and_empty_places_are_named(tmp_path):
-    with pytest.raises(InputError, match="dataset.text_files: no such file or folder: .*nowhere"):
+    with pytest.raises(InputError, match=r"dataset\.text_files: no such file or folder: .*nowhere"):
         find_files(tmp_path / "nowhere", "dataset.text_files")
     with pytest.raises(InputError, match="holds no file"):
         find_files(tmp_path, "dataset.text_files")

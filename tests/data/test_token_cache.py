@@ -154,7 +154,7 @@ def test_empty_files_are_no_documents_and_nothing_else_is_an_error(tmp_path, tok
 def test_a_cache_that_cannot_be_written_is_named(folder, tokenizer, tmp_path, monkeypatch):
     (tmp_path / "occupied").write_text("")
     monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "occupied"))
-    with pytest.raises(InputError, match="cannot write the cache .*; set KENOTRON_CACHE"):
+    with pytest.raises(InputError, match=r"cannot write the cache .*; set KENOTRON_CACHE"):
         open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
 
 

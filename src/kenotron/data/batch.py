@@ -37,6 +37,16 @@ class TokenBatch:
     positions: Int64 | None = None
     documents: Int64 | None = None
 
+    def __getitem__(self, rows: slice) -> TokenBatch:
+        """Some of the sequences."""
+        return TokenBatch(
+            self.tokens[rows],
+            self.labels[rows],
+            self.sample_ids[rows],
+            None if self.positions is None else self.positions[rows],
+            None if self.documents is None else self.documents[rows],
+        )
+
 
 class TokenSource(Protocol):
     """Random access to samples: all that the order and the loader ask of data.

@@ -22,6 +22,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -42,6 +43,10 @@ from .tokenizer import Tokenizer
 FORMAT = 1
 SPLITS = ("train", "validation")
 PROCESS_START = time.time()
+
+
+class Stopped(Exception):
+    """The run was closed while this went on in the background."""
 
 
 def cache_root() -> Path:
@@ -90,8 +95,11 @@ def open_tokens(
     processes: int = 1,
     overwrite: bool = False,
     report: Report = print,
+    stop: threading.Event | None = None,
 ) -> TokenCache:
     """The tokens of `texts`, from the cache, or made now by `processes` processes and kept.
+
+    Where `stop` is set meanwhile, by another thread, this raises Stopped and leaves nothing behind.
 
     Errors (InputError): whatever `texts` finds wrong with its files; no document at all; the cache cannot be written.
     """
@@ -100,7 +108,7 @@ def open_tokens(
     path = cache_root() / "tokens" / _digest(recipe)
 
     def build(folder: Path) -> None:
-        _tokenize(folder, texts, tokenizer, rules, val_fraction, processes, report)
+        _tokenize(folder, texts, tokenizer, rules, val_fraction, processes, report, stop)
 
     cached_folder(path, build, report, f"tokenizing {texts.name}", overwrite)
     return _read(path)
@@ -174,6 +182,7 @@ def _tokenize(
     val_fraction: float,
     processes: int,
     report: Report,
+    stop: threading.Event | None,
 ) -> None:
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     writers = {split: _SplitWriter(folder, split, dtype) for split in SPLITS}
@@ -181,6 +190,8 @@ def _tokenize(
 
     def watched() -> Iterator[tuple[str, int]]:
         for text, done in texts.documents():
+            if stop is not None and stop.is_set():
+                raise Stopped(f"tokenizing {texts.name} was stopped")
             held.append(is_held_out(text, val_fraction))
             yield text, done
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from kenotron.config.errors import InputError
 
-OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+OFFLINE_VARIABLES = ("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")
 PROXY_VARIABLES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
 
 
@@ -23,14 +23,15 @@ def offline_variable() -> str | None:
 
 
 def settle_hub() -> None:
-    """One of the three offline variables stands for all, and the hub's library says nothing by itself.
+    """Any of the three offline variables holds for all libraries, and the hub's says nothing by itself.
 
-    Call it before a Hugging Face library is first imported: they read the variables only then.
+    Call it before a Hugging Face library is first imported: they read the variables only then. All follow
+    HF_HUB_OFFLINE, but for `datasets` where its own is set.
     """
     if offline_variable():
-        for name in OFFLINE_VARIABLES:
-            if not os.environ.get(name):
-                os.environ[name] = "1"
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        if "HF_DATASETS_OFFLINE" in os.environ:
+            os.environ["HF_DATASETS_OFFLINE"] = "1"
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 

@@ -135,13 +135,16 @@ def describe(dataset: Any) -> dict[str, Any] | None:
     return {key: getattr(dataset, key, None) for key in keys[kind(dataset)]}
 
 
+TEXT_KINDS = ("corpus", "text_files", "hf_dataset_or_datasets")
+
+
 def kind(dataset: Any) -> str:
     """The key that tells the variant: corpus, text_files, hf_dataset_or_datasets, source, or "null"."""
     if dataset is None:
         return "null"
     if getattr(dataset, "sft_dataloader", False):
         raise NotSupportedYet("dataset.sft_dataloader (fine-tuning on prompts and answers)")
-    for name in ("corpus", "text_files", "hf_dataset_or_datasets", "source"):
+    for name in (*TEXT_KINDS, "source"):
         if getattr(dataset, name, None) is not None:
             return name
     raise NotSupportedYet(f"dataset of kind {type(dataset).__name__}")

@@ -1,8 +1,12 @@
-"""Progress of a long preparation: a bar on a terminal, else a plain line every ten seconds, both with the time left."""
+"""Progress of a long preparation: a bar on a terminal, else a plain line every ten seconds, both with the time left.
+
+Work in the background gets plain lines, too: the terminal belongs to what runs in front.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +19,7 @@ PLAIN_INTERVAL = 10.0
 @contextmanager
 def progress(label: str, total: int, report: Report) -> Iterator[Callable[[int], None]]:
     """Yields ``update(done)``, to be called with the work done so far, out of `total`."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and threading.current_thread() is threading.main_thread():
         yield from _bar(label, total)
     else:
         yield _plain(label, total, report)

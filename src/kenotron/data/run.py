@@ -14,54 +14,38 @@ so the set of samples of a step never depends on the layout.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kenotron.config.errors import InputError
 
-from .batch import Int64, TokenBatch, TokenSource, make_batch
-from .cache import TokenCache, open_tokens
-from .encode import EncodeRules
+from .batch import TokenBatch
 from .loader import Prefetcher
-from .order import Order
-from .plan import SourcePlan, Stage, kind, plan_stages, texts_of
+from .plan import Stage, plan_stages, texts_of
 from .progress import Report
-from .sources import Part, RandomTokens, TokenWindows, UserSource, user_object
+from .stages import OpenStage, describe_tokenizer, end_of_document, open_stage
 from .tokenizer import Tokenizer
 from .trained import tokenizer_of
-from .validation import BASELINE_LIMIT, HeldOut, HeldOutWindows, compression_baselines, held_out_texts
-
-
-@dataclass(frozen=True)
-class OpenSource:
-    """A source ready to be read: its training and held-out samples, and its cache if it has one."""
-
-    train: TokenSource
-    held_out: TokenSource
-    cache: TokenCache | None
-
-
-@dataclass(frozen=True)
-class OpenStage:
-    """A stage ready to be read."""
-
-    stage: Stage
-    sources: list[OpenSource]
-    order: Order
+from .validation import BASELINE_LIMIT, HeldOut, compression_baselines, held_out_texts
 
 
 class RunData:
-    """See the module. Made by `open_run`; `close` it, or use it in a `with`."""
+    """See the module. Made by `open_run`; `close` it, or use it in a `with`.
+
+    Batches may be asked for from several threads. A stage is opened in the background while the one before it runs.
+    """
 
     def __init__(self, config: Any, tokenizer: Tokenizer | None, stages: list[Stage], report: Report) -> None:
         self.config, self.tokenizer, self.stages = config, tokenizer, stages
         self._report = report
+        self._masking = bool(getattr(config.model, "document_masking", False))
         self._pool = ThreadPoolExecutor(1, "kenotron-stage")
-        self._open: dict[int, Future[OpenStage]] = {}
+        self._stop, self._lock = threading.Event(), threading.Lock()
+        self._opened: dict[int, Future[OpenStage]] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -73,14 +57,17 @@ class RunData:
     def loader(
         self, start_step: int = 1, stop_step: int | None = None, dp_rank: int = 0, dp_size: int = 1
     ) -> Prefetcher[list[TokenBatch]]:
-        """Micro-batches of the steps [start_step, stop_step), made ahead by `num_loading_workers` threads."""
+        """Micro-batches of the steps [start_step, stop_step), made ahead by `num_loading_workers` threads.
+
+        `stop_step` is ``train_steps + 1`` by default.
+        """
         stop = self.config.tokens.train_steps + 1 if stop_step is None else stop_step
         workers = self.stage_at(start_step).workers if start_step < stop else 0
         return Prefetcher(lambda step: self.batch(step, dp_rank, dp_size), start_step, stop, workers)
 
     def batch(self, step: int, dp_rank: int = 0, dp_size: int = 1) -> list[TokenBatch]:
         """The micro-batches of one rank at `step` (from 1)."""
-        opened = self._ready(self.stage_at(step).number)
+        opened = self._stage(self.stage_at(step).number)
         micro, total = self.config.tokens.micro_batch_size, self.config.global_batch_size
         if total % (micro * dp_size):
             raise InputError(
@@ -89,9 +76,8 @@ class RunData:
             )
         in_batch = np.arange(total, dtype=np.int64).reshape(-1, dp_size, micro)[:, dp_rank].reshape(-1)
         positions = (step - opened.stage.start) * total + in_batch
-        masking = getattr(self.config.model, "document_masking", False)
-        whole = read(opened, positions, (step - 1) * total + in_batch, masking)
-        return [_rows(whole, first, first + micro) for first in range(0, len(positions), micro)]
+        whole = opened.read(positions, (step - 1) * total + in_batch, self._masking)
+        return [whole[first : first + micro] for first in range(0, len(positions), micro)]
 
     def stage_at(self, step: int) -> Stage:
         """The stage that `step` belongs to."""
@@ -103,9 +89,9 @@ class RunData:
     # ---- validation ----
 
     def validation(self, dp_rank: int = 0, dp_size: int = 1) -> Iterator[tuple[TokenBatch, float]]:
-        """This rank's held-out batches, each with the UTF-8 bytes of its labels (0.0: unknown).
+        """This rank's held-out batches, each with the UTF-8 bytes that its labels stand for (0.0: unknown).
 
-        Those of the first stage, at every step of the run, so that its numbers compare.
+        They are those of the first stage at every step of the run, so that its numbers compare.
         Errors (InputError): no document is held out.
         """
         held_out = self.held_out()
@@ -118,20 +104,16 @@ class RunData:
 
     def held_out(self) -> HeldOut:
         """The held-out samples of the first stage."""
-        opened = self._ready(0)
+        opened = self._open(0).result()
         sources = [source for source in opened.sources if len(source.held_out)]
-        per_token: list[float | None] = []
-        for source in sources:
-            split = source.cache.validation if source.cache else None
-            per_token.append(split.bytes / len(split.tokens) if split else None)
-        table = self.tokenizer.token_bytes() if self.tokenizer else None
-        if table is not None:
-            table = np.pad(table, (0, max(0, self.config.model.architecture.vocab_size - len(table))))
-            eos = end_of_document(self.config, self.tokenizer)
-            table[eos] = 0
-        masking = getattr(self.config.model, "document_masking", False)
-        held = [source.held_out for source in sources]
-        return HeldOut(held, opened.stage.sequence_length, table, per_token, masking)
+        splits = [source.cache.validation if source.cache else None for source in sources]
+        return HeldOut(
+            sources=[source.held_out for source in sources],
+            sequence_length=opened.stage.sequence_length,
+            token_bytes=self._token_bytes(),
+            bytes_per_token=[split.bytes / len(split.tokens) if split else 0.0 for split in splits],
+            document_masking=self._masking,
+        )
 
     def validation_texts(self) -> Iterator[str]:
         """The held-out documents of the first stage as text."""
@@ -140,16 +122,24 @@ class RunData:
                 yield from held_out_texts(texts.documents(), self.config.tokens.val_fraction)
 
     def compression_baselines(self) -> dict[str, float]:
-        """Bits per byte of gzip and xz on the very text that `validation` reads; {} where it reads no text, only a
-        part of it, or more than can be squeezed in a minute."""
-        caches = [source.cache for source in self._ready(0).sources]
-        held_out = self.held_out()
-        limit = self._limit()
-        if None in caches or (limit is not None and limit < len(held_out)):
-            return {}
-        if sum(cache.validation.bytes for cache in caches if cache) > BASELINE_LIMIT:
+        """Bits per byte of gzip and xz on the very text that `validation` reads.
+
+        Empty where it reads no text, only a part of it, or more than is compressed in a minute.
+        """
+        caches = [source.cache for source in self._open(0).result().sources]
+        limit, whole = self._limit(), len(self.held_out())
+        part = (limit is not None and limit < whole) or self.config.tokenizer.tokenizer_max_length is not None
+        if None in caches or part or sum(cache.validation.bytes for cache in caches if cache) > BASELINE_LIMIT:
             return {}
         return compression_baselines(self.validation_texts())
+
+    def _token_bytes(self) -> np.ndarray | None:
+        table = self.tokenizer.token_bytes() if self.tokenizer else None
+        if self.tokenizer is None or table is None:
+            return None
+        table = np.pad(table, (0, max(0, self.config.model.architecture.vocab_size - len(table))))
+        table[end_of_document(self.config, self.tokenizer)] = 0
+        return table
 
     def _limit(self) -> int | None:
         tokens = self.config.tokens
@@ -162,18 +152,19 @@ class RunData:
         """What is read, for the console."""
         lines = [f"tokenizer: {describe_tokenizer(self.config, self.tokenizer)}"]
         for stage in self.stages:
-            future = self._open.get(stage.number)
+            future = self._opened.get(stage.number)
             head = f"[{stage.name}] steps {stage.start}-{stage.stop - 1}, sequence length {stage.sequence_length}"
-            if future is None or not future.done():
+            if future is None or not future.done() or future.exception():
                 lines.append(f"{head}: opened when its turn comes")
                 continue
             total = sum(source.weight for source in stage.sources)
             for planned, source in zip(stage.sources, future.result().sources):
-                lines.append(f"{head}: {planned.weight / total:.2%} {describe_source(source)}")
+                lines.append(f"{head}: {planned.weight / total:.2%} {source.describe()}")
         return lines
 
     def close(self) -> None:
-        """Stop the background thread."""
+        """Stop what goes on in the background."""
+        self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> RunData:
@@ -182,21 +173,23 @@ class RunData:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ready(self, number: int) -> OpenStage:
-        """The open stage `number`; the next one is being opened from now on, and its errors come out at once."""
-        upcoming = number + 1
-        opened = self._start(number)
-        if upcoming < len(self.stages) and self.stages[upcoming].steps:
-            following = self._start(upcoming)
-            if following.done() and (error := following.exception()):
+    def _stage(self, number: int) -> OpenStage:
+        """The open stage `number`. The next one is opened from now on, and what is wrong with it is raised at once."""
+        opened = self._open(number)
+        if number + 1 < len(self.stages) and self.stages[number + 1].steps:
+            upcoming = self._open(number + 1)
+            if upcoming.done() and (error := upcoming.exception()):
                 raise error
         return opened.result()
 
-    def _start(self, number: int) -> Future[OpenStage]:
-        if number not in self._open:
-            stage = self.stages[number]
-            self._open[number] = self._pool.submit(open_stage, self.config, stage, self.tokenizer, self._report)
-        return self._open[number]
+    def _open(self, number: int) -> Future[OpenStage]:
+        with self._lock:
+            if number not in self._opened:
+                self._opened[number] = self._pool.submit(self._open_now, number)
+            return self._opened[number]
+
+    def _open_now(self, number: int) -> OpenStage:
+        return open_stage(self.config, self.stages[number], self.tokenizer, self._report, self._stop)
 
 
 def open_run(config: Any, start_step: int = 1, report: Report = print) -> RunData:
@@ -206,130 +199,13 @@ def open_run(config: Any, start_step: int = 1, report: Report = print) -> RunDat
     """
     stages = plan_stages(config)
     data = RunData(config, tokenizer_of(config, stages, report), stages, report)
+    number = data.stage_at(min(start_step, config.tokens.train_steps)).number
     try:
-        data._ready(data.stage_at(min(start_step, config.tokens.train_steps)).number)
+        first: Future[OpenStage] = Future()
+        first.set_result(data._open_now(number))  # in this thread: it may show a progress bar, and be interrupted
+        data._opened[number] = first
+        data._stage(number)
     except BaseException:
         data.close()
         raise
     return data
-
-
-def open_stage(config: Any, stage: Stage, tokenizer: Tokenizer | None, report: Report) -> OpenStage:
-    """Open every source of a stage; tokenizes what is not cached."""
-    sources = [open_source(config, stage, planned, tokenizer, report) for planned in stage.sources]
-    for source in sources:
-        if not len(source.train):
-            documents = f" in {len(source.cache.train.ends):,} documents" if source.cache else ""
-            tokens = f"{len(source.cache.train.tokens):,} tokens{documents}" if source.cache else "nothing"
-            raise InputError(
-                f"{source.train.name}: smaller than one sample: expected at least {stage.sequence_length + 1} "
-                f"tokens (sequence_length + 1), found {tokens}"
-            )
-    order = Order(
-        [len(source.train) for source in sources],
-        [planned.weight for planned in stage.sources],
-        [planned.key for planned in stage.sources],
-        stage.offsets,
-    )
-    return OpenStage(stage, sources, order)
-
-
-def open_source(
-    config: Any, stage: Stage, planned: SourcePlan, tokenizer: Tokenizer | None, report: Report
-) -> OpenSource:
-    """Open one source."""
-    vocab_size = config.model.architecture.vocab_size
-    texts = texts_of(planned.dataset)
-    if texts is not None and tokenizer is not None:
-        cache = open_tokens(
-            texts,
-            tokenizer,
-            EncodeRules(end_of_document(config, tokenizer), config.tokenizer.tokenizer_max_length),
-            config.tokens.val_fraction,
-            getattr(planned.dataset, "dataset_processing_num_proc_per_process", 1),
-            getattr(planned.dataset, "dataset_overwrite_cache", False),
-            report,
-        )
-        check_ids(texts.name, cache, vocab_size, tokenizer)
-        train = TokenWindows(texts.name, cache.train, stage.sequence_length)
-        return OpenSource(train, HeldOutWindows(texts.name, cache.validation, stage.sequence_length), cache)
-    if kind(planned.dataset) == "null":
-        whole: RandomTokens | UserSource = RandomTokens(vocab_size, stage.sequence_length, stage.seed)
-        held = min(len(whole) // 2, 1024)
-    else:
-        path = planned.dataset.source
-        items = user_object(path, dict(planned.dataset.kwargs), stage.sequence_length, stage.seed)
-        whole = UserSource(path, items, stage.sequence_length, vocab_size)
-        held = int(len(whole) * config.tokens.val_fraction)
-    cut = len(whole) - held
-    return OpenSource(Part(whole, 0, cut), Part(whole, cut, len(whole)), None)
-
-
-def check_ids(name: str, cache: TokenCache, vocab_size: int, tokenizer: Tokenizer) -> None:
-    """Every id must be a row of the embedding."""
-    largest = max(cache.train.max_id, cache.validation.max_id)
-    if largest >= vocab_size:
-        raise InputError(
-            f"{name}: token {largest} is not below model.model_config.vocab_size = {vocab_size}; "
-            f"the tokenizer {tokenizer.name} needs at least {tokenizer.vocab_size}"
-        )
-
-
-def end_of_document(config: Any, tokenizer: Tokenizer | None) -> int:
-    """The id put after every document: the tokenizer's, else the model config's."""
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        return tokenizer.eos_token_id
-    return config.model.architecture.eos_token_id
-
-
-def read(opened: OpenStage, positions: Int64, sample_ids: Int64, document_masking: bool) -> TokenBatch:
-    """The samples at `positions` ``[n]`` of a stage, as one batch of n sequences."""
-    source_of, index = opened.order.locate(positions)
-    if len(opened.sources) == 1:
-        source = opened.sources[0].train
-        return make_batch(source.samples(index), sample_ids, source.documents(index) if document_masking else None)
-    width = opened.stage.sequence_length + 1
-    windows = np.empty((len(positions), width), dtype=np.int64)
-    documents = np.zeros_like(windows) if document_masking else None
-    for number in np.unique(source_of):
-        where = np.flatnonzero(source_of == number)
-        source = opened.sources[number].train
-        windows[where] = source.samples(index[where])
-        if documents is not None and (found := source.documents(index[where])) is not None:
-            documents[where] = found
-    return make_batch(windows, sample_ids, documents)
-
-
-def _rows(batch: TokenBatch, start: int, stop: int) -> TokenBatch:
-    return TokenBatch(
-        batch.tokens[start:stop],
-        batch.labels[start:stop],
-        batch.sample_ids[start:stop],
-        None if batch.positions is None else batch.positions[start:stop],
-        None if batch.documents is None else batch.documents[start:stop],
-    )
-
-
-# ---- lines for the console ---------------------------------------------------------------------------------
-
-
-def describe_tokenizer(config: Any, tokenizer: Tokenizer | None) -> str:
-    if tokenizer is None:
-        return "none (the data are tokens already)"
-    eos = end_of_document(config, tokenizer)
-    origin = "the tokenizer's" if tokenizer.eos_token_id is not None else "model_config.eos_token_id, as it has none"
-    level = "byte-level, " if tokenizer.is_byte_level else ""
-    return f"{tokenizer.name} ({level}{tokenizer.vocab_size:,} entries); documents end with token {eos} ({origin})"
-
-
-def describe_source(source: OpenSource) -> str:
-    cache = source.cache
-    if cache is None:
-        return f"{source.train.name}: {len(source.train):,} samples, {len(source.held_out):,} held out"
-    train, held = cache.train, cache.validation
-    skipped = f", {cache.skipped} files that are no UTF-8 left out" if cache.skipped else ""
-    return (
-        f"{source.train.name}: {len(train.ends):,} documents, {len(train.tokens):,} tokens, {train.bytes:,} bytes, "
-        f"{len(source.train):,} samples; held out: {len(held.ends):,} documents, {len(held.tokens):,} tokens, "
-        f"{held.bytes:,} bytes{skipped}; cache: {cache.path}"
-    )

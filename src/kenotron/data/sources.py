@@ -45,13 +45,16 @@ class TokenWindows:
     def documents(self, indices: Int64) -> Int64:
         size = self.sequence_length + 1
         starts = indices * self.sequence_length
-        numbers = np.empty((len(indices), size), dtype=np.int64)
+        # Document numbers first[i] <= d < last[i] end inside window i; each end raises the number by one from there on.
         first = np.searchsorted(self.split.ends, starts.astype(np.uint64), side="right")
         last = np.searchsorted(self.split.ends, (starts + size).astype(np.uint64), side="left")
-        for row, (start, a, b) in enumerate(zip(starts, first, last)):
-            borders = np.concatenate(([0], self.split.ends[a:b].astype(np.int64) - start, [size]))
-            numbers[row] = np.repeat(np.arange(a, a + len(borders) - 1), np.diff(borders))
-        return numbers
+        inside = last - first
+        row = np.repeat(np.arange(len(indices)), inside)
+        document = np.arange(inside.sum()) + np.repeat(first - np.cumsum(inside) + inside, inside)
+        numbers = np.zeros((len(indices), size), dtype=np.int64)
+        numbers[:, 0] = first
+        np.add.at(numbers, (row, self.split.ends[document].astype(np.int64) - starts[row]), 1)
+        return np.cumsum(numbers, axis=1, out=numbers)
 
 
 class RandomTokens:

@@ -10,7 +10,7 @@ from typing import Any
 from kenotron.config.errors import InputError
 
 from .cache import cache_root, cached_folder, content_hash, is_held_out
-from .plan import Stage, texts_of
+from .plan import TEXT_KINDS, Stage, kind, texts_of
 from .progress import Report
 from .texts import Texts
 from .tokenizer import SPLIT_PATTERN, Tokenizer, load_tokenizer, train_byte_level_bpe
@@ -22,20 +22,14 @@ TRAINING_CHARACTERS = 200_000_000
 def tokenizer_of(config: Any, stages: Sequence[Stage], report: Report) -> Tokenizer | None:
     """The run's tokenizer; None where none is named and all data are tokens already.
 
-    Errors (InputError): text but no tokenizer; not found; hub unreachable.
+    Errors (InputError): not found; hub unreachable.
     """
     section = config.tokenizer
-    has_text = any(texts_like(source.dataset) for stage in stages for source in stage.sources)
+    has_text = any(kind(source.dataset) in TEXT_KINDS for stage in stages for source in stage.sources)
     if section.train is not None:
         texts = [found for source in stages[0].sources if (found := texts_of(source.dataset)) is not None]
-        if not texts:
-            raise InputError("tokenizer.train: the first stage holds no text to train a tokenizer on")
         return trained_tokenizer(texts, section.train.vocab_size, config.tokens.val_fraction, report)
     if section.tokenizer_name_or_path is None:
-        if has_text:
-            raise InputError(
-                "tokenizer: the data are text, so tokenizer_name_or_path or train is needed; found neither"
-            )
         return None
     try:
         return load_tokenizer(section.tokenizer_name_or_path, section.tokenizer_revision)
@@ -44,13 +38,6 @@ def tokenizer_of(config: Any, stages: Sequence[Stage], report: Report) -> Tokeni
             raise
         report(f"no tokenizer in this run, which its data do not need: {error}")
         return None
-
-
-def texts_like(dataset: Any) -> bool:
-    """Is this dataset text?"""
-    from .plan import kind
-
-    return kind(dataset) in ("corpus", "text_files", "hf_dataset_or_datasets")
 
 
 def trained_tokenizer(texts: Sequence[Texts], vocab_size: int, val_fraction: float, report: Report) -> Tokenizer:

@@ -57,12 +57,16 @@ class HeldOutWindows:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out samples of several sources. `bytes_per_token` has one entry a source, None where it has no text."""
+    """Held-out samples of several sources.
+
+    `token_bytes` ``[vocab]`` are the bytes of every token where they are known, `bytes_per_token` the mean of each
+    source, 0 where it has no text.
+    """
 
     sources: list[TokenSource]
     sequence_length: int
     token_bytes: Int64 | None
-    bytes_per_token: list[float | None]
+    bytes_per_token: list[float]
     document_masking: bool
 
     def __len__(self) -> int:
@@ -89,26 +93,23 @@ class HeldOut:
         documents = np.zeros_like(windows)
         tree = huffman([len(source) for source in self.sources])
         source_of, index = interleave(tree, positions)
-        byte_count = 0.0
+        mean_bytes = np.zeros((rows, 1))
         for number in np.unique(source_of):
             where = np.flatnonzero(source_of == number)
             windows[where] = self.sources[number].samples(index[where])
             if self.document_masking:
                 found = self.sources[number].documents(index[where])
                 documents[where] = 0 if found is None else found
-            byte_count += self._bytes(windows[where][:, 1:], self.bytes_per_token[number])
+            mean_bytes[where] = self.bytes_per_token[number]
         ids = np.full(rows, PAD, dtype=np.int64)
         ids[: len(positions)] = positions
         batch = make_batch(windows, ids, documents if self.document_masking else None)
         batch.labels[windows[:, 1:] == PAD] = NO_LOSS
         np.maximum(batch.tokens, 0, out=batch.tokens)
-        return batch, byte_count
-
-    def _bytes(self, labels: Int64, bytes_per_token: float | None) -> float:
-        real = labels[labels != PAD]
+        real = batch.labels != NO_LOSS
         if self.token_bytes is not None:
-            return float(self.token_bytes[real].sum())
-        return real.size * (bytes_per_token or 0.0)
+            return batch, float(self.token_bytes[batch.labels[real]].sum())
+        return batch, float((real * mean_bytes).sum())
 
 
 def held_out_texts(documents: Iterable[tuple[str, int]], fraction: float) -> Iterator[str]:

@@ -1,0 +1,169 @@
+"""An open stage: its sources, tokenized and mapped, and the order that reads them.
+
+plan.Stage ──open_stage──▶ OpenStage ──read(positions)──▶ TokenBatch
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kenotron.config.errors import InputError
+
+from .batch import Int64, TokenBatch, TokenSource, make_batch
+from .cache import TokenCache, open_tokens
+from .encode import EncodeRules
+from .order import Order
+from .plan import SourcePlan, Stage, kind, texts_of
+from .progress import Report
+from .sources import Part, RandomTokens, TokenWindows, UserSource, user_object
+from .tokenizer import Tokenizer
+from .validation import HeldOutWindows
+
+RANDOM_HELD_OUT = 1024
+"""Samples of validation where the data are random."""
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source ready to be read: its training and held-out samples, and its cache if it has one."""
+
+    train: TokenSource
+    held_out: TokenSource
+    cache: TokenCache | None
+
+    def describe(self) -> str:
+        """One line for the console."""
+        if self.cache is None:
+            return f"{self.train.name}: {len(self.train):,} samples, {len(self.held_out):,} held out"
+        train, held = self.cache.train, self.cache.validation
+        skipped = f", {self.cache.skipped} files left out as no UTF-8" if self.cache.skipped else ""
+        return (
+            f"{self.train.name}: {len(train.ends):,} documents, {len(train.tokens):,} tokens, {train.bytes:,} bytes, "
+            f"{len(self.train):,} samples; held out: {len(held.ends):,} documents, {len(held.tokens):,} tokens, "
+            f"{held.bytes:,} bytes{skipped}; cache: {self.cache.path}"
+        )
+
+
+@dataclass(frozen=True)
+class OpenStage:
+    """A stage ready to be read."""
+
+    stage: Stage
+    sources: list[OpenSource]
+    order: Order
+
+    def read(self, positions: Int64, sample_ids: Int64, document_masking: bool) -> TokenBatch:
+        """The samples at `positions` ``[n]`` of the stage, as one batch of n sequences."""
+        source_of, index = self.order.locate(positions)
+        if len(self.sources) == 1:
+            source = self.sources[0].train
+            documents = source.documents(index) if document_masking else None
+            return make_batch(source.samples(index), sample_ids, documents)
+        windows = np.empty((len(positions), self.stage.sequence_length + 1), dtype=np.int64)
+        numbers = np.zeros_like(windows) if document_masking else None
+        for s in np.unique(source_of):
+            where = np.flatnonzero(source_of == s)
+            source = self.sources[s].train
+            windows[where] = source.samples(index[where])
+            if numbers is not None and (found := source.documents(index[where])) is not None:
+                numbers[where] = found
+        return make_batch(windows, sample_ids, numbers)
+
+
+def open_stage(
+    config: Any,
+    stage: Stage,
+    tokenizer: Tokenizer | None,
+    report: Report,
+    stop: threading.Event | None = None,
+) -> OpenStage:
+    """Open every source of a stage; what is not cached is tokenized, unless `stop` is set meanwhile."""
+    sources = [open_source(config, stage, planned, tokenizer, report, stop) for planned in stage.sources]
+    for source in sources:
+        if not len(source.train):
+            raise InputError(too_small(source, stage.sequence_length))
+    order = Order(
+        [len(source.train) for source in sources],
+        [planned.weight for planned in stage.sources],
+        [planned.key for planned in stage.sources],
+        stage.offsets,
+    )
+    return OpenStage(stage, sources, order)
+
+
+def open_source(
+    config: Any,
+    stage: Stage,
+    planned: SourcePlan,
+    tokenizer: Tokenizer | None,
+    report: Report,
+    stop: threading.Event | None = None,
+) -> OpenSource:
+    """Open one source."""
+    vocab_size, length = config.model.architecture.vocab_size, stage.sequence_length
+    texts = texts_of(planned.dataset)
+    if texts is not None:
+        if tokenizer is None:
+            raise InputError(f"{texts.name} is text, but the run has no tokenizer")
+        cache = open_tokens(
+            texts,
+            tokenizer,
+            EncodeRules(end_of_document(config, tokenizer), config.tokenizer.tokenizer_max_length),
+            config.tokens.val_fraction,
+            getattr(planned.dataset, "dataset_processing_num_proc_per_process", 1),
+            getattr(planned.dataset, "dataset_overwrite_cache", False),
+            report,
+            stop,
+        )
+        check_ids(texts.name, cache, vocab_size, tokenizer)
+        train = TokenWindows(texts.name, cache.train, length)
+        return OpenSource(train, HeldOutWindows(texts.name, cache.validation, length), cache)
+    if kind(planned.dataset) == "null":
+        whole: RandomTokens | UserSource = RandomTokens(vocab_size, length, stage.seed)
+        held = RANDOM_HELD_OUT
+    else:
+        path = planned.dataset.source
+        items = user_object(path, dict(planned.dataset.kwargs), length, stage.seed)
+        whole = UserSource(path, items, length, vocab_size)
+        held = int(len(whole) * config.tokens.val_fraction)
+    border = len(whole) - held
+    return OpenSource(Part(whole, 0, border), Part(whole, border, len(whole)), None)
+
+
+def too_small(source: OpenSource, sequence_length: int) -> str:
+    """What to say of a source without a single training sample."""
+    line = f"{source.train.name}: expected at least {sequence_length + 1} tokens to train on (sequence_length + 1), "
+    if source.cache is None:
+        return line + "found no sample"
+    held = len(source.cache.validation.ends)
+    line += f"found {len(source.cache.train.tokens):,} in {len(source.cache.train.ends):,} documents"
+    return line + (f" (and {held:,} documents held out by tokens.val_fraction)" if held else "")
+
+
+def check_ids(name: str, cache: TokenCache, vocab_size: int, tokenizer: Tokenizer) -> None:
+    """Every id must be a row of the embedding."""
+    largest = max(cache.train.max_id, cache.validation.max_id)
+    if largest >= vocab_size:
+        raise InputError(
+            f"{name}: token {largest} is not below model.model_config.vocab_size = {vocab_size}; "
+            f"the tokenizer {tokenizer.name} needs {tokenizer.vocab_size}"
+        )
+
+
+def end_of_document(config: Any, tokenizer: Tokenizer) -> int:
+    """The id put after every document: the tokenizer's, else the model config's."""
+    return config.model.architecture.eos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+
+
+def describe_tokenizer(config: Any, tokenizer: Tokenizer | None) -> str:
+    """One line for the console: which, how large, and what ends a document."""
+    if tokenizer is None:
+        return "none (the data are tokens already)"
+    origin = "model_config.eos_token_id, as the tokenizer has none" if tokenizer.eos_token_id is None else "its own"
+    level = "byte-level, " if tokenizer.is_byte_level else ""
+    eos = end_of_document(config, tokenizer)
+    return f"{tokenizer.name} ({level}{tokenizer.vocab_size:,} entries); documents end with token {eos} ({origin})"

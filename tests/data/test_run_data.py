@@ -1,0 +1,498 @@
+"""The data of a run: which sample goes where, stages, prefetching, validation, errors."""
+
+import gzip
+import itertools
+import threading
+import time
+
+import numpy as np
+import pytest
+from data_runs import run_config, write_texts
+
+from kenotron.config.errors import InputError
+from kenotron.data import NO_LOSS, compression_baselines, open_run
+from kenotron.data.cache import is_held_out
+from kenotron.data.loader import Prefetcher
+from kenotron.data.tokenizer import train_byte_level_bpe
+
+
+def quiet(line):
+    return None
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("run") / "texts", count=60, words=90)
+
+
+@pytest.fixture(scope="module")
+def other_texts(tmp_path_factory):
+    return write_texts(tmp_path_factory.mktemp("run") / "others", count=30, words=40, seed=9)
+
+
+def opened(*datasets, start_step=1, **changes):
+    return open_run(run_config(*datasets, **changes), start_step, quiet)
+
+
+def rows(batches):
+    return {int(i): row.tolist() for batch in batches for i, row in zip(batch.sample_ids, batch.tokens)}
+
+
+# ---- which sample goes where -------------------------------------------------------------------------------
+
+
+def test_labels_are_the_tokens_one_place_on_and_come_from_the_files(texts):
+    with opened({"text_files": str(texts)}) as data:
+        stream = data._open(0).result().sources[0].cache.train.tokens.tolist()
+        for batch in data.batch(1):
+            assert batch.tokens.dtype == batch.labels.dtype == np.int64
+            assert batch.tokens.shape == batch.labels.shape == (2, 32)
+            assert batch.tokens[:, 1:].tolist() == batch.labels[:, :-1].tolist()
+            for tokens, labels in zip(batch.tokens.tolist(), batch.labels.tolist()):
+                window = tokens + labels[-1:]
+                starts = [at for at in range(0, len(stream) - 32, 32) if stream[at : at + 33] == window]
+                assert starts
+
+
+def test_an_epoch_trains_on_every_token_once(texts):
+    with opened({"text_files": str(texts)}, micro_batch_size=1, batch_accumulation_per_replica=1) as data:
+        source = data._open(0).result().sources[0]
+        count = len(source.train)
+        stage = data._open(0).result()
+        batch = stage.read(np.arange(count), np.arange(count), False)
+        wanted = source.cache.train.tokens[1 : count * 32 + 1]
+        assert sorted(batch.labels.reshape(-1).tolist()) == sorted(wanted.tolist())
+
+
+def test_the_samples_of_a_step_are_the_same_on_every_layout(texts, other_texts):
+    dataset = {"mixture": [{"weight": 3, "text_files": str(texts)}, {"weight": 1, "text_files": str(other_texts)}]}
+    reference = None
+    for micro, accumulation, dp in [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4), (4, 1, 2)]:
+        changes = {"micro_batch_size": micro, "batch_accumulation_per_replica": accumulation * dp}
+        with opened(dataset, **changes) as data:
+            steps = []
+            for step in (1, 2, 7):
+                samples = {}
+                for rank in range(dp):
+                    batches = data.batch(step, rank, dp)
+                    assert len(batches) == accumulation
+                    mine = rows(batches)
+                    assert len(mine) == micro * accumulation
+                    assert not samples.keys() & mine.keys()
+                    samples |= mine
+                assert sorted(samples) == list(range(8 * (step - 1), 8 * step))
+                steps.append(samples)
+        reference = reference or steps
+        assert steps == reference
+
+
+def test_samples_go_to_micro_batches_and_ranks_as_documented():
+    with opened(None, micro_batch_size=3, batch_accumulation_per_replica=4) as data:
+        for rank in range(2):
+            for m, batch in enumerate(data.batch(5, rank, 2)):
+                first = 4 * 12 + (m * 2 + rank) * 3
+                assert batch.sample_ids.tolist() == [first, first + 1, first + 2]
+
+
+def test_a_batch_that_does_not_divide_is_an_error():
+    with opened(None) as data, pytest.raises(InputError, match="global batch of 4 samples does not divide"):
+        data.batch(1, 0, 3)
+
+
+def test_resuming_at_any_step_gives_what_running_through_gives(texts, other_texts):
+    stages = {"text_files": str(texts)}, {"text_files": str(other_texts)}
+    with opened(*stages) as data:
+        through = [rows(batches) for batches in data.loader()]
+    assert len(through) == 12
+    for start in (1, 5, 7, 12):
+        with opened(*stages, start_step=start) as data:
+            assert [rows(batches) for batches in data.loader(start)] == through[start - 1 :]
+
+
+def test_another_seed_is_another_order_of_the_same_samples(texts):
+    def epoch(seed):
+        with opened({"text_files": str(texts)}, data__seed=seed) as data:
+            stage = data._open(0).result()
+            count = len(stage.sources[0].train)
+            return stage.read(np.arange(count), np.arange(count), False).tokens.tolist()
+
+    first, second = epoch(1), epoch(2)
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
+# ---- stages ------------------------------------------------------------------------------------------------
+
+
+def test_stages_cover_their_steps_with_their_own_sequence_length(texts):
+    dataset = {"text_files": str(texts)}
+    with opened(dataset, {"dataset": dataset, "start": 10, "length": 16}, train_steps=15) as data:
+        assert [(stage.start, stage.stop, stage.steps) for stage in data.stages] == [(1, 10, 9), (10, 16, 6)]
+        shapes = [batches[0].tokens.shape for batches in data.loader()]
+    assert shapes == [(2, 32)] * 9 + [(2, 16)] * 6
+
+
+def test_a_stage_reads_on_where_an_earlier_one_stopped_in_the_same_data(texts):
+    dataset = {"text_files": str(texts)}
+    with opened(dataset, train_steps=12) as one, opened(dataset, dataset, train_steps=12) as two:
+        assert [rows(batches) for batches in one.loader()] == [rows(batches) for batches in two.loader()]
+
+
+def test_the_next_stage_is_opened_before_its_turn(texts, other_texts, monkeypatch):
+    from kenotron.data import run
+
+    seen = []
+    original = run.open_stage
+
+    def noted(config, stage, *rest):
+        seen.append((stage.number, threading.current_thread() is threading.main_thread()))
+        return original(config, stage, *rest)
+
+    monkeypatch.setattr(run, "open_stage", noted)
+    with opened({"text_files": str(texts)}, {"text_files": str(other_texts)}) as data:
+        data.batch(1)
+        data._opened[1].result(timeout=60)
+        assert seen == [(0, True), (1, False)]
+
+
+def test_what_is_wrong_with_the_next_stage_is_told_long_before_it(texts, tmp_path):
+    def start_and_wait_in_step_1():
+        with opened({"text_files": str(texts)}, {"text_files": str(tmp_path / "missing")}) as data:
+            for _ in range(50):
+                data.batch(1)
+                time.sleep(0.05)
+
+    with pytest.raises(InputError, match="no such file or folder"):
+        start_and_wait_in_step_1()
+
+
+def test_closing_stops_a_tokenization_in_the_background(texts, tmp_path, monkeypatch):
+    from kenotron.data.texts import FileTexts
+
+    many = write_texts(tmp_path / "many", count=500, words=5)
+    original = FileTexts.documents
+
+    def slow(self):
+        for pair in original(self):
+            time.sleep(0.05 if len(self.files) == 500 else 0)
+            yield pair
+
+    monkeypatch.setattr(FileTexts, "documents", slow)
+    data = opened({"text_files": str(texts)}, {"text_files": str(many)})
+    time.sleep(0.2)
+    started = time.perf_counter()
+    data.close()
+    assert time.perf_counter() - started < 5
+
+
+# ---- the loader --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_the_loader_yields_every_step_in_order_and_ends(workers):
+    with opened(None, data__num_loading_workers=workers) as data, data.loader(3, 9) as loader:
+        assert [batches[0].sample_ids[0] // 4 + 1 for batches in loader] == [3, 4, 5, 6, 7, 8]
+        with pytest.raises(StopIteration):
+            next(loader)
+
+
+def test_batches_are_made_ahead_so_that_the_step_does_not_wait():
+    def make(step):
+        time.sleep(0.02)
+        return step
+
+    with Prefetcher(make, 0, 10, 2) as loader:
+        for _ in range(10):
+            time.sleep(0.05)
+            next(loader)
+        assert loader.wait_seconds < 0.1  # made one by one: 0.2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_loading_thread_raises_comes_out_of_next(workers):
+    def make(step):
+        if step == 3:
+            raise InputError("sample 3 is bad")
+        return step
+
+    with Prefetcher(make, 0, 10, workers) as loader:
+        assert list(itertools.islice(loader, 3)) == [0, 1, 2]
+        with pytest.raises(InputError, match="sample 3 is bad"):
+            next(loader)
+
+
+def test_closing_a_loader_leaves_no_thread():
+    before = threading.active_count()
+    loader = Prefetcher(lambda step: step, 0, 10**9, 3)
+    next(loader)
+    assert threading.active_count() > before
+    loader.close()
+    assert threading.active_count() == before
+
+
+# ---- documents ---------------------------------------------------------------------------------------------
+
+
+def test_document_masking_gives_documents_positions_and_masked_borders(texts):
+    plain = opened({"text_files": str(texts)}, sequence_length=100)
+    masked = opened({"text_files": str(texts)}, sequence_length=100, model__document_masking=True)
+    with plain, masked:
+        eos = masked.tokenizer.eos_token_id
+        borders = 0
+        with_and_without = zip(plain.loader(), masked.loader(), strict=True)
+        for without, batch in itertools.chain(*(zip(*steps, strict=True) for steps in with_and_without)):
+            assert without.documents is None
+            assert without.positions is None
+            assert batch.tokens.tolist() == without.tokens.tolist()
+            for r, row in enumerate(batch.tokens.tolist()):
+                document = position = 0
+                for t, token in enumerate(row):
+                    assert (batch.documents[r, t], batch.positions[r, t]) == (document, position)
+                    ends = token == eos
+                    assert batch.labels[r, t] == (NO_LOSS if ends else without.labels[r, t])
+                    borders += ends
+                    document, position = (document + 1, 0) if ends else (document, position + 1)
+        assert borders > 2
+
+
+# ---- validation --------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_validation_are_exactly_those_of_the_held_out_text(texts):
+    with opened({"text_files": str(texts)}) as data:
+        documents = list(data.validation_texts())
+        total = sum(len(text.encode()) for text in documents)
+        tokens = [token for text in documents for token in [*data.tokenizer.encode(text), 0]]
+        first = len(data.tokenizer.decode(tokens[:1]).encode())
+        batches = list(data.validation())
+        assert sum(size for _, size in batches) == total - first
+        labels = np.concatenate([batch.labels.reshape(-1) for batch, _ in batches])
+        assert labels[labels != NO_LOSS].tolist() == tokens[1:]
+        inputs = np.concatenate([batch.tokens.reshape(-1) for batch, _ in batches])
+        assert inputs[labels != NO_LOSS].tolist() == tokens[:-1]
+        assert len(documents) >= 5
+
+
+def test_validation_is_the_same_on_every_layout_and_every_rank_gets_as_many_batches(texts):
+    def read(micro, dp):
+        with opened({"text_files": str(texts)}, micro_batch_size=micro, batch_accumulation_per_replica=dp) as data:
+            ranks = [list(data.validation(rank, dp)) for rank in range(dp)]
+        assert len({len(batches) for batches in ranks}) == 1
+        assert {batch.tokens.shape for batches in ranks for batch, _ in batches} == {(micro, 32)}
+        found = {}
+        for batch, _ in itertools.chain(*ranks):
+            for i, tokens, labels in zip(batch.sample_ids.tolist(), batch.tokens, batch.labels):
+                if i >= 0:
+                    assert i not in found
+                    found[i] = (tokens.tolist(), labels.tolist())
+                else:
+                    assert (labels == NO_LOSS).all()
+        return found, sum(size for batches in ranks for _, size in batches)
+
+    assert read(4, 1) == read(1, 1) == read(3, 2) == read(2, 3)
+
+
+def test_training_never_sees_a_held_out_document_whether_the_run_validates_or_not(texts):
+    held = [t for f in sorted(texts.iterdir()) if is_held_out(t := f.read_text(), 0.2)]
+    assert held
+    for interval in (5, -1):
+        with opened({"text_files": str(texts)}, val_check_interval=interval) as data:
+            tokens = data._open(0).result().sources[0].cache.train.tokens
+            seen = data.tokenizer.decode(tokens)
+        for text in held:
+            assert text not in seen
+
+
+def test_a_cap_spreads_its_samples_over_the_whole_set(texts):
+    with opened({"text_files": str(texts)}, val_samples=5) as data:
+        whole = len(data.held_out())
+        ids = [i for batch, _ in data.validation() for i in batch.sample_ids.tolist() if i >= 0]
+        assert ids == [n * whole // 5 for n in range(5)]
+    with opened({"text_files": str(texts)}, limit_val_batches=2) as data:
+        assert sum((batch.sample_ids >= 0).sum() for batch, _ in data.validation()) == 8
+
+
+def test_several_sources_are_validated_together_each_token_once(texts, other_texts):
+    dataset = {"mixture": [{"weight": 1, "text_files": str(texts)}, {"weight": 5, "text_files": str(other_texts)}]}
+    with opened(dataset) as data:
+        sizes = [source.cache.validation.bytes for source in data._open(0).result().sources]
+        lengths = [len(source.cache.validation.tokens) for source in data._open(0).result().sources]
+        batches = list(data.validation())
+        assert sum((batch.labels != NO_LOSS).sum() for batch, _ in batches) == sum(lengths) - 2
+        assert sum(sizes) - 20 <= sum(size for _, size in batches) < sum(sizes)
+
+
+def test_a_tokenizer_that_is_not_byte_level_counts_bytes_by_the_mean(texts, tmp_path):
+    from hub_cache import TOKENIZER, made_documents, make_tokenizer_repository
+
+    folder = make_tokenizer_repository(tmp_path, TOKENIZER)
+    (tmp_path / "words").mkdir()
+    for number, text in enumerate(made_documents(60)):
+        (tmp_path / "words" / f"{number}.txt").write_text(text)
+    with opened({"text_files": str(tmp_path / "words")}, tokenizer__tokenizer_name_or_path=str(folder)) as data:
+        split = data._open(0).result().sources[0].cache.validation
+        batches = list(data.validation())
+        labels = sum((batch.labels != NO_LOSS).sum() for batch, _ in batches)
+        assert labels == len(split.tokens) - 1
+        assert sum(size for _, size in batches) == pytest.approx(split.bytes * labels / len(split.tokens))
+
+
+def test_no_held_out_document_is_an_error_that_says_what_to_do(tmp_path):
+    folder = write_texts(tmp_path / "few", count=3)
+    message = r"no document is left for validation: .* tokens\.val_fraction"
+    with opened({"text_files": str(folder)}, val_fraction=1e-9) as data, pytest.raises(InputError, match=message):
+        data.validation()
+
+
+def test_compressors_are_measured_on_the_same_text(texts):
+    with opened({"text_files": str(texts)}) as data:
+        documents = list(data.validation_texts())
+        found = data.compression_baselines()
+    raw = sum(len(text.encode()) for text in documents)
+    packed = sum(len(gzip.compress(text.encode(), 9)) for text in documents)
+    assert found["gzip_bits_per_byte"] == pytest.approx(8 * packed / raw)
+    assert 0 < found["xz_bits_per_byte"] < 8
+    assert compression_baselines(iter([])) == {}
+    with opened({"text_files": str(texts)}, val_samples=1) as data:
+        assert data.compression_baselines() == {}
+
+
+# ---- other sources -----------------------------------------------------------------------------------------
+
+
+def test_random_tokens_are_uniform_the_same_everywhere_and_need_no_tokenizer():
+    with opened(None, sequence_length=512, arch__vocab_size=100) as data:
+        assert data.tokenizer is None
+        assert data.vocab_size == 100
+        batches = data.batch(1) + data.batch(2)
+        again = opened(None, sequence_length=512, arch__vocab_size=100)
+        assert rows(again.batch(2)) == rows(batches[2:])
+    ids = np.concatenate([batch.tokens for batch in batches])
+    assert ids.min() >= 0
+    assert ids.max() < 100
+    counts = np.bincount(ids.reshape(-1), minlength=100)
+    assert ((counts - ids.size / 100) ** 2 / (ids.size / 100)).sum() < 149  # 99.9% quantile, 99 degrees
+
+
+SOURCE = """
+import numpy as np
+
+class Squares:
+    def __init__(self, sequence_length, seed, scale=1):
+        self.size, self.seed, self.scale = sequence_length + 1, seed, scale
+    def __len__(self):
+        return 50
+    def __getitem__(self, i):
+        return {"input_ids": [(i * self.scale + n) % 100 for n in range(self.size)]}
+
+def lists(sequence_length, seed):
+    return [np.full(sequence_length + 1, i) for i in range(40)]
+
+def short(sequence_length, seed):
+    return [[1, 2, 3]] * 10
+
+def beyond(sequence_length, seed):
+    return [[600] * (sequence_length + 1)] * 10
+
+def wrong_key(sequence_length, seed):
+    return [{"ids": [1]}] * 10
+
+def nothing(sequence_length, seed):
+    return []
+
+def generator(sequence_length, seed):
+    yield 1
+"""
+
+
+@pytest.fixture
+def my_module(tmp_path, monkeypatch):
+    (tmp_path / "my_sources.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "my_sources", raising=False)
+    return "my_sources"
+
+
+def test_a_source_of_ones_own_is_read_by_dotted_path(my_module):
+    dataset = {"source": f"{my_module}.Squares", "kwargs": {"scale": 3}}
+    with opened(dataset) as data:
+        first = {row[0] for step in range(1, 11) for row in rows(data.batch(step)).values()}
+        assert first == {3 * i % 100 for i in range(40)}  # 50 samples, the last 20% held out
+        held = [row[0] for batch, _ in data.validation() for row in batch.tokens.tolist()]
+        assert sorted(held) == sorted(3 * i % 100 for i in range(40, 50))
+    with opened({"source": f"{my_module}.lists"}) as data:
+        assert all(len(set(row)) == 1 for row in rows(data.batch(1)).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("short", r"short\[\d+\]: expected 33 integer ids \(sequence_length \+ 1\), found int64 of shape \(3,\)"),
+        ("beyond", r"beyond\[\d+\]: token 600 is not in \[0, vocab_size = 512\)"),
+        ("wrong_key", r"no key 'input_ids'; found ids"),
+        ("nothing", r"nothing: expected at least 33 tokens to train on .* found no sample"),
+        ("generator", r"gave a generator, which has no __len__ and no __getitem__"),
+        ("Square", r"has no 'Square'; did you mean 'Squares'\?"),
+        ("Squares", r"unexpected keyword argument 'colour'"),
+    ],
+)
+def test_a_bad_source_of_ones_own_is_named(my_module, name, message):
+    kwargs = {"colour": 1} if name == "Squares" else {}
+
+    def read():
+        with opened({"source": f"{my_module}.{name}", "kwargs": kwargs}) as data:
+            data.batch(1)
+
+    with pytest.raises(InputError, match=message):
+        read()
+
+
+def test_a_module_that_is_not_there_is_named():
+    with pytest.raises(InputError, match=r"dataset\.source: cannot import 'no_such_module_at_all'"):
+        opened({"source": "no_such_module_at_all.Source"})
+
+
+def test_shares_of_paths_are_kept_in_every_prefix(tmp_path):
+    for name, letter in (("a", "a"), ("b", "b")):
+        (tmp_path / name).mkdir()
+        for number in range(30):
+            (tmp_path / name / f"{number}.txt").write_text(f"{letter}" * (200 + number))
+    dataset = {"text_files": {str(tmp_path / "a"): 3.0, str(tmp_path / "b"): 1.0}}
+    with opened(dataset, train_steps=40) as data:
+        samples = [row for batches in data.loader() for row in rows(batches).values()]
+        of_a = ["a" in data.tokenizer.decode(row) for row in samples]
+    for n in range(1, len(of_a) + 1):
+        assert abs(sum(of_a[:n]) - 0.75 * n) <= 2
+
+
+# ---- what can be wrong -------------------------------------------------------------------------------------
+
+
+def test_a_dataset_smaller_than_one_sample_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(InputError, match=r"a\.txt: expected at least 33 tokens to train on .*, found \d+ in"):
+        opened({"text_files": str(tmp_path / "a.txt")}, val_fraction=1e-9)
+
+
+def test_a_token_beyond_the_models_vocabulary_is_named(texts, tmp_path):
+    train_byte_level_bpe(["aa bb"], 300).save(tmp_path)
+    message = r"token 2\d\d is not below model\.model_config\.vocab_size = 100; the tokenizer .* needs 2\d\d"
+    with pytest.raises(InputError, match=message):
+        opened({"text_files": str(texts)}, arch__vocab_size=100, tokenizer__tokenizer_name_or_path=str(tmp_path))
+
+
+def test_steps_outside_the_run_are_named():
+    with opened(None) as data, pytest.raises(InputError, match="step 13 is not in the run"):
+        data.batch(13)
+
+
+def test_the_console_lines_say_what_is_read(texts):
+    with opened({"text_files": str(texts)}, {"dataset": None, "start": 5}) as data:
+        data._opened[1].result()
+        lines = data.describe()
+    assert "byte-level, 300 entries" in lines[0]
+    assert "documents end with token 0 (its own)" in lines[0]
+    assert lines[1].startswith("[stage 0] steps 1-4, sequence length 32: 100.00% ")
+    assert "documents" in lines[1]
+    assert "cache: " in lines[1]
+    assert lines[2].startswith("[stage 1] steps 5-12, sequence length 32: 100.00% random tokens")
