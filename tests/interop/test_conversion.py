@@ -225,6 +225,22 @@ def test_weights_that_are_no_causal_language_model_are_refused(hf_folder, tmp_pa
         from_hf(hf_folder, tmp_path / "ours")
 
 
+def test_tensors_that_the_config_does_not_describe_are_named(hf_folder, tmp_path):
+    file = hf_folder / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"model.layers.1.mlp.up_proj.bias": torch.zeros(48)}, file)
+    with pytest.raises(NotSupportedYet, match=r"tensor 'model\.layers\.1\.mlp\.up_proj\.bias'"):
+        from_hf(hf_folder, tmp_path / "ours")
+    save_file({name: tensor for name, tensor in weights.items() if "norm" not in name}, file)
+    with pytest.raises(InputError, match=r"no tensor 'model\.layers\.0\.input_layernorm\.weight', which its config"):
+        from_hf(hf_folder, tmp_path / "ours")
+    save_file(weights | {"model.norm.weight": torch.ones(31)}, file)
+    for read in (lambda: from_hf(hf_folder, tmp_path / "ours"), lambda: load_for_generation(hf_folder)):
+        with pytest.raises(InputError, match=r"model\.norm\.weight has shape \[31\], and its config says \[32\]"):
+            read()
+    assert not (tmp_path / "ours").exists()
+
+
 def test_a_full_folder_is_never_written_into(ours, hf_folder, tmp_path):
     with pytest.raises(InputError, match="is not empty; name a new folder"):
         to_hf(ours, hf_folder)

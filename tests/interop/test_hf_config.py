@@ -50,6 +50,12 @@ def test_every_form_of_rope_scaling_is_read(form):
     assert found.rope_scaling == {"rope_type": "llama3", **LLAMA3}
 
 
+def test_the_older_name_of_a_rope_type_is_exported_under_the_new_one():
+    architecture = LlamaArchitecture(rope_scaling={"type": "linear", "factor": 2.0}, rope_theta=20000.0)
+    exported = architecture_from_hf(hf_config(architecture, "float32", 2).to_dict(), "config.json")
+    assert exported.rope_scaling == {"rope_type": "linear", "factor": 2.0}
+
+
 def test_rope_without_scaling_is_none():
     assert read(rope_parameters={"rope_type": "default", "rope_theta": 20000.0}).rope_scaling is None
     assert read(rope_scaling=None, rope_theta=20000.0).rope_theta == 20000.0

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.config.errors import NotSupportedYet
 from kenotron.config.model import Model
 from kenotron.data.tokenizer import Tokenizer, load_tokenizer
-from kenotron.interop.sources import Source, open_source, skeleton
+from kenotron.interop.sources import Source, fitting, open_source, skeleton
 from kenotron.parallel.device import best_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,11 +52,7 @@ def load_for_generation(
 def fill(model: nn.Module, source: Source, dtype: torch.dtype, device: torch.device) -> None:
     """Replace every parameter of a meta-device `model` by the source's, cast and moved. A tied head stays tied."""
     for name, parameter in list(model.named_parameters(remove_duplicate=True)):
-        tensor = source.weights[name]
-        if tensor.shape != parameter.shape:
-            raise InputError(
-                f"{source.path}: {name} has shape {list(tensor.shape)}, and its config says {list(parameter.shape)}"
-            )
+        tensor = fitting(source, name, tuple(parameter.shape))
         owner, _, leaf = name.rpartition(".")
         weight = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=False)
         setattr(model.get_submodule(owner), leaf, weight)

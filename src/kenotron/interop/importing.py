@@ -20,7 +20,7 @@ from kenotron.config import Config, dump, load
 from kenotron.config.errors import InputError
 from kenotron.data.tokenizer import load_tokenizer
 from kenotron.interop.hf_config import Report, quiet
-from kenotron.interop.sources import Source, fitted, hf_source
+from kenotron.interop.sources import Source, fitting, hf_source, skeleton
 
 Progress = Callable[[int, int], None]
 
@@ -39,12 +39,12 @@ def from_hf(
     if checkpoint.list_checkpoints(root) or (root.exists() and not root.is_dir()):
         raise InputError(f"{root} holds checkpoints already (or is a file); name a new folder")
     source = hf_source(src, report)
-    weights = fitted(source, source.architecture)
+    wanted = dict(skeleton(source).named_parameters())
     tensors: dict[str, Any] = {}
-    for number, name in enumerate(weights, start=1):
-        tensors[name] = weights[name].contiguous()
+    for name, parameter in wanted.items():
+        tensors[name] = fitting(source, name, tuple(parameter.shape)).contiguous()
         if progress:
-            progress(number, len(weights))
+            progress(len(tensors), len(wanted))
     config = _config(source, str(src), root)
     return checkpoint.save(
         root,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kenotron import checkpoint
 from kenotron.config import load
 from kenotron.config.architecture import LlamaArchitecture
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.config.model import Model
 from kenotron.data.tokenizer import TOKENIZER_FILES
 from kenotron.interop.hf_config import Report, architecture_from_hf, quiet, read_json
@@ -67,7 +67,20 @@ def hf_source(path: str | Path, report: Report = quiet) -> Source:
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     model = Model.model_validate({"model_config": architecture, "init_method": {"path": str(path)}, "dtype": dtype})
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
-    return Source(folder, model, hf_weights(folder), folder if has_tokenizer else None)
+    source = Source(folder, model, hf_weights(folder), folder if has_tokenizer else None)
+    _check_names(source)
+    return source
+
+
+def _check_names(source: Source) -> None:
+    """The files hold what the config describes, no less and no more (a tied head may be there twice)."""
+    wanted = {name for name, _ in skeleton(source).named_parameters()}
+    missing = sorted(wanted - set(source.weights))
+    extra = sorted(set(source.weights) - wanted - {"lm_head.weight"})
+    if missing:
+        raise InputError(f"{source.path} has no tensor {missing[0]!r}, which its config.json asks for")
+    if extra:
+        raise NotSupportedYet(f"{source.path}: tensor {extra[0]!r}, which its config.json does not tell of")
 
 
 def checkpoint_source(path: Path) -> Source:
@@ -91,6 +104,14 @@ def _model_of(folder: Path) -> Model:
         family = type(model.architecture).__name__.removesuffix("Architecture")
         raise InputError(f"{folder / 'config.yaml'}: a model of the family {family} cannot be loaded here")
     return model
+
+
+def fitting(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
+    """The source's tensor `name`, which must have `shape`."""
+    tensor = source.weights[name]
+    if tuple(tensor.shape) != shape:
+        raise InputError(f"{source.path}: {name} has shape {list(tensor.shape)}, and its config says {list(shape)}")
+    return tensor
 
 
 def skeleton(source: Source) -> nn.Module:
