@@ -388,6 +388,16 @@ class Squares:
 def lists(sequence_length, seed):
     return [np.full(sequence_length + 1, i) for i in range(40)]
 
+class AtOnce:
+    def __init__(self, sequence_length, seed):
+        self.size = sequence_length + 1
+    def __len__(self):
+        return 1000
+    def samples(self, indices):
+        return (indices[:, None] + np.arange(self.size)).astype(np.uint16) % 500
+    def documents(self, indices):
+        return np.broadcast_to(np.arange(self.size) // 10, (len(indices), self.size))
+
 def short(sequence_length, seed):
     return [[1, 2, 3]] * 10
 
@@ -422,6 +432,14 @@ def test_a_source_of_ones_own_is_read_by_dotted_path(my_module):
         assert sorted(held) == sorted(3 * i % 100 for i in range(40, 50))
     with opened({"source": f"{my_module}.lists"}) as data:
         assert all(len(set(row)) == 1 for row in rows(data.batch(1)).values())
+
+
+def test_a_source_of_ones_own_may_answer_many_samples_at_once_with_documents(my_module):
+    with opened({"source": f"{my_module}.AtOnce"}, model__document_masking=True) as data:
+        for batch in data.batch(3):
+            assert ((batch.tokens[:, 1:] - batch.tokens[:, :-1]) % 500 == 1).all()
+            assert batch.documents.tolist() == [[t // 10 for t in range(32)]] * 2
+            assert (batch.labels[:, 9] == NO_LOSS).all()
 
 
 @pytest.mark.parametrize(

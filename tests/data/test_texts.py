@@ -101,8 +101,13 @@ def test_bad_content_is_named_in_one_line(tmp_path, name, content, message):
 def test_missing_and_empty_places_are_named(tmp_path):
     with pytest.raises(InputError, match=r"dataset\.text_files: no such file or folder: .*nowhere"):
         find_files(tmp_path / "nowhere", "dataset.text_files")
-    with pytest.raises(InputError, match="holds no file"):
+    with pytest.raises(InputError, match="holds no text file"):
         find_files(tmp_path, "dataset.text_files")
+    (tmp_path / "a.parquet").write_text("")
+    with pytest.raises(InputError, match="holds no text file"):
+        find_files(tmp_path, "dataset.text_files")
+    with pytest.raises(InputError, match=r"expected text, .* found .*a\.parquet; read it by hf_dataset_or_datasets"):
+        find_files(tmp_path / "a.parquet", "dataset.text_files")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")

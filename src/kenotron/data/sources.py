@@ -75,18 +75,20 @@ class RandomTokens:
         bits = mix64(rows[:, None] + self._columns) >> np.uint64(32)
         return ((bits * np.uint64(self.vocab_size)) >> np.uint64(32)).astype(np.int64)
 
-    def documents(self, indices: Int64) -> None:
+    def documents(self, indices: Int64) -> Int64 | None:
         return None
 
 
 class UserSource:
-    """Any object with `__len__` and `__getitem__`, whose items are `sequence_length + 1` ids (list, array, tensor),
-    or a dict that holds them under `input_ids`."""
+    """A user's own data: either `__len__` and `__getitem__`, whose items are `sequence_length + 1` ids (list, array,
+    tensor) or a dict that holds them under `input_ids`; or `__len__` and `samples`, as in `batch.TokenSource`.
+    """
 
     def __init__(self, name: str, items: Any, sequence_length: int, vocab_size: int) -> None:
         self.name, self.items = name, items
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
-        missing = [method for method in ("__len__", "__getitem__") if not hasattr(items, method)]
+        needed = ["__len__"] if hasattr(items, "samples") else ["__len__", "__getitem__"]
+        missing = [method for method in needed if not hasattr(items, method)]
         if missing:
             raise InputError(
                 f"dataset.source: {name} gave a {type(items).__name__}, which has no {' and no '.join(missing)}"
@@ -96,19 +98,29 @@ class UserSource:
         return len(self.items)
 
     def samples(self, indices: Int64) -> NDArray[np.integer]:
-        return np.stack([self._sample(int(index)) for index in indices])
+        if hasattr(self.items, "samples"):
+            found = np.asarray(self.items.samples(indices))
+            rows = list(found) if found.ndim == 2 and len(found) == len(indices) else [found] * len(indices)
+        else:
+            rows = [self._item(int(index)) for index in indices]
+        for index, row in zip(indices, rows):
+            self._check(int(index), row)
+        return np.stack(rows)
 
-    def documents(self, indices: Int64) -> None:
-        return None
+    def documents(self, indices: Int64) -> Int64 | None:
+        known = getattr(self.items, "documents", None)
+        return None if known is None else known(indices)
 
-    def _sample(self, index: int) -> NDArray[np.integer]:
+    def _item(self, index: int) -> NDArray:
         item = self.items[index]
         if isinstance(item, dict):
             if "input_ids" not in item:
                 found = ", ".join(map(str, item))
                 raise InputError(f"{self.name}[{index}]: no key 'input_ids'; found {found}{nearest('input_ids', item)}")
             item = item["input_ids"]
-        ids = np.asarray(item)
+        return np.asarray(item)
+
+    def _check(self, index: int, ids: NDArray) -> None:
         expected = self.sequence_length + 1
         if ids.shape != (expected,) or ids.dtype.kind not in "iu":
             raise InputError(
@@ -118,7 +130,6 @@ class UserSource:
         if ids.min() < 0 or ids.max() >= self.vocab_size:
             bad = ids[(ids < 0) | (ids >= self.vocab_size)][0]
             raise InputError(f"{self.name}[{index}]: token {bad} is not in [0, vocab_size = {self.vocab_size})")
-        return ids
 
 
 def user_object(path: str, kwargs: dict[str, Any], sequence_length: int, seed: int) -> Any:
@@ -166,5 +177,5 @@ class Part:
     def samples(self, indices: Int64) -> NDArray[np.integer]:
         return self.whole.samples(indices + self.start)
 
-    def documents(self, indices: Int64) -> None:
-        return None
+    def documents(self, indices: Int64) -> Int64 | None:
+        return self.whole.documents(indices + self.start)

@@ -20,7 +20,8 @@ import os
 import sysconfig
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -35,6 +36,7 @@ YOUNG = 2.0
 """Seconds within which a second change of a file may leave its time unchanged, so that the time proves nothing."""
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+FOREIGN_SUFFIXES = (".parquet", ".arrow", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz")
 TEXT_SUFFIXES = (".txt", ".md", ".text", *JSON_SUFFIXES)
 
 
@@ -177,6 +179,11 @@ def find_files(path: str | Path, key: str) -> list[Path]:
     """
     root = Path(path).expanduser()
     if root.is_file():
+        if root.suffix in FOREIGN_SUFFIXES:
+            raise InputError(
+                f"{key}: expected text, jsonl or jsonl.gz, found {path}"
+                + ("; read it by hf_dataset_or_datasets" if root.suffix in (".parquet", ".arrow") else "")
+            )
         return [root]
     if not root.is_dir():
         raise InputError(f"{key}: no such file or folder: {path}")
@@ -189,8 +196,9 @@ def find_files(path: str | Path, key: str) -> list[Path]:
         if not name.startswith(".")
     ]
     found = sorted(relative, key=Path.as_posix)
+    found = [file for file in found if file.suffix not in FOREIGN_SUFFIXES]
     if not found:
-        raise InputError(f"{key}: folder {path} holds no file")
+        raise InputError(f"{key}: folder {path} holds no text file")
     texts = [file for file in found if file.name.removesuffix(".gz").endswith(TEXT_SUFFIXES)]
     return [root / file for file in texts or found]
 
@@ -215,7 +223,7 @@ def python_stdlib() -> FileTexts:
     return FileTexts("python-stdlib", files, piece=None, skip_undecodable=True)
 
 
-def _walk(root: Path, is_outside) -> Iterator[tuple[str, list[str]]]:
+def _walk(root: Path, is_outside: Callable[[str], bool]) -> Iterator[tuple[str, list[str]]]:
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not is_outside(name)]
         yield folder, names
@@ -230,17 +238,12 @@ def _stat(file: Path) -> os.stat_result:
         return file.stat()
 
 
-class _readable:
-    """Turns every way in which reading a path fails into one line that names it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, (gzip.BadGzipFile, zlib.error, EOFError)):
-            raise InputError(f"{self.path}: damaged gzip file: {error}") from None
-        if isinstance(error, OSError):
-            raise InputError(f"{self.path}: cannot read: {error.strerror or error}") from None
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turns every way in which reading `path` fails into one line that names it."""
+    try:
+        yield
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise InputError(f"{path}: damaged gzip file: {error}") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot read: {error.strerror or error}") from None

@@ -15,7 +15,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -225,13 +226,13 @@ def quiet_parallelism() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-class all_cores:
+@contextmanager
+def all_cores() -> Iterator[None]:
     """Within this block `tokenizers` uses every core."""
-
-    def __enter__(self) -> None:
-        quiet_parallelism()
-        self.before = os.environ["TOKENIZERS_PARALLELISM"]
-        os.environ["TOKENIZERS_PARALLELISM"] = "true"
-
-    def __exit__(self, *_: object) -> None:
-        os.environ["TOKENIZERS_PARALLELISM"] = self.before
+    quiet_parallelism()
+    before = os.environ["TOKENIZERS_PARALLELISM"]
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = before
