@@ -1,0 +1,101 @@
+"""What a model costs, and how it says that it may be split."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kenotron.config.architecture import LlamaArchitecture
+from kenotron.models import flops_per_token, named_parameters
+from kenotron.models.llama import Llama
+from kenotron.models.plan import matching, modules
+
+SEEDS = {
+    "hidden_size": 16,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 256,
+    "tie_word_embeddings": True,
+}
+GROUPED = {
+    "hidden_size": 96,
+    "intermediate_size": 200,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 5,
+    "vocab_size": 1000,
+}
+
+
+def meta_llama(shapes: dict[str, int], vocab_multiple: int = 1) -> Llama:
+    with torch.device("meta"):
+        return Llama(LlamaArchitecture(**shapes), vocab_multiple)
+
+
+def by_hand(shapes: dict[str, int], length: int) -> float:
+    """nanotron's count of a forward pass, for one token: 2 a multiplication, the whole attention square."""
+    hidden, heads, kv = shapes["hidden_size"], shapes["num_attention_heads"], shapes["num_key_value_heads"]
+    width = hidden // heads
+    attention = 2 * hidden * (heads + 2 * kv) * width + 2 * 2 * length * heads * width + 2 * heads * width * hidden
+    mlp = 3 * 2 * hidden * shapes["intermediate_size"]
+    return shapes["num_hidden_layers"] * (attention + mlp) + 2 * hidden * shapes["vocab_size"]
+
+
+@pytest.mark.parametrize("shapes", [SEEDS, GROUPED], ids=["seeds", "grouped"])
+@pytest.mark.parametrize("length", [1, 256])
+def test_flops_are_nanotrons_count(shapes: dict[str, int], length: int) -> None:
+    assert flops_per_token(meta_llama(shapes), length, causal=False) == by_hand(shapes, length)
+
+
+def test_a_causal_mask_halves_the_square_and_nothing_else() -> None:
+    square = 5 * 2 * 2 * 256 * 96
+    model = meta_llama(GROUPED)
+    assert flops_per_token(model, 256, causal=True) == by_hand(GROUPED, 256) - square / 2
+
+
+def test_padding_of_the_vocabulary_costs_nothing() -> None:
+    plain, padded = meta_llama(GROUPED), meta_llama(GROUPED, 128)
+    assert flops_per_token(plain, 256, causal=False) == flops_per_token(padded, 256, causal=False)
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_sec", "tflops"),
+    [(43.2e3, 0.00744), (51.2e3, 0.00881), (50.2e3, 0.00863), (55.9e3, 0.00962), (58.7e3, 0.0101), (761, 0.000131)],
+)
+def test_the_seeds_log_shows_our_tflops_at_its_speed(tokens_per_sec: float, tflops: float) -> None:
+    found = 3 * flops_per_token(meta_llama(SEEDS), 256, causal=False) * tokens_per_sec / 1e12
+    assert found == pytest.approx(tflops, rel=0.01)  # both numbers of the log have three digits
+
+
+def test_the_seeds_model_has_12368_parameters() -> None:
+    assert sum(parameter.numel() for _, parameter in named_parameters(meta_llama(SEEDS))) == 12368
+
+
+def test_the_plan_covers_every_matrix_once() -> None:
+    model = meta_llama(GROUPED)
+    model.plan.check(model)
+    names = [name for name, _ in model.named_modules()]
+    split = [n for p in (*model.plan.column, *model.plan.row, *model.plan.vocab) for n in matching(p, names)]
+    matrices = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() == 2]
+    assert sorted(split) == sorted(matrices)
+    norms = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() == 1]
+    assert sorted(n for p in model.plan.sequence for n in matching(p, names)) == sorted(norms)
+    assert [name for name, _ in modules(model, model.plan.blocks)] == [f"model.layers.{i}" for i in range(5)]
+
+
+def test_a_pattern_that_names_nothing_is_an_error() -> None:
+    model = meta_llama(GROUPED)
+    broken = replace(model.plan, column=("model.layers.*.self_attn.query",))
+    with pytest.raises(ValueError, match=re.escape("'model.layers.*.self_attn.query' matches no module")):
+        broken.check(model)
+
+
+def test_a_star_is_one_name_between_dots() -> None:
+    names = ["model.layers.0.mlp", "model.layers.11.mlp", "model.layers.0.mlp.up_proj", "model.norm", "xmodel.norm"]
+    assert matching("model.layers.*.mlp", names) == ["model.layers.0.mlp", "model.layers.11.mlp"]
+    assert matching("model.norm", names) == ["model.norm"]

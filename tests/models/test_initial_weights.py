@@ -1,0 +1,121 @@
+"""Fresh weights are functions of (seed, name, element): of nothing else, and with the distribution of the rules."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kenotron.config.architecture import LlamaArchitecture
+from kenotron.models import initialize_model, materialize, named_parameters
+from kenotron.models.initialization import Constant, InitRule, Normal, Shard, fill, initialize, rule_for
+from kenotron.models.llama import Llama
+
+LAYERS = 3
+
+
+def llama(vocab_multiple: int = 1, scaling: str = "NUM_LAYERS", seed: int = 1, **changes: Any) -> dict[str, Tensor]:
+    """Every initial weight of a small model, by name."""
+    shapes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": 500,
+        "attention_bias": True,
+    }
+    with torch.device("meta"):
+        model = Llama(LlamaArchitecture(**(shapes | changes)), vocab_multiple)
+    materialize(model, "cpu")
+    initialize_model(model, std=0.02, scaling=scaling, seed=seed)
+    return {name: parameter.detach() for name, parameter in named_parameters(model)}
+
+
+@pytest.mark.parametrize(("scaling", "into_residual"), [("NUM_LAYERS", 0.02 / math.sqrt(2 * LAYERS)), ("NONE", 0.02)])
+def test_every_weight_has_the_standard_deviation_of_its_rule(scaling: str, into_residual: float) -> None:
+    for name, weight in llama(scaling=scaling).items():
+        if name.endswith("norm.weight"):
+            assert torch.equal(weight, torch.ones_like(weight)), name
+        elif name.endswith(".bias"):
+            assert not weight.any(), name
+        else:
+            std = into_residual if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            error = 4 / math.sqrt(2 * weight.numel())  # four standard errors of a standard deviation
+            assert weight.std().item() == pytest.approx(std, rel=error), name
+            assert abs(weight.mean().item()) < 4 * std / math.sqrt(weight.numel()), name
+
+
+def test_no_two_weights_are_alike_and_the_seed_matters() -> None:
+    one, other = llama(seed=1), llama(seed=2)
+    matrices = {name: w for name, w in one.items() if w.dim() == 2}
+    assert len({w.flatten()[:8].numpy().tobytes() for w in matrices.values()}) == len(matrices)
+    assert all(not torch.equal(w, other[name]) for name, w in matrices.items())
+    assert all(torch.equal(w, llama(seed=1)[name]) for name, w in one.items())
+
+
+def test_padding_the_vocabulary_moves_no_weight_and_its_rows_are_zero() -> None:
+    plain, padded = llama(), llama(vocab_multiple=128)
+    for name, weight in padded.items():
+        rows = len(plain[name])
+        assert torch.equal(weight[:rows], plain[name]), name
+        assert not weight[rows:].any(), name
+    assert len(padded["lm_head.weight"]) == 512
+
+
+def test_a_deeper_model_has_the_same_first_layers_but_for_the_damping() -> None:
+    shallow, deep = llama(scaling="NONE"), llama(scaling="NONE", num_hidden_layers=LAYERS + 2)
+    assert all(torch.equal(weight, deep[name]) for name, weight in shallow.items())
+
+
+def test_a_tied_head_leaves_the_embedding_as_it_is() -> None:
+    tied = llama(tie_word_embeddings=True)
+    assert "lm_head.weight" not in tied
+    assert torch.equal(tied["model.embed_tokens.weight"], llama()["model.embed_tokens.weight"])
+
+
+def test_torchs_global_generator_is_neither_read_nor_moved() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    one = llama()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(99)
+    other = llama()
+    assert all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
+def test_the_order_in_which_weights_are_filled_does_not_matter() -> None:
+    expected = llama(scaling="NONE")
+    rules = [
+        InitRule("*norm.weight", Constant(1.0)),
+        InitRule("*.bias", Constant(0.0)),
+        InitRule("*.weight", Normal(0.02)),
+    ]
+    parameters = [(name, torch.nn.Parameter(torch.empty_like(w))) for name, w in expected.items()]
+    initialize(reversed(parameters), rules, 1)
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in parameters)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_shard_holds_the_bits_of_the_whole(data: st.DataObject) -> None:
+    rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    first, left = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+    last, right = data.draw(st.integers(first + 1, rows)), data.draw(st.integers(left + 1, columns))
+    whole = torch.empty(rows, columns)
+    fill("a.weight", Shard(whole, (rows, columns), (0, 0)), Normal(0.5), seed=11)
+    part = torch.empty(last - first, right - left)
+    fill("a.weight", Shard(part, (rows, columns), (first, left)), Normal(0.5), seed=11)
+    assert torch.equal(part, whole[first:last, left:right])
+
+
+def test_the_first_rule_that_matches_wins_and_a_parameter_without_one_is_named() -> None:
+    rules = [InitRule("*.o_proj.weight", Normal(1.0)), InitRule("*.weight", Normal(2.0))]
+    assert rule_for("model.layers.0.self_attn.o_proj.weight", rules) == Normal(1.0)
+    assert rule_for("model.layers.0.self_attn.q_proj.weight", rules) == Normal(2.0)
+    with pytest.raises(ValueError, match=r"covers parameter 'model\.norm\.bias'"):
+        rule_for("model.norm.bias", rules)

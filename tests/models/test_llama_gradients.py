@@ -1,0 +1,258 @@
+"""Llama's maths: logits, loss and every gradient are those of transformers' with the same weights, in fp32."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_llamas import SHAPES, VARIANTS, hf_llama, random_tokens
+from torch import Tensor
+
+from kenotron.config.architecture import LlamaArchitecture
+from kenotron.kernels.attention import attention
+from kenotron.models import Context, initialize_model, named_parameters
+from kenotron.models.llama import Llama
+
+SEQUENCES, LENGTH = 3, 40
+EXTRA: dict[str, dict[str, Any]] = {
+    "yarn_with_attention_factor": {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "attention_factor": 1.3,
+            "original_max_position_embeddings": 16,
+        }
+    },
+    "default_rope_by_name": {"rope_scaling": {"rope_type": "default"}},
+    "gelu_exact": {"hidden_act": "gelu"},
+    "relu": {"hidden_act": "relu"},
+}
+
+
+def our_llama(vocab_multiple: int = 1, **changes: Any) -> Llama:
+    return Llama(LlamaArchitecture(**(SHAPES | changes)), vocab_multiple)
+
+
+def pair(**changes: Any) -> tuple[Any, Llama]:
+    """A model of transformers and one of ours with its weights, name by name."""
+    theirs, ours = hf_llama(**changes), our_llama(**changes)
+    given = dict(theirs.named_parameters())
+    assert given.keys() == dict(named_parameters(ours)).keys()
+    with torch.no_grad():
+        for name, parameter in named_parameters(ours):
+            parameter.copy_(given[name])
+    return theirs, ours
+
+
+def context(positions: Tensor | None = None, cu_seqlens: tuple[int, ...] | None = None, **more: Any) -> Context:
+    shape = more.pop("shape", (SEQUENCES, LENGTH))
+    if positions is None:
+        positions = torch.arange(shape[1]).repeat(shape[0])
+    return Context(shape, positions, attention, cu_seqlens=cu_seqlens, **more)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Tokens and labels ``[SEQUENCES, LENGTH]``; some labels carry no loss."""
+    tokens = random_tokens(SEQUENCES, LENGTH + 1)
+    labels = tokens[:, 1:].clone()
+    labels[0, :7] = -100
+    return tokens[:, :-1], labels
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest relative error of a gradient, in the 2-norm."""
+    assert found.keys() == expected.keys()
+    return max(float((found[n] - expected[n]).norm() / expected[n].norm()) for n in expected)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, *EXTRA])
+def test_logits_loss_and_every_gradient_are_those_of_transformers(variant: str) -> None:
+    theirs, ours = pair(**(VARIANTS | EXTRA)[variant])
+    tokens, labels = batch()
+    real = int((labels != -100).sum())
+    logits = theirs(tokens).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    expected.backward()
+
+    with torch.no_grad():
+        found = ours(tokens.flatten(), context()).view_as(logits)
+    assert (found - logits).abs().max() <= 1e-5 * logits.abs().max()
+    loss, z_loss = ours(tokens.flatten(), context(loss_scale=1 / real), labels.flatten())
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert z_loss.item() == 0
+    assert worst(gradients(ours), gradients(theirs)) < 2e-5
+
+
+def test_each_variant_is_a_model_of_its_own() -> None:
+    """What makes the test above mean something: no key of a variant may be ignored by both sides."""
+    tokens, _ = batch()
+    logits = {}
+    for name, changes in (VARIANTS | EXTRA).items():
+        if name in ("default_rope_by_name", "tied"):  # the same maths as grouped_query; other weights
+            continue
+        _, ours = pair(**changes)
+        with torch.no_grad():
+            logits[name] = ours(tokens.flatten(), context())
+    names = list(logits)
+    for i, one in enumerate(names):
+        for other in names[:i]:
+            distance = (logits[one] - logits[other]).abs().max()
+            assert distance > 1e-3 * logits[one].abs().max(), f"{one} and {other} are the same"
+
+
+def test_dynamic_scaling_within_the_trained_context_is_plain_rope() -> None:
+    changes = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": LENGTH}
+    _, scaled = pair(**changes)
+    _, plain = pair()
+    tokens, _ = batch()
+    assert torch.equal(scaled(tokens.flatten(), context()), plain(tokens.flatten(), context()))
+
+
+def test_interleaved_rope_is_the_half_form_with_permuted_rows() -> None:
+    _, halves = pair()
+    _, interleaved = pair()
+    interleaved = our_llama(rope_interleaved=True)
+    head_dim = SHAPES["hidden_size"] // SHAPES["num_attention_heads"]
+    # Channel pair i stands at rows (i, i + d/2) in one form and (2 i, 2 i + 1) in the other.
+    order = torch.arange(head_dim).view(2, -1).t().flatten()
+    weights = dict(named_parameters(halves))
+    with torch.no_grad():
+        for name, parameter in named_parameters(interleaved):
+            weight = weights[name]
+            if name.endswith(("q_proj.weight", "k_proj.weight")):
+                weight = weight.view(-1, head_dim, weight.shape[1])[:, order].flatten(0, 1)
+            parameter.copy_(weight)
+    tokens, _ = batch()
+    torch.testing.assert_close(
+        interleaved(tokens.flatten(), context()), halves(tokens.flatten(), context()), rtol=0, atol=1e-5
+    )
+
+
+def test_documents_in_one_sequence_are_trained_as_if_each_stood_alone() -> None:
+    lengths = [[11, 1, 28], [40], [20, 20]]
+    _, packed = pair()
+    tokens, labels = batch()
+    starts = [sum(row[:i]) + LENGTH * number for number, row in enumerate(lengths) for i in range(len(row))]
+    borders = (*starts, SEQUENCES * LENGTH)
+    positions = torch.cat([torch.arange(n) for row in lengths for n in row])
+    scale = 1 / 97
+    loss, _ = packed(tokens.flatten(), context(positions, borders, loss_scale=scale), labels.flatten())
+    loss.backward()
+
+    theirs, _ = pair()
+    total = torch.zeros(())
+    for begin, end in pairwise(borders):
+        alone = theirs(tokens.flatten()[None, begin:end]).logits[0]
+        total = total + F.cross_entropy(alone, labels.flatten()[begin:end], reduction="sum")
+    (total * scale).backward()
+    assert loss.item() == pytest.approx(total.item() * scale, rel=1e-6)
+    assert worst(gradients(packed), gradients(theirs)) < 2e-5
+
+
+def test_z_loss_is_the_square_of_the_true_log_sum_exp_in_float64() -> None:
+    weight = 0.3
+    theirs, ours = pair()
+    ours.lm_head.z_loss = 0.0
+    _, zed = pair(z_loss_enabled=True, z_loss_coefficient=weight)
+    tokens, labels = batch()
+    logits = theirs(tokens).logits.flatten(0, 1)
+    real = labels.flatten() != -100
+    lse = logits.double()[real].logsumexp(-1)
+    nll = lse - logits.double()[real].gather(1, labels.flatten()[real][:, None])[:, 0]
+    expected = (nll + weight * lse**2).sum() / 50
+    expected.backward()
+    loss, z_part = zed(tokens.flatten(), context(loss_scale=1 / 50), labels.flatten())
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert z_part.item() == pytest.approx(float(weight * (lse.detach() ** 2).sum() / 50), rel=1e-6)
+    assert worst(gradients(zed), gradients(theirs)) < 2e-5
+    without, none = ours(tokens.flatten(), context(loss_scale=1 / 50), labels.flatten())
+    assert none.item() == 0
+    assert without.item() == pytest.approx(float(nll.detach().sum() / 50), rel=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_padding_the_vocabulary_changes_neither_logits_nor_loss_nor_gradients(tied: bool) -> None:
+    """300 tokens in 320 rows; z-loss on, which would see a padded row at once."""
+    changes = {"tie_word_embeddings": tied, "z_loss_enabled": True, "z_loss_coefficient": 0.1}
+    plain, padded = our_llama(**changes), our_llama(64, **changes)
+    tokens, labels = batch()
+    outcomes = []
+    for model in (plain, padded):
+        initialize_model(model, std=0.25, scaling="NUM_LAYERS", seed=3)
+        logits = model(tokens.flatten(), context())
+        loss, z_part = model(tokens.flatten(), context(), labels.flatten())
+        loss.backward()
+        outcomes.append((logits, loss, z_part, gradients(model)))
+    assert padded.model.embed_tokens.weight.shape == (320, 32)
+    (logits, loss, z_part, grads), (padded_logits, padded_loss, padded_z, padded_grads) = outcomes
+    torch.testing.assert_close(padded_logits, logits, rtol=0, atol=1e-6)
+    assert padded_loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert padded_z.item() == pytest.approx(z_part.item(), rel=1e-6)
+    for name, grad in padded_grads.items():
+        if grad.shape[0] == 320:
+            assert not grad[300:].any(), f"{name}: a padded row has a gradient"
+            grad = grad[:300]
+        assert (grad - grads[name]).norm() <= 1e-6 * grads[name].norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recomputed_layers_give_the_same_bits(dtype: torch.dtype) -> None:
+    tokens, labels = batch()
+    outcomes = []
+    for recompute in (False, True):
+        model = our_llama().to(dtype)
+        initialize_model(model, std=0.25, scaling="NUM_LAYERS", seed=3)
+        model.set_recompute(recompute)
+        loss, _ = model(tokens.flatten(), context(), labels.flatten())
+        loss.backward()
+        outcomes.append((loss, gradients(model)))
+    (loss, grads), (again, recomputed) = outcomes
+    assert torch.equal(loss, again)
+    assert all(torch.equal(grads[name], recomputed[name]) for name in grads)
+
+
+def test_recomputation_forgets_what_lies_inside_a_layer() -> None:
+    """Counted by autograd's own hooks: tensors that forward keeps for backward."""
+    kept = []
+    for recompute in (False, True):
+        model = our_llama()
+        initialize_model(model, std=0.25, scaling="NUM_LAYERS", seed=3)
+        model.set_recompute(recompute)
+        saved: list[int] = []
+
+        def pack(tensor: Tensor, saved: list[int] = saved) -> Tensor:
+            saved.append(tensor.numel())
+            return tensor
+
+        tokens, labels = batch()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(tokens.flatten(), context(), labels.flatten())
+        kept.append(sum(saved))
+    assert kept[1] < kept[0] / 2
+
+
+@pytest.mark.slow
+def test_compiled_blocks_compute_the_same() -> None:
+    tokens, labels = batch()
+    outcomes = []
+    for compiled in (False, True):
+        model = our_llama()
+        initialize_model(model, std=0.25, scaling="NUM_LAYERS", seed=3)
+        if compiled:
+            for block in model.model.layers:
+                block.compile()
+        loss, _ = model(tokens.flatten(), context(), labels.flatten())
+        loss.backward()
+        outcomes.append((loss, gradients(model)))
+    (loss, grads), (again, of_compiled) = outcomes
+    assert again.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert worst(of_compiled, grads) < 1e-5
