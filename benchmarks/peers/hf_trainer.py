@@ -69,7 +69,5 @@ def train(job: Job, pace: Pace) -> None:
     )
     callback = PaceCallback(pace)
     model = build(work, job.weights())
-    callback.trainer = LossKeepingTrainer(
-        model=model, args=arguments, train_dataset=Samples(job), callbacks=[callback]
-    )
+    callback.trainer = LossKeepingTrainer(model=model, args=arguments, train_dataset=Samples(job), callbacks=[callback])
     callback.trainer.train()

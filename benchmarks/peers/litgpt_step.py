@@ -1,7 +1,7 @@
 """litgpt's GPT and the step of its `pretrain.py`: Fabric, chunked cross-entropy, clip, AdamW.
 
-`litgpt.pretrain.fit` itself cannot run here: it validates first and logs through what we do not install. Two things are better
-than litgpt ships them, so that the peer is at its strongest: AdamW is fused on the CPU too, and the model may run eagerly
+Written out from `litgpt.pretrain.fit`, which would also validate, log and time itself. Two things are better than
+litgpt ships them, so that the peer is at its strongest: AdamW is fused on the CPU too, and the model may run eagerly
 (litgpt always compiles).
 """
 

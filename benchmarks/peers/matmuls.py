@@ -1,9 +1,9 @@
 """The ceiling: only the matrix products of a step, nothing else, in the step's dtype.
 
-For every linear layer with weight W ``[out, in]`` and T tokens: forward ``x W^T``, the input's gradient ``g W``, the weight's
-gradient ``g^T x``. For attention, the two products forward and four backward over the whole square, of which a causal mask
-needs half, so three of the six count. Outputs are allocated beforehand: no page fault is in this time. A training step cannot
-be faster than this without better products.
+For every linear layer with weight W ``[out, in]`` and T tokens: forward ``x W^T``, the input's gradient ``g W``, the
+weight's gradient ``g^T x``. For attention, the two products forward and four backward over the whole square, of which a
+causal mask needs half, so three of the six count. Outputs are allocated beforehand: no page fault is in this time. A
+training step cannot be faster than this without better products.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def _of_linear(tokens: int, rows: int, columns: int, dtype: torch.dtype, device:
     return [(left, right, torch.matmul(left, right)) for left, right in pairs]
 
 
-def _of_attention(
-    batch: int, length: int, head_dim: int, dtype: torch.dtype, device: str
-) -> list[tuple[Tensor, ...]]:
+def _of_attention(batch: int, length: int, head_dim: int, dtype: torch.dtype, device: str) -> list[tuple[Tensor, ...]]:
     q = torch.randn(batch, length, head_dim, device=device).to(dtype)
     scores = torch.randn(batch, length, length, device=device).to(dtype)
     pairs = [(q, q.transpose(1, 2)), (scores, q), (scores.transpose(1, 2), q)]

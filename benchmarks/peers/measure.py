@@ -2,11 +2,11 @@
 
 Memory of a step is read in two ways, both at the end-of-step point where no gradient is held:
 
-* **live tensors**: bytes of all tensors held between steps (found by the garbage collector, each storage once), plus the highest
-  running sum of allocations minus frees that torch's own CPU allocator reports during one step. Exact, and blind to
-  how malloc caches. On CUDA the caching allocator's own peak.
-* **resident memory**: after `malloc_trim`, the kernel's high-water mark is reset, and read again after one step. Includes
-  what libraries allocate behind torch's back, and page granularity.
+* **live tensors**: bytes of all tensors held between steps (found by the garbage collector, each storage once), plus
+  the highest running sum of allocations minus frees that torch's own CPU allocator reports during one step. Exact, and
+  blind to how malloc caches. On CUDA the caching allocator's own peak.
+* **resident memory**: after `malloc_trim`, the kernel's high-water mark is reset, and read again after one step.
+  Includes what libraries allocate behind torch's back, and page granularity.
 
 From either, the parent subtracts 16 bytes a parameter: weights, gradients and both AdamW moments in fp32.
 """
@@ -73,9 +73,7 @@ class Profile:
             by_shape = self.profiler.key_averages(group_by_input_shape=True)
             table = by_shape.table(sort_by="self_cpu_time_total", row_limit=60, max_name_column_width=60)
             self.path.with_suffix(".shapes.txt").write_text(table)
-            self.result = {
-                "operations": {a.key: [a.self_cpu_time_total / 2e6, a.count / 2] for a in averages}
-            }
+            self.result = {"operations": {a.key: [a.self_cpu_time_total / 2e6, a.count / 2] for a in averages}}
 
 
 def held_bytes() -> int:
@@ -92,7 +90,8 @@ def held_bytes() -> int:
 
 def _peak_of(profiler: torch.profiler.profile) -> int:
     """Highest running sum of the allocator's own reports."""
-    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
     events = [
         (event.start_ns(), event.nbytes())
         for event in profiler.profiler.kineto_results.events()

@@ -1,4 +1,4 @@
-"""Kénotron: the trainer's own `train_step`, on a model that is built, sharded and optimized as `kenotron train` does it."""
+"""Kénotron: the trainer's own `train_step` on the trainer's own model and optimizer."""
 
 from __future__ import annotations
 

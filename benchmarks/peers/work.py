@@ -1,7 +1,7 @@
 """The work that every contender does: one shape, one set of first weights, one stream of tokens.
 
-The parent writes a folder once, each worker reads it, so that all of them start from the same numbers and must report the
-same first loss:
+The parent writes a folder once, each worker reads it, so that all of them start from the same numbers and must report
+the same first loss:
 
     <folder>/work.json            the shape, as below
     <folder>/weights.safetensors  fp32, Hugging Face's Llama names

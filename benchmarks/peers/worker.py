@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
-from work import Work, read  # noqa: E402
+from work import Work, read
 
 # name → (module in this folder, compiled)
 CONTENDERS = {
