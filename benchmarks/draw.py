@@ -26,14 +26,6 @@ ORDER = (
     "transformers compiled",
     "transformers",
 )
-    "kenotron compiled",
-    "kenotron",
-    "litgpt compiled",
-    "litgpt",
-    "Trainer",
-    "transformers compiled",
-    "transformers",
-)
 
 
 def main() -> None:
