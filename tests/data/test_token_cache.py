@@ -236,6 +236,23 @@ def test_a_process_killed_midway_leaves_nothing_that_counts(folder, tokenizer, t
     assert left == []
 
 
+def test_a_full_disk_is_one_clear_line_and_leaves_nothing(folder, tokenizer_folder, tmp_path):
+    """The kernel refuses files beyond 4,000 bytes, as it refuses them on a full disk."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
+    result = subprocess.run(
+        [sys.executable, "-c", limit + WORKER, str(folder), str(tokenizer_folder), "fast"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert "cannot write the cache" in last
+    assert "File too large; set KENOTRON_CACHE to a folder with space" in last
+    assert "Exception ignored" not in result.stderr
+    assert [path.suffix for path in (tmp_path / "cache" / "tokens").iterdir()] == [".lock"]
+
+
 def test_where_a_file_system_has_no_locks_the_first_rename_wins(folder, tokenizer, monkeypatch):
     import fcntl
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -27,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -152,26 +153,31 @@ class _SplitWriter:
     """Appends documents to one split's two files."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
-        self.token_file: IO[bytes] = open(folder / f"{split}.tokens", "wb")  # noqa: SIM115 (closed by `close`)
-        self.end_file: IO[bytes] = open(folder / f"{split}.ends", "wb")  # noqa: SIM115
+        # Unbuffered: what is written comes in large pieces, and a full disk shows where it happens.
+        self.token_file = open(folder / f"{split}.tokens", "wb", buffering=0)  # noqa: SIM115 (see close)
+        self.end_file = open(folder / f"{split}.ends", "wb", buffering=0)  # noqa: SIM115
         self.dtype = dtype
         self.side = _Side()
 
     def write(self, ids: NDArray[np.uint32], lengths: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
         if not len(lengths):
             return
-        self.token_file.write(ids.astype(self.dtype).tobytes())
-        self.end_file.write((self.side.tokens + np.cumsum(lengths)).astype("<u8").tobytes())
+        _write_all(self.token_file, ids.astype(self.dtype).tobytes())
+        _write_all(self.end_file, (self.side.tokens + np.cumsum(lengths)).astype("<u8").tobytes())
         self.side.tokens += len(ids)
         self.side.documents += len(lengths)
         self.side.bytes += int(sizes.sum())
         self.side.max_id = max(self.side.max_id, int(ids.max()) if len(ids) else -1)
 
     def close(self) -> None:
-        for file in (self.token_file, self.end_file):
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
+        self.token_file.close()
+        self.end_file.close()
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 def _tokenize(
@@ -184,9 +190,9 @@ def _tokenize(
     report: Report,
     stop: threading.Event | None,
 ) -> None:
+    """Fill `folder` with an entry."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    writers = {split: _SplitWriter(folder, split, dtype) for split in SPLITS}
-    held: list[bool] = []
+    held: list[bool] = []  # sides of the documents that are being encoded
 
     def watched() -> Iterator[tuple[str, int]]:
         for text, done in texts.documents():
@@ -196,14 +202,16 @@ def _tokenize(
             yield text, done
 
     started = time.monotonic()
-    with progress(f"tokenizing {texts.name}", texts.size, report) as update:
+    with contextlib.ExitStack() as stack:
+        update = stack.enter_context(progress(f"tokenizing {texts.name}", texts.size, report))
+        writers = {
+            split: stack.enter_context(contextlib.closing(_SplitWriter(folder, split, dtype))) for split in SPLITS
+        }
         for part in encode_documents(watched(), tokenizer.to_json(), rules, processes):
             side = np.array(held[: len(part.lengths)])
             del held[: len(part.lengths)]
             _write_part(writers, part, side)
             update(part.done)
-    for writer in writers.values():
-        writer.close()
     sides = {split: writer.side for split, writer in writers.items()}
     if not any(side.documents for side in sides.values()):
         raise InputError(f"{texts.name}: no text in it (every file or row is empty)")
