@@ -67,7 +67,8 @@ def save(run: Run) -> Path:
         root,
         run.step,
         model=model_tensors(run.model),
-        optimizer=saved_form(state_tensors(run.model, run.optimizer), run.model),
+        # Before its first update an optimizer has no state, and a fresh one is the same thing.
+        optimizer=saved_form(state_tensors(run.model, run.optimizer), run.model) if run.optimizer.state else None,
         state=_state(run),
         config_yaml=dump(_stamped(run)),
         model_config=run.config.model.architecture.model_dump(mode="json", by_alias=True),
@@ -189,7 +190,7 @@ def restore(run: Run, start: Start) -> None:
         logger.info("No checkpoint path provided.")
         return
     settings = run.config.checkpoints
-    with_optimizer = start.continues or settings.load_optimizer
+    with_optimizer = (start.continues or settings.load_optimizer) and (start.path / "optimizer").is_dir()
     with_position = start.continues or settings.load_lr_scheduler
     moments = None
     if with_optimizer:
@@ -207,7 +208,7 @@ def restore(run: Run, start: Start) -> None:
         run.step = start.step
         _check_position(run, state, start.path)
         for hook in run.hooks:
-            if _hook_name(hook) in state["hooks"]:
+            if _hook_name(hook) in state.get("hooks", {}):  # an imported checkpoint has none
                 hook.load_state_dict(state["hooks"][_hook_name(hook)])
     parts = ["weights"] + ["optimizer"] * with_optimizer + ["schedule and data position"] * with_position
     logger.info("Loaded %s of %s (step %d)", ", ".join(parts), start.path, state["step"])
@@ -215,7 +216,7 @@ def restore(run: Run, start: Start) -> None:
 
 def _check_position(run: Run, state: dict[str, Any], path: Path) -> None:
     samples = run.step * run.config.global_batch_size
-    if samples != state["consumed_train_samples"]:
+    if samples != state.get("consumed_train_samples", 0):
         raise InputError(
             f"{path} has consumed {state['consumed_train_samples']} samples in {run.step} steps, but this config's "
             f"global batch of {run.config.global_batch_size} makes that {samples}; keep the global batch size, or set "
@@ -228,15 +229,16 @@ def load_initial_weights(model: LanguageModel, path: str) -> None:
     """`init_method: {path}`: the weights of a checkpoint or a Hugging Face model, and nothing else."""
     from kenotron.interop import initial_tensors
 
-    given = initial_tensors(path)
+    given = initial_tensors(path, model.config)
     wanted = model_tensors(model)
     missing = sorted(set(wanted) - set(given))
     if missing:
         raise InputError(f"model.init_method.path: {path} lacks {missing[0]!r} ({len(missing)} missing in all)")
     for name, tensor in wanted.items():
-        if tuple(given[name].shape) != tuple(tensor.shape):
+        found = given[name]  # read from the disk here
+        if tuple(found.shape) != tuple(tensor.shape):
             raise InputError(
-                f"model.init_method.path: {name} is {list(given[name].shape)} in {path}, but the config makes it "
+                f"model.init_method.path: {name} is {list(found.shape)} in {path}, but the config makes it "
                 f"{list(tensor.shape)}"
             )
-        tensor.copy_(given[name])
+        tensor.copy_(found)

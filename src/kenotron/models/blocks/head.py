@@ -29,7 +29,8 @@ class LMHead(nn.Module):
     def forward(self, hidden: Tensor, ctx: Context, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         """Logits ``[tokens, vocab]`` without labels; with them (loss to call backward on, its z part)."""
         if labels is None:
-            return F.linear(hidden, self.weight)[:, : self.vocab_size]
+            logits = F.linear(hidden, self.weight)
+            return logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
         return linear_cross_entropy(
             hidden, self.weight, labels, scale=ctx.loss_scale, z_loss=self.z_loss, valid_rows=self.vocab_size
         )
