@@ -44,3 +44,26 @@ def counting(sequence_length: int, seed: int, start: int = 0, rows: int = 1000) 
     """A token source: sample i is i, i + 1, … modulo 64, from `start` on."""
     base = np.arange(sequence_length + 1, dtype=np.int64)
     return [(base + row + start) % 64 for row in range(rows)]
+
+
+class Spy(Hook):
+    """Looks at what is computed in which type, and at which rate weights change."""
+
+    def __init__(self) -> None:
+        self.compute: set[torch.dtype] = set()
+        self.gradients: set[torch.dtype] = set()
+        self.rates: list[list[float]] = []
+
+    def on_train_start(self, run: Any) -> None:
+        from kenotron.models.blocks.linear import Linear
+
+        for module in run.model.modules():
+            if isinstance(module, Linear):
+                module.register_forward_hook(self._look)
+
+    def _look(self, module: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        self.compute |= {inputs[0].dtype, module.weight.dtype, output.dtype}
+
+    def before_update(self, run: Any) -> None:
+        self.gradients |= {parameter.grad.dtype for parameter in run.model.parameters()}
+        self.rates.append(sorted(group["lr"] for group in run.optimizer.param_groups))
