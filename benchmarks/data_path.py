@@ -55,7 +55,7 @@ def open_sources(split: SplitTokens, folder: Path, sequence_length: int, sources
         [1.0 + number for number in range(sources)],
         [derive_key("bench", number) for number in range(sources)],
     )
-    stage = Stage(0, "bench", 1, 10**12, sequence_length, 42, 1, (), ())
+    stage = Stage(0, "bench", 1, 10**12, sequence_length, 42, 1, ())
     return OpenStage(stage, opened, order)
 
 

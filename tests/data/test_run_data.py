@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+import shutil
 import threading
 import time
 
@@ -119,6 +120,13 @@ def test_another_seed_is_another_order_of_the_same_samples(texts):
     first, second = epoch(1), epoch(2)
     assert first != second
     assert sorted(first) == sorted(second)
+
+
+def test_the_order_does_not_depend_on_where_the_files_lie(texts, tmp_path):
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(texts, moved)
+    with opened({"text_files": str(texts)}) as here, opened({"text_files": str(moved)}) as there:
+        assert rows(here.batch(3)) == rows(there.batch(3))
 
 
 # ---- stages ------------------------------------------------------------------------------------------------

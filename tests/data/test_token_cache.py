@@ -169,7 +169,7 @@ def test_a_tokenization_process_that_dies_is_named(folder, tokenizer, monkeypatc
 # ---- several processes at once -----------------------------------------------------------------------------
 
 WORKER = """
-import sys, time
+import sys
 from pathlib import Path
 from kenotron.data import load_tokenizer
 from kenotron.data.cache import EncodeRules, open_tokens
@@ -185,9 +185,7 @@ class Texts(FileTexts):
             yield pair
             if number == 20 and mode == "stall":
                 print("half", flush=True)
-                time.sleep(60)
-            if mode == "slow":
-                time.sleep(0.01)
+                sys.stdin.readline()
 
 texts = Texts("texts", find_files(folder, "text_files"))
 report = lambda line: print(line, flush=True)
@@ -198,7 +196,8 @@ print("tokens", int(opened.train.tokens.astype(int).sum()), len(opened.train.tok
 
 def start(folder, tokenizer_folder, mode):
     command = [sys.executable, "-c", WORKER, str(folder), str(tokenizer_folder), mode]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
 
 
 @pytest.fixture
@@ -207,15 +206,16 @@ def tokenizer_folder(tokenizer, tmp_path):
     return tmp_path / "tokenizer"
 
 
-def test_two_processes_that_start_together_make_it_once(folder, tokenizer_folder):
-    both = [start(folder, tokenizer_folder, "slow") for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0].splitlines() for process in both]
-    assert outputs[0][-1].startswith("tokens ")
-    assert outputs[0][-1] == outputs[1][-1]
-    made = [line for output in outputs for line in output if line.startswith("tokenized")]
-    assert len(made) == 1
-    waited = [line for output in outputs for line in output if line.startswith("waiting for another process")]
-    assert len(waited) == 1
+def test_two_processes_at_once_make_it_once(folder, tokenizer_folder):
+    first = start(folder, tokenizer_folder, "stall")
+    assert first.stdout.readline() == "half\n"
+    second = start(folder, tokenizer_folder, "fast")
+    assert second.stdout.readline() == "waiting for another process that is tokenizing texts\n"
+    made = first.communicate("go on\n", timeout=60)[0].splitlines()
+    found = second.communicate(timeout=60)[0].splitlines()
+    assert made[0].startswith("tokenized texts: ")
+    assert made[1].startswith("tokens ")
+    assert found == made[1:]
 
 
 def test_a_process_killed_midway_leaves_nothing_that_counts(folder, tokenizer, tokenizer_folder, tmp_path):

@@ -24,16 +24,15 @@ from .texts import FileTexts, Texts, find_files, python_stdlib
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """One source of a stage. `identity` names data, seed and sequence length; `dataset` is its config."""
+    """One source of a stage.
 
-    identity: str
+    `dataset` is its config; `key` seeds its shuffling; `offset` is the number of samples that earlier stages draw.
+    """
+
     weight: float
     dataset: Any
-
-    @property
-    def key(self) -> int:
-        """The key of the source's permutations."""
-        return derive_key("order", self.identity)
+    key: int
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class Stage:
     seed: int
     workers: int
     sources: tuple[SourcePlan, ...]
-    offsets: tuple[int, ...]
 
     @property
     def steps(self) -> int:
@@ -59,13 +57,19 @@ def plan_stages(config: Any) -> list[Stage]:
     """The stages of `config` in order of their start."""
     tokens, stages = config.tokens, sorted(config.data_stages, key=lambda stage: stage.start_training_step)
     starts = [stage.start_training_step for stage in stages] + [tokens.train_steps + 1]
-    planned: list[Stage] = []
     drawn: Counter[str] = Counter()
+    numbers: dict[str, int] = {}
+    planned: list[Stage] = []
     for number, stage in enumerate(stages):
         start, stop = starts[number], max(starts[number], min(starts[number + 1], tokens.train_steps + 1))
         length = stage.sequence_length or tokens.sequence_length
-        sources = tuple(_identified(stage.data, length))
-        offsets = tuple(drawn[source.identity] for source in sources)
+        weighted = list(flatten(stage.data.dataset))
+        names = identities([dataset for _, dataset in weighted], stage.data.seed, length)
+        # Shuffling depends on the place of a source in the config, not on its path: data may move.
+        keys = [derive_key("order", stage.data.seed, numbers.setdefault(name, len(numbers))) for name in names]
+        sources = tuple(
+            SourcePlan(weight, dataset, key, drawn[name]) for (weight, dataset), key, name in zip(weighted, keys, names)
+        )
         planned.append(
             Stage(
                 number=number,
@@ -76,21 +80,18 @@ def plan_stages(config: Any) -> list[Stage]:
                 seed=stage.data.seed,
                 workers=stage.data.num_loading_workers,
                 sources=sources,
-                offsets=offsets,
             )
         )
-        tree = huffman([source.weight for source in sources])
-        for source, count in counts(tree, (stop - start) * config.global_batch_size).items():
-            drawn[sources[source].identity] += count
+        tree = huffman([weight for weight, _ in weighted])
+        for s, count in counts(tree, (stop - start) * config.global_batch_size).items():
+            drawn[names[s]] += count
     return planned
 
 
-def _identified(data: Any, sequence_length: int) -> Iterator[SourcePlan]:
-    seen: Counter[str] = Counter()
-    for weight, dataset in flatten(data.dataset):
-        text = json.dumps([describe(dataset), data.seed, sequence_length], sort_keys=True, default=str)
-        seen[text] += 1
-        yield SourcePlan(f"{text} {seen[text]}", weight, dataset)
+def identities(datasets: Sequence[Any], seed: int, sequence_length: int) -> list[str]:
+    """A name for each dataset: equal across stages for equal data, seed and sequence length, unique within one."""
+    texts = [json.dumps([describe(d), seed, sequence_length], sort_keys=True, default=str) for d in datasets]
+    return [f"{text} {texts[:number].count(text)}" for number, text in enumerate(texts)]
 
 
 def flatten(dataset: Any) -> Iterator[tuple[float, Any]]:

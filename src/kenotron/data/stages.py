@@ -90,7 +90,7 @@ def open_stage(
         [len(source.train) for source in sources],
         [planned.weight for planned in stage.sources],
         [planned.key for planned in stage.sources],
-        stage.offsets,
+        [planned.offset for planned in stage.sources],
     )
     return OpenStage(stage, sources, order)
 
