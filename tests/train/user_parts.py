@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import time
 from typing import Any
 
@@ -67,3 +69,27 @@ class Spy(Hook):
     def before_update(self, run: Any) -> None:
         self.gradients |= {parameter.grad.dtype for parameter in run.model.parameters()}
         self.rates.append(sorted(group["lr"] for group in run.optimizer.param_groups))
+
+
+class PoisonWeight(Hook):
+    """Puts NaN into a weight after the given step: every later loss is NaN."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.step == self.step:
+            with torch.no_grad():
+                next(run.model.parameters()).fill_(float("nan"))
+
+
+class LittleRoom(Hook):
+    """From the given step on no file may grow beyond `bytes`, as on a full disk."""
+
+    def __init__(self, step: int, bytes: int) -> None:
+        self.step, self.bytes = step, bytes
+
+    def before_step(self, run: Any) -> None:
+        if run.step + 1 == self.step:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.bytes, self.bytes))

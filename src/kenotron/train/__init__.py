@@ -33,10 +33,10 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     `fresh` sets earlier checkpoints aside and starts at step 0. A run whose checkpoint already has all its
     steps says so and gives None: nothing was loaded.
     """
-    from kenotron.config import dump, fill_run_name, refuse_unsupported
+    from kenotron.config import fill_run_name, refuse_unsupported
     from kenotron.train import console, report, saving
     from kenotron.train.run import close, fit
-    from kenotron.train.setup import log_folder, prepare
+    from kenotron.train.setup import prepare, write_config
 
     refuse_unsupported(config)
     console.start_logging(config, mesh)
@@ -48,9 +48,7 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     run = prepare(config, mesh, device, start)
     try:
         saving.restore(run, start)
-        folder = log_folder(run.config)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(dump(run.config))
+        write_config(run.config)
         if not run.finished:
             report.training_plan(run)
             fit(run)

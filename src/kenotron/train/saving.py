@@ -6,6 +6,8 @@ position is the step, randomness is counter-based, the schedule is arithmetic: t
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +26,7 @@ from kenotron.parallel import data as data_parallel
 from kenotron.parallel.shards import shard_of
 from kenotron.train import console
 from kenotron.train.console import logger
+from kenotron.train.guards import RunFailed
 from kenotron.train.hooks import Hook
 
 if TYPE_CHECKING:
@@ -58,22 +61,25 @@ class Checkpoints(Hook):
 
 
 def save(run: Run) -> Path:
-    """Write the checkpoint of the current step; returns its folder."""
+    """Write the checkpoint of the current step; returns its folder. A save that fails is a run that failed."""
     settings = run.config.checkpoints
     root = Path(settings.checkpoints_path)
     logger.warning("Saving checkpoint at %s", root / str(run.step))
     data_parallel.show_masters(run.model)
-    saved = checkpoint.save(
-        root,
-        run.step,
-        model=model_tensors(run.model),
-        # Before its first update an optimizer has no state, and a fresh one is the same thing.
-        optimizer=saved_form(state_tensors(run.model, run.optimizer), run.model) if run.optimizer.state else None,
-        state=_state(run),
-        config_yaml=dump(_stamped(run)),
-        model_config=run.config.model.architecture.model_dump(mode="json", by_alias=True),
-        save_tokenizer=run.tokenizer.save if run.tokenizer is not None else None,
-    )
+    try:
+        saved = checkpoint.save(
+            root,
+            run.step,
+            model=model_tensors(run.model),
+            # Before its first update an optimizer has no state, and a fresh one is the same thing.
+            optimizer=saved_form(state_tensors(run.model, run.optimizer), run.model) if run.optimizer.state else None,
+            state=_state(run),
+            config_yaml=dump(_stamped(run)),
+            model_config=run.config.model.architecture.model_dump(mode="json", by_alias=True),
+            save_tokenizer=run.tokenizer.save if run.tokenizer is not None else None,
+        )
+    except checkpoint.CheckpointError as error:
+        raise RunFailed(f"step {run.step}: {error}; earlier checkpoints are as they were") from error
     logger.info("Saved checkpoint at %s: %s in %.2f s", saved.path, console.mebibytes(saved.bytes), saved.seconds)
     run.call("on_save", saved.path)
     if settings.keep_last is not None:
@@ -86,12 +92,17 @@ def _state(run: Run) -> dict[str, Any]:
         "step": run.step,
         "consumed_tokens": run.consumed_tokens,
         "consumed_train_samples": run.step * run.config.global_batch_size,
-        "hooks": {_hook_name(hook): hook.state_dict() for hook in run.hooks if hook.state_dict()},
+        "hooks": {name: state for name, hook in named_hooks(run.hooks) if (state := hook.state_dict())},
     }
 
 
-def _hook_name(hook: Hook) -> str:
-    return f"{type(hook).__module__}.{type(hook).__qualname__}"
+def named_hooks(hooks: Sequence[Hook]) -> Iterator[tuple[str, Hook]]:
+    """Every hook by its class; a second one of the same class is ``package.Class#2``."""
+    seen: Counter[str] = Counter()
+    for hook in hooks:
+        name = f"{type(hook).__module__}.{type(hook).__qualname__}"
+        seen[name] += 1
+        yield (name if seen[name] == 1 else f"{name}#{seen[name]}"), hook
 
 
 def _stamped(run: Run) -> Config:
@@ -141,6 +152,10 @@ def choose_start(config: Config, fresh: bool) -> tuple[Config, Start]:
     `resume_checkpoint_path`.
     """
     root = Path(config.checkpoints.checkpoints_path)
+    try:  # now, not after the first thousand steps
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"checkpoints.checkpoints_path: cannot make {root}: {error.strerror}") from error
     if fresh:
         _set_aside(root)
     checkpoint.tidy(root, logger.warning)
@@ -207,9 +222,10 @@ def restore(run: Run, start: Start) -> None:
     if with_position:
         run.step = start.step
         _check_position(run, state, start.path)
-        for hook in run.hooks:
-            if _hook_name(hook) in state.get("hooks", {}):  # an imported checkpoint has none
-                hook.load_state_dict(state["hooks"][_hook_name(hook)])
+        saved = state.get("hooks", {})  # an imported checkpoint has none
+        for name, hook in named_hooks(run.hooks):
+            if name in saved:
+                hook.load_state_dict(saved[name])
     parts = ["weights"] + ["optimizer"] * with_optimizer + ["schedule and data position"] * with_position
     logger.info("Loaded %s of %s (step %d)", ", ".join(parts), start.path, state["step"])
 

@@ -112,12 +112,12 @@ def describe_model(config: Config, model: nn.Module, device: torch.device) -> No
 def make_hooks(config: Config, run: Run) -> list[Hook]:
     """The hooks that this config asks for, in the order in which they are called."""
     folder = log_folder(config)
-    hooks: list[Hook] = [NonFiniteGuard()]
+    hooks: list[Hook] = []
     if config.profiler is not None and config.profiler.profiler_export_path is not None:
         hooks.append(Profiler(Path(config.profiler.profiler_export_path) / (config.general.run or "run")))
     if config.tokens.validates:
         hooks.append(Validation())
-    hooks.append(Metrics(folder))
+    hooks += [Metrics(folder), NonFiniteGuard()]
     if Progress.wanted():
         hooks.append(Progress())
     for entry in config.general.hooks or []:
@@ -131,3 +131,13 @@ def make_hooks(config: Config, run: Run) -> list[Hook]:
 
 def log_folder(config: Config) -> Path:
     return Path(config.logging.log_dir) / (config.general.run or "run")
+
+
+def write_config(config: Config) -> None:
+    """The resolved config into the run's log folder."""
+    folder = log_folder(config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"logging.log_dir: cannot write to {folder}: {error.strerror}") from error
