@@ -129,7 +129,7 @@ class WithoutDecay(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        ({"name": "torch.optim.Adagradd"}, "found nothing of that name; did you mean 'Adagrad'"),
+        ({"name": "torch.optim.Adagradd"}, "has no 'Adagradd'; did you mean 'Adagrad'"),
         ({"name": "torch.optimm.Adagrad"}, "cannot import 'torch.optimm'"),
         ({"name": "torch.nn.Linear"}, "expected a torch.optim.Optimizer at 'torch.nn.Linear'"),
         ({"name": "torch.optim.Adagrad", "kwargs": {"epss": 1.0}}, "does not take it; did you mean 'eps'"),

@@ -28,7 +28,6 @@ another key. No sample of a source comes twice before all came once.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,12 +47,6 @@ BLOCK = 4096
 ROUNDS = 6
 _LOW32 = np.uint64(0xFFFFFFFF)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def derive_key(*parts: object) -> int:
-    """A 64-bit key from any values with a stable `str`: ``derive_key(seed, stage, name)``."""
-    text = "\x1f".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def mix64(x: UInt64) -> UInt64:

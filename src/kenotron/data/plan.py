@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.kernels.hashing import derive_key
 
-from .order import counts, derive_key, huffman
+from .order import counts, huffman
 from .texts import FileTexts, Texts, find_files, python_stdlib
 
 

@@ -9,20 +9,19 @@ Each has a length and answers many samples at once (`batch.TokenSource`). A stre
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError, nearest
+from kenotron.kernels.hashing import derive_key
 
 from .batch import Int64
 from .cache import SplitTokens
-from .order import derive_key, mix64
+from .order import mix64
 
 
 class TokenWindows:
@@ -134,35 +133,13 @@ class UserSource:
 
 def user_object(path: str, kwargs: dict[str, Any], sequence_length: int, seed: int) -> Any:
     """What the class or function at `path` gives, called with `sequence_length`, `seed` and the config's `kwargs`."""
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name:
-        raise InputError(f"dataset.source: expected a dotted path such as my_module.MySource, found '{path}'")
-    try:
-        module = _import(module_name)
-    except ModuleNotFoundError as error:
-        raise InputError(f"dataset.source: cannot import '{module_name}': {error}") from None
-    if not hasattr(module, attribute):
-        raise InputError(f"dataset.source: module {module_name} has no '{attribute}'{nearest(attribute, dir(module))}")
-    factory = getattr(module, attribute)
+    factory = import_dotted(path, "dataset.source")
     if not callable(factory):
         return factory
     try:
         return factory(sequence_length=sequence_length, seed=seed, **kwargs)
     except TypeError as error:
         raise InputError(f"dataset.source: {path}(sequence_length, seed, **kwargs): {error}") from error
-
-
-def _import(name: str) -> Any:
-    """Import a module, also from the working folder, which a console script does not search."""
-    here = os.getcwd()
-    searched = here in sys.path or "" in sys.path
-    if not searched:
-        sys.path.append(here)
-    try:
-        return importlib.import_module(name)
-    finally:
-        if not searched:
-            sys.path.remove(here)
 
 
 class Part:

@@ -15,7 +15,6 @@ Fused kernels make one pass over memory instead of a dozen. AdamW on 17M paramet
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Iterable
 from typing import Any
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError, NotSupportedYet, nearest
 from kenotron.optim.groups import parameter_groups
 from kenotron.optim.muon import Muon
@@ -97,22 +97,10 @@ def _build_custom(groups: list[dict[str, Any]], path: str, kwargs: dict[str, Any
 
 
 def _import(path: str) -> type[torch.optim.Optimizer]:
-    module_name, _, name = path.rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise InputError(f"{FACTORY}.name: cannot import '{module_name}' of '{path}': {error}") from error
-    found = getattr(module, name, None)
+    found = import_dotted(path, f"{FACTORY}.name")
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
         return found
-    optimizers = [
-        other for other, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
-    ]  # fmt: skip
-    what = "nothing of that name" if found is None else repr(found)
-    raise InputError(
-        f"{FACTORY}.name: expected a torch.optim.Optimizer at '{path}', found {what}{nearest(name, optimizers)}"
-    )
+    raise InputError(f"{FACTORY}.name: expected a torch.optim.Optimizer at '{path}', found {found!r}")
 
 
 def _construct(

@@ -15,10 +15,10 @@ State that must survive a restart goes through `state_dict`: JSON values, saved 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-from kenotron.config.errors import InputError, nearest
+from kenotron.config.dotted import import_dotted
+from kenotron.config.errors import InputError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,15 +69,3 @@ def load_hook(path: str, kwargs: dict[str, Any]) -> Hook:
     if not isinstance(hook, Hook):
         raise InputError(f"general.hooks: {path} made a {type(hook).__name__}, expected a kenotron.train.Hook")
     return hook
-
-
-def import_dotted(path: str, key: str) -> Any:
-    """The object that ``package.module.name`` names; `key` is the config key to blame when there is none."""
-    module_name, _, name = path.rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:
-        raise InputError(f"{key}: cannot import {module_name!r} of {path!r}: {error}") from error
-    if not hasattr(module, name):
-        raise InputError(f"{key}: module {module_name!r} has no {name!r}{nearest(name, dir(module))}")
-    return getattr(module, name)

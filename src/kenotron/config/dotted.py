@@ -1,0 +1,42 @@
+"""What a dotted path in the YAML names: the one way to plug in a class or function of your own.
+
+import_dotted("torch.optim.Adagrad", "optimizer.optimizer_factory.name")      # the class
+import_dotted("counting.CountingTokens", "dataset.source")                    # counting.py beside you
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from kenotron.config.errors import InputError, nearest
+
+
+def import_dotted(path: str, key: str) -> Any:
+    """The object that ``package.module.name`` names; `key` is the config key to blame when there is none.
+
+    Modules of the working folder are found too, which a console script would not search. Raises `InputError`.
+    """
+    module_name, _, name = path.rpartition(".")
+    if not module_name:
+        raise InputError(f"{key}: expected a dotted path such as my_module.name, found '{path}'")
+    try:
+        module = _import_module(module_name)
+    except ImportError as error:
+        raise InputError(f"{key}: cannot import '{module_name}' of '{path}': {error}") from error
+    if not hasattr(module, name):
+        raise InputError(f"{key}: module '{module_name}' has no '{name}'{nearest(name, dir(module))}")
+    return getattr(module, name)
+
+
+def _import_module(name: str) -> Any:
+    here = os.getcwd()
+    if here in sys.path or "" in sys.path:
+        return importlib.import_module(name)
+    sys.path.append(here)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(here)
