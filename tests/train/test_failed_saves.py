@@ -22,7 +22,7 @@ def test_a_disk_without_room_ends_the_run_and_leaves_the_last_checkpoint(nursery
     assert finished.stderr.startswith("error: step 4: cannot write ")
     assert "File too large" in finished.stderr
     assert finished.stderr.count("\n") == 1
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "latest.txt"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()] == ["2"]
     assert saved_weights(tmp_path / "checkpoints" / "2")
 
     again = nursery.run("train", file, "general.hooks=null", folder=tmp_path)
