@@ -62,11 +62,12 @@ def test_another_run_is_told_by_its_first_other_key(
     assert same_run_difference(to_dict(load(minimal)), load(minimal, overrides)) == difference
 
 
-def test_the_validation_interval_is_free_but_not_whether_documents_are_held_out(minimal: dict[str, Any]) -> None:
+def test_validation_is_free_for_the_share_held_out_is_the_same_without_it(minimal: dict[str, Any]) -> None:
     saved = to_dict(load(minimal, ["tokens.val_check_interval=5", "tokens.limit_val_batches=2"]))
-    other = load(minimal, ["tokens.val_check_interval=3", "tokens.limit_val_batches=-1"])
-    assert same_run_difference(saved, other) is None
-    assert same_run_difference(saved, load(minimal)) == ("tokens.val_check_interval", 5, -1)
+    assert same_run_difference(saved, load(minimal, ["tokens.val_check_interval=3"])) is None
+    assert same_run_difference(saved, load(minimal)) is None
+    other_share = load(minimal, ["tokens.val_fraction=0.1"])
+    assert same_run_difference(saved, other_share) == ("tokens.val_fraction", 0.005, 0.1)
 
 
 def test_a_longer_run_keeps_a_schedule_that_was_written_out(minimal: dict[str, Any]) -> None:

@@ -72,12 +72,9 @@ def same_run_difference(saved: dict[str, Any], config: Config) -> tuple[str, Any
     """
     before = Config.model_validate(saved)
     same_batch = before.global_batch_size == config.global_batch_size
-    same_split = before.tokens.validates == config.tokens.validates
     for path, old, new in diff(before, config):
         if path in ("tokens.micro_batch_size", "tokens.batch_accumulation_per_replica", "parallelism.dp"):
             free = same_batch
-        elif path in ("tokens.val_check_interval", "tokens.limit_val_batches"):
-            free = same_split  # switching validation on or off moves documents in or out of the training data
         elif path == "checkpoints.resume_checkpoint_path":
             free = _within(new, config.checkpoints.checkpoints_path)
         else:

@@ -34,7 +34,7 @@ class Tokens(Section):
         "Cap on the held-out sequences of one validation, beside limit_val_batches.", None, ge=1, mark=OURS
     )
     val_fraction: float = key(
-        "Share of the documents held out, chosen by their hash, when validation is on.",
+        "Share of the documents held out, chosen by their hash; also where the run never validates.",
         0.005,
         gt=0,
         lt=1,
@@ -43,5 +43,5 @@ class Tokens(Section):
 
     @property
     def validates(self) -> bool:
-        """Whether the run validates, and so holds documents out."""
+        """Whether the run validates. Documents are held out in any case: the training data do not depend on it."""
         return self.val_check_interval > 0 and self.limit_val_batches != 0
