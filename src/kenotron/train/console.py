@@ -56,7 +56,7 @@ class _EveryLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         prefix = super().format(record)
-        lines = prefix + record.getMessage().replace("\n", "\n" + prefix)
+        lines = "\n".join(prefix + line for line in record.getMessage().splitlines() or [""])
         return lines + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,9 +98,11 @@ class Profiler(Hook):
         write_tensorboard = tensorboard_trace_handler(str(self.folder))
 
         def on_trace_ready(trace: Any) -> None:
-            if settings.export_chrome_trace:
-                trace.export_chrome_trace(str(self.folder / f"chrome_trace_step_{run.step + 1}.json"))
+            before = set(self.folder.iterdir())
             write_tensorboard(trace)
+            if settings.export_chrome_trace:  # the same file under another name: torch writes a trace only once
+                (written,) = set(self.folder.iterdir()) - before
+                shutil.copyfile(written, self.folder / f"chrome_trace_step_{run.step}.json")
             logger.info("Wrote the profiler's trace to %s", self.folder)
 
         self.profile = profile(

@@ -125,6 +125,8 @@ def make_hooks(config: Config, run: Run) -> list[Hook]:
         hooks.append(load_hook(path, kwargs))
     hooks += [Signals(), Checkpoints()]
     if config.logging.sample_prompts:
+        if run.tokenizer is None:
+            raise InputError("logging.sample_prompts: this run has no tokenizer to read them with; expected none")
         hooks.append(Samples())
     return hooks
 
