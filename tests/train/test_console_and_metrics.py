@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -363,3 +364,21 @@ def test_a_resumed_run_has_every_step_once_in_metrics_and_tensorboard(tmp_path: 
     events = EventAccumulator(str(tmp_path / "logs" / "tiny" / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("lm_loss")] == [1, 2, 3, 4, 5]
+
+
+def test_without_a_terminal_the_time_left_is_a_line_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a minute a step, four minutes are left after the first of five."""
+    from kenotron.train.observing import Pace
+
+    clock = iter(range(100))
+    monkeypatch.setattr(Pace, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("kenotron.train.observing.time", SimpleNamespace(perf_counter=lambda: 60.0 * next(clock)))
+    _, said = train_and_listen(tiny_config(tmp_path, "tokens.train_steps=5"))
+    assert re.findall(r"training: .*", said) == [
+        "training: 20% | ETA 0:04:00",
+        "training: 40% | ETA 0:03:00",
+        "training: 60% | ETA 0:02:00",
+        "training: 80% | ETA 0:01:00",
+    ]

@@ -67,15 +67,6 @@ def iteration_line(fields: dict[str, Any], train_steps: int) -> str:
     return " | ".join(shown)
 
 
-def tree(name: str, section: Any, indent: int = 0) -> str:
-    """A config section as an indented block: what the start of a run prints."""
-    pad = "  " * indent
-    if not isinstance(section, dict):
-        return f"{pad}{name}: {section!r}" if isinstance(section, str) else f"{pad}{name}: {section}"
-    lines = [f"{pad}{name}:"] + [tree(str(key), value, indent + 1) for key, value in section.items()]
-    return "\n".join(lines)
-
-
 def mebibytes(count: float) -> str:
     return f"{count / 2**20:.2f}MiB"
 

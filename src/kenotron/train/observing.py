@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +53,25 @@ class Progress(Hook):
     def on_close(self, run: Run) -> None:
         if self.bar is not None:
             self.bar.stop()
+
+
+class Pace(Hook):
+    """How far the run is and how long it will take, twice a minute: what the bar says, where there is no terminal."""
+
+    SECONDS_BETWEEN = 30.0
+
+    def on_train_start(self, run: Run) -> None:
+        self.first_step = run.step
+        self.started = self.told = time.perf_counter()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        now = time.perf_counter()
+        if now - self.told < self.SECONDS_BETWEEN or run.finished:
+            return
+        self.told = now
+        steps = run.config.tokens.train_steps
+        left = (now - self.started) / (run.step - self.first_step) * (steps - run.step)
+        logger.info("training: %.0f%% | ETA %s", 100 * run.step / steps, timedelta(seconds=round(left)))
 
 
 class Samples(Hook):

@@ -22,7 +22,7 @@ from kenotron.train.console import logger
 from kenotron.train.guards import NonFiniteGuard, Signals
 from kenotron.train.hooks import Hook, load_hook
 from kenotron.train.metrics import Metrics
-from kenotron.train.observing import Profiler, Progress, Samples
+from kenotron.train.observing import Pace, Profiler, Progress, Samples
 from kenotron.train.run import Run
 from kenotron.train.saving import Checkpoints, Start, load_initial_weights
 from kenotron.train.validation import Validation
@@ -118,8 +118,7 @@ def make_hooks(config: Config, run: Run) -> list[Hook]:
     if config.tokens.validates:
         hooks.append(Validation())
     hooks += [Metrics(folder), NonFiniteGuard()]
-    if Progress.wanted():
-        hooks.append(Progress())
+    hooks.append(Progress() if Progress.wanted() else Pace())
     for entry in config.general.hooks or []:
         path, kwargs = (entry, {}) if isinstance(entry, str) else (entry.path, entry.kwargs)
         hooks.append(load_hook(path, kwargs))
