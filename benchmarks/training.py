@@ -4,8 +4,8 @@
     python benchmarks/training.py --sizes 17M --precisions bf16 --threads 1 --rounds 3
     python benchmarks/training.py --device cuda --sizes 135M
 
-Makes `.venv-bench` with the peers on the first call. Prints a table a row, writes `benchmarks/results/<device>.json`, and
-draws it with `--picture docs/benchmarks.png`. docs/benchmarks.md says how it measures.
+Makes `.venv-bench` with the peers on the first call. Prints a table a row, writes `benchmarks/results/<device>.json`,
+and draws it with `--picture docs/benchmarks.png`. docs/benchmarks.md says how it measures.
 """
 
 from __future__ import annotations
