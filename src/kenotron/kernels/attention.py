@@ -14,7 +14,6 @@ Paths, all behind :func:`attention`:
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -42,7 +41,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Documents, layer: int = 0, s
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if ctx.cu_seqlens is None:
         return _causal(q, k, v, scale)
-    return (_uncompiled_by_document() if torch.compiler.is_compiling() else _by_document)(q, k, v, ctx, scale)
+    if torch.compiler.is_compiling():  # borders change with every batch: compiled in, each would compile anew
+        return torch.compiler.disable(_by_document)(q, k, v, ctx, scale)
+    return _by_document(q, k, v, ctx, scale)
 
 
 def _explicit_backward_is_faster(q: Tensor) -> bool:
@@ -93,12 +94,6 @@ def _lengths(cu_seqlens: tuple[int, ...], sequences: int, length: int) -> list[l
     for begin, end in pairwise(borders):
         rows[begin // length].append(end - begin)
     return rows
-
-
-@cache
-def _uncompiled_by_document() -> Any:
-    """Borders change with every batch: compiled in, each batch would be a recompilation."""
-    return torch.compiler.disable(_by_document)
 
 
 # The explicit backward ----------------------------------------------------------------------------

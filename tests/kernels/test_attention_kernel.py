@@ -1,0 +1,131 @@
+"""Attention against its definition in float64: every path, GQA, documents, strides; and inside torch.compile."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kenotron.kernels import attention as kernel
+from kenotron.kernels.attention import attention
+
+WHOLE = SimpleNamespace(cu_seqlens=None)
+
+
+def softmax_attention(q, k, v, scale, document_of=None):
+    """The definition: softmax over earlier tokens of the same document, key-value heads repeated, in float64."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    length = q.shape[2]
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    if document_of is not None:
+        hidden = hidden | (document_of[:, None, :, None] != document_of[:, None, None, :])
+    scores = (q @ k.mT * scale).masked_fill(hidden, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def inputs(sequences, heads, kv_heads, length, head_dim, dtype, spread=1.0):
+    torch.manual_seed(0)
+    shape = (sequences, length, heads, head_dim)
+    q = (torch.randn(shape) * spread).to(dtype).transpose(1, 2).requires_grad_()
+    k, v = (
+        torch.randn(sequences, length, kv_heads, head_dim).to(dtype).transpose(1, 2).requires_grad_() for _ in range(2)
+    )
+    return (q, k, v), torch.randn(shape).to(dtype).transpose(1, 2)
+
+
+def relative_errors(tensors, grad, ctx, scale, document_of=None):
+    """Relative errors of (output, dq, dk, dv); where dq or dk are 0 (length 1), against the upstream gradient."""
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    expected = softmax_attention(*exact, scale, document_of)
+    expected.backward(grad.double())
+    out = attention(*tensors, ctx, 0, scale)
+    assert out.shape == tensors[0].shape
+    assert out.dtype == tensors[0].dtype
+    out.backward(grad)
+    pairs = [(out.detach(), expected.detach())] + [(a.grad, b.grad) for a, b in zip(tensors, exact)]
+    floor = grad.double().norm() / 10
+    return [float((a.double() - b).norm() / b.norm().clamp(min=floor)) for a, b in pairs]
+
+
+SHAPES = [  # sequences, heads, kv_heads, length, head_dim
+    (2, 6, 6, 64, 64),
+    (2, 6, 2, 33, 16),
+    (1, 4, 1, 17, 8),
+    (3, 2, 2, 1, 32),
+    (9, 4, 2, 128, 32),
+    (1, 2, 1, 520, 16),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+def test_attention_equals_its_definition_in_float64(shape, dtype, tolerance):
+    errors = relative_errors(*inputs(*shape, dtype), WHOLE, shape[-1] ** -0.5)
+    assert max(errors) < tolerance, errors
+
+
+def test_both_bf16_paths_are_exercised_by_those_shapes():
+    chosen = {kernel._explicit_backward_is_faster(inputs(*shape, torch.bfloat16)[0][0]) for shape in SHAPES}
+    assert chosen == {True, False}
+    assert not kernel._explicit_backward_is_faster(inputs(*SHAPES[0], torch.float32)[0][0])
+
+
+def test_heads_go_through_the_explicit_backward_in_groups(monkeypatch):
+    monkeypatch.setattr(kernel, "GROUP", 3 * 33 * 33 * 2)
+    errors = relative_errors(*inputs(3, 9, 3, 33, 16, torch.bfloat16), WHOLE, 0.25)
+    assert max(errors) < 1e-2, errors
+
+
+def test_the_explicit_backward_stays_near_sdpas_when_scores_are_large():
+    # Scores of standard deviation 6: rounding them to bf16 must not unbalance the probabilities.
+    errors = relative_errors(*inputs(2, 4, 4, 128, 64, torch.bfloat16, spread=6.0), WHOLE, 0.125)
+    assert max(errors) < 0.03, errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_given_is_the_scale_used(dtype):
+    errors = relative_errors(*inputs(1, 2, 2, 20, 16, dtype), WHOLE, 0.7)
+    assert max(errors) < (1e-2 if dtype == torch.bfloat16 else 2e-6)
+
+
+def test_no_gradient_is_made_when_none_is_asked_for():
+    (q, k, v), _ = inputs(2, 4, 2, 16, 8, torch.bfloat16)
+    with torch.no_grad():
+        out = attention(q, k, v, WHOLE)
+    assert not out.requires_grad
+    trained = attention(q, k, v, WHOLE)
+    torch.testing.assert_close(out, trained.detach(), rtol=0, atol=0)
+
+
+# Documents ----------------------------------------------------------------------------------------
+
+
+def documents_of(cu_seqlens, sequences, length):
+    ids = torch.bucketize(torch.arange(sequences * length), torch.tensor(cu_seqlens), right=True)
+    return ids.view(sequences, length)
+
+
+@pytest.mark.parametrize(
+    "cu_seqlens",
+    [
+        (0, 24, 48),  # borders at sequence starts only
+        (0, 5, 24, 40, 41, 48),
+        (0, 10, 30, 48),  # the second document runs on into the second sequence: cut there
+        (0, 48),
+        (0, 1, 2, 3, 48),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+def test_no_token_sees_another_document(cu_seqlens, dtype, tolerance):
+    tensors, grad = inputs(2, 4, 2, 24, 16, dtype)
+    ctx = SimpleNamespace(cu_seqlens=cu_seqlens)
+    errors = relative_errors(tensors, grad, ctx, 0.25, documents_of(cu_seqlens, 2, 24))
+    assert max(errors) < tolerance, errors
+
+
+@pytest.mark.parametrize("cu_seqlens", [(0, 10), (1, 48), (0, 49)])
+def test_borders_that_do_not_cover_the_batch_are_refused(cu_seqlens):
+    (q, k, v), _ = inputs(2, 4, 2, 24, 16, torch.float32)
+    with pytest.raises(ValueError, match="expected 0 to 48"):
+        attention(q, k, v, SimpleNamespace(cu_seqlens=cu_seqlens))

@@ -1,0 +1,185 @@
+"""Loss and both gradients against the formula in float64: chunks, padding rows, ignored labels, z-loss, dtypes."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenotron.kernels import linear_cross_entropy as kernel
+from kenotron.kernels.linear_cross_entropy import linear_cross_entropy
+
+LIMITS = {torch.float32: (1e-6, 2e-6), torch.bfloat16: (2e-3, 8e-3)}  # relative: loss, gradients
+
+
+def formula(hidden, weight, labels, scale, z_loss, valid_rows):
+    """``scale * sum (lse - logit[label] + z lse**2)`` written out, and its z part."""
+    logits = (hidden @ weight.T)[:, :valid_rows]
+    real = labels != -100
+    lse = logits.logsumexp(-1)[real]
+    z_part = scale * z_loss * (lse**2).sum()
+    return scale * (lse - logits[real, labels[real]]).sum() + z_part, z_part
+
+
+def problem(tokens=57, hidden=24, rows=72, valid=65, dtype=torch.float32, ignored=7):
+    torch.manual_seed(1)
+    x = torch.randn(tokens, hidden).to(dtype).requires_grad_()
+    w = (torch.randn(rows, hidden) * 0.5).to(dtype).requires_grad_()
+    labels = torch.randint(0, valid, (tokens,))
+    if ignored:
+        labels[::ignored] = -100
+    return x, w, labels
+
+
+def check(x, w, labels, valid, upstream=1.0, **options):
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    expected, expected_z = formula(*exact, labels, options["scale"], options.get("z_loss", 0.0), valid)
+    (expected * upstream).backward()
+    x.grad = w.grad = None
+    loss, z_part = linear_cross_entropy(x, w, labels, valid_rows=valid, **options)
+    (loss * upstream).backward()
+    loss_limit, gradient_limit = LIMITS[x.dtype]
+    assert loss.dtype == z_part.dtype == torch.float32
+    assert not z_part.requires_grad
+    assert abs(float(loss.detach()) - float(expected.detach())) <= loss_limit * abs(float(expected.detach()))
+    assert abs(float(z_part) - float(expected_z.detach())) <= 2 * loss_limit * abs(float(expected_z.detach()))
+    for ours, reference in ((x.grad, exact[0].grad), (w.grad, exact[1].grad)):
+        assert ours.dtype == x.dtype
+        assert float((ours.double() - reference).norm()) <= gradient_limit * float(reference.norm())
+    assert w.grad[valid:].abs().sum() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 10, 19, 57, 1000])
+def test_loss_and_gradients_equal_float64(dtype, z_loss, chunk_tokens):
+    chunk_bytes = None if chunk_tokens is None else chunk_tokens * 4 * 72
+    check(*problem(dtype=dtype), 65, scale=0.02, z_loss=z_loss, chunk_bytes=chunk_bytes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_paths_for_one_and_for_several_threads_agree(dtype, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(*problem(300, 32, 2100, 2050, dtype), 2050, scale=0.01, z_loss=1e-3)
+        check(*problem(300, 32, 2100, 2050, dtype), 2050, scale=0.01, z_loss=1e-3, chunk_bytes=4 * 2100 * 70)
+    finally:
+        torch.set_num_threads(before)
+
+
+@given(st.integers(1, 40), st.integers(1, 20), st.integers(2, 50), st.integers(0, 9), st.integers(1, 50), st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_any_shape_padding_and_chunking(tokens, hidden, valid, padding, chunk, with_z):
+    x, w, labels = problem(tokens, hidden, valid + padding, valid, ignored=3)
+    chunk_bytes = chunk * 4 * (valid + padding)
+    loss, z_part = linear_cross_entropy(
+        x, w, labels, scale=0.5, z_loss=0.1 * with_z, valid_rows=valid, chunk_bytes=chunk_bytes
+    )
+    loss.backward()
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    expected, expected_z = formula(*exact, labels, 0.5, 0.1 * with_z, valid)
+    expected.backward()
+    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(z_part.double(), expected_z.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad.double(), exact[0].grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(w.grad.double(), exact[1].grad, rtol=1e-4, atol=1e-5)
+
+
+def test_the_loss_equals_torchs_cross_entropy():
+    x, w, labels = problem(valid=72)
+    loss, _ = linear_cross_entropy(x, w, labels, scale=1.0 / 50)
+    torch.testing.assert_close(loss, F.cross_entropy(x @ w.T, labels, reduction="sum") / 50)
+
+
+def test_the_worked_example_of_the_docstring():
+    weight = torch.tensor([[0.0], [float(torch.tensor(3.0).log())]], requires_grad=True)
+    hidden = torch.tensor([[1.0]], requires_grad=True)
+    loss, _ = linear_cross_entropy(hidden, weight, torch.tensor([0]), scale=1.0)
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), torch.tensor(4.0).log())
+    torch.testing.assert_close(weight.grad, torch.tensor([[-0.75], [0.75]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_every_label_ignored_loss_and_gradients_are_zero(dtype):
+    x, w, labels = problem(dtype=dtype)
+    loss, z_part = linear_cross_entropy(x, w, torch.full_like(labels, -100), scale=1.0, z_loss=0.1)
+    loss.backward()
+    assert float(loss.detach()) == float(z_part) == 0.0
+    assert x.grad.abs().max() == 0
+    assert w.grad.abs().max() == 0
+
+
+def test_very_large_logits_stay_finite():
+    x, w, labels = problem(dtype=torch.float32)
+    x = (x.detach() * 1e4).requires_grad_()
+    check(x, w, labels, 65, scale=0.02)
+
+
+def test_another_ignored_label_and_another_upstream_gradient():
+    x, w, labels = problem()
+    labels[labels == -100] = 3
+    loss, _ = linear_cross_entropy(x, w, labels, scale=1.0, valid_rows=65, ignore_index=3)
+    expected, _ = formula(x.double(), w.double(), torch.where(labels == 3, -100, labels), 1.0, 0.0, 65)
+    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-6, atol=0)
+    check(*problem(), 65, upstream=0.37, scale=0.02, z_loss=1e-3)
+
+
+@pytest.mark.parametrize(("needs_hidden", "needs_weight"), list(itertools.product([True, False], repeat=2)))
+def test_only_gradients_that_are_needed_are_made(needs_hidden, needs_weight, monkeypatch):
+    made = []
+    whole = kernel._loss_and_gradients
+
+    def spy(*arguments):
+        result = whole(*arguments)
+        made.append((result[2] is not None, result[3] is not None))
+        return result
+
+    monkeypatch.setattr(kernel, "_loss_and_gradients", spy)
+    x, w, labels = problem()
+    x.requires_grad_(needs_hidden)
+    w.requires_grad_(needs_weight)
+    loss, _ = linear_cross_entropy(x, w, labels, scale=1.0)
+    with torch.no_grad():
+        evaluated, _ = linear_cross_entropy(x, w, labels, scale=1.0)
+    assert made == [(needs_hidden, needs_weight), (False, False)]
+    assert float(loss.detach()) == float(evaluated)
+    if loss.requires_grad:
+        loss.backward()
+    assert (x.grad is not None) == needs_hidden
+    assert (w.grad is not None) == needs_weight
+
+
+def test_a_label_outside_the_vocabulary_is_an_error():
+    x, w, labels = problem()
+    labels[5] = 70  # a padding row
+    with pytest.raises(IndexError):
+        linear_cross_entropy(x, w, labels, scale=1.0, valid_rows=65)
+
+
+def test_the_weight_gradient_is_handed_over_without_a_copy(monkeypatch):
+    made = []
+    whole = kernel._loss_and_gradients
+
+    def spy(*arguments):
+        result = whole(*arguments)
+        made.extend(gradient.data_ptr() for gradient in result[2:])
+        return result
+
+    monkeypatch.setattr(kernel, "_loss_and_gradients", spy)
+    x, w, labels = problem()
+    linear_cross_entropy(x, w, labels, scale=1.0)[0].backward()
+    assert [x.grad.data_ptr(), w.grad.data_ptr()] == made
+
+
+def test_no_tensor_of_all_logits_in_fp32_is_ever_made():
+    tokens, rows = 512, 4096
+    x, w, labels = problem(tokens, 16, rows, rows, torch.bfloat16)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        linear_cross_entropy(x, w, labels, scale=1.0)[0].backward()
+    largest = max(event.cpu_memory_usage for event in profile.events())
+    assert largest <= tokens * rows * 2 + 4096
