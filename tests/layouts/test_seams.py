@@ -59,8 +59,8 @@ def step(model: Llama, sequences: slice) -> tuple[float, dict[str, torch.Tensor]
 def data_parallel_rank(rank: int, tied: bool, dtype: torch.dtype) -> tuple[float, dict[str, torch.Tensor]]:
     mesh = build_mesh({"dp_shard": 2}, 2, "cpu")
     model = small_llama(tied)
-    cpu = torch.device("cpu")
-    data.apply(model, model.plan, mesh, compute_dtype=dtype, reduce_dtype=torch.float32, device=cpu)
+    model.set_compute_dtype(dtype)
+    data.apply(model, model.plan, mesh, compute_dtype=dtype, reduce_dtype=torch.float32)
     half = SEQUENCES // 2
     return step(model, slice(rank * half, (rank + 1) * half))
 
@@ -84,6 +84,17 @@ def test_two_data_parallel_ranks_have_one_process_gradients(tied: bool) -> None:
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         assert relative_error(gradient, expected[name]) < 1e-6, name
+
+
+def test_bf16_with_fp32_masters_means_the_same_on_one_rank_and_sharded_over_two() -> None:
+    model = small_llama(tied=False)
+    model.set_compute_dtype(torch.bfloat16)
+    loss, expected = step(model, slice(None))
+    (loss0, gradients), (loss1, _) = run_ranks(2, data_parallel_rank, False, torch.bfloat16)
+    assert loss0 + loss1 == pytest.approx(loss, rel=1e-3)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == expected[name].dtype == torch.float32
+        assert relative_error(gradient, expected[name]) < 1e-2, name
 
 
 @pytest.mark.parametrize("tied", [False, True])

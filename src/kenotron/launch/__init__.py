@@ -60,14 +60,10 @@ def launch(config: Config, *, fresh: bool = False) -> Run | None:
 
 
 def start_process_group(ranks: Ranks, device: torch.device) -> None:
-    """The default group. A group of one needs no port: its store is a table in this process."""
+    """The default group of all ranks; a process alone has nobody to talk to, and needs none."""
     import torch.distributed as dist
 
     from kenotron.parallel.device import backend
 
-    if dist.is_initialized():
-        return
-    if ranks.world_size == 1:
-        dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1)
-    else:
+    if ranks.world_size > 1 and not dist.is_initialized():
         dist.init_process_group(backend(device))

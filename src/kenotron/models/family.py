@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from kenotron.models.initialization import InitRule
@@ -28,6 +29,10 @@ class LanguageModel(nn.Module):
     @abstractmethod
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
         """Distributions of fresh weights, first match wins."""
+
+    @abstractmethod
+    def set_compute_dtype(self, dtype: torch.dtype) -> None:
+        """What flows from the embedding on; every product runs in it, weights stay fp32."""
 
     @abstractmethod
     def set_recompute(self, recompute: bool) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -60,9 +61,10 @@ class LlamaModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
         self.recompute = False
+        self.compute_dtype = torch.float32
 
     def forward(self, tokens: Tensor, ctx: Context) -> Tensor:
-        x = self.embed_tokens(tokens)
+        x = self.embed_tokens(tokens).to(self.compute_dtype)
         rope = self.rope(ctx.positions.view(ctx.shape))
         for block in self.layers:
             if self.recompute and self.training:
@@ -87,6 +89,9 @@ class Llama(LanguageModel):
     def tie_weights(self) -> None:
         if self.config.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens.weight)
+
+    def set_compute_dtype(self, dtype: torch.dtype) -> None:
+        self.model.compute_dtype = dtype
 
     def set_recompute(self, recompute: bool) -> None:
         self.model.recompute = recompute

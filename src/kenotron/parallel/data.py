@@ -1,12 +1,12 @@
-"""Data parallelism and master weights: the one place that knows FSDP2.
+"""Data parallelism: the one place that knows FSDP2.
 
 ``fully_shard`` keeps every parameter's fp32 master shard, hands the blocks a copy in the compute dtype, and
-sums gradients in the reduce dtype. Even on one rank that is the leanest way to train in bf16 with fp32
-masters:
+sums gradients over ranks in the reduce dtype:
 
-    master fp32 ──cast──▶ bf16 weights ──forward, backward──▶ bf16 gradients ──cast, sum──▶ fp32 ──▶ optimizer
+    master fp32 ──cast, gather──▶ bf16 weights ──forward, backward──▶ bf16 gradients ──cast, sum──▶ fp32 ──▶ optimizer
 
-In fp32 on one rank there is nothing to cast and nobody to talk to, so the module stays plain.
+On one rank nothing is wrapped: the layers cast their fp32 weights themselves (`models.blocks.linear`). FSDP2
+on a mesh of one does the same with three times the copies.
 
 Losses are sums (docs/architecture.md), so every reduction must be a plain sum. Neither setting below
 recurses, and set on the root alone gradients are off by the world size without a word: `apply` sets them on
@@ -23,25 +23,14 @@ from kenotron.models.plan import modules
 from kenotron.parallel.mesh import Mesh
 
 
-def apply(
-    model: nn.Module,
-    plan: Plan,
-    mesh: Mesh,
-    *,
-    compute_dtype: torch.dtype,
-    reduce_dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Shard `model` over the mesh's dp_shard axis, block by block. Needs a process group unless it stays plain."""
-    if mesh.dp_degree == 1 and compute_dtype == torch.float32:
+def apply(model: nn.Module, plan: Plan, mesh: Mesh, *, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+    """Shard `model` over the mesh's dp_shard axis, block by block; at degree 1 leave it as it is."""
+    if mesh.dp_degree == 1:
         return
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    if mesh.device_mesh is not None and mesh.degree("dp_shard") > 1:
-        dp_mesh = mesh.device_mesh["dp_shard"]
-    else:  # masters only: a mesh of this rank alone
-        dp_mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard",))
+    assert mesh.device_mesh is not None
+    dp_mesh = mesh.device_mesh["dp_shard"]
     # cast_forward_inputs would round the fp32 RoPE tables; the embedding already emits the compute dtype.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for _, block in modules(model, plan.blocks):

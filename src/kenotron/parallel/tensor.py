@@ -89,8 +89,8 @@ class ColumnParallelLinear(nn.Module):
         self.bias = None if linear.bias is None else _split(linear.bias, mesh, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else _local(self.bias)
-        return F.linear(copy_to(x, self.group), _local(self.weight), bias)
+        bias = None if self.bias is None else _local(self.bias).to(x.dtype)
+        return F.linear(copy_to(x, self.group), _local(self.weight).to(x.dtype), bias)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         return 2.0 * self.weight.numel()
@@ -106,8 +106,8 @@ class RowParallelLinear(nn.Module):
         self.bias = None if linear.bias is None else _replicated(linear.bias, mesh)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = reduce_from(F.linear(x, _local(self.weight)), self.group)
-        return y if self.bias is None else y + _local(self.bias)  # added once, after the sum
+        y = reduce_from(F.linear(x, _local(self.weight).to(x.dtype)), self.group)
+        return y if self.bias is None else y + _local(self.bias).to(x.dtype)  # added once, after the sum
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         return 2.0 * self.weight.numel()
@@ -153,7 +153,7 @@ class VocabParallelHead(_VocabParallel):
         self.vocab_size, self.z_loss = head.vocab_size, head.z_loss
 
     def forward(self, hidden: Tensor, ctx: Context, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        logits = F.linear(copy_to(hidden, self.group), _local(self.weight)).float()
+        logits = F.linear(copy_to(hidden, self.group), _local(self.weight).to(hidden.dtype)).float()
         real = min(max(self.vocab_size - self.first, 0), self.rows)
         logits = logits.index_fill(1, torch.arange(real, self.rows, device=logits.device), float("-inf"))
         if labels is None:

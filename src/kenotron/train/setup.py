@@ -75,8 +75,8 @@ def make_model(config: Config, mesh: Mesh, device: torch.device) -> LanguageMode
     compute = getattr(torch, config.model.dtype)
     if compute not in (torch.float32, torch.bfloat16):
         raise InputError(f"model.dtype: expected float32 or bfloat16, found {config.model.dtype}")
-    reduce = torch.float32 if config.optimizer.accumulate_grad_in_fp32 else compute
-    data_parallel.apply(model, model.plan, mesh, compute_dtype=compute, reduce_dtype=reduce, device=device)
+    model.set_compute_dtype(compute)
+    data_parallel.apply(model, model.plan, mesh, compute_dtype=compute, reduce_dtype=torch.float32)
     materialize(model, device)
     return model
 

@@ -1,4 +1,10 @@
-"""A linear layer and an embedding that never touch torch's global generator.
+"""A linear layer and an embedding: weights in fp32, products in the dtype of what flows through.
+
+A weight is the fp32 master that the optimizer updates; `forward` rounds it to x's dtype where it is used, and autograd
+brings its gradient back in fp32. In an fp32 run the cast is no operation at all; under FSDP2, which hands out
+weights in the compute dtype already, neither.
+
+Nothing here touches torch's global generator.
 
 ``torch.nn.Linear`` fills its weight from the global random stream when it is made. Ours stay empty until
 :func:`kenotron.models.initialize` fills them by rule: weights are a function of (seed, name, element).
@@ -20,7 +26,8 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         return 2.0 * self.weight.numel()

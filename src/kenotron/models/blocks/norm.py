@@ -20,7 +20,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight.to(x.dtype), self.eps)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         return 0.0  # by the field's convention only matrix products count
