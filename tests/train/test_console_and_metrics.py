@@ -366,9 +366,7 @@ def test_a_resumed_run_has_every_step_once_in_metrics_and_tensorboard(tmp_path: 
     assert [event.step for event in events.Scalars("lm_loss")] == [1, 2, 3, 4, 5]
 
 
-def test_without_a_terminal_the_time_left_is_a_line_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_terminal_the_time_left_is_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a minute a step, four minutes are left after the first of five."""
     from kenotron.train.observing import Pace
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import threading
 import time
 from typing import Any
 
@@ -93,3 +94,24 @@ class LittleRoom(Hook):
         if run.step + 1 == self.step:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.bytes, self.bytes))
+
+
+def counting_down(sequence_length: int, seed: int, rows: int = 1000) -> list[np.ndarray]:
+    """Another token source, the other way."""
+    return [63 - row for row in counting(sequence_length, seed, rows=rows)]
+
+
+class Threads(Hook):
+    """Counts the loader's threads while the run goes on."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def before_step(self, run: Any) -> None:
+        names = [thread.name for thread in threading.enumerate()]
+        self.most = max(self.most, sum(name.startswith("kenotron-loader") for name in names))
+
+
+class Broken(Hook):
+    def after_step(self, run: Any, result: Any) -> None:
+        raise RuntimeError("this hook is broken")

@@ -15,6 +15,7 @@ State that must survive a restart goes through `state_dict`: JSON values, saved 
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from kenotron.config.dotted import import_dotted
@@ -65,7 +66,12 @@ class Hook:
 
 def load_hook(path: str, kwargs: dict[str, Any]) -> Hook:
     """The user's hook named by a dotted path, called with `kwargs`."""
-    hook = import_dotted(path, "general.hooks")(**kwargs)
+    make = import_dotted(path, "general.hooks")
+    try:
+        inspect.signature(make).bind(**kwargs)
+    except TypeError as error:
+        raise InputError(f"general.hooks: {path} does not take {kwargs or 'no arguments'}: {error}") from None
+    hook = make(**kwargs)
     if not isinstance(hook, Hook):
         raise InputError(f"general.hooks: {path} made a {type(hook).__name__}, expected a kenotron.train.Hook")
     return hook

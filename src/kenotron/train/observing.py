@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,6 +118,7 @@ class Profiler(Hook):
         settings = run.config.profiler
         assert settings is not None
         self.folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's tracer reports its own start and stop on stderr
         write_tensorboard = tensorboard_trace_handler(str(self.folder))
 
         def on_trace_ready(trace: Any) -> None:
@@ -142,7 +145,9 @@ class Profiler(Hook):
         self.profile.start()
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        self.profile.step()
+        with warnings.catch_warnings():  # that a new cycle drops the last one's events: they are on disk by then
+            warnings.simplefilter("ignore", UserWarning)
+            self.profile.step()
 
     def on_close(self, run: Run) -> None:
         if self.profile is not None:

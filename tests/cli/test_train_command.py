@@ -1,0 +1,189 @@
+"""`kenotron train` as a shell sees it: exit codes, what stands on stdout and stderr, overrides, folders."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from nursery import Nursery
+from tiny_run import KENOTRON, REPOSITORY, command, environment, tiny_dict, tiny_yaml, write_texts
+
+
+def relative_yaml(folder: Path) -> Path:
+    """A config whose folders are relative, as a user writes it."""
+    content = tiny_dict(folder)
+    content["checkpoints"]["checkpoints_path"] = "checkpoints"
+    del content["logging"]["log_dir"]
+    file = folder / "my.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def test_a_fresh_process_with_everything_on_says_nothing_on_stderr(tmp_path: Path) -> None:
+    """bf16, text, TensorBoard, validation, samples, profiler: whatever a third party has to say, nobody hears it."""
+    content = tiny_dict(tmp_path)
+    content["model"]["dtype"] = "bfloat16"
+    content["model"]["document_masking"] = True
+    content["model"]["model_config"] |= {"vocab_size": 300, "eos_token_id": 0}
+    content["optimizer"]["optimizer_factory"] = {"name": "muon", "adam_eps": 1e-8}
+    content["logging"] |= {"tensorboard": True, "sample_prompts": ["The sum"]}
+    content["tokens"] |= {"train_steps": 8, "val_check_interval": 4, "limit_val_batches": -1, "val_fraction": 0.1}
+    content["tokenizer"] = {"train": {"vocab_size": 300}}
+    content["profiler"] = {
+        "profiler_export_path": str(tmp_path / "traces"),
+        "skip_first": 0,
+        "repeat": 2,
+        "export_chrome_trace": True,
+    }
+    content["data_stages"][0]["data"]["dataset"] = {"text_files": write_texts(tmp_path)}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(content))
+    process = command("train", "my.yaml", folder=tmp_path, KENOTRON_CACHE=str(tmp_path / "cache"))
+    assert (process.returncode, process.stderr) == (0, "")
+    prefix = re.compile(r"^\d\d/\d\d/\d{4} \d\d:\d\d:\d\d \[(INFO|WARNING)\|DP=0\|PP=0\|TP=0\]: ")
+    assert all(prefix.match(line) for line in process.stdout.splitlines())
+    assert len(list((tmp_path / "traces").rglob("*.pt.trace.json"))) == 2
+
+
+def test_a_run_from_another_folder_puts_its_files_there(tmp_path: Path, nursery: Nursery) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    file = relative_yaml(tmp_path)
+    finished = nursery.run("train", file, folder=elsewhere)
+    assert (finished.code, finished.stderr) == (0, "")
+    assert (elsewhere / "checkpoints" / "3" / "manifest.json").exists()
+    assert (elsewhere / "logs" / "tiny" / "metrics.jsonl").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "my.yaml"]
+
+
+def test_run_train_takes_the_seeds_spelling_and_overrides(tmp_path: Path) -> None:
+    relative_yaml(tmp_path)
+    for given in (["--config-file", "my.yaml"], ["--config-file=my.yaml", "tokens.train_steps=5"]):
+        process = subprocess.run(
+            [KENOTRON[0], str(REPOSITORY / "run_train.py"), *given],
+            cwd=tmp_path,
+            env=environment(tmp_path),
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert (process.returncode, process.stderr) == (0, "")
+    assert (tmp_path / "checkpoints" / "latest.txt").read_text().strip() == "5"
+    assert "start_iteration_step: 3 " in process.stdout
+
+
+def test_the_same_command_twice_continues_and_then_says_it_is_finished(tmp_path: Path, nursery: Nursery) -> None:
+    file = tiny_yaml(tmp_path)
+    assert "Run finished at step 3 of 3" in nursery.run("train", file, folder=tmp_path).stdout
+    again = nursery.run("train", file, folder=tmp_path)
+    assert (again.code, again.stderr) == (0, "")
+    assert "This run is finished" in again.stdout
+    more = nursery.run("train", file, "tokens.train_steps=5", folder=tmp_path)
+    assert "iteration: 4 / 5" in more.stdout
+    assert "iteration: 3 / 5" not in more.stdout
+
+
+def test_the_end_of_a_run_names_commands_that_work(tmp_path: Path, nursery: Nursery) -> None:
+    content = tiny_dict(tmp_path)
+    content["tokenizer"] = {"train": {"vocab_size": 300}}
+    content["model"]["model_config"] |= {"vocab_size": 300, "eos_token_id": 0, "max_position_embeddings": 200}
+    content["data_stages"][0]["data"]["dataset"] = {"text_files": write_texts(tmp_path)}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(content))
+    said = nursery.run("train", "my.yaml", folder=tmp_path).stdout
+    lines = [line.split("]:   ", 1)[1] for line in said.splitlines() if "]:   kenotron " in line]
+    assert [line.split()[1] for line in lines] == ["generate", "convert"]
+    import shlex
+
+    for line in lines:
+        finished = nursery.run(*shlex.split(line)[1:], folder=tmp_path)
+        assert (finished.code, finished.stderr) == (0, ""), line
+    assert (tmp_path / "checkpoints" / "3-hf" / "model.safetensors").exists()
+
+
+# ---- what was wrong is said in one line, and exit code 2 ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "nowhere.yaml"], "nowhere.yaml"),
+        (["train", "{file}", "tokens.train_step=5"], "did you mean 'train_steps'?"),
+        (["train", "{file}", "tokens.train_steps=many"], "tokens.train_steps"),
+        (["train", "{file}", "tokens.train_steps"], "section.key=value"),
+        (["train", "{file}", "parallelism.tp=2"], "not supported yet: parallelism.tp: 2"),
+        (["train", "{file}", "data_stages.0.data.dataset={text_files: nowhere}"], "tokenizer"),
+        (["train", "{file}", "general.hooks=[nowhere.Hook]"], "general.hooks: cannot import 'nowhere'"),
+        (["train", "{file}", "general.hooks=[user_parts.Spi]"], "did you mean 'Spy'?"),
+        (["train", "{file}", "general.hooks=[user_parts.counting]"], "general.hooks"),
+        (["train", "{file}", "general.hooks=[{path: user_parts.Poison, kwargs: {wrong: 1}}]"], "general.hooks"),
+        (["train", "{file}", "model.model_config.hidden_size=17"], "num_attention_heads"),
+        (["train"], "Missing parameter: file"),
+        (["trane"], "No such command"),
+        (["train", "{file}", "--frehs"], "No such option"),
+    ],
+)
+def test_wrong_input_is_one_error_line_and_exit_code_2(
+    arguments: list[str], said: str, tmp_path: Path, nursery: Nursery
+) -> None:
+    file = tiny_yaml(tmp_path)
+    finished = nursery.run(*(argument.replace("{file}", str(file)) for argument in arguments), folder=tmp_path)
+    assert finished.code == 2, finished.stderr
+    first, *rest = finished.stderr.splitlines()
+    assert first.startswith("error: ")
+    assert said in first
+    assert rest in ([], ["Try 'kenotron --help'."])
+    assert "Traceback" not in finished.stderr
+    assert not (tmp_path / "checkpoints" / "3").exists()
+
+
+def test_debug_shows_the_traceback(tmp_path: Path, nursery: Nursery) -> None:
+    finished = nursery.run("--debug", "train", "nowhere.yaml", folder=tmp_path)
+    assert finished.code != 0
+    assert "Traceback (most recent call last)" in finished.stderr
+    assert "nowhere.yaml" in finished.stderr
+
+
+def test_a_bug_in_a_users_hook_is_a_traceback_and_exit_code_1(tmp_path: Path, nursery: Nursery) -> None:
+    finished = nursery.run("train", tiny_yaml(tmp_path), "general.hooks=[user_parts.Broken]", folder=tmp_path)
+    assert finished.code == 1
+    assert "Traceback (most recent call last)" in finished.stderr
+    assert "RuntimeError: this hook is broken" in finished.stderr
+
+
+def test_a_config_on_stdin_of_a_pipe_that_closes_is_no_error(tmp_path: Path) -> None:
+    """`kenotron config show my.yaml | head -1`: the reader goes away, and nothing is said about it."""
+    file = tiny_yaml(tmp_path)
+    shown = subprocess.run(
+        f"{KENOTRON[0]} -c 'from kenotron.cli import main; main()' config show {file} | head -1",
+        shell=True,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert shown.stderr == ""
+    assert shown.stdout.count("\n") == 1
+
+
+def test_overrides_reach_the_run_and_the_files_it_writes(tmp_path: Path, nursery: Nursery) -> None:
+    overrides = ("tokens.train_steps=2", "general.run=other", "optimizer.learning_rate_scheduler.learning_rate=0.5")
+    assert nursery.run("train", tiny_yaml(tmp_path), *overrides, folder=tmp_path).code == 0
+    folder = tmp_path / "logs" / "other"
+    written = yaml.safe_load((folder / "config.yaml").read_text())
+    assert written["tokens"]["train_steps"] == 2
+    assert [json.loads(line)["lr"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [0.25, 0.5]
+
+
+def test_help_names_every_command_without_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from kenotron.cli import main\ntry: main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    )
+    shown = subprocess.run(
+        [KENOTRON[0], "-c", code], env=environment(tmp_path), capture_output=True, text=True, timeout=100
+    )
+    assert (shown.returncode, shown.stderr) == (0, "")
+    for name in ("init", "train", "generate", "config", "checkpoint", "convert"):
+        assert re.search(rf"\b{name}\b", shown.stdout)

@@ -1,0 +1,143 @@
+"""`kn.load` and `kn.train` from Python: a script, a notebook, a thread, a server."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import environment, losses, metrics, tiny_config, tiny_dict, tiny_yaml, train_quietly
+
+import kenotron as kn
+from kenotron.config import InputError, NotSupportedYet
+
+
+def test_load_and_train_give_the_run(tmp_path: Path) -> None:
+    config = kn.load(tiny_yaml(tmp_path), ["tokens.train_steps=2"])
+    run = train_quietly(config)
+    assert run.step == 2
+    assert run.finished
+    assert run.last_metrics["iteration"] == 2
+    assert run.last_metrics["lm_loss"] == losses(config)[-1]
+    assert run.config == config
+    assert sum(p.numel() for p in run.model.parameters()) > 5000
+
+
+def test_load_takes_a_dict_a_path_or_its_name_alike(tmp_path: Path) -> None:
+    path = tiny_yaml(tmp_path)
+    assert kn.load(tiny_dict(tmp_path)) == kn.load(path) == kn.load(str(path))
+
+
+def test_two_runs_in_one_process_are_those_of_two_processes(tmp_path: Path) -> None:
+    for name in ("first", "second", "third"):
+        (tmp_path / name).mkdir()
+    bf16 = "model.dtype=bfloat16"
+    configs = [
+        tiny_config(tmp_path / "first", bf16),
+        tiny_config(tmp_path / "second"),
+        tiny_config(tmp_path / "third", bf16),
+    ]
+    for config in configs:
+        train_quietly(config)
+    assert losses(configs[0]) == losses(configs[2])
+    assert losses(configs[0]) != losses(configs[1])
+
+
+def test_a_finished_run_gives_none_and_fresh_starts_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path)
+    assert kn.train(config) is not None
+    assert kn.train(config) is None
+    assert "This run is finished" in capsys.readouterr().out
+    again = kn.train(config, fresh=True)
+    assert again is not None
+    assert len(metrics(config)) == 3
+
+
+def test_kn_train_is_a_function_and_a_room_whatever_was_imported_before(tmp_path: Path) -> None:
+    """Importing the room puts a module where the function was; both must work."""
+    code = f"""
+import sys, io, contextlib
+sys.path.insert(0, {str(Path(__file__).parents[1] / "train")!r})
+from pathlib import Path
+from tiny_run import tiny_config
+import kenotron as kn
+config = tiny_config(Path({str(tmp_path)!r}))
+with contextlib.redirect_stdout(io.StringIO()):
+    assert kn.train(config).step == 3
+    assert kn.train(config, fresh=True).step == 3
+import kenotron.train
+assert issubclass(kn.train.RunFailed, Exception) and kenotron.train is kn.train
+from kenotron.train import Hook
+assert kn.train.Hook is Hook
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", code], env=environment(tmp_path), capture_output=True, text=True, timeout=200
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+
+
+def test_a_run_inside_a_thread_leaves_signals_alone(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(train_quietly(tiny_config(tmp_path))))
+    thread.start()
+    during = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    thread.join(60)
+    assert found[0].step == 3
+    assert during == before
+
+
+def test_a_run_puts_signal_handlers_back_even_when_it_fails(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    (tmp_path / "fails").mkdir()
+    train_quietly(tiny_config(tmp_path))
+    with pytest.raises(RuntimeError, match="this hook is broken"):
+        train_quietly(tiny_config(tmp_path / "fails", "general.hooks=[user_parts.Broken]"))
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+
+
+def test_a_run_inside_a_running_event_loop(tmp_path: Path) -> None:
+    """As in a notebook's cell."""
+
+    async def cell() -> Any:
+        return train_quietly(tiny_config(tmp_path))
+
+    assert asyncio.run(cell()).step == 3
+
+
+def test_no_thread_of_a_run_outlives_it(tmp_path: Path) -> None:
+    train_quietly(tiny_config(tmp_path, "data_stages.0.data.num_loading_workers=3"))
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("kenotron")]
+
+
+def test_errors_in_the_input_are_exceptions_with_the_line_of_the_command(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="did you mean 'train_steps'"):
+        kn.load(tiny_dict(tmp_path), ["tokens.train_step=5"])
+    with pytest.raises(NotSupportedYet, match=r"parallelism\.tp: 2"):
+        kn.train(tiny_config(tmp_path, "parallelism.tp=2"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "dp 1 x pp 1 x tp 1 x cp 1 needs 1 processes, but 2 were started"),
+        ({"RANK": "first"}, "RANK, WORLD_SIZE, LOCAL_RANK: expected integers, found first, 1, 0"),
+    ],
+)
+def test_an_environment_that_does_not_fit_the_layout_is_said(
+    variables: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=said):
+        train_quietly(tiny_config(tmp_path))
+
+
+def test_importing_kenotron_imports_nothing_heavy() -> None:
+    code = "import sys, kenotron; assert not {'torch', 'pydantic', 'numpy', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

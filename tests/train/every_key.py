@@ -1,0 +1,438 @@
+"""The table behind test_every_key.py: for every key of the config, a change and what it must change.
+
+    "Optimizer.weight_decay": Row(final_weights, "optimizer.weight_decay=0.5"),
+
+`base` holds overrides that both runs have. `{folder}` stands for the folder that `text_files` below fills.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiny_run import metrics, saved_weights
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run that is over: where its files are, what it was, what it said."""
+
+    folder: Path
+    config: Any
+    run: Any
+    said: str
+
+
+def bits(tensors: dict[str, Any]) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def initial_weights(o: Outcome) -> Any:
+    return bits(saved_weights(o.folder / "checkpoints" / "0"))
+
+
+def final_weights(o: Outcome) -> Any:
+    return bits(saved_weights(o.folder / "checkpoints" / str(o.run.step)))
+
+
+def first_loss(o: Outcome) -> Any:
+    return metrics(o.config)[0]["lm_loss"]
+
+
+def last_loss(o: Outcome) -> Any:
+    return metrics(o.config)[-1]["lm_loss"]
+
+
+def rates(o: Outcome) -> Any:
+    return [step["lr"] for step in metrics(o.config)]
+
+
+def tokens(o: Outcome) -> Any:
+    """What the model is fed in steps 1 to 3."""
+    batches = [batch for step in (1, 2, 3) for batch in o.run.data.batch(step)]
+    return [(b.tokens.tobytes(), b.labels.tobytes()) for b in batches]
+
+
+def micro_batches(o: Outcome) -> Any:
+    return [batch.tokens.shape for batch in o.run.data.batch(1)]
+
+
+def steps(o: Outcome) -> Any:
+    return [step["iteration"] for step in metrics(o.config)]
+
+
+def metric(name: str) -> Callable[[Outcome], Any]:
+    def look(o: Outcome) -> Any:
+        return [step.get(name) for step in metrics(o.config)]
+
+    look.__name__ = name
+    return look
+
+
+def checkpoints(o: Outcome) -> Any:
+    return sorted(path.name for path in (o.folder / "checkpoints").iterdir() if path.is_dir())
+
+
+def files(o: Outcome) -> Any:
+    """Names of all files below the folder, those of checkpoints and of TensorBoard by their folder."""
+    found = {str(path.relative_to(o.folder)) for path in o.folder.rglob("*") if path.is_file()}
+    return {name.split("events.out")[0] for name in found}
+
+
+def messages(o: Outcome) -> Any:
+    """What was said after the config, times and sizes left out."""
+    lines = [line.split("]: ", 1)[-1] for line in o.said.splitlines()]
+    start = next((i for i, line in enumerate(lines) if line.startswith(("Weights ", "Loaded "))), 0)
+    kinds = ("iteration", "Sample", "[Stage", "[Training", "Saving", "before", "after")
+    return [" ".join(line.split()[:3]) for line in lines[start:] if line.startswith(kinds)]
+
+
+def printed_config(o: Outcome) -> Any:
+    return (o.folder / "logs" / o.config.general.run / "config.yaml").read_text()
+
+
+def rows_in_memory(o: Outcome) -> Any:
+    return tuple(o.run.model.model.embed_tokens.weight.shape)
+
+
+def fused(o: Outcome) -> Any:
+    return o.run.optimizer.defaults["fused"]
+
+
+def trace_steps(o: Outcome) -> Any:
+    """The steps that each trace of the profiler recorded."""
+    return [sorted({e["name"] for e in trace if e.get("name", "").startswith("ProfilerStep")}) for trace in _traces(o)]
+
+
+def trace_arguments(o: Outcome) -> Any:
+    """Names of what the traces tell about their events."""
+    return {(name, key) for t in _traces(o) for e in t for name in [e.get("cat")] for key in e.get("args", {})}
+
+
+def trace_allocations(o: Outcome) -> Any:
+    return any(event.get("name") == "[memory]" for trace in _traces(o) for event in trace)
+
+
+def _traces(o: Outcome) -> list[list[dict[str, Any]]]:
+    found = sorted((o.folder / "traces").rglob("*.pt.trace.json"), key=lambda path: path.name.split(".")[-4])
+    return [json.loads(path.read_text())["traceEvents"] for path in found]
+
+
+@dataclass(frozen=True)
+class Row:
+    """`change` on top of `base` must make `differs` differ."""
+
+    differs: Callable[[Outcome], Any]
+    change: str | tuple[str, ...]
+    base: tuple[str, ...] = ()
+
+
+# Refused as not supported yet, whatever the value.
+REFUSED_SECTIONS: dict[str, str] = {
+    "Datastates": "checkpoints.datastates={host_cache_size: 1, parser_threads: 1, pin_host_cache: true}",
+    "Lighteval": "lighteval={}",
+    "GenerationArgs": "lighteval={generation: {temperature: 1.0}}",
+    "LightevalTasks": "lighteval={tasks: {tasks: a}}",
+    "LightevalLogging": "lighteval={logging: {local_output_path: a}}",
+    "LightevalWandb": "lighteval={wandb: {wandb_project: a}}",
+    "LightevalSlurm": "lighteval={slurm: {qos: low}}",
+    "S3Upload": "s3_upload={upload_s3_path: 's3://a/b', remove_after_upload: false}",
+    "Qwen2Architecture": "model.model_config={is_qwen2_config: true, vocab_size: 64}",
+    "MoeConfig": "model.model_config={is_qwen2_config: true, vocab_size: 64, moe_config: {num_experts: 2}}",
+    "Starcoder2Architecture": "model.model_config={is_starcoder2_config: true, vocab_size: 64}",
+    "SpectralMupInit": "model.init_method={use_mup: true}",
+    "NanosetDataset": "data_stages.0.data.dataset={dataset_folder: somewhere}",
+    "SFTDataset": "data_stages.0.data.dataset={hf_dataset_or_datasets: a/b, sft_dataloader: true}",
+}
+REFUSED: dict[str, str] = {
+    "General.benchmark_csv_path": "general.benchmark_csv_path=some.csv",
+    "General.ignore_sanity_checks": "general.ignore_sanity_checks=false",
+    "Parallelism.dp": "parallelism.dp=2",
+    "Parallelism.pp": "parallelism.pp=2",
+    "Parallelism.tp": "parallelism.tp=2",
+    "Parallelism.expert_parallel_size": "parallelism.expert_parallel_size=2",
+    "Parallelism.context_parallel_size": "parallelism.context_parallel_size=2",
+    "LlamaArchitecture._attn_implementation": "model.model_config._attn_implementation=flex_attention",
+    "Checkpoints.checkpointing_engine": "checkpoints.checkpointing_engine=datastates",
+    "Checkpoints.datastates": REFUSED_SECTIONS["Datastates"],
+    "MetricsLogging.log_level": "metrics_logging.log_level=1",
+    "MetricsLogging.log_detail_interval": "metrics_logging.log_level=1",
+    "Tokens.limit_test_batches": "tokens.limit_test_batches=1",
+    "DataStage.sequence_length": "data_stages.0.sequence_length=8",
+    "Config.metrics_logging": "metrics_logging.log_level=1",
+    "Config.lighteval": "lighteval={}",
+    "Config.s3_upload": REFUSED_SECTIONS["S3Upload"],
+}
+
+# Accepted, and by their description without effect on one machine at degree 1: the run stays the same to the bit.
+SAME: dict[str, str] = {
+    "Parallelism.pp_engine": "parallelism.pp_engine=1f1b",
+    "Parallelism.tp_mode": "parallelism.tp_mode=REDUCE_SCATTER",
+    "Parallelism.tp_linear_async_communication": "parallelism.tp_linear_async_communication=true",
+    "Parallelism.tp_recompute_allgather": "parallelism.tp_recompute_allgather=false",
+    "Optimizer.zero_stage": "optimizer.zero_stage=1",
+    "Checkpoints.checkpoints_path_is_shared_file_system": "checkpoints.checkpoints_path_is_shared_file_system=true",
+    "LlamaArchitecture.is_llama_config": "model.model_config.is_llama_config=false",
+    "Model.ddp_bucket_cap_mb": "model.ddp_bucket_cap_mb=100",
+    "General.step": "general.step=100",
+    "General.consumed_train_samples": "general.consumed_train_samples=100",
+}
+
+# Their effect is in what is exported, or in generation: the run stays the same, and the checkpoint tells the value.
+EXPORTED: dict[str, str] = {
+    "LlamaArchitecture.initializer_range": "model.model_config.initializer_range=0.5",
+    "LlamaArchitecture.max_position_embeddings": "model.model_config.max_position_embeddings=100",
+    "LlamaArchitecture.pad_token_id": "model.model_config.pad_token_id=3",
+    "LlamaArchitecture.pretraining_tp": "model.model_config.pretraining_tp=4",
+    "LlamaArchitecture.use_cache": "model.model_config.use_cache=false",
+    "LlamaArchitecture.bos_token_id": "model.model_config.bos_token_id=5",
+}
+
+ARCHITECTURE = "model.model_config."
+DATASET = "data_stages.0.data.dataset"
+FACTORY = "optimizer.optimizer_factory"
+SCHEDULE = "optimizer.learning_rate_scheduler."
+VALIDATION = ("tokens.val_check_interval=3", "tokens.limit_val_batches=3")
+TEXT = (
+    f"{DATASET}={{text_files: '{{folder}}/a.jsonl'}}",
+    "tokenizer={train: {vocab_size: 300}}",
+    "model.model_config.vocab_size=320",
+    "model.model_config.eos_token_id=0",
+)
+HUB = (f"{DATASET}={{hf_dataset_or_datasets: '{{folder}}/rows', hf_dataset_splits: train}}", *TEXT[1:])
+USER = (f"{DATASET}={{source: user_parts.counting}}",)
+EARLIER = ("checkpoints.resume_checkpoint_path={folder}/earlier/checkpoints/2",)
+SGD = (f"{FACTORY}={{name: sgd, momentum: 0.5}}",)
+MUON = (f"{FACTORY}={{name: muon, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-8}}",)
+DECAY = (SCHEDULE + "lr_decay_style=linear", SCHEDULE + "min_decay_lr=0.001", "tokens.train_steps=5")
+PROFILER = (
+    "tokens.train_steps=5",
+    "profiler={profiler_export_path: '{here}/traces', skip_first: 0, wait: 0, warmup: 1, active: 1, with_stack: false}",
+)
+
+
+def mixture(first: str, second: str, weights: tuple[int, int] = (1, 1)) -> str:
+    parts = [f"{{weight: {weight}, {part}}}" for weight, part in zip(weights, (first, second))]
+    return f"{DATASET}={{mixture: [{', '.join(parts)}]}}"
+
+
+def share(part: str, *more: str) -> Row:
+    """The weight of `part` in a mixture, from 1:1 to 3:1."""
+    other = "source: user_parts.counting"
+    return Row(tokens, mixture(part, other, (3, 1)), (mixture(part, other), *more))
+
+
+ROWS: dict[str, Row] = {
+    # ---- general, parallelism ----
+    "General.project": Row(printed_config, "general.project=other"),
+    "General.run": Row(files, "general.run=other"),
+    "General.seed": Row(initial_weights, "general.seed=8"),
+    "General.hooks": Row(metric("skipped"), "general.hooks=[{path: user_parts.Poison, kwargs: {steps: [2]}}]"),
+    "Hook.path": Row(
+        metric("skipped"),
+        "general.hooks=[{path: user_parts.Poison, kwargs: {steps: [2]}}]",
+        ("general.hooks=[{path: user_parts.Spy}]",),
+    ),
+    "Hook.kwargs": Row(
+        metric("skipped"),
+        "general.hooks=[{path: user_parts.Poison, kwargs: {steps: [3]}}]",
+        ("general.hooks=[{path: user_parts.Poison, kwargs: {steps: [2]}}]",),
+    ),
+    "Parallelism.recompute_layer": Row(
+        lambda o: [s["hardware_tflops_per_gpu"] / s["model_tflops_per_gpu"] > 1.3 for s in metrics(o.config)],
+        "parallelism.recompute_layer=true",
+    ),
+    # ---- model ----
+    "LlamaArchitecture.eos_token_id": Row(
+        tokens, ARCHITECTURE + "eos_token_id=3", ("tokenizer.tokenizer_name_or_path={folder}/words", *TEXT[::2])
+    ),
+    "LlamaArchitecture.hidden_act": Row(first_loss, ARCHITECTURE + "hidden_act=gelu"),
+    "LlamaArchitecture.hidden_size": Row(first_loss, ARCHITECTURE + "hidden_size=32"),
+    "LlamaArchitecture.intermediate_size": Row(first_loss, ARCHITECTURE + "intermediate_size=32"),
+    "LlamaArchitecture.num_attention_heads": Row(first_loss, ARCHITECTURE + "num_attention_heads=2"),
+    "LlamaArchitecture.num_hidden_layers": Row(first_loss, ARCHITECTURE + "num_hidden_layers=3"),
+    "LlamaArchitecture.attention_bias": Row(lambda o: sorted(initial_weights(o)), ARCHITECTURE + "attention_bias=true"),
+    "LlamaArchitecture.num_key_value_heads": Row(first_loss, ARCHITECTURE + "num_key_value_heads=1"),
+    "LlamaArchitecture.rms_norm_eps": Row(first_loss, ARCHITECTURE + "rms_norm_eps=0.01"),
+    "LlamaArchitecture.rope_scaling": Row(first_loss, ARCHITECTURE + "rope_scaling={rope_type: linear, factor: 4.0}"),
+    "LlamaArchitecture.rope_theta": Row(first_loss, ARCHITECTURE + "rope_theta=10.0"),
+    "LlamaArchitecture.rope_interleaved": Row(first_loss, ARCHITECTURE + "rope_interleaved=true"),
+    "LlamaArchitecture.tie_word_embeddings": Row(first_loss, ARCHITECTURE + "tie_word_embeddings=true"),
+    "LlamaArchitecture.vocab_size": Row(first_loss, ARCHITECTURE + "vocab_size=80"),
+    "LlamaArchitecture.z_loss_enabled": Row(final_weights, ARCHITECTURE + "z_loss_enabled=true"),
+    "LlamaArchitecture.z_loss_coefficient": Row(
+        metric("z_loss"), ARCHITECTURE + "z_loss_coefficient=0.5", (ARCHITECTURE + "z_loss_enabled=true",)
+    ),
+    "HFArchitecture.hf": Row(first_loss, "model.model_config={hf: '{folder}/hf'}", (ARCHITECTURE + "hidden_size=32",)),
+    "RandomInit.std": Row(initial_weights, "model.init_method.std=0.1"),
+    "RandomInit.scaling_method": Row(initial_weights, "model.init_method.scaling_method=NONE"),
+    "ExistingCheckpointInit.path": Row(initial_weights, "model.init_method={path: '{folder}/hf'}"),
+    "Model.model_config": Row(first_loss, ARCHITECTURE + "hidden_size=32"),
+    "Model.init_method": Row(initial_weights, "model.init_method.std=0.1"),
+    "Model.dtype": Row(first_loss, "model.dtype=bfloat16"),
+    "Model.make_vocab_size_divisible_by": Row(rows_in_memory, "model.make_vocab_size_divisible_by=48"),
+    "Model.document_masking": Row(first_loss, "model.document_masking=true", TEXT),
+    # ---- tokenizer ----
+    "Tokenizer.tokenizer_name_or_path": Row(tokens, ("tokenizer={tokenizer_name_or_path: '{folder}/words'}",), TEXT),
+    "Tokenizer.tokenizer_max_length": Row(tokens, "tokenizer.tokenizer_max_length=5", TEXT),
+    "Tokenizer.train": Row(tokens, "tokenizer.train.vocab_size=280", TEXT),
+    "TokenizerTraining.vocab_size": Row(tokens, "tokenizer.train.vocab_size=280", TEXT),
+    # ---- checkpoints ----
+    "Checkpoints.checkpoints_path": Row(files, "checkpoints.checkpoints_path={here}/checkpoints/below"),
+    "Checkpoints.checkpoint_interval": Row(checkpoints, "checkpoints.checkpoint_interval=2"),
+    "Checkpoints.save_initial_state": Row(checkpoints, "checkpoints.save_initial_state=false"),
+    "Checkpoints.save_final_state": Row(checkpoints, "checkpoints.save_final_state=false"),
+    "Checkpoints.resume_checkpoint_path": Row(
+        steps, "checkpoints.resume_checkpoint_path={folder}/earlier/checkpoints/2"
+    ),
+    "Checkpoints.load_lr_scheduler": Row(
+        steps,
+        "checkpoints.load_lr_scheduler=false",
+        EARLIER,
+    ),
+    "Checkpoints.load_optimizer": Row(
+        final_weights,
+        "checkpoints.load_optimizer=false",
+        EARLIER,
+    ),
+    "Checkpoints.keep_last": Row(checkpoints, "checkpoints.keep_last=1", ("checkpoints.checkpoint_interval=1",)),
+    "Checkpoints.keep_every": Row(
+        checkpoints, "checkpoints.keep_every=2", ("checkpoints.checkpoint_interval=1", "checkpoints.keep_last=1")
+    ),
+    # ---- logging ----
+    "Logging.log_level": Row(messages, "logging.log_level=warning"),
+    "Logging.iteration_step_info_interval": Row(messages, "logging.iteration_step_info_interval=2", DECAY),
+    "Logging.log_dir": Row(files, "logging.log_dir={here}/logs/below"),
+    "Logging.tensorboard": Row(files, "logging.tensorboard=true"),
+    "Logging.sample_prompts": Row(messages, 'logging.sample_prompts=["The sum"]', TEXT),
+    # ---- tokens ----
+    "Tokens.sequence_length": Row(tokens, "tokens.sequence_length=8"),
+    "Tokens.train_steps": Row(steps, "tokens.train_steps=4"),
+    "Tokens.micro_batch_size": Row(micro_batches, "tokens.micro_batch_size=2"),
+    "Tokens.batch_accumulation_per_replica": Row(micro_batches, "tokens.batch_accumulation_per_replica=2"),
+    "Tokens.val_check_interval": Row(metric("val_loss"), "tokens.val_check_interval=2", VALIDATION),
+    "Tokens.limit_val_batches": Row(metric("val_tokens"), "tokens.limit_val_batches=2", VALIDATION),
+    "Tokens.val_samples": Row(metric("val_tokens"), "tokens.val_samples=3", VALIDATION),
+    "Tokens.val_fraction": Row(
+        metric("val_tokens"),
+        "tokens.val_fraction=0.5",
+        (*TEXT, "tokens.val_fraction=0.1", "tokens.val_check_interval=3", "tokens.limit_val_batches=-1"),
+    ),
+    # ---- optimizer ----
+    "Optimizer.optimizer_factory": Row(final_weights, f"{FACTORY}={{name: sgd}}"),
+    "AdamW.adam_eps": Row(final_weights, f"{FACTORY}.adam_eps=0.01"),
+    "AdamW.adam_beta1": Row(final_weights, f"{FACTORY}.adam_beta1=0.5"),
+    "AdamW.adam_beta2": Row(final_weights, f"{FACTORY}.adam_beta2=0.5"),
+    "AdamW.torch_adam_is_fused": Row(fused, f"{FACTORY}.torch_adam_is_fused=false"),
+    "AdamW.name": Row(final_weights, f"{FACTORY}={{name: adamW}}", SGD),
+    "SGD.name": Row(final_weights, SGD),
+    "SGD.momentum": Row(final_weights, f"{FACTORY}.momentum=0.9", SGD),
+    "SGD.nesterov": Row(final_weights, f"{FACTORY}.nesterov=true", SGD),
+    "Muon.name": Row(final_weights, MUON),
+    "Muon.adam_eps": Row(final_weights, f"{FACTORY}.adam_eps=0.01", MUON),
+    "Muon.adam_beta1": Row(final_weights, f"{FACTORY}.adam_beta1=0.5", MUON),
+    "Muon.adam_beta2": Row(final_weights, f"{FACTORY}.adam_beta2=0.5", MUON),
+    "Muon.torch_adam_is_fused": Row(fused, f"{FACTORY}.torch_adam_is_fused=false", MUON),
+    "Muon.muon_momentum": Row(final_weights, f"{FACTORY}.muon_momentum=0.5", MUON),
+    "Muon.muon_nesterov": Row(final_weights, f"{FACTORY}.muon_nesterov=false", MUON),
+    "Muon.muon_ns_steps": Row(final_weights, f"{FACTORY}.muon_ns_steps=2", MUON),
+    "Muon.muon_learning_rate_scale": Row(final_weights, f"{FACTORY}.muon_learning_rate_scale=2.0", MUON),
+    "CustomOptimizer.name": Row(final_weights, (f"{FACTORY}={{name: torch.optim.RMSprop}}",)),
+    "CustomOptimizer.kwargs": Row(
+        final_weights, f"{FACTORY}.kwargs={{alpha: 0.5}}", (f"{FACTORY}={{name: torch.optim.RMSprop}}",)
+    ),
+    "Optimizer.weight_decay": Row(final_weights, "optimizer.weight_decay=0.5"),
+    "Optimizer.clip_grad": Row(final_weights, "optimizer.clip_grad=0.01", SGD),
+    "Optimizer.learning_rate_scheduler": Row(rates, SCHEDULE + "learning_rate=0.02"),
+    "LearningRateScheduler.learning_rate": Row(rates, SCHEDULE + "learning_rate=0.02"),
+    "LearningRateScheduler.lr_warmup_steps": Row(rates, SCHEDULE + "lr_warmup_steps=3"),
+    "LearningRateScheduler.lr_warmup_style": Row(rates, SCHEDULE + "lr_warmup_style=constant"),
+    "LearningRateScheduler.lr_decay_style": Row(rates, SCHEDULE + "lr_decay_style=cosine", DECAY),
+    "LearningRateScheduler.lr_decay_steps": Row(rates, SCHEDULE + "lr_decay_steps=2", DECAY),
+    "LearningRateScheduler.lr_decay_starting_step": Row(rates, SCHEDULE + "lr_decay_starting_step=3", DECAY),
+    "LearningRateScheduler.min_decay_lr": Row(rates, SCHEDULE + "min_decay_lr=0.005", DECAY),
+    "LearningRateScheduler.lr_step_size": Row(
+        rates,
+        SCHEDULE + "lr_step_size=2",
+        (SCHEDULE + "lr_decay_style=step", SCHEDULE + "lr_step_size=1", "tokens.train_steps=5"),
+    ),
+    "LearningRateScheduler.lr_step_gamma": Row(
+        rates,
+        SCHEDULE + "lr_step_gamma=0.5",
+        (SCHEDULE + "lr_decay_style=step", SCHEDULE + "lr_step_size=1", "tokens.train_steps=5"),
+    ),
+    "Optimizer.weight_decay_exclude_named_params": Row(
+        final_weights, "optimizer.weight_decay_exclude_named_params=['.*norm.*']"
+    ),
+    "Optimizer.param_groups": Row(final_weights, "optimizer.param_groups=[{pattern: norm, learning_rate_scale: 0.5}]"),
+    "ParamGroup.pattern": Row(
+        final_weights,
+        "optimizer.param_groups=[{pattern: mlp, learning_rate_scale: 0.5}]",
+        ("optimizer.param_groups=[{pattern: norm, learning_rate_scale: 0.5}]",),
+    ),
+    "ParamGroup.learning_rate_scale": Row(
+        final_weights,
+        "optimizer.param_groups=[{pattern: norm, learning_rate_scale: 0.0}]",
+        ("optimizer.param_groups=[{pattern: norm, learning_rate_scale: 0.5}]",),
+    ),
+    "ParamGroup.weight_decay": Row(final_weights, "optimizer.param_groups=[{pattern: norm, weight_decay: 0.0}]"),
+    # ---- data ----
+    "DataStage.name": Row(messages, "data_stages.0.name=other"),
+    "DataStage.start_training_step": Row(
+        tokens,
+        "data_stages.1.start_training_step=2",
+        (
+            "data_stages=[{name: a, start_training_step: 1, data: {dataset: null}}, "
+            "{name: b, start_training_step: 3, data: {dataset: null, seed: 9}}]",
+        ),
+    ),
+    "DataStage.data": Row(tokens, "data_stages.0.data.seed=4"),
+    "Data.dataset": Row(tokens, USER),
+    "Data.seed": Row(tokens, "data_stages.0.data.seed=4"),
+    "PretrainDataset.hf_dataset_or_datasets": Row(tokens, f"{DATASET}.hf_dataset_or_datasets={{folder}}/rows2", HUB),
+    "PretrainDataset.hf_dataset_splits": Row(tokens, f"{DATASET}.hf_dataset_splits=test", HUB),
+    "PretrainDataset.text_column_name": Row(tokens, f"{DATASET}.text_column_name=other", HUB),
+    "PretrainDataset.weight": share("hf_dataset_or_datasets: '{folder}/rows'", *TEXT[1:]),
+    "TextFiles.text_files": Row(tokens, f"{DATASET}.text_files={{folder}}/b.jsonl", TEXT),
+    "TextFiles.text_column_name": Row(tokens, f"{DATASET}.text_column_name=other", TEXT),
+    "TextFiles.weight": share("text_files: '{folder}/a.jsonl'", *TEXT[1:]),
+    "CustomSource.source": Row(tokens, f"{DATASET}.source=user_parts.counting_down", USER),
+    "CustomSource.kwargs": Row(tokens, f"{DATASET}.kwargs={{start: 5}}", USER),
+    "CustomSource.weight": share("source: user_parts.counting_down"),
+    "MixtureDataset.mixture": Row(
+        tokens, mixture("source: user_parts.counting", "source: user_parts.counting_down"), USER
+    ),
+    # ---- profiler ----
+    "Profiler.profiler_export_path": Row(files, "profiler.profiler_export_path={here}/elsewhere", PROFILER),
+    "Profiler.wait": Row(trace_steps, "profiler.wait=1", PROFILER),
+    "Profiler.warmup": Row(trace_steps, "profiler.warmup=2", PROFILER),
+    "Profiler.active": Row(trace_steps, "profiler.active=2", PROFILER),
+    "Profiler.repeat": Row(trace_steps, "profiler.repeat=2", PROFILER),
+    "Profiler.skip_first": Row(trace_steps, "profiler.skip_first=1", PROFILER),
+    "Profiler.record_shapes": Row(trace_arguments, "profiler.record_shapes=true", PROFILER),
+    "Profiler.profile_memory": Row(trace_allocations, "profiler.profile_memory=true", PROFILER),
+    "Profiler.with_stack": Row(trace_arguments, "profiler.with_stack=true", PROFILER),
+    "Profiler.export_chrome_trace": Row(files, "profiler.export_chrome_trace=true", PROFILER),
+}
+
+# Tests of their own in test_every_key.py, and one in another file: what they change is no number of a short run.
+OWN = {
+    "Logging.log_level_replica": "test_console_and_metrics.py",
+    "Model.compile": "test_every_key.py",
+    "Data.num_loading_workers": "test_every_key.py",
+    "Tokenizer.tokenizer_revision": "test_every_key.py",
+    "PretrainDataset.hf_dataset_config_name": "test_every_key.py",
+    "PretrainDataset.dataset_processing_num_proc_per_process": "test_every_key.py",
+    "PretrainDataset.dataset_overwrite_cache": "test_every_key.py",
+    "EmbeddedCorpus.corpus": "test_every_key.py",
+    "EmbeddedCorpus.weight": "test_every_key.py",
+    "Optimizer.accumulate_grad_in_fp32": "test_every_key.py",
+    "Optimizer.skip_nonfinite_steps": "test_nonfinite_steps.py",
+}
+
+# Sections: what their keys do is what they do.
+SECTIONS = """Config.general Config.parallelism Config.model Config.tokenizer Config.checkpoints Config.logging
+    Config.tokens Config.optimizer Config.data_stages Config.profiler"""

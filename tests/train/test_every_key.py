@@ -1,0 +1,283 @@
+"""Every key of the config does something: changing it changes what it should, or it is refused, or said to do nothing.
+
+The table is in every_key.py; a key of the schema that stands in none of its lists fails here.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import every_key
+import pytest
+import user_parts
+from every_key import EXPORTED, HUB, OWN, REFUSED, REFUSED_SECTIONS, ROWS, SAME, Outcome, Row
+from hub_cache import TOKENIZER, make_tokenizer_repository, offline_environment
+from nursery import Nursery
+from tiny_run import TEXTS, tiny_config, tiny_dict, train_and_listen, train_quietly, weights
+
+from kenotron.config import InputError, NotSupportedYet, load
+from kenotron.config.schema import rows
+from kenotron.config.section import EXPORT
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts, datasets, a tokenizer, a Hugging Face model and an earlier run, for the rows to name."""
+    folder = tmp_path_factory.mktemp("shared")
+    other = [text.upper() for text in TEXTS]
+    for name, texts in (("a", TEXTS), ("b", other)):
+        lines = [json.dumps({"text": text, "other": text[::-1]}) + "\n" for text in texts]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    import datasets
+
+    datasets.disable_progress_bars()
+    for name, texts in (("rows", TEXTS), ("rows2", other)):
+        columns = {"text": texts, "other": [text[::-1] for text in texts]}
+        splits = {"train": datasets.Dataset.from_dict(columns), "test": datasets.Dataset.from_dict({"text": other})}
+        datasets.DatasetDict(splits).save_to_disk(folder / name)
+    (folder / "words").symlink_to(make_tokenizer_repository(folder / "hub home", "robot/words"))
+    earlier = tiny_config(folder / "earlier", "checkpoints.checkpoint_interval=2", "general.seed=9")
+    run = train_quietly(earlier)
+    from kenotron.interop import to_hf
+
+    to_hf(folder / "earlier" / "checkpoints" / str(run.step), folder / "hf", dtype="float32")
+    return folder
+
+
+def filled(overrides: str | tuple[str, ...], shared: Path, here: Path) -> list[str]:
+    given = (overrides,) if isinstance(overrides, str) else overrides
+    return [text.replace("{folder}", str(shared)).replace("{here}", str(here)) for text in given]
+
+
+def outcome(folder: Path, *overrides: str) -> Outcome:
+    folder.mkdir()
+    config = tiny_config(folder, "checkpoints.save_initial_state=true", *overrides)
+    run, said = train_and_listen(config)
+    return Outcome(folder, config, run, said)
+
+
+@pytest.fixture(scope="module")
+def baselines() -> dict[tuple[str, ...], Outcome]:
+    """Runs with nothing but the `base` overrides, each done once."""
+    return {}
+
+
+@pytest.fixture
+def baseline(baselines: dict[tuple[str, ...], Outcome], shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def get(base: tuple[str, ...] = ()) -> Outcome:
+        if base not in baselines:
+            folder = tmp_path_factory.mktemp("baseline") / "run"
+            baselines[base] = outcome(folder, *filled(base, shared, folder))
+        return baselines[base]
+
+    return get
+
+
+@pytest.mark.parametrize("key", ROWS)
+def test_changing_the_key_changes_what_it_should(key: str, baseline: Any, shared: Path, tmp_path: Path) -> None:
+    row: Row = ROWS[key]
+    before = baseline(row.base)
+    here = tmp_path / "run"
+    after = outcome(here, *filled(row.base, shared, here), *filled(row.change, shared, here))
+    assert row.differs(after) != row.differs(before)
+
+
+@pytest.mark.parametrize("differs", sorted({row.differs for row in ROWS.values()}, key=lambda f: f.__name__))
+def test_what_the_rows_look_at_does_not_differ_by_itself(
+    differs: Any, baseline: Any, shared: Path, tmp_path: Path
+) -> None:
+    """Two runs of one config look alike, otherwise the test above would mean nothing."""
+    base = next(row.base for row in ROWS.values() if row.differs == differs)
+    here = tmp_path / "run"
+    again = outcome(here, *filled(base, shared, here))
+    without_paths = [str(value).replace(str(o.folder), "") for o in (again, baseline(base)) for value in [differs(o)]]
+    assert without_paths[0] == without_paths[1]
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_no_code_serves_yet_is_refused_by_name(key: str, tmp_path: Path) -> None:
+    with pytest.raises(NotSupportedYet) as caught:
+        train_quietly(tiny_config(tmp_path, REFUSED[key]))
+    path = REFUSED[key].split("=")[0]
+    assert str(caught.value).removeprefix("not supported yet: ").startswith(path)
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("section", REFUSED_SECTIONS)
+def test_sections_that_no_code_serves_yet_are_refused(section: str, tmp_path: Path) -> None:
+    with pytest.raises(NotSupportedYet, match=r"^not supported yet: "):
+        train_quietly(tiny_config(tmp_path, REFUSED_SECTIONS[section], "tokenizer.tokenizer_name_or_path=any"))
+
+
+@pytest.mark.parametrize("key", SAME)
+def test_keys_of_an_axis_of_one_leave_the_run_as_it_is(key: str, baseline: Any, shared: Path, tmp_path: Path) -> None:
+    before, after = baseline(), outcome(tmp_path / "run", SAME[key])
+    for look in (every_key.final_weights, every_key.last_loss, every_key.tokens, every_key.checkpoints):
+        assert look(after) == look(before), look.__name__
+
+
+@pytest.mark.parametrize("key", EXPORTED)
+def test_keys_for_the_export_leave_the_run_as_it_is_and_travel_with_it(key: str, baseline: Any, tmp_path: Path) -> None:
+    before, after = baseline(), outcome(tmp_path / "run", EXPORTED[key])
+    assert every_key.final_weights(after) == every_key.final_weights(before)
+    name = key.split(".")[1]
+    from kenotron.interop import to_hf
+
+    values = []
+    for which in (before, after):
+        to_hf(which.folder / "checkpoints" / "3", which.folder / f"hf {name}")
+        values.append(json.loads((which.folder / f"hf {name}" / "config.json").read_text()).get(name))
+    assert values[0] != values[1]
+    assert str(values[1]).lower() == EXPORTED[key].split("=")[1]
+
+
+def test_every_key_of_the_schema_stands_in_the_table() -> None:
+    listed = {*ROWS, *REFUSED, *SAME, *EXPORTED, *OWN, *every_key.SECTIONS.split()}
+    known = {f"{row.section.__name__}.{row.name}" for row in rows() if row.section.__name__ not in REFUSED_SECTIONS}
+    assert known - listed == set(), "keys without a row"
+    assert listed - known == set(), "rows without a key"
+    assert not (set(ROWS) & set(SAME)) | (set(ROWS) & set(REFUSED))
+
+
+def test_what_is_marked_for_the_export_is_in_its_list() -> None:
+    marked = {f"{row.section.__name__}.{row.name}" for row in rows() if row.mark == EXPORT}
+    served = {name for name in marked if name.split(".")[0] not in REFUSED_SECTIONS}
+    assert served <= set(EXPORTED)
+
+
+# ---- keys whose effect is no number of a short run ---------------------------------------------------------
+
+
+def test_compile_compiles_every_block_in_place(tmp_path: Path) -> None:
+    import torch
+
+    from kenotron.parallel.mesh import build_mesh
+    from kenotron.train.setup import make_model
+
+    mesh = build_mesh({}, 1, "cpu")
+    for wanted in ("false", "true"):
+        model = make_model(tiny_config(tmp_path, f"model.compile={wanted}"), mesh, torch.device("cpu"))
+        assert [block._compiled_call_impl is not None for block in model.model.layers] == [wanted == "true"] * 2
+        assert all("_orig_mod" not in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_loading_workers_are_threads_that_read_ahead(workers: int, tmp_path: Path) -> None:
+    keys = (f"data_stages.0.data.num_loading_workers={workers}", "general.hooks=[user_parts.Threads]")
+    run = train_quietly(tiny_config(tmp_path, *keys, "tokens.train_steps=8"))
+    (threads,) = (hook for hook in run.hooks if isinstance(hook, user_parts.Threads))
+    assert threads.most == workers
+
+
+def test_the_number_of_loading_workers_does_not_change_the_run(tmp_path: Path) -> None:
+    found = []
+    for workers in (0, 3):
+        (tmp_path / str(workers)).mkdir()
+        config = tiny_config(tmp_path / str(workers), f"data_stages.0.data.num_loading_workers={workers}")
+        found.append({name: w.numpy().tobytes() for name, w in weights(train_quietly(config)).items()})
+    assert found[0] == found[1]
+
+
+def test_a_tokenizer_revision_that_is_not_there_is_named(nursery: Nursery, hub_home: Path, tmp_path: Path) -> None:
+    content = tiny_dict(tmp_path)
+    content["data_stages"][0]["data"]["dataset"] = {"text_files": "a.txt"}
+    content["tokenizer"] = {
+        "tokenizer_name_or_path": "robot-test/dummy-tokenizer-wordlevel",
+        "tokenizer_revision": "v9",
+    }
+    content["model"]["model_config"]["vocab_size"] = 256
+    (tmp_path / "a.txt").write_text("word1 word2 word3 " * 400)
+    (tmp_path / "run.yaml").write_text(json.dumps(content))
+    offline = offline_environment(hub_home)
+    finished = nursery.run("train", "run.yaml", folder=tmp_path, env=offline)
+    assert finished.code == 2
+    assert TOKENIZER in finished.stderr
+    finished = nursery.run("train", "run.yaml", "tokenizer.tokenizer_revision=main", folder=tmp_path, env=offline)
+    assert (finished.code, finished.stderr) == (0, "")
+
+
+def test_the_configuration_of_a_dataset_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import datasets
+
+    asked: list[tuple[Any, ...]] = []
+
+    def pretend(*arguments: Any, **options: Any) -> Any:
+        asked.append(arguments)
+        return datasets.Dataset.from_dict({"text": TEXTS})
+
+    monkeypatch.setattr(datasets, "load_dataset", pretend)
+    part = "{hf_dataset_or_datasets: someone/texts, hf_dataset_config_name: small}"
+    train_quietly(tiny_config(tmp_path, f"{every_key.DATASET}={part}", *HUB[1:]))
+    assert {arguments[:2] for arguments in asked} == {("someone/texts", "small")}
+
+
+def test_a_tokenized_dataset_is_cached_unless_the_cache_is_to_be_overwritten(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
+    said = []
+    for number, overwrite in enumerate(("false", "false", "true")):
+        (tmp_path / str(number)).mkdir()
+        for path in (tmp_path / "cache").glob("tokens/*"):
+            os.utime(path, (0, 0))  # as if an earlier process had made it
+        again = f"{every_key.DATASET}.dataset_overwrite_cache={overwrite}"
+        config = tiny_config(tmp_path / str(number), *filled(HUB, shared, tmp_path), again)
+        said.append(train_and_listen(config)[1].count("]: tokenized "))
+    assert said == [1, 0, 1]
+
+
+def test_tokenizing_takes_as_many_workers_as_are_asked_for(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kenotron.data import encode
+
+    asked = []
+
+    class Spy(encode.ThreadPoolExecutor):
+        def __init__(self, workers: int) -> None:
+            asked.append(workers)
+            super().__init__(workers)
+
+    monkeypatch.setattr(encode, "ThreadPoolExecutor", Spy)
+    for workers in (1, 3):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        monkeypatch.setenv("KENOTRON_CACHE", str(folder / "cache"))
+        number = f"{every_key.DATASET}.dataset_processing_num_proc_per_process={workers}"
+        train_quietly(tiny_config(folder, *filled(HUB, shared, tmp_path), number))
+    assert asked == [3]  # one worker is the calling thread
+
+
+def test_the_embedded_corpus_has_one_name_and_a_share_in_mixtures(tmp_path: Path) -> None:
+    from kenotron.data.plan import plan_stages
+
+    with pytest.raises(InputError, match="python-stdlib"):
+        tiny_config(tmp_path, f"{every_key.DATASET}={{corpus: python-stdlip}}", "tokenizer={train: {vocab_size: 300}}")
+    weight = every_key.mixture("corpus: python-stdlib", "source: user_parts.counting", (3, 1))
+    config = tiny_config(tmp_path, weight, "tokenizer={train: {vocab_size: 300}}", "model.model_config.vocab_size=300")
+    assert [source.weight for source in plan_stages(config)[0].sources] == [3, 1]
+
+
+def test_gradients_in_bf16_are_refused_and_in_fp32_the_key_changes_nothing(tmp_path: Path, baseline: Any) -> None:
+    off = "optimizer.accumulate_grad_in_fp32=false"
+    with pytest.raises(NotSupportedYet, match="accumulate_grad_in_fp32"):
+        train_quietly(tiny_config(tmp_path, off, "model.dtype=bfloat16"))
+    assert every_key.final_weights(outcome(tmp_path / "run", off)) == every_key.final_weights(baseline())
+
+
+def test_a_run_by_a_whole_yaml_is_the_run_by_its_printed_config(tmp_path: Path) -> None:
+    """The resolved config that a run writes makes the same run again."""
+    config = tiny_config(tmp_path)
+    with redirect_stdout(io.StringIO()):
+        first = weights(train_quietly(config))
+    again = load(
+        tmp_path / "logs" / "tiny" / "config.yaml",
+        [f"checkpoints.checkpoints_path={tmp_path}/other", f"logging.log_dir={tmp_path}/other logs"],
+    )
+    second = weights(train_quietly(again))
+    assert all(first[name].equal(second[name]) for name in first)
