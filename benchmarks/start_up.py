@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "data"))
+
+from hub_cache import make_hub_cache, offline_environment  # noqa: E402
+
 CONFIG = ROOT / "examples" / "llama" / "config_tiny_llama.yaml"
 KENOTRON = str(Path(sys.executable).with_name("kenotron"))
 
@@ -28,11 +33,13 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--only", help="only the measurements whose name contains this")
     arguments = parser.parse_args()
+    # The walkthrough's dataset and tokenizer as they lie on disk after a first download; made here, no socket opened.
+    home = make_hub_cache(Path(tempfile.mkdtemp(prefix="hf-home-")))
     measurements: list[tuple[str, float, Callable[[], float]]] = [
         ("import kenotron", 0.3, lambda: seconds(sys.executable, "-c", "import kenotron")),
         ("kenotron --help", 0.7, lambda: seconds(KENOTRON, "--help")),
         ("kenotron config check", 0.7, lambda: seconds(KENOTRON, "config", "check", str(CONFIG))),
-        ("kenotron train to the end of step 1", 4.0, seconds_to_first_step),
+        ("kenotron train to the end of step 1", 4.0, lambda: seconds_to_first_step(home)),
     ]
     failed = False
     for name, bar, measure in measurements:
@@ -43,6 +50,7 @@ def main() -> None:
         failed |= times[0] > bar
         verdict = "FAIL" if times[0] > bar else "pass"
         print(f"{verdict}  {name:38} best {times[0]:5.2f} s   median {times[len(times) // 2]:5.2f} s   bar {bar} s")
+    shutil.rmtree(home)
     sys.exit(1 if failed else 0)
 
 
@@ -56,11 +64,8 @@ def seconds(*command: str) -> float:
     return elapsed
 
 
-def seconds_to_first_step() -> float:
-    """From the start of `kenotron train` to the console line of step 1; checkpoints and logs go to a scratch folder.
-
-    The dataset must be in the local cache: the hub is not asked.
-    """
+def seconds_to_first_step(home: Path) -> float:
+    """From the start of `kenotron train` to the console line of step 1; checkpoints and logs go to a scratch folder."""
     with tempfile.TemporaryDirectory(prefix="start-up-") as scratch:
         command = [
             KENOTRON,
@@ -70,7 +75,7 @@ def seconds_to_first_step() -> float:
             f"logging.log_dir={scratch}/logs",
         ]
         begin = time.perf_counter()
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, **offline_environment(home), "KENOTRON_CACHE": str(home / "kenotron")}
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=scratch, env=environment
         )

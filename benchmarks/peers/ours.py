@@ -13,7 +13,6 @@ from kenotron.config import Config, load
 from kenotron.data import TokenBatch
 from kenotron.models import named_parameters
 from kenotron.optim.build import build_optimizer
-from kenotron.parallel.device import backend
 from kenotron.parallel.mesh import build_mesh
 from kenotron.parallel.shards import shard_of
 from kenotron.train.run import Run
@@ -79,9 +78,6 @@ def train(job: Job, pace: Pace) -> None:
     device = torch.device(job.work.device)
     config = configure(job.work, job.compiled)
     mesh = build_mesh({}, 1, device.type)
-    if job.work.precision == "bf16":
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group(backend(device), store=store, rank=0, world_size=1)
     model = make_model(config, mesh, device)
     weights = job.weights()
     with torch.no_grad():
