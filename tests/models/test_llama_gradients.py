@@ -256,3 +256,54 @@ def test_compiled_blocks_compute_the_same() -> None:
     (loss, grads), (again, of_compiled) = outcomes
     assert again.item() == pytest.approx(loss.item(), rel=1e-6)
     assert worst(of_compiled, grads) < 1e-5
+
+
+@pytest.mark.parametrize("variant", ["plain", "grouped_query", "tied", "attention_bias", "llama3"])
+def test_bf16_over_fp32_weights_is_as_close_to_fp32_as_transformers_in_bf16(variant: str) -> None:
+    """The yardstick is transformers with weights and activations in bf16; our masters and gradients stay fp32."""
+    theirs, ours = pair(**VARIANTS[variant])
+    tokens, labels = batch()
+    exact = F.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten())
+    exact.backward()
+    reference = gradients(theirs)
+
+    rounded = hf_llama(**VARIANTS[variant]).bfloat16()
+    F.cross_entropy(rounded(tokens).logits.float().flatten(0, 1), labels.flatten()).backward()
+    yardstick = {name: gradient.float() for name, gradient in gradients(rounded).items()}
+
+    ours.set_compute_dtype(torch.bfloat16)
+    scale = 1 / int((labels != -100).sum())
+    loss, _ = ours(tokens.flatten(), context(loss_scale=scale), labels.flatten())
+    loss.backward()
+    found = gradients(ours)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=5e-3)
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+    for name, expected in reference.items():
+        ours_off, theirs_off = ((g[name] - expected).norm() / expected.norm() for g in (found, yardstick))
+        assert ours_off < 1.3 * theirs_off + 1e-3, f"{name}: {ours_off:.4f} against {theirs_off:.4f}"
+
+
+def test_gradients_of_bf16_micro_batches_add_up_in_fp32() -> None:
+    """Half a step's gradients, then the other half on top: the fp32 sum of the two, to the bit."""
+    tokens, labels = batch()
+    halves = [slice(0, 1), slice(1, SEQUENCES)]
+
+    def backward(model: Llama, part: slice) -> None:
+        ctx = context(shape=(len(tokens[part]), LENGTH), loss_scale=1e-2)
+        model(tokens[part].flatten(), ctx, labels[part].flatten())[0].backward()
+
+    def fresh() -> Llama:
+        model = our_llama(tie_word_embeddings=True)
+        initialize_model(model, std=0.25, scaling="NUM_LAYERS", seed=3)
+        model.set_compute_dtype(torch.bfloat16)
+        return model
+
+    both = fresh()
+    alone = [fresh(), fresh()]
+    for part, model in zip(halves, alone):
+        backward(model, part)
+        backward(both, part)
+    one, other, summed = gradients(alone[0]), gradients(alone[1]), gradients(both)
+    for name, gradient in summed.items():
+        assert torch.equal(gradient, one[name] + other[name]), name

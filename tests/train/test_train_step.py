@@ -67,7 +67,10 @@ def plain_training(run: Any, make: Any, rates: list[float]) -> tuple[torch.nn.Mo
 @pytest.mark.parametrize("tied", ["false", "true"])
 @pytest.mark.parametrize("kind", ["sgd", "adamW"])
 def test_weights_after_some_steps_are_those_of_transformers_and_torch(kind: str, tied: str, tmp_path: Path) -> None:
-    overrides = [SGD, "optimizer.learning_rate_scheduler.learning_rate=0.5"] if kind == "sgd" else []
+    # A large epsilon: Adam would blow up the rounding of gradients that are almost 0 to whole steps.
+    overrides = ["optimizer.optimizer_factory.adam_eps=1.0e-4"]
+    if kind == "sgd":
+        overrides = [SGD, "optimizer.learning_rate_scheduler.learning_rate=0.5"]
     config = tiny_config(
         tmp_path,
         "checkpoints.save_initial_state=true",
@@ -83,7 +86,7 @@ def test_weights_after_some_steps_are_those_of_transformers_and_torch(kind: str,
     def make(parameters: Any) -> torch.optim.Optimizer:
         if kind == "sgd":
             return torch.optim.SGD(parameters, momentum=0.9, weight_decay=0.1)
-        return torch.optim.AdamW(parameters, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        return torch.optim.AdamW(parameters, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1)
 
     model, expected_losses, norms = plain_training(run, make, [peak / 2, peak, peak, peak])
     steps = metrics(config)
@@ -144,7 +147,7 @@ def test_bf16_computes_in_bf16_and_keeps_fp32_masters(tmp_path: Path) -> None:
     hook = "general.hooks=[user_parts.Spy]"
     run = train_quietly(tiny_config(tmp_path, "model.dtype=bfloat16", hook))
     (spy,) = (hook for hook in run.hooks if isinstance(hook, user_parts.Spy))
-    assert spy.compute == {torch.bfloat16}  # weights and activations of every linear, as forward saw them
+    assert spy.compute == {torch.bfloat16}  # what goes into every linear, and what comes out
     assert spy.gradients == {torch.float32}
     assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
     assert {tensor.dtype for tensor in saved_weights(tmp_path / "checkpoints" / "3").values()} == {torch.float32}

@@ -65,7 +65,7 @@ class Spy(Hook):
                 module.register_forward_hook(self._look)
 
     def _look(self, module: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        self.compute |= {inputs[0].dtype, module.weight.dtype, output.dtype}
+        self.compute |= {inputs[0].dtype, output.dtype}
 
     def before_update(self, run: Any) -> None:
         self.gradients |= {parameter.grad.dtype for parameter in run.model.parameters()}
