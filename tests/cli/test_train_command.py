@@ -187,3 +187,36 @@ def test_help_names_every_command_without_torch(tmp_path: Path) -> None:
     assert (shown.returncode, shown.stderr) == (0, "")
     for name in ("init", "train", "generate", "config", "checkpoint", "convert"):
         assert re.search(rf"\b{name}\b", shown.stdout)
+
+
+def test_on_a_terminal_log_lines_scroll_above_a_bar_with_the_time_left(tmp_path: Path) -> None:
+    import os
+    import pty
+
+    reader, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [*KENOTRON, "train", str(tiny_yaml(tmp_path)), "tokens.train_steps=30"],
+        cwd=tmp_path,
+        env=environment(tmp_path, TERM="xterm", COLUMNS="500"),
+        stdout=terminal,
+        stderr=subprocess.PIPE,
+    )
+    os.close(terminal)
+    seen = b""
+    while True:
+        try:
+            seen += os.read(reader, 65536)
+        except OSError:  # how a terminal says that the other side is gone
+            break
+    assert process.wait(60) == 0
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    text = seen.decode()
+    assert re.search(r"30/30.*loss.*ETA", text)
+    erased = "\r\x1b[2K"  # the bar, before a line takes its place
+    starts = [match.start() for match in re.finditer(r"\d\d/\d\d/\d{4} \d\d:\d\d:\d\d \[", text)]
+    assert len(starts) > 100
+    for start in starts:
+        before = text[:start].removesuffix("\x1b[?25h")  # the cursor comes back after the bar
+        assert start == 0 or before.endswith(("\n", erased)), text[start - 40 : start + 60]
+    assert len(re.findall(r"iteration: \d+ / 30 \|.*grad_norm: [\d.]+", text)) == 30

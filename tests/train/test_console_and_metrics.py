@@ -380,3 +380,23 @@ def test_without_a_terminal_the_time_left_is_a_line_of_its_own(tmp_path: Path, m
         "training: 60% | ETA 0:02:00",
         "training: 80% | ETA 0:01:00",
     ]
+
+
+def test_a_run_that_is_stopped_saves_without_compressing_anything_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm gives seconds between SIGTERM and SIGKILL; xz may take a minute."""
+    from kenotron.data import RunData
+
+    monkeypatch.setattr(RunData, "compression_baselines", lambda self: pytest.fail("compressed"))
+    validate = ("tokens.val_check_interval=1", "tokens.limit_val_batches=-1", "tokens.val_fraction=0.2")
+    stop = "general.hooks=[{path: user_parts.StopAt, kwargs: {step: 2}}]"
+    run = train_quietly(tiny_config(tmp_path, *text_overrides(tmp_path), *validate, stop))
+    assert run.step == 2
+    assert (tmp_path / "checkpoints" / "2" / "manifest.json").exists()
+
+
+def test_compressors_run_after_the_last_save(tmp_path: Path) -> None:
+    validate = ("tokens.val_check_interval=3", "tokens.limit_val_batches=-1", "tokens.val_fraction=0.2")
+    _, said = train_and_listen(tiny_config(tmp_path, *text_overrides(tmp_path), *validate))
+    assert said.index("Saved checkpoint at") < said.index("compressors on the same text")

@@ -197,3 +197,44 @@ def test_weights_of_a_hugging_face_folder_start_a_run(earlier: Any, tmp_path: Pa
     )
     train_quietly(config)
     assert largest_difference(saved_weights(tmp_path / "checkpoints" / "0"), saved_weights(at_4)) == 0
+
+
+# ---- starting over -----------------------------------------------------------------------------------------
+
+
+def test_fresh_loses_nothing_however_often(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    train_quietly(config)
+    first = losses(config)
+    for _ in range(3):
+        train_quietly(config, fresh=True)
+    assert losses(config) == first
+    kept = [path for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("replaced-")]
+    assert [steps_saved(path) for path in kept] == [[3], [3], [3]]
+    logs = sorted((tmp_path / "logs" / "tiny").glob("metrics-replaced-*.jsonl"))
+    assert [len(path.read_text().splitlines()) for path in logs] == [3, 3, 3]
+
+
+def test_fresh_also_sets_aside_what_a_killed_save_left_almost_done(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    train_quietly(config)
+    root = tmp_path / "checkpoints"
+    (root / "3").rename(root / "3.tmp-0123abcd")  # whole, but killed before its rename
+    run, said = train_and_listen(config, fresh=True)
+    assert run is not None
+    assert "start_iteration_step: 0 " in said
+
+
+def test_with_every_checkpoint_damaged_the_run_says_so_and_starts_over(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "checkpoints.checkpoint_interval=1")
+    final = weights(train_quietly(config))
+    for step in (1, 2, 3):
+        victim = next((tmp_path / "checkpoints" / str(step) / "model").glob("*.safetensors"))
+        victim.write_bytes(victim.read_bytes()[:-1])
+    run, said = train_and_listen(config)
+    assert run is not None
+    for step in (1, 2, 3):
+        assert any(f"checkpoints/{step}" in line for line in said.splitlines() if "[WARNING|" in line)
+    assert "start_iteration_step: 0 " in said
+    assert equal_bits(weights(run), final)
+    assert equal_bits(saved_weights(tmp_path / "checkpoints" / "3"), final)

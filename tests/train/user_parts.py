@@ -115,3 +115,14 @@ class Threads(Hook):
 class Broken(Hook):
     def after_step(self, run: Any, result: Any) -> None:
         raise RuntimeError("this hook is broken")
+
+
+class StopAt(Hook):
+    """Asks the run to stop after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.step == self.step:
+            run.stop("enough")

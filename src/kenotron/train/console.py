@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from kenotron.parallel.mesh import Mesh
 
 logger = logging.getLogger("kenotron")
+
+
+def log_folder(config: Config) -> Path:
+    """Where a run writes down what it was like."""
+    return Path(config.logging.log_dir) / config.general.run
 
 
 def human_format(number: float) -> str:
@@ -37,7 +43,7 @@ def start_logging(config: Config, mesh: Mesh) -> None:
     level = config.logging.log_level if first else config.logging.log_level_replica
     for handler in logger.handlers[:]:
         logger.removeHandler(handler)
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _Stdout()
     node = os.environ.get("SLURMD_NODENAME")
     place = f"DP={mesh.dp_rank}|PP={mesh.rank('pp')}|TP={mesh.rank('tp')}" + (f"|{node}" if node else "")
     prefix = "%(asctime)s [%(levelname)s|" + place + "]: "
@@ -46,6 +52,17 @@ def start_logging(config: Config, mesh: Mesh) -> None:
     logger.propagate = False
     if level != "passive":  # passive: leave the level as whoever embeds us set it
         logger.setLevel(level.upper())
+
+
+class _Stdout(logging.StreamHandler[Any]):
+    """Writes to what `sys.stdout` is at the moment: a progress bar takes its place, to keep below the lines."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stdout
 
 
 class _EveryLine(logging.Formatter):

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from kenotron.parallel import device as devices
 from kenotron.train import console
-from kenotron.train.console import human_format, logger
-from kenotron.train.setup import log_folder
+from kenotron.train.console import human_format, log_folder, logger
 
 if TYPE_CHECKING:
     from kenotron.config import Config

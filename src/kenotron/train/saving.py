@@ -156,9 +156,9 @@ def choose_start(config: Config, fresh: bool) -> tuple[Config, Start]:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"checkpoints.checkpoints_path: cannot make {root}: {error.strerror}") from error
+    checkpoint.tidy(root, logger.warning)  # may finish a save that was killed at its rename: before --fresh looks
     if fresh:
-        _set_aside(root)
-    checkpoint.tidy(root, logger.warning)
+        _set_aside(config, root)
     newest = checkpoint.newest_whole(root, logger.warning)
     if newest is not None:
         return _same_run(config, newest), Start(newest, True, _position(newest))
@@ -173,12 +173,16 @@ def _position(path: Path) -> int:
     return checkpoint.read_manifest(path).state["step"]
 
 
-def _set_aside(root: Path) -> None:
-    """Nothing is lost by --fresh: the earlier checkpoints only stop being this run's."""
-    steps = [entry.path for entry in checkpoint.list_checkpoints(root)] if root.is_dir() else []
+def _set_aside(config: Config, root: Path) -> None:
+    """Nothing is lost by --fresh: earlier checkpoints and metrics only stop being this run's."""
+    now = datetime.now().strftime("%Y%m%d_%H%M%S_%f")
+    metrics = console.log_folder(config) / "metrics.jsonl"
+    if metrics.exists():
+        metrics.rename(metrics.with_name(f"metrics-replaced-{now}.jsonl"))
+    steps = [entry.path for entry in checkpoint.list_checkpoints(root)]
     if not steps:
         return
-    aside = root / f"replaced-{datetime.now():%Y%m%d_%H%M%S}"
+    aside = root / f"replaced-{now}"
     aside.mkdir()
     for path in [*steps, root / "latest.txt"]:
         if path.exists():

@@ -18,14 +18,14 @@ from kenotron.optim.build import build_optimizer
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.shards import shard_of
 from kenotron.train import console
-from kenotron.train.console import logger
+from kenotron.train.console import log_folder, logger
 from kenotron.train.guards import NonFiniteGuard, Signals
 from kenotron.train.hooks import Hook, load_hook
 from kenotron.train.metrics import Metrics
 from kenotron.train.observing import Pace, Profiler, Progress, Samples
 from kenotron.train.run import Run
 from kenotron.train.saving import Checkpoints, Start, load_initial_weights
-from kenotron.train.validation import Validation
+from kenotron.train.validation import Compressors, Validation
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -123,15 +123,13 @@ def make_hooks(config: Config, run: Run) -> list[Hook]:
         path, kwargs = (entry, {}) if isinstance(entry, str) else (entry.path, entry.kwargs)
         hooks.append(load_hook(path, kwargs))
     hooks += [Signals(), Checkpoints()]
+    if config.tokens.validates:
+        hooks.append(Compressors())
     if config.logging.sample_prompts:
         if run.tokenizer is None:
             raise InputError("logging.sample_prompts: this run has no tokenizer to read them with; expected none")
         hooks.append(Samples())
     return hooks
-
-
-def log_folder(config: Config) -> Path:
-    return Path(config.logging.log_dir) / (config.general.run or "run")
 
 
 def write_config(config: Config) -> None:

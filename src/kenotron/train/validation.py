@@ -51,21 +51,24 @@ class ValidationResult:
 class Validation(Hook):
     """A pass every `val_check_interval` steps and after the last one, the same samples each time."""
 
-    def __init__(self) -> None:
-        self.last: ValidationResult | None = None
-        self.last_step = -1
-
     def after_step(self, run: Run, result: StepResult) -> None:
         if run.step % run.config.tokens.val_check_interval == 0 or run.finished:
-            self._validate(run)
+            found = validate(run)
+            logger.info("%s", validation_line(run, found))
+            run.call("after_validation", found)
 
-    def _validate(self, run: Run) -> None:
-        self.last, self.last_step = validate(run), run.step
-        logger.info("%s", validation_line(run, self.last))
-        run.call("after_validation", self.last)
+
+class Compressors(Hook):
+    """Beside the last validation, what gzip and xz make of the same text. After the last save: it takes a while."""
+
+    def __init__(self) -> None:
+        self.last: ValidationResult | None = None
+
+    def after_validation(self, run: Run, result: ValidationResult) -> None:
+        self.last = result
 
     def on_train_end(self, run: Run) -> None:
-        if self.last is None or self.last.bits_per_byte is None:
+        if not run.finished or self.last is None or self.last.bits_per_byte is None:
             return
         baselines = run.data.compression_baselines()
         if baselines:
