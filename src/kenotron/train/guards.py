@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -50,12 +51,18 @@ class NonFiniteGuard(Hook):
 
 
 class Signals(Hook):
-    """SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, leave with exit code 0. A second one leaves at once."""
+    """SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, leave with exit code 0. A second one leaves at once.
+
+    Ctrl-C under torchrun comes twice, from the terminal and from torchrun: what follows on the heels of the
+    first is the same request.
+    """
 
     NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")
+    SAME_REQUEST_SECONDS = 2.0
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self.received_at = 0.0
         self.previous: dict[int, Any] = {}
 
     def on_train_start(self, run: Run) -> None:
@@ -67,10 +74,11 @@ class Signals(Hook):
                 self.previous[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is None:
+            self.received, self.received_at = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self.received_at > self.SAME_REQUEST_SECONDS:
             self._restore()
             raise KeyboardInterrupt(f"second signal: {signal.Signals(number).name}")
-        self.received = signal.Signals(number).name
 
     def after_step(self, run: Run, result: StepResult) -> None:
         if self.received is not None:
