@@ -126,3 +126,46 @@ class StopAt(Hook):
     def after_step(self, run: Any, result: Any) -> None:
         if run.step == self.step:
             run.stop("enough")
+
+
+class Recorder(Hook):
+    """Writes every moment down, with the step; `seen` survives a restart."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name, self.moments, self.seen = name, [], 0
+
+    def on_train_start(self, run: Any) -> None:
+        self.moments.append(f"on_train_start {run.step}")
+
+    def before_step(self, run: Any) -> None:
+        self.moments.append(f"before_step {run.step}")
+
+    def before_update(self, run: Any) -> None:
+        norm = torch.stack([p.grad.square().sum() for p in run.model.parameters()]).sum().sqrt()
+        self.moments.append(f"before_update {run.step}")
+        self.norm = float(norm)
+
+    def after_step(self, run: Any, result: Any) -> None:
+        assert all(parameter.grad is None for parameter in run.model.parameters())
+        self.seen += 1
+        self.moments.append(f"after_step {run.step}")
+
+    def after_validation(self, run: Any, result: Any) -> None:
+        self.moments.append(f"after_validation {run.step}")
+
+    def on_save(self, run: Any, path: Any) -> None:
+        assert (path / "manifest.json").exists()
+        self.moments.append(f"on_save {path.name}")
+
+    def on_train_end(self, run: Any) -> None:
+        self.moments.append(f"on_train_end {run.step}")
+
+    def on_close(self, run: Any) -> None:
+        self.moments.append("on_close")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "name": self.name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["name"] == self.name
+        self.seen = state["seen"]
