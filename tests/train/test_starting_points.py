@@ -199,6 +199,21 @@ def test_weights_of_a_hugging_face_folder_start_a_run(earlier: Any, tmp_path: Pa
     assert largest_difference(saved_weights(tmp_path / "checkpoints" / "0"), saved_weights(at_4)) == 0
 
 
+def test_an_imported_hugging_face_checkpoint_is_trained_on(earlier: Any, tmp_path: Path) -> None:
+    """It holds weights and no optimizer: the run starts there with fresh moments, at step 0."""
+    from kenotron.interop import from_hf, to_hf
+
+    at_4 = Path(earlier.checkpoints.checkpoints_path) / "4"
+    to_hf(at_4, tmp_path / "hf", dtype="float32")
+    from_hf(tmp_path / "hf", tmp_path / "imported")
+    config = tiny_config(
+        tmp_path, RATES, f"checkpoints.resume_checkpoint_path={tmp_path}/imported", "checkpoints.load_optimizer=false"
+    )
+    run = train_quietly(config)
+    assert [step["iteration"] for step in metrics(config)] == [1, 2, 3]
+    assert losses(config)[0] == pytest.approx(loss_of(run, saved_weights(at_4), step=1), rel=1e-6)
+
+
 # ---- starting over -----------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.train import Run
 
+os.environ["KENOTRON_DEVICE"] = "cpu"  # the same tests on a machine with an accelerator
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 KENOTRON = [sys.executable, "-c", "from kenotron.cli import main; main()"]
 
