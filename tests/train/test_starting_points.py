@@ -120,6 +120,11 @@ def test_once_a_run_has_its_own_checkpoints_it_goes_on_from_those(earlier: Any, 
     assert losses(config) == losses(earlier)[4:]
 
 
+def test_a_checkpoint_that_leaves_no_step_to_do_is_an_error_that_says_so(earlier: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is at step 4 and tokens\.train_steps is 4"):
+        train_quietly(start_from(earlier, tmp_path, "tokens.train_steps=4"))
+
+
 def test_a_checkpoint_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, f"checkpoints.resume_checkpoint_path={tmp_path}/nowhere/10")
     with pytest.raises(InputError, match="nowhere/10"):

@@ -85,8 +85,8 @@ def hf_folder(folder: Path) -> Path:
 
 def test_a_run_whose_shapes_come_from_a_hugging_face_folder_goes_on_exactly(tmp_path: Path) -> None:
     shapes = f"model.model_config={{hf: '{hf_folder(tmp_path / 'hf')}'}}"
-    whole = tiny_config(tmp_path, shapes, "tokens.train_steps=6", "general.run=whole")
-    whole.checkpoints.checkpoints_path = str(tmp_path / "whole")
+    elsewhere = f"checkpoints.checkpoints_path={tmp_path / 'whole'}"
+    whole = tiny_config(tmp_path, shapes, "tokens.train_steps=6", "general.run=whole", elsewhere)
     expected = weights(train_quietly(whole))
     train_quietly(tiny_config(tmp_path, shapes, "tokens.train_steps=3"))
     config = tiny_config(tmp_path, shapes, "tokens.train_steps=6")
