@@ -15,7 +15,7 @@ Tensors go through `torch.distributed.checkpoint`; everything else is JSON or YA
 Neither torch nor DCP is imported before a tensor is touched.
 """
 
-from kenotron.checkpoint.durable import CheckpointError
+from kenotron.checkpoint.durable import CheckpointError, in_use
 from kenotron.checkpoint.folders import Found, list_checkpoints, newest_whole, resolve, verify
 from kenotron.checkpoint.index import Index, read_index
 from kenotron.checkpoint.loading import load, read_tensors
@@ -29,6 +29,7 @@ __all__ = [
     "Index",
     "Manifest",
     "Saved",
+    "in_use",
     "list_checkpoints",
     "load",
     "newest_whole",

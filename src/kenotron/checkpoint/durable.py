@@ -38,7 +38,7 @@ class CheckpointError(InputError):
 
 
 class FolderBusy(CheckpointError):
-    """Another process is saving into the folder."""
+    """Another process is saving into the folder, or another run is using it."""
 
 
 class FileRecord(NamedTuple):
@@ -189,18 +189,36 @@ def locked(root: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[bool]:
     process ids or clocks. Yields False where the file system has no locks: then nobody's leftovers are
     touched. Raises FolderBusy after `wait_seconds`.
     """
-    path = root / ".lock"
+    busy = f"another process is saving into {root}; give this run a folder of its own"
+    with _flock(root / ".lock", wait_seconds, busy) as taken:
+        yield taken
+
+
+@contextmanager
+def in_use(root: Path) -> Iterator[None]:
+    """Mark `root` as one run's for as long as that run lives: two would write over each other's steps.
+
+    As `locked`, it is freed by whatever death. Raises FolderBusy at once when another run has it.
+    """
+    busy = f"another run is using {root}; wait until it has ended, or give this run a folder of its own"
+    with _flock(root / ".run", 0.0, busy):
+        yield
+
+
+@contextmanager
+def _flock(path: Path, wait_seconds: float, busy: str) -> Iterator[bool]:
+    """Hold the lock file `path`; False where the file system has no locks, FolderBusy saying `busy` if taken."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise refusal("create", path, error) from error
     try:
-        yield _take(handle, root, wait_seconds)
+        yield _take(handle, path, wait_seconds, busy)
     finally:
         os.close(handle)
 
 
-def _take(handle: int, root: Path, wait_seconds: float) -> bool:
+def _take(handle: int, path: Path, wait_seconds: float, busy: str) -> bool:
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
@@ -208,10 +226,9 @@ def _take(handle: int, root: Path, wait_seconds: float) -> bool:
             return True
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                message = f"another process is saving into {root}; give this run a folder of its own"
-                raise FolderBusy(message) from None
+                raise FolderBusy(busy) from None
             time.sleep(0.05)
         except OSError as error:
             if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
                 return False
-            raise refusal("lock", root, error) from error
+            raise refusal("lock", path, error) from error

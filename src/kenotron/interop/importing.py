@@ -51,7 +51,7 @@ def from_hf(
         0,
         model=tensors,
         optimizer=None,
-        state={"imported_from": str(src)},
+        state={"step": 0, "consumed_tokens": 0, "consumed_train_samples": 0, "imported_from": str(src)},
         config_yaml=f"# Imported from {src}. Data, optimizer and steps are placeholders.\n" + dump(config),
         model_config=source.architecture.model_dump(by_alias=True),
         save_tokenizer=_copy_tokenizer(source, report),

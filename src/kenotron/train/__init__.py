@@ -33,13 +33,24 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     `fresh` sets earlier checkpoints aside and starts at step 0. A run whose checkpoint already has all its
     steps says so and gives None: nothing was loaded.
     """
-    from kenotron.config import fill_run_name, refuse_unsupported
+    from kenotron.config import refuse_unsupported
     from kenotron.train import console, report, saving
-    from kenotron.train.run import close, fit
-    from kenotron.train.setup import prepare, write_config
+    from kenotron.train.setup import resolve_architecture
 
     refuse_unsupported(config)
     console.start_logging(config, mesh)
+    report.first_line(config)
+    config = resolve_architecture(config)
+    with saving.own_folder(config):
+        return _train(config, mesh, device, fresh)
+
+
+def _train(config: Config, mesh: Mesh, device: torch.device, fresh: bool) -> Run | None:
+    from kenotron.config import fill_run_name
+    from kenotron.train import report, saving
+    from kenotron.train.run import close, fit
+    from kenotron.train.setup import open_log, prepare
+
     config, start = saving.choose_start(config, fresh)
     config = fill_run_name(config, datetime.now(), os.environ.get("SLURM_JOB_ID"))
     if start.continues and start.step >= config.tokens.train_steps:
@@ -48,7 +59,7 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     run = prepare(config, mesh, device, start)
     try:
         saving.restore(run, start)
-        write_config(run.config)
+        open_log(run.config, start)
         if not run.finished:
             report.training_plan(run)
             fit(run)

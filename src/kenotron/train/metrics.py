@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -160,6 +161,16 @@ def memory_fields(run: Run) -> dict[str, int]:
         "hd_used_memory_tb": disk.used,
         "hd_free_memory_tb": disk.free,
     }
+
+
+def set_aside(folder: Path) -> None:
+    """Keep the metrics of an earlier run in `folder` under another name: no run erases what another measured."""
+    path = folder / "metrics.jsonl"
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    kept = path.with_name(f"metrics-replaced-{datetime.now():%Y%m%d_%H%M%S_%f}.jsonl")
+    path.rename(kept)
+    logger.warning("%s is of an earlier run; it is now %s", path, kept.name)
 
 
 def drop_later_steps(path: Path, step: int) -> None:

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from kenotron.train.saving import Start
 
 
+def first_line(config: Config) -> None:
+    """Which program, and for which project."""
+    import kenotron
+
+    logger.info("kenotron %s | project: %s", kenotron.__version__, config.general.project)
+
+
 def training_plan(run: Run) -> None:
     """Stages, sizes, where things are: the seeds' lines."""
     for stage in run.data.stages:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ import yaml
 from torch import Tensor
 
 from kenotron import checkpoint
+from kenotron.checkpoint.ranks import on_first
 from kenotron.config import Config, dump, same_run_difference
 from kenotron.config.errors import InputError
 from kenotron.models import LanguageModel, named_parameters
@@ -145,6 +147,19 @@ class Start:
     step: int = 0
 
 
+@contextmanager
+def own_folder(config: Config) -> Iterator[None]:
+    """`checkpoints_path`, made and held until the run ends: two runs in it would write over each other's steps."""
+    root = Path(config.checkpoints.checkpoints_path)
+    try:  # now, not after the first thousand steps
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"checkpoints.checkpoints_path: cannot make {root}: {error.strerror}") from error
+    with ExitStack() as held:
+        on_first(lambda: held.enter_context(checkpoint.in_use(root)))
+        yield
+
+
 def choose_start(config: Config, fresh: bool) -> tuple[Config, Start]:
     """The checkpoint to begin from, and the config with the name that the run already had.
 
@@ -152,33 +167,39 @@ def choose_start(config: Config, fresh: bool) -> tuple[Config, Start]:
     `resume_checkpoint_path`.
     """
     root = Path(config.checkpoints.checkpoints_path)
-    try:  # now, not after the first thousand steps
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"checkpoints.checkpoints_path: cannot make {root}: {error.strerror}") from error
     checkpoint.tidy(root, logger.warning)  # may finish a save that was killed at its rename: before --fresh looks
     if fresh:
-        _set_aside(config, root)
+        _set_aside(root)
     newest = checkpoint.newest_whole(root, logger.warning)
     if newest is not None:
         return _same_run(config, newest), Start(newest, True, _position(newest))
     explicit = config.checkpoints.resume_checkpoint_path
     if explicit is not None:
         path = checkpoint.resolve(Path(explicit))
-        return config, Start(path, False, _position(path) if config.checkpoints.load_lr_scheduler else 0)
+        return config, _start_elsewhere(config, path)
     return config, Start()
 
 
 def _position(path: Path) -> int:
-    return checkpoint.read_manifest(path).state["step"]
+    return checkpoint.read_manifest(path).step
 
 
-def _set_aside(config: Config, root: Path) -> None:
-    """Nothing is lost by --fresh: earlier checkpoints and metrics only stop being this run's."""
+def _start_elsewhere(config: Config, path: Path) -> Start:
+    """A new run's start at the checkpoint that `resume_checkpoint_path` names."""
+    if not config.checkpoints.load_lr_scheduler:
+        return Start(path)
+    step, steps = _position(path), config.tokens.train_steps
+    if step >= steps:
+        raise InputError(
+            f"checkpoints.resume_checkpoint_path: {path} is at step {step} and tokens.train_steps is {steps}, so no "
+            f"step is left; raise tokens.train_steps, or set checkpoints.load_lr_scheduler: false to start at step 0"
+        )
+    return Start(path, False, step)
+
+
+def _set_aside(root: Path) -> None:
+    """Nothing is lost by --fresh: earlier checkpoints only stop being this run's."""
     now = datetime.now().strftime("%Y%m%d_%H%M%S_%f")
-    metrics = console.log_folder(config) / "metrics.jsonl"
-    if metrics.exists():
-        metrics.rename(metrics.with_name(f"metrics-replaced-{now}.jsonl"))
     steps = [entry.path for entry in checkpoint.list_checkpoints(root)]
     if not steps:
         return
@@ -231,7 +252,7 @@ def restore(run: Run, start: Start) -> None:
             if name in saved:
                 hook.load_state_dict(saved[name])
     parts = ["weights"] + ["optimizer"] * with_optimizer + ["schedule and data position"] * with_position
-    logger.info("Loaded %s of %s (step %d)", ", ".join(parts), start.path, state["step"])
+    logger.info("Loaded %s of %s (step %d)", ", ".join(parts), start.path, _position(start.path))
 
 
 def _check_position(run: Run, state: dict[str, Any], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Preparing a run: mesh → model → weights → optimizer → data → hooks, in the order in which they need each other."""
+"""Preparing a run: hooks → model → weights → optimizer → data. Data last: to tokenize may take an hour."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import yaml
 from torch import nn
 
 from kenotron.config import dump
 from kenotron.config.architecture import HFArchitecture
 from kenotron.config.errors import InputError
 from kenotron.config.model import ExistingCheckpointInit, RandomInit
+from kenotron.kernels.host_memory import keep_freed_memory
 from kenotron.models import LanguageModel, build, initialize_model, materialize, named_parameters
 from kenotron.models.plan import modules
 from kenotron.optim.build import build_optimizer
@@ -21,7 +23,7 @@ from kenotron.train import console
 from kenotron.train.console import log_folder, logger
 from kenotron.train.guards import NonFiniteGuard, Signals
 from kenotron.train.hooks import Hook, load_hook
-from kenotron.train.metrics import Metrics
+from kenotron.train.metrics import Metrics, set_aside
 from kenotron.train.observing import Pace, Profiler, Progress, Samples
 from kenotron.train.run import Run
 from kenotron.train.saving import Checkpoints, Start, load_initial_weights
@@ -29,24 +31,32 @@ from kenotron.train.validation import Compressors, Validation
 
 if TYPE_CHECKING:
     from kenotron.config import Config
+    from kenotron.data import RunData
     from kenotron.parallel.mesh import Mesh
 
 
 def prepare(config: Config, mesh: Mesh, device: torch.device, start: Start) -> Run:
     """Everything of a run but what `start` brings: `saving.restore` loads that."""
-    from kenotron.data import open_run
-
-    config = resolve_architecture(config)
     logger.info("Config:\n%s", dump(config).rstrip())
-    data = open_run(config, start.step + 1, logger.info)
+    hooks = make_hooks(config)
     model = make_model(config, mesh, device)
     if start.path is None:
         fill_weights(model, config)
     optimizer = build_optimizer(named_parameters(model), config.optimizer)
     describe_model(config, model, device)
-    run = Run(config, mesh, device, model, optimizer, data, data.tokenizer)
-    run.hooks = make_hooks(config, run)
-    return run
+    data = open_data(config, start)
+    return Run(config, mesh, device, model, optimizer, data, data.tokenizer, hooks)
+
+
+def open_data(config: Config, start: Start) -> RunData:
+    """The run's data from the step after `start` on."""
+    from kenotron.data import open_run
+
+    data = open_run(config, start.step + 1, logger.info)
+    if config.logging.sample_prompts and data.tokenizer is None:
+        data.close()
+        raise InputError("logging.sample_prompts: this run has no tokenizer to read them with; expected none")
+    return data
 
 
 def resolve_architecture(config: Config) -> Config:
@@ -62,6 +72,8 @@ def resolve_architecture(config: Config) -> Config:
 
 def make_model(config: Config, mesh: Mesh, device: torch.device) -> LanguageModel:
     """The model in memory on `device`, split by its plan, weights undefined. Order: recompute → compile → shard."""
+    if device.type == "cpu":
+        keep_freed_memory()  # a step's tensors are those of the last: no page faults for them
     with torch.device("meta"):
         model = build(config.model, mesh.degree("tp"))
     if mesh.degree("tp") > 1:
@@ -109,7 +121,7 @@ def describe_model(config: Config, model: nn.Module, device: torch.device) -> No
     logger.info("[After model building]%s", console.show_memory(memory))
 
 
-def make_hooks(config: Config, run: Run) -> list[Hook]:
+def make_hooks(config: Config) -> list[Hook]:
     """The hooks that this config asks for, in the order in which they are called."""
     folder = log_folder(config)
     hooks: list[Hook] = []
@@ -126,17 +138,29 @@ def make_hooks(config: Config, run: Run) -> list[Hook]:
     if config.tokens.validates:
         hooks.append(Compressors())
     if config.logging.sample_prompts:
-        if run.tokenizer is None:
-            raise InputError("logging.sample_prompts: this run has no tokenizer to read them with; expected none")
         hooks.append(Samples())
     return hooks
 
 
-def write_config(config: Config) -> None:
-    """The resolved config into the run's log folder."""
+def open_log(config: Config, start: Start) -> None:
+    """The run's log folder, with its resolved config in it. Metrics of another run there step aside."""
     folder = log_folder(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not (start.continues and _logged_here(config, folder)):
+            set_aside(folder)
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     except OSError as error:
         raise InputError(f"logging.log_dir: cannot write to {folder}: {error.strerror}") from error
+
+
+def _logged_here(config: Config, folder: Path) -> bool:
+    """Whether the run that last logged in `folder` keeps its checkpoints where this one does."""
+    file = folder / "config.yaml"
+    if not file.exists():
+        return True
+    try:
+        saved = yaml.safe_load(file.read_text(encoding="utf-8"))["checkpoints"]["checkpoints_path"]
+    except (yaml.YAMLError, KeyError, TypeError):
+        return False  # nobody's: what stands beside it is kept, under another name
+    return Path(saved).absolute() == Path(config.checkpoints.checkpoints_path).absolute()
