@@ -84,7 +84,7 @@ def test_without_a_prepared_copy_the_snapshot_of_the_repository_is_read(tmp_path
     home = make_hub_cache(tmp_path / "home", prepared=False)
     code = f"""
     texts = HubTexts("{DATASET}")
-    documents = [text for text, _ in texts.documents()]
+    documents = [text for text, *_ in texts.documents()]
     print(texts.size, len(documents), documents[0][:8])
     """
     first = made_documents()[0][:8]
@@ -110,7 +110,7 @@ def test_local_folders_splits_and_fractions_give_the_rows_they_name(saved, tmp_p
     import os; os.chdir("{saved}")
     def rows(*arguments):
         texts = HubTexts(*arguments)
-        found = [text for text, _ in texts.documents()]
+        found = [text for text, *_ in texts.documents()]
         assert texts.size == len(found)
         return " ".join(text.split()[-1] for text in found)
     print(rows("one"))

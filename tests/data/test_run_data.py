@@ -12,8 +12,8 @@ from data_runs import run_config, write_texts
 
 from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS, compression_baselines, open_run
-from kenotron.data.cache import is_held_out
 from kenotron.data.loader import Prefetcher
+from kenotron.data.split import is_held_out, share_of_hashes, text_hash
 from kenotron.data.tokenizer import train_byte_level_bpe
 
 
@@ -204,6 +204,21 @@ def test_the_loader_yields_every_step_in_order_and_ends(workers):
             next(loader)
 
 
+def test_the_loader_has_the_threads_of_the_stage_that_asks_for_most():
+    config = run_config(None, None)
+    stages = [
+        stage.model_copy(update={"data": stage.data.model_copy(update={"num_loading_workers": workers})})
+        for stage, workers in zip(config.data_stages, (1, 3))
+    ]
+    with open_run(config.model_copy(update={"data_stages": stages}), 1, quiet) as data:
+        data._opened[1].result()
+        before = threading.active_count()
+        with data.loader() as loader:
+            for _ in range(8):
+                next(loader)
+            assert threading.active_count() == before + 3
+
+
 def test_batches_are_made_ahead_so_that_the_step_does_not_wait():
     def make(step):
         time.sleep(0.02)
@@ -301,7 +316,7 @@ def test_validation_is_the_same_on_every_layout_and_every_rank_gets_as_many_batc
 
 
 def test_training_never_sees_a_held_out_document_whether_the_run_validates_or_not(texts):
-    held = [t for f in sorted(texts.iterdir()) if is_held_out(t := f.read_text(), 0.2)]
+    held = [t for f in sorted(texts.iterdir()) if is_held_out(t := f.read_text(), share_of_hashes(0.2))]
     assert held
     for interval in (5, -1):
         with opened({"text_files": str(texts)}, val_check_interval=interval) as data:
@@ -346,10 +361,68 @@ def test_a_tokenizer_that_is_not_byte_level_counts_bytes_by_the_mean(texts, tmp_
 
 
 def test_no_held_out_document_is_an_error_that_says_what_to_do(tmp_path):
+    folder = write_texts(tmp_path / "one", count=1, words=400)
+    with pytest.raises(InputError, match=r"no document is left for validation .* tokens\.val_fraction"):
+        opened({"text_files": str(folder)}, val_fraction=1e-9)
+    with opened({"text_files": str(folder)}, val_fraction=1e-9, val_check_interval=-1) as data:
+        assert len(data.batch(1)) == 2
+
+
+def test_of_a_folder_of_few_files_one_is_held_out_and_the_console_says_so(tmp_path):
     folder = write_texts(tmp_path / "few", count=3)
-    message = r"no document is left for validation: .* tokens\.val_fraction"
-    with opened({"text_files": str(folder)}, val_fraction=1e-9) as data, pytest.raises(InputError, match=message):
-        data.validation()
+    with opened({"text_files": str(folder)}, val_fraction=1e-9) as data:
+        (held,) = data.validation_texts()
+        assert held == min((file.read_text() for file in folder.iterdir()), key=text_hash)
+        assert sum(size for _, size in data.validation()) > 0
+        assert "held out: 1 documents" in data.describe()[1]
+        assert "the one with the smallest hash" in data.describe()[1]
+
+
+def test_bits_per_byte_are_unknown_where_a_source_of_the_mixture_is_no_text(texts, my_module):
+    parts = [{"weight": 1, "text_files": str(texts)}, {"weight": 1, "source": f"{my_module}.Squares"}]
+    with opened({"mixture": parts}, tokenizer__train={"vocab_size": 300}) as data:
+        batches = list(data.validation())
+        assert len(batches) > 3
+        assert {size for _, size in batches} == {0.0}
+
+
+# ---- a run that continues ----------------------------------------------------------------------------------
+
+
+def test_fingerprints_tell_that_a_file_or_the_tokenizer_changed(tmp_path):
+    folder = write_texts(tmp_path / "texts")
+    dataset = {"text_files": str(folder)}
+    with opened(dataset) as data:
+        first = data.fingerprints()
+        assert set(first) == {"tokenizer", str(folder)}
+        assert first["tokenizer"] == data.tokenizer.hash
+    with opened(dataset, val_fraction=0.3) as data:
+        assert data.fingerprints()[str(folder)] == first[str(folder)]
+    (folder / "000.txt").write_text("something else\n")
+    with opened(dataset) as data:
+        assert data.fingerprints()[str(folder)] != first[str(folder)]
+
+
+def test_fingerprints_have_every_source_of_the_open_stages(texts, other_texts):
+    mixture = {"mixture": [{"weight": 1, "text_files": str(texts)}, {"weight": 1, "text_files": str(texts)}]}
+    with opened(mixture, {"text_files": str(other_texts)}, tokenizer__train={"vocab_size": 300}) as data:
+        data._opened[1].result()
+        assert set(data.fingerprints()) == {"tokenizer", str(texts), str(other_texts)}
+    with opened(None) as data:
+        assert data.fingerprints() == {}
+
+
+def test_the_tokenizer_of_a_checkpoint_is_not_trained_again(tmp_path):
+    folder = write_texts(tmp_path / "texts")
+    config = run_config({"text_files": str(folder)})
+    with open_run(config, 1, quiet) as data:
+        data.tokenizer.save(tmp_path / "checkpoint" / "tokenizer")
+        first = data.tokenizer.hash
+    (folder / "000.txt").write_text("zzzz " * 500)
+    with open_run(config, 5, quiet, tmp_path / "checkpoint" / "tokenizer") as data:
+        assert data.tokenizer.hash == data.fingerprints()["tokenizer"] == first
+    with open_run(config, 5, quiet, tmp_path / "no such folder") as data:
+        assert data.tokenizer.hash != first
 
 
 def test_compressors_are_measured_on_the_same_text(texts):

@@ -11,7 +11,7 @@ from kenotron.data.texts import PIECE, FileTexts, find_files, python_stdlib
 
 
 def read(texts):
-    return [text for text, _ in texts.documents()]
+    return [text for text, *_ in texts.documents()]
 
 
 def test_a_small_text_file_is_one_document(tmp_path):
@@ -159,5 +159,6 @@ def test_the_embedded_corpus_is_the_library_without_packages_and_tests():
     assert not any(part in {"site-packages", "test", "tests"} for file in corpus.files for part in file.parts)
     assert 5_000_000 < corpus.size < 40_000_000
     assert corpus.files == python_stdlib().files
-    first, done = next(corpus.documents())
+    first, done, last = next(corpus.documents())
+    assert last
     assert len(first.encode()) == done

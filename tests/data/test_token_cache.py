@@ -14,7 +14,8 @@ from data_runs import write_texts
 
 from kenotron.config.errors import InputError
 from kenotron.data import cache
-from kenotron.data.cache import EncodeRules, is_held_out, open_tokens
+from kenotron.data.cache import EncodeRules, open_tokens
+from kenotron.data.split import is_held_out, share_of_hashes
 from kenotron.data.texts import FileTexts, find_files
 from kenotron.data.tokenizer import Tokenizer, train_byte_level_bpe
 
@@ -44,8 +45,8 @@ def quiet(line):
 def test_it_holds_every_document_with_its_end_on_the_side_of_its_hash(folder, tokenizer):
     opened = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
     expected = {"train": [], "validation": []}
-    for text, _ in texts_in(folder).documents():
-        expected["validation" if is_held_out(text, 0.3) else "train"].append(text)
+    for text, *_ in texts_in(folder).documents():
+        expected["validation" if is_held_out(text, share_of_hashes(0.3)) else "train"].append(text)
     assert len(expected["validation"]) >= 4
     for side, documents in expected.items():
         split = getattr(opened, side)
@@ -58,7 +59,7 @@ def test_it_holds_every_document_with_its_end_on_the_side_of_its_hash(folder, to
 
 
 def test_the_hash_holds_out_the_asked_share():
-    held = sum(is_held_out(f"document {number}", 0.1) for number in range(20_000))
+    held = sum(is_held_out(f"document {number}", share_of_hashes(0.1)) for number in range(20_000))
     assert abs(held - 2000) < 4 * (20_000 * 0.1 * 0.9) ** 0.5
 
 
@@ -74,10 +75,10 @@ def test_several_processes_make_the_same_bytes_as_one(folder, tokenizer, tmp_pat
 
 def test_documents_are_cut_and_ended_by_the_rules(folder, tokenizer):
     cut = open_tokens(texts_in(folder), tokenizer, EncodeRules(7, 10), 0.0001, report=quiet)
-    assert np.diff(cut.train.ends.astype(int)).tolist() == [11] * 39
-    assert cut.train.tokens[10::11].tolist() == [7] * 40
+    assert np.diff(cut.train.ends.astype(int)).tolist() == [11] * 38  # of 40 documents one is held out
+    assert cut.train.tokens[10::11].tolist() == [7] * 39
     endless = open_tokens(texts_in(folder), tokenizer, EncodeRules(None, 10), 0.0001, report=quiet)
-    assert np.diff(endless.train.ends.astype(int)).tolist() == [10] * 39
+    assert np.diff(endless.train.ends.astype(int)).tolist() == [10] * 38
 
 
 def test_ids_take_two_bytes_up_to_65536_entries_and_four_beyond(folder, tokenizer):
@@ -133,6 +134,31 @@ def test_overwrite_makes_it_again_but_not_after_another_process_of_this_run_did(
     monkeypatch.setattr(cache, "PROCESS_START", time.time() - 100)
     open_tokens(texts_in(folder), tokenizer, RULES, 0.3, overwrite=True, report=lines.append)
     assert len(lines) == 1
+
+
+def test_an_end_of_document_token_beyond_two_bytes_is_kept_whole(folder, tokenizer):
+    opened = open_tokens(texts_in(folder), tokenizer, EncodeRules(70_000, None), 0.3, report=quiet)
+    assert opened.train.tokens.dtype == np.dtype("<u4")
+    assert set(opened.train.tokens[opened.train.ends.astype(int) - 1].tolist()) == {70_000}
+
+
+def test_a_truncated_description_of_an_entry_makes_it_again(folder, tokenizer):
+    made = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
+    (made.path / "meta.json").write_text("{")
+    lines = []
+    again = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=lines.append)
+    assert len(lines) == 1
+    assert again.train.tokens.tolist() == made.train.tokens.tolist()
+
+
+def test_an_empty_note_of_a_content_is_not_believed(folder, tokenizer, tmp_path):
+    for file in folder.iterdir():
+        os.utime(file, (1_000_000, 1_000_000))
+    made = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
+    (note,) = (tmp_path / "cache" / "known").iterdir()
+    note.write_text("")
+    assert open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet).path == made.path
+    assert note.read_text().strip() == texts_in(folder).content_hash()
 
 
 def test_a_truncated_file_is_found_out(folder, tokenizer):
@@ -228,8 +254,8 @@ def test_a_process_killed_midway_leaves_nothing_that_counts(folder, tokenizer, t
 
     opened = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
     expected = []
-    for text, _ in texts_in(folder).documents():
-        if not is_held_out(text, 0.3):
+    for text, *_ in texts_in(folder).documents():
+        if not is_held_out(text, share_of_hashes(0.3)):
             expected += [*tokenizer.encode(text), 0]
     assert opened.train.tokens.tolist() == expected
     left = [path.name for path in opened.path.parent.iterdir() if ".tmp-" in path.name]

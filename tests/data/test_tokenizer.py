@@ -158,9 +158,10 @@ def test_a_fork_after_tokenizing_gives_no_warning(tmp_path):
     code = """
 import os, sys
 from kenotron.data.encode import EncodeRules, encode_documents
+from kenotron.data.split import Marked
 from kenotron.data.tokenizer import train_byte_level_bpe
 tokenizer = train_byte_level_bpe(["some words here"] * 9, 270)
-list(encode_documents([("some words", 1)] * 50, tokenizer.to_json(), EncodeRules(0, None), 1))
+list(encode_documents([Marked("some words", 1, False, True, True)] * 50, tokenizer.to_json(), EncodeRules(0, None), 1))
 child = os.fork()
 if child == 0:
     tokenizer.encode_batch(["some words"] * 50)

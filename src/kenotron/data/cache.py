@@ -31,17 +31,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 
 from .encode import Encoded, EncodeRules, encode_documents
 from .progress import Report, progress
-from .texts import Texts
+from .split import held_out_limit, marked, share_of_hashes
+from .texts import Piece, Texts
 from .tokenizer import Tokenizer
 
-FORMAT = 1
+FORMAT = 2
 SPLITS = ("train", "validation")
 PROCESS_START = time.time()
 
@@ -53,11 +53,6 @@ class Stopped(Exception):
 def cache_root() -> Path:
     """``$KENOTRON_CACHE``, else ``~/.cache/kenotron``."""
     return Path(os.environ.get("KENOTRON_CACHE") or "~/.cache/kenotron").expanduser()
-
-
-def is_held_out(text: str, fraction: float) -> bool:
-    """Does this document belong to validation? A function of its text and the fraction alone."""
-    return xxhash.xxh3_64_intdigest(text.encode("utf-8")) < fraction * 2**64
 
 
 # ---- an entry ----------------------------------------------------------------------------------------------
@@ -79,13 +74,16 @@ class SplitTokens:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """A tokenized set of texts."""
+    """A tokenized set of texts. `content` names the texts, whatever the tokenizer."""
 
     path: Path
+    content: str
     train: SplitTokens
     validation: SplitTokens
     skipped: int
     """Files left out because they are no UTF-8."""
+    smallest_hash: bool
+    """Whether no document fell below the fraction, so that the one with the smallest hash is held out."""
 
 
 def open_tokens(
@@ -111,19 +109,29 @@ def open_tokens(
     def build(folder: Path) -> None:
         _tokenize(folder, texts, tokenizer, rules, val_fraction, processes, report, stop)
 
-    cached_folder(path, build, report, f"tokenizing {texts.name}", overwrite)
-    return _read(path)
+    cached_folder(path, build, report, f"tokenizing {texts.name}", overwrite, lambda folder: _meta(folder) is not None)
+    return _read(path, content)
 
 
-def _read(path: Path) -> TokenCache:
-    meta = json.loads((path / "meta.json").read_text())
+def _meta(path: Path) -> dict[str, Any] | None:
+    """What an entry says of itself; None where it is not there or not whole."""
+    try:
+        return json.loads((path / "meta.json").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _read(path: Path, content: str) -> TokenCache:
+    meta = _meta(path)
+    if meta is None:
+        raise InputError(f"{path / 'meta.json'}: damaged token cache; delete {path} and it is made again")
     sides = {}
     for split in SPLITS:
         of = meta[split]
         tokens = _map(path / f"{split}.tokens", np.dtype(meta["dtype"]), of["tokens"])
         ends = _map(path / f"{split}.ends", np.dtype("<u8"), of["documents"])
         sides[split] = SplitTokens(tokens, ends, of["bytes"], of["max_id"])
-    return TokenCache(path, sides["train"], sides["validation"], meta["skipped"])
+    return TokenCache(path, content, sides["train"], sides["validation"], meta["skipped"], meta["smallest_hash"])
 
 
 def _map(file: Path, dtype: np.dtype, length: int) -> NDArray:
@@ -150,7 +158,7 @@ class _Side:
 
 
 class _SplitWriter:
-    """Appends documents to one split's two files."""
+    """Appends pieces of documents to one split's two files."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
         # Unbuffered: what is written comes in large pieces, and a full disk shows where it happens.
@@ -159,15 +167,19 @@ class _SplitWriter:
         self.dtype = dtype
         self.side = _Side()
 
-    def write(self, ids: NDArray[np.uint32], lengths: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-        if not len(lengths):
+    def write(self, part: Encoded, mine: NDArray[np.bool_]) -> None:
+        """Append the pieces of `part` that `mine` ``[pieces]`` marks."""
+        if not mine.any():
             return
+        ids, lengths, ends = part.ids[np.repeat(mine, part.lengths)], part.lengths[mine], part.ends[mine]
+        largest = int(ids.max()) if len(ids) else -1
+        assert largest <= np.iinfo(self.dtype).max, f"token {largest} does not fit {self.dtype}"
         _write_all(self.token_file, ids.astype(self.dtype).tobytes())
-        _write_all(self.end_file, (self.side.tokens + np.cumsum(lengths)).astype("<u8").tobytes())
+        _write_all(self.end_file, (self.side.tokens + np.cumsum(lengths))[ends].astype("<u8").tobytes())
         self.side.tokens += len(ids)
-        self.side.documents += len(lengths)
-        self.side.bytes += int(sizes.sum())
-        self.side.max_id = max(self.side.max_id, int(ids.max()) if len(ids) else -1)
+        self.side.documents += int(ends.sum())
+        self.side.bytes += int(part.sizes[mine].sum())
+        self.side.max_id = max(self.side.max_id, largest)
 
     def close(self) -> None:
         self.token_file.close()
@@ -191,26 +203,25 @@ def _tokenize(
     stop: threading.Event | None,
 ) -> None:
     """Fill `folder` with an entry."""
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    held: list[bool] = []  # sides of the documents that are being encoded
+    # The end-of-document token may be the model config's, beyond the tokenizer's own.
+    dtype = np.dtype("<u2" if max(tokenizer.vocab_size, (rules.eos or 0) + 1) <= 1 << 16 else "<u4")
 
-    def watched() -> Iterator[tuple[str, int]]:
-        for text, done in texts.documents():
+    def watched() -> Iterator[Piece]:
+        for piece in texts.documents():
             if stop is not None and stop.is_set():
                 raise Stopped(f"tokenizing {texts.name} was stopped")
-            held.append(is_held_out(text, val_fraction))
-            yield text, done
+            yield piece if rules.max_tokens is None else piece._replace(last=True)
 
     started = time.monotonic()
+    limit = held_out_limit(watched(), val_fraction)
     with contextlib.ExitStack() as stack:
         update = stack.enter_context(progress(f"tokenizing {texts.name}", texts.size, report))
         writers = {
             split: stack.enter_context(contextlib.closing(_SplitWriter(folder, split, dtype))) for split in SPLITS
         }
-        for part in encode_documents(watched(), tokenizer.to_json(), rules, processes):
-            side = np.array(held[: len(part.lengths)])
-            del held[: len(part.lengths)]
-            _write_part(writers, part, side)
+        for part in encode_documents(marked(watched(), limit), tokenizer.to_json(), rules, processes):
+            writers["train"].write(part, ~part.held_out)
+            writers["validation"].write(part, part.held_out)
             update(part.done)
     sides = {split: writer.side for split, writer in writers.items()}
     if not any(side.documents for side in sides.values()):
@@ -218,15 +229,10 @@ def _tokenize(
     meta: dict[str, Any] = {split: asdict(side) for split, side in sides.items()}
     meta |= {"format": FORMAT, "dtype": dtype.str, "skipped": texts.skipped, "texts": texts.name}
     meta |= {"tokenizer": tokenizer.name, "created": time.time()}
+    meta |= {"smallest_hash": limit > share_of_hashes(val_fraction)}
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     tokens = sum(side.tokens for side in sides.values())
     report(f"tokenized {texts.name}: {tokens:,} tokens in {time.monotonic() - started:.1f} s")
-
-
-def _write_part(writers: dict[str, _SplitWriter], part: Encoded, held: NDArray[np.bool_]) -> None:
-    of_token = np.repeat(held, part.lengths)
-    for split, mine, tokens in (("train", ~held, ~of_token), ("validation", held, of_token)):
-        writers[split].write(part.ids[tokens], part.lengths[mine], part.sizes[mine])
 
 
 # ---- keys --------------------------------------------------------------------------------------------------
@@ -239,13 +245,17 @@ def content_hash(texts: Texts) -> str:
         return texts.content_hash()
     note = cache_root() / "known" / signature
     with contextlib.suppress(OSError):
-        return note.read_text().strip()
+        if known := note.read_text().strip():  # a crash of the machine may have left it empty
+            return known
     content = texts.content_hash()
     if texts.signature() == signature:
         with _writable(note.parent):
             note.parent.mkdir(parents=True, exist_ok=True)
             temporary = note.with_name(f"{note.name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
-            temporary.write_text(content + "\n")
+            with open(temporary, "w") as stream:
+                stream.write(content + "\n")
+                stream.flush()
+                os.fsync(stream.fileno())
             os.replace(temporary, note)
     return content
 
@@ -258,18 +268,23 @@ def _digest(text: str) -> str:
 
 
 def cached_folder(
-    path: Path, build: Callable[[Path], None], report: Report, what: str, overwrite: bool = False
+    path: Path,
+    build: Callable[[Path], None],
+    report: Report,
+    what: str,
+    overwrite: bool = False,
+    is_whole: Callable[[Path], bool] = Path.is_dir,
 ) -> None:
-    """Make sure that the folder `path` exists, by ``build(temporary folder)`` and a rename if it does not.
+    """Make sure that the folder `path` is there and whole, by ``build(temporary folder)`` and a rename if it is not.
 
     `overwrite` builds it again, unless another process has done so since this one started.
     """
-    if path.is_dir() and not overwrite:
+    if is_whole(path) and not overwrite:
         return
     with _writable(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_name(path.name + ".lock"), report, what) as alone:
-            if path.is_dir() and not (overwrite and path.stat().st_mtime < PROCESS_START):
+            if is_whole(path) and not (overwrite and path.stat().st_mtime < PROCESS_START):
                 return
             if alone:  # what lies there was left by a killed process
                 for old in path.parent.glob(f"{path.name}.tmp-*"):

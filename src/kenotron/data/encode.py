@@ -28,12 +28,17 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 
+from .split import Marked
+
 BATCH_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True)
 class EncodeRules:
-    """How a document becomes tokens: cut to `max_tokens`, then ended by `eos` unless it ends so already."""
+    """How a document becomes tokens: cut to `max_tokens`, then ended by `eos` unless it ends so already.
+
+    With a cut to `max_tokens` every piece of a long text counts as a document.
+    """
 
     eos: int | None
     max_tokens: int | None
@@ -41,69 +46,94 @@ class EncodeRules:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Ids of a batch of documents end to end, and how many tokens and UTF-8 bytes each document has."""
+    """Ids of a batch of pieces end to end; of each its tokens, UTF-8 bytes and side, and whether it ends a document."""
 
     ids: NDArray[np.uint32]
     lengths: NDArray[np.int64]
     sizes: NDArray[np.int64]
+    held_out: NDArray[np.bool_]
+    ends: NDArray[np.bool_]
     done: int
 
 
 def encode_documents(
-    documents: Iterable[tuple[str, int]], tokenizer_json: str, rules: EncodeRules, processes: int
+    pieces: Iterable[Marked], tokenizer_json: str, rules: EncodeRules, processes: int
 ) -> Iterator[Encoded]:
-    """Encode `documents` (text, work done so far) batch by batch, in order."""
-    batches = _batches(documents)
+    """Encode `pieces` batch by batch, in order."""
+    batches = _batches(pieces)
     if processes <= 1:
         from .tokenizer import all_cores
 
         backend = _backend(tokenizer_json)
-        for texts, done in batches:
+        for batch in batches:
             with all_cores():
-                ids, lengths, sizes = encode_texts(backend, texts, rules)
-            yield Encoded(ids, lengths, sizes, done)
+                ids, lengths = encode_pieces(backend, *_texts(batch), rules)
+            yield _encoded(batch, ids, lengths)
         return
     with ExitStack() as stack:
         idle: queue.Queue[subprocess.Popen] = queue.Queue()
         for _ in range(processes):
             idle.put(stack.enter_context(_worker(tokenizer_json, rules)))
         pool = stack.enter_context(ThreadPoolExecutor(processes))
-        waiting: deque[tuple[Future, int]] = deque()
-        for texts, done in batches:
-            waiting.append((pool.submit(_ask, idle, texts), done))
+        waiting: deque[tuple[list[Marked], Future]] = deque()
+        for batch in batches:
+            waiting.append((batch, pool.submit(_ask, idle, _texts(batch))))
             if len(waiting) > 2 * processes:
-                yield _answer(*waiting.popleft())
-        while waiting:
-            yield _answer(*waiting.popleft())
+                batch, future = waiting.popleft()
+                yield _encoded(batch, *future.result())
+        for batch, future in waiting:
+            yield _encoded(batch, *future.result())
 
 
-def encode_texts(
-    backend, texts: list[str], rules: EncodeRules
-) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]:
-    """Ids of all `texts` end to end ``[tokens]``, tokens of each ``[texts]``, UTF-8 bytes of each ``[texts]``."""
-    parts: list[list[int]] = []
-    for encoding in backend.encode_batch_fast(texts):
-        ids = encoding.ids[: rules.max_tokens]
-        if rules.eos is not None and ids[-1:] != [rules.eos]:
-            ids.append(rules.eos)
-        parts.append(ids)
+def encode_pieces(
+    backend, texts: list[str], starts: list[bool], ends: list[bool], rules: EncodeRules
+) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """Ids of all `texts` end to end ``[tokens]``, and how many each has ``[texts]``.
+
+    What the tokenizer puts around a text by itself it puts around documents, not around their pieces.
+    """
+    parts: list[list[int]] = [[]] * len(texts)
+    for special in (True, False):
+        chosen = [place for place, start in enumerate(starts) if start == special]
+        encodings = backend.encode_batch_fast([texts[place] for place in chosen], add_special_tokens=special)
+        for place, encoding in zip(chosen, encodings):
+            ids = encoding.ids[: rules.max_tokens]
+            has_end = rules.eos is not None and ids[-1:] == [rules.eos]
+            if rules.eos is not None and ends[place] and not has_end:
+                ids.append(rules.eos)
+            elif has_end and not ends[place]:
+                ids.pop()
+            parts[place] = ids
     lengths = np.array([len(ids) for ids in parts], dtype=np.int64)
-    sizes = np.array([len(text.encode("utf-8")) for text in texts], dtype=np.int64)
-    flat = np.concatenate([np.asarray(ids, dtype=np.uint32) for ids in parts])
-    return flat, lengths, sizes
+    return np.concatenate([np.asarray(ids, dtype=np.uint32) for ids in parts]), lengths
 
 
-def _batches(documents: Iterable[tuple[str, int]]) -> Iterator[tuple[list[str], int]]:
-    texts: list[str] = []
-    characters = done = 0
-    for text, done in documents:
-        texts.append(text)
-        characters += len(text)
+def _texts(batch: list[Marked]) -> tuple[list[str], list[bool], list[bool]]:
+    return [p.text for p in batch], [p.starts for p in batch], [p.ends for p in batch]
+
+
+def _encoded(batch: list[Marked], ids: NDArray[np.uint32], lengths: NDArray[np.int64]) -> Encoded:
+    return Encoded(
+        ids,
+        lengths,
+        sizes=np.array([len(piece.text.encode("utf-8")) for piece in batch], dtype=np.int64),
+        held_out=np.array([piece.held_out for piece in batch]),
+        ends=np.array([piece.ends for piece in batch]),
+        done=batch[-1].done,
+    )
+
+
+def _batches(pieces: Iterable[Marked]) -> Iterator[list[Marked]]:
+    batch: list[Marked] = []
+    characters = 0
+    for piece in pieces:
+        batch.append(piece)
+        characters += len(piece.text)
         if characters >= BATCH_CHARACTERS:
-            yield texts, done
-            texts, characters = [], 0
-    if texts:
-        yield texts, done
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def _backend(tokenizer_json: str):
@@ -132,7 +162,7 @@ def _worker(tokenizer_json: str, rules: EncodeRules) -> Iterator[subprocess.Pope
                 pipe.close()  # type: ignore[union-attr]
 
 
-def _ask(idle: queue.Queue[subprocess.Popen], texts: list[str]):
+def _ask(idle: queue.Queue[subprocess.Popen], texts: tuple[list[str], list[bool], list[bool]]):
     worker = idle.get()
     try:
         _send(worker.stdin, texts)
@@ -145,11 +175,6 @@ def _ask(idle: queue.Queue[subprocess.Popen], texts: list[str]):
         ) from None
     finally:
         idle.put(worker)
-
-
-def _answer(future: Future, done: int) -> Encoded:
-    ids, lengths, sizes = future.result()
-    return Encoded(ids, lengths, sizes, done)
 
 
 def _send(pipe, message: object) -> None:
@@ -167,7 +192,7 @@ def main() -> None:
     backend = _backend(tokenizer_json)
     while True:
         try:
-            texts = pickle.load(requests)
+            texts, starts, ends = pickle.load(requests)
         except EOFError:
             return
-        _send(answers, encode_texts(backend, texts, rules))
+        _send(answers, encode_pieces(backend, texts, starts, ends, rules))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -21,7 +22,7 @@ from typing import Any
 from kenotron.config.errors import InputError
 
 from .hub import cached_revision, first_line, offline_variable, settle_hub, unreachable
-from .texts import FileTexts, find_files, missing_column
+from .texts import YOUNG, Piece, missing_column
 
 ROWS_AT_ONCE = 1000
 
@@ -57,7 +58,8 @@ class HubTexts:
     def signature(self) -> str | None:
         digest = hashlib.blake2b(f"hub {self._rules()}".encode(), digest_size=16)
         for name in self.fractions:
-            known = _folder_state(Path(name)) if Path(name).is_dir() else cached_revision(name, None, "dataset")
+            folder = Path(name).expanduser()
+            known = _folder_state(folder) if folder.is_dir() else cached_revision(name, None, "dataset")
             if known is None:
                 return None
             digest.update(f"\n{name} {known}".encode())
@@ -69,7 +71,7 @@ class HubTexts:
             digest.update(f"\n{rows._fingerprint}".encode())
         return digest.hexdigest()
 
-    def documents(self) -> Iterator[tuple[str, int]]:
+    def documents(self) -> Iterator[Piece]:
         done = 0
         for rows in self._parts:
             if self.column not in rows.column_names:
@@ -81,7 +83,7 @@ class HubTexts:
                     if not isinstance(text, str):
                         problem = missing_column(self.column, {self.column: text})
                         raise InputError(f"text_column_name: dataset {self.name}, row {done}: {problem}")
-                    yield text, done
+                    yield Piece(text, done)
 
     @cached_property
     def _parts(self) -> list[Any]:
@@ -105,15 +107,17 @@ def load_rows(name: str, config_name: str | None, split: str) -> Any:
     settle_hub()
     import datasets
 
-    folder = Path(name)
+    folder = Path(name).expanduser()
+    if name.startswith("~"):
+        name = str(folder)
     with _quiet(datasets), _explained(name, datasets.exceptions.DatasetsError):
         if (folder / "state.json").is_file():
-            return datasets.load_from_disk(name)
+            return _the_one_split(datasets.load_from_disk(name), name, config_name, split)
         if (folder / "dataset_dict.json").is_file():
             saved = datasets.load_from_disk(name)
             if split not in saved:
                 raise InputError(f"hf_dataset_splits: '{name}' has no split '{split}'; it has {', '.join(saved)}")
-            return saved[split]
+            return _the_one_split(saved[split], name, config_name, split)
         if name.startswith(("/", ".", "~")) and not folder.is_dir():
             raise InputError(f"hf_dataset_or_datasets: no such folder: {name}")
         try:
@@ -123,6 +127,18 @@ def load_rows(name: str, config_name: str | None, split: str) -> Any:
             if snapshot is None:
                 raise
             return datasets.load_dataset(snapshot, config_name, split=split)
+
+
+def _the_one_split(rows: Any, name: str, config_name: str | None, split: str) -> Any:
+    """The rows of a folder that `save_to_disk` wrote, if they are of the split and the configuration asked for."""
+    if rows.split is not None and str(rows.split) != split:
+        raise InputError(f"hf_dataset_splits: '{name}' has no split '{split}'; it has {rows.split}")
+    if config_name is not None and rows.info.config_name != config_name:
+        raise InputError(
+            f"hf_dataset_config_name: '{name}' was saved from the configuration {rows.info.config_name!r}, "
+            f"not '{config_name}'"
+        )
+    return rows
 
 
 def _cached_snapshot(name: str) -> str | None:
@@ -138,7 +154,14 @@ def _cached_snapshot(name: str) -> str | None:
 
 
 def _folder_state(folder: Path) -> str | None:
-    return FileTexts("", find_files(folder, "hf_dataset_or_datasets")).signature()
+    """Another one when any file of the folder is another; None while one is too young to tell."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        stat = file.stat()
+        if stat.st_mtime > time.time() - YOUNG:
+            return None
+        digest.update(f"\n{file.relative_to(folder)} {stat.st_size} {stat.st_mtime_ns}".encode())
+    return f"{folder.absolute()} {digest.hexdigest()}"
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,12 +58,13 @@ class RunData:
     def loader(
         self, start_step: int = 1, stop_step: int | None = None, dp_rank: int = 0, dp_size: int = 1
     ) -> Prefetcher[list[TokenBatch]]:
-        """Micro-batches of the steps [start_step, stop_step), made ahead by `num_loading_workers` threads.
+        """Micro-batches of the steps [start_step, stop_step), made ahead by threads.
 
-        `stop_step` is ``train_steps + 1`` by default.
+        `stop_step` is ``train_steps + 1`` by default. There are as many threads for the whole run as the stage with
+        the most `num_loading_workers` asks for.
         """
         stop = self.config.tokens.train_steps + 1 if stop_step is None else stop_step
-        workers = self.stage_at(start_step).workers if start_step < stop else 0
+        workers = max(stage.workers for stage in self.stages) if start_step < stop else 0
         return Prefetcher(lambda step: self.batch(step, dp_rank, dp_size), start_step, stop, workers)
 
     def batch(self, step: int, dp_rank: int = 0, dp_size: int = 1) -> list[TokenBatch]:
@@ -92,26 +94,29 @@ class RunData:
         """This rank's held-out batches, each with the UTF-8 bytes that its labels stand for (0.0: unknown).
 
         They are those of the first stage at every step of the run, so that its numbers compare.
-        Errors (InputError): no document is held out.
         """
-        held_out = self.held_out()
-        if not len(held_out):
-            raise InputError(
-                "no document is left for validation: give more documents or raise tokens.val_fraction "
-                f"(now {self.config.tokens.val_fraction})"
-            )
-        return held_out.batches(self._limit(), self.config.tokens.micro_batch_size, dp_rank, dp_size)
+        micro = self.config.tokens.micro_batch_size
+        return self.held_out().batches(self._limit(), micro, dp_rank, dp_size)
 
     def held_out(self) -> HeldOut:
-        """The held-out samples of the first stage."""
+        """The held-out samples of the first stage.
+
+        Errors (InputError): there is none.
+        """
         opened = self._open(0).result()
         sources = [source for source in opened.sources if len(source.held_out)]
-        splits = [source.cache.validation if source.cache else None for source in sources]
+        if not sources:
+            raise InputError(
+                "no document is left for validation (tokens.val_check_interval): give two documents or more, or raise "
+                f"tokens.val_fraction (now {self.config.tokens.val_fraction})"
+            )
+        splits = [source.cache.validation for source in sources if source.cache]
+        all_text = len(splits) == len(sources)  # bytes of a part of the tokens would say nothing of the whole
         return HeldOut(
             sources=[source.held_out for source in sources],
             sequence_length=opened.stage.sequence_length,
-            token_bytes=self._token_bytes(),
-            bytes_per_token=[split.bytes / len(split.tokens) if split else 0.0 for split in splits],
+            token_bytes=self._token_bytes() if all_text else None,
+            bytes_per_token=[s.bytes / len(s.tokens) for s in splits] if all_text else [0.0] * len(sources),
             document_masking=self._masking,
         )
 
@@ -119,7 +124,7 @@ class RunData:
         """The held-out documents of the first stage as text."""
         for source in self.stages[0].sources:
             if (texts := texts_of(source.dataset)) is not None:
-                yield from held_out_texts(texts.documents(), self.config.tokens.val_fraction)
+                yield from held_out_texts(texts, self.config.tokens.val_fraction)
 
     def compression_baselines(self) -> dict[str, float]:
         """Bits per byte of gzip and xz on the very text that `validation` reads.
@@ -162,6 +167,27 @@ class RunData:
                 lines.append(f"{head}: {planned.weight / total:.2%} {source.describe()}")
         return lines
 
+    def fingerprints(self) -> dict[str, str]:
+        """What the run reads, by content: the name of every source of text that is open by now → a key that another
+        content changes, and the tokenizer's under "tokenizer".
+        """
+        found: dict[str, str] = {}
+        if self.tokenizer is not None:
+            found["tokenizer"] = self.tokenizer.hash
+        with self._lock:
+            opened = [future for _, future in sorted(self._opened.items())]
+        for future in opened:
+            if not future.done() or future.exception():
+                continue
+            for source in future.result().sources:
+                if source.cache is None:  # a user's own, or random: its content has no name
+                    continue
+                name, number = source.train.name, 2
+                while found.get(name, source.cache.content) != source.cache.content:  # other text of the same name
+                    name, number = f"{source.train.name} ({number})", number + 1
+                found[name] = source.cache.content
+        return found
+
     def close(self) -> None:
         """Stop what goes on in the background."""
         self._stop.set()
@@ -192,19 +218,24 @@ class RunData:
         return open_stage(self.config, self.stages[number], self.tokenizer, self._report, self._stop)
 
 
-def open_run(config: Any, start_step: int = 1, report: Report = print) -> RunData:
+def open_run(config: Any, start_step: int = 1, report: Report = print, tokenizer_folder: Path | None = None) -> RunData:
     """Open the data of a run at `start_step`: tokenizer, then the stage of that step; the next one in the background.
 
-    `report` gets one line of text at a time. Errors (InputError): whatever is wrong with the data, in one line.
+    `report` gets one line of text at a time. A run that continues gives the `tokenizer_folder` of its checkpoint: the
+    tokenizer is that one, not trained or looked up again (a folder that is not there changes nothing).
+
+    Errors (InputError): whatever is wrong with the data, in one line; nothing held out for a run that validates.
     """
     stages = plan_stages(config)
-    data = RunData(config, tokenizer_of(config, stages, report), stages, report)
+    data = RunData(config, tokenizer_of(config, stages, report, tokenizer_folder), stages, report)
     number = data.stage_at(min(start_step, config.tokens.train_steps)).number
     try:
         first: Future[OpenStage] = Future()
         first.set_result(data._open_now(number))  # in this thread: it may show a progress bar, and be interrupted
         data._opened[number] = first
         data._stage(number)
+        if config.tokens.validates:
+            data.held_out()  # now, not at the first validation
     except BaseException:
         data.close()
         raise

@@ -41,10 +41,11 @@ class OpenSource:
             return f"{self.train.name}: {len(self.train):,} samples, {len(self.held_out):,} held out"
         train, held = self.cache.train, self.cache.validation
         skipped = f", {self.cache.skipped} files left out as no UTF-8" if self.cache.skipped else ""
+        rule = " (the one with the smallest hash: none below tokens.val_fraction)" if self.cache.smallest_hash else ""
         return (
             f"{self.train.name}: {len(train.ends):,} documents, {len(train.tokens):,} tokens, {train.bytes:,} bytes, "
             f"{len(self.train):,} samples; held out: {len(held.ends):,} documents, {len(held.tokens):,} tokens, "
-            f"{held.bytes:,} bytes{skipped}; cache: {self.cache.path}"
+            f"{held.bytes:,} bytes{rule}{skipped}; cache: {self.cache.path}"
         )
 
 
@@ -129,7 +130,7 @@ def open_source(
         path = planned.dataset.source
         items = user_object(path, dict(planned.dataset.kwargs), length, stage.seed)
         whole = UserSource(path, items, length, vocab_size)
-        held = int(len(whole) * config.tokens.val_fraction)
+        held = max(int(len(whole) * config.tokens.val_fraction), 1 if len(whole) > 1 else 0)
     border = len(whole) - held
     return OpenSource(Part(whole, 0, border), Part(whole, border, len(whole)), None)
 

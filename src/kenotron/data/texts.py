@@ -3,8 +3,8 @@
 What a document is:
 
     .jsonl .json .ndjson (.gz)    the text column of a line
-    any other file (.gz)          the file; a long one is cut at blank lines, else line ends, into pieces of about
-                                  64 KiB, each a document: memory stays bounded, part of a book can be held out
+    any other file (.gz)          the file; a long one comes in pieces of about 64 KiB, cut at blank lines, else line
+                                  ends: memory stays bounded, part of a book can be held out
 
 Every set of texts answers the same few questions: what it is (`name`), whether it changed (`signature`, cheap, and
 `content_hash`, by reading), how much there is (`size`), and the documents in an order that never varies.
@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, NamedTuple, Protocol
 
 import xxhash
 
@@ -40,6 +40,14 @@ FOREIGN_SUFFIXES = (".parquet", ".arrow", ".zst", ".xz", ".bz2", ".zip", ".tar",
 TEXT_SUFFIXES = (".txt", ".md", ".text", *JSON_SUFFIXES)
 
 
+class Piece(NamedTuple):
+    """A document or a piece of one: its text, the work done once it is read, and whether it is the document's last."""
+
+    text: str
+    done: int
+    last: bool = True
+
+
 class Texts(Protocol):
     """A finite sequence of documents."""
 
@@ -49,7 +57,7 @@ class Texts(Protocol):
 
     @property
     def size(self) -> int:
-        """All the work, in the unit that `documents` counts: bytes or rows."""
+        """All the work, in the unit that `Piece.done` counts: bytes or rows."""
         ...
 
     def signature(self) -> str | None:
@@ -60,8 +68,8 @@ class Texts(Protocol):
         """Names the content; equal for equal documents."""
         ...
 
-    def documents(self) -> Iterator[tuple[str, int]]:
-        """Every document, with the work done once it is read (in the unit of `size`)."""
+    def documents(self) -> Iterator[Piece]:
+        """Every document, in pieces where it is long."""
         ...
 
 
@@ -103,24 +111,34 @@ class FileTexts:
                     digest.update(block)
         return digest.hexdigest()
 
-    def documents(self) -> Iterator[tuple[str, int]]:
+    def documents(self) -> Iterator[Piece]:
         done = self.skipped = 0
         for file in self.files:
             with _readable(file), open(file, "rb") as raw:
                 stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if file.suffix == ".gz" else raw  # type: ignore
-                read = json_documents(stream, self.column, file) if _is_json(file) else self._pieces(stream, file)
-                for text in read:
-                    yield text, done + min(raw.tell(), self._sizes[file])
+                for text, last in self._rows(stream, file) if _is_json(file) else self._pieces(stream, file):
+                    yield Piece(text, done + min(raw.tell(), self._sizes[file]), last)
             done += self._sizes[file]
 
-    def _pieces(self, stream: IO[bytes], file: Path) -> Iterator[str]:
+    def _rows(self, stream: IO[bytes], file: Path) -> Iterator[tuple[str, bool]]:
+        return ((text, True) for text in json_documents(stream, self.column, file))
+
+    def _pieces(self, stream: IO[bytes], file: Path) -> Iterator[tuple[str, bool]]:
+        """The pieces of a text file, each with whether it is the last."""
+        waiting: str | None = None
+        reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")  # closes `stream` with its own end
         try:
-            yield from cut(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), self.piece)
+            for text in cut(reader, self.piece):
+                if waiting is not None:
+                    yield waiting, False
+                waiting = text
         except UnicodeDecodeError as error:
             if not self.skip_undecodable:
                 found = error.object[error.start]
                 raise InputError(f"{file}: not UTF-8 (byte 0x{found:02x}: {error.reason}); convert it first") from None
             self.skipped += 1
+        if waiting is not None:
+            yield waiting, True
 
     def _rules(self) -> bytes:
         return f"files {self.column} {self.piece} {self.skip_undecodable}".encode()

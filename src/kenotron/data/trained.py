@@ -9,9 +9,10 @@ from typing import Any
 
 from kenotron.config.errors import InputError
 
-from .cache import cache_root, cached_folder, content_hash, is_held_out
+from .cache import cache_root, cached_folder, content_hash
 from .plan import TEXT_KINDS, Stage, kind, texts_of
 from .progress import Report
+from .split import held_out_limit, is_held_out
 from .texts import Texts
 from .tokenizer import SPLIT_PATTERN, Tokenizer, load_tokenizer, train_byte_level_bpe
 
@@ -19,12 +20,17 @@ TRAINING_CHARACTERS = 200_000_000
 """Most text that a tokenizer is trained on; more changes little and costs memory."""
 
 
-def tokenizer_of(config: Any, stages: Sequence[Stage], report: Report) -> Tokenizer | None:
+def tokenizer_of(config: Any, stages: Sequence[Stage], report: Report, folder: Path | None = None) -> Tokenizer | None:
     """The run's tokenizer; None where none is named and all data are tokens already.
+
+    A run that continues gives the `folder` its tokenizer was saved in: it is loaded from there, whatever the data or
+    the place that it first came from have become since. No such folder: the run had none, and nothing changes.
 
     Errors (InputError): not found; hub unreachable.
     """
     section = config.tokenizer
+    if folder is not None and folder.is_dir():
+        return load_tokenizer(folder)
     has_text = any(kind(source.dataset) in TEXT_KINDS for stage in stages for source in stage.sources)
     if section.train is not None:
         texts = [found for source in stages[0].sources if (found := texts_of(source.dataset)) is not None]
@@ -43,7 +49,7 @@ def tokenizer_of(config: Any, stages: Sequence[Stage], report: Report) -> Tokeni
 def trained_tokenizer(texts: Sequence[Texts], vocab_size: int, val_fraction: float, report: Report) -> Tokenizer:
     """A byte-level BPE trained on the documents of `texts` that are not held out; kept by content."""
     contents = [content_hash(text) for text in texts]
-    recipe = f"byte-level-bpe 1 {SPLIT_PATTERN} {TRAINING_CHARACTERS} {vocab_size} {val_fraction!r} {contents}"
+    recipe = f"byte-level-bpe 2 {SPLIT_PATTERN} {TRAINING_CHARACTERS} {vocab_size} {val_fraction!r} {contents}"
     path = cache_root() / "tokenizers" / hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
 
     def build(folder: Path) -> None:
@@ -61,9 +67,10 @@ def training_texts(texts: Sequence[Texts], val_fraction: float) -> Iterator[str]
     """Documents that are not held out, up to `TRAINING_CHARACTERS`."""
     left = TRAINING_CHARACTERS
     for source in texts:
-        for text, _ in source.documents():
+        limit = held_out_limit(source.documents(), val_fraction)
+        for text, *_ in source.documents():
             if left <= 0:
                 return
-            if not is_held_out(text, val_fraction):
+            if not is_held_out(text, limit):
                 left -= len(text)
                 yield text

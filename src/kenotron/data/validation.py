@@ -1,9 +1,9 @@
 """Held-out documents: which, in which batches, and how many bytes of text they are.
 
-A document is held out when the hash of its text falls below `tokens.val_fraction`: a property of the document, so the
-same in every run, on every layout, whether the run validates or not. Its tokens are read in windows as in training,
-in order, and the last window of a source is filled up with labels of -100. So every held-out token but the first of
-each source is a label once, and
+A document is held out when the hash of its text falls below `tokens.val_fraction` (split.py): a property of the
+documents, so the same in every run, on every layout, whether the run validates or not. Its tokens are read in windows
+as in training, in order, and the last window of a source is filled up with labels of -100. So every held-out token but
+the first of each source is a label once, and
 
     bits per byte = sum of losses / ln 2 / bytes
 
@@ -26,8 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .batch import NO_LOSS, Int64, TokenBatch, TokenSource, make_batch
-from .cache import SplitTokens, is_held_out
+from .cache import SplitTokens
 from .order import huffman, interleave
+from .split import held_out_limit, is_held_out
+from .texts import Texts
 
 PAD = -1
 BASELINE_LIMIT = 64 * 2**20
@@ -60,7 +62,7 @@ class HeldOut:
     """Held-out samples of several sources.
 
     `token_bytes` ``[vocab]`` are the bytes of every token where they are known, `bytes_per_token` the mean of each
-    source, 0 where it has no text.
+    source; None and 0 throughout where one of them has no text.
     """
 
     sources: list[TokenSource]
@@ -112,9 +114,10 @@ class HeldOut:
         return batch, float((real * mean_bytes).sum())
 
 
-def held_out_texts(documents: Iterable[tuple[str, int]], fraction: float) -> Iterator[str]:
+def held_out_texts(texts: Texts, fraction: float) -> Iterator[str]:
     """The documents that validation reads, as text."""
-    return (text for text, _ in documents if is_held_out(text, fraction))
+    limit = held_out_limit(texts.documents(), fraction)
+    return (piece.text for piece in texts.documents() if is_held_out(piece.text, limit))
 
 
 def compression_baselines(texts: Iterable[str]) -> dict[str, float]:

@@ -1,0 +1,79 @@
+"""Which documents are held out, and where a document starts and ends once the held-out ones are taken away.
+
+A document is held out when the hash of its text falls below `tokens.val_fraction` of all hashes. In a small set it may
+be that none does; then it is the one with the smallest hash, as long as another one is left to train on:
+
+    fraction 0.05        0.31  0.87  0.04  0.52      the third
+    fraction 0.05        0.31  0.87        0.52      the first
+
+A long text comes in pieces (texts.py), each of which is held out or not by itself. It is one document still, but where
+its next piece goes to the other side it ends, since what would come next there does not follow:
+
+    book     a a a b b       a: training, b: held out
+    train    a a a|          | the end of a document
+    held out       b b|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import xxhash
+
+from .texts import Piece
+
+
+class Marked(NamedTuple):
+    """A piece of text with the work `done` so far, its side, and whether a document starts and ends with it there."""
+
+    text: str
+    done: int
+    held_out: bool
+    starts: bool
+    ends: bool
+
+
+def text_hash(text: str) -> int:
+    """64 bits."""
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8"))
+
+
+def share_of_hashes(fraction: float) -> int:
+    """The number that this share of all 64-bit hashes falls below."""
+    return int(fraction * 2**64)
+
+
+def held_out_limit(pieces: Iterable[Piece], fraction: float) -> int:
+    """The number below which a text's hash must fall for it to be held out.
+
+    That is `share_of_hashes`, and known at the first text that falls below it; where none of two or more different
+    texts does, it lies just above the smallest hash.
+    """
+    limit, smallest, largest = share_of_hashes(fraction), 2**64, -1
+    for piece in pieces:
+        value = text_hash(piece.text)
+        if value < limit:
+            return limit
+        smallest, largest = min(value, smallest), max(value, largest)
+    return smallest + 1 if smallest < largest else limit
+
+
+def is_held_out(text: str, limit: int) -> bool:
+    """Does this text belong to validation?"""
+    return text_hash(text) < limit
+
+
+def marked(pieces: Iterable[Piece], limit: int) -> Iterator[Marked]:
+    """Every piece with its side, and where documents start and end."""
+    waiting: Marked | None = None  # `ends` is known once the next piece is
+    last = True
+    for piece in pieces:
+        side = is_held_out(piece.text, limit)
+        if waiting is not None:
+            waiting = waiting._replace(ends=last or side != waiting.held_out)
+            yield waiting
+        waiting = Marked(piece.text, piece.done, side, starts=waiting is None or waiting.ends, ends=True)
+        last = piece.last
+    if waiting is not None:
+        yield waiting

@@ -1,0 +1,97 @@
+"""Which documents are held out, and where they start and end."""
+
+import json
+
+import pytest
+import tokenizers
+from data_runs import write_texts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenotron.data.cache import EncodeRules, open_tokens
+from kenotron.data.split import held_out_limit, is_held_out, share_of_hashes, text_hash
+from kenotron.data.texts import FileTexts, Piece, find_files
+from kenotron.data.tokenizer import Tokenizer, train_byte_level_bpe
+
+RULES = EncodeRules(eos=0, max_tokens=None)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_byte_level_bpe(["chapter abc " * 20], 300)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
+    return write_texts(tmp_path / "texts")
+
+
+def quiet(line):
+    return None
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(), min_size=1), st.floats(1e-9, 0.5))
+def test_something_is_held_out_and_something_left_of_any_two_texts(texts, fraction):
+    limit = held_out_limit((Piece(text, 0) for text in texts), fraction)
+    held = [is_held_out(text, limit) for text in texts]
+    below = [text_hash(text) < fraction * 2**64 for text in texts]
+    if any(below):
+        assert held == below
+    else:
+        smallest = {min(texts, key=text_hash)} if len(set(texts)) > 1 else set()
+        assert {text for text, side in zip(texts, held) if side} == smallest
+
+
+def test_where_no_hash_falls_below_the_fraction_the_smallest_is_held_out(folder, tokenizer):
+    texts = FileTexts("texts", find_files(folder, "text_files"))
+    hashes = {text: text_hash(text) for text, *_ in texts.documents()}
+    opened = open_tokens(texts, tokenizer, RULES, 1e-12, report=quiet)
+    assert opened.smallest_hash
+    assert opened.validation.tokens.tolist() == [*tokenizer.encode(min(hashes, key=hashes.get)), 0]
+    assert len(opened.train.ends) == len(hashes) - 1
+    assert not open_tokens(texts, tokenizer, RULES, 0.3, report=quiet).smallest_hash
+
+
+def test_a_long_text_ends_once_and_where_its_next_piece_is_held_out(folder, tokenizer):
+    pieces = [f"chapter {number} " + "abc " * 30 + "\n\n" for number in range(30)]
+    (folder / "long.txt").write_text("".join(pieces))
+    texts = FileTexts("long", [folder / "long.txt"], piece=100)
+    assert [(text, last) for text, _, last in texts.documents()] == [(p, p is pieces[-1]) for p in pieces]
+    opened = open_tokens(texts, tokenizer, RULES, 0.3, report=quiet)
+    held = [is_held_out(text, share_of_hashes(0.3)) for text in pieces]
+    assert 3 < sum(held) < 20
+    for split, side in ((opened.train, False), (opened.validation, True)):
+        expected, ends = [], []
+        for number, text in enumerate(pieces):
+            if held[number] == side:
+                expected += tokenizer.encode(text)
+                if number == 29 or held[number + 1] != side:
+                    expected.append(0)
+                    ends.append(len(expected))
+        assert split.tokens.tolist() == expected
+        assert split.ends.tolist() == ends
+    assert len(opened.train.ends) < 30 - sum(held)
+    cut = open_tokens(texts, tokenizer, EncodeRules(0, 5), 0.3, report=quiet)
+    assert len(cut.train.ends) == 30 - sum(held)  # of pieces cut to a number of tokens, each is a document
+
+
+def test_a_piece_inside_a_document_gets_no_start_token_of_the_tokenizer(folder, tokenizer):
+    spec, end = json.loads(tokenizer.to_json()), "<|endoftext|>"
+    special, whole = {"SpecialToken": {"id": end, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    spec["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [special, whole, special],
+        "pair": [whole, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {end: {"id": end, "ids": [0], "tokens": [end]}},
+    }
+    framing = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)), {})
+    assert [framing.encode("abc")[place] for place in (0, -1)] == [0, 0]
+    (folder / "long.txt").write_text("abc abc\n\n" * 100)
+    texts = FileTexts("long", [folder / "long.txt"], piece=900)
+    texts.piece = 50
+    tokens = open_tokens(texts, framing, RULES, 1e-12, report=quiet)
+    stream = [*tokens.train.tokens.tolist()]
+    assert len(list(texts.documents())) > 5
+    assert [place for place, token in enumerate(stream) if token == 0] == [0, len(stream) - 1]
