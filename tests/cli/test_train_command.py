@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -93,9 +97,9 @@ def test_the_end_of_a_run_names_commands_that_work(tmp_path: Path, nursery: Nurs
     content["data_stages"][0]["data"]["dataset"] = {"text_files": write_texts(tmp_path)}
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(content))
     said = nursery.run("train", "my.yaml", folder=tmp_path).stdout
-    lines = [line.split("]:   ", 1)[1] for line in said.splitlines() if "]:   kenotron " in line]
-    assert [line.split()[1] for line in lines] == ["generate", "convert"]
-    import shlex
+    lines = [line.split("]:   ", 1)[1] for line in said.splitlines() if "]:   " in line]
+    lines = [line for line in lines if line.split()[0].endswith("kenotron")]
+    assert [line.split()[1] for line in lines] == ["generate", "convert", "checkpoint"]
 
     for line in lines:
         finished = nursery.run(*shlex.split(line)[1:], folder=tmp_path)
@@ -220,3 +224,41 @@ def test_on_a_terminal_log_lines_scroll_above_a_bar_with_the_time_left(tmp_path:
         before = text[:start].removesuffix("\x1b[?25h")  # the cursor comes back after the bar
         assert start == 0 or before.endswith(("\n", erased)), text[start - 40 : start + 60]
     assert len(re.findall(r"iteration: \d+ / 30 \|.*grad_norm: [\d.]+", text)) == 30
+
+
+def test_the_end_of_a_run_without_a_tokenizer_names_commands_that_work(tmp_path: Path, nursery: Nursery) -> None:
+    said = nursery.run("train", tiny_yaml(tmp_path), folder=tmp_path).stdout
+    lines = [line.split("]:   ", 1)[1] for line in said.splitlines() if "]:   " in line]
+    commands = [shlex.split(line)[1:] for line in lines if line.split()[0].endswith("kenotron")]
+    assert [line[0] for line in commands] == ["generate", "convert", "checkpoint"]
+    for line in commands:
+        finished = nursery.run(*line, folder=tmp_path)
+        assert finished.code == 0, (line, finished.stderr)
+
+
+def test_a_program_that_is_not_on_path_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kenotron.train.report import program
+
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    for name in ("python", "kenotron"):
+        (tmp_path / "venv" / "bin" / name).touch(mode=0o755)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "venv" / "bin" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program("kenotron") == str(tmp_path / "venv" / "bin" / "kenotron")
+    monkeypatch.chdir(tmp_path)
+    assert program("kenotron") == "venv/bin/kenotron"
+    monkeypatch.setenv("PATH", str(tmp_path / "venv" / "bin"))
+    assert program("kenotron") == "kenotron"
+
+
+def test_ctrl_c_before_the_first_step_is_said(tmp_path: Path, nursery: Nursery) -> None:
+    """While the data are opened, which may take an hour, nobody but the command line hears it."""
+    slow = "data_stages.0.data.dataset={source: user_parts.slowly}"
+    child = nursery.start("train", tiny_yaml(tmp_path), slow, folder=tmp_path)
+    for _ in range(600):
+        if (tmp_path / "opening").exists():
+            break
+        time.sleep(0.05)
+    os.kill(child.pid, signal.SIGINT)
+    finished = child.wait()
+    assert (finished.code, finished.stderr) == (130, "interrupted\n")

@@ -133,3 +133,41 @@ def test_the_plan_of_a_run_that_goes_on_tells_what_is_left(tmp_path: Path) -> No
         "start_iteration_step: 4 | consumed_train_samples: 16",
     ):
         assert line in said.getvalue()
+
+
+VALIDATING = ("tokens.val_check_interval=1", "tokens.limit_val_batches=-1", "tokens.train_steps=4")
+
+
+def test_a_run_asked_to_stop_saves_without_validating_first(tmp_path: Path) -> None:
+    terminate = "general.hooks=[{path: user_parts.TerminateIn, kwargs: {step: 2}}]"
+    _, said = train_and_listen(tiny_config(tmp_path, *VALIDATING, terminate, "checkpoints.checkpoint_interval=2"))
+    assert "validation: 1 / 4" in said
+    assert "validation: 2 / 4" not in said
+    assert "SIGTERM: saving after step 2 and stopping" in said
+    assert (tmp_path / "checkpoints" / "2" / "manifest.json").exists()
+
+
+def test_a_validation_under_way_gives_way_to_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import signal
+
+    from kenotron.train import validation
+
+    to_device, batches = validation.to_device, []
+
+    def and_terminate(*given: object) -> object:
+        batches.append(given)
+        if len(batches) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return to_device(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(validation, "to_device", and_terminate)
+    _, said = train_and_listen(tiny_config(tmp_path, *VALIDATING))
+    assert len(batches) == 3
+    assert "validation: 1 / 4" not in said
+    assert (tmp_path / "checkpoints" / "1" / "manifest.json").exists()
+
+
+def test_the_last_step_is_validated_even_then(tmp_path: Path) -> None:
+    terminate = "general.hooks=[{path: user_parts.TerminateIn, kwargs: {step: 4}}]"
+    _, said = train_and_listen(tiny_config(tmp_path, *VALIDATING, terminate))
+    assert "validation: 4 / 4" in said

@@ -38,7 +38,7 @@ def test_a_poisoned_gradient_skips_the_step_and_changes_no_bit(value: str, dtype
     _, said = train_and_listen(config)
     assert [step["skipped"] for step in metrics(config)] == [False, True, False, False]
     assert [step["iteration"] for step in metrics(config)] == [1, 2, 3, 4]
-    assert not math.isfinite(metrics(config)[1]["grad_norm"])
+    assert metrics(config)[1]["grad_norm"] is None
     assert math.isfinite(losses(config)[1])
     for part in ("model", "optimizer"):
         before, after, later = (saved_weights(tmp_path / "checkpoints" / str(k), part) for k in (1, 2, 3))
@@ -120,3 +120,25 @@ def test_the_count_survives_a_restart(tmp_path: Path) -> None:
     assert manifest["state"]["hooks"]["kenotron.train.guards.NonFiniteGuard"] == {"in_a_row": 2, "total": 2}
     with pytest.raises(RunFailed, match=r"step 6: .*4 non-finite steps in a row"):
         train_quietly(tiny_config(tmp_path, poison([5, 6]), allowed, "tokens.train_steps=9"))
+
+
+def test_no_checkpoint_is_let_go_while_steps_are_being_skipped(tmp_path: Path) -> None:
+    keys = ("checkpoints.checkpoint_interval=1", "checkpoints.keep_last=1", "tokens.train_steps=5")
+    train_quietly(tiny_config(tmp_path, poison([3, 4, 5]), *keys))
+    steps = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit())
+    assert steps == [2, 3, 4, 5]
+    train_quietly(tiny_config(tmp_path, *keys[:2], "tokens.train_steps=6"))
+    steps = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit())
+    assert steps == [6]
+
+
+def test_metrics_of_a_skipped_step_are_json_with_null_where_there_is_no_number(tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    config = tiny_config(tmp_path, poison([2]))
+    train_quietly(config)
+    text = (Path(config.logging.log_dir) / config.general.run / "metrics.jsonl").read_text()
+    steps = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    assert [step["skipped"] for step in steps] == [False, True, False]
+    assert [step["grad_norm"] is None for step in steps] == [False, True, False]

@@ -97,8 +97,8 @@ def test_the_watch_on_sockets_is_awake(tmp_path: Path) -> None:
 
 
 def test_the_model_has_12368_parameters(walked, messages: list[str]) -> None:
-    assert any(message.startswith("Total number of parameters: 12.4K (0.02MiB)") for message in messages)
-    assert any(message.startswith("Local number of parameters: 12.4K (0.02MiB)") for message in messages)
+    assert any(message.startswith("Total number of parameters: 12.4K (0.05MiB)") for message in messages)
+    assert any(message.startswith("Local number of parameters: 12.4K (0.05MiB)") for message in messages)
     from kenotron import checkpoint
 
     tensors = checkpoint.read_tensors(walked[0] / "checkpoints" / "15")

@@ -17,6 +17,7 @@ from tiny_run import (
     losses,
     metrics,
     saved_weights,
+    text_overrides,
     tiny_config,
     tiny_yaml,
     train_and_listen,
@@ -197,3 +198,110 @@ def test_no_thread_of_the_data_outlives_a_run_that_could_not_be_prepared(tmp_pat
     with pytest.raises(InputError, match=r"logging\.sample_prompts"):
         train_quietly(tiny_config(tmp_path, stages, 'logging.sample_prompts=["The"]'))
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kenotron-stage")]
+
+
+# ---- the same data, or a word about it ---------------------------------------------------------------------
+
+
+def change_texts(folder: Path) -> None:
+    with (folder / "texts.jsonl").open("a") as file:
+        file.writelines(
+            json.dumps({"text": f"entirely new words {number} zebra quagga " * 9}) + "\n" for number in range(90)
+        )
+
+
+def test_text_that_changed_is_told_and_the_tokenizer_stays_the_checkpoints(tmp_path: Path) -> None:
+    overrides = [*text_overrides(tmp_path), "checkpoints.checkpoint_interval=2"]
+    train_quietly(tiny_config(tmp_path, *overrides))
+    change_texts(tmp_path)
+    _, said = train_and_listen(tiny_config(tmp_path, *overrides, "tokens.train_steps=6"))
+    (warning,) = [line for line in said.splitlines() if "has changed since" in line]
+    assert "[WARNING|" in warning
+    assert "texts.jsonl" in warning
+    first, last = (tmp_path / "checkpoints" / step / "tokenizer" / "tokenizer.json" for step in ("3", "6"))
+    assert first.read_bytes() == last.read_bytes()
+
+
+def test_text_that_did_not_change_is_not_told(tmp_path: Path) -> None:
+    train_quietly(tiny_config(tmp_path, *text_overrides(tmp_path)))
+    _, said = train_and_listen(tiny_config(tmp_path, *text_overrides(tmp_path), "tokens.train_steps=6"))
+    assert "has changed since" not in said
+
+
+def test_another_tokenizer_under_the_same_name_is_another_run(tmp_path: Path) -> None:
+    import shutil
+
+    overrides = text_overrides(tmp_path)
+    train_quietly(tiny_config(tmp_path, *overrides, f"checkpoints.checkpoints_path={tmp_path / 'first'}"))
+    named = tmp_path / "tokenizer"
+    shutil.copytree(tmp_path / "first" / "3" / "tokenizer", named)
+    overrides[1] = f"tokenizer={{tokenizer_name_or_path: '{named}'}}"
+    train_quietly(tiny_config(tmp_path, *overrides))
+
+    change_texts(tmp_path)
+    again = [*text_overrides_kept(overrides), "tokenizer={train: {vocab_size: 299}}"]
+    train_quietly(tiny_config(tmp_path, *again, f"checkpoints.checkpoints_path={tmp_path / 'second'}"))
+    shutil.rmtree(named)
+    shutil.copytree(tmp_path / "second" / "3" / "tokenizer", named)
+    with pytest.raises(InputError, match=r"tokenizer: .* is not the tokenizer of .*checkpoints/3 \(hash"):
+        train_quietly(tiny_config(tmp_path, *overrides, "tokens.train_steps=6"))
+
+
+def text_overrides_kept(overrides: list[str]) -> list[str]:
+    return [override for override in overrides if not override.startswith("tokenizer=")]
+
+
+# ---- small words of warning --------------------------------------------------------------------------------
+
+
+def test_sequences_longer_than_the_model_has_positions_are_warned_of(tmp_path: Path) -> None:
+    _, said = train_and_listen(tiny_config(tmp_path, "tokens.sequence_length=40", "tokens.train_steps=1"))
+    (warning,) = [line for line in said.splitlines() if "max_position_embeddings only 32" in line]
+    assert "[WARNING|" in warning
+
+
+def test_another_name_for_a_run_that_goes_on_is_told_to_have_no_effect(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "general.run=first_%date_%jobid")
+    train_quietly(config)
+    _, said = train_and_listen(tiny_config(tmp_path, "general.run=first_%date_%jobid", "tokens.train_steps=4"))
+    assert "keeps its name" not in said
+    _, said = train_and_listen(tiny_config(tmp_path, "general.run=second", "tokens.train_steps=5"))
+    (warning,) = [line for line in said.splitlines() if "keeps its name: first_" in line]
+    assert "not second" in warning
+    assert len(list((tmp_path / "logs").iterdir())) == 1
+
+
+def test_a_saved_config_of_another_schema_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_quietly(tiny_config(tmp_path))
+    (tmp_path / "checkpoints" / "3" / "config.yaml").write_text("general: {project: old, colour: blue}\n")
+    monkeypatch.setattr("kenotron.checkpoint.newest_whole", lambda *_: tmp_path / "checkpoints" / "3")
+    with pytest.raises(InputError, match=r"3/config\.yaml: .*another version of kenotron"):
+        train_quietly(tiny_config(tmp_path, "tokens.train_steps=5"))
+
+
+def test_the_first_line_names_the_project(tmp_path: Path) -> None:
+    _, said = train_and_listen(tiny_config(tmp_path))
+    assert said.splitlines()[0].endswith("| project: tests")
+
+
+def test_the_last_line_says_how_long_the_steps_waited_for_data(tmp_path: Path) -> None:
+    slow = "data_stages.0.data.dataset={source: user_parts.Trickle}"
+    _, said = train_and_listen(tiny_config(tmp_path, slow, "data_stages.0.data.num_loading_workers=0"))
+    (line,) = [line for line in said.splitlines() if "Run finished at step 3" in line]
+    share = float(line.split("tokens; ")[1].split("%")[0])
+    waited = sum(step["data_wait_ms"] for step in metrics(tiny_config(tmp_path)))
+    assert share == pytest.approx(
+        100 * waited / sum(step["elapsed_time_per_iteration_ms"] for step in metrics(tiny_config(tmp_path))), abs=0.06
+    )
+    assert share > 10
+
+
+def test_rows_that_pad_the_vocabulary_are_zero_after_a_resume_and_with_weights_by_path(tmp_path: Path) -> None:
+    pad = "model.make_vocab_size_divisible_by=50"
+    train_quietly(tiny_config(tmp_path, "tokens.train_steps=2", pad))
+    (tmp_path / "other").mkdir()
+    weights_of = f"model.init_method={{path: '{tmp_path / 'checkpoints' / '2'}'}}"
+    for config in (tiny_config(tmp_path, pad), tiny_config(tmp_path / "other", pad, weights_of)):
+        table = train_quietly(config).model.model.embed_tokens.weight
+        assert table.shape[0] == 100
+        assert not table[64:].any()

@@ -6,6 +6,7 @@ import resource
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -169,3 +170,35 @@ class Recorder(Hook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state["name"] == self.name
         self.seen = state["seen"]
+
+
+def slowly(sequence_length: int, seed: int) -> list[np.ndarray]:
+    """A token source that takes its time to open, and leaves the file `opening` when it begins."""
+    Path("opening").touch()
+    time.sleep(30)
+    return counting(sequence_length, seed)
+
+
+class Trickle:
+    """A token source that takes 30 ms a sample."""
+
+    def __init__(self, sequence_length: int, seed: int) -> None:
+        self.rows = counting(sequence_length, seed)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        time.sleep(0.03)
+        return self.rows[index]
+
+
+class TerminateIn(Hook):
+    """Sends SIGTERM to its own process within a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def before_step(self, run: Any) -> None:
+        if run.step + 1 == self.step:
+            signal.raise_signal(signal.SIGTERM)

@@ -37,6 +37,8 @@ def build_app() -> Callable[[list[str]], int]:
             print(f"error: {error}", file=sys.stderr)
             print("Try 'kenotron --help'.", file=sys.stderr)
             return 2
+        if code == 130:  # typer makes an exit code of Ctrl-C
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
 
     return call

@@ -63,11 +63,13 @@ class Signals(Hook):
     def __init__(self) -> None:
         self.received: str | None = None
         self.received_at = 0.0
+        self.run: Run | None = None
         self.previous: dict[int, Any] = {}
 
     def on_train_start(self, run: Run) -> None:
         if threading.current_thread() is not threading.main_thread():
             return  # Python hands signals to the main thread only
+        self.run = run
         for name in self.NAMES:
             number = getattr(signal, name, None)
             if number is not None:
@@ -76,14 +78,15 @@ class Signals(Hook):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
             self.received, self.received_at = signal.Signals(number).name, time.monotonic()
+            assert self.run is not None
+            self.run.stop(self.received)
         elif time.monotonic() - self.received_at > self.SAME_REQUEST_SECONDS:
             self._restore()
             raise KeyboardInterrupt(f"second signal: {signal.Signals(number).name}")
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def on_train_end(self, run: Run) -> None:
         if self.received is not None:
             logger.warning("%s: saving after step %d and stopping", self.received, run.step)
-            run.stop(self.received)
 
     def on_close(self, run: Run) -> None:
         self._restore()

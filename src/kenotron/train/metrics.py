@@ -5,20 +5,22 @@
     {"iteration": 5, "consumed_tokens": 2560, …, "lm_loss": 5.27, "lr": 0.000264, …}
 
 TFLOPs follow nanotron: three times the forward products, the whole attention square (no causal discount);
-`hardware` adds the recomputed forward. `mfu` is the model's share of the vendor's bf16 peak, `matmul_share`
-of the fastest matrix product measured on this machine in the run's dtype; both also with the causal half only
-(`_causal`).
+`hardware` adds the blocks' forward that recomputation does again. `mfu` is the model's share of the vendor's
+bf16 peak, `matmul_share` of the fastest matrix product measured on this machine in the run's dtype; both also
+with the causal half only (`_causal`). docs/metrics.md has every field.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from kenotron.models import flops_per_token
+from kenotron.models.plan import modules
 from kenotron.parallel import device as devices
 from kenotron.train import console
 from kenotron.train.console import logger
@@ -57,7 +59,12 @@ class Metrics(Hook):
         self.causal_share = flops_per_token(run.model, length, causal=True) / flops_per_token(
             run.model, length, causal=False
         )
-        self.hardware_factor = 4 / 3 if run.config.parallelism.recompute_layer else 1.0
+        self.hardware_factor = 1.0
+        if run.config.parallelism.recompute_layer:  # the blocks' forward a second time; embedding and head only once
+            blocks = sum(
+                flops_per_token(block, length, causal=False) for _, block in modules(run.model, run.model.plan.blocks)
+            )
+            self.hardware_factor += blocks / (3 * flops_per_token(run.model, length, causal=False))
         self.world = world
 
     def after_validation(self, run: Run, result: ValidationResult) -> None:
@@ -73,7 +80,7 @@ class Metrics(Hook):
         self.validation = {}
         run.last_metrics = raw
         assert self.file is not None
-        self.file.write(json.dumps(raw, allow_nan=True) + "\n")
+        self.file.write(json.dumps({name: _json_number(value) for name, value in raw.items()}) + "\n")
         if run.config.logging.tensorboard:
             self._tensorboard(run, raw)
         interval = run.config.logging.iteration_step_info_interval
@@ -138,10 +145,16 @@ class Metrics(Hook):
             from kenotron.config import dump
 
             self.writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=run.step)
+            self.writer.add_text("project", run.config.general.project, run.step)
             self.writer.add_text("config", f"```yaml\n{dump(run.config)}\n```", run.step)
         for name, value in raw.items():
             if name != "iteration":
                 self.writer.add_scalar(name, float(value), run.step)
+
+
+def _json_number(value: float) -> float | None:
+    """JSON knows neither NaN nor infinity: null, on a skipped step."""
+    return value if math.isfinite(value) else None
 
 
 def memory_fields(run: Run) -> dict[str, int]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,26 +67,37 @@ def already_finished(config: Config, start: Start) -> None:
 
 def farewell(run: Run) -> None:
     """Where everything is, and what to do next."""
-    checkpoint = Path(run.config.checkpoints.checkpoints_path) / str(run.step)
+    folder = Path(run.config.checkpoints.checkpoints_path) / str(run.step)
     state = f"stopped ({run.stop_reason})" if run.stop_reason else "finished"
     logger.info(
-        "Run %s at step %d of %d, %s tokens. Logs: %s",
+        "Run %s at step %d of %d, %s tokens; %.1f%% of the steps' time was waiting for data. Logs: %s",
         state,
         run.step,
         run.config.tokens.train_steps,
         human_format(run.consumed_tokens),
+        100 * run.data_wait_seconds / run.seconds if run.seconds else 0.0,
         log_folder(run.config),
     )
-    if not checkpoint.exists():
-        return
-    logger.info(
-        "Checkpoint: %s. Next:\n"
-        '  kenotron generate %s --prompt "def main(" --max-new-tokens 64\n'
-        "  kenotron convert to-hf %s %s-hf\n"
-        "  tensorboard --logdir %s",
-        checkpoint,
-        checkpoint,
-        checkpoint,
-        checkpoint,
-        run.config.logging.log_dir,
-    )
+    if folder.exists():
+        logger.info("Checkpoint: %s. Next:\n%s", folder, "\n".join(f"  {line}" for line in next_commands(run, folder)))
+
+
+def next_commands(run: Run, folder: Path) -> list[str]:
+    """Three commands for a shell in the working folder: read the model, hand it on, look at its curves."""
+    us, path, logs = program("kenotron"), shlex.quote(str(folder)), shlex.quote(run.config.logging.log_dir)
+    prompt = '--prompt "def main("' if run.tokenizer is not None else "--prompt-tokens 1,2,3"
+    curves = f"{program('tensorboard')} --logdir {logs}"
+    return [
+        f"{us} generate {path} {prompt} --max-new-tokens 64",
+        f"{us} convert to-hf {path} {shlex.quote(f'{folder}-hf')}",
+        curves if run.config.logging.tensorboard else f"{us} checkpoint show {path}",
+    ]
+
+
+def program(name: str) -> str:
+    """How a shell here finds a program: by its name, or by its path in our environment where PATH lacks that."""
+    beside = Path(sys.executable).with_name(name)
+    if shutil.which(name) or not beside.exists():
+        return name
+    here = Path.cwd()
+    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))

@@ -1,9 +1,10 @@
 """A run: what it is made of, and its life from the first line to the last.
 
-    prepare ─▶ resume ─▶ fit ─▶ close
+    prepare ─▶ restore ─▶ fit ─▶ close
 
-    run = prepare(config, mesh, device)     # mesh → model → optimizer → data → hooks
-    fit(run)                                # for every batch: train_step, then the hooks
+    run = prepare(config, mesh, device, start)      # hooks → model → optimizer → data
+    restore(run, start)                             # from a checkpoint, if there is one
+    fit(run)                                        # for every batch: train_step, then the hooks
 
 `train` does all of it. Read `fit` first: it is the loop.
 """
@@ -44,6 +45,8 @@ class Run:
     hooks: list[Hook] = field(default_factory=list)
     step: int = 0
     stop_reason: str | None = None
+    seconds: float = 0.0  # of this process's steps, and how much of it they waited for data
+    data_wait_seconds: float = 0.0
     last_metrics: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -53,6 +56,11 @@ class Run:
     @property
     def tokens_per_step(self) -> int:
         return self.config.global_batch_size * self.config.tokens.sequence_length
+
+    @property
+    def interrupted(self) -> bool:
+        """Somebody asked the run to stop before its last step: nothing that can wait should still be begun."""
+        return self.stop_reason is not None and not self.finished
 
     @property
     def finished(self) -> bool:
@@ -81,6 +89,8 @@ def fit(run: Run) -> None:
             run.call("before_step")
             result = with_wait(train_step(run, batches), waited)
             run.step += 1
+            run.seconds += result.seconds + waited
+            run.data_wait_seconds += waited
             run.call("after_step", result)
     run.call("on_train_end")
 

@@ -6,6 +6,7 @@ position is the step, randomness is counter-based, the schedule is arithmetic: t
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
+from pydantic import ValidationError
 from torch import Tensor
 
 from kenotron import checkpoint
@@ -28,7 +30,7 @@ from kenotron.parallel import data as data_parallel
 from kenotron.parallel.shards import shard_of
 from kenotron.train import console
 from kenotron.train.console import logger
-from kenotron.train.guards import RunFailed
+from kenotron.train.guards import NonFiniteGuard, RunFailed
 from kenotron.train.hooks import Hook
 
 if TYPE_CHECKING:
@@ -84,7 +86,8 @@ def save(run: Run) -> Path:
         raise RunFailed(f"step {run.step}: {error}; earlier checkpoints are as they were") from error
     logger.info("Saved checkpoint at %s: %s in %.2f s", saved.path, console.mebibytes(saved.bytes), saved.seconds)
     run.call("on_save", saved.path)
-    if settings.keep_last is not None:
+    broken = any(isinstance(hook, NonFiniteGuard) and hook.in_a_row for hook in run.hooks)
+    if settings.keep_last is not None and not broken:  # amid skipped steps the last good weights may be the oldest
         checkpoint.prune(root, keep_last=settings.keep_last, keep_every=settings.keep_every)
     return saved.path
 
@@ -94,6 +97,7 @@ def _state(run: Run) -> dict[str, Any]:
         "step": run.step,
         "consumed_tokens": run.consumed_tokens,
         "consumed_train_samples": run.step * run.config.global_batch_size,
+        "data": run.data.fingerprints(),
         "hooks": {name: state for name, hook in named_hooks(run.hooks) if (state := hook.state_dict())},
     }
 
@@ -213,15 +217,25 @@ def _set_aside(root: Path) -> None:
 
 def _same_run(config: Config, path: Path) -> Config:
     saved = yaml.safe_load((path / "config.yaml").read_text())
-    difference = same_run_difference(saved, config)
+    try:
+        difference = same_run_difference(saved, config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(
+            f"{path / 'config.yaml'}: {'.'.join(map(str, first['loc']))}: {first['msg']}; another version of kenotron "
+            f"wrote it: go on with that one, or start over with --fresh"
+        ) from error
     if difference is not None:
         key, old, new = difference
         raise InputError(
             f"{path} belongs to another run: {key} is {old!r} there and {new!r} in this config; "
             f"put the old value back, start over with --fresh, or set another checkpoints.checkpoints_path"
         )
-    name = {"run": saved["general"]["run"]}
-    return config.model_copy(update={"general": config.general.model_copy(update=name)})
+    name = saved["general"]["run"]
+    wanted = re.escape(config.general.run).replace("%date", r"\d{8}_\d{6}").replace("%jobid", r"\w+")
+    if not re.fullmatch(wanted, name):
+        logger.warning("general.run: a run that goes on keeps its name: %s, not %s", name, config.general.run)
+    return config.model_copy(update={"general": config.general.model_copy(update={"run": name})})
 
 
 def restore(run: Run, start: Start) -> None:
@@ -242,6 +256,7 @@ def restore(run: Run, start: Start) -> None:
         optimizer=None if moments is None else saved_form(moments, run.model),
         verify=not start.continues,  # its own newest checkpoint was verified when it was found
     )
+    _check_data(run, state.get("data", {}), start)
     if moments is not None:
         load_state_tensors(run.model, run.optimizer, moments)
     if with_position:
@@ -253,6 +268,21 @@ def restore(run: Run, start: Start) -> None:
                 hook.load_state_dict(saved[name])
     parts = ["weights"] + ["optimizer"] * with_optimizer + ["schedule and data position"] * with_position
     logger.info("Loaded %s of %s (step %d)", ", ".join(parts), start.path, _position(start.path))
+
+
+def _check_data(run: Run, saved: dict[str, str], start: Start) -> None:
+    """Other tokens under the same weights would be another language; other text is told, and goes on."""
+    now = run.data.fingerprints()
+    for name in sorted(saved.keys() & now.keys()):
+        if saved[name] == now[name]:
+            continue
+        if name == "tokenizer" and start.continues:
+            assert run.tokenizer is not None
+            raise InputError(
+                f"tokenizer: {run.tokenizer.name} (hash {now[name]}) is not the tokenizer of {start.path} (hash "
+                f"{saved[name]}), which stands in {start.path}/tokenizer; put that one back, or start over with --fresh"
+            )
+        logger.warning("%s has changed since %s was saved: the run goes on with what it is now", name, start.path)
 
 
 def _check_position(run: Run, state: dict[str, Any], path: Path) -> None:

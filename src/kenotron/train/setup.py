@@ -14,7 +14,7 @@ from kenotron.config.architecture import HFArchitecture
 from kenotron.config.errors import InputError
 from kenotron.config.model import ExistingCheckpointInit, RandomInit
 from kenotron.kernels.host_memory import keep_freed_memory
-from kenotron.models import LanguageModel, build, initialize_model, materialize, named_parameters
+from kenotron.models import LanguageModel, build, initialize_model, materialize, named_parameters, zero_padding_rows
 from kenotron.models.plan import modules
 from kenotron.optim.build import build_optimizer
 from kenotron.parallel import data as data_parallel
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 def prepare(config: Config, mesh: Mesh, device: torch.device, start: Start) -> Run:
     """Everything of a run but what `start` brings: `saving.restore` loads that."""
     logger.info("Config:\n%s", dump(config).rstrip())
+    warn_of_length(config)
     hooks = make_hooks(config)
     model = make_model(config, mesh, device)
     if start.path is None:
@@ -52,7 +53,8 @@ def open_data(config: Config, start: Start) -> RunData:
     """The run's data from the step after `start` on."""
     from kenotron.data import open_run
 
-    data = open_run(config, start.step + 1, logger.info)
+    own_tokenizer = start.path / "tokenizer" if start.path and start.continues and config.tokenizer.train else None
+    data = open_run(config, start.step + 1, logger.info, own_tokenizer)
     if config.logging.sample_prompts and data.tokenizer is None:
         data.close()
         raise InputError("logging.sample_prompts: this run has no tokenizer to read them with; expected none")
@@ -90,6 +92,9 @@ def make_model(config: Config, mesh: Mesh, device: torch.device) -> LanguageMode
     model.set_compute_dtype(compute)
     data_parallel.apply(model, model.plan, mesh, compute_dtype=compute, reduce_dtype=torch.float32)
     materialize(model, device)
+    for name, parameter in named_parameters(model):  # no checkpoint and no other model has rows that pad
+        if name in model.vocab_parameters:
+            zero_padding_rows(parameter, model.config.vocab_size, shard_of)
     return model
 
 
@@ -104,12 +109,26 @@ def fill_weights(model: LanguageModel, config: Config) -> None:
     initialize_model(model, init.std, init.scaling_method, config.general.seed, shard_of)
 
 
+def warn_of_length(config: Config) -> None:
+    architecture = config.model.architecture
+    assert not isinstance(architecture, HFArchitecture)  # resolved by now
+    length, positions = config.tokens.sequence_length, architecture.max_position_embeddings
+    if length > positions:
+        logger.warning(
+            "tokens.sequence_length is %d, model_config.max_position_embeddings only %d: the model trains on all of "
+            "it, but generation will stop at %d tokens",
+            length,
+            positions,
+            positions,
+        )
+
+
 def describe_model(config: Config, model: nn.Module, device: torch.device) -> None:
     from kenotron.parallel import device as devices
 
     total = sum(parameter.numel() for _, parameter in named_parameters(model))
     local = sum(shard_of(parameter).tensor.numel() for _, parameter in named_parameters(model))
-    width = getattr(torch, config.model.dtype).itemsize
+    width = sum(p.numel() * p.element_size() for _, p in named_parameters(model)) / total
     for name, count in (("Total", total), ("Local", local)):
         logger.info(
             "%s number of parameters: %s (%s)",

@@ -54,6 +54,8 @@ class Validation(Hook):
     def after_step(self, run: Run, result: StepResult) -> None:
         if run.step % run.config.tokens.val_check_interval == 0 or run.finished:
             found = validate(run)
+            if found is None:
+                return
             logger.info("%s", validation_line(run, found))
             run.call("after_validation", found)
 
@@ -81,17 +83,24 @@ class Compressors(Hook):
 
 
 @torch.no_grad()
-def validate(run: Run) -> ValidationResult:
-    """One pass over the held-out samples, forward only."""
+def validate(run: Run) -> ValidationResult | None:
+    """One pass over the held-out samples, forward only; None when the run is asked to stop meanwhile.
+
+    After SIGTERM there may be half a minute: it belongs to the checkpoint.
+    """
     started = time.perf_counter()
     run.model.eval()
     sums = torch.zeros(3, dtype=torch.float64)
     for batch, byte_count in run.data.validation(run.mesh.dp_rank, run.mesh.dp_degree):
+        if run.interrupted:
+            break
         micro_batch = to_device(batch, run.device)
         loss, z_loss = run.model(micro_batch.tokens, micro_batch.ctx, micro_batch.labels)
         sums += torch.tensor([float(loss - z_loss), int((batch.labels != -100).sum()), byte_count])
     run.model.train()
     data_parallel.show_masters(run.model)
+    if run.interrupted:
+        return None
     for axis in ("dp_replicate", "dp_shard"):
         all_reduce(sums, run.mesh.group(axis))
     loss_sum, tokens, byte_sum = sums.tolist()
