@@ -404,3 +404,20 @@ def test_compressors_run_after_the_last_save(tmp_path: Path) -> None:
     validate = ("tokens.val_check_interval=3", "tokens.limit_val_batches=-1", "tokens.val_fraction=0.2")
     _, said = train_and_listen(tiny_config(tmp_path, *text_overrides(tmp_path), *validate))
     assert said.index("Saved checkpoint at") < said.index("compressors on the same text")
+
+
+def test_the_page_on_metrics_has_every_field(watched) -> None:
+    from tiny_run import REPOSITORY
+
+    page = (REPOSITORY / "docs" / "metrics.md").read_text()
+    assert [name for step in metrics(watched[0]) for name in step if f"`{name}`" not in page] == []
+
+
+def test_the_project_stands_in_tensorboards_text(watched) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (folder,) = Path(watched[0].logging.log_dir).glob("*/tensorboard")
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    (text,) = events.Tensors("project/text_summary")
+    assert text.tensor_proto.string_val == [b"tests"]

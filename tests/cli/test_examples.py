@@ -1,0 +1,114 @@
+"""Every example runs by the commands that its README gives, and what the README shows is what comes out."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from hub_cache import offline_environment
+from tiny_run import REPOSITORY, TEXTS, command
+
+ITERATION = re.compile(r"iteration: \d+ / \d+ \|.*")
+
+
+def run_readme(folder: Path, root: Path, **more: str) -> list[subprocess.CompletedProcess[str]]:
+    """Run every ``kenotron …`` and ``cd …`` of a README's bash blocks, from `root` on."""
+    done = []
+    for block in re.findall(r"```bash\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL):
+        where = root
+        for line in block.splitlines():
+            program, *arguments = shlex.split(line)
+            if program == "cd":
+                where = root / arguments[0]
+            elif program == "kenotron":  # torchrun's are those of test_walkthrough
+                done.append(command(*arguments, folder=where, **more))
+    return done
+
+
+def fields(line: str) -> dict[str, str]:
+    return dict(part.strip().split(": ", 1) for part in line.split(" | ") if part.strip() != "…")
+
+
+def iterations(text: str) -> dict[str, dict[str, str]]:
+    """Iteration lines by their step, as ``5 / 15``."""
+    return {(found := fields(line))["iteration"]: found for line in ITERATION.findall(text)}
+
+
+def compare(readme: Path, said: str) -> None:
+    """The README's iteration lines are those of the run: counters and rates exactly, the loss within 10%."""
+    shown, printed = iterations(readme.read_text()), iterations(said)
+    assert shown
+    for step, expected in shown.items():
+        assert list(expected) == [name for name in printed[step] if name in expected], f"fields of {step}"
+        for name, value in expected.items():
+            if name == "lm_loss":
+                assert float(printed[step][name]) == pytest.approx(float(value), rel=0.1), step
+            else:
+                assert printed[step][name] == value, (step, name)
+
+
+def others(readme: Path) -> list[str]:
+    """What else the README shows of the log, without its prefix."""
+    block = re.findall(r"```\n(.*?)```", readme.read_text().split("## What you see")[1], re.DOTALL)[0]
+    lines = [line.split("]: ")[-1] for line in block.splitlines()]
+    return [line for line in lines if line and line != "…" and not ITERATION.match(line)]
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Path:
+    """The examples alone in a folder, without this repository around them."""
+    ignored = shutil.ignore_patterns("checkpoints", "logs", "__pycache__")
+    return Path(shutil.copytree(REPOSITORY / "examples", tmp_path / "examples", ignore=ignored))
+
+
+def test_the_tiny_llama_runs_by_its_readme(examples: Path, hub_home: Path) -> None:
+    readme = examples / "llama" / "README.md"
+    trained, generated = run_readme(examples / "llama", examples.parent, **offline_environment(hub_home))
+    assert (trained.returncode, trained.stderr) == (0, "")
+    assert (generated.returncode, generated.stderr) == (0, "")
+    assert generated.stdout.startswith("Once upon a time")
+    compare(readme, trained.stdout)
+    for line in others(readme):
+        assert line in trained.stdout
+    assert (examples.parent / "checkpoints" / "15" / "manifest.json").exists()
+    assert [path.name.startswith("tiny_llama_") for path in (examples.parent / "logs").iterdir()] == [True]
+
+
+def test_the_custom_dataloader_runs_by_its_readme(examples: Path) -> None:
+    readme = examples / "custom-dataloader" / "README.md"
+    (trained,) = run_readme(examples / "custom-dataloader", examples.parent)
+    assert (trained.returncode, trained.stderr) == (0, "")
+    compare(readme, trained.stdout)
+    for line in others(readme):
+        assert line in trained.stdout
+
+
+def test_the_quickstart_trains_on_a_few_files(examples: Path) -> None:
+    texts = examples.parent / "texts"
+    texts.mkdir()
+    for number in range(8):
+        (texts / f"{number}.txt").write_text("".join(TEXTS[number::8]) * 4)
+    process = command(
+        "train",
+        examples / "quickstart.yaml",
+        "data_stages.0.data.dataset={text_files: texts}",
+        "tokens.train_steps=3",
+        "tokens.val_fraction=0.3",
+        "logging.tensorboard=false",
+        "logging.iteration_step_info_interval=1",
+        folder=examples.parent,
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+    steps = [
+        json.loads(line)
+        for line in (examples.parent / "logs" / "quickstart" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [step["iteration"] for step in steps] == [1, 2, 3]
+    assert steps[2]["lm_loss"] < steps[0]["lm_loss"]
+    assert steps[2]["val_bits_per_byte"] > 0
+    assert (examples.parent / "checkpoints" / "quickstart" / "3" / "manifest.json").exists()
