@@ -8,6 +8,8 @@ import textwrap
 import pytest
 from hub_cache import DATASET, TOKENIZER, made_documents, make_hub_cache, offline_environment
 
+from kenotron.data.hub_texts import HubTexts
+
 NO_SOCKET = """
 import socket
 def refuse(*_, **__): raise AssertionError("a socket was opened")
@@ -102,6 +104,7 @@ def saved(tmp_path_factory):
     datasets.DatasetDict({"train": rows, "test": rows.select(range(3))}).save_to_disk(folder / "splits")
     (folder / "files").mkdir()
     rows.to_parquet(folder / "files" / "part.parquet")
+    datasets.load_dataset(str(folder / "files"), split="train").save_to_disk(folder / "train only")
     return folder
 
 
@@ -126,6 +129,8 @@ def test_local_folders_splits_and_fractions_give_the_rows_they_name(saved, tmp_p
         lambda: list(HubTexts("one", column="number").documents()),
         lambda: HubTexts("files", "dev").content_hash(),
         lambda: HubTexts("files", "train", "german").content_hash(),
+        lambda: HubTexts("train only", "test").content_hash(),
+        lambda: HubTexts("train only", "train", "german").content_hash(),
         lambda: HubTexts("/nowhere").content_hash(),
         lambda: HubTexts({{"one": 0.0}}),
     ):
@@ -140,11 +145,28 @@ def test_local_folders_splits_and_fractions_give_the_rows_they_name(saved, tmp_p
         "row 1: column 'number' must hold text, found int",
         "'files': Unknown split \"dev\"",
         "'files': BuilderConfig 'german' not found",
+        "hf_dataset_splits: 'train only' has no split 'test'; it has train",
+        "hf_dataset_config_name: 'train only' was saved from the configuration 'default', not 'german'",
         "no such folder: /nowhere",
         "fraction of 'one' must be above 0",
     ]
     for line, part in zip(lines[7:], expected, strict=True):
         assert part in line
+
+
+def test_a_folder_of_parquet_has_a_signature_that_follows_its_files(tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name in ("part.parquet", "README.md"):
+        (folder / name).write_text(name)
+        os.utime(folder / name, (1_000_000, 1_000_000))
+    first = HubTexts(str(folder)).signature()
+    assert first is not None
+    assert HubTexts(str(folder)).signature() == first
+    (folder / "part.parquet").write_text("other content")
+    assert HubTexts(str(folder)).signature() is None  # changed within these two seconds: nothing cheap is known
+    os.utime(folder / "part.parquet", (1_000_000, 1_000_000))
+    assert HubTexts(str(folder)).signature() not in (None, first)
 
 
 def test_a_hub_that_cannot_be_reached_is_said_at_once():

@@ -493,6 +493,17 @@ def nothing(sequence_length, seed):
 
 def generator(sequence_length, seed):
     yield 1
+
+class Broken(Squares):
+    def __getitem__(self, i):
+        raise RuntimeError("boom")
+
+class BrokenAtOnce(AtOnce):
+    def samples(self, indices):
+        raise KeyError("boom")
+
+def cannot_open(sequence_length, seed):
+    raise FileNotFoundError("no such shard")
 """
 
 
@@ -531,6 +542,9 @@ def test_a_source_of_ones_own_may_answer_many_samples_at_once_with_documents(my_
         ("wrong_key", r"no key 'input_ids'; found ids"),
         ("nothing", r"nothing: expected at least 33 tokens to train on .* found no sample"),
         ("generator", r"gave a generator, which has no __len__ and no __getitem__"),
+        ("Broken", r"dataset\.source: my_sources\.Broken\[\d+\] raised RuntimeError: boom"),
+        ("BrokenAtOnce", r"dataset\.source: my_sources\.BrokenAtOnce\.samples\(\[.*\]\) raised KeyError: 'boom'"),
+        ("cannot_open", r"dataset\.source: my_sources\.cannot_open\(.*\) raised FileNotFoundError: no such shard"),
         ("Square", r"has no 'Square'; did you mean 'Squares'\?"),
         ("Squares", r"unexpected keyword argument 'colour'"),
     ],

@@ -139,6 +139,7 @@ class WithoutDecay(torch.optim.Optimizer):
         ),
         ({"name": "torch.optim.Adagrad", "kwargs": {"eps": -1.0}}, "refuses its arguments"),
         ({"name": "torch.optim.LBFGS"}, "cannot take a plain step"),
+        ({"name": "torch.optim.SparseAdam"}, "cannot take a plain step"),
     ],
 )
 def test_a_wrong_dotted_path_is_one_clear_line(tiny, section, factory, message):

@@ -112,12 +112,15 @@ def load_rows(name: str, config_name: str | None, split: str) -> Any:
         name = str(folder)
     with _quiet(datasets), _explained(name, datasets.exceptions.DatasetsError):
         if (folder / "state.json").is_file():
-            return _the_one_split(datasets.load_from_disk(name), name, config_name, split)
+            saved = datasets.load_from_disk(name)
+            if saved.split is not None and str(saved.split) != split:
+                raise InputError(f"hf_dataset_splits: '{name}' has no split '{split}'; it has {saved.split}")
+            return _of_configuration(saved, name, config_name)
         if (folder / "dataset_dict.json").is_file():
             saved = datasets.load_from_disk(name)
             if split not in saved:
                 raise InputError(f"hf_dataset_splits: '{name}' has no split '{split}'; it has {', '.join(saved)}")
-            return _the_one_split(saved[split], name, config_name, split)
+            return _of_configuration(saved[split], name, config_name)
         if name.startswith(("/", ".", "~")) and not folder.is_dir():
             raise InputError(f"hf_dataset_or_datasets: no such folder: {name}")
         try:
@@ -129,10 +132,8 @@ def load_rows(name: str, config_name: str | None, split: str) -> Any:
             return datasets.load_dataset(snapshot, config_name, split=split)
 
 
-def _the_one_split(rows: Any, name: str, config_name: str | None, split: str) -> Any:
-    """The rows of a folder that `save_to_disk` wrote, if they are of the split and the configuration asked for."""
-    if rows.split is not None and str(rows.split) != split:
-        raise InputError(f"hf_dataset_splits: '{name}' has no split '{split}'; it has {rows.split}")
+def _of_configuration(rows: Any, name: str, config_name: str | None) -> Any:
+    """The rows of a folder that `save_to_disk` wrote, if they are of the configuration asked for."""
     if config_name is not None and rows.info.config_name != config_name:
         raise InputError(
             f"hf_dataset_config_name: '{name}' was saved from the configuration {rows.info.config_name!r}, "

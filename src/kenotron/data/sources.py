@@ -9,6 +9,8 @@ Each has a length and answers many samples at once (`batch.TokenSource`). A stre
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -94,11 +96,13 @@ class UserSource:
             )
 
     def __len__(self) -> int:
-        return len(self.items)
+        with _named(f"len({self.name})"):
+            return len(self.items)
 
     def samples(self, indices: Int64) -> NDArray[np.integer]:
         if hasattr(self.items, "samples"):
-            found = np.asarray(self.items.samples(indices))
+            with _named(f"{self.name}.samples({indices.tolist()})"):
+                found = np.asarray(self.items.samples(indices))
             rows = list(found) if found.ndim == 2 and len(found) == len(indices) else [found] * len(indices)
         else:
             rows = [self._item(int(index)) for index in indices]
@@ -108,10 +112,14 @@ class UserSource:
 
     def documents(self, indices: Int64) -> Int64 | None:
         known = getattr(self.items, "documents", None)
-        return None if known is None else known(indices)
+        if known is None:
+            return None
+        with _named(f"{self.name}.documents({indices.tolist()})"):
+            return known(indices)
 
     def _item(self, index: int) -> NDArray:
-        item = self.items[index]
+        with _named(f"{self.name}[{index}]"):
+            item = self.items[index]
         if isinstance(item, dict):
             if "input_ids" not in item:
                 found = ", ".join(map(str, item))
@@ -140,6 +148,21 @@ def user_object(path: str, kwargs: dict[str, Any], sequence_length: int, seed: i
         return factory(sequence_length=sequence_length, seed=seed, **kwargs)
     except TypeError as error:
         raise InputError(f"dataset.source: {path}(sequence_length, seed, **kwargs): {error}") from error
+    except Exception as error:
+        raise _raised(f"{path}(sequence_length, seed, **kwargs)", error) from error
+
+
+@contextmanager
+def _named(call: str) -> Iterator[None]:
+    """What a user's own code raises, as one line that names the call."""
+    try:
+        yield
+    except Exception as error:
+        raise _raised(call, error) from error
+
+
+def _raised(call: str, error: Exception) -> InputError:
+    return InputError(f"dataset.source: {call} raised {type(error).__name__}: {error}")
 
 
 class Part:

@@ -127,7 +127,7 @@ def _probe(make: type[torch.optim.Optimizer], path: str, kwargs: dict[str, Any])
         parameter.grad = torch.full_like(parameter, scale)
         try:
             optimizer.step()
-        except TypeError as error:
+        except Exception as error:  # it is a user's choice of class: whatever it raises, it cannot train here
             raise InputError(f"{FACTORY}.name: {path} cannot take a plain step(): {error}") from error
     changed = [key for key, value in _settings(optimizer).items() if before.get(key) != value]
     if changed:
