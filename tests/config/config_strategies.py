@@ -10,6 +10,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from hypothesis import strategies as st
+from pydantic.fields import FieldInfo
 
 from kenotron.config import Config
 from kenotron.config.architecture import HFArchitecture, LlamaArchitecture
@@ -73,18 +74,20 @@ def _field(section: type[Section], name: str, field: Any) -> st.SearchStrategy[A
         return st.just(-1) | st.integers(1, 1000)
     if section is CustomOptimizer and name == "name":
         return st.sampled_from(["torch.optim.Adagrad", "my.optimizers.Lion"])
-    bounds: dict[str, Any] = {}
-    for rule in field.metadata:
-        for bound in ("ge", "gt", "le", "lt", "min_length"):
-            if getattr(rule, bound, None) is not None:
-                bounds[bound] = getattr(rule, bound)
-    return _value(field.annotation, bounds)
+    return _value(field.annotation, _bounds(field.metadata))
+
+
+def _bounds(rules: list[Any]) -> dict[str, Any]:
+    names = ("ge", "gt", "le", "lt", "min_length")
+    return {name: getattr(rule, name) for rule in rules for name in names if getattr(rule, name, None) is not None}
 
 
 def _value(kind: Any, bounds: dict[str, Any]) -> st.SearchStrategy[Any]:
     origin = get_origin(kind)
     if origin is Annotated:
-        return _value(get_args(kind)[0], bounds)
+        inner, *metadata = get_args(kind)
+        rules = [rule for field in metadata if isinstance(field, FieldInfo) for rule in field.metadata]
+        return _value(inner, bounds | _bounds(rules))
     if origin in (Union, UnionType):
         return st.one_of([_value(each, bounds) for each in get_args(kind)])
     if origin is Literal:
@@ -92,7 +95,8 @@ def _value(kind: Any, bounds: dict[str, Any]) -> st.SearchStrategy[Any]:
     if origin is list:
         return st.lists(_value(get_args(kind)[0], {}), min_size=bounds.get("min_length", 0), max_size=3)
     if origin is dict:
-        return st.dictionaries(words, _value(get_args(kind)[1], {}), max_size=3)
+        least = bounds.get("min_length", 0)
+        return st.dictionaries(words, _value(get_args(kind)[1], {}), min_size=least, max_size=3)
     if isinstance(kind, type) and issubclass(kind, Section):
         return st.deferred(lambda: _section(kind))
     low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
@@ -121,6 +125,10 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
         config["parallelism"]["tp"] = 1
     config["tokenizer"] = {"tokenizer_name_or_path": "some/tokenizer"}
     _stages(config["data_stages"])
+    if config["tokens"].get("val_samples"):
+        config["tokens"]["limit_val_batches"] = -1
+    if config["checkpoints"].get("keep_every"):
+        config["checkpoints"]["keep_last"] = 2
     _schedule(config["optimizer"]["learning_rate_scheduler"])
     if config.get("profiler"):
         config["tokens"]["train_steps"] = 10**10

@@ -91,6 +91,12 @@ def test_a_wrong_value_says_what_was_expected(minimal: dict[str, Any], override:
             "model.model_config.num_key_value_heads=3",
             "num_key_value_heads: expected a divisor of num_attention_heads 4",
         ),
+        (
+            "model.model_config={hidden_size: 12, num_attention_heads: 4}",
+            "hidden_size: expected an even hidden_size / num_attention_heads, found 3",
+        ),
+        ("tokens.val_samples=4", "tokens.limit_val_batches: expected -1 or a number above 0 beside tokens.val_samples"),
+        ("checkpoints.keep_every=4", "checkpoints.keep_last: missing"),
         ("parallelism.tp=3", "parallelism.tp: expected a divisor of num_attention_heads 4, found 3"),
         ("parallelism.tp=8", "parallelism.tp: expected a divisor of num_attention_heads 4, found 8"),
         ("optimizer.learning_rate_scheduler.min_decay_lr=1", "expected at most learning_rate 0.0003, found 1.0"),

@@ -24,7 +24,6 @@ NOT_READ = {
     "tp_mode": "at tp 1 there is nothing to split",
     "tp_linear_async_communication": "at tp 1 there is no communication",
     "tp_recompute_allgather": "at tp 1 nothing is gathered",
-    "checkpoints_path_is_shared_file_system": "on one machine the same",
     "log_detail_interval": "counts at log_level 1, which is refused",
     "is_llama_config": "a marker",
     "lr_decay_steps": "read through LearningRateScheduler.decay_steps",

@@ -22,7 +22,7 @@ from kenotron.config import load, same_run_difference, to_dict
         ["checkpoints.resume_checkpoint_path=checkpoints"],
         ["checkpoints.resume_checkpoint_path=./checkpoints/10"],
         ["profiler={profiler_export_path: p}"],
-        ["tokens.val_samples=5"],
+        ["tokens.val_samples=5", "tokens.limit_val_batches=-1"],
         ["optimizer.zero_stage=3", "model.compile=true", "parallelism.recompute_layer=true"],
         [
             "parallelism.tp=2",
@@ -83,7 +83,6 @@ def test_a_longer_run_keeps_a_schedule_that_was_written_out(minimal: dict[str, A
 def test_the_global_batch_counts_samples_of_a_step(minimal: dict[str, Any]) -> None:
     config = load(minimal, ["tokens.batch_accumulation_per_replica=3", "parallelism.dp=4"])
     assert config.global_batch_size == 2 * 3 * 4
-    assert config.global_batch_size_in_tokens == 2 * 3 * 4 * 256
     assert config.parallelism.world_size == 4
     assert config.model.architecture.kv_heads == 4  # type: ignore[union-attr]
     assert config.model.architecture.head_dim == 4  # type: ignore[union-attr]
@@ -102,3 +101,29 @@ def test_validation_needs_an_interval_and_batches(
 def test_a_config_cannot_be_changed_in_place(minimal: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="frozen"):
         load(minimal).tokens.train_steps = 3
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(minimal: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    paths = [
+        "checkpoints.checkpoints_path",
+        "checkpoints.resume_checkpoint_path",
+        "logging.log_dir",
+        "general.benchmark_csv_path",
+        "tokenizer.tokenizer_name_or_path",
+    ]
+    config = load(
+        minimal,
+        [f"{path}=~/x" for path in paths]
+        + ["model.init_method={path: ~/x}", "model.model_config={hf: ~/x}"]
+        + ["profiler={profiler_export_path: ~/x, skip_first: 0}"]
+        + ["data_stages.0.data.dataset={text_files: [~/x, ~other, a~b, x]}"],
+    )
+    for path in [*paths, "model.init_method.path", "model.architecture.hf", "profiler.profiler_export_path"]:
+        found: Any = config
+        for name in path.split("."):
+            found = getattr(found, name)
+        assert found == "/home/someone/x", path
+    assert config.data_stages[0].data.dataset.text_files[::3] == ["/home/someone/x", "x"]  # type: ignore[union-attr]
+    mapped = load(minimal, ["data_stages.0.data.dataset={text_files: {~/x: 2}}", "tokenizer.tokenizer_name_or_path=t"])
+    assert mapped.data_stages[0].data.dataset.text_files == {"/home/someone/x": 2}  # type: ignore[union-attr]

@@ -146,6 +146,10 @@ def test_a_dataset_is_known_by_its_keys(minimal: dict[str, Any], keys: Any, vari
         ({"mixture": []}, "expected a list of at least 1"),
         ({"mixture": [{"weight": 1, "mixture": []}]}, "expected a dataset"),
         ({"weight": 1, "corpus": "python-stdlib"}, "expected only inside a mixture"),
+        ({"text_files": {}}, "text_files: expected a map of at least 1, found a map with no keys"),
+        ({"text_files": []}, "text_files: expected a list of at least 1"),
+        ({"hf_dataset_or_datasets": {}}, "hf_dataset_or_datasets: expected a map of at least 1"),
+        (HF | {"hf_dataset_splits": []}, "hf_dataset_splits: expected a list of at least 1"),
         (HF | {"sft_dataloader": True, "text_column_name": "t"}, "belongs to the variant pretrain"),
         (HF | {"corpus": "python-stdlib"}, "'corpus' belongs to the variant corpus"),
         ({"hf_dataset_or_datasets": 3}, "expected a name, a list of names"),
@@ -157,13 +161,6 @@ def test_other_datasets_are_errors(minimal: dict[str, Any], keys: Any, message: 
     minimal["data_stages"][0]["data"]["dataset"] = keys
     with pytest.raises(InputError, match=message):
         load(minimal)
-
-
-def test_names_lists_and_maps_of_datasets_read_alike() -> None:
-    assert PretrainDataset(hf_dataset_or_datasets="a").fractions == {"a": 1.0}
-    assert PretrainDataset(hf_dataset_or_datasets=["a", "b"]).fractions == {"a": 1.0, "b": 1.0}
-    assert TextFiles(text_files={"a": 2.0}).weights == {"a": 2.0}
-    assert NanosetDataset(dataset_folder="a").folders == ["a"]
 
 
 def test_hooks_are_dotted_paths_or_maps(minimal: dict[str, Any]) -> None:

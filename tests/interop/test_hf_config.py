@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_llamas import VARIANTS, hf_llama
 
-from kenotron.config.architecture import LlamaArchitecture
+from kenotron.config.architecture import ACTIVATIONS, LlamaArchitecture
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.interop import hf_architecture
 from kenotron.interop.hf_config import architecture_from_hf, hf_config
@@ -90,6 +90,8 @@ def test_what_the_maths_does_not_serve_is_refused_by_name(changes, named):
     ("changes", "named"),
     [
         ({"vocab_size": "many"}, "config.json: vocab_size: .*'many'"),
+        ({"num_attention_heads": 3}, "config.json: num_attention_heads: expected a divisor of hidden_size"),
+        ({"hidden_size": 12, "num_attention_heads": 4}, "config.json: hidden_size: expected an even .*, found 3"),
         ({"hidden_size": None}, "config.json: hidden_size: expected a whole number, found None"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "high_freq_factor"),
     ],
@@ -143,7 +145,7 @@ architectures = st.builds(
     bos_token_id=st.integers(0, 5),
     eos_token_id=st.integers(0, 5),
     use_cache=st.booleans(),
-    hidden_act=st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh", "relu"]),
+    hidden_act=st.sampled_from(ACTIVATIONS),
 )
 
 

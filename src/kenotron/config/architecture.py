@@ -16,14 +16,17 @@ from pydantic import AfterValidator, GetJsonSchemaHandler, Tag, model_serializer
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from kenotron.config.section import EXPORT, OURS, Section, by_rule, has, key, null_means, problem
+from kenotron.config.section import EXPORT, OURS, LocalPath, Section, by_rule, has, key, null_means, problem
 
 AttentionImplementation = Literal[
     "flash_attention_2", "flex_attention", "sdpa", "ring_flash_triton", "ring", "llama3_ring_attention"
 ]
 
+# Names of Hugging Face's hidden_act, those that kernels.swiglu computes.
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+
 # Keys of rope_scaling by type, those that models/blocks/rope.py reads: (required, optional).
-_ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
+ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
     "dynamic": ({"factor"}, set()),
@@ -50,9 +53,9 @@ def _check_rope_scaling(value: dict[str, Any] | None) -> dict[str, Any] | None:
     if value is None:
         return None
     kind = value.get("rope_type", value.get("type"))
-    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
-        raise PydanticCustomError("expected", f"a rope_type among {', '.join(_ROPE_KEYS)}")
-    required, optional = _ROPE_KEYS[kind]
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
+        raise PydanticCustomError("expected", f"a rope_type among {', '.join(ROPE_KEYS)}")
+    required, optional = ROPE_KEYS[kind]
     found = set(value) - {"rope_type", "type"}
     if missing := sorted(required - found):
         raise PydanticCustomError("expected", f"the key '{missing[0]}' beside rope_type: {kind}")
@@ -69,6 +72,13 @@ def _check_rope_scaling(value: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 RopeScaling = Annotated[dict[str, Any] | None, AfterValidator(_check_rope_scaling)]
+
+
+def odd_head_dim(hidden_size: int, heads: int) -> str | None:
+    """What is wrong with a head whose channels RoPE cannot pair; None where nothing is."""
+    if hidden_size % heads or hidden_size // heads % 2 == 0:
+        return None
+    return f"expected an even hidden_size / num_attention_heads, found {hidden_size // heads}"
 
 
 class LlamaArchitecture(Section):
@@ -246,7 +256,7 @@ class Starcoder2Architecture(Section):
 class HFArchitecture(Section):
     """An architecture read from a Hugging Face config when the run starts; other Llama keys override it."""
 
-    hf: str = key("Folder or hub name of a Hugging Face model.", mark=OURS)
+    hf: LocalPath = key("Folder or hub name of a Hugging Face model.", mark=OURS)
     overrides: dict[str, Any] = key("Values that replace those of the Hugging Face config.", {}, mark=OURS)
 
     @model_validator(mode="before")

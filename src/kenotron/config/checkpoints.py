@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from kenotron.config.section import OURS, Section, key, upper_case
+from kenotron.config.section import NO_EFFECT, OURS, LocalPath, Section, key, upper_case
 
 
 class Datastates(Section):
@@ -16,11 +16,11 @@ class Datastates(Section):
 
 
 class Checkpoints(Section):
-    checkpoints_path: str = key("Folder of the run's checkpoints, one sub-folder a step.")
+    checkpoints_path: LocalPath = key("Folder of the run's checkpoints, one sub-folder a step.")
     checkpoint_interval: int = key("Steps between two checkpoints.", ge=1)
     save_initial_state: bool = key("Save a checkpoint `0` before the first step.", False)
     save_final_state: bool = key("Save a checkpoint after the last step.", True)
-    resume_checkpoint_path: str | None = key(
+    resume_checkpoint_path: LocalPath | None = key(
         "Checkpoint, or folder of checkpoints, that a new run starts from (weights, optimizer, schedule, "
         "data position); a run that has checkpoints of its own continues from those.",
         None,
@@ -31,9 +31,9 @@ class Checkpoints(Section):
     )
     load_optimizer: bool = key("False: a resumed run starts with a fresh optimizer state.", True)
     checkpoints_path_is_shared_file_system: bool = key(
-        "Whether all machines see one folder: then one process creates it, otherwise one on each machine (on "
-        "one machine the same).",
+        "Whether all machines of a run see one folder; a run has one machine here.",
         False,
+        mark=NO_EFFECT,
     )
     checkpointing_engine: Annotated[Literal["TORCH", "DATASTATES"], upper_case("TORCH")] = key(
         "What writes the tensors: torch.distributed.checkpoint, or DataStates (not supported yet).", "TORCH"
@@ -41,7 +41,7 @@ class Checkpoints(Section):
     datastates: Datastates | None = key("Settings of the DataStates engine (not supported yet).", None)
     keep_last: int | None = key("Keep only this many of the newest checkpoints; null keeps all.", None, ge=1, mark=OURS)
     keep_every: int | None = key(
-        "Beside keep_last, keep for good the checkpoints whose step is a multiple of this.",
+        "Of the checkpoints that keep_last would delete, keep those whose step is a multiple of this.",
         None,
         ge=1,
         mark=OURS,

@@ -8,7 +8,13 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kenotron.config.architecture import HFArchitecture, LlamaArchitecture, Qwen2Architecture, Starcoder2Architecture
+from kenotron.config.architecture import (
+    HFArchitecture,
+    LlamaArchitecture,
+    Qwen2Architecture,
+    Starcoder2Architecture,
+    odd_head_dim,
+)
 from kenotron.config.checkpoints import Checkpoints
 from kenotron.config.data import TEXT_DATASETS, DataStage, MixtureDataset
 from kenotron.config.general import General
@@ -68,13 +74,10 @@ class Config(Section):
         tokens = self.tokens
         return tokens.micro_batch_size * tokens.batch_accumulation_per_replica * self.parallelism.dp
 
-    @property
-    def global_batch_size_in_tokens(self) -> int:
-        return self.global_batch_size * self.tokens.sequence_length
-
     @model_validator(mode="after")
     def _checks(self) -> Self:
-        problems = [*_check_heads(self), *_check_tokenizer(self), *_check_steps(self), *_check_evaluation(self)]
+        checks = (_check_heads, _check_tokenizer, _check_steps, _check_company, _check_evaluation)
+        problems = [problem for check in checks for problem in check(self)]
         if problems:
             raise PydanticCustomError("checks", "several checks failed", {"problems": problems})
         return self
@@ -88,6 +91,8 @@ def _check_heads(config: Config) -> Iterator[Problem]:
     if not isinstance(model, LlamaArchitecture | Qwen2Architecture | Starcoder2Architecture):
         return
     heads = model.num_attention_heads
+    if problem := odd_head_dim(model.hidden_size, heads):
+        yield "model.model_config.hidden_size", problem
     if isinstance(model, Starcoder2Architecture):
         kv, kv_key = model.num_kv_heads or (1 if not model.grouped_query else heads), "num_kv_heads"
     else:
@@ -151,6 +156,15 @@ def _check_steps(config: Config) -> Iterator[Problem]:
             "profiler",
             f"expected tokens.train_steps of at least {profiler.steps} for its trace, found {steps}",
         )
+
+
+def _check_company(config: Config) -> Iterator[Problem]:
+    """Keys that do nothing without another."""
+    tokens, checkpoints = config.tokens, config.checkpoints
+    if tokens.val_samples is not None and not tokens.limit_val_batches:
+        yield "tokens.limit_val_batches", "expected -1 or a number above 0 beside tokens.val_samples, found 0"
+    if checkpoints.keep_every is not None and checkpoints.keep_last is None:
+        yield "checkpoints.keep_last", "missing: checkpoints.keep_every keeps some of what keep_last would delete"
 
 
 def _check_evaluation(config: Config) -> Iterator[Problem]:

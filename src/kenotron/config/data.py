@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
-from kenotron.config.section import OURS, Section, by_rule, has, key, null_means, problem
+from kenotron.config.section import OURS, LocalPath, Section, by_rule, has, key, null_means, problem
 
 
 def _by_kind(value: Any) -> str | None:
@@ -27,19 +27,15 @@ def _by_kind(value: Any) -> str | None:
 
 
 Names = Annotated[
-    Annotated[str, Tag("(one)")] | Annotated[list[str], Tag("(list)")] | Annotated[dict[str, float], Tag("(weighted)")],
+    Annotated[LocalPath, Tag("(one)")]
+    | Annotated[list[LocalPath], Field(min_length=1), Tag("(list)")]
+    | Annotated[dict[LocalPath, float], Field(min_length=1), Tag("(weighted)")],
     by_rule(_by_kind, "a name, a list of names, or a map name → number"),
 ]
 NameOrNames = Annotated[
-    Annotated[str, Tag("(one)")] | Annotated[list[str], Tag("(list)")],
+    Annotated[LocalPath, Tag("(one)")] | Annotated[list[LocalPath], Field(min_length=1), Tag("(list)")],
     by_rule(lambda v: _by_kind(v) if not isinstance(v, dict) else None, "a name or a list of names"),
 ]
-
-
-def _as_weights(names: str | list[str] | dict[str, float]) -> dict[str, float]:
-    if isinstance(names, str):
-        return {names: 1.0}
-    return dict.fromkeys(names, 1.0) if isinstance(names, list) else names
 
 
 class Dataset(Section):
@@ -56,11 +52,6 @@ class _HFDataset(Dataset):
     hf_dataset_config_name: str | None = key("Configuration of the dataset.", None)
     dataset_processing_num_proc_per_process: int = key("Processes that tokenize.", 1, ge=1)
     dataset_overwrite_cache: bool = key("Tokenize anew even where the result is cached.", False)
-
-    @property
-    def fractions(self) -> dict[str, float]:
-        """Each dataset with the fraction of its rows to take."""
-        return _as_weights(self.hf_dataset_or_datasets)
 
 
 class PretrainDataset(_HFDataset):
@@ -122,11 +113,6 @@ class TextFiles(Dataset):
     text_column_name: Annotated[str, null_means("text")] = key(
         "Field of a jsonl line that holds the text.", "text", mark=OURS
     )
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Each path with its share."""
-        return _as_weights(self.text_files)
 
 
 class CustomSource(Dataset):

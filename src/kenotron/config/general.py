@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Tag
 
-from kenotron.config.section import OURS, RECORD, Section, by_rule, key, null_means
+from kenotron.config.section import OURS, RECORD, LocalPath, Section, by_rule, key, null_means
 
 DEFAULT_RUN_NAME = "%date_%jobid"
 
@@ -29,7 +29,7 @@ AnyHook = Annotated[Annotated[str, Tag("(dotted path)")] | Annotated[Hook, Tag("
 
 
 class General(Section):
-    project: str = key("Name of the project; first line of the log and of the TensorBoard text.")
+    project: str = key("Name of the project: printed when a run starts, and written to its TensorBoard text.")
     run: Annotated[str, null_means(DEFAULT_RUN_NAME)] = key(
         "Name of the run and of its log folder; `%date` and `%jobid` are filled once, when the run first "
         "starts, and a resumed run keeps its name.",
@@ -40,7 +40,7 @@ class General(Section):
     consumed_train_samples: int | None = key(
         "Samples consumed when this file was saved with a checkpoint; set by a save.", None, mark=RECORD
     )
-    benchmark_csv_path: str | None = key(
+    benchmark_csv_path: LocalPath | None = key(
         "A CSV file that gets one row of speed, memory and layout at the end of the run (not supported yet).", None
     )
     ignore_sanity_checks: bool = key(

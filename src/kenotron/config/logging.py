@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from kenotron.config.section import OURS, Section, key, null_means
+from kenotron.config.section import OURS, LocalPath, Section, key, null_means
 
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical", "passive"], null_means("info")]
 
@@ -15,7 +15,7 @@ class Logging(Section):
     )
     log_level_replica: LogLevel = key("The same for all other processes.", "info")
     iteration_step_info_interval: int = key("Print the iteration line every so many steps.", 1, ge=1)
-    log_dir: str = key(
+    log_dir: LocalPath = key(
         "Folder of the logs: config.yaml, metrics.jsonl and tensorboard/ are written into <log_dir>/<run>/.",
         "logs",
         mark=OURS,

@@ -102,6 +102,8 @@ def _expected(error: dict[str, Any], context: dict[str, Any]) -> str:
         return f"expected {error['msg']}, found {shown(found)}"
     if kind not in _EXPECTED:
         return str(error["msg"])
+    if kind == "too_short" and isinstance(found, dict):
+        return f"expected a map of at least {context['min_length']}, found {shown(found)}"
     hint = ""
     if kind == "literal_error" and isinstance(found, str):
         hint = nearest(found, re.findall(r"'([^']*)'", context["expected"]))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Tag
 
 from kenotron.config.architecture import Architecture
-from kenotron.config.section import NO_EFFECT, OURS, Section, by_rule, has, key, null_means, upper_case
+from kenotron.config.section import NO_EFFECT, OURS, LocalPath, Section, by_rule, has, key, null_means, upper_case
 
 
 class RandomInit(Section):
@@ -32,7 +32,7 @@ class SpectralMupInit(Section):
 class ExistingCheckpointInit(Section):
     """Weights of a checkpoint or of a Hugging Face model; optimizer, schedule and step start afresh."""
 
-    path: str = key("Checkpoint, or folder or hub name of a Hugging Face model, that gives the weights.")
+    path: LocalPath = key("Checkpoint, or folder or hub name of a Hugging Face model, that gives the weights.")
 
 
 def _choose_init(value: Any) -> str | None:
@@ -66,6 +66,10 @@ Dtype = Literal[
     "int64",
     "bool",
 ]
+
+
+TRAINING_DTYPES = ("float32", "bfloat16")
+WEIGHT_DTYPES = (*TRAINING_DTYPES, "float16")  # of exports and of generation
 
 
 class Model(Section):

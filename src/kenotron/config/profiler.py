@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kenotron.config.section import Section, key
+from kenotron.config.section import LocalPath, Section, key
 
 
 class Profiler(Section):
-    profiler_export_path: str | None = key("Folder that the trace is written to; null: no trace.", None)
+    profiler_export_path: LocalPath | None = key("Folder that the trace is written to; null: no trace.", None)
     wait: int = key("Steps to wait before each warm-up.", 1, ge=0)
     warmup: int = key("Steps that run under the profiler without being recorded.", 1, ge=0)
     active: int = key("Steps recorded.", 1, ge=1)

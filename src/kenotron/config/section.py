@@ -17,10 +17,19 @@ trying one after the other; tags look like ``(random)``, so that they differ fro
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -84,6 +93,10 @@ class _Spelling:
 def null_means(default: Any) -> _Spelling:
     """An explicit null is the default."""
     return _Spelling(lambda value: default if value is None else value, any_case=False)
+
+
+LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path on this machine, or a hub name: `~` is the home folder."""
 
 
 def upper_case(default: str) -> _Spelling:

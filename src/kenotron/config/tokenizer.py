@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from kenotron.config.section import OURS, Section, key, problem
+from kenotron.config.section import OURS, LocalPath, Section, key, problem
 
 
 class TokenizerTraining(Section):
@@ -18,7 +18,7 @@ class TokenizerTraining(Section):
 
 
 class Tokenizer(Section):
-    tokenizer_name_or_path: str | None = key(
+    tokenizer_name_or_path: LocalPath | None = key(
         "Hub name, folder or tokenizer.json of the tokenizer; null where the data needs none.", None
     )
     tokenizer_revision: str | None = key("Revision of the hub name.", None)

@@ -31,10 +31,14 @@ class Tokens(Section):
         "Global batches of a test after the run; 0: none, -1: all (only 0 is supported yet).", 0, ge=-1
     )
     val_samples: int | None = key(
-        "Cap on the held-out sequences of one validation, beside limit_val_batches.", None, ge=1, mark=OURS
+        "Cap on the held-out sequences of one validation, beside limit_val_batches (which is then not 0).",
+        None,
+        ge=1,
+        mark=OURS,
     )
     val_fraction: float = key(
-        "Share of the documents held out, chosen by their hash; also where the run never validates.",
+        "Share of the documents held out, chosen by their hash (of two or more at least one); also where the run "
+        "never validates.",
         0.005,
         gt=0,
         lt=1,

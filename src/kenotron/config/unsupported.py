@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kenotron.config.architecture import HFArchitecture, LlamaArchitecture
+from kenotron.config.architecture import ACTIVATIONS, HFArchitecture, LlamaArchitecture
 from kenotron.config.config import Config
 from kenotron.config.data import MixtureDataset, NanosetDataset, SFTDataset
 from kenotron.config.errors import NotSupportedYet, nearest
-from kenotron.config.model import RandomInit, SpectralMupInit
-
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")  # those that kernels.swiglu knows
+from kenotron.config.model import TRAINING_DTYPES, RandomInit, SpectralMupInit
 
 
 def refuse_unsupported(config: Config) -> None:
@@ -46,7 +44,7 @@ def _model(config: Config) -> Iterator[str]:
         yield "model.init_method.use_mup"
     if isinstance(init, RandomInit) and init.scaling_method in ("LAYER_INDEX", "MODEL_SCALE"):
         yield f"model.init_method.scaling_method: {init.scaling_method}"
-    if model.dtype not in ("float32", "bfloat16"):
+    if model.dtype not in TRAINING_DTYPES:
         yield f"model.dtype: {model.dtype}"
     if model.dtype == "bfloat16" and not config.optimizer.accumulate_grad_in_fp32:
         yield "optimizer.accumulate_grad_in_fp32: false with model.dtype: bfloat16"

@@ -28,8 +28,8 @@ from .batch import TokenBatch
 from .loader import Prefetcher
 from .plan import Stage, plan_stages, texts_of
 from .progress import Report
-from .stages import OpenStage, describe_tokenizer, end_of_document, open_stage
-from .tokenizer import Tokenizer
+from .stages import OpenStage, describe_tokenizer, open_stage
+from .tokenizer import Tokenizer, end_of_text
 from .trained import tokenizer_of
 from .validation import BASELINE_LIMIT, HeldOut, compression_baselines, held_out_texts
 
@@ -143,7 +143,7 @@ class RunData:
         if self.tokenizer is None or table is None:
             return None
         table = np.pad(table, (0, max(0, self.config.model.architecture.vocab_size - len(table))))
-        table[end_of_document(self.config, self.tokenizer)] = 0
+        table[end_of_text(self.tokenizer, self.config.model.architecture)] = 0
         return table
 
     def _limit(self) -> int | None:

@@ -20,7 +20,7 @@ from .order import Order
 from .plan import SourcePlan, Stage, kind, texts_of
 from .progress import Report
 from .sources import Part, RandomTokens, TokenWindows, UserSource, user_object
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, end_of_text
 from .validation import HeldOutWindows
 
 RANDOM_HELD_OUT = 1024
@@ -113,7 +113,7 @@ def open_source(
         cache = open_tokens(
             texts,
             tokenizer,
-            EncodeRules(end_of_document(config, tokenizer), config.tokenizer.tokenizer_max_length),
+            EncodeRules(end_of_text(tokenizer, config.model.architecture), config.tokenizer.tokenizer_max_length),
             config.tokens.val_fraction,
             getattr(planned.dataset, "dataset_processing_num_proc_per_process", 1),
             getattr(planned.dataset, "dataset_overwrite_cache", False),
@@ -155,16 +155,11 @@ def check_ids(name: str, cache: TokenCache, vocab_size: int, tokenizer: Tokenize
         )
 
 
-def end_of_document(config: Any, tokenizer: Tokenizer) -> int:
-    """The id put after every document: the tokenizer's, else the model config's."""
-    return config.model.architecture.eos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-
-
 def describe_tokenizer(config: Any, tokenizer: Tokenizer | None) -> str:
     """One line for the console: which, how large, and what ends a document."""
     if tokenizer is None:
         return "none (the data are tokens already)"
     origin = "model_config.eos_token_id, as the tokenizer has none" if tokenizer.eos_token_id is None else "its own"
     level = "byte-level, " if tokenizer.is_byte_level else ""
-    eos = end_of_document(config, tokenizer)
+    eos = end_of_text(tokenizer, config.model.architecture)
     return f"{tokenizer.name} ({level}{tokenizer.vocab_size:,} entries); documents end with token {eos} ({origin})"

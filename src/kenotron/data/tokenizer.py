@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -122,6 +122,19 @@ class Tokenizer:
         token = self.config.get(key)
         text = token.get("content") if isinstance(token, dict) else token
         return self.backend.token_to_id(text) if isinstance(text, str) else None
+
+
+class HasEndOfText(Protocol):
+    """What knows of a token that ends a text, or that there is none."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+
+def end_of_text(tokenizer: HasEndOfText | None, architecture: Any) -> int:
+    """The token that ends a text in training, generation and exports: the tokenizer's, else the model config's."""
+    eos = tokenizer.eos_token_id if tokenizer else None
+    return architecture.eos_token_id if eos is None else eos
 
 
 def load_tokenizer(name_or_path: str | Path, revision: str | None = None) -> Tokenizer:

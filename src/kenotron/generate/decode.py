@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from kenotron.config.errors import InputError
+from kenotron.data.tokenizer import end_of_text
 from kenotron.generate.kv_cache import KVCache
 from kenotron.generate.sampling import NOT_FINITE, Sampling, next_tokens
 from kenotron.generate.text import TextStream
@@ -97,7 +98,7 @@ def generate(
         name, value = ("max_new_tokens", max_new_tokens) if max_new_tokens < 1 else ("batch_size", batch_size)
         raise InputError(f"{name}: expected 1 or more, found {value}")
     sampling = Sampling(temperature, top_k, top_p, seed)
-    eos = _end_of_text(tokenizer, model.config) if stop_at_eos else None
+    eos = end_of_text(tokenizer, model.config) if stop_at_eos else None
     rows = [_row(index, prompt, tokenizer, model.config, max_new_tokens) for index, prompt in enumerate(prompts)]
     # Dynamic RoPE turns by angles that depend on the longest text of a batch: only alone is a row itself.
     together = 1 if _stretches_with_length(model.config) else batch_size
@@ -213,12 +214,6 @@ def _stretches_with_length(config: Any) -> bool:
     return scaling.get("rope_type", scaling.get("type")) == "dynamic"
 
 
-def _end_of_text(tokenizer: TokenizerLike | None, config: Any) -> int:
-    """As in training: the tokenizer's token, or the config's where it has none."""
-    eos = tokenizer.eos_token_id if tokenizer else None
-    return config.eos_token_id if eos is None else eos
-
-
 def _start_of_text(tokenizer: TokenizerLike | None, config: Any) -> int:
     bos = tokenizer.bos_token_id if tokenizer else config.bos_token_id
-    return _end_of_text(tokenizer, config) if bos is None else bos
+    return end_of_text(tokenizer, config) if bos is None else bos

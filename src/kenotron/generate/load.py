@@ -16,12 +16,10 @@ import torch
 from torch import nn
 
 from kenotron.config.errors import NotSupportedYet
-from kenotron.config.model import Model
+from kenotron.config.model import WEIGHT_DTYPES, Model
 from kenotron.data.tokenizer import Tokenizer, load_tokenizer
 from kenotron.interop.sources import Source, fitting, open_source, skeleton
 from kenotron.parallel.device import best_device
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Loaded(NamedTuple):
@@ -62,6 +60,6 @@ def fill(model: nn.Module, source: Source, dtype: torch.dtype, device: torch.dev
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
-    if dtype not in DTYPES:
-        raise NotSupportedYet(f"generation in dtype {dtype!r} (there are {', '.join(DTYPES)})")
-    return DTYPES[dtype]
+    if dtype not in WEIGHT_DTYPES:
+        raise NotSupportedYet(f"generation in dtype {dtype!r} (there are {', '.join(WEIGHT_DTYPES)})")
+    return getattr(torch, dtype)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from kenotron.checkpoint.durable import temporary_beside
 from kenotron.config.errors import InputError, nearest
-from kenotron.data.tokenizer import load_tokenizer
+from kenotron.config.model import WEIGHT_DTYPES
+from kenotron.data.tokenizer import end_of_text, load_tokenizer
 from kenotron.interop.hf_config import Report, hf_config, quiet
 from kenotron.interop.hf_weights import INDEX, Weights
 from kenotron.interop.sources import Source, checkpoint_source, fitted, skeleton
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 GENERATION = "generation_config.json"
-DTYPE_NAMES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,9 @@ def to_hf(
         raise InputError(f"{final} is not empty; name a new folder")
     source = checkpoint_source(Path(src).expanduser())
     name = dtype or source.model.dtype
-    if name not in DTYPE_NAMES:
-        raise InputError(f"dtype: expected one of {', '.join(DTYPE_NAMES)}, found {name!r}{nearest(name, DTYPE_NAMES)}")
+    if name not in WEIGHT_DTYPES:
+        known = ", ".join(WEIGHT_DTYPES)
+        raise InputError(f"dtype: expected one of {known}, found {name!r}{nearest(name, WEIGHT_DTYPES)}")
     halves = source.architecture.model_copy(update={"rope_interleaved": False})
     weights = fitted(source, halves)
     shapes = {parameter: tuple(value.shape) for parameter, value in skeleton(source).named_parameters()}
@@ -127,7 +128,7 @@ def _write_configs(source: Source, folder: Path, dtype: str) -> None:
     from transformers import GenerationConfig
 
     architecture = source.architecture
-    eos = _end_of_text(source)
+    eos = end_of_text(load_tokenizer(source.tokenizer) if source.tokenizer else None, architecture)
     hf_config(architecture, dtype, eos).save_pretrained(folder)
     carried = source.tokenizer / GENERATION if source.tokenizer else None
     if carried and carried.is_file():
@@ -137,12 +138,6 @@ def _write_configs(source: Source, folder: Path, dtype: str) -> None:
         bos_token_id=architecture.bos_token_id, eos_token_id=eos, pad_token_id=architecture.pad_token_id
     )
     generation.save_pretrained(folder)
-
-
-def _end_of_text(source: Source) -> int:
-    """As in training and in `kenotron generate`: the tokenizer's token, or the config's where it has none."""
-    eos = load_tokenizer(source.tokenizer).eos_token_id if source.tokenizer else None
-    return source.architecture.eos_token_id if eos is None else eos
 
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

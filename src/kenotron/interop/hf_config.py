@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kenotron.config.architecture import LlamaArchitecture
+from kenotron.config.architecture import ACTIVATIONS, ROPE_KEYS, LlamaArchitecture, odd_head_dim
 from kenotron.config.errors import InputError, NotSupportedYet
 
 Report = Callable[[str], None]
@@ -40,16 +40,6 @@ SAME_NAME = (
     "use_cache",
     "vocab_size",
 )
-# transformers' names for one function.
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_pytorch_tanh",
-    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
-    "relu": "relu",
-}
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 # Keys that transformers writes beside rules that do not read them.
 ROPE_UNREAD = {
     "default": {"factor", "original_max_position_embeddings"},
@@ -101,11 +91,24 @@ def architecture_from_hf(
     if config.get("attention_dropout"):
         report(f"{where}: attention_dropout {config['attention_dropout']} is left out: training here has no dropout")
     try:
-        return LlamaArchitecture.model_validate(found | dict(overrides or {}))
+        architecture = LlamaArchitecture.model_validate(found | dict(overrides or {}))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise InputError(f"{where}: {key}: {first['msg']}, found {first['input']!r}") from None
+    _check_heads(architecture, where)
+    return architecture
+
+
+def _check_heads(architecture: LlamaArchitecture, where: str) -> None:
+    """What the config checks of shapes that stand in it."""
+    width, heads, kv = architecture.hidden_size, architecture.num_attention_heads, architecture.kv_heads
+    if width % heads:
+        raise InputError(f"{where}: num_attention_heads: expected a divisor of hidden_size {width}, found {heads}")
+    if heads % kv:
+        raise InputError(f"{where}: num_key_value_heads: expected a divisor of num_attention_heads {heads}, found {kv}")
+    if problem := odd_head_dim(width, heads):
+        raise InputError(f"{where}: hidden_size: {problem}")
 
 
 def _refuse_foreign(config: Mapping[str, Any], where: str) -> None:
@@ -131,7 +134,7 @@ def _refuse_foreign(config: Mapping[str, Any], where: str) -> None:
 def _activation(name: str, where: str) -> str:
     if name not in ACTIVATIONS:
         raise NotSupportedYet(f"{where}: hidden_act {name!r} (there are {', '.join(ACTIVATIONS)})")
-    return ACTIVATIONS[name]
+    return name
 
 
 def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -141,8 +144,8 @@ def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     theta = rope.pop("rope_theta", config.get("rope_theta")) or 10000.0
     old_name = rope.pop("type", "default")
     kind = rope.pop("rope_type", old_name)
-    if kind not in ROPE_TYPES:
-        raise NotSupportedYet(f"{where}: rope_type {kind!r} (there are {', '.join(ROPE_TYPES)})")
+    if kind not in ROPE_KEYS:
+        raise NotSupportedYet(f"{where}: rope_type {kind!r} (there are {', '.join(ROPE_KEYS)})")
     if rope.pop("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise NotSupportedYet(f"{where}: partial_rotary_factor other than 1")
     scaling = {"rope_type": kind} | {k: v for k, v in rope.items() if k not in ROPE_UNREAD[kind]}

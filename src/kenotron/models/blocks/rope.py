@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kenotron.config.architecture import ROPE_KEYS
 from kenotron.config.errors import InputError, nearest
 
 RopeScaling = Mapping[str, Any] | None
@@ -29,6 +30,7 @@ class Rope(nn.Module):
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling, max_positions: int) -> None:
         super().__init__()
+        assert head_dim % 2 == 0, f"RoPE turns pairs of channels: expected an even head_dim, found {head_dim}"
         self.head_dim, self.theta, self.scaling, self.max_positions = head_dim, theta, scaling, max_positions
         self.grows = scaling_type(scaling) == "dynamic"
         # Made at first use, on the device of the positions: a meta-device build has nothing to fill.
@@ -70,26 +72,18 @@ def frequencies(
     return _yarn(head_dim, theta, scaling, max_positions)
 
 
-REQUIRED = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor",),
-}
-
-
 def scaling_type(scaling: RopeScaling) -> str:
     """The rule's name, checked: `rope_type` (or the older `type`) and the keys that it needs."""
     if not scaling:
         return "default"
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     where = "model.model_config.rope_scaling"
-    if kind not in REQUIRED:
+    if kind not in ROPE_KEYS:
         raise InputError(
-            f"{where}.rope_type: expected one of {', '.join(REQUIRED)}, found {kind!r}{nearest(str(kind), REQUIRED)}"
+            f"{where}.rope_type: expected one of {', '.join(ROPE_KEYS)}, found {kind!r}{nearest(str(kind), ROPE_KEYS)}"
         )
-    for key in REQUIRED[kind]:
+    required, _ = ROPE_KEYS[kind]
+    for key in sorted(required):
         if not isinstance(scaling.get(key), int | float):
             raise InputError(f"{where}.{key}: rope_type {kind!r} needs a number, found {scaling.get(key)!r}")
     return kind
