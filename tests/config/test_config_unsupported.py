@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kenotron.config import NotSupportedYet, load, refuse_unsupported
+from kenotron.config.architecture import ACTIVATIONS
 
 NANOSET = "data_stages.0.data.dataset={dataset_folder: a}"
 
@@ -81,3 +82,9 @@ def test_everything_unsupported_is_named_at_once(minimal: dict[str, Any]) -> Non
 )
 def test_what_is_served_is_not_refused(minimal: dict[str, Any], overrides: list[str]) -> None:
     refuse_unsupported(load(minimal, overrides))
+
+
+def test_the_activations_that_pass_are_those_that_the_kernel_computes() -> None:
+    from kenotron.kernels import swiglu
+
+    assert set(swiglu.ACTIVATIONS) == set(ACTIVATIONS)

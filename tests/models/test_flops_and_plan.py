@@ -10,6 +10,7 @@ import torch
 
 from kenotron.config.architecture import LlamaArchitecture
 from kenotron.models import flops_per_token, named_parameters
+from kenotron.models.blocks.rope import Rope
 from kenotron.models.llama import Llama
 from kenotron.models.plan import matching, modules
 
@@ -99,3 +100,8 @@ def test_a_star_is_one_name_between_dots() -> None:
     names = ["model.layers.0.mlp", "model.layers.11.mlp", "model.layers.0.mlp.up_proj", "model.norm", "xmodel.norm"]
     assert matching("model.layers.*.mlp", names) == ["model.layers.0.mlp", "model.layers.11.mlp"]
     assert matching("model.norm", names) == ["model.norm"]
+
+
+def test_a_head_of_an_odd_number_of_channels_has_no_pairs_to_turn() -> None:
+    with pytest.raises(AssertionError, match="expected an even head_dim, found 3"):
+        Rope(3, 10000.0, None, 16)

@@ -1,14 +1,13 @@
 """Batches made ready ahead of the step that needs them.
 
     threads    make 5   make 6   make 7   ...
-    step                train 5  train 6  ...      next() returns at once; `wait_seconds` stays near 0
+    step                train 5  train 6  ...      next() returns at once
 
 Whatever a thread raises comes out of the `next` that would have returned its batch.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,11 +19,10 @@ T = TypeVar("T")
 class Prefetcher(Generic[T]):
     """Iterator over ``make(step)`` for step in [start, stop), made ahead by `workers` threads (0: in the caller's).
 
-    `wait_seconds` is the time that the caller has waited in all. Use it in a `with`, or call `close`.
+    Use it in a `with`, or call `close`.
     """
 
     def __init__(self, make: Callable[[int], T], start: int, stop: int, workers: int) -> None:
-        self.wait_seconds = 0.0
         self._make, self._next, self._stop = make, start, stop
         self._ahead = workers + 1 if workers else 0
         self._pool = ThreadPoolExecutor(workers, "kenotron-loader") if workers else None
@@ -35,7 +33,6 @@ class Prefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        started = time.perf_counter()
         if self._pool is None:
             if self._next >= self._stop:
                 raise StopIteration
@@ -46,7 +43,6 @@ class Prefetcher(Generic[T]):
                 raise StopIteration
             batch = self._ready.popleft().result()
             self._fill()
-        self.wait_seconds += time.perf_counter() - started
         return batch
 
     def close(self) -> None:

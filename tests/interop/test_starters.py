@@ -1,0 +1,79 @@
+"""What `kenotron init` gives trains by the command that it names, on small data of its kind, validation included."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hub_cache import made_documents, offline_environment
+from tiny_llamas import hf_llama, save_hf, small_tokenizer
+
+SMALL = (
+    "tokens.sequence_length=32",
+    "tokens.micro_batch_size=2",
+    "tokens.train_steps=3",
+    "tokens.val_check_interval=2",
+)
+
+
+def kenotron(*arguments: str, folder: Path, home: Path) -> str:
+    """What the command prints, in a process that reads no hub."""
+    environment = os.environ | offline_environment(home) | {"OMP_NUM_THREADS": "1"}
+    program = [sys.executable, "-c", "from kenotron.cli import main; main()", *arguments]
+    done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def train(name: str, folder: Path, home: Path, *overrides: str) -> list[dict[str, float]]:
+    """``kenotron init name > my.yaml; kenotron train my.yaml …``; the run's metrics."""
+    (folder / "my.yaml").write_text(kenotron("init", name, folder=folder, home=home))
+    kenotron("train", "my.yaml", *overrides, folder=folder, home=home)
+    (file,) = folder.glob("logs/*/metrics.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def validated(steps: list[dict[str, float]]) -> list[float]:
+    return [step["iteration"] for step in steps if step.get("val_loss")]
+
+
+@pytest.mark.parametrize("files", [2, 5])
+def test_text_folder_on_a_folder_of_few_files(tmp_path: Path, files: int) -> None:
+    generator = random.Random(files)
+    (tmp_path / "texts").mkdir()
+    for number in range(files):
+        words = [generator.choice(["sea", "ship", "whale", "captain", "night"]) for _ in range(400)]
+        (tmp_path / "texts" / f"{number}.txt").write_text(" ".join(words))
+    steps = train("text-folder", tmp_path, tmp_path, "model.model_config.num_hidden_layers=1", *SMALL)
+    assert [step["iteration"] for step in steps] == [1, 2, 3]
+    assert validated(steps) == [2, 3]
+    assert all(step["val_bits_per_byte"] > 0 for step in steps[1:])
+    said = kenotron("generate", "checkpoints/text-folder/3", "--prompt", "sea", folder=tmp_path, home=tmp_path)
+    assert said.startswith("sea")
+
+
+def test_hf_finetune_on_a_folder_of_hugging_face(tmp_path: Path) -> None:
+    save_hf(hf_llama(), tmp_path / "model", small_tokenizer())
+    (tmp_path / "rows").mkdir()
+    lines = [json.dumps({"text": text}) + "\n" for text in made_documents(5)]
+    (tmp_path / "rows" / "train.jsonl").write_text("".join(lines))
+    folders = ["tokenizer.tokenizer_name_or_path=model", "model.init_method.path=model", "model.model_config.hf=model"]
+    data = "data_stages.0.data.dataset.hf_dataset_or_datasets=rows"
+    steps = train("hf-finetune", tmp_path, tmp_path / "home", *folders, data, *SMALL)
+    assert validated(steps) == [2, 3]
+    assert (tmp_path / "checkpoints" / "hf-finetune" / "3").is_dir()
+
+
+def test_tiny_llama_as_it_is_on_the_hubs_files(tmp_path: Path, hub_home: Path) -> None:
+    steps = train("tiny-llama", tmp_path, hub_home)
+    assert len(steps) == 15
+    assert steps[-1]["lm_loss"] < steps[0]["lm_loss"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints" / "tiny-llama").iterdir() if path.is_dir()) == [
+        "10",
+        "15",
+    ]
