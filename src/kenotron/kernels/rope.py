@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 1 << 17  # elements of one round of passes on CPU: 512 KiB in fp32
+BLOCK = 1 << 17  # elements a thread of one round of passes on CPU: 512 KiB in fp32
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -64,20 +64,20 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool, out: Tensor) -> Tensor:
-    """Writes x, turned by ``sign * angle``, to `out` of any strides; on CPU a few tokens at a time."""
+    """Writes x, turned by ``sign * angle``, to `out` of any strides; what needs fp32 copies goes part by part."""
     sequences, length, heads, head_dim = x.shape
     cos, sin = (table.expand(sequences, length, -1) for table in (cos, sin))
-    if x.device.type != "cpu":
-        _turn(x, cos, sin, sign, interleaved, out)
+    if x.device.type != "cpu" or x.dtype == torch.float32:
+        _turn(x, cos, sin, out, sign, interleaved)
         return out
-    step = max(1, BLOCK // (heads * head_dim))
-    for sequence in zip(x, cos, sin, out):
-        for part, part_cos, part_sin, part_out in zip(*(tensor.split(step) for tensor in sequence)):
-            _turn(part, part_cos, part_sin, sign, interleaved, part_out)
+    tokens = max(1, BLOCK * torch.get_num_threads() // (heads * head_dim))
+    for some in zip(*(tensor.split(max(1, tokens // length)) for tensor in (x, cos, sin, out))):
+        for a, b, c, d in zip(*(tensor.split(tokens, dim=1) for tensor in some)):
+            _turn(a, b, c, d, sign, interleaved)
     return out
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool, out: Tensor) -> None:
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: float, interleaved: bool) -> None:
     dtype = torch.promote_types(x.dtype, torch.float32)
     wide, cos, sin = x.to(dtype), cos.unsqueeze(-2), sin.unsqueeze(-2)
     turned = out if out.dtype == dtype else torch.empty_like(wide)
