@@ -242,7 +242,7 @@ ROWS: dict[str, Row] = {
         ("general.hooks=[{path: user_parts.Poison, kwargs: {steps: [2]}}]",),
     ),
     "Parallelism.recompute_layer": Row(
-        lambda o: [s["hardware_tflops_per_gpu"] / s["model_tflops_per_gpu"] > 1.3 for s in metrics(o.config)],
+        lambda o: [s["hardware_tflops_per_gpu"] / s["model_tflops_per_gpu"] > 1.05 for s in metrics(o.config)],
         "parallelism.recompute_layer=true",
     ),
     # ---- model ----

@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 
 def first_line(config: Config) -> None:
-    """Which program, and for which project."""
-    import kenotron
-
-    logger.info("kenotron %s | project: %s", kenotron.__version__, config.general.project)
+    logger.info("project: %s", config.general.project)
 
 
 def training_plan(run: Run) -> None:
