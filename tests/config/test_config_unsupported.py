@@ -46,7 +46,6 @@ NANOSET = "data_stages.0.data.dataset={dataset_folder: a}"
         (["data_stages.0.sequence_length=128"], "data_stages.0.sequence_length"),
         (["metrics_logging.log_level=1"], "metrics_logging.log_level: 1"),
         (["general.benchmark_csv_path=b.csv"], "general.benchmark_csv_path"),
-        (["general.ignore_sanity_checks=false"], "general.ignore_sanity_checks: false"),
         (["tokens.limit_test_batches=1"], "tokens.limit_test_batches: 1"),
     ],
 )

@@ -86,7 +86,7 @@ def messages(o: Outcome) -> Any:
     """What was said after the config, times and sizes left out."""
     lines = [line.split("]: ", 1)[-1] for line in o.said.splitlines()]
     start = next((i for i, line in enumerate(lines) if line.startswith(("Weights ", "Loaded "))), 0)
-    kinds = ("iteration", "Sample", "[Stage", "[Training", "Saving", "before", "after")
+    kinds = ("iteration", "Sample", "[Stage", "[Training", "Saving", "Read back", "before", "after")
     return [" ".join(line.split()[:3]) for line in lines[start:] if line.startswith(kinds)]
 
 
@@ -149,7 +149,6 @@ REFUSED_SECTIONS: dict[str, str] = {
 }
 REFUSED: dict[str, str] = {
     "General.benchmark_csv_path": "general.benchmark_csv_path=some.csv",
-    "General.ignore_sanity_checks": "general.ignore_sanity_checks=false",
     "Parallelism.dp": "parallelism.dp=2",
     "Parallelism.pp": "parallelism.pp=2",
     "Parallelism.tp": "parallelism.tp=2",
@@ -241,6 +240,7 @@ ROWS: dict[str, Row] = {
         "general.hooks=[{path: user_parts.Poison, kwargs: {steps: [3]}}]",
         ("general.hooks=[{path: user_parts.Poison, kwargs: {steps: [2]}}]",),
     ),
+    "General.ignore_sanity_checks": Row(messages, "general.ignore_sanity_checks=false"),
     "Parallelism.recompute_layer": Row(
         lambda o: [s["hardware_tflops_per_gpu"] / s["model_tflops_per_gpu"] > 1.05 for s in metrics(o.config)],
         "parallelism.recompute_layer=true",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 from nursery import Nursery
-from tiny_run import saved_weights, tiny_dict
+from tiny_run import saved_weights, tiny_config, tiny_dict, train_quietly
 
 
 def test_a_disk_without_room_ends_the_run_and_leaves_the_last_checkpoint(nursery: Nursery, tmp_path: Path) -> None:
@@ -48,3 +50,31 @@ def test_a_log_dir_that_is_a_file_is_said_in_one_line_that_names_the_key(nursery
     assert finished.code == 2
     assert finished.stderr.startswith("error: logging.log_dir: cannot write to ")
     assert finished.stderr.count("\n") == 1
+
+
+def test_with_sanity_checks_a_checkpoint_is_read_back_before_earlier_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kenotron import checkpoint
+    from kenotron.train import RunFailed
+
+    keys = ("general.ignore_sanity_checks=false", "checkpoints.checkpoint_interval=1", "checkpoints.keep_last=1")
+    save = checkpoint.save
+
+    def bad_disk(root: Path, step: int, **given: Any) -> Any:
+        """What was written at step 2 reads back otherwise."""
+        saved = save(root, step, **given)
+        if step == 2:
+            (victim,) = (saved.path / "model").glob("*.safetensors")
+            data = bytearray(victim.read_bytes())
+            data[-1] ^= 1
+            victim.write_bytes(data)
+        return saved
+
+    monkeypatch.setattr(checkpoint, "save", bad_disk)
+    with pytest.raises(RunFailed, match=r"step 2: .*checkpoints/2/model/.*earlier checkpoints are as they were"):
+        train_quietly(tiny_config(tmp_path, *keys))
+    assert checkpoint.verify(tmp_path / "checkpoints" / "1") == []
+    monkeypatch.undo()
+    train_quietly(tiny_config(tmp_path, *keys))
+    assert checkpoint.verify(tmp_path / "checkpoints" / "3") == []

@@ -44,7 +44,7 @@ class General(Section):
         "A CSV file that gets one row of speed, memory and layout at the end of the run (not supported yet).", None
     )
     ignore_sanity_checks: bool = key(
-        "False: every checkpoint is read back and checked right after it is written (not supported yet).",
+        "False: every checkpoint is read back and checked right after it is written.",
         True,
     )
     hooks: list[AnyHook] | None = key(

@@ -66,8 +66,6 @@ def _data(config: Config) -> Iterator[str]:
 def _sections(config: Config) -> Iterator[str]:
     if config.general.benchmark_csv_path:
         yield "general.benchmark_csv_path"
-    if not config.general.ignore_sanity_checks:
-        yield "general.ignore_sanity_checks: false"
     checkpoints = config.checkpoints
     if checkpoints.checkpointing_engine != "TORCH":
         yield f"checkpoints.checkpointing_engine: {checkpoints.checkpointing_engine.lower()}"

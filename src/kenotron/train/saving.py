@@ -85,11 +85,21 @@ def save(run: Run) -> Path:
     except checkpoint.CheckpointError as error:
         raise RunFailed(f"step {run.step}: {error}; earlier checkpoints are as they were") from error
     logger.info("Saved checkpoint at %s: %s in %.2f s", saved.path, console.mebibytes(saved.bytes), saved.seconds)
+    if not run.config.general.ignore_sanity_checks:
+        _read_back(run, saved.path)
     run.call("on_save", saved.path)
     broken = any(isinstance(hook, NonFiniteGuard) and hook.in_a_row for hook in run.hooks)
     if settings.keep_last is not None and not broken:  # amid skipped steps the last good weights may be the oldest
         checkpoint.prune(root, keep_last=settings.keep_last, keep_every=settings.keep_every)
     return saved.path
+
+
+def _read_back(run: Run, path: Path) -> None:
+    """Prove the checkpoint whole while the ones before it are still there."""
+    problems = on_first(lambda: checkpoint.verify(path))
+    if problems:
+        raise RunFailed(f"step {run.step}: {'; '.join(problems)}; earlier checkpoints are as they were")
+    logger.info("Read back %s: it is whole", path)
 
 
 def _state(run: Run) -> dict[str, Any]:
