@@ -88,7 +88,7 @@ class UserSource:
     def __init__(self, name: str, items: Any, sequence_length: int, vocab_size: int) -> None:
         self.name, self.items = name, items
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
-        needed = ["__len__"] if hasattr(items, "samples") else ["__len__", "__getitem__"]
+        needed = ["__len__"] if callable(getattr(items, "samples", None)) else ["__len__", "__getitem__"]
         missing = [method for method in needed if not hasattr(items, method)]
         if missing:
             raise InputError(
@@ -100,7 +100,7 @@ class UserSource:
             return len(self.items)
 
     def samples(self, indices: Int64) -> NDArray[np.integer]:
-        if hasattr(self.items, "samples"):
+        if callable(getattr(self.items, "samples", None)):
             with _named(f"{self.name}.samples({indices.tolist()})"):
                 found = np.asarray(self.items.samples(indices))
             rows = list(found) if found.ndim == 2 and len(found) == len(indices) else [found] * len(indices)
