@@ -191,7 +191,7 @@ TEXT_DATASETS = (PretrainDataset, SFTDataset, EmbeddedCorpus, TextFiles)
 
 class Data(Section):
     dataset: AnyDataset | None = key("What is read; null: synthetic random tokens.")
-    seed: Annotated[int, null_means(42)] = key("Seed of the order, beside general.seed.", 42, ge=0)
+    seed: Annotated[int, null_means(42)] = key("Seed of the data order.", 42, ge=0)
     num_loading_workers: int = key("Threads that read ahead; 0: the training thread reads.", 1, ge=0)
 
     @model_validator(mode="after")

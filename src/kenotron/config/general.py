@@ -35,7 +35,11 @@ class General(Section):
         "starts, and a resumed run keeps its name.",
         DEFAULT_RUN_NAME,
     )
-    seed: Annotated[int, null_means(42)] = key("Seed of weights, data order and sampling.", 42, ge=0)
+    seed: Annotated[int, null_means(42)] = key(
+        "Seed of the first weights and of generated samples; the data order has a seed of its own (data.seed).",
+        42,
+        ge=0,
+    )
     step: int | None = key("Step of the checkpoint that this file was saved with; set by a save.", None, mark=RECORD)
     consumed_train_samples: int | None = key(
         "Samples consumed when this file was saved with a checkpoint; set by a save.", None, mark=RECORD
