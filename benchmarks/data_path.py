@@ -21,11 +21,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from kenotron.data.cache import SplitTokens, TokenCache
-from kenotron.data.order import Order, derive_key
+from kenotron.data.order import Order
 from kenotron.data.plan import Stage
 from kenotron.data.sources import TokenWindows
 from kenotron.data.stages import OpenSource, OpenStage
 from kenotron.data.validation import HeldOutWindows
+from kenotron.kernels.hashing import derive_key
 
 TOKENS = 64 * 2**20
 DOCUMENT = 700
@@ -47,7 +48,7 @@ def make_split(folder: Path) -> SplitTokens:
 
 def open_sources(split: SplitTokens, folder: Path, sequence_length: int, sources: int) -> OpenStage:
     """A stage of `sources` equal sources on the same file."""
-    cache = TokenCache(folder, split, split, 0)
+    cache = TokenCache(folder, "made", split, split, 0, False)
     held_out = HeldOutWindows("made", split, sequence_length)
     opened = [OpenSource(TokenWindows("made", split, sequence_length), held_out, cache) for _ in range(sources)]
     order = Order(
