@@ -32,6 +32,7 @@ __all__ = [
     "initialize_model",
     "materialize",
     "named_parameters",
+    "zero_vocabulary_padding",
 ]
 
 
@@ -63,6 +64,11 @@ def initialize_model(
 ) -> None:
     """Fill every weight by the family's own rules (nanotron's RandomInit), vocabulary padding with zeros."""
     initialize(named_parameters(model), model.init_rules(std, scaling), seed, shard_of)
+    zero_vocabulary_padding(model, shard_of)
+
+
+def zero_vocabulary_padding(model: LanguageModel, shard_of: Callable[[Tensor], Shard] = whole) -> None:
+    """Clear the rows that pad the vocabulary: no checkpoint and no other model brings them."""
     for name, parameter in named_parameters(model):
         if name in model.vocab_parameters:
             zero_padding_rows(parameter, model.config.vocab_size, shard_of)

@@ -14,7 +14,14 @@ from kenotron.config.architecture import HFArchitecture
 from kenotron.config.errors import InputError
 from kenotron.config.model import ExistingCheckpointInit, RandomInit
 from kenotron.kernels.host_memory import keep_freed_memory
-from kenotron.models import LanguageModel, build, initialize_model, materialize, named_parameters, zero_padding_rows
+from kenotron.models import (
+    LanguageModel,
+    build,
+    initialize_model,
+    materialize,
+    named_parameters,
+    zero_vocabulary_padding,
+)
 from kenotron.models.plan import modules
 from kenotron.optim.build import build_optimizer
 from kenotron.parallel import data as data_parallel
@@ -92,9 +99,7 @@ def make_model(config: Config, mesh: Mesh, device: torch.device) -> LanguageMode
     model.set_compute_dtype(compute)
     data_parallel.apply(model, model.plan, mesh, compute_dtype=compute, reduce_dtype=torch.float32)
     materialize(model, device)
-    for name, parameter in named_parameters(model):  # no checkpoint and no other model has rows that pad
-        if name in model.vocab_parameters:
-            zero_padding_rows(parameter, model.config.vocab_size, shard_of)
+    zero_vocabulary_padding(model, shard_of)
     return model
 
 

@@ -56,8 +56,7 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
     finite = all_finite(loss, norm)
     if finite:
         set_learning_rate(run.optimizer, rate)
-        for hook in run.hooks:
-            hook.before_update(run)
+        run.call("before_update")
         run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     synchronize(run.device)
