@@ -1,13 +1,19 @@
-"""Fixtures for every test: a cache of its own, and a Hugging Face home that is made here."""
+"""Fixtures for every test: a cache of its own, a Hugging Face home that is made here, one nursery of processes."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "data"))
+for shared in ("data", "train"):  # hub_cache.py; tiny_run.py and nursery.py
+    sys.path.insert(0, str(Path(__file__).parent / shared))
+
+if TYPE_CHECKING:
+    from nursery import Nursery
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,3 +34,12 @@ def hub_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from hub_cache import make_hub_cache
 
     return make_hub_cache(tmp_path_factory.mktemp("hf-home"))
+
+
+@pytest.fixture(scope="session")
+def nursery(private_cache: Path) -> Iterator[Nursery]:
+    """One nursery for all tests of a session that start processes."""
+    from nursery import Nursery
+
+    with Nursery(KENOTRON_CACHE=str(private_cache)) as made:
+        yield made
