@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint bench reference docs clean
+.PHONY: help setup train test slow lint bench reference docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -17,13 +17,18 @@ train: setup  ## train a small Llama on text that every machine has: at most 5 m
 	$(BIN)/kenotron train examples/quickstart.yaml
 
 test: $(VENV)/.installed-test  ## run the test suite
-	$(BIN)/python -m pytest -n $(THREADS) tests
+	$(BIN)/python -m pytest -n $(THREADS) -m "not slow" tests
+
+slow: $(VENV)/.installed-test  ## run the tests that take minutes each
+	$(BIN)/python -m pytest -n $(THREADS) -m slow tests
 
 lint: $(VENV)/.installed-dev  ## formatting, lint, types, layering, generated docs
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files --show-diff-on-failure
 
 bench: $(VENV)/.installed-dev  ## measure against the peers, on this machine, in one run
 	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/layouts.py
+	$(BIN)/python benchmarks/zero_memory.py
 
 reference: $(VENV)/.installed  ## write docs/config-reference.md and the JSON schema anew
 	$(BIN)/kenotron config reference > docs/config-reference.md

@@ -16,7 +16,7 @@ from kenotron.optim.build import build_optimizer
 from kenotron.parallel.mesh import build_mesh
 from kenotron.parallel.shards import shard_of
 from kenotron.train.run import Run
-from kenotron.train.setup import make_model
+from kenotron.train.setup import make_parts
 from kenotron.train.step import train_step
 
 
@@ -78,13 +78,14 @@ def train(job: Job, pace: Pace) -> None:
     device = torch.device(job.work.device)
     config = configure(job.work, job.compiled)
     mesh = build_mesh({}, 1, device.type)
-    model = make_model(config, mesh, device)
+    parts, _ = make_parts(config, mesh, device)
+    (model,) = parts
     weights = job.weights()
     with torch.no_grad():
         for name, parameter in named_parameters(model):
             shard_of(parameter).tensor.copy_(weights.pop(name))
     optimizer = build_optimizer(named_parameters(model), config.optimizer)
-    run = Run(config, mesh, device, model, optimizer, data=None, tokenizer=None)  # type: ignore[arg-type]
+    run = Run(config, mesh, device, parts, optimizer, data=None, tokenizer=None)  # type: ignore[arg-type]
     for batch in job.batches():
         tokens = batch.numpy()
         sample_ids = np.arange(run.step * len(tokens), (run.step + 1) * len(tokens))

@@ -38,11 +38,13 @@ def load(
 
 
 def train(config: Config, *, fresh: bool = False) -> Run | None:
-    """Train as `config` says, in this process, going on from its newest checkpoint if there is one.
+    """Train as `config` says, going on from its newest checkpoint if there is one.
 
-    Returns the run (model, metrics of the last step, data), or None when the checkpoint already has all
-    steps. `fresh` sets earlier checkpoints aside. Raises `kenotron.config.InputError` when the input is
-    wrong.
+    A layout of one rank trains in this process, and so does a rank that torchrun started: that returns the run
+    (model, metrics of the last step, data), or None when the checkpoint already has all steps. A layout of more starts
+    its ranks on this machine, waits for them, and returns None: what they did is in the run's log folder and its
+    checkpoints. `fresh` sets earlier checkpoints aside. Raises `kenotron.config.InputError` when the input is wrong,
+    `kenotron.train.RunFailed` when a rank failed.
     """
     from kenotron.launch import launch
 

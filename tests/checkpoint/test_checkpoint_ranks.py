@@ -150,9 +150,10 @@ def fail_on_one(rank: int, root: Path, failing: int) -> str:
             raise OSError(28, "No space left on device")
         return write(handle, data)
 
-    os.write = full  # this process is a fork that ends with the function
-    with pytest.raises(CheckpointError) as error:
-        save_on_rank(rank, root, 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(CheckpointError) as error:
+            save_on_rank(rank, root, 20)
     return str(error.value)
 
 
@@ -201,8 +202,8 @@ def test_all_ranks_agree_about_damage_though_each_reads_a_share(saved: Path, tmp
         data[-1] ^= 1
         (root / "10" / name).write_bytes(data)
     first, second = run_ranks(2, find_damage, roots)
-    assert first == second
     for name, (newest, message, lines) in first.items():
+        assert second[name] == (newest, message, [])  # rank 0 alone tells it
         assert newest == str(roots[name] / "5")
         assert f"10/{name} is damaged" in message
         assert lines == [f"skipping checkpoint 10: {message}"]

@@ -117,7 +117,10 @@ def test_the_end_of_a_run_names_commands_that_work(tmp_path: Path, nursery: Nurs
         (["train", "{file}", "tokens.train_step=5"], "did you mean 'train_steps'?"),
         (["train", "{file}", "tokens.train_steps=many"], "tokens.train_steps"),
         (["train", "{file}", "tokens.train_steps"], "section.key=value"),
-        (["train", "{file}", "parallelism.tp=2"], "not supported yet: parallelism.tp: 2"),
+        (
+            ["train", "{file}", "parallelism.expert_parallel_size=2"],
+            "not supported yet: parallelism.expert_parallel_size: 2",
+        ),
         (["train", "{file}", "data_stages.0.data.dataset={text_files: nowhere}"], "tokenizer"),
         (["train", "{file}", "general.hooks=[nowhere.Hook]"], "general.hooks: cannot import 'nowhere'"),
         (["train", "{file}", "general.hooks=[user_parts.Spi]"], "did you mean 'Spy'?"),

@@ -122,7 +122,7 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
     _heads(config["model"]["model_config"])
     config.setdefault("parallelism", None)
     if config["parallelism"]:
-        config["parallelism"]["tp"] = 1
+        _layout(config)
     config["tokenizer"] = {"tokenizer_name_or_path": "some/tokenizer"}
     _stages(config["data_stages"])
     if config["tokens"].get("val_samples"):
@@ -150,6 +150,19 @@ def _heads(model: dict[str, Any]) -> None:
         model.update(ring_attn_heads_k_stride=None)
         if model.get("moe_config"):
             model["moe_config"].update(num_experts=8, top_k=2)
+
+
+def _layout(config: dict[str, Any]) -> None:
+    """The drawn layout, with degrees that four heads, four layers and a length of 64 divide into."""
+    layout = config["parallelism"]
+    layout["tp"] = 1 + layout.get("tp", 1) % 2
+    layout["pp"] = 1 + layout.get("pp", 1) % 2
+    layout["context_parallel_size"] = 1 + layout.get("context_parallel_size", 1) % 2
+    layout.update(pp_layers=None, pp_stages_per_rank=None, dp_shard=layout.get("dp", 1), strategy=None)
+    config["tokens"].update(sequence_length=64, batch_accumulation_per_replica=8)
+    config["optimizer"]["zero_stage"] = 1
+    if "hf" not in config["model"]["model_config"]:
+        config["model"]["model_config"]["intermediate_size"] = 128
 
 
 def _stages(stages: list[dict[str, Any]]) -> None:

@@ -58,12 +58,12 @@ def test_a_key_in_the_wrong_section_is_told_where_it_belongs(minimal: dict[str, 
         ("tokens.val_fraction=1", "expected a number below 1, found 1"),
         ("tokens.val_check_interval=0", "expected -1 (never) or a number of steps above 0, found 0"),
         ("optimizer.weight_decay=.nan", "expected a finite number, found nan"),
-        ("optimizer.zero_stage=4", "expected 0, 1, 2 or 3, found 4"),
+        ("optimizer.zero_stage=4", "expected 0, 1, 2, 3 or 'hybrid', found 4"),
         ("optimizer.clip_grad=0", "expected a number above 0, found 0"),
         ("model.dtype=bf16", "found 'bf16'; did you mean 'bfloat16'?"),
         ("general.run=2026", "expected text, found 2026 (write it in quotes)"),
         ("logging.tensorboard=1", "expected true or false, found 1"),
-        ("parallelism.pp_engine=1F1B", "expected 'afab' or '1f1b', found '1F1B'"),
+        ("parallelism.pp_engine=1F1B", "expected 'afab', '1f1b', 'interleaved_1f1b', "),
         ("logging.sample_prompts=hello", "expected a list, found 'hello'"),
         ("tokens=null", "tokens: expected a map of keys, found null"),
         ("data_stages=[]", "expected a list of at least 1"),
@@ -114,9 +114,51 @@ def test_sections_are_checked_against_each_other(minimal: dict[str, Any], overri
     assert expected in message(minimal, (override,))
 
 
-def test_kv_heads_below_tp_are_refused(minimal: dict[str, Any]) -> None:
-    said = message(minimal, ("parallelism.tp=4", "model.model_config.num_key_value_heads=2"))
-    assert said == "override parallelism.tp=4: parallelism.tp: expected at most num_key_value_heads 2, found 4"
+def test_kv_heads_that_neither_split_nor_repeat_over_tp_are_refused(minimal: dict[str, Any]) -> None:
+    heads = ("model.model_config={num_attention_heads: 12, num_key_value_heads: 4, hidden_size: 96, vocab_size: 64}",)
+    said = message(minimal, ("parallelism.tp=6", *heads, "model.model_config.intermediate_size=96"))
+    assert "parallelism.tp: expected a divisor or a multiple of num_key_value_heads 4, found 6" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("parallelism.strategy=fsdp", "optimizer.zero_stage=2"), "fsdp means optimizer.zero_stage 3, but that is 2"),
+        (("parallelism.strategy=fspd",), "or a dotted path, found 'fspd'; did you mean 'fsdp'?"),
+        (("parallelism.dp=4", "parallelism.dp_shard=3"), "parallelism.dp_shard: expected a divisor of dp 4, found 3"),
+        (
+            ("parallelism.dp=4", "parallelism.dp_shard=2", "optimizer.zero_stage=0"),
+            "parallelism.dp_shard: expected a zero_stage above 0",
+        ),
+        (
+            ("parallelism.context_parallel_size=4", "tokens.sequence_length=20"),
+            "ring cuts a sequence into 8 pieces; expected tokens.sequence_length 20 to divide by that",
+        ),
+        (
+            ("parallelism={context_parallel_size: 2, tp: 4, context_parallel_method: ulysses}",),
+            "num_attention_heads 4 / tp 4 = 1; expected a divisor of that, found 2",
+        ),
+        (
+            (
+                "parallelism.context_parallel_size=2",
+                "tokens.sequence_length=64",
+                "model.model_config={rope_scaling: {rope_type: dynamic, factor: 2.0}, max_position_embeddings: 32}",
+            ),
+            "parallelism.context_parallel_size: rope_scaling dynamic grows with a batch's longest position",
+        ),
+        (
+            ("parallelism.tp=4", "parallelism.tp_mode=REDUCE_SCATTER", "tokens.sequence_length=9"),
+            "parallelism.tp_mode: REDUCE_SCATTER splits a micro-batch's",
+        ),
+        (("parallelism.pp=64",), "parallelism.pp: expected at most num_hidden_layers"),
+        (("parallelism.pp=2", "parallelism.pp_layers=[1]"), "parallelism.pp_layers: expected 2 numbers of at least 1"),
+        (("parallelism.pp=2", "parallelism.pp_stages_per_rank=2"), "expected 1 with pp_engine afab, found 2"),
+    ],
+)
+def test_a_layout_is_checked_before_anything_starts(
+    minimal: dict[str, Any], overrides: tuple[str, ...], expected: str
+) -> None:
+    assert expected in message(minimal, overrides)
 
 
 def test_a_trained_vocabulary_must_fit_the_model(minimal: dict[str, Any]) -> None:

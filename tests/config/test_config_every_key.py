@@ -20,10 +20,7 @@ REFUSED_SECTIONS = (Datastates, MoeConfig, NanosetDataset, Qwen2Architecture, SF
 REFUSED_PATHS = ("lighteval", "s3_upload")
 
 NOT_READ = {
-    "pp_engine": "at pp 1 both schedules are the same loop",
-    "tp_mode": "at tp 1 there is nothing to split",
-    "tp_linear_async_communication": "at tp 1 there is no communication",
-    "tp_recompute_allgather": "at tp 1 nothing is gathered",
+    "pp_stages_per_rank": "read through Parallelism.stages_per_rank",
     "log_detail_interval": "counts at log_level 1, which is refused",
     "is_llama_config": "a marker",
     "lr_decay_steps": "read through LearningRateScheduler.decay_steps",

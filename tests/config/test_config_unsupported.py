@@ -15,10 +15,6 @@ NANOSET = "data_stages.0.data.dataset={dataset_folder: a}"
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["parallelism.dp=2"], "parallelism.dp: 2"),
-        (["parallelism.pp=2"], "parallelism.pp: 2"),
-        (["parallelism.tp=2"], "parallelism.tp: 2"),
-        (["parallelism.context_parallel_size=2"], "parallelism.context_parallel_size: 2"),
         (["parallelism.expert_parallel_size=2"], "parallelism.expert_parallel_size: 2"),
         (["lighteval={}"], "lighteval"),
         (["s3_upload={upload_s3_path: 's3://a/b', remove_after_upload: false}"], "s3_upload"),
@@ -59,8 +55,8 @@ def test_it_is_refused_by_name(minimal: dict[str, Any], overrides: list[str], na
 
 
 def test_everything_unsupported_is_named_at_once(minimal: dict[str, Any]) -> None:
-    with pytest.raises(NotSupportedYet, match=r"parallelism\.tp: 2; .*lighteval"):
-        refuse_unsupported(load(minimal, ["parallelism.tp=2", "lighteval={}"]))
+    with pytest.raises(NotSupportedYet, match=r"parallelism\.expert_parallel_size: 2; .*lighteval"):
+        refuse_unsupported(load(minimal, ["parallelism.expert_parallel_size=2", "lighteval={}"]))
 
 
 @pytest.mark.parametrize(

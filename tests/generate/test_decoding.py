@@ -198,7 +198,7 @@ def test_a_model_in_training_is_left_in_training_without_gradients(folder):
     before = torch.get_rng_state()
     generate(model, None, [[1, 2, 3]], max_new_tokens=3, temperature=1.0)
     assert model.training
-    assert model.model.layers[0].training
+    assert model.model.layers["0"].training
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -216,7 +216,7 @@ def test_a_model_under_fsdp_generates_what_the_plain_one_does_and_trains_on(fold
 
     plain, sharded = our_model(folder).bfloat16(), our_model(folder)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
-    for block in sharded.model.layers:
+    for block in sharded.model.layers.values():
         fully_shard(block, mp_policy=policy)
     fully_shard(sharded, mp_policy=policy)
     prompts = prompts_of([5, 9])
@@ -245,7 +245,7 @@ def test_a_compiled_model_generates_uncompiled(folder, model):
         compilations.append(len(inputs))
         return graph.forward
 
-    for block in compiled.model.layers:
+    for block in compiled.model.layers.values():
         block.compile(backend=backend)
     prompts = prompts_of([5, 9])
     assert generate(compiled, None, prompts, max_new_tokens=4) == generate(model, None, prompts, max_new_tokens=4)

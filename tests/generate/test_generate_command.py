@@ -154,20 +154,58 @@ def test_the_seeds_script_runs(path, capfd, monkeypatch):
     assert capfd.readouterr().out.startswith(BUILT_IN_PROMPTS[0])
 
 
-@pytest.mark.parametrize("axis", ["--tp", "--pp", "--dp"])
-def test_more_than_one_process_is_refused_by_name(axis, shell, path):
-    code, out, err = shell("--ckpt-path", path, axis, 2, command=seeds_main)
+def test_in_the_seeds_spelling_0_is_1(shell, path):
+    zeros = shell("--ckpt-path", path, "--tp", 0, "--pp", 0, "--dp", 0, "--max-new-tokens", 5, command=seeds_main)
+    assert zeros == shell("generate", path, "--max-new-tokens", 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp", 3], "--tp: expected a divisor of num_attention_heads 4, found 3"),
+        (["--pp", 3], "--pp: expected at most num_hidden_layers 2 stages, found 3"),
+    ],
+)
+def test_a_layout_that_the_model_does_not_allow_is_refused_before_any_rank_starts(arguments, message, shell, path):
+    assert shell("generate", path, *arguments) == (2, "", f"error: {message}\n")
+
+
+def test_context_parallelism_is_no_option_of_generation(shell, path):
+    code, out, err = shell("generate", path, "--cp", 2)
     assert (code, out) == (2, "")
-    assert err == f"error: not supported yet: generation with {axis} 2; any checkpoint can be read with {axis} 1\n"
+    assert err.startswith("error: No such option: --cp")
 
 
-def test_several_torchrun_ranks_say_so_once(shell, path, monkeypatch):
+def test_degrees_that_do_not_make_torchruns_processes_are_told_once_with_the_arithmetic(shell, path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        code, _, err = shell("--ckpt-path", path, command=seeds_main)
+        code, _, err = shell("--ckpt-path", path, "--tp", 2, "--pp", 2, command=seeds_main)
         assert code == 2
         said.append(err)
-    assert said[0].startswith("error: not supported yet: generation on 2 processes; start it with --nproc_per_node=1")
-    assert said[1] == ""
+    assert said == ["error: --dp 1 x --pp 2 x --tp 2 = 4 ranks, but 2 processes were started\n", ""]
+
+
+# On local ranks ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks_stream_what_one_process_does(shell, path):
+    options = ("--prompt", "def", "--prompt-tokens", "70,71", "--temperature", 2.0, "--stream")
+    assert shell("generate", path, *options, "--tp", 2) == shell("generate", path, *options)
+
+
+def test_two_replicas_share_out_the_prompts_of_stdin_and_rank_0_prints_all(shell, path, monkeypatch):
+    said = []
+    for dp in (1, 2):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("naïve 中\ndef\ncat\n".encode())))
+        said.append(shell("generate", path, "--prompt-file", "-", "--json", "--max-new-tokens", 6, "--dp", dp))
+    assert said[0] == said[1]
+    assert said[0][0] == 0
+    assert len(said[0][1].splitlines()) == 3
+
+
+def test_what_is_wrong_on_all_ranks_is_told_once(shell, path):
+    message = "top_p: changes nothing at temperature 0, which is greedy; set a temperature, such as 1.0"
+    assert shell("generate", path, "--pp", 2, "--top-p", 0.9) == (2, "", f"error: {message}\n")

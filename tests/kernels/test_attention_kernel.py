@@ -65,6 +65,14 @@ def test_attention_equals_its_definition_in_float64(shape, dtype, tolerance):
     assert max(errors) < tolerance, errors
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_dim_need_not_be_side_by_side_in_memory(dtype):
+    tensors, grad = inputs(2, 4, 2, 24, 8, dtype)
+    apart = [t.detach().mT.contiguous().mT.requires_grad_() for t in tensors]
+    errors = relative_errors(apart, grad.mT.contiguous().mT, WHOLE, 8**-0.5)
+    assert max(errors) < 1e-2, errors
+
+
 def test_both_bf16_paths_are_exercised_by_those_shapes():
     chosen = {kernel._explicit_backward_is_faster(inputs(*shape, torch.bfloat16)[0][0]) for shape in SHAPES}
     assert chosen == {True, False}

@@ -1,6 +1,8 @@
 """Loss and both gradients against the formula in float64: chunks, padding rows, ignored labels, z-loss, dtypes."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenotron.kernels import linear_cross_entropy as kernel
-from kenotron.kernels.linear_cross_entropy import linear_cross_entropy
+from kenotron.kernels.linear_cross_entropy import VocabularyRanks, linear_cross_entropy
 
 LIMITS = {torch.float32: (1e-6, 2e-6), torch.bfloat16: (2e-3, 8e-3)}  # relative: loss, gradients
 
@@ -183,3 +185,84 @@ def test_no_tensor_of_all_logits_in_fp32_is_ever_made():
         linear_cross_entropy(x, w, labels, scale=1.0)[0].backward()
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert largest <= tokens * rows * 2 + 4096
+
+
+# Ranks that share the vocabulary: threads here, which meet where ranks would -----------------------
+
+
+class Meeting:
+    """What `count` threads hand to a collective, one after the other."""
+
+    def __init__(self, count: int) -> None:
+        self.barrier, self.parts, self.met = Barrier(count, timeout=30), [None] * count, 0
+
+    def combine(self, rank, tensor, how):
+        self.parts[rank] = tensor.clone()
+        self.barrier.wait()
+        tensor.copy_(how(torch.stack(self.parts)))
+        self.met += rank == 0
+        self.barrier.wait()
+        return tensor
+
+
+def on_ranks(count, x, w, labels, valid, **options):
+    """[(loss, z, gradient of hidden, gradient of its rows)] of every rank, and how often they met."""
+    meeting = Meeting(count)
+    rows = len(w) // count
+
+    def rank_work(rank):
+        own_x, own_w = x.detach().requires_grad_(), w.detach()[rank * rows : (rank + 1) * rows].requires_grad_()
+        ranks = VocabularyRanks(
+            rank * rows,
+            lambda t: meeting.combine(rank, t, lambda parts: parts.amax(0)),
+            lambda t: meeting.combine(rank, t, lambda parts: parts.sum(0)),
+        )
+        loss, z_part = linear_cross_entropy(own_x, own_w, labels, valid_rows=valid, ranks=ranks, **options)
+        loss.backward()
+        return loss.detach(), z_part, own_x.grad, own_w.grad
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(rank_work, range(count))), meeting.met
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("valid", [72, 65, 50, 13])  # of 72 rows: at 50 the last of 4 ranks has padding only
+def test_ranks_that_share_the_vocabulary_get_the_formula_in_float64(dtype, count, z_loss, valid):
+    x, w, labels = problem(valid=valid, dtype=dtype)
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    expected, expected_z = formula(*exact, labels, 0.02, z_loss, valid)
+    expected.backward()
+    loss_limit, gradient_limit = LIMITS[dtype]
+    results, met = on_ranks(count, x, w, labels, valid, scale=0.02, z_loss=z_loss, chunk_bytes=4 * 19 * (72 // count))
+    assert met == 2 * 3  # twice a chunk
+    for loss, z_part, *_ in results:
+        assert float(loss) == pytest.approx(float(expected), rel=loss_limit)
+        assert float(z_part) == pytest.approx(float(expected_z), rel=2 * loss_limit)
+    summed = sum(r[2].double() for r in results)
+    whole = torch.cat([r[3] for r in results]).double()
+    for ours, reference in ((summed, exact[0].grad), (whole, exact[1].grad)):
+        assert float((ours - reference).norm()) <= gradient_limit * float(reference.norm())
+    assert whole[valid:].abs().sum() == 0
+
+
+def test_labels_on_a_rank_far_below_the_largest_logit_keep_their_gradient():
+    x, w, labels = problem(valid=72)
+    w = w.detach() * torch.tensor([1.0, 400.0]).repeat_interleave(36)[:, None]  # exp of the difference underflows
+    results, _ = on_ranks(2, x, w, labels, 72, scale=0.02)
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    expected, _ = formula(*exact, labels, 0.02, 0.0, 72)
+    expected.backward()
+    assert float(results[0][0]) == pytest.approx(float(expected), rel=1e-6)
+    summed, whole = results[0][2] + results[1][2], torch.cat([r[3] for r in results])
+    for ours, reference in ((summed, exact[0].grad), (whole, exact[1].grad)):
+        assert float((ours.double() - reference).norm()) <= 1e-5 * float(reference.norm())
+
+
+@pytest.mark.parametrize("label", [65, -1])
+def test_a_label_that_no_rank_has_is_an_error(label):
+    x, w, labels = problem()
+    labels[5] = label
+    with pytest.raises(RuntimeError, match="a label outside the vocabulary"):
+        on_ranks(2, x, w, labels, 65, scale=1.0)

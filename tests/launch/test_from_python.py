@@ -118,15 +118,15 @@ def test_no_thread_of_a_run_outlives_it(tmp_path: Path) -> None:
 def test_errors_in_the_input_are_exceptions_with_the_line_of_the_command(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="did you mean 'train_steps'"):
         kn.load(tiny_dict(tmp_path), ["tokens.train_step=5"])
-    with pytest.raises(NotSupportedYet, match=r"parallelism\.tp: 2"):
-        kn.train(tiny_config(tmp_path, "parallelism.tp=2"))
+    with pytest.raises(NotSupportedYet, match=r"parallelism\.expert_parallel_size: 2"):
+        kn.train(tiny_config(tmp_path, "parallelism.expert_parallel_size=2"))
 
 
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
         ({"WORLD_SIZE": "2", "RANK": "0"}, "dp 1 x pp 1 x tp 1 x cp 1 needs 1 processes, but 2 were started"),
-        ({"RANK": "first"}, "RANK, WORLD_SIZE, LOCAL_RANK: expected integers, found first, 1, 0"),
+        ({"RANK": "first"}, "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE: expected integers, found first, 1, 0, 1"),
     ],
 )
 def test_an_environment_that_does_not_fit_the_layout_is_said(

@@ -1,63 +1,128 @@
-"""Run a function on several gloo ranks, forked from this process (torch is loaded already, so a rank starts
-in milliseconds).
+"""Run functions on gloo ranks that are forked once and kept: torch is loaded already, so a job starts in milliseconds.
 
     results = run_ranks(2, work, argument)     # [work(0, argument), work(1, argument)]
 
-A rank that raises ends all of them, with its traceback first.
+Every job gets a process group of its own. A rank that raises ends the job with its traceback first; the ranks are then
+thrown away, because others may hang in a collective, and the next job forks new ones.
 """
 
 from __future__ import annotations
 
+import atexit
 import io
 import multiprocessing
+import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240
+COLLECTIVE_TIMEOUT_S = 60
+
+
+class Pool:
+    """`world_size` ranks, waiting for jobs."""
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self.pipes, self.processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, work: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            for pipe in self.pipes:
+                pipe.send((folder, work, args))
+            return self._collect()
+
+    def _collect(self) -> list[Any]:
+        """Every rank's result, as they come: the first failure is the one that is told."""
+        results: dict[int, Any] = {}
+        until = time.monotonic() + TIMEOUT_S
+        while len(results) < len(self.pipes):
+            ready = wait([p for rank, p in enumerate(self.pipes) if rank not in results], until - time.monotonic())
+            if not ready:
+                silent = [rank for rank in range(len(self.pipes)) if rank not in results]
+                raise TimeoutError(f"ranks {silent} gave no answer in {TIMEOUT_S} s")
+            for pipe in ready:
+                rank = self.pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    failed, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    raise AssertionError(f"rank {rank} died") from None
+                if failed:
+                    raise AssertionError(f"rank {rank} failed:\n{value}")
+                results[rank] = torch.load(io.BytesIO(value), weights_only=False)
+        return [results[rank] for rank in range(len(self.pipes))]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+_pools: dict[int, Pool] = {}
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """`work(rank, *args)` on every rank, inside a gloo group of `world_size`; its results in rank order."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
-        ranks = [
-            context.Process(target=_rank, args=(rank, world_size, folder, pipe[1], work, args), daemon=True)
-            for rank, pipe in enumerate(pipes)
-        ]
-        for process in ranks:
-            process.start()
-        try:
-            return [_result(rank, pipe[0]) for rank, pipe in enumerate(pipes)]
-        finally:
-            for process in ranks:
-                process.terminate()
-                process.join()
+    """`work(rank, *args)` on every rank, inside a gloo group of `world_size`; its results in rank order.
 
-
-def _result(rank: int, pipe: Any) -> Any:
-    if not pipe.poll(TIMEOUT_S):
-        raise TimeoutError(f"rank {rank} gave no answer in {TIMEOUT_S} s")
-    failed, value = pipe.recv()
-    if failed:
-        raise AssertionError(f"rank {rank} failed:\n{value}")
-    return torch.load(io.BytesIO(value), weights_only=False)
-
-
-def _rank(rank: int, world_size: int, folder: str, pipe: Any, work: Callable[..., Any], args: tuple) -> None:
-    torch.set_num_threads(1)  # an OpenMP pool does not survive a fork
+    `work` is a function of a module that was imported before the first call with this `world_size` or can be imported
+    by name; arguments travel by pickle.
+    """
+    if world_size not in _pools:
+        _pools[world_size] = Pool(world_size)
     try:
-        store = dist.FileStore(f"{folder}/store", world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-        result = io.BytesIO()
-        torch.save(work(rank, *args), result)  # by value: a shared tensor would die with its rank
-        pipe.send((False, result.getvalue()))
-        dist.barrier()
+        return _pools[world_size].run(work, args)
     except BaseException:
-        pipe.send((True, traceback.format_exc()))
+        _pools.pop(world_size).close()
+        raise
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in _pools.values():
+        pool.close()
+
+
+def _serve(rank: int, world_size: int, pipe: Any) -> None:
+    torch.set_num_threads(1)  # an OpenMP pool does not survive a fork
+    _pools.clear()
+    while True:
+        try:
+            folder, work, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            store = dist.FileStore(f"{folder}/store", world_size)
+            timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+            result = io.BytesIO()
+            torch.save(work(rank, *args), result)  # by value: a shared tensor would die with its rank
+            dist.barrier()
+            dist.destroy_process_group()
+            _forget_meshes()
+            pipe.send((False, result.getvalue()))
+        except BaseException:
+            pipe.send((True, traceback.format_exc()))
+
+
+def _forget_meshes() -> None:
+    """Forget how torch moved DTensors: it knows that by mesh, and the next job's equal mesh has groups of its own."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _redistribute._gen_transform_infos.cache_clear()
+    _clear_sharding_prop_cache()

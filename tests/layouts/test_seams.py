@@ -60,7 +60,7 @@ def data_parallel_rank(rank: int, tied: bool, dtype: torch.dtype) -> tuple[float
     mesh = build_mesh({"dp_shard": 2}, 2, "cpu")
     model = small_llama(tied)
     model.set_compute_dtype(dtype)
-    data.apply(model, model.plan, mesh, compute_dtype=dtype, reduce_dtype=torch.float32)
+    data.apply(model, list(model.model.layers.values()), mesh, zero_stage=2, compute_dtype=dtype)
     half = SEQUENCES // 2
     return step(model, slice(rank * half, (rank + 1) * half))
 

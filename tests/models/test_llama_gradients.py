@@ -248,7 +248,7 @@ def test_compiled_blocks_compute_the_same() -> None:
         model = our_llama()
         initialize_model(model, std=0.25, scaling="NUM_LAYERS", seed=3)
         if compiled:
-            for block in model.model.layers:
+            for block in model.model.layers.values():
                 block.compile()
         loss, _ = model(tokens.flatten(), context(), labels.flatten())
         loss.backward()

@@ -179,3 +179,15 @@ def test_training_lowers_a_loss(tiny, section, factory):
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
     assert math.isfinite(losses[-1])
+
+
+def test_torchs_muon_is_refused_on_shards(tiny, section):
+    class Mesh:
+        def size(self):
+            return 2
+
+    parameters = list(tiny().named_parameters())
+    parameters[1][1].device_mesh = Mesh()
+    config = section({"name": "torch.optim.Muon"}, weight_decay=0.0)
+    with pytest.raises(InputError, match=r"torch.optim.Muon needs whole matrices.*expected muon"):
+        build_optimizer(parameters, config)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from kenotron.config.errors import NotSupportedYet
 from kenotron.optim.build import build_optimizer
 from kenotron.optim.muon import COEFFICIENTS, Muon, matmul_dtype, orthogonalize
 
@@ -139,17 +138,6 @@ def test_large_batches_are_cut_without_changing_the_result(monkeypatch):
     monkeypatch.setattr("kenotron.optim.muon.BATCH_ELEMENTS", 128)
     for a, b in zip(whole, train(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
-
-
-def test_a_matrix_shared_out_over_ranks_is_refused(monkeypatch):
-    class Mesh:
-        def size(self):
-            return 2
-
-    parameter = nn.Parameter(torch.zeros(4, 4))
-    parameter.device_mesh = Mesh()
-    with pytest.raises(NotSupportedYet, match="muon with weights sharded over several ranks"):
-        Muon([{"params": [parameter]}])
 
 
 def test_only_matrices_are_accepted():

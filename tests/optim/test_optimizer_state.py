@@ -59,13 +59,13 @@ def test_a_resumed_run_ends_with_the_same_bits(tiny, section, set_gradients, fac
     first = tiny()
     optimizer = build_optimizer(first.named_parameters(), config)
     train(first, optimizer, set_gradients, range(4))
-    saved = {name: tensor.clone() for name, tensor in state_tensors(first, optimizer).items()}
+    saved = {name: tensor.clone() for name, tensor in state_tensors(first.named_parameters(), optimizer).items()}
 
     resumed = tiny()
     resumed.load_state_dict(first.state_dict())
     optimizer = build_optimizer(resumed.named_parameters(), config)
     init_state(optimizer)
-    load_state_tensors(resumed, optimizer, saved)
+    load_state_tensors(resumed.named_parameters(), optimizer, saved)
     train(resumed, optimizer, set_gradients, range(4, 7))
     for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -77,14 +77,14 @@ def test_empty_state_has_every_name_and_touches_nothing(tiny, section, set_gradi
     model, trained = tiny(), tiny()
     optimizer = build_optimizer(trained.named_parameters(), config)
     train(trained, optimizer, set_gradients, range(1))
-    expected = state_tensors(trained, optimizer)
+    expected = state_tensors(trained.named_parameters(), optimizer)
 
     optimizer = build_optimizer(model.named_parameters(), config)
     set_gradients(model.parameters(), 5)
     before = [(p.detach().clone(), p.grad) for p in model.parameters()]
     rates = [group["lr"] for group in optimizer.param_groups]
     init_state(optimizer)
-    empty = state_tensors(model, optimizer)
+    empty = state_tensors(model.named_parameters(), optimizer)
     assert {name: (t.shape, t.dtype) for name, t in empty.items()} == {
         name: (t.shape, t.dtype) for name, t in expected.items()
     }
@@ -112,7 +112,7 @@ def test_names_are_the_models_and_tied_weights_appear_once(tiny, section):
     model = tiny(tied=True)
     optimizer = build_optimizer(model.named_parameters(), section())
     init_state(optimizer)
-    names = state_tensors(model, optimizer)
+    names = state_tensors(model.named_parameters(), optimizer)
     assert "state.model.layers.1.up_proj.weight.exp_avg" in names
     assert "state.model.embed_tokens.weight.exp_avg_sq" in names
     assert not any("lm_head" in name for name in names)
@@ -124,9 +124,9 @@ def test_the_tensors_shown_are_the_optimizers_own(tiny, section):
     model = tiny()
     optimizer = build_optimizer(model.named_parameters(), section())
     init_state(optimizer)
-    shown = state_tensors(model, optimizer)
+    shown = state_tensors(model.named_parameters(), optimizer)
     shown["state.lm_head.weight.exp_avg"].fill_(7.0)
-    load_state_tensors(model, optimizer, shown)
+    load_state_tensors(model.named_parameters(), optimizer, shown)
     assert torch.equal(optimizer.state[model.lm_head.weight]["exp_avg"], torch.full((16, 8), 7.0))
 
 
@@ -145,9 +145,9 @@ def test_state_does_not_depend_on_groups_and_hyperparameters_come_from_the_confi
     two = build_optimizer(second.named_parameters(), other)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in two.param_groups]
     init_state(two)
-    load_state_tensors(second, two, state_tensors(first, one))
-    for name, tensor in state_tensors(first, one).items():
-        assert torch.equal(state_tensors(second, two)[name], tensor)
+    load_state_tensors(second.named_parameters(), two, state_tensors(first.named_parameters(), one))
+    for name, tensor in state_tensors(first.named_parameters(), one).items():
+        assert torch.equal(state_tensors(second.named_parameters(), two)[name], tensor)
     assert [{k: v for k, v in group.items() if k != "params"} for group in two.param_groups] == groups
     assert {group["weight_decay"] for group in two.param_groups} == {0.0, 0.3}
 
@@ -163,14 +163,14 @@ def test_state_moves_between_plain_and_fsdp_models(tiny, section, set_gradients,
     config = section({"name": factory})
     optimizers = [build_optimizer(m.named_parameters(), config) for m in (plain, sharded, back)]
     train(plain, optimizers[0], set_gradients, range(3))
-    saved = state_tensors(plain, optimizers[0])
+    saved = state_tensors(plain.named_parameters(), optimizers[0])
     for optimizer in optimizers[1:]:
         init_state(optimizer)
-    load_state_tensors(sharded, optimizers[1], saved)
-    there = state_tensors(sharded, optimizers[1])
+    load_state_tensors(sharded.named_parameters(), optimizers[1], saved)
+    there = state_tensors(sharded.named_parameters(), optimizers[1])
     assert isinstance(there["state.model.norm.weight.exp_avg"], DTensor)
-    load_state_tensors(back, optimizers[2], there)
-    for name, tensor in state_tensors(back, optimizers[2]).items():
+    load_state_tensors(back.named_parameters(), optimizers[2], there)
+    for name, tensor in state_tensors(back.named_parameters(), optimizers[2]).items():
         assert torch.equal(tensor, saved[name])
 
 
@@ -178,15 +178,15 @@ def test_what_is_missing_or_too_much_is_named(tiny, section):
     model = tiny()
     optimizer = build_optimizer(model.named_parameters(), section())
     init_state(optimizer)
-    tensors = state_tensors(model, optimizer)
+    tensors = state_tensors(model.named_parameters(), optimizer)
     key = "state.lm_head.weight.exp_avg"
     renamed = {("state.head.weight.exp_avg" if name == key else name): t for name, t in tensors.items()}
     with pytest.raises(InputError, match=r"'state\.lm_head\.weight\.exp_avg'.*did you mean 'state\.head"):
-        load_state_tensors(model, optimizer, renamed)
+        load_state_tensors(model.named_parameters(), optimizer, renamed)
     with pytest.raises(InputError, match=r"'state\.more' belongs to no parameter"):
-        load_state_tensors(model, optimizer, {**tensors, "state.more": torch.zeros(())})
+        load_state_tensors(model.named_parameters(), optimizer, {**tensors, "state.more": torch.zeros(())})
     with pytest.raises(InputError, match=r"lm_head\.weight\.exp_avg: expected shape \(16, 8\), found \(8, 16\)"):
-        load_state_tensors(model, optimizer, {**tensors, key: torch.zeros(8, 16)})
+        load_state_tensors(model.named_parameters(), optimizer, {**tensors, key: torch.zeros(8, 16)})
 
 
 def test_state_that_cannot_be_saved_is_named():
@@ -194,7 +194,7 @@ def test_state_that_cannot_be_saved_is_named():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight]["history"] = ["a", "list"]
     with pytest.raises(InputError, match=r"weight\.history is a list"):
-        state_tensors(model, optimizer)
+        state_tensors(model.named_parameters(), optimizer)
 
 
 def test_torchs_checkpoint_helpers_understand_muon(tiny, section, set_gradients):
@@ -212,7 +212,7 @@ def test_torchs_checkpoint_helpers_understand_muon(tiny, section, set_gradients)
     two = build_optimizer(second.named_parameters(), config)
     train(first, one, set_gradients, range(2))
     flat = get_optimizer_state_dict(first, one, options=options)
-    assert {name for name in flat if name.startswith("state.")} == set(state_tensors(first, one))
+    assert {name for name in flat if name.startswith("state.")} == set(state_tensors(first.named_parameters(), one))
     set_optimizer_state_dict(second, two, flat, options=options)
-    for name, tensor in state_tensors(second, two).items():
-        assert torch.equal(tensor, state_tensors(first, one)[name])
+    for name, tensor in state_tensors(second.named_parameters(), two).items():
+        assert torch.equal(tensor, state_tensors(first.named_parameters(), one)[name])

@@ -149,11 +149,7 @@ REFUSED_SECTIONS: dict[str, str] = {
 }
 REFUSED: dict[str, str] = {
     "General.benchmark_csv_path": "general.benchmark_csv_path=some.csv",
-    "Parallelism.dp": "parallelism.dp=2",
-    "Parallelism.pp": "parallelism.pp=2",
-    "Parallelism.tp": "parallelism.tp=2",
     "Parallelism.expert_parallel_size": "parallelism.expert_parallel_size=2",
-    "Parallelism.context_parallel_size": "parallelism.context_parallel_size=2",
     "LlamaArchitecture._attn_implementation": "model.model_config._attn_implementation=flex_attention",
     "Checkpoints.checkpointing_engine": "checkpoints.checkpointing_engine=datastates",
     "Checkpoints.datastates": REFUSED_SECTIONS["Datastates"],
@@ -172,6 +168,8 @@ SAME: dict[str, str] = {
     "Parallelism.tp_mode": "parallelism.tp_mode=REDUCE_SCATTER",
     "Parallelism.tp_linear_async_communication": "parallelism.tp_linear_async_communication=true",
     "Parallelism.tp_recompute_allgather": "parallelism.tp_recompute_allgather=false",
+    "Parallelism.context_parallel_method": "parallelism.context_parallel_method=ulysses",
+    "Parallelism.strategy": "parallelism.strategy=ddp",
     "Optimizer.zero_stage": "optimizer.zero_stage=1",
     "Checkpoints.checkpoints_path_is_shared_file_system": "checkpoints.checkpoints_path_is_shared_file_system=true",
     "LlamaArchitecture.is_llama_config": "model.model_config.is_llama_config=false",
@@ -431,6 +429,15 @@ OWN = {
     "EmbeddedCorpus.weight": "test_every_key.py",
     "Optimizer.accumulate_grad_in_fp32": "test_every_key.py",
     "Optimizer.skip_nonfinite_steps": "test_nonfinite_steps.py",
+    "Parallelism.dp": "test_matrix.py",
+    "Parallelism.pp": "test_matrix.py",
+    "Parallelism.tp": "test_matrix.py",
+    "Parallelism.context_parallel_size": "test_matrix.py",
+    "Parallelism.dp_shard": "test_data_parallel.py",
+    "Parallelism.cpu_offload": "test_data_parallel.py",
+    "Parallelism.pp_stages_per_rank": "test_pipeline.py",
+    "Parallelism.pp_layers": "test_pipeline.py",
+    "Parallelism.timeout_seconds": "test_failures.py",
 }
 
 # Sections: what their keys do is what they do.

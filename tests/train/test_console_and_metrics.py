@@ -276,7 +276,7 @@ def test_a_run_over_text_prints_validation_in_bits_per_byte_beside_compressors(t
     for batch, _ in run.data.validation():
         from kenotron.train.step import to_device
 
-        micro = to_device(batch, torch.device("cpu"))
+        micro = to_device(batch, run)
         with torch.no_grad():
             logits = run.model(micro.tokens, micro.ctx).double()
         total += float(torch.nn.functional.cross_entropy(logits, micro.labels, ignore_index=-100, reduction="sum"))

@@ -157,12 +157,14 @@ def test_compile_compiles_every_block_in_place(tmp_path: Path) -> None:
     import torch
 
     from kenotron.parallel.mesh import build_mesh
-    from kenotron.train.setup import make_model
+    from kenotron.train.setup import make_parts
 
     mesh = build_mesh({}, 1, "cpu")
     for wanted in ("false", "true"):
-        model = make_model(tiny_config(tmp_path, f"model.compile={wanted}"), mesh, torch.device("cpu"))
-        assert [block._compiled_call_impl is not None for block in model.model.layers] == [wanted == "true"] * 2
+        (model,), _ = make_parts(tiny_config(tmp_path, f"model.compile={wanted}"), mesh, torch.device("cpu"))
+        assert [block._compiled_call_impl is not None for block in model.model.layers.values()] == [
+            wanted == "true"
+        ] * 2
         assert all("_orig_mod" not in name for name, _ in model.named_parameters())
 
 

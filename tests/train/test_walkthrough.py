@@ -27,14 +27,16 @@ ALWAYS = """iteration consumed_tokens elapsed_time_per_iteration_ms tokens_per_s
 MEMORY = "cpu_memory_allocated cpu_max_memory_reserved hd_total_memory_tb hd_used_memory_tb hd_free_memory_tb"
 
 
-def torchrun(script: str, *arguments: str, folder: Path, home: Path) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    script: str, *arguments: str, folder: Path, home: Path, ranks: int = 1
+) -> subprocess.CompletedProcess[str]:
     """``CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node=1 <script> …`` with no way out of this machine."""
     settings = offline_environment(home) | {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "PYTHONPATH": str(Path(__file__).parent / "no_network"),
         "KENOTRON_CACHE": str(folder / "cache"),
     }
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=1", str(REPOSITORY / script)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", str(REPOSITORY / script)]
     return subprocess.run(
         [*launcher, *arguments],
         cwd=folder,
@@ -193,3 +195,25 @@ def test_the_same_command_again_says_that_the_run_is_finished(walked, hub_home: 
     assert (process.returncode, process.stderr) == (0, "")
     assert "This run is finished: checkpoints/15 has all 15 steps" in process.stdout
     assert sorted((walked[0] / "logs").iterdir()) == before
+
+
+@pytest.mark.slow
+def test_the_seeds_config_trains_on_8_ranks_and_any_layout_decodes_what_it_saved(
+    tmp_path: Path, hub_home: Path
+) -> None:
+    text = EXAMPLE.read_text()
+    for axis in ("dp", "pp", "tp"):
+        text = text.replace(f"  {axis}: 1\n", f"  {axis}: 2\n")
+    (tmp_path / "config_tiny_llama.yaml").write_text(text, encoding="utf-8")
+    trained = torchrun("run_train.py", *TRAIN, folder=tmp_path, home=hub_home, ranks=8)
+    assert (trained.returncode, trained.stderr) == (0, "")
+    assert "iteration: 15 / 15" in trained.stdout
+    drawn = ("--temperature", "1.0", "--dtype", "float32", "--json")
+    prompts = ("--prompt", "word3 word4 word5", "--prompt", "word80", "--prompt", "word9 word1")
+    given = ("--ckpt-path", "checkpoints/15/", *drawn, *prompts)
+    alone = torchrun("run_generate.py", *given, folder=tmp_path, home=hub_home)
+    split = torchrun("run_generate.py", *given, "--tp", "2", "--pp", "2", folder=tmp_path, home=hub_home, ranks=4)
+    assert (alone.returncode, alone.stderr, split.returncode, split.stderr) == (0, "", 0, "")
+    completions = [json.loads(line) for line in alone.stdout.splitlines()]
+    assert [len(set(completion["tokens"])) > 10 for completion in completions] == [True] * 3
+    assert [json.loads(line) for line in split.stdout.splitlines()] == completions

@@ -130,11 +130,7 @@ def weights(run: Run) -> dict[str, Tensor]:
     """Every parameter as it would be saved, copied."""
     from kenotron.train.saving import model_tensors
 
-    return {name: _whole(tensor).clone() for name, tensor in model_tensors(run.model).items()}
-
-
-def _whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return {name: shard.tensor.clone() for name, shard in model_tensors(run.model).items()}
 
 
 def saved_weights(path: Path, folder: str = "model") -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kenotron.config.errors import InputError
 from kenotron.train import Hook
 
 
@@ -202,3 +204,45 @@ class TerminateIn(Hook):
     def before_step(self, run: Any) -> None:
         if run.step + 1 == self.step:
             signal.raise_signal(signal.SIGTERM)
+
+
+class OnRank(Hook):
+    """On one rank, after a step: raise an error, a wrong input, die by a signal, or sleep for ever."""
+
+    def __init__(self, what: str, rank: int = 1, step: int = 2) -> None:
+        self.what, self.step = what, step
+        self.here = int(os.environ.get("RANK", "0")) == rank
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if not self.here or run.step != self.step:
+            return
+        if self.what == "raise":
+            raise RuntimeError("this hook is broken on one rank")
+        if self.what == "sleep":
+            time.sleep(1000)
+        os.kill(os.getpid(), getattr(signal, self.what))
+
+
+class WrongInput(Hook):
+    """Every rank finds that the input is wrong."""
+
+    def on_train_start(self, run: Any) -> None:
+        raise InputError("general.hooks: expected another one, found this one")
+
+
+class Leisurely(Hook):
+    """Takes a tenth of a second after every step."""
+
+    def after_step(self, run: Any, result: Any) -> None:
+        time.sleep(0.1)
+
+
+def late(sequence_length: int, seed: int, rank: int, seconds: float) -> list[np.ndarray]:
+    """A token source that one rank needs a while to open."""
+    if int(os.environ.get("RANK", "0")) == rank:
+        time.sleep(seconds)
+    return counting(sequence_length, seed)
+
+
+def forgets_to_sum(root, blocks, mesh, *, zero_stage, compute_dtype, cpu_offload):
+    """A data-parallel strategy with a mistake: no gradient is summed over the ranks."""

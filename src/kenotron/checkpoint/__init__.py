@@ -16,9 +16,9 @@ Neither torch nor DCP is imported before a tensor is touched.
 """
 
 from kenotron.checkpoint.durable import CheckpointError, in_use
-from kenotron.checkpoint.folders import Found, list_checkpoints, newest_whole, resolve, verify
+from kenotron.checkpoint.folders import Found, list_checkpoints, newest_whole, resolve, verify, verify_together
 from kenotron.checkpoint.index import Index, read_index
-from kenotron.checkpoint.loading import load, read_tensors
+from kenotron.checkpoint.loading import block_reader, load, read_tensors
 from kenotron.checkpoint.manifest import Manifest, read_manifest
 from kenotron.checkpoint.retention import prune, tidy, to_prune
 from kenotron.checkpoint.saving import Saved, save
@@ -29,6 +29,7 @@ __all__ = [
     "Index",
     "Manifest",
     "Saved",
+    "block_reader",
     "in_use",
     "list_checkpoints",
     "load",
@@ -42,4 +43,5 @@ __all__ = [
     "tidy",
     "to_prune",
     "verify",
+    "verify_together",
 ]

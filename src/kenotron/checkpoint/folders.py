@@ -22,7 +22,7 @@ from pathlib import Path
 
 from kenotron.checkpoint.durable import CheckpointError, FileRecord, hash_file, replace_text, sync_folder
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from kenotron.checkpoint.ranks import gather, rank_and_size, together
+from kenotron.checkpoint.ranks import gather, on_first, rank_and_size, together
 from kenotron.config.errors import nearest
 
 LATEST = "latest.txt"
@@ -111,6 +111,16 @@ def verify(path: Path | str, progress: Progress | None = None) -> list[str]:
     return check_files(path, manifest.files, progress)
 
 
+def verify_together(path: Path | str) -> list[str]:
+    """As `verify`, called by all ranks of a run, each reading its share; every rank gets all the problems."""
+    path = Path(path)
+    try:
+        manifest = together(lambda: read_manifest(path))
+    except CheckpointError as error:
+        return [str(error)]
+    return check_together(path, manifest.files)
+
+
 def check_files(path: Path, files: dict[str, FileRecord], progress: Progress | None = None) -> list[str]:
     """Compare files with their records; one line for each that is missing, cut, or changed."""
     problems = []
@@ -161,15 +171,16 @@ def _wrong_content(path: Path, record: FileRecord) -> str | None:
 def newest_whole(root: Path | str, report: Report = quiet) -> Path | None:
     """The checkpoint that was saved last and is whole to the last byte, or None.
 
-    Every damaged one that would have come before it is reported in one line. In a run of several ranks all
-    call it, each reads its share, and all get the same answer. Ranks must see one file system.
+    Every damaged one that would have come before it is reported in one line, by rank 0. In a run of several ranks
+    all call it, each reads its share, and all get the same answer. Ranks must see one file system.
     """
-    for entry in reversed(_in_order(list_checkpoints(root))):
+    for entry in reversed(_in_order(on_first(lambda: list_checkpoints(root)))):
         problems = [entry.problem] if entry.problem else check_together(entry.path, _files(entry))
         if not problems:
             return entry.path
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        report(f"skipping checkpoint {entry.step}: {problems[0]}{more}")
+        if rank_and_size()[0] == 0:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            report(f"skipping checkpoint {entry.step}: {problems[0]}{more}")
     return None
 
 

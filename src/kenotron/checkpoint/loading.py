@@ -8,7 +8,7 @@ rank needs. Tools that want plain tensors use `read_tensors`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ def load(
 ) -> dict[str, Any]:
     """Fill `model` and `optimizer` in place from the checkpoint folder `path` and return its `state`.
 
-    Every rank calls it with its own tensors (DTensors where they are split). Optimizer values that are not
+    Every rank calls it with its own tensors (DTensors or `Shard`s where they are split). Optimizer values that are not
     tensors are replaced in the dict, tuples staying tuples. `optimizer=None` leaves the optimizer's files
     unread.
 
@@ -84,20 +84,30 @@ def read_tensors(
     for name in wanted:
         if name not in index.tensors:
             raise CheckpointError(f"{path / folder} has no tensor {name!r}{nearest(name, index.tensors)}")
-    import torch
+    from kenotron.checkpoint.tensors import MappedFiles
 
-    from kenotron.checkpoint.tensors import MappedFiles, torch_dtype
+    files = MappedFiles(path / folder)
+    whole = {name: index.tensors[name] for name in wanted}
+    return {name: files.block(entry, (0,) * len(entry.shape), entry.shape) for name, entry in whole.items()}
 
-    mapped = MappedFiles(path / folder)
-    tensors = {}
-    for name in wanted:
-        entry = index.tensors[name]
-        tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-        for chunk in entry.chunks:
-            box = tuple(slice(start, start + length) for start, length in zip(chunk.offset, chunk.shape))
-            tensor[box].copy_(mapped.view(entry, chunk))
-        tensors[name] = tensor
-    return tensors
+
+def block_reader(
+    path: Path | str, *, folder: str = "model"
+) -> tuple[dict[str, tuple[int, ...]], Callable[[str, Sequence[int], Sequence[int]], Tensor]]:
+    """The shapes of a folder's tensors, and ``read(name, offset, shape)``: a block on the host, nothing else read.
+
+    For tools that want parts of tensors, as `read_tensors`; checksums are not checked.
+    """
+    path = Path(path)
+    index = _index(path / folder, read_manifest(path))
+    from kenotron.checkpoint.tensors import MappedFiles
+
+    files = MappedFiles(path / folder)
+
+    def read(name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return files.block(index.tensors[name], offset, shape)
+
+    return {name: entry.shape for name, entry in index.tensors.items()}, read
 
 
 def _index(folder: Path, manifest: Manifest) -> Index:
@@ -127,19 +137,22 @@ def _check_fit(folder: Path, index: Index, tensors: dict[str, Any], names: set[s
 
 
 def _misfit(name: str, index: Index, value: Any, cast: bool) -> str | None:
-    import torch
+    from torch import Tensor
+
+    from kenotron.models.initialization import Shard
 
     saved: Entry | None = index.tensors.get(name)
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor | Shard):
         return f"{name!r} is a tensor there and {type(value).__name__} here" if saved else None
     if saved is None:
         return f"{name!r} is the value {index.values[name]!r} there and a tensor here"
     if tuple(value.shape) != saved.shape:
         return f"{name!r} has shape {list(saved.shape)} there and {list(value.shape)} here"
-    dtype = str(value.dtype).removeprefix("torch.")
+    local = value.tensor if isinstance(value, Shard) else value
+    dtype = str(local.dtype).removeprefix("torch.")
     if dtype != DTYPES[saved.dtype][0] and not cast:
         return f"{name!r} is {DTYPES[saved.dtype][0]} there and {dtype} here"
-    if value.is_meta:
+    if local.is_meta:
         return f"{name!r} has no memory yet (meta device) to be filled"
     return None
 

@@ -62,7 +62,7 @@ def save(
     rank 0's. A whole checkpoint of the same step gives way to the new one once that is complete.
 
     Args:
-        model: name → tensor or DTensor, any device.
+        model: name → tensor, DTensor, or `Shard` (this rank's block of a tensor), any device.
         optimizer: the same, flattened (`flatten_optimizer_state_dict=True`); plain values become JSON.
         state: counters, schedule and hook states: what JSON can hold, with text as keys.
         save_tokenizer: called with a new folder to put the tokenizer's files in.

@@ -5,11 +5,17 @@
     ├── rank0.safetensors      what rank 0 wrote
     └── rank1.safetensors
 
-`torch.distributed.checkpoint` (DCP) decides which rank writes which chunk (replicas once, the load spread)
-and, when a run comes back on another layout, which bytes of which chunk each rank needs. How bytes get to the
-disk is a `StorageWriter` and a `StorageReader`; these are ours, for three reasons. The files are plain
-safetensors that any tool opens; nothing on disk is a pickle; and a tensor goes to the disk straight from its
-own memory through one hash, where DCP's own writer makes a zip archive of each tensor. Sharded files carry
+What a rank holds of a logical tensor is a `Shard`: its block, the whole shape, and where in it the block begins.
+`torch.distributed.checkpoint` (DCP) sees nothing but these boxes. It decides which rank writes which chunk
+(replicas once, the load spread) and, when a run comes back on another layout, which bytes of which chunk each
+rank needs:
+
+    saved by tp 2        [ rows 0-3 ][ rows 4-7 ]        loaded by dp_shard 3: rows 0-2, 3-5, 6-7;
+    wanted by rank 1 of 3         [ 3 ][ 4 5 ]           the second one reads from both files
+
+How bytes get to the disk is a `StorageWriter` and a `StorageReader`; these are ours, for three reasons. The files
+are plain safetensors that any tool opens; nothing on disk is a pickle; and a tensor goes to the disk straight from
+its own memory through one hash, where DCP's own writer makes a zip archive of each tensor. Sharded files carry
 the `DCP_SHARDING_INFO` that torch's own `HuggingFaceStorageReader` understands.
 
 What is not a tensor (an optimizer's `param_groups.model.norm.weight.lr`) is a value in the index.
@@ -28,7 +34,7 @@ import math
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +47,7 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -51,9 +58,11 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
     SavePlan,
     SavePlanner,
+    TensorWriteData,
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
@@ -61,12 +70,19 @@ from kenotron.checkpoint.durable import CheckpointError, FileRecord, HashedFile,
 from kenotron.checkpoint.index import DTYPES, INDEX, Chunk, Entry, Index
 from kenotron.checkpoint.manifest import plain
 from kenotron.checkpoint.ranks import describe, gather, rank_and_size
+from kenotron.models.initialization import Shard
+from kenotron.parallel.shards import shard_of
 
 ALIGNMENT = 8
 
 
+def shards(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Every tensor and DTensor of `tensors` as the `Shard` that this rank holds; shards and values as they are."""
+    return {name: shard_of(value.detach()) if isinstance(value, Tensor) else value for name, value in tensors.items()}
+
+
 def write_tensors(folder: Path, tensors: dict[str, Any]) -> dict[str, FileRecord]:
-    """Write `tensors` (plain or DTensors, any device, and plain values) below the existing `folder`.
+    """Write `tensors` (shards, tensors or DTensors, any device, and plain values) below the existing `folder`.
 
     Every rank calls it; each writes its share. Host memory above the tensors' own is one tensor at most (a
     copy from the device, or of one that is not contiguous).
@@ -74,8 +90,9 @@ def write_tensors(folder: Path, tensors: dict[str, Any]) -> dict[str, FileRecord
     Returns the records of all ranks' files by name in the folder, on every rank.
     """
     writer = _Writer(folder)
+    pieces = shards(tensors)
     _through_dcp(
-        lambda: dcp.save(tensors, storage_writer=writer, planner=_SavePlanner(), no_dist=rank_and_size()[1] == 1)
+        lambda: dcp.save(pieces, storage_writer=writer, planner=_SavePlanner(), no_dist=rank_and_size()[1] == 1)
     )
     return {name: record for files in gather(writer.files) for name, record in files.items()}
 
@@ -83,9 +100,11 @@ def write_tensors(folder: Path, tensors: dict[str, Any]) -> dict[str, FileRecord
 def fill_tensors(folder: Path, index: Index, tensors: dict[str, Any]) -> None:
     """Fill `tensors` in place from `folder`; values in the dict are replaced. Names and shapes must fit."""
     reader = _Reader(folder, index)
+    pieces = shards(tensors)
     _through_dcp(
-        lambda: dcp.load(tensors, storage_reader=reader, planner=_LoadPlanner(), no_dist=rank_and_size()[1] == 1)
+        lambda: dcp.load(pieces, storage_reader=reader, planner=_LoadPlanner(), no_dist=rank_and_size()[1] == 1)
     )
+    tensors.update({name: value for name, value in pieces.items() if not isinstance(value, Shard)})
 
 
 def _through_dcp(call: Callable[[], None]) -> None:
@@ -103,27 +122,77 @@ def _through_dcp(call: Callable[[], None]) -> None:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner, with values as JSON where it would pickle."""
+    """DCP's planner over `Shard`s and values; the values become JSON where it would pickle.
+
+    Its global plan keeps one of the equal boxes of all ranks, on the rank that has least to write so far.
+    """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(json.dumps(plain(object, write_item.index.fqn)).encode())
-        return object
+    def create_local_plan(self) -> SavePlan:
+        items = [_write_item(name, value) for name, value in self.state_dict.items()]
+        self.plan = SavePlan([item for item in items if item is not None])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        value = self.state_dict[write_item.index.fqn]
+        if isinstance(value, Shard):
+            return value.tensor
+        return io.BytesIO(json.dumps(plain(value, write_item.index.fqn)).encode())
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, with values from JSON where it would unpickle."""
+    """DCP's planner over `Shard`s and values; the values come from JSON where it would unpickle."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        items = [_read_items(name, saved[name], value) for name, value in self.state_dict.items()]
+        return LoadPlan([item for of_name in items for item in of_name])
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].tensor
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         loaded = json.loads(value.getvalue())
         self.state_dict[name] = tuple(loaded) if isinstance(self.state_dict[name], tuple) else loaded
+
+
+def _write_item(name: str, value: Any) -> WriteItem | None:
+    """The plan to write `value`; None for a block without elements, unless the whole tensor has none."""
+    if not isinstance(value, Shard):
+        return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+    if value.tensor.numel() == 0 and 0 not in value.shape:
+        return None
+    box = _box_of(value)
+    properties = TensorProperties.create_from_tensor(value.tensor)
+    return WriteItem(
+        MetadataIndex(name, box.offsets),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(box, properties, torch.Size(value.shape)),
+    )
+
+
+def _read_items(name: str, saved: Any, value: Any) -> list[ReadItem]:
+    """The plan to read `value`: one item for each saved chunk that its box meets."""
+    if isinstance(value, Shard):
+        return create_read_items_for_chunk_list(name, saved, [_box_of(value)])
+    where, nothing = MetadataIndex(name), torch.Size((0,))
+    return [ReadItem(LoadItemType.BYTE_IO, where, nothing, where, nothing, nothing)]
+
+
+def _box_of(shard: Shard) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(shard.offset), shard.tensor.shape)
 
 
 class _Writer(StorageWriter):
@@ -182,9 +251,7 @@ class _Writer(StorageWriter):
         for name, parts in sorted(chunks.items()):
             stored = metadata.state_dict_metadata[name]
             assert isinstance(stored, TensorStorageMetadata)
-            # A rank beyond the last row of an unevenly split tensor has an empty chunk, which holds nothing.
-            full = [chunk for chunk in parts if math.prod(chunk.shape)] or parts[:1]
-            index.tensors[name] = Entry(dtype_name(stored.properties.dtype), tuple(stored.size), tuple(full))
+            index.tensors[name] = Entry(dtype_name(stored.properties.dtype), tuple(stored.size), tuple(parts))
         self.files[INDEX] = write_file(self.folder / INDEX, index.render())
 
     @classmethod
@@ -250,6 +317,22 @@ class MappedFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._maps: dict[str, mmap.mmap] = {}
+
+    def block(self, entry: Entry, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """The elements of a tensor from `offset` on, `shape` of them, put together from the chunks that have them."""
+        block = torch.empty(tuple(shape), dtype=torch_dtype(entry.dtype))
+        for chunk in entry.chunks:
+            spans = [
+                (max(start, begin), min(start + size, begin + length))
+                for start, size, begin, length in zip(offset, shape, chunk.offset, chunk.shape, strict=True)
+            ]
+            if all(first < last for first, last in spans):
+                here, there = (
+                    tuple(slice(first - origin, last - origin) for (first, last), origin in zip(spans, origins))
+                    for origins in (offset, chunk.offset)
+                )
+                block[here].copy_(self.view(entry, chunk)[there])
+        return block
 
     def view(self, entry: Entry, chunk: Chunk) -> Tensor:
         """The chunk's elements, `chunk.shape`, where they lie on disk."""

@@ -9,6 +9,7 @@ import typer
 from typer.exceptions import TyperException
 
 from kenotron.cli import checkpoint, config, convert
+from kenotron.cli.compare import compare
 from kenotron.cli.generate import generate
 from kenotron.cli.init import init
 from kenotron.cli.train import train
@@ -26,6 +27,7 @@ def build_app() -> Callable[[list[str]], int]:
     app.command()(init)
     app.command()(train)
     app.command()(generate)
+    app.command()(compare)
     app.add_typer(config.app, name="config")
     app.add_typer(checkpoint.app, name="checkpoint")
     app.add_typer(convert.app, name="convert")

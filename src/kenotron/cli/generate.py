@@ -2,6 +2,10 @@
 
 Without a prompt two built-in ones are continued. Prompts stand in the order of the command line, then those
 of the file. Text goes to stdout, everything else to stderr; with --json, one object a prompt and line.
+
+    kenotron generate checkpoints/100 --tp 2 --pp 2        starts four local ranks; rank 0 prints
+
+whatever layout the checkpoint was saved on. Under torchrun each process is one of the ranks.
 """
 
 from __future__ import annotations
@@ -9,17 +13,23 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.config.errors import InputError
 
 if TYPE_CHECKING:
-    from kenotron.generate import Completion
+    import torch
 
+    from kenotron.config import Config
+    from kenotron.generate import Completion
+    from kenotron.parallel.mesh import Mesh
+
+WORK = "kenotron.cli.generate.on_ranks"
 BUILT_IN_PROMPTS = ("The future of AI is", "def fib(n)")
 
 
@@ -44,53 +54,104 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt and line.")] = False,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the config's.")] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts that are decoded together.")] = 8,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel shards of the model.", min=1)] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages of the model.", min=1)] = 1,
+    dp: Annotated[int, typer.Option(help="Copies of the model that share out the prompts.", min=1)] = 1,
 ) -> None:
     """Continue prompts with a trained model."""
     if stream and as_json:
         raise InputError("--stream and --json: give one of them")
-    prompts = _prompts(prompt or [], prompt_file, prompt_tokens or [])
+    with _said_once():
+        _check_processes(dp, pp, tp)
+        prompts = _prompts(prompt or [], prompt_file, prompt_tokens or [])
+        from kenotron.generate import layout_config
+        from kenotron.interop.sources import open_source
+
+        config = layout_config(open_source(path, verify=False).model, dp=dp, pp=pp, tp=tp)
+    from kenotron.launch import leave, work_on_ranks
+
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "stop_at_eos": eos_stop,
+        "batch_size": 1 if stream else batch_size,
+    }
+    show = "stream" if stream else "json" if as_json else "text"
+    work_on_ranks(config, WORK, path=str(path), prompts=prompts, dtype=dtype, show=show, settings=settings)
+    leave()
+
+
+def on_ranks(
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    path: str,
+    prompts: list[str | list[int]],
+    dtype: str | None,
+    show: Literal["text", "json", "stream"],
+    settings: dict[str, Any],
+) -> None:
+    """Continue `prompts` (rank 0's are those of all) on every rank of the mesh; rank 0 prints."""
+    from kenotron.checkpoint.ranks import on_first
     from kenotron.generate import generate as decode
     from kenotron.generate import load_for_generation
 
-    model, tokenizer, _ = load_for_generation(path, dtype)
-    if tokenizer is None and not prompt_tokens:
+    prompts = on_first(lambda: prompts)
+    model, tokenizer, _ = load_for_generation(path, dtype, device, mesh)
+    if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
         raise InputError(f"{path} has no tokenizer: give --prompt-tokens 1,2,3 instead of text")
-
-    def run(some: Sequence[str | list[int]], listener: Callable[[int, str], None] | None) -> list[Completion]:
-        return decode(
-            model,
-            tokenizer,
-            some,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop_at_eos=eos_stop,
-            batch_size=1 if listener else batch_size,
-            stream=listener,
-        )
-
-    if stream:
-        if tokenizer is None:
-            raise InputError(f"--stream: {path} has no tokenizer, so there is no text to print as it comes")
+    if tokenizer is None and show == "stream":
+        raise InputError(f"--stream: {path} has no tokenizer, so there is no text to print as it comes")
+    printer = None
+    if tokenizer is not None and show == "stream" and mesh.is_first:
         printer = _Printer([text if isinstance(text, str) else tokenizer.decode(text) for text in prompts])
-        completions = run(prompts, printer)
+    completions = decode(model, tokenizer, prompts, stream=printer, **settings)
+    if not mesh.is_first:
+        return
+    if printer is not None:
         printer.begin(len(prompts))
         print()
         for number, completion in enumerate(completions):
             _warn(number, completion)
-    elif as_json:
-        for completion in run(prompts, None):
+    elif show == "json":
+        for completion in completions:
             print(json.dumps(_as_dict(completion), ensure_ascii=False), flush=True)
     else:
-        _print(run(prompts, None))
+        _print(completions)
+
+
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """What is wrong with the command line is wrong on every rank that torchrun has started: rank 0 says it."""
+    try:
+        yield
+    except InputError:
+        if os.environ.get("RANK", "0") == "0":
+            raise
+        raise typer.Exit(2) from None
+
+
+def _check_processes(dp: int, pp: int, tp: int) -> None:
+    """Under torchrun the degrees must be those of the processes that there are."""
+    from kenotron.launch.environment import ranks_from_environment, started_as_rank
+
+    needed = dp * pp * tp
+    if started_as_rank() and ranks_from_environment().world_size != needed:
+        raise InputError(
+            f"--dp {dp} x --pp {pp} x --tp {tp} = {needed} ranks, but "
+            f"{ranks_from_environment().world_size} processes were started"
+        )
 
 
 def _prompts(texts: list[str], file: str | None, tokens: list[str]) -> list[str | list[int]]:
     """All prompts in order; the built-in ones where nothing was given."""
     given = bool(texts or file or tokens)
-    lines = _lines(file) if file else []
+    first = os.environ.get("RANK", "0") == "0"  # the others get its prompts: there is one stdin
+    lines = _lines(file) if file and first else []
     return [*texts, *lines, *(_ids(text) for text in tokens)] if given else list(BUILT_IN_PROMPTS)
 
 
@@ -161,10 +222,10 @@ class _Printer:
 
 
 def seeds_main(arguments: Sequence[str] | None = None) -> None:
-    """``run_generate.py --ckpt-path checkpoints/10/ --tp 1 --pp 1``: the same command in nanotron's spelling.
+    """``run_generate.py --ckpt-path checkpoints/10/ --tp 2 --pp 2``: the same command in nanotron's spelling.
 
-    Works under torchrun with one process. The key-value cache is always on; ``--use-cache`` asks for what is
-    there.
+    Works under torchrun, where dp x pp x tp must be its processes, and without. The key-value cache is always on;
+    ``--use-cache`` asks for what is there.
     """
     import argparse
 
@@ -173,26 +234,9 @@ def seeds_main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="run_generate.py", description="Generate from a checkpoint.")
     parser.add_argument("--ckpt-path", required=True, help="checkpoint, or folder of checkpoints")
     for axis in ("dp", "pp", "tp"):
-        parser.add_argument(f"--{axis}", type=int, default=1, help="1 (0: as the checkpoint needs, which is 1)")
+        parser.add_argument(f"--{axis}", type=int, default=1, help="ranks (0: as the checkpoint needs, which is 1)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--use-cache", action="store_true", help="always on")
     given, rest = parser.parse_known_args(arguments)
-    problem = _layout_problem({axis: getattr(given, axis) for axis in ("dp", "pp", "tp")})
-    if problem:
-        if os.environ.get("RANK", "0") == "0":  # one line, not one a rank
-            print(f"error: {problem}", file=sys.stderr)
-        sys.exit(2)
-    main(["generate", given.ckpt_path, "--max-new-tokens", str(given.max_new_tokens), *rest])
-
-
-def _layout_problem(degrees: dict[str, int]) -> InputError | None:
-    """Generation runs in one process; a checkpoint of any layout can be read by it."""
-    for axis, degree in degrees.items():
-        if degree not in (0, 1):
-            return NotSupportedYet(f"generation with --{axis} {degree}; any checkpoint can be read with --{axis} 1")
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world != "1":
-        return NotSupportedYet(
-            f"generation on {world} processes; start it with --nproc_per_node=1, or without torchrun"
-        )
-    return None
+    layout = [part for axis in ("dp", "pp", "tp") for part in (f"--{axis}", str(getattr(given, axis) or 1))]
+    main(["generate", given.ckpt_path, "--max-new-tokens", str(given.max_new_tokens), *layout, *rest])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,15 +18,17 @@ def train(
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Set earlier checkpoints aside and start at step 0.")] = False,
 ) -> None:
-    """Train as a YAML file says; continues by itself from its newest whole checkpoint."""
+    """Train as a YAML file says, in the processes that its layout needs; continues from its newest whole checkpoint."""
     from kenotron.config import load
-    from kenotron.launch import launch
+    from kenotron.launch import launch, leave
 
     launch(load(file, overrides or (), report=_say), fresh=fresh)
+    leave()
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # what is said of the file is the same on every rank
+        print(line, file=sys.stderr)
 
 
 def seeds_main(arguments: Sequence[str] | None = None) -> None:

@@ -17,12 +17,13 @@ from kenotron.config.architecture import (
 )
 from kenotron.config.checkpoints import Checkpoints
 from kenotron.config.data import TEXT_DATASETS, DataStage, MixtureDataset
+from kenotron.config.errors import nearest
 from kenotron.config.general import General
 from kenotron.config.lighteval import Lighteval
 from kenotron.config.logging import Logging, MetricsLogging
 from kenotron.config.model import Model
 from kenotron.config.optimizer import Optimizer
-from kenotron.config.parallelism import Parallelism
+from kenotron.config.parallelism import STRATEGIES, V_ENGINES, ZERO_BUBBLE_ENGINES, Parallelism
 from kenotron.config.profiler import Profiler
 from kenotron.config.s3_upload import S3Upload
 from kenotron.config.section import Section, key, null_means, problem
@@ -74,9 +75,15 @@ class Config(Section):
         tokens = self.tokens
         return tokens.micro_batch_size * tokens.batch_accumulation_per_replica * self.parallelism.dp
 
+    @property
+    def zero_stage(self) -> int | str:
+        """0, 1, 2, 3 or "hybrid", from whichever of the two keys says it."""
+        by_strategy = STRATEGIES.get(self.parallelism.strategy or "")
+        return next((stage for stage in (self.optimizer.zero_stage, by_strategy) if stage is not None), 0)
+
     @model_validator(mode="after")
     def _checks(self) -> Self:
-        checks = (_check_heads, _check_tokenizer, _check_steps, _check_company, _check_evaluation)
+        checks = (_check_heads, _check_layout, _check_tokenizer, _check_steps, _check_company, _check_evaluation)
         problems = [problem for check in checks for problem in check(self)]
         if problems:
             raise PydanticCustomError("checks", "several checks failed", {"problems": problems})
@@ -107,8 +114,115 @@ def _check_heads(config: Config) -> Iterator[Problem]:
         yield at + kv_key, f"expected a divisor of num_attention_heads {heads}, found {kv}"
     if heads % tp:
         yield "parallelism.tp", f"expected a divisor of num_attention_heads {heads}, found {tp}"
-    elif kv < tp:
-        yield "parallelism.tp", f"expected at most {kv_key} {kv}, found {tp}"
+    elif kv % tp and tp % kv:
+        yield "parallelism.tp", f"expected a divisor or a multiple of {kv_key} {kv}, found {tp}"
+    if model.intermediate_size is not None and model.intermediate_size % tp:
+        yield "parallelism.tp", f"expected a divisor of intermediate_size {model.intermediate_size}, found {tp}"
+
+
+def _check_layout(config: Config) -> Iterator[Problem]:
+    layout, tokens = config.parallelism, config.tokens
+    strategy, zero_stage = layout.strategy, config.optimizer.zero_stage
+    if strategy is not None and strategy not in STRATEGIES and "." not in strategy:
+        yield (
+            "parallelism.strategy",
+            f"expected {', '.join(STRATEGIES)} or a dotted path, found '{strategy}'{nearest(strategy, STRATEGIES)}",
+        )
+    elif strategy in STRATEGIES and zero_stage not in (None, STRATEGIES[strategy]):
+        yield (
+            "parallelism.strategy",
+            f"{strategy} means optimizer.zero_stage {STRATEGIES[strategy]}, but that is {zero_stage}: drop one of them",
+        )
+    if layout.dp_shard is not None and layout.dp % layout.dp_shard:
+        yield "parallelism.dp_shard", f"expected a divisor of dp {layout.dp}, found {layout.dp_shard}"
+    elif layout.dp_shard not in (None, layout.dp) and config.zero_stage == 0:
+        yield (
+            "parallelism.dp_shard",
+            f"expected a zero_stage above 0 with it (at 0 nothing is sharded), found {layout.dp_shard}",
+        )
+    if layout.context_parallel_size > 1:
+        yield from _check_context_parallel(config)
+    local = tokens.micro_batch_size * tokens.sequence_length // layout.context_parallel_size
+    if layout.tp > 1 and layout.tp_mode == "REDUCE_SCATTER" and local % layout.tp:
+        yield (
+            "parallelism.tp_mode",
+            f"REDUCE_SCATTER splits a micro-batch's {local} tokens over tp {layout.tp}: expected a multiple of it",
+        )
+    if layout.pp > 1:
+        yield from _check_pipeline(config)
+
+
+def _check_context_parallel(config: Config) -> Iterator[Problem]:
+    layout, length, model = config.parallelism, config.tokens.sequence_length, config.model.architecture
+    method, cp, at = layout.context_parallel_method, layout.context_parallel_size, "parallelism.context_parallel_size"
+    parts = cp if method == "ulysses" else 2 * cp
+    if length % parts:
+        yield (
+            at,
+            f"{method} cuts a sequence into {parts} pieces; expected tokens.sequence_length {length} to divide by that",
+        )
+    if isinstance(model, HFArchitecture):
+        return
+    heads = model.num_attention_heads
+    if method == "ulysses" and heads % layout.tp == 0 and heads // layout.tp % cp:
+        yield (
+            at,
+            f"ulysses shares out a rank's query heads, num_attention_heads {heads} / tp {layout.tp} = "
+            f"{heads // layout.tp}; expected a divisor of that, found {cp} (ring and allgather take any)",
+        )
+    scaling = getattr(model, "rope_scaling", None) or {}
+    if scaling.get("rope_type", scaling.get("type")) == "dynamic" and length > model.max_position_embeddings:
+        yield (
+            at,
+            "rope_scaling dynamic grows with a batch's longest position, and a rank sees only its own tokens'; "
+            f"expected 1, or tokens.sequence_length of at most max_position_embeddings {model.max_position_embeddings}",
+        )
+
+
+def _check_pipeline(config: Config) -> Iterator[Problem]:
+    layout = config.parallelism
+    per_rank, stages = layout.stages_per_rank, layout.pp * layout.stages_per_rank
+    if layout.pp_engine in ("afab", "1f1b") and per_rank != 1:
+        yield "parallelism.pp_stages_per_rank", f"expected 1 with pp_engine {layout.pp_engine}, found {per_rank}"
+    if layout.pp_engine in V_ENGINES and per_rank != 2:
+        yield "parallelism.pp_stages_per_rank", f"expected 2 with pp_engine {layout.pp_engine}, found {per_rank}"
+    architecture = config.model.architecture
+    layers = None if isinstance(architecture, HFArchitecture) else architecture.num_hidden_layers
+    if layout.pp_layers is not None:
+        given = layout.pp_layers
+        if len(given) != stages or min(given, default=0) < 1:
+            yield (
+                "parallelism.pp_layers",
+                f"expected {stages} numbers of at least 1 (pp x stages per rank), found {given}",
+            )
+        elif layers is not None and sum(given) != layers:
+            yield "parallelism.pp_layers", f"expected a sum of num_hidden_layers {layers}, found {sum(given)}"
+    elif layers is not None and layers < stages:
+        yield "parallelism.pp", f"expected at most num_hidden_layers {layers} stages, found {stages}"
+    if layout.pp_engine in ZERO_BUBBLE_ENGINES and config.zero_stage in (3, "hybrid"):
+        yield (
+            "optimizer.zero_stage",
+            f"{config.zero_stage} drops gathered weights between the halves of a backward pass that pp_engine "
+            f"{layout.pp_engine} splits; expected 0, 1 or 2, or pp_engine afab, 1f1b or interleaved_1f1b",
+        )
+    yield from _check_micro_batches(config)
+
+
+def _check_micro_batches(config: Config) -> Iterator[Problem]:
+    """The schedules' own limits."""
+    layout, count = config.parallelism, config.tokens.batch_accumulation_per_replica
+    least = 2 * layout.pp if layout.pp_engine == "dualpipev" else 1
+    if count < least:
+        expected = f"at least {least} micro-batches with pp_engine {layout.pp_engine} and pp {layout.pp}"
+    elif layout.pp_engine.startswith("interleaved") and count % max(1, count // layout.pp):
+        rounds = count // layout.pp
+        expected = (
+            f"a multiple of {rounds} micro-batches, which pp_engine {layout.pp_engine} cuts into {rounds} rounds of at "
+            f"least pp {layout.pp}"
+        )
+    else:
+        return
+    yield "tokens.batch_accumulation_per_replica", f"expected {expected}, found {count}"
 
 
 def _check_tokenizer(config: Config) -> Iterator[Problem]:

@@ -13,7 +13,11 @@ class Logging(Section):
     log_level: LogLevel = key(
         "Least severe message that the main process prints (`passive`: leave the logger as it is).", "info"
     )
-    log_level_replica: LogLevel = key("The same for all other processes.", "info")
+    log_level_replica: LogLevel = key(
+        "The same for all other processes, in log files of their own; on a console that all share (torchrun) they say "
+        "errors only, unless this is debug.",
+        "info",
+    )
     iteration_step_info_interval: int = key("Print the iteration line every so many steps.", 1, ge=1)
     log_dir: LocalPath = key(
         "Folder of the logs: config.yaml, metrics.jsonl and tensorboard/ are written into <log_dir>/<run>/.",

@@ -133,9 +133,11 @@ class ParamGroup(Section):
 
 class Optimizer(Section):
     optimizer_factory: OptimizerFactory = key("The update rule.")
-    zero_stage: Literal[0, 1, 2, 3] = key(
-        "What data-parallel ranks share out: nothing, optimizer state, gradients too, weights too (at dp 1 "
-        "all are the same)."
+    zero_stage: Literal[0, 1, 2, 3, "hybrid"] | None = key(
+        "What data-parallel ranks share out: nothing, optimizer state, gradients too, weights too; hybrid: all of it "
+        "within groups of parallelism.dp_shard ranks (at dp 1 all are the same). null: 0, or what "
+        "parallelism.strategy says.",
+        None,
     )
     weight_decay: float = key("Decoupled weight decay.", ge=0)
     clip_grad: float | None = key("Largest global norm of the gradient; null: no clipping.", gt=0)

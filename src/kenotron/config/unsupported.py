@@ -22,10 +22,8 @@ def refuse_unsupported(config: Config) -> None:
 
 
 def _layout(config: Config) -> Iterator[str]:
-    for name in ("dp", "pp", "tp", "expert_parallel_size", "context_parallel_size"):
-        degree = getattr(config.parallelism, name)
-        if degree > 1:
-            yield f"parallelism.{name}: {degree}"
+    if config.parallelism.expert_parallel_size > 1:
+        yield f"parallelism.expert_parallel_size: {config.parallelism.expert_parallel_size}"
 
 
 def _model(config: Config) -> Iterator[str]:

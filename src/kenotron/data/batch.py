@@ -37,8 +37,8 @@ class TokenBatch:
     positions: Int64 | None = None
     documents: Int64 | None = None
 
-    def __getitem__(self, rows: slice) -> TokenBatch:
-        """Some of the sequences."""
+    def __getitem__(self, rows: slice | Int64) -> TokenBatch:
+        """Some of the sequences, or all in another order."""
         return TokenBatch(
             self.tokens[rows],
             self.labels[rows],

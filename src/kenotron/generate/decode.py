@@ -7,24 +7,25 @@
 A row's tokens depend on the row alone: the batch around it changes neither its attention nor its random
 numbers, so any batch size gives the same texts (up to the rounding of a matrix product, which depends on its
 shape). A row that is done leaves the batch.
+
+One loop for all layouts: with tp and pp every rank of a replica runs it on the same rows (`ranks.ModelOnRanks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
 
 from kenotron.config.errors import InputError
 from kenotron.data.tokenizer import end_of_text
 from kenotron.generate.kv_cache import KVCache
+from kenotron.generate.ranks import ModelOnRanks
 from kenotron.generate.sampling import NOT_FINITE, Sampling, next_tokens
 from kenotron.generate.text import TextStream
-from kenotron.models import Context
+from kenotron.models import LanguageModel
 
 StoppedBy = Literal["eos", "max_new_tokens", "max_position_embeddings", "non_finite_logits"]
 Prompt = str | Sequence[int]
@@ -72,7 +73,7 @@ class Row:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module,
+    model: LanguageModel | ModelOnRanks,
     tokenizer: TokenizerLike | None,
     prompts: Sequence[Prompt],
     *,
@@ -91,6 +92,9 @@ def generate(
     pieces joined are the completion's text. `model` may be one that is being trained: it is switched to eval
     meanwhile. Without a tokenizer, prompts are ids and texts stay empty; the config's eos_token_id stops.
 
+    A `ModelOnRanks` is called by all its ranks, with the same arguments but for `stream`, and all get all
+    completions. `stream` hears this replica's prompts as they come, and then what the others have made of theirs.
+
     Errors (InputError): a setting out of range, a prompt too long for max_position_embeddings, a token
     outside the vocabulary.
     """
@@ -98,27 +102,41 @@ def generate(
         name, value = ("max_new_tokens", max_new_tokens) if max_new_tokens < 1 else ("batch_size", batch_size)
         raise InputError(f"{name}: expected 1 or more, found {value}")
     sampling = Sampling(temperature, top_k, top_p, seed)
-    eos = end_of_text(tokenizer, model.config) if stop_at_eos else None
-    rows = [_row(index, prompt, tokenizer, model.config, max_new_tokens) for index, prompt in enumerate(prompts)]
+    ranks = model if isinstance(model, ModelOnRanks) else ModelOnRanks.alone(model)
+    eos = end_of_text(tokenizer, ranks.config) if stop_at_eos else None
+    rows = [_row(index, prompt, tokenizer, ranks.config, max_new_tokens) for index, prompt in enumerate(prompts)]
+    mine = ranks.share(rows)
     # Dynamic RoPE turns by angles that depend on the longest text of a batch: only alone is a row itself.
-    together = 1 if _stretches_with_length(model.config) else batch_size
-    with evaluating(model):
-        for first in range(0, len(rows), together):
-            _complete(model, rows[first : first + together], sampling, eos, stream)
-    return [Completion(row.prompt, row.text, row.tokens, row.stopped_by or "max_new_tokens") for row in rows]
+    together = 1 if _stretches_with_length(ranks.config) else batch_size
+    with ranks.evaluating():
+        for first in range(0, len(mine), together):
+            _complete(ranks, mine[first : first + together], sampling, eos, stream)
+    done = ranks.gather([_completion(row) for row in mine])
+    if stream is not None:
+        here = {row.index for row in mine}
+        for index, completion in enumerate(done):
+            if index not in here and completion.text:
+                stream(index, completion.text)
+    return done
 
 
 def _complete(
-    model: nn.Module, rows: list[Row], sampling: Sampling, eos: int | None, stream: Callable[[int, str], None] | None
+    ranks: ModelOnRanks,
+    rows: Sequence[Row],
+    sampling: Sampling,
+    eos: int | None,
+    stream: Callable[[int, str], None] | None,
 ) -> None:
     """Fill the rows of one batch."""
-    device = next(model.parameters()).device
-    cache = KVCache(len(rows), max(row.position + row.room for row in rows), device)
-    prompts = torch.tensor([token for row in rows for token in row.prompt_tokens], device=device)
-    logits = _last_logits(model, prompts, cache.prefill([row.position for row in rows]))
+    cache = KVCache(len(rows), max(row.position + row.room for row in rows), ranks.device)
+    tokens = [token for row in rows for token in row.prompt_tokens]
+    ctx = cache.prefill([row.position for row in rows])
     while True:
-        chosen = next_tokens(logits, sampling, [row.index for row in rows], [row.position for row in rows])
-        for row, token in zip(rows, chosen):
+        logits = ranks.logits(torch.tensor(tokens, device=ranks.device), ctx)
+        chosen = None
+        if logits is not None:
+            chosen = next_tokens(logits, sampling, [row.index for row in rows], [row.position for row in rows])
+        for row, token in zip(rows, ranks.agree(chosen, len(rows))):
             _append(row, token, eos, stream)
         alive = [number for number, row in enumerate(rows) if row.stopped_by is None]
         if not alive:
@@ -126,8 +144,8 @@ def _complete(
         if len(alive) < len(rows):
             cache.keep(alive)
             rows = [rows[number] for number in alive]
-        tokens = torch.tensor([row.tokens[-1] for row in rows], device=device)
-        logits = model(tokens, cache.step([row.position - 1 for row in rows]))
+        tokens = [row.tokens[-1] for row in rows]
+        ctx = cache.step([row.position - 1 for row in rows])
 
 
 def _append(row: Row, token: int, eos: int | None, stream: Callable[[int, str], None] | None) -> None:
@@ -148,31 +166,8 @@ def _append(row: Row, token: int, eos: int | None, stream: Callable[[int, str], 
         stream(row.index, piece)
 
 
-def _last_logits(model: nn.Module, tokens: Tensor, ctx: Context) -> Tensor:
-    """Logits ``[rows, vocab]`` at the end of every prompt: those of all other tokens are never made.
-
-    A module under FSDP gathers its weights only when it is called as a whole, and then makes them all.
-    """
-    assert ctx.cu_seqlens is not None
-    last = torch.tensor(ctx.cu_seqlens[1:], device=tokens.device) - 1
-    if hasattr(model, "set_requires_gradient_sync"):
-        return model(tokens, ctx)[last]
-    trunk: Any = model.model
-    head: Any = model.lm_head
-    return head(trunk(tokens, ctx)[last], ctx, None)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within this block `model` is in eval mode, and blocks compiled for training shapes run uncompiled."""
-    training = model.training
-    compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    model.eval()
-    try:
-        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            yield
-    finally:
-        model.train(training)
+def _completion(row: Row) -> Completion:
+    return Completion(row.prompt, row.text, row.tokens, row.stopped_by or "max_new_tokens")
 
 
 def _row(index: int, prompt: Prompt, tokenizer: TokenizerLike | None, config: Any, max_new_tokens: int) -> Row:

@@ -1,7 +1,8 @@
 """Keys and values kept from step to step, so that a new token costs one token's work and not the whole text's.
 
 The cache is an attention function with memory. A model hands every attention function its layer's number, so
-nothing in the model changes: it is given a `Context` whose `attention` is the cache.
+nothing in the model changes: it is given a `Context` whose `attention` is the cache. On several ranks each has a cache
+of the layers and heads that it holds.
 
     cache = KVCache(rows=2, capacity=8)
     logits = model(tokens_of_both, cache.prefill([3, 2]))      # 5 tokens, packed end to end like documents
@@ -42,13 +43,17 @@ class KVCache:
     values: dict[int, Tensor] = field(default_factory=dict)
 
     def prefill(self, lengths: Sequence[int]) -> Context:
-        """Context of the prompts, packed end to end: ``[sum(lengths)]`` tokens in one sequence."""
+        """Context of the prompts, packed end to end: ``[sum(lengths)]`` tokens in one sequence.
+
+        The logits of each prompt's last token are asked for: those of the others are never made.
+        """
         borders = [0]
         for length in lengths:
             borders.append(borders[-1] + length)
         self._row = torch.arange(self.rows).repeat_interleave(torch.tensor(lengths)).to(self.device)
         self._position = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
-        return Context((1, borders[-1]), self._position, self, cu_seqlens=tuple(borders))
+        last = torch.tensor(borders[1:], device=self.device) - 1
+        return Context((1, borders[-1]), self._position, self, cu_seqlens=tuple(borders), wanted=last)
 
     def step(self, positions: Sequence[int]) -> Context:
         """Context of one new token a row, at `positions`: ``[rows]`` tokens in as many sequences."""

@@ -1,63 +1,143 @@
-"""A model ready to decode, from a checkpoint of ours or from a Hugging Face folder.
+"""A model ready to decode, from a checkpoint of ours or from a Hugging Face folder, on any layout.
 
     model, tokenizer, config = load_for_generation("checkpoints/10")      # or "checkpoints": the newest there
     model, tokenizer, config = load_for_generation("exported/")           # config.json and safetensors
+    model, tokenizer, config = load_for_generation(path, mesh=mesh)       # every rank of the mesh: its part
 
-A checkpoint holds fp32 masters; what was trained in bf16 is decoded in bf16, with half the memory. Weights
-come one tensor at a time, so the host never holds the model twice.
+A checkpoint holds whole tensors whatever layout it was saved on, and every rank reads its own blocks of them:
+
+    saved on dp 2 x pp 2 x tp 2           q_proj [64, 64]        read on tp 4: rank 1 reads rows 16 … 31
+
+It holds fp32 masters; what was trained in bf16 is decoded in bf16, with half the memory. Weights come one tensor at a
+time, so the host never holds the model twice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
-from torch import nn
 
-from kenotron.config.errors import NotSupportedYet
+from kenotron.checkpoint.ranks import together
+from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.config.model import WEIGHT_DTYPES, Model
 from kenotron.data.tokenizer import Tokenizer, load_tokenizer
-from kenotron.interop.sources import Source, fitting, open_source, skeleton
+from kenotron.generate.layout import layout_config
+from kenotron.generate.ranks import ModelOnRanks
+from kenotron.interop.sources import Source, open_source
+from kenotron.models import LanguageModel, Part, build, materialize
+from kenotron.models.initialization import Shard
 from kenotron.parallel.device import best_device
+from kenotron.parallel.mesh import AXES, Mesh
+from kenotron.parallel.shards import shard_of
+
+if TYPE_CHECKING:
+    from kenotron.parallel.pipeline import Pipeline
+
+T = TypeVar("T")
 
 
 class Loaded(NamedTuple):
-    """`tokenizer` is None where the checkpoint has none; `config` is the config's model section."""
+    """`tokenizer` is None where the checkpoint has none; `config` is the config's model section.
 
-    model: nn.Module
+    `model` is for `generate`; a `ModelOnRanks` where the mesh has several ranks.
+    """
+
+    model: LanguageModel | ModelOnRanks
     tokenizer: Tokenizer | None
     config: Model
 
 
 def load_for_generation(
-    path: str | Path, dtype: str | torch.dtype | None = None, device: str | torch.device | None = None
+    path: str | Path,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    mesh: Mesh | None = None,
 ) -> Loaded:
     """Build the model of `path` with its weights, in eval mode.
 
-    `dtype` None is the config's `model.dtype`; `device` None the accelerator, or the CPU where there is none.
+    `dtype` None is the config's `model.dtype`; `device` None the accelerator, or the CPU where there is none. With a
+    `mesh` of axes pp, dp_replicate and tp every rank calls this; replicas along dp_replicate share out the prompts.
     Errors (InputError): nothing at `path` (names what is near), not a checkpoint, damaged, not a family that
-    can decode.
+    can decode, or of a shape that the mesh does not divide.
     """
-    source = open_source(path)
-    model = skeleton(source)
+    mesh = mesh or Mesh(dict.fromkeys(AXES, 1))
+    on_all = together if mesh.world_size > 1 else _here  # an error of one is then an error of all
+    source = on_all(lambda: open_source(path, verify=mesh.is_first))
+    decoded_in = dtype_of(dtype or source.model.dtype)
     target = torch.device(device) if device is not None else best_device()
-    fill(model, source, _dtype(dtype or source.model.dtype), target)
+    parts, pipeline = _on_mesh(source.model, decoded_in, mesh, target)
+
+    def read() -> None:
+        for part in parts:
+            fill(part, source)
+
+    on_all(read)
     tokenizer = load_tokenizer(source.tokenizer) if source.tokenizer else None
-    return Loaded(model.eval(), tokenizer, source.model)
+    alone = mesh.world_size == 1
+    return Loaded(parts[0] if alone else ModelOnRanks(parts, mesh, target, pipeline), tokenizer, source.model)
 
 
-def fill(model: nn.Module, source: Source, dtype: torch.dtype, device: torch.device) -> None:
-    """Replace every parameter of a meta-device `model` by the source's, cast and moved. A tied head stays tied."""
-    for name, parameter in list(model.named_parameters(remove_duplicate=True)):
-        tensor = fitting(source, name, tuple(parameter.shape))
-        owner, _, leaf = name.rpartition(".")
-        weight = nn.Parameter(tensor.to(device=device, dtype=dtype), requires_grad=False)
-        setattr(model.get_submodule(owner), leaf, weight)
-    model.tie_weights()  # type: ignore[operator]
+def _here(work: Callable[[], T]) -> T:
+    return work()
 
 
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+def _on_mesh(
+    model: Model, dtype: torch.dtype, mesh: Mesh, device: torch.device
+) -> tuple[list[LanguageModel], Pipeline | None]:
+    """This rank's parts of the model in `dtype` on `device`, weights undefined, and with pp what runs them."""
+    if mesh.degree("pp") == 1:
+        return [_part(model, None, dtype, mesh, device)], None
+    from kenotron.parallel.pipeline import Pipeline, parts_here
+
+    in_dtype = model.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})  # what stages send each other
+    config = layout_config(in_dtype, dp=mesh.dp_degree, pp=mesh.degree("pp"), tp=mesh.degree("tp"))
+    parts = [_part(model, part, dtype, mesh, device) for part in parts_here(config, mesh)]
+    return parts, Pipeline(parts, mesh, config, device)
+
+
+def _part(model: Model, part: Part | None, dtype: torch.dtype, mesh: Mesh, device: torch.device) -> LanguageModel:
+    unpadded = model.model_copy(update={"make_vocab_size_divisible_by": 1})
+    with torch.device("meta"):
+        built = build(unpadded, mesh.degree("tp"), part)
+    if mesh.degree("tp") > 1:
+        from kenotron.parallel import tensor
+
+        tensor.apply(built, built.plan, mesh)
+    built.set_compute_dtype(dtype)
+    materialize(built.to(dtype), device)
+    return built.requires_grad_(False).eval()
+
+
+@torch.no_grad()
+def fill(part: LanguageModel, source: Source) -> None:
+    """Read this rank's block of every parameter of `part`; a copy of a tied weight is read where its owner is."""
+    copies = part.tied_copies()
+    for name, parameter in part.named_parameters(remove_duplicate=True):
+        rows = part.config.vocab_size if name in part.vocab_parameters else None
+        _read(copies.get(name, name), shard_of(parameter), rows, source)
+
+
+def _read(name: str, shard: Shard, rows: int | None, source: Source) -> None:
+    """Tensor `name` of the source, cast, into the block that `shard` is of it. Beyond `rows` is padding: zeros."""
+    shape = (shard.shape[0] if rows is None else rows, *shard.shape[1:])
+    found = source.weights.stored(name).shape
+    if found != shape:
+        raise InputError(f"{source.path}: {name} has shape {list(found)}, and its config says {list(shape)}")
+    local = shard.tensor
+    real = min(max(shape[0] - shard.offset[0], 0), local.shape[0])
+    if real:
+        local[:real].copy_(source.weights.block(name, shard.offset, (real, *local.shape[1:])))
+    local[real:].zero_()
+
+
+def dtype_of(dtype: str | torch.dtype) -> torch.dtype:
+    """The torch dtype of a name.
+
+    Errors (InputError): one that nothing is decoded in.
+    """
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in WEIGHT_DTYPES:

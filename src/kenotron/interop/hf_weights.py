@@ -3,13 +3,14 @@
 folder = locate("meta-llama/Llama-3.2-1B")        # a folder, or a hub name: local cache first
 weights = hf_weights(folder)
 weights["model.norm.weight"]                      # only these bytes are read
+weights.block("lm_head.weight", (4, 0), (2, 64))  # rows 4 and 5
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kenotron.config.errors import InputError, NotSupportedYet, nearest
 from kenotron.data.hub import hub_file
@@ -24,25 +25,42 @@ SINGLE = "model.safetensors"
 HUB = "no such folder here"  # so each of the hub's errors begins
 
 
+Box = tuple[slice, ...]  # from and to, of each dimension; () is everything
+
+
+class Stored(NamedTuple):
+    """A tensor that is still on the disk: its shape, and how to read a box of it."""
+
+    shape: tuple[int, ...]
+    read: Callable[[Box], Tensor]
+
+
 class Weights(Mapping[str, "Tensor"]):
     """Tensors by name; each is read anew when it is asked for, so none stays in memory by itself."""
 
-    def __init__(self, read: Mapping[str, Callable[[], Tensor]], where: str) -> None:
-        self._read, self.where = dict(read), where
+    def __init__(self, stored: Mapping[str, Stored], where: str) -> None:
+        self._stored, self.where = dict(stored), where
+
+    def stored(self, name: str) -> Stored:
+        if name not in self._stored:
+            raise InputError(f"{self.where} has no tensor {name!r}{nearest(name, self._stored)}")
+        return self._stored[name]
+
+    def block(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """The elements of tensor `name` from `offset` on, `shape` of them: only they are read."""
+        return self.stored(name).read(tuple(slice(start, start + size) for start, size in zip(offset, shape)))
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._read:
-            raise InputError(f"{self.where} has no tensor {name!r}{nearest(name, self._read)}")
-        return self._read[name]()
+        return self.stored(name).read(())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._read
+        return name in self._stored
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._read)
+        return iter(self._stored)
 
     def __len__(self) -> int:
-        return len(self._read)
+        return len(self._stored)
 
 
 def is_hub_name(source: str | Path) -> bool:
@@ -89,7 +107,7 @@ def hf_weights(folder: Path) -> Weights:
     from safetensors import SafetensorError, safe_open
 
     names = _shards(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
-    read: dict[str, Callable[[], Tensor]] = {}
+    stored: dict[str, Stored] = {}
     for name in names:
         file = folder / name
         if not file.is_file():
@@ -99,15 +117,16 @@ def hf_weights(folder: Path) -> Weights:
             keys = list(opened.keys())
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file} is damaged or not a safetensors file: {error}") from None
-        read |= {key: _reader(opened, key) for key in keys if not key.endswith("rotary_emb.inv_freq")}
-    if not any(key.startswith("model.") for key in read):
-        first = next(iter(read), "nothing")
+        stored |= {key: _stored(opened, key) for key in keys if not key.endswith("rotary_emb.inv_freq")}
+    if not any(key.startswith("model.") for key in stored):
+        first = next(iter(stored), "nothing")
         raise NotSupportedYet(f"{folder}: weights of something else than LlamaForCausalLM (the first is {first!r})")
-    return Weights(read, str(folder))
+    return Weights(stored, str(folder))
 
 
-def _reader(opened: Any, key: str) -> Callable[[], Tensor]:
-    return lambda: opened.get_tensor(key)
+def _stored(opened: Any, key: str) -> Stored:
+    part = opened.get_slice(key)
+    return Stored(tuple(part.get_shape()), lambda box: part[box] if box else opened.get_tensor(key))
 
 
 def _shards(index: Path) -> list[str]:

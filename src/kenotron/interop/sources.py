@@ -7,7 +7,7 @@ source.weights["model.norm.weight"]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.config.model import Model
 from kenotron.data.tokenizer import TOKENIZER_FILES
 from kenotron.interop.hf_config import Report, architecture_from_hf, quiet, read_json
-from kenotron.interop.hf_weights import Weights, find_config, hf_weights, is_hub_name, locate
+from kenotron.interop.hf_weights import Box, Stored, Weights, find_config, hf_weights, is_hub_name, locate
 from kenotron.interop.rope_layout import is_rotated, to_halves, to_interleaved
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ class Source:
         return self.model.architecture
 
 
-def open_source(path: str | Path, *, hub: bool = False, report: Report = quiet) -> Source:
+def open_source(path: str | Path, *, hub: bool = False, report: Report = quiet, verify: bool = True) -> Source:
     """Open a checkpoint of ours (a step, or the folder of steps) or a Hugging Face folder; with `hub`, a hub name too.
 
-    Errors (InputError): nothing there, not a checkpoint, damaged (checksums are compared now), not supported.
+    Errors (InputError): nothing there, not a checkpoint, damaged (`verify`: checksums are compared now), not supported.
     """
     folder = Path(path).expanduser()
     ours = (folder / checkpoint.manifest.MANIFEST).exists() or (folder / checkpoint.folders.LATEST).exists()
@@ -56,7 +56,7 @@ def open_source(path: str | Path, *, hub: bool = False, report: Report = quiet) 
         return hf_source(folder, report)
     if not ours and hub and is_hub_name(path):
         return hf_source(path, report)
-    return checkpoint_source(folder)
+    return checkpoint_source(folder, verify)
 
 
 def hf_source(path: str | Path, report: Report = quiet) -> Source:
@@ -83,19 +83,22 @@ def _check_names(source: Source) -> None:
         raise NotSupportedYet(f"{source.path}: tensor {extra[0]!r}, which its config.json does not tell of")
 
 
-def checkpoint_source(path: Path) -> Source:
-    """A checkpoint of ours; its model's files are compared with their checksums first."""
+def checkpoint_source(path: Path, verify: bool = True) -> Source:
+    """A checkpoint of ours; its model's files are compared with their checksums first, unless somebody else did."""
     folder = checkpoint.resolve(path)
-    checkpoint.read_tensors(folder, [])
-    names = checkpoint.read_index(folder / "model", checkpoint.read_manifest(folder).files).tensors
-    weights = Weights({name: partial(_read, folder, name) for name in names}, str(folder))
+    if verify:
+        checkpoint.read_tensors(folder, [])
+    shapes, read = checkpoint.block_reader(folder)
+    stored = {name: Stored(shape, partial(_read, partial(read, name), shape)) for name, shape in shapes.items()}
+    weights = Weights(stored, str(folder))
     tokenizer = folder / "tokenizer"
     has_tokenizer = any((tokenizer / name).is_file() for name in TOKENIZER_FILES)
     return Source(folder, _model_of(folder), weights, tokenizer if has_tokenizer else None)
 
 
-def _read(folder: Path, name: str) -> Tensor:
-    return checkpoint.read_tensors(folder, [name], verify=False)[name]
+def _read(read: Callable[..., Tensor], shape: tuple[int, ...], box: Box) -> Tensor:
+    box = box or tuple(slice(0, size) for size in shape)
+    return read([part.start for part in box], [part.stop - part.start for part in box])
 
 
 def _model_of(folder: Path) -> Model:
@@ -136,9 +139,9 @@ def hf_architecture(
 
 
 def initial_tensors(
-    path: str | Path, architecture: LlamaArchitecture | None = None, report: Report = quiet
-) -> Mapping[str, Tensor]:
-    """Weights for ``init_method: {path}``: name → whole tensor on the host, in the dtype it is kept in.
+    path: str | Path, architecture: LlamaArchitecture | None = None, report: Report = quiet, verify: bool = True
+) -> Weights:
+    """Weights for ``init_method: {path}``: name → tensor on the host, in the dtype it is kept in; or blocks of them.
 
     Each is read when it is asked for. `path` is a checkpoint of ours, a Hugging Face folder or a hub name.
     With `architecture` they come as a model of it wants them: q and k in its order of RoPE's channels, with
@@ -146,7 +149,7 @@ def initial_tensors(
 
     Errors (InputError): nothing there, damaged, or of another shape than `architecture`, which is named.
     """
-    source = open_source(path, hub=True, report=report)
+    source = open_source(path, hub=True, report=report, verify=verify)
     return source.weights if architecture is None else fitted(source, architecture)
 
 
@@ -171,11 +174,11 @@ def fitted(source: Source, wanted: LlamaArchitecture) -> Weights:
                 f"model.model_config.{name}: the weights in {source.path} have {getattr(have, key)}, "
                 f"the config says {getattr(wanted, key)}"
             )
-    read = {name: partial(source.weights.__getitem__, name) for name in source.weights}
+    stored = {name: source.weights.stored(name) for name in source.weights}
     if have.rope_interleaved != wanted.rope_interleaved:
         turn = to_interleaved if wanted.rope_interleaved else to_halves
         for name in filter(is_rotated, source.weights):
-            read[name] = partial(_turned, source.weights, name, turn, have.head_dim)
+            stored[name] = Stored(stored[name].shape, partial(_turned, stored[name], turn, have.head_dim))
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if wanted.tie_word_embeddings:
         if not have.tie_word_embeddings:
@@ -183,11 +186,15 @@ def fitted(source: Source, wanted: LlamaArchitecture) -> Weights:
                 "model.model_config.tie_word_embeddings: true, "
                 f"but the weights in {source.path} have a head of their own"
             )
-        read.pop(head, None)  # some files hold the shared matrix twice
+        stored.pop(head, None)  # some files hold the shared matrix twice
     elif have.tie_word_embeddings:
-        read[head] = partial(source.weights.__getitem__, embedding)
-    return Weights(read, str(source.path))
+        stored[head] = stored[embedding]
+    return Weights(stored, str(source.path))
 
 
-def _turned(weights: Weights, name: str, turn: Any, head_dim: int) -> Tensor:
-    return turn(weights[name], head_dim)
+def _turned(stored: Stored, turn: Callable[[Tensor, int], Tensor], head_dim: int, box: Box) -> Tensor:
+    """A box of a tensor whose rows change places within each head: whole heads are read."""
+    rows, *columns = box or tuple(slice(0, size) for size in stored.shape)
+    first, last = rows.start // head_dim * head_dim, -(-rows.stop // head_dim) * head_dim
+    heads = turn(stored.read((slice(first, last), *columns)), head_dim)
+    return heads[rows.start - first : rows.stop - first]

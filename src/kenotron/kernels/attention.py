@@ -17,11 +17,13 @@ Paths, all behind :func:`attention`:
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kenotron.kernels.attention_tile import unit_stride
 
 GROUP = 1 << 19  # scores that the explicit backward holds at once: 2 MiB in fp32, a core's second-level cache
 
@@ -32,6 +34,12 @@ class Documents(Protocol):
     @property
     def cu_seqlens(self) -> tuple[int, ...] | None:
         """Document borders in flat tokens, ``(0, ..., sequences * length)``; None: one document a sequence."""
+
+
+class Borders(NamedTuple):
+    """Documents for a caller that has no context."""
+
+    cu_seqlens: tuple[int, ...] | None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, ctx: Documents, layer: int = 0, scale: float | None = None) -> Tensor:
@@ -65,7 +73,7 @@ def _explicit_backward_is_faster(q: Tensor) -> bool:
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     needs_gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if needs_gradient and _explicit_backward_is_faster(q):
-        return _ExplicitBackward.apply(q, k, v, scale)
+        return _ExplicitBackward.apply(unit_stride(q), unit_stride(k), unit_stride(v), scale)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
 
@@ -76,7 +84,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def _by_document(q: Tensor, k: Tensor, v: Tensor, ctx: Documents, scale: float) -> Tensor:
     """One call per document. Splits and concatenations only: their backward touches every element once."""
     assert ctx.cu_seqlens is not None
-    lengths = _lengths(ctx.cu_seqlens, q.shape[0], q.shape[2])
+    lengths = document_lengths(ctx.cu_seqlens, q.shape[0], q.shape[2])
     if all(len(row) == 1 for row in lengths):
         return _causal(q, k, v, scale)
     rows = []
@@ -86,7 +94,7 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, ctx: Documents, scale: float) 
     return torch.cat(rows)
 
 
-def _lengths(cu_seqlens: tuple[int, ...], sequences: int, length: int) -> list[list[int]]:
+def document_lengths(cu_seqlens: tuple[int, ...], sequences: int, length: int) -> list[list[int]]:
     """Document lengths of each sequence; a document that runs on into the next sequence is cut there."""
     tokens = sequences * length
     if cu_seqlens[0] != 0 or cu_seqlens[-1] != tokens:

@@ -13,10 +13,15 @@ of them. Here one chunk of tokens at a time goes through everything, gradients i
 Dividing by s on the ``[tokens, H]`` side saves a pass over the logits. With z-loss, ``loss += z lse**2``, whose
 gradient is ``2 z lse softmax``: the same with ``(1 + 2 z lse) / s`` for ``1/s``, and ``s / (1 + 2 z lse)`` for the
 label's s. For logits (0, ln 3) and label 0: s = 4/3, lse = ln 4, the loss is ln 4, the gradient (-3/4, 3/4).
+
+Under tensor parallelism each rank holds some rows of W, so some columns of the logits (`VocabularyRanks`). Three
+numbers a token travel in two small collectives: max is that of all ranks, s and the label's logit are sums over them;
+all else stays local, and each rank's dhidden is one summand of the whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +30,18 @@ from torch import Tensor
 
 BLOCK_BYTES = 1 << 20  # rows of one elementwise pass on CPU: half of a core's second-level cache
 COLUMNS = 1024  # of the logits in one transposed product, see _transposed_product
+
+
+@dataclass(frozen=True)
+class VocabularyRanks:
+    """The ranks that share the vocabulary: `weight` holds rows `first`, `first` + 1, … of the logical matrix.
+
+    `max` and `sum` combine a tensor over them, in place, and return it.
+    """
+
+    first: int
+    max: Callable[[Tensor], Tensor]
+    sum: Callable[[Tensor], Tensor]
 
 
 def linear_cross_entropy(
@@ -37,22 +54,32 @@ def linear_cross_entropy(
     valid_rows: int | None = None,
     ignore_index: int = -100,
     chunk_bytes: int | None = None,
+    ranks: VocabularyRanks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``scale * sum over real tokens of (lse - logit[label] + z_loss * lse**2)`` and its z part, detached: fp32.
 
     hidden ``[tokens, H]`` and weight ``[V, H]`` in one dtype, that of the matrix products; labels ``[tokens]``
     int64, `ignore_index` where there is no loss. Rows of `weight` from `valid_rows` on pad the vocabulary and are
     never predicted. `chunk_bytes` is the budget for one chunk's logits, counted in fp32; None is the measured choice.
+
+    With `ranks`, `weight` is this rank's rows, `valid_rows` counts those of the logical matrix (all must pass it),
+    hidden, labels and result are the same on every rank, and the gradient of hidden is this rank's summand.
     """
     needs_gradient = torch.is_grad_enabled()
+    rows = weight.shape[0] if valid_rows is None else valid_rows
+    if ranks is not None:
+        known = (labels >= 0) & (labels < rows) | (labels == ignore_index)
+        torch._assert_async(known.all(), "a label outside the vocabulary")  # no rank would miss it
+        rows = min(max(rows - ranks.first, 0), weight.shape[0])
     options = _Options(
         scale,
         z_loss,
-        weight.shape[0] if valid_rows is None else valid_rows,
+        rows,
         ignore_index,
         _tokens_in_chunk(hidden, weight.shape[0], chunk_bytes),
         needs_gradient and hidden.requires_grad,
         needs_gradient and weight.requires_grad,
+        ranks,
     )
     return _LinearCrossEntropy.apply(hidden, weight, labels, options)
 
@@ -66,6 +93,7 @@ class _Options:
     chunk: int
     for_hidden: bool
     for_weight: bool
+    ranks: VocabularyRanks | None
 
 
 def _tokens_in_chunk(hidden: Tensor, rows: int, chunk_bytes: int | None) -> int:
@@ -107,16 +135,18 @@ def _loss_and_gradients(
     hidden: Tensor, weight: Tensor, labels: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     tokens = hidden.shape[0]
-    valid = weight[: options.rows]
+    valid = weight[: max(options.rows, 1)]  # a rank with nothing but padding has one row, which counts for nothing
     chunk = min(tokens, options.chunk)
-    buffer = hidden.new_empty(chunk, options.rows)
+    buffer = hidden.new_empty(chunk, len(valid))
     grad_hidden = torch.empty_like(hidden) if options.for_hidden else None
-    grad_weight = _WeightGradient(weight, options.rows, several=chunk < tokens) if options.for_weight else None
+    grad_weight = _WeightGradient(weight, len(valid), several=chunk < tokens) if options.for_weight else None
     sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
     for begin in range(0, tokens, chunk):
         piece = slice(begin, min(begin + chunk, tokens))
         x = hidden[piece]
         logits = torch.mm(x, valid.t(), out=buffer[: len(x)])
+        if options.rows == 0:
+            logits.fill_(torch.finfo(logits.dtype).min)
         losses, factors = _exponentials_(logits, labels[piece], options)
         sums += losses
         if grad_hidden is not None:
@@ -133,14 +163,25 @@ def _exponentials_(logits: Tensor, labels: Tensor, options: _Options) -> tuple[T
     Returns the chunk's (cross-entropy sum, z-loss sum) ``[2]`` and the factors ``[n, 1]`` (with the scale; 0 for
     tokens without loss) that make E the gradient of the logits, all fp32.
     """
-    real = labels != options.ignore_index
-    index = torch.where(real, labels, 0)
+    ranks, real = options.ranks, labels != options.ignore_index
+    if ranks is None:
+        here, index = real, torch.where(real, labels, 0)
+    else:
+        here = real & (labels >= ranks.first) & (labels < ranks.first + options.rows)
+        index = torch.where(here, labels - ranks.first, 0)
     row = torch.arange(len(index), device=index.device)
     picked = logits[row, index].float()[:, None]
-    largest, total = _exp_rows_(logits)
+    own_largest, total = _exp_rows_(logits)
+    largest, shrink = own_largest, torch.ones_like(own_largest)
+    if ranks is not None:
+        largest = ranks.max(own_largest.clone())
+        shrink = (own_largest - largest).exp()  # makes E of this rank's largest logit E of the largest of all
+        picked, total = ranks.sum(torch.cat((torch.where(here[:, None], picked, 0.0), total * shrink), 1)).split(1, 1)
+        shrink = torch.where(here[:, None], shrink.clamp(min=1e-20), shrink)  # the label's entry is divided by it
     lse = largest + total.log()
-    slope = 1.0 + 2.0 * options.z_loss * lse
-    logits[row, index] = ((picked - largest).exp() - total / slope).to(logits.dtype)[:, 0]
+    slope = shrink * (1.0 + 2.0 * options.z_loss * lse)
+    label_entry = ((picked - own_largest).exp() - total / slope).to(logits.dtype)[:, 0]
+    logits[row, index] = label_entry if ranks is None else torch.where(here, label_entry, logits[row, index])
     factors = torch.where(real[:, None], options.scale * slope / total, 0.0)
     losses = torch.where(real[:, None], torch.cat((lse - picked, options.z_loss * lse * lse), 1), 0.0).sum(0)
     return losses, factors

@@ -1,69 +1,135 @@
-"""From one command to running ranks: the environment, the device, the process group.
+"""From one command to running ranks: who starts them, what each is told, what happens when one fails.
 
-launch(config)      this process is a rank: alone, or started by torchrun or Slurm's equivalent variables
+    kenotron train my.yaml                        torchrun … run_train.py --config-file my.yaml
+      │ a layout of 1: trains here                   │ RANK and WORLD_SIZE are set: each process is a rank
+      │ of more: local.start_ranks                   │
+      └─▶ torch's elastic launcher ─▶ rank.main ─▶ launch ◀─┘
+
+launch(config)      this process is a rank, alone or one of several; or it starts them
+work_on_ranks(…)    the same for any other function of (config, mesh, device)
+local.py            the ranks of this machine, through torch's elastic launcher
+rank.py             what one of those processes runs
+environment.py      what torchrun's variables say; devices and threads shared out among the ranks
+failures.py         a rank that raises or dies ends all of them, and is the one that is told
+hangs.py            a collective that some rank does not join: which, and who
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
+from kenotron.launch.environment import Ranks, check_devices, ranks_from_environment, share_threads, started_as_rank
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from kenotron.config import Config
     from kenotron.train import Run
 
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process among all, as torchrun tells by environment variables; alone without them."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-
-
-def ranks_from_environment() -> Ranks:
-    values = [
-        os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
-    ]
-    try:
-        return Ranks(*(int(value) for value in values))
-    except ValueError:
-        raise InputError(f"RANK, WORLD_SIZE, LOCAL_RANK: expected integers, found {', '.join(values)}") from None
+# How much longer torch itself waits for a collective than `hangs` does, who can say what went wrong.
+TORCH_WAITS_LONGER_S = 10.0
 
 
 def launch(config: Config, *, fresh: bool = False) -> Run | None:
-    """Train `config` in this process. Gives the run, or None when it was finished already."""
+    """Train `config`: here when the layout needs one process or this is one of its ranks, else in ranks started now.
+
+    Gives the run of this process; None when it was finished already, or when it ran in other processes.
+    """
     from kenotron.config import refuse_unsupported
-    from kenotron.parallel.device import best_device
-    from kenotron.parallel.mesh import build_mesh
-    from kenotron.train import train
 
     refuse_unsupported(config)
-    ranks = ranks_from_environment()
+    logs = None
+    if not started_as_rank() and config.parallelism.world_size > 1:
+        from kenotron.launch.local import named
+
+        config, logs = named(config, fresh)
+    return work_on_ranks(config, "kenotron.train.train", logs=logs, fresh=fresh)
+
+
+def work_on_ranks(config: Config, work: str, *, logs: Path | None = None, **options: Any) -> Any:
+    """``work(config, mesh, device, **options)`` on every rank of `config`'s layout.
+
+    `work` is the dotted path of a function, `options` are what JSON can hold. Gives what it gives here; None when it
+    ran in other processes, which write what they say into `logs` (None: kept only until they end well).
+    """
     needed = config.parallelism.world_size
+    if not started_as_rank() and needed > 1:
+        from kenotron.launch.local import start_ranks
+
+        start_ranks(config, work, options, logs)
+        return None
+    ranks = ranks_from_environment()
     if ranks.world_size != needed:
         layout = config.parallelism
         raise InputError(
             f"parallelism: dp {layout.dp} x pp {layout.pp} x tp {layout.tp} x cp {layout.context_parallel_size} needs "
             f"{needed} processes, but {ranks.world_size} were started"
         )
+    do = import_dotted(work, "work")
+    return _work_alone(config, do, options) if needed == 1 else _work_as_rank(config, ranks, do, options)
+
+
+def _work_alone(config: Config, do: Callable[..., Any], options: dict[str, Any]) -> Any:
+    from kenotron.parallel.device import best_device
+    from kenotron.parallel.mesh import axes, build_mesh
+
+    device = best_device()
+    return do(config, build_mesh(axes(config), 1, device.type), device, **options)
+
+
+def _work_as_rank(config: Config, ranks: Ranks, do: Callable[..., Any], options: dict[str, Any]) -> Any:
+    from kenotron.launch.failures import Watch
+    from kenotron.parallel.device import best_device
+    from kenotron.parallel.mesh import axes, build_mesh
+
+    check_devices(ranks.local_world_size)
+    share_threads(ranks.local_world_size)
     device = best_device(ranks.local_rank)
-    start_process_group(ranks, device)
-    degrees = {"dp_shard": config.parallelism.dp, "pp": config.parallelism.pp, "tp": config.parallelism.tp}
-    return train(config, build_mesh(degrees, ranks.world_size, device.type), device, fresh=fresh)
+    timeout = config.parallelism.timeout_seconds
+    start_process_group(device, timeout + TORCH_WAITS_LONGER_S)
+    with Watch(timeout):
+        mesh = build_mesh(axes(config, ranks.local_world_size), ranks.world_size, device.type)
+        set_timeout(timeout + TORCH_WAITS_LONGER_S)
+        return do(config, mesh, device, **options)
 
 
-def start_process_group(ranks: Ranks, device: torch.device) -> None:
-    """The default group of all ranks; a process alone has nobody to talk to, and needs none."""
+def start_process_group(device: torch.device, timeout_seconds: float) -> None:
+    """The default group of all ranks, unless who calls us has made it already."""
+    import os
+    from datetime import timedelta
+
     import torch.distributed as dist
 
     from kenotron.parallel.device import backend
 
-    if ranks.world_size > 1 and not dist.is_initialized():
-        dist.init_process_group(backend(device))
+    if dist.is_initialized():
+        return
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder, which `hangs` reads
+    try:
+        dist.init_process_group(backend(device), timeout=timedelta(seconds=timeout_seconds))
+    except ValueError as error:  # MASTER_ADDR or MASTER_PORT is missing
+        raise InputError(f"RANK and WORLD_SIZE are set, but torch cannot find the other ranks: {error}") from None
+
+
+def set_timeout(seconds: float) -> None:
+    """Torch gives every new group its own default, 10 or 30 minutes, whatever the first group was told."""
+    from datetime import timedelta
+
+    from torch.distributed import distributed_c10d
+
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def leave() -> None:
+    """Let go of the process group, if there is one: the last thing that a rank does."""
+    import sys
+
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kenotron.models.context import Context, MicroBatch
 from kenotron.models.family import LanguageModel
 from kenotron.models.initialization import Shard, initialize, whole, zero_padding_rows
+from kenotron.models.part import Part
 from kenotron.models.plan import Plan
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "Context",
     "LanguageModel",
     "MicroBatch",
+    "Part",
     "Plan",
     "build",
     "flops_per_token",
@@ -36,8 +38,8 @@ __all__ = [
 ]
 
 
-def build(config: Model, tensor_parallel: int = 1) -> LanguageModel:
-    """The module of `config.architecture`, on the current default device, with empty weights in fp32.
+def build(config: Model, tensor_parallel: int = 1, part: Part | None = None) -> LanguageModel:
+    """The module of `config.architecture`, or the `part` of it, on the current default device, weights empty in fp32.
 
     The vocabulary is padded to a multiple of ``make_vocab_size_divisible_by * tensor_parallel`` rows.
     """
@@ -45,12 +47,17 @@ def build(config: Model, tensor_parallel: int = 1) -> LanguageModel:
     from kenotron.models.llama import Llama
 
     assert isinstance(config.architecture, LlamaArchitecture)  # the others were refused as not supported yet
-    return Llama(config.architecture, config.make_vocab_size_divisible_by * tensor_parallel)
+    return Llama(config.architecture, config.make_vocab_size_divisible_by * tensor_parallel, part)
 
 
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter once, under its first name: a tied head is part of the embedding."""
-    yield from model.named_parameters(remove_duplicate=True)
+def named_parameters(*parts: LanguageModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter of the model, or of the parts of it that this rank holds, once, under its first name.
+
+    A tied head is part of the embedding; where the two live in different parts, the head's copy is no parameter.
+    """
+    for part in parts:
+        copies = part.tied_copies()
+        yield from ((name, p) for name, p in part.named_parameters(remove_duplicate=True) if name not in copies)
 
 
 def materialize(model: LanguageModel, device: torch.device | str) -> None:

@@ -42,12 +42,16 @@ class Context:
     cu_seqlens: tuple[int, ...] | None = None
     sample_ids: Tensor | None = None
     loss_scale: float = 1.0
+    wanted: Tensor | None = None  # without labels: the tokens whose logits are asked for, by index; None: all
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`tokens` and `labels` are ``[sequences * sequence_length]`` int64; label -100 carries no loss."""
+    """`tokens` and `labels` are ``[sequences * sequence_length]`` int64; label -100 carries no loss.
+
+    Without labels a model gives logits.
+    """
 
     tokens: Tensor
-    labels: Tensor
+    labels: Tensor | None
     ctx: Context

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from kenotron.models.initialization import InitRule
+from kenotron.models.part import Part
 from kenotron.models.plan import Plan
 
 
@@ -21,10 +22,20 @@ class LanguageModel(nn.Module):
     """Parameters with a row for every token: padded in memory, saved without the padding."""
     config: Any
     """The architecture section it was built from."""
+    part: Part
+    """Which of its layers are here: all, or those of a pipeline stage."""
 
     @abstractmethod
     def tie_weights(self) -> None:
         """Share what the config ties; called again whenever parameters were replaced."""
+
+    @abstractmethod
+    def ties(self) -> dict[str, str]:
+        """Names that stand for one weight, and the name that owns it; the same in every part of a model."""
+
+    @abstractmethod
+    def tied_copies(self) -> dict[str, str]:
+        """Parameters here that only mirror one of another part, and that one's name."""
 
     @abstractmethod
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:

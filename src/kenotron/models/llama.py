@@ -24,6 +24,7 @@ from kenotron.models.blocks.rope import Rope
 from kenotron.models.context import Context
 from kenotron.models.family import LanguageModel
 from kenotron.models.initialization import Constant, InitRule, Normal
+from kenotron.models.part import Part
 from kenotron.models.plan import Plan
 
 if TYPE_CHECKING:
@@ -52,43 +53,60 @@ class LlamaBlock(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Everything below the head: tokens ``[tokens]`` → hidden states ``[tokens, hidden]``."""
+    """Everything below the head: tokens ``[tokens]`` → hidden states ``[tokens, hidden]``.
 
-    def __init__(self, config: LlamaArchitecture, rows: int) -> None:
+    A part without the embedding reads hidden states; one without the head leaves them as the next part wants them.
+    """
+
+    def __init__(self, config: LlamaArchitecture, rows: int, part: Part) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(rows, config.hidden_size)
-        self.layers = nn.ModuleList(LlamaBlock(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens = Embedding(rows, config.hidden_size) if part.first else None
+        self.layers = nn.ModuleDict({str(layer): LlamaBlock(config, layer) for layer in part.layers})
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if part.last else None
         self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
         self.recompute = False
         self.compute_dtype = torch.float32
 
-    def forward(self, tokens: Tensor, ctx: Context) -> Tensor:
-        x = self.embed_tokens(tokens).to(self.compute_dtype)
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(x).to(self.compute_dtype)
         rope = self.rope(ctx.positions.view(ctx.shape))
-        for block in self.layers:
+        for block in self.layers.values():
             if self.recompute and self.training:
                 x = checkpoint(block, x, rope, ctx, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, rope, ctx)
-        return self.norm(x)
+        return x if self.norm is None else self.norm(x)
 
 
 class Llama(LanguageModel):
-    """``model(tokens, ctx)`` → logits ``[tokens, vocab]``; ``model(tokens, ctx, labels)`` → (loss, z_loss)."""
+    """``model(tokens, ctx)`` → logits ``[tokens, vocab]``; ``model(tokens, ctx, labels)`` → (loss, z_loss).
 
-    def __init__(self, config: LlamaArchitecture, vocab_multiple: int = 1) -> None:
+    A `part` (of a pipeline) that is not first takes hidden states in the place of tokens, one that is not last
+    returns hidden states.
+    """
+
+    def __init__(self, config: LlamaArchitecture, vocab_multiple: int = 1, part: Part | None = None) -> None:
         super().__init__()
+        part = part or Part.whole(config.num_hidden_layers)
         rows = math.ceil(config.vocab_size / vocab_multiple) * vocab_multiple
         z_loss = config.z_loss_coefficient if config.z_loss_enabled else 0.0
-        self.config = config
-        self.model = LlamaModel(config, rows)
-        self.lm_head = LMHead(config.hidden_size, config.vocab_size, rows, z_loss)
+        self.config, self.part = config, part
+        self.model = LlamaModel(config, rows, part)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, rows, z_loss) if part.last else None
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        if self.config.tie_word_embeddings:
+        if self.config.tie_word_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.tie(self.model.embed_tokens.weight)
+
+    def ties(self) -> dict[str, str]:
+        """The head and its owner, wherever they live: {"lm_head.weight": "model.embed_tokens.weight"}."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if self.config.tie_word_embeddings else {}
+
+    def tied_copies(self) -> dict[str, str]:
+        """The head of a part whose embedding lives in another one."""
+        return self.ties() if self.part.last and not self.part.first else {}
 
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
         self.model.compute_dtype = dtype
@@ -97,7 +115,8 @@ class Llama(LanguageModel):
         self.model.recompute = recompute
 
     def forward(self, tokens: Tensor, ctx: Context, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        return self.lm_head(self.model(tokens, ctx), ctx, labels)
+        hidden = self.model(tokens, ctx)
+        return hidden if self.lm_head is None else self.lm_head(hidden, ctx, labels)
 
     # The plan: how the maths above may be split. Data, read by the parallel room.
     plan = Plan(
@@ -109,6 +128,7 @@ class Llama(LanguageModel):
             "model.layers.*.mlp.gate_proj",
             "model.layers.*.mlp.up_proj",
         ),
+        kv=("model.layers.*.self_attn.k_proj", "model.layers.*.self_attn.v_proj"),
         row=("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"),
         vocab=("model.embed_tokens", "lm_head"),
         sequence=(

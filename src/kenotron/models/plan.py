@@ -19,19 +19,21 @@ from torch import nn
 class Plan:
     """Each field holds patterns of module names.
 
-    `column`, `row`: linears split by output or input features. `vocab`: embedding and head, split by
-    vocabulary rows. `sequence`: modules that work on sequence shards under sequence parallelism. `blocks`: the unit of
-    recomputation, compilation, FSDP wrapping and pipeline cuts.
+    `column`, `row`: linears split by output or input features. `kv`: those of `column` that make key-value heads,
+    which may be fewer than the ranks. `vocab`: embedding and head, split by vocabulary rows. `sequence`: modules that
+    work on sequence shards under sequence parallelism. `blocks`: the unit of recomputation,
+    compilation, FSDP wrapping and pipeline cuts.
     """
 
     blocks: str
     column: tuple[str, ...] = ()
+    kv: tuple[str, ...] = ()
     row: tuple[str, ...] = ()
     vocab: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
 
     def check(self, model: nn.Module) -> None:
-        """A pattern that names no module of `model` is a mistake in the plan, not a quiet no-op."""
+        """A pattern that names no module of a whole `model` is a mistake in the plan, not a quiet no-op."""
         names = [name for name, _ in model.named_modules()]
         for pattern in (self.blocks, *self.column, *self.row, *self.vocab, *self.sequence):
             if not matching(pattern, names):

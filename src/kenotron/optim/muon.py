@@ -26,14 +26,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from kenotron.config.errors import NotSupportedYet
+from kenotron.optim.owners import Exchange, balance, in_rounds, mesh_group
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ADAMW_RMS = 0.2
@@ -45,9 +45,10 @@ class Muon(torch.optim.Optimizer):
     """Muon for the groups with `"algorithm": "muon"`, AdamW for those with `"algorithm": "adamw"`.
 
     `params` are group dictionaries, as `parameter_groups` makes them; the other arguments are defaults that
-    a group may override. Muon's matrices must be 2-D, [rows, columns], and whole on this rank. State:
-    `momentum_buffer` for Muon; `step`, `exp_avg`, `exp_avg_sq` for AdamW. Raises `NotSupportedYet` for
-    matrices sharded over several ranks.
+    a group may override. Muon's matrices must be 2-D, [rows, columns]; they may be DTensors, sharded in any way, those
+    of a group over one mesh: then every rank of the mesh must step, and each matrix is gathered to one owner
+    (`owners.Exchange`), so that updates do not depend on the layout. State: `momentum_buffer` for Muon, sharded as the
+    matrix; `step`, `exp_avg`, `exp_avg_sq` for AdamW.
     """
 
     def __init__(
@@ -74,10 +75,11 @@ class Muon(torch.optim.Optimizer):
             "fused": fused,
         }
         super().__init__(params, defaults)
+        self._planned: dict[tuple[int, ...], list[Batch]] = {}
         for group in self.param_groups:
             if group["algorithm"] == "muon":
                 for parameter in group["params"]:
-                    _check_whole_matrix(parameter)
+                    _check_matrix(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -95,22 +97,37 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step_muon(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        for batch in _same_shape(parameters):
-            for parameter in batch:
-                state = self.state[parameter]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        for batch, exchange in self._batches(parameters):
             weights = [_local(parameter) for parameter in batch]
             gradients = [_local(parameter.grad) for parameter in batch if parameter.grad is not None]
             momenta = [_local(self.state[parameter]["momentum_buffer"]) for parameter in batch]
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             if group["nesterov"]:
                 momenta = list(torch._foreach_lerp(gradients, momenta, group["momentum"]))
-            dtype = matmul_dtype(batch[0].device)
-            updates = orthogonalize(torch.stack([momentum.to(dtype) for momentum in momenta]), group["ns_steps"])
-            rate = group["lr"] * ADAMW_RMS * math.sqrt(max(updates.shape[-2:]))
+            updates = self._orthogonal(momenta, exchange, group["ns_steps"])
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(weights, list(updates.unbind()), alpha=-rate)
+            for parameter, weight, update in zip(batch, weights, updates, strict=True):
+                weight.add_(update, alpha=-group["lr"] * ADAMW_RMS * math.sqrt(max(parameter.shape)))
+
+    def _orthogonal(self, momenta: list[Tensor], exchange: Exchange | None, steps: int) -> list[Tensor]:
+        """Orthogonalized as whole matrices, here or, when other ranks hold parts of them, by their owners."""
+        dtype = matmul_dtype(momenta[0].device)
+        if exchange is None:
+            return list(orthogonalize(torch.stack([momentum.to(dtype) for momentum in momenta]), steps).unbind())
+        wholes = exchange.gather(momenta)
+        return exchange.scatter([orthogonalize(whole[None], steps)[0] for whole in wholes])
+
+    def _batches(self, parameters: list[Tensor]) -> list[tuple[list[Tensor], Exchange | None]]:
+        """What is orthogonalized together: matrices of one shape, or what owners take in one round."""
+        key = tuple(map(id, parameters))
+        if key not in self._planned:
+            mesh = getattr(parameters[0], "device_mesh", None) if parameters else None
+            shared = mesh is not None and mesh.size() > 1
+            self._planned[key] = _rounds(parameters, mesh) if shared else _same_shape(parameters)
+        return self._planned[key]
 
     def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         for parameter in parameters:
@@ -169,15 +186,30 @@ def matmul_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def _same_shape(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+Batch = tuple[list[Tensor], "Exchange | None"]
+
+
+def _same_shape(parameters: list[Tensor]) -> list[Batch]:
     """Batches of equal shape, of at most `BATCH_ELEMENTS` elements or one matrix."""
     by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         by_shape[parameter.shape].append(parameter)
+    batches: list[Batch] = []
     for shape, same in by_shape.items():
         size = max(1, BATCH_ELEMENTS // shape.numel())
-        for start in range(0, len(same), size):
-            yield same[start : start + size]
+        batches += [(same[start : start + size], None) for start in range(0, len(same), size)]
+    return batches
+
+
+def _rounds(parameters: list[Tensor], mesh: Any) -> list[Batch]:
+    """Rounds in which every rank of `mesh` owns about the same work, and at most `BATCH_ELEMENTS` or one matrix."""
+    owner = balance([math.prod(p.shape) * min(p.shape) for p in parameters], mesh.size())
+    group, dtype = mesh_group(mesh), matmul_dtype(_local(parameters[0]).device)
+    batches: list[Batch] = []
+    for indices in in_rounds([p.numel() for p in parameters], owner, BATCH_ELEMENTS):
+        some = [parameters[i] for i in indices]
+        batches.append((some, Exchange(some, [owner[i] for i in indices], group, dtype)))
+    return batches
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -185,9 +217,6 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _check_whole_matrix(parameter: Tensor) -> None:
+def _check_matrix(parameter: Tensor) -> None:
     if parameter.ndim != 2:
         raise ValueError(f"Muon: expected a matrix, found shape {tuple(parameter.shape)}")
-    mesh = getattr(parameter, "device_mesh", None)
-    if mesh is not None and mesh.size() > 1:
-        raise NotSupportedYet("optimizer.optimizer_factory.name: muon with weights sharded over several ranks")

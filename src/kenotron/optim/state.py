@@ -1,6 +1,6 @@
 """Optimizer state by parameter name, so that a checkpoint depends neither on groups nor on the layout.
 
-    state_tensors(model, optimizer)
+    state_tensors(model.named_parameters(), optimizer)
     {"state.model.norm.weight.step": tensor(10.),
      "state.model.norm.weight.exp_avg": tensor([...]),
      "state.model.norm.weight.exp_avg_sq": tensor([...]), ...}
@@ -16,6 +16,7 @@ To resume: build the optimizer, `init_state`, fill what `state_tensors` shows, `
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -42,12 +43,17 @@ def init_state(optimizer: torch.optim.Optimizer) -> None:
     gradients = [parameter.grad for parameter in parameters]
     weights = [] if well_known else [parameter.detach().clone() for parameter in parameters]  # to put back
     rates = [group["lr"] for group in optimizer.param_groups]
+    for parameter in parameters:
+        parameter.grad = None
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
     try:
-        optimizer.step()
+        for some in _one_by_one(parameters) if well_known else [parameters]:
+            for parameter in some:
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            for parameter in some:
+                parameter.grad = None
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -61,32 +67,41 @@ def init_state(optimizer: torch.optim.Optimizer) -> None:
                 value.zero_()
 
 
-def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All state of the model's parameters as `state.<parameter>.<key>`; a tied one under its first name."""
+def _one_by_one(parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    """Each alone, the largest first: zeros for all at once would be as much memory again as the weights."""
+    return ([parameter] for parameter in sorted(parameters, key=torch.numel, reverse=True))
+
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+def state_tensors(named_parameters: Named, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All state of these parameters as `state.<parameter>.<key>`; a tied one under its first name."""
     return {
         f"state.{name}.{key}": _as_tensor(f"{name}.{key}", value)
-        for name, parameter in model.named_parameters()
+        for name, parameter in named_parameters
         for key, value in optimizer.state.get(parameter, {}).items()
         if value is not None
     }
 
 
 @torch.no_grad()
-def load_state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+def load_state_tensors(named_parameters: Named, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     """Puts `tensors`, named as by `state_tensors`, into the optimizer's state, in place.
 
     The optimizer must have state (`init_state`). Plain tensors and DTensors may stand for one another;
     shapes are logical ones. Raises `InputError` for the first name that is missing, unknown or of another
     shape.
     """
-    current = state_tensors(model, optimizer)
+    parameters = list(named_parameters)
+    current = state_tensors(parameters, optimizer)
     missing = [name for name in current if name not in tensors]
     unknown = [name for name in tensors if name not in current]
     if missing:
         raise InputError(f"optimizer state: expected '{missing[0]}', found none{nearest(missing[0], unknown)}")
     if unknown:
         raise InputError(f"optimizer state: '{unknown[0]}' belongs to no parameter of this optimizer")
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         state = optimizer.state.get(parameter, {})
         for key, value in state.items():
             if value is not None:

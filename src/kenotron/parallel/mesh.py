@@ -13,7 +13,7 @@ answers for every axis.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 from kenotron.config.errors import InputError
@@ -21,6 +21,8 @@ from kenotron.config.errors import InputError
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
+
+    from kenotron.config import Config
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -48,12 +50,39 @@ class Mesh:
         return self.device_mesh.get_group(axis)
 
     @property
+    def world_size(self) -> int:
+        return prod(self.degrees.values())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of the run: the one that speaks and writes."""
+        return all(self.rank(axis) == 0 for axis in AXES)
+
+    @property
     def dp_degree(self) -> int:
         return self.degree("dp_replicate") * self.degree("dp_shard")
 
     @property
     def dp_rank(self) -> int:
         return self.rank("dp_replicate") * self.degree("dp_shard") + self.rank("dp_shard")
+
+
+def axes(config: Config, ranks_on_machine: int = 1) -> dict[str, int]:
+    """The degree of every axis: dp splits into groups that shard what zero_stage says, and copies of such groups.
+
+    The groups of zero_stage hybrid stay within one machine of `ranks_on_machine` consecutive ranks: as many replicas
+    as fit there. Where cp x tp ranks do not fill machines evenly, a group is one replica.
+    """
+    layout = config.parallelism
+    degrees = {"pp": layout.pp, "cp": layout.context_parallel_size, "tp": layout.tp}
+    if config.zero_stage == 0:
+        return degrees | {"dp_replicate": layout.dp, "dp_shard": 1}
+    shard = layout.dp_shard
+    if shard is None and config.zero_stage == "hybrid":
+        replicas_on_machine, over = divmod(ranks_on_machine, degrees["cp"] * degrees["tp"])
+        shard = 1 if over else gcd(layout.dp, replicas_on_machine)
+    shard = shard or layout.dp
+    return degrees | {"dp_replicate": layout.dp // shard, "dp_shard": shard}
 
 
 def build_mesh(degrees: dict[str, int], world_size: int, device_type: str) -> Mesh:

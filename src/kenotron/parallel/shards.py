@@ -1,10 +1,21 @@
 """Which block of a logical tensor a DTensor holds on this rank.
 
-Two ranks that share an [8, 4] matrix by rows: rank 1 holds the [4, 4] block at offset (4, 0). The one place
-that asks torch for it, because the helper is not public in every release that we support.
+Two ranks that share an [8, 4] matrix by rows: rank 1 holds the [4, 4] block at offset (4, 0). With tp splitting the
+rows first and data parallelism splitting what tp left, over dp 2 x tp 2:
+
+    rows   0 1 │ 2 3 ║ 4 5 │ 6 7        (dp 0, tp 0) │ (dp 1, tp 0) ║ (dp 0, tp 1) │ (dp 1, tp 1)
+
+The mesh has dp before tp, so torch labels dp's cut as made after tp's: `_StridedShard(0, split_factor=2)`, where 2 is
+the number of blocks that were there already. Blocks are those of `torch.chunk`: of 5 rows over 4 ranks, 2, 2, 1 and 0.
+
+The arithmetic is ours because torch's is private, and makes a list of every row.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
 
 from torch import Tensor
 
@@ -12,14 +23,44 @@ from kenotron.models.initialization import Shard, whole
 
 
 def shard_of(tensor: Tensor) -> Shard:
-    """The local block of `tensor`; a plain tensor is whole."""
+    """The local block of `tensor`, sharing its memory; a plain tensor is whole."""
     if not hasattr(tensor, "placements"):  # asking for DTensor's type would import it: a second, for nothing
         return whole(tensor)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    shape = tuple(tensor.shape)
+    offset, block = block_of(shape, mesh.shape, mesh.get_coordinate(), tensor.placements)
+    local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    assert tuple(local.shape) == block, f"a block of {tuple(local.shape)} where {tensor.placements} make it {block}"
+    return Shard(local, shape, offset)
 
-    _, offset = compute_local_shape_and_global_offset(
-        tensor.shape,
-        tensor.device_mesh,  # type: ignore[attr-defined]
-        tensor.placements,
-    )
-    return Shard(tensor.to_local(), tuple(tensor.shape), tuple(offset))  # type: ignore[attr-defined]
+
+def block_of(
+    shape: Sequence[int], degrees: Sequence[int], place: Sequence[int], placements: Sequence[Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offset, shape) of the block at `place` in a mesh of `degrees`, of a tensor of `shape` with `placements`."""
+    begin, size = [0] * len(shape), list(shape)
+    for axis in _in_order_of_cutting(degrees, placements):
+        dim = placements[axis].dim
+        step = -(-size[dim] // degrees[axis])
+        first = min(place[axis] * step, size[dim])
+        begin[dim], size[dim] = begin[dim] + first, min(step, size[dim] - first)
+    return tuple(begin), tuple(size)
+
+
+def _in_order_of_cutting(degrees: Sequence[int], placements: Sequence[Any]) -> list[int]:
+    """The mesh's axes that cut the tensor: plain ones as they stand, strided ones after all to their right."""
+    plain: list[int] = []
+    strided: list[int] = []
+    for axis, placement in enumerate(placements):
+        if placement.is_partial():
+            raise ValueError(f"{placement}: what still has to be summed over ranks is not in blocks")
+        if hasattr(placement, "split_factor"):
+            later = [
+                i for i in range(axis + 1, len(placements)) if getattr(placements[i], "dim", None) == placement.dim
+            ]
+            if placement.split_factor != prod(degrees[i] for i in later):
+                raise ValueError(f"{tuple(placements)} over a mesh of {tuple(degrees)}: no block is contiguous")
+            strided.insert(0, axis)
+        elif hasattr(placement, "dim"):
+            plain.append(axis)
+    return plain + strided

@@ -1,50 +1,111 @@
-"""Tensor parallelism: a linear layer's matrix split over ranks, with its collectives in sight.
+"""Tensor and sequence parallelism: matrices split over ranks, with their collectives in sight.
 
-    x ──copy_to──▶ [ W_q ] ▶ attention ▶ [ W_o ] ──reduce_from──▶ y        one all-reduce forward, one backward
-                  columns                 rows
+    ALL_REDUCE: the residual stream x is whole on every rank
 
-Column-parallel layers hold some of the output features, row-parallel ones some of the input features, so the pair needs
-one sum (Shoeybi et al. 2019, arXiv 1909.08053). The parameters are DTensors as labels only, so that FSDP2, checkpoints
-and clipping know what they are; the maths runs on local tensors.
+      x ─ norm ─ copy_to ──▶ [ W_q W_k W_v ] ▶ attention ▶ [ W_o ] ──▶ sum ──▶ (+) x        sum back in copy_to
+                                 columns                      rows
 
-`apply` swaps the modules that a plan names. Whole layouts (sequence shards, overlap) are built on this seam later.
+    REDUCE_SCATTER: a rank holds tokens / tp rows of x, and norms work on those
+
+      x ─ norm ─ all-gather ▶ [ W_q W_k W_v ] ▶ attention ▶ [ W_o ] ──▶ reduce-scatter ──▶ (+) x
+
+Column-parallel layers hold some of the output features, row-parallel ones some of the input features, so the pair
+needs one sum forward and one backward (Shoeybi et al. 2019, arXiv 1909.08053). A sum is a reduce-scatter and an
+all-gather: with the norms between the two, nothing is computed twice and activations shrink by tp (Korthikanti et al.
+2022, arXiv 2205.05198). Linears that share their input (q, k, v; gate, up) share its collective:
+`ColumnParallelLinear.together`.
+
+Two ranks hold of an MLP with hidden 4 and intermediate 6:
+
+    gate_proj, up_proj [6, 4]   rank 0: rows 0-2      rank 1: rows 3-5         Shard(0)
+    down_proj          [4, 6]   rank 0: columns 0-2   rank 1: columns 3-5      Shard(1)
+    norm               [4]      both: all of it                                Replicate()
+
+`apply` swaps the modules that a plan names. All parameters become DTensors on the mesh's tp axis, as labels only:
+FSDP2, checkpoints and clipping read them, the maths runs on local tensors. Where a rank's gradient is one summand of
+the whole (a norm that saw only its tokens), its label says so: Partial(); FSDP2 and `optim.clip` sum it once a step.
+
+Shards of tokens are for training. In eval mode (validation, generation: any number of tokens) REDUCE_SCATTER computes
+as ALL_REDUCE does, and hidden states are whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.func import functional_call
 
-from kenotron.config.errors import InputError, NotSupportedYet
-from kenotron.models import Context, LanguageModel, Plan
+from kenotron.config.errors import InputError
+from kenotron.kernels.linear_cross_entropy import VocabularyRanks, linear_cross_entropy
+from kenotron.models import Context, Plan
+from kenotron.models.blocks.head import LMHead
+from kenotron.models.blocks.linear import Embedding
 from kenotron.models.plan import modules
-from kenotron.parallel.collectives import all_reduce, copy_to, reduce_from
+from kenotron.parallel.collectives import (
+    Started,
+    all_reduce,
+    copy_to,
+    finish,
+    gather_tokens,
+    reduce_from,
+    scatter_tokens,
+    start_gather,
+    start_reduce_scatter,
+    start_sum,
+    whole_columns,
+)
 from kenotron.parallel.mesh import Mesh
 
 
-def apply(model: LanguageModel, plan: Plan, mesh: Mesh) -> None:
-    """Swap every module that `plan` splits for its parallel twin; at tp 1 nothing changes."""
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    mode: str = "ALL_REDUCE",
+    asynchronous: bool = False,
+    recompute_allgather: bool = True,
+) -> None:
+    """Split `model` over the tp axis of `mesh` by `plan`, in place; at tp 1 nothing changes.
+
+    `model` may be on the meta device (the twins' weights are then empty), or hold weights that are the same on every
+    rank: each keeps its own part. It may be a part of what the plan describes: patterns that match nothing here are
+    another part's. A module that the plan does not name sees whole activations and keeps whole weights.
+
+    `mode`: ALL_REDUCE or REDUCE_SCATTER, as pictured above. `asynchronous`: backward computes weight gradients while
+    the gradient of their input is being summed. `recompute_allgather`: REDUCE_SCATTER keeps the input of column layers
+    as the rank's own tokens and gathers it again in backward, instead of keeping it whole.
+
+    Errors (InputError): a weight, or the heads in it, that tp does not divide; a module that has no parallel twin.
+    """
     if mesh.degree("tp") == 1:
         return
-    plan.check(model)
-    for kind, patterns in (("column", plan.column), ("row", plan.row), ("vocab", plan.vocab)):
-        for pattern in patterns:
-            for name, module in modules(model, pattern):
-                _replace(model, name, _twin(kind, module, mesh))
-    model.tie_weights()
-
-
-def _twin(kind: str, module: nn.Module, mesh: Mesh) -> nn.Module:
-    if kind == "column":
-        return ColumnParallelLinear(module, mesh)
-    if kind == "row":
-        return RowParallelLinear(module, mesh)
-    return VocabParallelHead(module, mesh) if hasattr(module, "vocab_size") else VocabParallelEmbedding(module, mesh)
+    split = Split.over(mesh, mode=mode, asynchronous=asynchronous, recompute_allgather=recompute_allgather)
+    kv, on_shards = ({name for p in patterns for name, _ in modules(model, p)} for patterns in (plan.kv, plan.sequence))
+    for pattern in plan.column:
+        for name, module in modules(model, pattern):
+            _replace(model, name, ColumnParallelLinear(module, split, _head_dim(model, name), name in kv, name))
+    for pattern in plan.row:
+        for name, module in modules(model, pattern):
+            _replace(model, name, RowParallelLinear(module, split, _head_dim(model, name), name))
+    tied: dict[Any, nn.Parameter] = {}
+    for pattern in plan.vocab:
+        for name, module in modules(model, pattern):
+            twin = _vocabulary_twin(name, module, split)
+            twin.tie(tied.setdefault(module.weight, twin.weight))
+            _replace(model, name, twin)
+    for name, module in list(model.named_modules()):
+        if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
+            _check_is_a_leaf(name, module)
+            _replace(model, name, Replicated(module, split, name in on_shards))
 
 
 def _replace(model: nn.Module, name: str, twin: nn.Module) -> None:
@@ -52,120 +113,318 @@ def _replace(model: nn.Module, name: str, twin: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, twin)
 
 
-def _split(parameter: Tensor, mesh: Mesh, dim: int) -> nn.Parameter:
-    """An empty parameter of this rank's block along `dim`, labelled with where it belongs."""
-    degree = mesh.degree("tp")
-    if parameter.shape[dim] % degree:
-        raise InputError(
-            f"parallelism.tp: {parameter.shape[dim]} rows or columns of a weight cannot be split over tp {degree}"
-        )
-    shape = list(parameter.shape)
-    shape[dim] //= degree
-    local = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-    return nn.Parameter(DTensor.from_local(local, _tp_mesh(mesh), [Shard(dim)], run_check=False))
+def _head_dim(model: nn.Module, name: str) -> int:
+    """Features that must stay together: those of a head where the module belongs to attention, else one by one."""
+    return getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", 1)
 
 
-def _replicated(parameter: Tensor, mesh: Mesh) -> nn.Parameter:
-    local = torch.empty_like(parameter)
-    return nn.Parameter(DTensor.from_local(local, _tp_mesh(mesh), [Replicate()], run_check=False))
+def _vocabulary_twin(name: str, module: nn.Module, split: Split) -> VocabParallelHead | VocabParallelEmbedding:
+    if isinstance(module, LMHead):
+        return VocabParallelHead(module, split, name)
+    plain = getattr(module, "padding_idx", None) is None and getattr(module, "max_norm", None) is None
+    if isinstance(module, Embedding | nn.Embedding) and plain:
+        return VocabParallelEmbedding(module, split, name)
+    raise InputError(
+        f"plan.vocab: {name}: expected an embedding without padding_idx and max_norm, or a "
+        f"kenotron.models.blocks.head.LMHead, found {module}"
+    )
 
 
-def _tp_mesh(mesh: Mesh) -> dist.DeviceMesh:
-    assert mesh.device_mesh is not None
-    return mesh.device_mesh["tp"]
+def _check_is_a_leaf(name: str, module: nn.Module) -> None:
+    if name and not list(module.children()):
+        return
+    own = ", ".join(n for n, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor))
+    raise InputError(
+        f"parallelism.tp: {name or type(module).__name__} holds parameters ({own}) beside other modules: give them a "
+        "module of their own, so that it can run on local tensors"
+    )
 
 
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+@dataclass(frozen=True)
+class Split:
+    """How the layers of a model are split: over which ranks, and what travels between them."""
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    sequence: bool
+    asynchronous: bool
+    recompute_allgather: bool
+
+    @staticmethod
+    def over(
+        mesh: Mesh, *, mode: str = "ALL_REDUCE", asynchronous: bool = False, recompute_allgather: bool = True
+    ) -> Split:
+        """Over the tp axis of `mesh`, which must be larger than 1; the settings are those of `apply`."""
+        if mode not in ("ALL_REDUCE", "REDUCE_SCATTER"):
+            raise InputError(f"parallelism.tp_mode: expected ALL_REDUCE or REDUCE_SCATTER, found {mode!r}")
+        group = mesh.group("tp")
+        assert mesh.device_mesh is not None, "a mesh whose tp axis is larger than 1"
+        assert group is not None
+        return Split(mesh.device_mesh["tp"], group, mode == "REDUCE_SCATTER", asynchronous, recompute_allgather)
+
+    @property
+    def degree(self) -> int:
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    def parameter(self, whole: Tensor, placement: Placement, together: int = 1, name: str = "") -> nn.Parameter:
+        """This rank's part of `whole`, labelled. `together` neighbours along the split dimension stay on one rank.
+
+        `name` of the module is for the error.
+        """
+        local = whole.detach()
+        if isinstance(placement, Shard):
+            size = local.shape[placement.dim]
+            if size % (together * self.degree):
+                what = f"{size // together} heads" if together > 1 else f"{size} {('rows', 'columns')[placement.dim]}"
+                raise InputError(
+                    f"parallelism.tp: {name or 'a weight'}: expected a divisor of its {what}, found {self.degree}"
+                )
+            local = local.chunk(self.degree, placement.dim)[self.rank]
+        label = DTensor.from_local(local.clone(), self.mesh, [placement], run_check=False)
+        return nn.Parameter(label, whole.requires_grad)
+
+
+def _local(parameter: Tensor, partial: bool = False) -> Tensor:
+    """What this rank holds of `parameter`; `partial`: its gradient here is one of the ranks' summands."""
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local(grad_placements=[Partial()] if partial else None)
+
+
+# Columns and rows ---------------------------------------------------------------------------------
 
 
 class ColumnParallelLinear(nn.Module):
-    """Holds ``out_features / tp`` rows of W: x ``[tokens, in]`` whole on every rank → ``[tokens, out / tp]``."""
+    """Holds ``out_features / tp`` rows of W: x → ``[tokens, out / tp]``.
 
-    def __init__(self, linear: Any, mesh: Mesh) -> None:
+    x is ``[tokens, in]``, whole on every rank, or with REDUCE_SCATTER in training this rank's ``[tokens / tp, in]``.
+
+    Key-value heads (`kv`) may be fewer than ranks: 2 heads over tp 4 go to ranks as 0 0 1 1. Then every rank holds
+    all of W (it is small) and uses the rows of its head; the gradients, zero elsewhere, are summed.
+    """
+
+    def __init__(self, linear: Any, split: Split, head_dim: int = 1, kv: bool = False, name: str = "") -> None:
         super().__init__()
-        self.group = mesh.group("tp")
-        self.weight = _split(linear.weight, mesh, 0)
-        self.bias = None if linear.bias is None else _split(linear.bias, mesh, 0)
+        self.split, self.rows = split, None
+        heads = linear.weight.shape[0] // head_dim
+        if kv and heads < split.degree and split.degree % heads == 0:
+            first = split.rank * heads // split.degree * head_dim
+            self.rows = slice(first, first + head_dim)
+        placement = Shard(0) if self.rows is None else Replicate()
+        self.weight = split.parameter(linear.weight, placement, head_dim, name)
+        self.bias = None if linear.bias is None else split.parameter(linear.bias, placement, head_dim, name)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else _local(self.bias).to(x.dtype)
-        return F.linear(copy_to(x, self.group), _local(self.weight).to(x.dtype), bias)
+        return self.together(x, self)[0]
+
+    @staticmethod
+    def together(x: Tensor, *linears: ColumnParallelLinear) -> tuple[Tensor, ...]:
+        """What several column-parallel linears make of the same x, with one collective forward and one backward."""
+        split, sequence = linears[0].split, linears[0].split.sequence and linears[0].training
+        weights = [linear._here(linear.weight).to(x.dtype) for linear in linears]
+        biases = [None if linear.bias is None else linear._here(linear.bias).to(x.dtype) for linear in linears]
+        keep_whole = not (sequence and split.recompute_allgather)
+        return _ColumnProducts.apply(x, split.group, sequence, split.asynchronous, keep_whole, *weights, *biases)
+
+    def _here(self, parameter: Tensor) -> Tensor:
+        return _local(parameter) if self.rows is None else _local(parameter, partial=True)[self.rows]
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         return 2.0 * self.weight.numel()
+
+
+class _ColumnProducts(torch.autograd.Function):
+    """x W_1^T + b_1, x W_2^T + b_2, …: everything between the collectives of linears that share x.
+
+    Backward, in time (asynchronous; otherwise every start is waited for at once):
+
+        start gathering x again (REDUCE_SCATTER)     │  dx = dy_1 W_1 + dy_2 W_2 + …
+        start summing dx                             │  dW_i = dy_i^T x
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence: bool, asynchronous: bool, keep: bool, *parameters: Any
+    ) -> Any:
+        weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+        whole = finish(start_gather(x, group)) if sequence else x
+        ctx.save_for_backward(whole if keep else x, *weights)
+        ctx.group, ctx.sequence, ctx.asynchronous, ctx.keep = group, sequence, asynchronous, keep
+        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        gather, reduce = start_gather, start_reduce_scatter if ctx.sequence else start_sum
+        if not ctx.asynchronous:
+            gather, reduce = _at_once(gather), _at_once(reduce)
+        whole = (lambda: x) if ctx.keep else gather(x, ctx.group)
+        dx = reduce(_sum_of_products(grads, weights), ctx.group) if needs_x else None
+        flat_x, flat = finish(whole).flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
+        d_weights = [dy.t() @ flat_x if need else None for dy, need in zip(flat, needs)]
+        d_biases = [dy.sum(0) if need else None for dy, need in zip(flat, needs[len(weights) :])]
+        return None if dx is None else finish(dx), None, None, None, None, *d_weights, *d_biases
+
+
+def _at_once(start: Callable[..., Started]) -> Callable[..., Started]:
+    """The same collective, waited for where it is started."""
+
+    def started(x: Tensor, group: dist.ProcessGroup) -> Started:
+        result = finish(start(x, group))
+        return lambda: result
+
+    return started
+
+
+def _sum_of_products(grads: tuple[Tensor, ...], weights: list[Tensor]) -> Tensor:
+    """dy_1 W_1 + dy_2 W_2 + …, added up inside the products."""
+    first, *rest = (grad.flatten(0, -2) for grad in grads)
+    total = first @ weights[0]
+    for grad, weight in zip(rest, weights[1:]):
+        total = total.addmm_(grad, weight)
+    return total.view(*grads[0].shape[:-1], -1)
 
 
 class RowParallelLinear(nn.Module):
-    """Holds ``in_features / tp`` columns of W: x ``[tokens, in / tp]`` → the sum ``[tokens, out]`` on every rank."""
+    """Holds ``in_features / tp`` columns of W: x ``[tokens, in / tp]`` → the sum over ranks.
 
-    def __init__(self, linear: Any, mesh: Mesh) -> None:
+    The sum is ``[tokens, out]`` on every rank, or with REDUCE_SCATTER in training this rank's ``[tokens / tp, out]``.
+    """
+
+    def __init__(self, linear: Any, split: Split, head_dim: int = 1, name: str = "") -> None:
         super().__init__()
-        self.group = mesh.group("tp")
-        self.weight = _split(linear.weight, mesh, 1)
-        self.bias = None if linear.bias is None else _replicated(linear.bias, mesh)
+        self.split = split
+        self.weight = split.parameter(linear.weight, Shard(1), head_dim, name)
+        self.bias = None if linear.bias is None else split.parameter(linear.bias, Replicate())
 
     def forward(self, x: Tensor) -> Tensor:
-        y = reduce_from(F.linear(x, _local(self.weight).to(x.dtype)), self.group)
-        return y if self.bias is None else y + _local(self.bias).to(x.dtype)  # added once, after the sum
+        sequence = self.split.sequence and self.training
+        y = _RowProduct.apply(x, _local(self.weight).to(x.dtype), self.split.group, sequence)
+        return y if self.bias is None else y + _local(self.bias, partial=sequence).to(x.dtype)  # once, after the sum
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         return 2.0 * self.weight.numel()
+
+
+class _RowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, sequence: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.sequence = group, sequence
+        start_reduce = start_reduce_scatter if sequence else start_sum
+        return finish(start_reduce(F.linear(x, weight), group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad = finish(start_gather(grads[0], ctx.group)) if ctx.sequence else grads[0]
+        dx = grad @ weight if ctx.needs_input_grad[0] else None
+        d_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return dx, d_weight, None, None
+
+
+# Vocabulary ---------------------------------------------------------------------------------------
 
 
 class _VocabParallel(nn.Module):
     """Holds ``rows / tp`` vocabulary rows: those from `first` on."""
 
-    def __init__(self, module: Any, mesh: Mesh) -> None:
+    def __init__(self, module: Any, split: Split, name: str = "") -> None:
         super().__init__()
-        self.group = mesh.group("tp")
-        self.weight = _split(module.weight, mesh, 0)
-        self.rows = self.weight.shape[0] // mesh.degree("tp")
-        self.first = self.rows * mesh.rank("tp")
+        self.split = split
+        self.weight = split.parameter(module.weight, Shard(0), name=name)
+        self.rows = module.weight.shape[0] // split.degree
+        self.first = self.rows * split.rank
 
     def tie(self, weight: nn.Parameter) -> None:
+        """Share another module's matrix: one parameter, one gradient, saved once."""
         self.weight = weight
-
-    def _here(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens this rank's rows cover, and their local row (0 where they are elsewhere)."""
-        local = tokens - self.first
-        here = (local >= 0) & (local < self.rows)
-        return here, torch.where(here, local, 0)
 
 
 class VocabParallelEmbedding(_VocabParallel):
-    """Tokens ``[tokens]`` → ``[tokens, hidden]``: each rank looks up its own rows, the sum is the whole."""
+    """Tokens ``[tokens]`` → ``[tokens, hidden]``: each rank looks up its own rows, the sum is the whole.
+
+    With REDUCE_SCATTER in training each rank gets its ``[tokens / tp, hidden]`` of that.
+    """
 
     def forward(self, tokens: Tensor) -> Tensor:
-        here, local = self._here(tokens)
-        rows = F.embedding(local, _local(self.weight))
-        return reduce_from(rows * here.unsqueeze(-1), self.group)
+        torch._assert_async(
+            ((tokens >= 0) & (tokens < self.weight.shape[0])).all(), "a token outside the vocabulary's rows"
+        )
+        local = tokens - self.first
+        elsewhere = (local < 0) | (local >= self.rows)
+        rows = F.embedding(local.masked_fill(elsewhere, 0), _local(self.weight))
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        leave = scatter_tokens if self.split.sequence and self.training else reduce_from
+        return leave(rows, self.split.group)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         return 0.0
 
 
 class VocabParallelHead(_VocabParallel):
-    """The loss over logits that no rank holds whole: one max, one sum of exponentials, one target logit travel."""
+    """The loss over logits that no rank holds whole: a maximum, a sum of exponentials and a logit a token travel.
 
-    def __init__(self, head: Any, mesh: Mesh) -> None:
-        super().__init__(head, mesh)
+    Without labels (generation) the logits of the wanted tokens are gathered: ``[wanted, vocab]`` on every rank.
+    """
+
+    def __init__(self, head: LMHead, split: Split, name: str = "") -> None:
+        super().__init__(head, split, name)
         self.vocab_size, self.z_loss = head.vocab_size, head.z_loss
 
     def forward(self, hidden: Tensor, ctx: Context, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        logits = F.linear(copy_to(hidden, self.group), _local(self.weight).to(hidden.dtype)).float()
-        real = min(max(self.vocab_size - self.first, 0), self.rows)
-        logits = logits.index_fill(1, torch.arange(real, self.rows, device=logits.device), float("-inf"))
+        group = self.split.group
+        hidden = (gather_tokens if self.split.sequence and self.training else copy_to)(hidden, group)
+        weight = _local(self.weight).to(hidden.dtype)
         if labels is None:
-            raise NotSupportedYet("logits under tensor parallelism (the loss is)")
-        top = all_reduce(logits.detach().amax(1), self.group, dist.ReduceOp.MAX)
-        lse = top + reduce_from((logits - top.unsqueeze(1)).exp().sum(1), self.group).log()
-        here, local = self._here(labels)
-        target = reduce_from(torch.where(here, logits.gather(1, local.unsqueeze(1)).squeeze(1), 0.0), self.group)
-        real_tokens = labels != -100
-        z = self.z_loss * ctx.loss_scale * (lse.square() * real_tokens).sum()
-        loss = ctx.loss_scale * ((lse - target) * real_tokens).sum()
-        return loss + z, z.detach()
+            hidden = hidden if ctx.wanted is None else hidden[ctx.wanted]
+            return whole_columns(F.linear(hidden, weight), group)[:, : self.vocab_size]
+        ranks = VocabularyRanks(
+            self.first,
+            lambda x: all_reduce(x, group, dist.ReduceOp.MAX),
+            lambda x: all_reduce(x, group),
+        )
+        return linear_cross_entropy(
+            hidden, weight, labels, scale=ctx.loss_scale, z_loss=self.z_loss, valid_rows=self.vocab_size, ranks=ranks
+        )
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        return 2.0 * self.weight.numel()
+        return 2.0 * self.vocab_size * self.weight.shape[1]
+
+
+# Whole weights ------------------------------------------------------------------------------------
+
+
+class Replicated(nn.Module):
+    """Any module whose weights every rank holds whole (a norm): its own maths, on local tensors.
+
+    `on_shards`: with REDUCE_SCATTER in training it sees the rank's own tokens, so its gradients are summands.
+    """
+
+    def __init__(self, module: nn.Module, split: Split, on_shards: bool) -> None:
+        super().__init__()
+        self.on_shards = on_shards and split.sequence
+        for name, parameter in module.named_parameters():
+            self.register_parameter(name, split.parameter(parameter, Replicate()))
+        for name, buffer in module.named_buffers():
+            self.register_buffer(name, buffer)
+        self._maths = (module.to("meta"),)  # in a tuple: a module whose names and (empty) weights are not the model's
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        partial = self.on_shards and self.training
+        tensors = {
+            name: _local(parameter, partial) for name, parameter in self._parameters.items() if parameter is not None
+        }
+        return functional_call(self._maths[0], tensors | dict(self.named_buffers()), args, kwargs)
+
+    def train(self, mode: bool = True) -> Replicated:
+        self._maths[0].train(mode)
+        return super().train(mode)
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        module: Any = self._maths[0]
+        return module.flops_per_token(sequence_length, causal) if hasattr(module, "flops_per_token") else 0.0

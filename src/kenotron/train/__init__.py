@@ -33,37 +33,46 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     `fresh` sets earlier checkpoints aside and starts at step 0. A run whose checkpoint already has all its
     steps says so and gives None: nothing was loaded.
     """
+    from kenotron.checkpoint.ranks import on_first
     from kenotron.config import refuse_unsupported
     from kenotron.train import console, report, saving
     from kenotron.train.setup import resolve_architecture
 
     refuse_unsupported(config)
     console.start_logging(config, mesh)
-    report.first_line(config)
-    config = resolve_architecture(config)
+    if mesh.is_first:
+        report.first_line(config)
+    config = on_first(lambda: resolve_architecture(config))
     with saving.own_folder(config):
         return _train(config, mesh, device, fresh)
 
 
 def _train(config: Config, mesh: Mesh, device: torch.device, fresh: bool) -> Run | None:
+    from kenotron.checkpoint.ranks import on_first
     from kenotron.config import fill_run_name
+    from kenotron.parallel.arrival import wait_for_all
     from kenotron.train import report, saving
     from kenotron.train.run import close, fit
     from kenotron.train.setup import open_log, prepare
 
     config, start = saving.choose_start(config, fresh)
-    config = fill_run_name(config, datetime.now(), os.environ.get("SLURM_JOB_ID"))
+    config = on_first(lambda: fill_run_name(config, datetime.now(), os.environ.get("SLURM_JOB_ID")))  # one clock
     if start.continues and start.step >= config.tokens.train_steps:
-        report.already_finished(config, start)
+        if mesh.is_first:
+            report.already_finished(config, start)
         return None
     run = prepare(config, mesh, device, start)
     try:
+        wait_for_all()
         saving.restore(run, start)
-        open_log(run.config, start)
+        if mesh.is_first:
+            open_log(run.config, start)
         if not run.finished:
-            report.training_plan(run)
+            if mesh.is_first:
+                report.training_plan(run)
             fit(run)
-            report.farewell(run)
+            if mesh.is_first:
+                report.farewell(run)
     finally:
         close(run)
     return run

@@ -38,9 +38,13 @@ def human_format(number: float) -> str:
 
 
 def start_logging(config: Config, mesh: Mesh) -> None:
-    """Log lines of this rank: `log_level` on rank 0, `log_level_replica` on the others."""
-    first = mesh.dp_rank == mesh.rank("pp") == mesh.rank("tp") == mesh.rank("cp") == 0
-    level = config.logging.log_level if first else config.logging.log_level_replica
+    """Log lines of this rank: `log_level` on rank 0, `log_level_replica` on the others.
+
+    What the ranks say of the run is the same on all of them. Another rank than the first therefore speaks freely only
+    in a log file of its own, which our launcher gives it; on a console that all of them share (torchrun's) it shows
+    errors alone, unless `log_level_replica` is debug.
+    """
+    level = config.logging.log_level if mesh.is_first else config.logging.log_level_replica
     for handler in logger.handlers[:]:
         logger.removeHandler(handler)
     handler = _Stdout()
@@ -48,6 +52,9 @@ def start_logging(config: Config, mesh: Mesh) -> None:
     place = f"DP={mesh.dp_rank}|PP={mesh.rank('pp')}|TP={mesh.rank('tp')}" + (f"|{node}" if node else "")
     prefix = "%(asctime)s [%(levelname)s|" + place + "]: "
     handler.setFormatter(_EveryLine(prefix, datefmt="%m/%d/%Y %H:%M:%S"))
+    shared = not mesh.is_first and "KENOTRON_LAUNCH" not in os.environ
+    if shared and level != "debug":
+        handler.setLevel(logging.ERROR)
     logger.addHandler(handler)
     logger.propagate = False
     if level != "passive":  # passive: leave the level as whoever embeds us set it

@@ -19,7 +19,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kenotron.models import flops_per_token
+import torch
+
+from kenotron.models import build, flops_per_token
 from kenotron.models.plan import modules
 from kenotron.parallel import device as devices
 from kenotron.train import console
@@ -55,16 +57,15 @@ class Metrics(Hook):
         self.file = path.open("a", buffering=1)
         length = run.config.tokens.sequence_length
         world = run.config.parallelism.world_size
-        self.flops = 3 * flops_per_token(run.model, length, causal=False) * run.tokens_per_step / world
-        self.causal_share = flops_per_token(run.model, length, causal=True) / flops_per_token(
-            run.model, length, causal=False
-        )
+        with torch.device("meta"):  # the whole model, whatever part of it is here
+            model = build(run.config.model)
+        forward = flops_per_token(model, length, causal=False)
+        self.flops = 3 * forward * run.tokens_per_step / world
+        self.causal_share = flops_per_token(model, length, causal=True) / forward
         self.hardware_factor = 1.0
         if run.config.parallelism.recompute_layer:  # the blocks' forward a second time; embedding and head only once
-            blocks = sum(
-                flops_per_token(block, length, causal=False) for _, block in modules(run.model, run.model.plan.blocks)
-            )
-            self.hardware_factor += blocks / (3 * flops_per_token(run.model, length, causal=False))
+            blocks = sum(flops_per_token(block, length, causal=False) for _, block in modules(model, model.plan.blocks))
+            self.hardware_factor += blocks / (3 * forward)
         self.world = world
 
     def after_validation(self, run: Run, result: ValidationResult) -> None:

@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kenotron.parallel import data as data_parallel
 from kenotron.train.console import human_format, logger
 from kenotron.train.hooks import Hook
 
@@ -77,7 +76,10 @@ class Pace(Hook):
 
 
 class Samples(Hook):
-    """Text from `logging.sample_prompts`, before the first step and after the last: seeing is believing."""
+    """Text from `logging.sample_prompts`, before the first step and after the last: seeing is believing.
+
+    All ranks of the run decode the same prompts in step: where weights are sharded, they gather them together.
+    """
 
     MAX_NEW_TOKENS = 64
 
@@ -88,11 +90,11 @@ class Samples(Hook):
         self._show(run, f"after step {run.step}")
 
     def _show(self, run: Run, when: str) -> None:
-        from kenotron.generate import generate
+        from kenotron.generate import ModelOnRanks, generate
 
         prompts = run.config.logging.sample_prompts or []
         completions = generate(
-            run.model,
+            ModelOnRanks(run.parts, run.mesh, run.device, run.pipeline, lockstep=True),
             run.tokenizer,
             prompts,
             max_new_tokens=self.MAX_NEW_TOKENS,
@@ -100,7 +102,6 @@ class Samples(Hook):
             top_p=0.95,
             seed=run.config.general.seed,
         )
-        data_parallel.show_masters(run.model)
         for prompt, completion in zip(prompts, completions):
             logger.info("Sample %s, continuing %r:\n%s", when, prompt, prompt + completion.text)
 

@@ -13,22 +13,26 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from kenotron.checkpoint.ranks import gather
+from kenotron.parallel.collectives import any_rank
 from kenotron.train.console import logger
 from kenotron.train.hooks import Hook
 from kenotron.train.step import train_step, with_wait
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from kenotron.config import Config
     from kenotron.data import RunData, Tokenizer
     from kenotron.models import LanguageModel
     from kenotron.parallel.mesh import Mesh
+    from kenotron.parallel.pipeline import Pipeline
 
 
 @dataclass
@@ -38,16 +42,28 @@ class Run:
     config: Config
     mesh: Mesh
     device: torch.device
-    model: LanguageModel
+    parts: list[LanguageModel]  # the whole model; with pp, this rank's stages in the order of the model
     optimizer: torch.optim.Optimizer
     data: RunData
     tokenizer: Tokenizer | None
     hooks: list[Hook] = field(default_factory=list)
+    pipeline: Pipeline | None = None  # with pp: runs the parts of all ranks as one model
     step: int = 0
     stop_reason: str | None = None
+    wish: str | None = None  # this rank's reason to stop, until the ranks agree on it
     seconds: float = 0.0  # of this process's steps, and how much of it they waited for data
     data_wait_seconds: float = 0.0
     last_metrics: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> LanguageModel:
+        """The whole model, or this rank's first part of it."""
+        return self.parts[0]
+
+    @property
+    def roots(self) -> Sequence[nn.Module]:
+        """The modules that are called, which data parallelism wraps: the model, or with pp the stages around it."""
+        return self.parts if self.pipeline is None else self.pipeline.stages
 
     @property
     def consumed_tokens(self) -> int:
@@ -66,9 +82,16 @@ class Run:
     def finished(self) -> bool:
         return self.step >= self.config.tokens.train_steps
 
+    def agree(self) -> None:
+        """Stop on every rank what was asked to stop on one: a signal reaches ranks at different steps."""
+        if self.mesh.world_size > 1 and self.stop_reason is None and any_rank(self.wish is not None, self.device):
+            self.stop_reason = next(reason for reason in gather(self.wish) if reason)
+
     def stop(self, reason: str) -> None:
-        """End the run in good order after the current step."""
-        self.stop_reason = self.stop_reason or reason
+        """End the run in good order after the current step; with several ranks as soon as all have agreed."""
+        self.wish = self.wish or reason
+        if self.mesh.world_size == 1:
+            self.stop_reason = self.wish
 
     def call(self, moment: str, *args: Any) -> None:
         """Every hook's method `moment`, in order."""
@@ -92,6 +115,7 @@ def fit(run: Run) -> None:
             run.seconds += result.seconds + waited
             run.data_wait_seconds += waited
             run.call("after_step", result)
+            run.agree()
     run.call("on_train_end")
 
 

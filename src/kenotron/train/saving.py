@@ -21,10 +21,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from kenotron import checkpoint
-from kenotron.checkpoint.ranks import on_first
+from kenotron.checkpoint.ranks import on_first, together
 from kenotron.config import Config, dump, same_run_difference
 from kenotron.config.errors import InputError
 from kenotron.models import LanguageModel, named_parameters
+from kenotron.models.initialization import Shard
 from kenotron.optim.state import init_state, load_state_tensors, state_tensors
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.shards import shard_of
@@ -34,8 +35,11 @@ from kenotron.train.guards import NonFiniteGuard, RunFailed
 from kenotron.train.hooks import Hook
 
 if TYPE_CHECKING:
+    from kenotron.interop.hf_weights import Weights
     from kenotron.train.run import Run
     from kenotron.train.step import StepResult
+
+READ_BYTES = 1 << 20  # of initial weights at once
 
 
 class Checkpoints(Hook):
@@ -68,15 +72,19 @@ def save(run: Run) -> Path:
     """Write the checkpoint of the current step; returns its folder. A save that fails is a run that failed."""
     settings = run.config.checkpoints
     root = Path(settings.checkpoints_path)
-    logger.warning("Saving checkpoint at %s", root / str(run.step))
-    data_parallel.show_masters(run.model)
+    if run.mesh.is_first:
+        logger.warning("Saving checkpoint at %s", root / str(run.step))
+    for module in run.roots:
+        data_parallel.show_masters(module)
     try:
         saved = checkpoint.save(
             root,
             run.step,
-            model=model_tensors(run.model),
+            model=model_tensors(*run.parts),
             # Before its first update an optimizer has no state, and a fresh one is the same thing.
-            optimizer=saved_form(state_tensors(run.model, run.optimizer), run.model) if run.optimizer.state else None,
+            optimizer=saved_form(state_tensors(named_parameters(*run.parts), run.optimizer), run.parts)
+            if run.optimizer.state
+            else None,
             state=_state(run),
             config_yaml=dump(_stamped(run)),
             model_config=run.config.model.architecture.model_dump(mode="json", by_alias=True),
@@ -90,13 +98,13 @@ def save(run: Run) -> Path:
     run.call("on_save", saved.path)
     broken = any(isinstance(hook, NonFiniteGuard) and hook.in_a_row for hook in run.hooks)
     if settings.keep_last is not None and not broken:  # amid skipped steps the last good weights may be the oldest
-        checkpoint.prune(root, keep_last=settings.keep_last, keep_every=settings.keep_every)
+        on_first(lambda: checkpoint.prune(root, keep_last=settings.keep_last, keep_every=settings.keep_every))
     return saved.path
 
 
 def _read_back(run: Run, path: Path) -> None:
-    """Prove the checkpoint whole while the ones before it are still there."""
-    problems = on_first(lambda: checkpoint.verify(path))
+    """Prove the checkpoint whole while the ones before it are still there. Each rank reads a share of its files."""
+    problems = checkpoint.verify_together(path)
     if problems:
         raise RunFailed(f"step {run.step}: {'; '.join(problems)}; earlier checkpoints are as they were")
     logger.info("Read back %s: it is whole", path)
@@ -127,26 +135,29 @@ def _stamped(run: Run) -> Config:
     return run.config.model_copy(update={"general": run.config.general.model_copy(update=counters)})
 
 
-def model_tensors(model: LanguageModel) -> dict[str, Tensor]:
-    """Parameter name → logical tensor, sharing the parameters' memory; vocabulary padding is left out."""
-    return {name: _saved_view(name, parameter, model) for name, parameter in named_parameters(model)}
+def model_tensors(*parts: LanguageModel) -> dict[str, Shard]:
+    """Parameter name → this rank's block of it, sharing its memory; vocabulary padding is left out."""
+    return {name: _without_padding(name, parameter, parts[0]) for name, parameter in named_parameters(*parts)}
 
 
-def saved_form(tensors: dict[str, Tensor], model: LanguageModel) -> dict[str, Tensor]:
+def saved_form(tensors: dict[str, Tensor], parts: Sequence[LanguageModel]) -> dict[str, Shard]:
     """Optimizer state ``state.<parameter>.<key>`` in the shapes that the parameters are saved in; shares memory."""
-    names = [name for name, _ in named_parameters(model)]
+    names = [name for name, _ in named_parameters(*parts)]
     owners = {key: next((n for n in names if key.startswith(f"state.{n}.")), "") for key in tensors}
-    return {key: _saved_view(owners[key], tensor, model) for key, tensor in tensors.items()}
+    return {key: _without_padding(owners[key], tensor, parts[0]) for key, tensor in tensors.items()}
 
 
-def _saved_view(name: str, tensor: Tensor, model: LanguageModel) -> Tensor:
-    tensor = tensor.detach()
-    shard = shard_of(tensor)
-    if tuple(shard.tensor.shape) == shard.shape:  # this rank holds all of it: no label needed
-        tensor = shard.tensor
-    vocab_size = model.config.vocab_size
-    padded = name in model.vocab_parameters and tensor.dim() == 2 and tensor.shape[0] > vocab_size
-    return tensor[:vocab_size] if padded else tensor
+def _without_padding(name: str, tensor: Tensor, model: LanguageModel) -> Shard:
+    """The block of `tensor` that this rank holds; rows beyond the vocabulary, which depend on tp, cut from the block.
+
+    50 tokens padded to 64 rows, over 4 ranks: 16, 16, 16 and 2 rows of a [50, hidden] tensor.
+    """
+    shard = shard_of(tensor.detach())
+    rows = model.config.vocab_size
+    if name not in model.vocab_parameters or len(shard.shape) != 2 or shard.shape[0] <= rows:
+        return shard
+    real = min(max(rows - shard.offset[0], 0), shard.tensor.shape[0])
+    return Shard(shard.tensor[:real], (rows, shard.shape[1]), shard.offset)
 
 
 @dataclass(frozen=True)
@@ -165,12 +176,16 @@ class Start:
 def own_folder(config: Config) -> Iterator[None]:
     """`checkpoints_path`, made and held until the run ends: two runs in it would write over each other's steps."""
     root = Path(config.checkpoints.checkpoints_path)
-    try:  # now, not after the first thousand steps
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"checkpoints.checkpoints_path: cannot make {root}: {error.strerror}") from error
+
+    def take() -> None:
+        try:  # now, not after the first thousand steps
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"checkpoints.checkpoints_path: cannot make {root}: {error.strerror}") from error
+        held.enter_context(checkpoint.in_use(root))
+
     with ExitStack() as held:
-        on_first(lambda: held.enter_context(checkpoint.in_use(root)))
+        on_first(take)
         yield
 
 
@@ -178,13 +193,21 @@ def choose_start(config: Config, fresh: bool) -> tuple[Config, Start]:
     """The checkpoint to begin from, and the config with the name that the run already had.
 
     The newest whole checkpoint in `checkpoints_path` goes first: it is the run's own. Then an explicit
-    `resume_checkpoint_path`.
+    `resume_checkpoint_path`. Rank 0 looks and decides for all; all share the reading of checksums.
     """
     root = Path(config.checkpoints.checkpoints_path)
-    checkpoint.tidy(root, logger.warning)  # may finish a save that was killed at its rename: before --fresh looks
-    if fresh:
-        _set_aside(root)
+
+    def clear() -> None:
+        checkpoint.tidy(root, logger.warning)  # may finish a save that was killed at its rename: before --fresh looks
+        if fresh:
+            _set_aside(root)
+
+    on_first(clear)
     newest = checkpoint.newest_whole(root, logger.warning)
+    return on_first(lambda: _start_at(config, newest))
+
+
+def _start_at(config: Config, newest: Path | None) -> tuple[Config, Start]:
     if newest is not None:
         return _same_run(config, newest), Start(newest, True, _position(newest))
     explicit = config.checkpoints.resume_checkpoint_path
@@ -259,16 +282,18 @@ def restore(run: Run, start: Start) -> None:
     moments = None
     if with_optimizer:
         init_state(run.optimizer)
-        moments = state_tensors(run.model, run.optimizer)
+        moments = state_tensors(named_parameters(*run.parts), run.optimizer)
     state = checkpoint.load(
         start.path,
-        model=model_tensors(run.model),
-        optimizer=None if moments is None else saved_form(moments, run.model),
+        model=model_tensors(*run.parts),
+        optimizer=None if moments is None else saved_form(moments, run.parts),
         verify=not start.continues,  # its own newest checkpoint was verified when it was found
     )
-    _check_data(run, state.get("data", {}), start)
+    on_first(lambda: _check_data(run, state.get("data", {}), start))
     if moments is not None:
-        load_state_tensors(run.model, run.optimizer, moments)
+        load_state_tensors(named_parameters(*run.parts), run.optimizer, moments)
+    if run.pipeline is not None:
+        run.pipeline.share_tied_weights()
     if with_position:
         run.step = start.step
         _check_position(run, state, start.path)
@@ -306,20 +331,34 @@ def _check_position(run: Run, state: dict[str, Any], path: Path) -> None:
 
 
 @torch.no_grad()
-def load_initial_weights(model: LanguageModel, path: str) -> None:
-    """`init_method: {path}`: the weights of a checkpoint or a Hugging Face model, and nothing else."""
+def load_initial_weights(parts: Sequence[LanguageModel], path: str) -> None:
+    """`init_method: {path}`: the weights of a checkpoint or a Hugging Face model, and nothing else.
+
+    Every rank reads its own blocks of them.
+    """
     from kenotron.interop import initial_tensors
 
-    given = initial_tensors(path, model.config)
-    wanted = model_tensors(model)
+    config = parts[0].config
+    on_first(lambda: len(initial_tensors(path, config)))  # fetched and checked once
+    together(lambda: _copy_from(initial_tensors(path, config, verify=False), model_tensors(*parts), path))
+
+
+def _copy_from(given: Weights, wanted: dict[str, Shard], path: str) -> None:
     missing = sorted(set(wanted) - set(given))
     if missing:
         raise InputError(f"model.init_method.path: {path} lacks {missing[0]!r} ({len(missing)} missing in all)")
-    for name, tensor in wanted.items():
-        found = given[name]  # read from the disk here
-        if tuple(found.shape) != tuple(tensor.shape):
+    for name, shard in wanted.items():
+        if given.stored(name).shape != shard.shape:
             raise InputError(
-                f"model.init_method.path: {name} is {list(found.shape)} in {path}, but the config makes it "
-                f"{list(tensor.shape)}"
+                f"model.init_method.path: {name} is {list(given.stored(name).shape)} in {path}, but the config makes "
+                f"it {list(shard.shape)}"
             )
-        tensor.copy_(found)
+        for rows, part in _in_rows(shard.tensor):
+            part.copy_(given.block(name, (shard.offset[0] + rows, *shard.offset[1:]), tuple(part.shape)))
+
+
+def _in_rows(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(first row, some rows) after one another, few enough that a copy of them on their way is no memory."""
+    at_once = max(1, READ_BYTES // max(1, tensor[:1].nbytes))
+    for first in range(0, tensor.shape[0], at_once):
+        yield first, tensor[first : first + at_once]

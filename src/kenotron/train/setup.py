@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from kenotron.config.model import ExistingCheckpointInit, RandomInit
 from kenotron.kernels.host_memory import keep_freed_memory
 from kenotron.models import (
     LanguageModel,
+    Part,
     build,
     initialize_model,
     materialize,
@@ -40,20 +42,24 @@ if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.data import RunData
     from kenotron.parallel.mesh import Mesh
+    from kenotron.parallel.pipeline import Pipeline
 
 
 def prepare(config: Config, mesh: Mesh, device: torch.device, start: Start) -> Run:
     """Everything of a run but what `start` brings: `saving.restore` loads that."""
     logger.info("Config:\n%s", dump(config).rstrip())
-    warn_of_length(config)
-    hooks = make_hooks(config)
-    model = make_model(config, mesh, device)
+    if mesh.is_first:
+        warn_of_length(config)
+    hooks = make_hooks(config, mesh)
+    parts, pipeline = make_parts(config, mesh, device)
     if start.path is None:
-        fill_weights(model, config)
-    optimizer = build_optimizer(named_parameters(model), config.optimizer)
-    describe_model(config, model, device)
+        fill_weights(parts, config)
+        if pipeline is not None:
+            pipeline.share_tied_weights()
+    optimizer = build_optimizer(named_parameters(*parts), config.optimizer)
+    describe_model(config, parts, device)
     data = open_data(config, start)
-    return Run(config, mesh, device, model, optimizer, data, data.tokenizer, hooks)
+    return Run(config, mesh, device, parts, optimizer, data, data.tokenizer, hooks, pipeline)
 
 
 def open_data(config: Config, start: Start) -> RunData:
@@ -79,39 +85,71 @@ def resolve_architecture(config: Config) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"architecture": resolved})})
 
 
-def make_model(config: Config, mesh: Mesh, device: torch.device) -> LanguageModel:
-    """The model in memory on `device`, split by its plan, weights undefined. Order: recompute → compile → shard."""
+def make_parts(config: Config, mesh: Mesh, device: torch.device) -> tuple[list[LanguageModel], Pipeline | None]:
+    """The model in memory on `device`, weights undefined: whole, or with pp this rank's parts and what runs them."""
     if device.type == "cpu":
         keep_freed_memory()  # a step's tensors are those of the last: no page faults for them
+    if mesh.degree("pp") == 1:
+        parts = [_on_meta(config, mesh, None)]
+        _shard(config, mesh, parts[0], parts[0], device)
+        return parts, None
+    from kenotron.parallel.pipeline import Pipeline, parts_here
+
+    parts = [_on_meta(config, mesh, part) for part in parts_here(config, mesh)]
+    pipeline = Pipeline(parts, mesh, config, device)
+    for part, stage in zip(parts, pipeline.stages):
+        _shard(config, mesh, part, stage, device)
+    return parts, pipeline
+
+
+def _on_meta(config: Config, mesh: Mesh, part: Part | None) -> LanguageModel:
+    """The model or a part of it, without memory, split over tp. Order: recompute → compile → shard."""
     with torch.device("meta"):
-        model = build(config.model, mesh.degree("tp"))
+        model = build(config.model, mesh.degree("tp"), part)
     if mesh.degree("tp") > 1:
         from kenotron.parallel import tensor as tensor_parallel
 
-        tensor_parallel.apply(model, model.plan, mesh)
+        tensor_parallel.apply(
+            model,
+            model.plan,
+            mesh,
+            mode=config.parallelism.tp_mode,
+            asynchronous=config.parallelism.tp_linear_async_communication,
+            recompute_allgather=config.parallelism.tp_recompute_allgather,
+        )
     model.set_recompute(config.parallelism.recompute_layer)
     if config.model.compile:
         for _, block in modules(model, model.plan.blocks):
             block.compile()
-    compute = getattr(torch, config.model.dtype)
-    if compute not in (torch.float32, torch.bfloat16):
-        raise InputError(f"model.dtype: expected float32 or bfloat16, found {config.model.dtype}")
-    model.set_compute_dtype(compute)
-    data_parallel.apply(model, model.plan, mesh, compute_dtype=compute, reduce_dtype=torch.float32)
-    materialize(model, device)
-    zero_vocabulary_padding(model, shard_of)
+    model.set_compute_dtype(getattr(torch, config.model.dtype))
     return model
 
 
-def fill_weights(model: LanguageModel, config: Config) -> None:
+def _shard(config: Config, mesh: Mesh, model: LanguageModel, root: nn.Module, device: torch.device) -> None:
+    """Data parallelism over `root`, the module that is called (`model`, or the stage around it); then memory."""
+    blocks = [block for _, block in modules(model, model.plan.blocks)]
+    data_parallel.load_strategy(config.parallelism.strategy)(
+        root,
+        blocks,
+        mesh,
+        zero_stage=3 if config.zero_stage == "hybrid" else int(config.zero_stage),
+        compute_dtype=getattr(torch, config.model.dtype),
+        cpu_offload=config.parallelism.cpu_offload,
+    )
+    materialize(model, "cpu" if config.parallelism.cpu_offload else device)
+    zero_vocabulary_padding(model, shard_of)
+
+
+def fill_weights(parts: Sequence[LanguageModel], config: Config) -> None:
     init = config.model.init_method
     if isinstance(init, ExistingCheckpointInit):
         logger.info("Weights from %s", init.path)
-        load_initial_weights(model, init.path)
+        load_initial_weights(parts, init.path)
         return
     assert isinstance(init, RandomInit)
     logger.info("Weights drawn with std %g (%s), seed %d", init.std, init.scaling_method, config.general.seed)
-    initialize_model(model, init.std, init.scaling_method, config.general.seed, shard_of)
+    for part in parts:
+        initialize_model(part, init.std, init.scaling_method, config.general.seed, shard_of)
 
 
 def warn_of_length(config: Config) -> None:
@@ -128,12 +166,13 @@ def warn_of_length(config: Config) -> None:
         )
 
 
-def describe_model(config: Config, model: nn.Module, device: torch.device) -> None:
+def describe_model(config: Config, parts: Sequence[LanguageModel], device: torch.device) -> None:
     from kenotron.parallel import device as devices
 
-    total = sum(parameter.numel() for _, parameter in named_parameters(model))
-    local = sum(shard_of(parameter).tensor.numel() for _, parameter in named_parameters(model))
-    width = sum(p.numel() * p.element_size() for _, p in named_parameters(model)) / total
+    with torch.device("meta"):
+        total = sum(parameter.numel() for _, parameter in named_parameters(build(config.model)))
+    here = [shard_of(parameter).tensor for part in parts for parameter in part.parameters()]
+    local, width = sum(tensor.numel() for tensor in here), here[0].element_size()
     for name, count in (("Total", total), ("Local", local)):
         logger.info(
             "%s number of parameters: %s (%s)",
@@ -145,21 +184,25 @@ def describe_model(config: Config, model: nn.Module, device: torch.device) -> No
     logger.info("[After model building]%s", console.show_memory(memory))
 
 
-def make_hooks(config: Config) -> list[Hook]:
-    """The hooks that this config asks for, in the order in which they are called."""
-    folder = log_folder(config)
+def make_hooks(config: Config, mesh: Mesh) -> list[Hook]:
+    """The hooks that this config asks for, in the order in which they are called.
+
+    What only speaks or writes files is on the first rank; what computes or decides is on all.
+    """
+    folder, first = log_folder(config), mesh.is_first
     hooks: list[Hook] = []
-    if config.profiler is not None and config.profiler.profiler_export_path is not None:
+    if first and config.profiler is not None and config.profiler.profiler_export_path is not None:
         hooks.append(Profiler(Path(config.profiler.profiler_export_path) / (config.general.run or "run")))
     if config.tokens.validates:
         hooks.append(Validation())
-    hooks += [Metrics(folder), NonFiniteGuard()]
-    hooks.append(Progress() if Progress.wanted() else Pace())
+    hooks += [Metrics(folder), NonFiniteGuard()] if first else [NonFiniteGuard()]
+    if first:
+        hooks.append(Progress() if Progress.wanted() else Pace())
     for entry in config.general.hooks or []:
         path, kwargs = (entry, {}) if isinstance(entry, str) else (entry.path, entry.kwargs)
         hooks.append(load_hook(path, kwargs))
     hooks += [Signals(), Checkpoints()]
-    if config.tokens.validates:
+    if first and config.tokens.validates:
         hooks.append(Compressors())
     if config.logging.sample_prompts:
         hooks.append(Samples())

@@ -10,14 +10,14 @@ and gradients of micro-batches and ranks simply add up, however unevenly the tok
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from kenotron.kernels.attention import attention
-from kenotron.models import Context, MicroBatch
+from kenotron.models import Context, LanguageModel, MicroBatch, named_parameters
 from kenotron.optim.clip import all_finite, clip_gradients
 from kenotron.optim.groups import set_learning_rate
 from kenotron.optim.schedule import learning_rate
@@ -28,6 +28,8 @@ from kenotron.parallel.device import synchronize
 if TYPE_CHECKING:
     from kenotron.data import TokenBatch
     from kenotron.train.run import Run
+
+LOSS_AXES = ("pp", "dp_replicate", "dp_shard", "cp")  # tp ranks all have the whole loss, pp ranks all or nothing
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,15 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
     real_tokens = count_real_tokens(run, batches)
 
     loss, z_loss = forward_backward(run, batches, 1.0 / max(real_tokens, 1))
-    norm = clip_gradients(run.model.parameters(), run.config.optimizer.clip_grad, run.mesh)
+    parameters = [parameter for _, parameter in named_parameters(*run.parts)]
+    norm = clip_gradients(parameters, run.config.optimizer.clip_grad, run.mesh)
     finite = all_finite(loss, norm)
     if finite:
         set_learning_rate(run.optimizer, rate)
         run.call("before_update")
         run.optimizer.step()
+        if run.pipeline is not None:
+            run.pipeline.share_tied_weights()
     run.optimizer.zero_grad(set_to_none=True)
     synchronize(run.device)
 
@@ -74,16 +79,31 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
 
 def forward_backward(run: Run, batches: Sequence[TokenBatch], loss_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the global mean loss into ``.grad``; returns (loss, its z part), summed over ranks."""
-    total = torch.zeros(2, device=run.device)
-    for index, batch in enumerate(batches):
-        data_parallel.set_last_micro_batch(run.model, last=index == len(batches) - 1)
-        micro_batch = to_device(batch, run.device, loss_scale)
-        loss, z_loss = run.model(micro_batch.tokens, micro_batch.ctx, micro_batch.labels)
-        loss.backward()
-        total += torch.stack((loss.detach(), z_loss))
-    for axis in ("dp_replicate", "dp_shard", "cp"):
+    micro_batches = (to_device(batch, run, loss_scale) for batch in batches)
+    if run.pipeline is not None:
+        total = run.pipeline.step(list(micro_batches))
+    else:
+        total = _accumulate(run.model, micro_batches, len(batches), run.device)
+    for root in run.roots:
+        data_parallel.finish_gradients(root)
+    if run.pipeline is not None:
+        run.pipeline.sum_tied_gradients()
+    for axis in LOSS_AXES:
         all_reduce(total, run.mesh.group(axis))
     return total[0], total[1]
+
+
+def _accumulate(
+    model: LanguageModel, micro_batches: Iterable[MicroBatch], count: int, device: torch.device
+) -> torch.Tensor:
+    """Forward and backward of one micro-batch after the other; ``[2]``: the sums of their losses and z parts."""
+    total = torch.zeros(2, device=device)
+    for number, micro_batch in enumerate(micro_batches, start=1):
+        data_parallel.set_last_micro_batch(model, last=number == count)
+        loss, z_loss = model(micro_batch.tokens, micro_batch.ctx, micro_batch.labels)
+        loss.backward()
+        total += torch.stack((loss.detach(), z_loss))
+    return total
 
 
 def count_real_tokens(run: Run, batches: Sequence[TokenBatch]) -> int:
@@ -97,9 +117,13 @@ def count_real_tokens(run: Run, batches: Sequence[TokenBatch]) -> int:
     return int(count)
 
 
-def to_device(batch: TokenBatch, device: torch.device, loss_scale: float = 1.0) -> MicroBatch:
-    """The torch side of a numpy batch: token-flat, on `device`, with everything that blocks may read."""
+def to_device(batch: TokenBatch, run: Run, loss_scale: float = 1.0) -> MicroBatch:
+    """The torch side of a numpy batch: token-flat, on the run's device, with everything that blocks may read.
+
+    Under context parallelism: this rank's tokens of every sequence.
+    """
     sequences, length = batch.tokens.shape
+    device = run.device
 
     def flat(array: object) -> torch.Tensor:
         return torch.as_tensor(array, dtype=torch.int64).reshape(-1).to(device, non_blocking=True)
@@ -116,7 +140,12 @@ def to_device(batch: TokenBatch, device: torch.device, loss_scale: float = 1.0) 
         sample_ids=flat(batch.sample_ids),
         loss_scale=loss_scale,
     )
-    return MicroBatch(flat(batch.tokens), flat(batch.labels), ctx)
+    micro_batch = MicroBatch(flat(batch.tokens), flat(batch.labels), ctx)
+    if run.mesh.degree("cp") == 1:
+        return micro_batch
+    from kenotron.parallel import context
+
+    return context.shard(micro_batch, run.mesh, run.config.parallelism.context_parallel_method)
 
 
 def document_borders(documents) -> tuple[int, ...]:  # type: ignore[no-untyped-def]

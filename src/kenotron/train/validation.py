@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from kenotron.models import MicroBatch
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import all_reduce
 from kenotron.train.console import human_format, logger
 from kenotron.train.hooks import Hook
-from kenotron.train.step import to_device
+from kenotron.train.step import LOSS_AXES, to_device
 
 if TYPE_CHECKING:
     from kenotron.train.run import Run
@@ -89,22 +92,45 @@ def validate(run: Run) -> ValidationResult | None:
     After SIGTERM there may be half a minute: it belongs to the checkpoint.
     """
     started = time.perf_counter()
-    run.model.eval()
-    sums = torch.zeros(3, dtype=torch.float64)
-    for batch, byte_count in run.data.validation(run.mesh.dp_rank, run.mesh.dp_degree):
-        if run.interrupted:
-            break
-        micro_batch = to_device(batch, run.device)
-        loss, z_loss = run.model(micro_batch.tokens, micro_batch.ctx, micro_batch.labels)
-        sums += torch.tensor([float(loss - z_loss), int((batch.labels != -100).sum()), byte_count])
-    run.model.train()
-    data_parallel.show_masters(run.model)
-    if run.interrupted:
-        return None
+    loss_sum = torch.zeros((), dtype=torch.float64)
+    counts = torch.zeros(2, dtype=torch.float64)  # tokens, bytes
+    with evaluating(run):
+        for batch, byte_count in run.data.validation(run.mesh.dp_rank, run.mesh.dp_degree):
+            run.agree()
+            if run.interrupted:
+                return None
+            found = evaluate(run, to_device(batch, run))
+            if found is not None:
+                loss_sum += float(found[0] - found[1])
+            counts += torch.tensor([int((batch.labels != -100).sum()), byte_count])
+    loss_sum, counts = loss_sum.to(run.device), counts.to(run.device)
+    for axis in LOSS_AXES:
+        all_reduce(loss_sum, run.mesh.group(axis))
     for axis in ("dp_replicate", "dp_shard"):
-        all_reduce(sums, run.mesh.group(axis))
-    loss_sum, tokens, byte_sum = sums.tolist()
-    return ValidationResult(loss_sum / tokens, int(tokens), byte_sum, time.perf_counter() - started)
+        all_reduce(counts, run.mesh.group(axis))
+    loss, (tokens, byte_sum) = loss_sum.item(), counts.tolist()
+    return ValidationResult(loss / tokens, int(tokens), byte_sum, time.perf_counter() - started)
+
+
+@contextmanager
+def evaluating(run: Run) -> Iterator[None]:
+    """The parts in eval mode; afterwards again as training wants them."""
+    for part in run.parts:
+        part.eval()
+    try:
+        yield
+    finally:
+        for part in run.parts:
+            part.train()
+        for root in run.roots:
+            data_parallel.show_masters(root)
+
+
+def evaluate(run: Run, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(loss, its z part), forward only; None on pipeline ranks without the last part."""
+    if run.pipeline is not None:
+        return run.pipeline.forward(micro_batch)
+    return run.model(micro_batch.tokens, micro_batch.ctx, micro_batch.labels)
 
 
 def validation_line(run: Run, result: ValidationResult) -> str:

@@ -38,9 +38,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
         """x ``[tokens, hidden]``; rope (cos, sin) each ``[sequences, length, head_dim / 2]``."""
-        q = apply_rope(self._heads(self.q_proj(x), ctx), *rope, self.rope_interleaved)
-        k = apply_rope(self._heads(self.k_proj(x), ctx), *rope, self.rope_interleaved)
-        v = self._heads(self.v_proj(x), ctx)
+        q, k, v = self.q_proj.together(x, self.q_proj, self.k_proj, self.v_proj)
+        q = apply_rope(self._heads(q, ctx), *rope, self.rope_interleaved)
+        k = apply_rope(self._heads(k, ctx), *rope, self.rope_interleaved)
+        v = self._heads(v, ctx)
         y = ctx.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), ctx, self.layer)
         return self.o_proj(y.transpose(1, 2).flatten(2).flatten(0, 1))
 

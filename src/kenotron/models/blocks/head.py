@@ -27,10 +27,10 @@ class LMHead(nn.Module):
         self.weight = weight
 
     def forward(self, hidden: Tensor, ctx: Context, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits ``[tokens, vocab]`` without labels; with them (loss to call backward on, its z part)."""
+        """Logits ``[wanted, vocab]`` without labels; with them (loss to call backward on, its z part)."""
         weight = self.weight.to(hidden.dtype)
         if labels is None:
-            logits = F.linear(hidden, weight)
+            logits = F.linear(hidden if ctx.wanted is None else hidden[ctx.wanted], weight)
             return logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
         return linear_cross_entropy(
             hidden, weight, labels, scale=ctx.loss_scale, z_loss=self.z_loss, valid_rows=self.vocab_size

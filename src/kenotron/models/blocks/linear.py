@@ -29,6 +29,11 @@ class Linear(nn.Module):
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
 
+    @staticmethod
+    def together(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
+        """What several linears make of the same input. Tensor-parallel twins share one collective for it."""
+        return tuple(linear(x) for linear in linears)
+
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         return 2.0 * self.weight.numel()
 

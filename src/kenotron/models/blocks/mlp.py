@@ -19,4 +19,5 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.activation))
+        gate, up = self.gate_proj.together(x, self.gate_proj, self.up_proj)
+        return self.down_proj(swiglu(gate, up, self.activation))

@@ -1,0 +1,110 @@
+"""What decoding costs on two ranks of one machine, against one: tokens/s of the 17M model of `training.py`.
+
+    python benchmarks/decoding.py                                   about a minute on two cores
+    python benchmarks/decoding.py --dtypes float32 --rounds 3
+
+Two gloo ranks with one thread each hold the model split by tp, cut by pp, and once more whole on rank 0. They take
+turns, so that a ratio is taken within one round. A step of decoding is little work and, with tp, two sums a layer, the
+logits and the tokens travel: splitting buys room for a model that one rank cannot hold, and speed once its layers are
+large.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "peers"))
+
+from ours import configure  # noqa: E402
+from work import SIZES  # noqa: E402
+
+LAYOUTS: dict[str, dict[str, int]] = {"one": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
+PROMPT, BATCHES = 32, (1, 8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument("--size", choices=SIZES, default="17M")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        save(arguments.size, Path(folder))
+        context = multiprocessing.get_context("fork")
+        ranks = [context.Process(target=decode, args=(rank, folder, arguments)) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        sys.exit(any(rank.exitcode for rank in ranks))
+
+
+def save(size: str, root: Path) -> None:
+    """A checkpoint of fresh weights."""
+    from kenotron import checkpoint
+    from kenotron.config import dump
+    from kenotron.models import build, initialize_model, materialize, named_parameters
+
+    config = configure(replace(SIZES[size], precision="fp32"), compiled=False)
+    with torch.device("meta"):
+        model = build(config.model)
+    materialize(model, "cpu")
+    initialize_model(model, std=0.02, scaling="NUM_LAYERS", seed=1)
+    tensors = {name: parameter.detach() for name, parameter in named_parameters(model)}
+    checkpoint.save(root, 1, model=tensors, optimizer=None, state={}, config_yaml=dump(config), model_config={})
+
+
+def decode(rank: int, folder: str, arguments: argparse.Namespace) -> None:
+    """One rank. Rank 0 prints."""
+    from kenotron.generate import generate, load_for_generation
+    from kenotron.parallel.mesh import build_mesh
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
+    meshes = {name: build_mesh(degrees, 2, "cpu") for name, degrees in LAYOUTS.items() if degrees}
+    for dtype in arguments.dtypes:
+        models = {name: load_for_generation(folder, dtype, "cpu", mesh).model for name, mesh in meshes.items()}
+        models["one"] = load_for_generation(folder, dtype, "cpu").model if rank == 0 else None
+        for batch in BATCHES:
+            prompts = [[1 + row + place for place in range(PROMPT)] for row in range(batch)]
+
+            def turn(name: str, models: Any = models, batch: int = batch, prompts: Any = prompts) -> float:
+                """Tokens per second of this layout."""
+                dist.barrier()
+                started = time.perf_counter()
+                if models[name] is not None:
+                    generate(models[name], None, prompts, max_new_tokens=arguments.new_tokens, stop_at_eos=False)
+                dist.barrier()
+                return batch * arguments.new_tokens / (time.perf_counter() - started)
+
+            rounds = [{name: turn(name) for name in LAYOUTS} for _ in range(arguments.rounds + 1)]
+            if rank == 0:
+                show(dtype, batch, rounds[1:])  # the first is to warm up
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def show(dtype: str, batch: int, rounds: list[dict[str, float]]) -> None:
+    speeds = {name: statistics.median(each[name] for each in rounds) for name in LAYOUTS}
+    ratios = {name: statistics.median(each[name] / each["one"] for each in rounds) for name in LAYOUTS}
+    told = ", ".join(f"{name} {speed:.0f} tokens/s ({ratios[name]:.2f}x)" for name, speed in speeds.items())
+    print(f"{dtype}, {batch} prompt(s) at once: {told}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

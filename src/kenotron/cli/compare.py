@@ -1,0 +1,129 @@
+"""`kenotron compare my.yaml parallelism.tp=2 parallelism.pp=2`: two layouts of one config, one verdict.
+
+Four short runs: the config as it is, the same with its samples in two other orders (what rounding does), and the config
+on the other layout. Exit code 0: they agree; 1: they do not.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kenotron.config.errors import InputError
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+    from kenotron.train.compare import Comparison
+
+WORK = "kenotron.train.compare.record"
+
+
+def compare(
+    file: Annotated[Path, typer.Argument(help="The run's YAML file.")],
+    overrides: Annotated[list[str], typer.Argument(help="The other layout, such as parallelism.tp=2.")],
+    steps: Annotated[int, typer.Option(help="Steps to train on either layout.", min=1)] = 10,
+    picture: Annotated[Path | None, typer.Option(help="Draw both runs into this PNG (needs kenotron[plots]).")] = None,
+) -> None:
+    """Train a few steps on two layouts and tell whether they are the same run, but for rounding."""
+    from kenotron.config import load
+
+    plain = load(file)
+    other = load(file, _at_one_batch_size(plain, load(file, overrides), overrides))
+    _check(plain, other, steps, picture)
+    from kenotron.launch import work_on_ranks
+    from kenotron.train.compare import ORDERS, draw
+    from kenotron.train.compare import compare as measure
+
+    with tempfile.TemporaryDirectory(prefix="kenotron-compare-") as temporary:
+        folder = Path(temporary)
+        runs = [("as it is", plain, 0), *((f"in order {n}", plain, n) for n in ORDERS), (" ".join(overrides), other, 0)]
+        for number, (name, config, order) in enumerate(runs):
+            ranks = config.parallelism.world_size
+            print(f"run {number + 1} of {len(runs)}: {name}, {steps} steps on {ranks} rank(s)", file=sys.stderr)
+            work_on_ranks(config, WORK, steps=steps, order=order, folder=str(folder / str(number)))
+        a, *reorderings, b = (folder / str(number) for number in range(len(runs)))
+        comparison = measure(a, reorderings, b, plain)
+    _print(comparison)
+    if picture is not None:
+        draw(comparison, picture, ("as it is", " ".join(overrides)))
+        print(f"Picture: {picture}")
+    if not comparison.agrees:
+        raise typer.Exit(1)
+
+
+def _at_one_batch_size(plain: Config, other: Config, overrides: Sequence[str]) -> list[str]:
+    """The overrides, with the micro-batches divided so that the global batch stays what it is."""
+    wanted, found = plain.global_batch_size, other.global_batch_size
+    if wanted == found:
+        return list(overrides)
+    if any(override.startswith("tokens.") for override in overrides):
+        raise InputError(
+            f"the other layout has a global batch of {found} sequences, this config {wanted}: they would be other runs"
+        )
+    per_replica, rest = divmod(wanted, other.parallelism.dp)
+    if rest:
+        raise InputError(
+            f"parallelism.dp: expected a divisor of the global batch of {wanted}, found {other.parallelism.dp}"
+        )
+    micro = math.gcd(per_replica, plain.tokens.micro_batch_size)
+    split = [f"tokens.micro_batch_size={micro}", f"tokens.batch_accumulation_per_replica={per_replica // micro}"]
+    print(f"The global batch stays {wanted}: {' '.join(split)}", file=sys.stderr)
+    return [*overrides, *split]
+
+
+def _check(plain: Config, other: Config, steps: int, picture: Path | None) -> None:
+    """Everything that is wrong with the two configs, before the first run."""
+    from importlib.util import find_spec
+
+    from kenotron.config import refuse_unsupported, same_run_difference, to_dict
+
+    for config in (plain, other):
+        refuse_unsupported(config)
+    difference = same_run_difference(to_dict(plain), other)
+    if difference is not None:
+        key, ours, theirs = difference
+        raise InputError(f"{key}: {ours!r} and {theirs!r} are other runs; expected overrides of the layout alone")
+    if steps > plain.tokens.train_steps:
+        raise InputError(f"--steps: expected at most tokens.train_steps {plain.tokens.train_steps}, found {steps}")
+    if picture is not None and find_spec("matplotlib") is None:
+        raise InputError("--picture: drawing needs matplotlib: pip install 'kenotron[plots]'")
+
+
+def _print(comparison: Comparison) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("step", "", "A", "B", "|A - B|", "rounding explains", "", box=None, header_style="bold")
+    for number in comparison.numbers:
+        shown = f"{number.a:.7g}", f"{number.b:.7g}", f"{abs(number.a - number.b):.1e}", f"{number.allowed:.1e}"
+        table.add_row(str(number.step), number.name, *shown, "" if number.agrees else "differs")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(table)
+    for kind, tensors in (("gradients of step 1", comparison.gradients), ("weights at the end", comparison.weights)):
+        worst = max(tensors, key=lambda tensor: tensor.difference / tensor.allowed)
+        print(
+            f"{kind}: {sum(tensor.agrees for tensor in tensors)} of {len(tensors)} parameters agree; the farthest "
+            f"apart is {worst.name}, by {worst.difference:.1e} of its norm where rounding explains {worst.allowed:.1e}"
+        )
+    print(_verdict(comparison))
+
+
+def _verdict(comparison: Comparison) -> str:
+    if comparison.agrees:
+        return "The layouts agree: what is between them is rounding."
+    parts = []
+    parameter, number = comparison.first_parameter(), comparison.first_number()
+    if parameter is not None:
+        parts.append(
+            f"the first parameter whose gradient differs at step 1 is {parameter.name} (by {parameter.difference:.1e}, "
+            f"rounding explains {parameter.allowed:.1e})"
+        )
+    if number is not None:
+        parts.append(f"{number.name} differs from step {number.step} on")
+    return f"The layouts DIFFER: {'; '.join(parts) or 'the weights at the end are not the same'}."

@@ -1,0 +1,124 @@
+"""A model that several ranks hold together, as decoding sees it: tokens in, the next tokens out, the same on all ranks.
+
+Every rank runs the whole decode loop on the same rows, with the same tokens; what it holds is its own: its layers,
+its heads, and the keys and values of these.
+
+    tp 2    rank 0   tokens ─ half of every layer ─┬─ logits ─ choose ─┐
+            rank 1   tokens ─ half of every layer ─┘  (whole)          └─▶ tokens       one broadcast a step
+
+    pp 2    rank 0   tokens ─ layers 0 … 3 ─┐                          ┌─▶ tokens
+            rank 1                          └─ layers 4 and 5 ─ logits ─ choose
+
+    dp 2    replica 0: prompts 0 … 3      replica 1: prompts 4 … 6      each by itself, gathered at the end
+
+One rank of a replica chooses: ranks that each drew from logits of their own could differ in a last bit, and then in
+how many rows are left, and wait for each other forever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kenotron.models import Context, LanguageModel, MicroBatch
+from kenotron.parallel import data as data_parallel
+from kenotron.parallel.mesh import AXES, Mesh
+from kenotron.parallel.stages import rank_of_stage
+
+if TYPE_CHECKING:
+    from kenotron.parallel.pipeline import Pipeline
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModelOnRanks:
+    """A model on the layout of `mesh`: this rank's `parts` of it, and with pp the `pipeline` that runs those of all.
+
+    `lockstep` False: data-parallel replicas share out the prompts. True: all ranks of the mesh decode the same ones;
+    so it must be where data parallelism shards the weights, which all ranks then gather together.
+    """
+
+    parts: Sequence[LanguageModel]
+    mesh: Mesh
+    device: torch.device
+    pipeline: Pipeline | None = None
+    lockstep: bool = False
+
+    @staticmethod
+    def alone(model: LanguageModel) -> ModelOnRanks:
+        """A whole model in this process."""
+        return ModelOnRanks([model], Mesh(dict.fromkeys(AXES, 1)), next(model.parameters()).device)
+
+    @property
+    def config(self) -> Any:
+        """The model's architecture."""
+        return self.parts[0].config
+
+    def logits(self, tokens: Tensor, ctx: Context) -> Tensor | None:
+        """Logits ``[wanted, vocab]`` of flat tokens; None on pipeline ranks without the head."""
+        if self.pipeline is None:
+            return self.parts[0](tokens, ctx)
+        return self.pipeline.forward(MicroBatch(tokens, None, ctx))
+
+    def agree(self, chosen: list[int] | None, rows: int) -> list[int]:
+        """The tokens of `rows` rows that the choosing rank has chosen, on every rank that decodes these rows.
+
+        The chooser is the last pipeline stage's rank that is first along every other axis. Axis by axis: first it
+        tells the ranks beside it, then these and it tell theirs.
+        """
+        axes = [axis for axis in (AXES if self.lockstep else ("pp", "tp")) if self.mesh.degree(axis) > 1]
+        if not axes:
+            assert chosen is not None
+            return chosen
+        tokens = torch.tensor(chosen or [0] * rows, device=self.device)
+        for axis in axes:
+            dist.broadcast(tokens, group=self.mesh.group(axis), group_src=self._head_at if axis == "pp" else 0)
+        return tokens.tolist()
+
+    @property
+    def _head_at(self) -> int:
+        """The pipeline rank that holds the last stage."""
+        assert self.pipeline is not None
+        return rank_of_stage(self.pipeline.engine, self.pipeline.pp, self.pipeline.count - 1)
+
+    def share(self, prompts: Sequence[T]) -> Sequence[T]:
+        """Those that this rank's replica decodes: consecutive ones, none where there are fewer than replicas."""
+        if self.lockstep:
+            return prompts
+        rank, degree = self.mesh.dp_rank, self.mesh.dp_degree
+        first, last = (-(-len(prompts) * place // degree) for place in (rank, rank + 1))
+        return prompts[first:last]
+
+    def gather(self, mine: list[T]) -> list[T]:
+        """What `share` dealt out, together again and in order, on every rank."""
+        for axis in ("dp_shard", "dp_replicate"):
+            group = self.mesh.group(axis)
+            if group is None or self.lockstep:
+                continue
+            every: list[Any] = [None] * group.size()
+            dist.all_gather_object(every, mine, group=group)
+            mine = [one for some in every for one in some]
+        return mine
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within, the model is in eval mode, and blocks compiled for training shapes run uncompiled."""
+        training = [part.training for part in self.parts]
+        compiled = any(module._compiled_call_impl is not None for part in self.parts for module in part.modules())
+        for part in self.parts:
+            part.eval()
+        try:
+            with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+                yield
+        finally:
+            for part, mode in zip(self.parts, training):
+                part.train(mode)
+            for root in self.parts if self.pipeline is None else self.pipeline.stages:
+                data_parallel.show_masters(root)

@@ -1,0 +1,70 @@
+"""What a rank knows of itself, and its share of the machine.
+
+Sixteen cores and four ranks: four threads each, unless OMP_NUM_THREADS says otherwise; four accelerators, one each.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from kenotron.config.errors import InputError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all, as torchrun tells by environment variables; alone without them."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def started_as_rank() -> bool:
+    """Whether torchrun, Slurm or our own launcher has started this process as one of several."""
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+
+
+def ranks_from_environment() -> Ranks:
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    values = [os.environ.get(name, default) for name, default in defaults.items()]
+    try:
+        return Ranks(*(int(value) for value in values))
+    except ValueError:
+        raise InputError(f"{', '.join(defaults)}: expected integers, found {', '.join(values)}") from None
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_each(ranks_on_machine: int) -> int:
+    """Threads of one of `ranks_on_machine` ranks, so that together they are as many as the cores."""
+    return max(1, cores() // ranks_on_machine)
+
+
+def share_threads(ranks_on_machine: int) -> None:
+    """This rank's share of the cores for torch; OMP_NUM_THREADS, from the user or the launcher, goes first."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        torch.set_num_threads(threads_each(ranks_on_machine))
+
+
+def check_devices(ranks_on_machine: int) -> None:
+    """Every rank needs an accelerator of its own where there is any.
+
+    Errors (InputError): there are fewer than ranks.
+    """
+    import torch
+
+    if os.environ.get("KENOTRON_DEVICE", "") == "cpu" or not torch.cuda.is_available():
+        return
+    devices = torch.cuda.device_count()
+    if devices < ranks_on_machine:
+        raise InputError(
+            f"parallelism: {ranks_on_machine} ranks on this machine need an accelerator each, but it has {devices}; "
+            f"KENOTRON_DEVICE=cpu trains on the CPU"
+        )

@@ -1,0 +1,162 @@
+"""Context parallelism: ranks share every sequence; only attention sees that they do.
+
+Two ranks, one sequence of eight tokens (zig-zag chunks of two, so that causal work is equal: `parallel.tiles`):
+
+    tokens      7 8 9 2 5 2 6 4          rank 0   7 8 6 4   positions 0 1 6 7
+                                         rank 1   9 2 5 2   positions 2 3 4 5
+
+Norms, projections, MLPs and the loss work token by token: nothing travels there. In attention a query needs the keys
+and values of all tokens before it. Three ways to get at them, one signature:
+
+    ring        keys and values go round while the rank computes with those at hand (`parallel.ring`)
+    allgather   keys and values are gathered, their gradients summed back (`parallel.ring`)
+    ulysses     an all-to-all turns "my tokens, all heads" into "all tokens, my heads" and back: contiguous parts,
+                the ordinary kernels, heads must divide (DeepSpeed Ulysses, arXiv 2309.14509)
+
+`shard` cuts a micro-batch. Every rank's gradients are those of its own tokens' losses: `parallel.data` sums over cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kenotron.config.errors import InputError
+from kenotron.kernels.attention import Borders, attention
+from kenotron.models import Context, MicroBatch
+from kenotron.parallel.collectives import Group
+from kenotron.parallel.ring import allgather_attention, ring_attention
+from kenotron.parallel.tiles import Pieces, contiguous, zigzag
+
+if TYPE_CHECKING:
+    from kenotron.parallel.mesh import Mesh
+
+
+def shard(micro_batch: MicroBatch, mesh: Mesh, method: str) -> MicroBatch:
+    """This rank's tokens of every sequence, with an attention that sees the whole sequences.
+
+    Labels and positions follow their tokens, ``ctx.shape`` is ``(sequences, local_length)``; ``ctx.cu_seqlens`` stay
+    the borders of the whole sequences, which that attention reads.
+    """
+    group = mesh.group("cp")
+    if group is None:
+        return micro_batch
+    ctx = micro_batch.ctx
+    sequences, length = ctx.shape
+    pieces = local_pieces(length, mesh.degree("cp"), mesh.rank("cp"), method)
+
+    def here(x: Tensor) -> Tensor:
+        return cut(x.view(sequences, length), pieces).flatten()
+
+    ctx = replace(
+        ctx,
+        shape=(sequences, length // mesh.degree("cp")),
+        positions=here(ctx.positions),
+        attention=shared_attention(group, method),
+    )
+    labels = None if micro_batch.labels is None else here(micro_batch.labels)
+    return MicroBatch(here(micro_batch.tokens), labels, ctx)
+
+
+def local_pieces(length: int, degree: int, rank: int, method: str) -> Pieces:
+    """The (begin, end) of what `rank` holds of a sequence of `length` tokens."""
+    parts = degree if method == "ulysses" else 2 * degree
+    if length % parts:
+        raise InputError(
+            f"parallelism.context_parallel_size: {method} cuts a sequence into {parts} pieces; expected a length that "
+            f"divides by that, found {length}"
+        )
+    return contiguous(length, degree, rank) if method == "ulysses" else zigzag(length, degree, rank)
+
+
+def cut(x: Tensor, pieces: Pieces, dim: int = 1) -> Tensor:
+    """The pieces of x along `dim`, one after the other."""
+    return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in pieces], dim)
+
+
+def shared_attention(group: dist.ProcessGroup, method: str) -> Callable[..., Tensor]:
+    """``ctx.attention`` for ranks of `group`. Compiled blocks are cut here: nothing that talks is traced."""
+    attend = METHODS[method]
+
+    def attention_of_the_whole(q: Tensor, k: Tensor, v: Tensor, ctx: Context, scale: float | None) -> Tensor:
+        return attend(q, k, v, group, ctx.cu_seqlens, scale)
+
+    def shared(q: Tensor, k: Tensor, v: Tensor, ctx: Context, layer: int = 0, scale: float | None = None) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(attention_of_the_whole)(q, k, v, ctx, scale)
+        return attention_of_the_whole(q, k, v, ctx, scale)
+
+    return shared
+
+
+# Ulysses ------------------------------------------------------------------------------------------
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group,
+    cu_seqlens: tuple[int, ...] | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention over sequences that the ranks of `group` share, by two all-to-alls.
+
+    q ``[sequences, heads, local_length, head_dim]``; k, v the same with kv_heads, a divisor of heads. A rank holds the
+    `tiles.contiguous` part of every sequence; heads must be a multiple of the ranks. Key-value heads that the ranks do
+    not divide are repeated until they do: each rank gets what its query heads read. Returns q's shape. Without a group
+    this is `kernels.attention`.
+    """
+    if group is None or group.size() == 1:
+        return attention(q, k, v, Borders(cu_seqlens), scale=scale)
+    ranks, heads, kv_heads = group.size(), q.shape[1], k.shape[1]
+    if heads % ranks:
+        raise InputError(
+            f"parallelism.context_parallel_size: ulysses shares out the {heads} query heads of a rank "
+            f"(num_attention_heads / tp); expected a divisor of that, found {ranks}; ring and allgather take any number"
+        )
+    copies = lcm(kv_heads, ranks) // kv_heads
+    if copies > 1:
+        k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
+    by_rank = [x.unflatten(1, (ranks, -1)).movedim(1, 0) for x in (q, k, v)]  # [ranks, sequences, some heads, ...]
+    mine = _AllToAll.apply(torch.cat(by_rank, dim=2), group)
+    whole = mine.movedim(0, 2).flatten(
+        2, 3
+    )  # the ranks' tokens side by side: [sequences, some heads, length, head_dim]
+    q, k, v = whole.split([x.shape[2] for x in by_rank], dim=1)
+    out = attention(q, k, v, Borders(cu_seqlens), scale=scale)
+    back = _AllToAll.apply(out.unflatten(2, (ranks, -1)).movedim(2, 0), group)
+    return back.movedim(0, 1).flatten(1, 2)
+
+
+class _AllToAll(torch.autograd.Function):
+    """x ``[ranks, ...]``: x[i] goes to rank i, and rank i's comes into place i. It is its own inverse and transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        return _all_to_all(upstream[0], ctx.group), None
+
+
+def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received
+
+
+METHODS: dict[str, Callable[..., Tensor]] = {
+    "ring": ring_attention,
+    "ulysses": ulysses_attention,
+    "allgather": allgather_attention,
+}

@@ -1,0 +1,311 @@
+"""Pipeline parallelism: every rank holds some consecutive layers, and micro-batches flow through the ranks.
+
+Two ranks, four micro-batches, 1f1b (F forward, B backward, · waiting):
+
+    rank 0   F0 F1 ·  B0 F2 B1 F3 B2 ·  B3       embedding, layers 0 … 3
+    rank 1   ·  F0 B0 F1 B1 F2 B2 F3 B3 ·        layers 4 and 5, norm, head, loss
+
+What travels: hidden states ``[tokens, hidden]`` in the compute dtype to the next stage, their gradient back, by send
+and receive over the pp group. Everything else of a micro-batch (tokens, labels, positions, document borders) every rank
+has already: the data order is arithmetic. The order of the work is torch's
+(`torch.distributed.pipelining.schedules`); which layers are where is `parallel.stages`.
+
+A tied head lives on another rank than the embedding, or at least in another part. The embedding owns the weight; the
+head has a copy:
+
+    after backward   copy's gradient ──▶ added to the owner's, and forgotten: clipping and the optimizer see one weight
+    after an update  owner's weight  ──▶ the copy
+
+The zero-bubble engines do a backward pass in two halves: gradients of inputs at once, because another rank waits for
+them, gradients of weights when there is nothing else to do. Autograd splits it in the graph, node by node. Where a node
+is more than one product, both halves compute all of it: a compiled block or the split linears of tp cost two backward
+passes, a recomputed block a forward pass for every weight (11 in place of 2 [measured]). There a backward pass stays
+whole, in the same order of work, and a rank waits about as long as with interleaved_1f1b.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from kenotron.config.parallelism import ZERO_BUBBLE_ENGINES
+from kenotron.models import LanguageModel, MicroBatch
+from kenotron.parallel.shards import shard_of
+from kenotron.parallel.stages import bubble, parts_here, rank_of_stage, stage_numbers
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+    from kenotron.parallel.mesh import Mesh
+
+__all__ = ["Pipeline", "Stage", "parts_here"]
+
+SCHEDULES: dict[str, Any] = {
+    "afab": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv_zero_bubble": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+logger = logging.getLogger("kenotron")
+LARGE_BUBBLE = 0.2  # of a step: worth a word
+HALVES_ANY_FUNCTION = torch.__version__ >= (2, 12)  # type: ignore[operator]  # torch's versions compare with tuples
+
+
+class Stage(nn.Module):
+    """A part of the model as a pipeline calls it: hidden states in, hidden states out, or the last part's result.
+
+    Data parallelism wraps this module. The micro-batch is set before every call (torch's schedules would hand a whole
+    batch of anything but tensors to each micro-batch).
+    """
+
+    def __init__(self, part: LanguageModel) -> None:
+        super().__init__()
+        self.part = part
+        self.micro_batch: MicroBatch | None = None
+
+    def forward(self, hidden: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """hidden ``[tokens, hidden]``, None in the first stage → the same, or (loss, z_loss) or logits of the last."""
+        micro_batch = self.micro_batch
+        assert micro_batch is not None
+        x = micro_batch.tokens if hidden is None else hidden
+        return self.part(x, micro_batch.ctx, micro_batch.labels)
+
+
+class _Scheduled(PipelineStage):
+    """What torch's schedules drive: tells the stage which micro-batch comes."""
+
+    micro_batches: Sequence[MicroBatch] = ()
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.submod.micro_batch = self.micro_batches[fwd_chunk_id]  # type: ignore[assignment]
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Torch 2.11 greets neighbours before the first step; in a V one of them is the rank itself: gloo cannot."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
+class Pipeline:
+    """Runs the parts of all ranks of the pp group as one model.
+
+    `parts` are this rank's, in the order of the model; `stages` the modules around them, for data parallelism to wrap.
+    """
+
+    def __init__(self, parts: Sequence[LanguageModel], mesh: Mesh, config: Config, device: torch.device) -> None:
+        layout = config.parallelism
+        self.engine, self.pp, self.rank = layout.pp_engine, layout.pp, mesh.rank("pp")
+        self.group, self.device = mesh.group("pp"), device
+        self.count = layout.pp * layout.stages_per_rank
+        self.numbers = stage_numbers(self.engine, self.pp, layout.stages_per_rank, self.rank)
+        self.stages = [Stage(part) for part in parts]
+        self.width = parts[0].config.hidden_size
+        self.dtype = getattr(torch, config.model.dtype)
+        self.sequence_shards = mesh.degree("tp") if layout.tp_mode == "REDUCE_SCATTER" else 1
+        self.whole_backward = _keeps_backward_whole(config) is not None
+        self._schedule: Any = None
+        self._scheduled: list[_Scheduled] = []
+        self._shape: tuple[int, int] | None = None
+        self._total = torch.zeros(2, device=device)
+        if mesh.is_first:
+            _warn(config)
+
+    # ---- training ----
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Forward and backward of all micro-batches: gradients into ``.grad``.
+
+        Returns ``[2]``: the sums of the losses and of their z parts; zeros where the last stage is not.
+        """
+        tokens = {micro_batch.tokens.numel() for micro_batch in micro_batches}
+        if len(tokens) != 1:
+            raise ValueError(f"the micro-batches of a step must be of one size, found {sorted(tokens)} tokens")
+        self._prepare(len(micro_batches), tokens.pop())
+        for scheduled in self._scheduled:
+            scheduled.micro_batches = micro_batches
+        self._total = torch.zeros(2, device=self.device)
+        # target: torch wants one for the loss function; ours has the labels already
+        self._schedule.step(target=torch.zeros(len(micro_batches)), return_outputs=False)
+        for scheduled in self._scheduled:
+            scheduled.micro_batches, scheduled.submod.micro_batch = (), None  # type: ignore[assignment]
+        return self._total
+
+    def _prepare(self, count: int, tokens: int) -> None:
+        """A schedule for `count` micro-batches of `tokens`: it owns receive buffers of that shape."""
+        if self._shape == (count, tokens):
+            return
+        hidden = torch.empty(
+            tokens // self.sequence_shards, self.width, dtype=self.dtype, device="meta", requires_grad=True
+        )
+        losses = (torch.empty((), device="meta", requires_grad=True), torch.empty((), device="meta"))
+        self._scheduled = [
+            _Scheduled(
+                stage,
+                number,
+                self.count,
+                self.device,
+                input_args=() if number == 0 else (hidden,),
+                output_args=losses if number == self.count - 1 else (hidden,),
+                group=self.group,
+                dw_builder=_nothing_left if self.whole_backward else None,
+            )
+            for number, stage in zip(self.numbers, self.stages)
+        ]
+        kind = schedule_of(self.engine, self.count, count)
+        stages = self._scheduled[0] if issubclass(kind, PipelineScheduleSingle) else self._scheduled
+        self._schedule = kind(stages, count, loss_fn=self._add_loss, scale_grads=False)
+        self._shape = count, tokens
+
+    def _add_loss(self, output: tuple[Tensor, Tensor], _: Tensor) -> Tensor:
+        """Count a micro-batch's loss; what backward starts from."""
+        loss, z_loss = output
+        self._total += torch.stack((loss.detach(), z_loss.detach()))
+        return loss
+
+    # ---- validation and generation ----
+
+    @torch.no_grad()
+    def forward(self, micro_batch: MicroBatch) -> Any:
+        """One micro-batch through all stages, on any engine, in their order: every rank of the group calls it.
+
+        Returns what the last part returns: (loss, z_loss), or logits ``[tokens, vocab]`` where ``labels`` is None;
+        None on ranks without the last part.
+        """
+        shards = self.sequence_shards if self.stages[0].part.training else 1  # tensor.py: only training has shards
+        rows = micro_batch.tokens.numel() // shards
+        x: Any = None
+        for number, stage in zip(self.numbers, self.stages):
+            before, after = self._rank(number - 1), self._rank(number + 1)
+            if before not in (None, self.rank):
+                x = torch.empty(rows, self.width, dtype=self.dtype, device=self.device)
+                dist.recv(x, group=self.group, group_src=before)
+            stage.micro_batch = micro_batch
+            x = stage() if before is None else stage(x)
+            stage.micro_batch = None
+            if after not in (None, self.rank):
+                dist.send(x.contiguous(), group=self.group, group_dst=after)
+        return x if self.numbers[-1] == self.count - 1 else None
+
+    def _rank(self, number: int) -> int | None:
+        """The rank of the pp group that holds stage `number`; None beyond the ends of the model."""
+        return rank_of_stage(self.engine, self.pp, number) if 0 <= number < self.count else None
+
+    # ---- tied weights ----
+
+    @torch.no_grad()
+    def sum_tied_gradients(self) -> None:
+        """Add the gradient of every copy of a tied weight to its owner's, and forget it at the copy."""
+        for owner, copy in self._ties():
+            to = None if owner is None else _gradient(owner)
+            arrived = self._carry(None if copy is None else _gradient(copy), self._copies_at, 0, to)
+            if to is not None and arrived is not None:
+                to += arrived.to(to.device)
+            if copy is not None:
+                copy.grad = None
+
+    @torch.no_grad()
+    def share_tied_weights(self) -> None:
+        """Give every copy of a tied weight its owner's value: after weights were filled, loaded or updated."""
+        for owner, copy in self._ties():
+            to = None if copy is None else shard_of(copy).tensor
+            arrived = self._carry(None if owner is None else shard_of(owner).tensor, 0, self._copies_at, to)
+            if to is not None and arrived is not None:
+                to.copy_(arrived)
+
+    @property
+    def _copies_at(self) -> int:
+        """The rank of the pp group with the last stage. (The first stage is always on rank 0.)"""
+        return rank_of_stage(self.engine, self.pp, self.count - 1)
+
+    def _ties(self) -> Iterator[tuple[nn.Parameter | None, nn.Parameter | None]]:
+        """(owner, copy) of every tied weight, None where it is not on this rank: the same ties on every rank."""
+        first = self.stages[0].part if self.numbers[0] == 0 else None
+        last = self.stages[-1].part if self.numbers[-1] == self.count - 1 else None
+        for copy, owner in self.stages[0].part.ties().items():
+            yield (
+                None if first is None else first.get_parameter(owner),
+                None if last is None else last.get_parameter(copy),
+            )
+
+    def _carry(self, tensor: Tensor | None, source: int, destination: int, like: Tensor | None) -> Tensor | None:
+        """`tensor` of rank `source` at rank `destination`, where it looks like `like`; elsewhere None."""
+        if self.rank == source == destination:
+            return tensor
+        if self.rank == source and tensor is not None and tensor.numel():
+            dist.send(tensor.to(self.device).contiguous(), group=self.group, group_dst=destination)
+        if self.rank == destination and like is not None and like.numel():
+            arrived = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+            dist.recv(arrived, group=self.group, group_src=source)
+            return arrived
+        return None
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's shard of the gradient; zeros where backward left none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return shard_of(parameter.grad).tensor
+
+
+def schedule_of(engine: str, stages: int, micro_batches: int) -> Any:
+    """Torch's class for `engine`. With fewer micro-batches than stages 1f1b is afab, which torch wants by its name."""
+    return SCHEDULES["afab" if engine == "1f1b" and micro_batches < stages else engine]
+
+
+def _keeps_backward_whole(config: Config) -> str | None:
+    """The key for whose sake a zero-bubble engine does not split the backward pass, if there is one."""
+    layout = config.parallelism
+    if layout.pp_engine not in ZERO_BUBBLE_ENGINES:
+        return None
+    keys = {
+        "parallelism.recompute_layer": layout.recompute_layer,
+        "model.compile": config.model.compile,
+        "parallelism.tp": layout.tp > 1,
+        # Up to 2.11 torch cannot leave autograd functions that talk, as those of cp do, for the second half.
+        "parallelism.context_parallel_size": layout.context_parallel_size > 1 and not HALVES_ANY_FUNCTION,
+    }
+    return next((key for key, given in keys.items() if given), None)
+
+
+def _nothing_left() -> Callable[[], None]:
+    """What is left for the second half of a backward pass that was done whole in the first."""
+    return lambda: None
+
+
+def _warn(config: Config) -> None:
+    """Of a pipe that is not full, and of a schedule that cannot do what it is chosen for."""
+    layout, count = config.parallelism, config.tokens.batch_accumulation_per_replica
+    key = _keeps_backward_whole(config)
+    share = bubble(layout.pp_engine, layout.pp, count, layout.stages_per_rank, split=key is None)
+    if key is not None:
+        logger.warning(
+            "%s: with it the backward pass of pp_engine %s stays whole: each rank waits about %.0f%% of a step",
+            key,
+            layout.pp_engine,
+            100 * share,
+        )
+    elif share > LARGE_BUBBLE:
+        logger.warning(
+            "tokens.batch_accumulation_per_replica: %d micro-batches do not fill %d pipeline ranks: with pp_engine %s "
+            "each waits about %.0f%% of a step",
+            count,
+            layout.pp,
+            layout.pp_engine,
+            100 * share,
+        )

@@ -1,0 +1,251 @@
+"""Ring attention (Liu et al. 2023, arXiv 2310.01889): keys and values go round, queries stay.
+
+Three ranks, each with its own third of every sequence (in zig-zag pieces, `parallel.tiles`). While a rank computes with
+the keys and values at hand, they are already on their way to the next rank:
+
+    step        0         1         2
+    rank 0      kv 0      kv 2      kv 1        each step's output is merged by its log-sum-exp (kernels.attention_tile)
+    rank 1      kv 1      kv 0      kv 2
+    rank 2      kv 2      kv 1      kv 0
+
+Backward is a second ring: k and v go round again, and behind them the sum of their gradients, one rank later, in fp32,
+until it comes home. A layer keeps only its own tokens: q, k, v, the output and one number a query.
+
+`allgather_attention` is the same work in one step (as Llama 3 was trained, arXiv 2407.21783, section 3.3.2): all keys
+and values are gathered while the rank's own are computed; their gradients are summed by a reduce-scatter.
+
+Both are plain functions of local tensors, for any module of yours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kenotron.kernels.attention import Borders, attention
+from kenotron.kernels.attention_tile import merge_, tile, tile_backward, unit_stride
+from kenotron.parallel.collectives import Group, finish, start_gather, start_reduce_scatter
+from kenotron.parallel.tiles import Tile, earlier_tiles, own_tiles, zigzag
+
+Documents = tuple[int, ...] | None  # borders, flat
+KEYS_AND_VALUES, THEIR_GRADIENTS = 1, 2  # tags of messages (gloo; NCCL keeps the order in which they were posted)
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: Group, cu_seqlens: Documents = None, scale: float | None = None
+) -> Tensor:
+    """Causal attention over sequences that the ranks of `group` share, by a ring of sends.
+
+    q ``[sequences, heads, local_length, head_dim]``; k, v the same with kv_heads, a divisor of heads. A rank holds the
+    `tiles.zigzag` pieces of every sequence. `cu_seqlens` are the document borders of the whole sequences, flat; None:
+    one document each. `scale` is ``head_dim ** -0.5`` unless given. Returns q's shape. Without a group this is
+    `kernels.attention`.
+    """
+    if group is None or group.size() == 1:
+        return attention(q, k, v, Borders(cu_seqlens), scale=scale)
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    return _Ring.apply(q, k, v, group, cu_seqlens, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def allgather_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: Group, cu_seqlens: Documents = None, scale: float | None = None
+) -> Tensor:
+    """`ring_attention`'s arguments and result, with all keys and values gathered at once."""
+    if group is None or group.size() == 1:
+        return attention(q, k, v, Borders(cu_seqlens), scale=scale)
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    return _AllGather.apply(q, k, v, group, cu_seqlens, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, cu_seqlens: Documents, scale: float
+    ) -> Tensor:
+        own, earlier = _ring_steps(q, group, cu_seqlens)
+        kv = torch.stack((k, v))
+        under_way = send_on(kv, group, KEYS_AND_VALUES)
+        out, lse = _own_forward(q, k, v, own, scale)
+        _earlier_forward(out, lse, q, kv, earlier[0], scale)
+        for step in range(1, len(earlier)):
+            kv = arrived(under_way)
+            if step + 1 < len(earlier):
+                under_way = send_on(kv, group, KEYS_AND_VALUES)
+            _earlier_forward(out, lse, q, kv, earlier[step], scale)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group, ctx.cu_seqlens, ctx.scale = group, cu_seqlens, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        own, earlier = _ring_steps(q, ctx.group, ctx.cu_seqlens)
+        kv = torch.stack((k, v))
+        under_way = send_on(kv, ctx.group, KEYS_AND_VALUES)
+        saved = (unit_stride(upstream[0]), q, out, lse)
+        dq, dkv = _own_backward(saved, k, v, own, ctx.scale)
+        _add(dkv, _earlier_backward(dq, saved, kv, earlier[0], ctx.scale))
+        behind = None
+        for step in range(1, len(earlier)):
+            kv = arrived(under_way)
+            if step + 1 < len(earlier):
+                under_way = send_on(kv, ctx.group, KEYS_AND_VALUES)
+            shares = _earlier_backward(dq, saved, kv, earlier[step], ctx.scale)
+            travelling = torch.zeros_like(dkv) if behind is None else arrived(behind)
+            _add(travelling, shares)
+            behind = send_on(travelling, ctx.group, THEIR_GRADIENTS)
+        dkv += arrived(behind)
+        dk, dv = dkv.to(k.dtype)
+        return dq.to(q.dtype), dk, dv, None, None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, cu_seqlens: Documents, scale: float
+    ) -> Tensor:
+        own, earlier = _gathered_steps(q, group, cu_seqlens)
+        under_way = start_gather(torch.stack((k, v)), group)
+        out, lse = _own_forward(q, k, v, own, scale)
+        whole = _in_order(finish(under_way), group.size())
+        _earlier_forward(out, lse, q, whole, earlier, scale)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group, ctx.cu_seqlens, ctx.scale = group, cu_seqlens, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        own, earlier = _gathered_steps(q, ctx.group, ctx.cu_seqlens)
+        under_way = start_gather(torch.stack((k, v)), ctx.group)  # again: kept, it would be the whole sequence
+        saved = (unit_stride(upstream[0]), q, out, lse)
+        dq, dkv = _own_backward(saved, k, v, own, ctx.scale)
+        whole = _in_order(finish(under_way), ctx.group.size())
+        gradients = torch.zeros_like(whole, dtype=dkv.dtype)
+        _add(gradients, _earlier_backward(dq, saved, whole, earlier, ctx.scale))
+        dkv += finish(start_reduce_scatter(_by_rank(gradients, ctx.group.size()), ctx.group))
+        dk, dv = dkv.to(k.dtype)
+        return dq.to(q.dtype), dk, dv, None, None, None
+
+
+# What travels -------------------------------------------------------------------------------------
+
+
+class UnderWay(NamedTuple):
+    """A message to the next rank and one from the previous, both on their way; the tensors must live until then."""
+
+    sent: Tensor
+    received: Tensor
+    works: Sequence[dist.Work]
+
+
+def send_on(x: Tensor, group: dist.ProcessGroup, tag: int) -> UnderWay:
+    """Start to send x to the next rank of `group` and to receive the previous rank's; computing goes on meanwhile."""
+    rank, degree = group.rank(), group.size()
+    received = torch.empty_like(x)
+    send = dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=(rank + 1) % degree)
+    receive = dist.P2POp(dist.irecv, received, group=group, tag=tag, group_peer=(rank - 1) % degree)
+    return UnderWay(x, received, dist.batch_isend_irecv([send, receive]))
+
+
+def arrived(message: UnderWay | None) -> Tensor:
+    """Wait for both directions of `message`; what was received."""
+    assert message is not None
+    for work in message.works:
+        work.wait()
+    return message.received
+
+
+def _in_order(gathered: Tensor, ranks: int) -> Tensor:
+    """``[2 * ranks, ...]``, by rank and in zig-zag → ``[2, ...]`` in the order of the sequence.
+
+    All first chunks forwards, then all second ones backwards.
+    """
+    first, second = gathered.unflatten(0, (ranks, 2)).chunk(2, dim=-2)
+    return torch.cat((*first.unbind(0), *reversed(second.unbind(0))), dim=-2)
+
+
+def _by_rank(whole: Tensor, ranks: int) -> Tensor:
+    """The inverse of `_in_order`."""
+    chunks = whole.chunk(2 * ranks, dim=-2)
+    return torch.cat([torch.cat((chunks[r], chunks[-1 - r]), dim=-2) for r in range(ranks)])
+
+
+# What is computed ---------------------------------------------------------------------------------
+
+Saved = tuple[Tensor, Tensor, Tensor, Tensor]  # the output's gradient, q, the output, its log-sum-exp
+Shares = list[tuple[Tile, Tensor, Tensor]]  # what each tile adds to the gradients of the keys and values at hand
+
+
+def _ring_steps(q: Tensor, group: dist.ProcessGroup, cu_seqlens: Documents) -> tuple[list[Tile], list[list[Tile]]]:
+    """Tiles of the pieces with themselves, and for each step those with the earlier keys that are at hand then."""
+    rank, degree = group.rank(), group.size()
+    sequences, length = q.shape[0], q.shape[2] * degree
+    pieces = zigzag(length, degree, rank)
+    sources = [zigzag(length, degree, (rank - step) % degree) for step in range(degree)]
+    earlier = [earlier_tiles(pieces, source, sequences, length, cu_seqlens) for source in sources]
+    return own_tiles(pieces, sequences, length, cu_seqlens), earlier
+
+
+def _gathered_steps(q: Tensor, group: dist.ProcessGroup, cu_seqlens: Documents) -> tuple[list[Tile], list[Tile]]:
+    """Tiles of the pieces with themselves, and with all earlier keys of the whole sequence."""
+    sequences, length = q.shape[0], q.shape[2] * group.size()
+    pieces = zigzag(length, group.size(), group.rank())
+    earlier = earlier_tiles(pieces, ((0, length),), sequences, length, cu_seqlens)
+    return own_tiles(pieces, sequences, length, cu_seqlens), earlier
+
+
+def _own_forward(q: Tensor, k: Tensor, v: Tensor, tiles: list[Tile], scale: float) -> tuple[Tensor, Tensor]:
+    """(out, lse) in fp32 of the own tiles, which cover every query once."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.empty_like(q, dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
+    for t in tiles:
+        part, part_lse = tile(q[t.rows, :, t.q], k[t.rows, :, t.k], v[t.rows, :, t.k], t.causal, scale)
+        out[t.rows, :, t.q], lse[t.rows, :, t.q] = part, part_lse
+    return out, lse
+
+
+def _earlier_forward(out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, tiles: list[Tile], scale: float) -> None:
+    k, v = kv
+    for t in tiles:
+        part, part_lse = tile(q[t.rows, :, t.q], k[t.rows, :, t.k], v[t.rows, :, t.k], t.causal, scale)
+        merge_(out[t.rows, :, t.q], lse[t.rows, :, t.q], part, part_lse)
+
+
+def _own_backward(saved: Saved, k: Tensor, v: Tensor, tiles: list[Tile], scale: float) -> tuple[Tensor, Tensor]:
+    """(dq, [dk, dv]) in fp32 of the own tiles, which cover every query and every key once."""
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    dq = torch.empty_like(saved[1], dtype=dtype)
+    dkv = k.new_empty(2, *k.shape, dtype=dtype)
+    for t in tiles:
+        dq[t.rows, :, t.q], dkv[0, t.rows, :, t.k], dkv[1, t.rows, :, t.k] = _backward(saved, k, v, t, scale)
+    return dq, dkv
+
+
+def _earlier_backward(dq: Tensor, saved: Saved, kv: Tensor, tiles: list[Tile], scale: float) -> Shares:
+    """Adds to dq; what the tiles add to the gradients of `kv` may still have to wait for the sum that travels."""
+    shares = []
+    for t in tiles:
+        tile_dq, dk, dv = _backward(saved, kv[0], kv[1], t, scale)
+        dq[t.rows, :, t.q] += tile_dq
+        shares.append((t, dk, dv))
+    return shares
+
+
+def _backward(saved: Saved, k: Tensor, v: Tensor, t: Tile, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    grad, q, out, lse = saved
+    ours = (x[t.rows, :, t.q] for x in (q, out, lse))
+    q, out, lse = ours
+    return tile_backward(grad[t.rows, :, t.q], q, k[t.rows, :, t.k], v[t.rows, :, t.k], out, lse, t.causal, scale)
+
+
+def _add(dkv: Tensor, shares: Shares) -> None:
+    for t, dk, dv in shares:
+        dkv[0, t.rows, :, t.k] += dk
+        dkv[1, t.rows, :, t.k] += dv

@@ -1,0 +1,218 @@
+"""Do two layouts of one config train the same model? Measured against what rounding alone does.
+
+    A        the config as it is                    losses, gradient norms, gradients of step 1, weights at the end
+    R1, R2   A, with the samples of every batch in another order: the same sums, added up in another order
+    B        the config on another layout
+
+In exact arithmetic all four are equal. A and R differ by rounding, so how far they drift apart is what rounding does to
+this model, on this machine, by this step. B may drift `SAFETY` times as far; a wrong collective goes a thousand
+times farther:
+
+    step   lm_loss A   lm_loss B     |A - B|   rounding explains
+       1   4.1271238   4.1271243    4.8e-07             4.1e-06      agrees
+       1   4.1271238   4.1302110    3.1e-03             4.1e-06      differs
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kenotron import checkpoint
+from kenotron.config import Config, dump
+from kenotron.models import build, named_parameters
+from kenotron.train.hooks import Hook
+from kenotron.train.run import Run, close
+from kenotron.train.saving import Start, model_tensors, saved_form
+from kenotron.train.setup import prepare, resolve_architecture
+from kenotron.train.step import train_step
+
+if TYPE_CHECKING:
+    from kenotron.data import TokenBatch
+    from kenotron.parallel.mesh import Mesh
+
+SAFETY = 10.0  # two other orders are a small sample of all, and a layout reorders sums over features too
+FLOOR = 16 * torch.finfo(torch.float32).eps  # relative; for what happened to round the same way in A and R
+ORDERS = (1, 2)  # of samples within a batch, beside 0, the order of the data
+
+
+# ---- one run -----------------------------------------------------------------------------------------------
+
+
+def record(config: Config, mesh: Mesh, device: torch.device, *, steps: int, order: int, folder: str) -> None:
+    """Train `steps` steps of `config` on this layout and leave in `folder` what is compared. Every rank calls it."""
+    from kenotron.train import console
+
+    console.start_logging(config, mesh)
+    console.logger.setLevel("WARNING")
+    config = resolve_architecture(config)
+    run = prepare(config, mesh, device, Start())
+    try:
+        numbers = []
+        run.hooks = [_KeepGradients(Path(folder))]
+        while run.step < steps:
+            batches = run.data.batch(run.step + 1, mesh.dp_rank, mesh.dp_degree)
+            result = train_step(run, reordered(batches, order))
+            run.hooks = []
+            run.step += 1
+            numbers.append([result.lm_loss, result.grad_norm])
+        _save(run, Path(folder) / "weights", model_tensors(*run.parts), {"numbers": numbers})
+    finally:
+        close(run)
+
+
+def reordered(batches: Sequence[TokenBatch], order: int) -> list[TokenBatch]:
+    """The same samples in other places: 0 as they are, 1 backwards, 2 with the odd ones first."""
+    if order == 0:
+        return list(batches)
+    rows = [np.arange(len(batch.tokens)) for batch in batches]
+    if order == 1:
+        return [batch[row[::-1]] for batch, row in reversed(list(zip(batches, rows)))]
+    return [batch[np.concatenate((row[1::2], row[::2]))] for batch, row in zip(batches, rows)]
+
+
+class _KeepGradients(Hook):
+    """Writes down the gradients of the first step, after clipping."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def before_update(self, run: Run) -> None:
+        gradients = {
+            f"state.{name}.gradient": parameter.grad
+            for name, parameter in named_parameters(*run.parts)
+            if parameter.grad is not None
+        }
+        _save(run, self.folder / "gradients", saved_form(gradients, run.parts), {})
+
+
+def _save(run: Run, root: Path, tensors: dict[str, Any], state: dict[str, Any]) -> None:
+    checkpoint.save(root, 1, model=tensors, optimizer=None, state=state, config_yaml=dump(run.config), model_config={})
+
+
+# ---- the comparison ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Number:
+    """One number of both runs, and how far rounding alone would let them drift apart."""
+
+    name: str  # lm_loss or grad_norm
+    step: int
+    a: float
+    b: float
+    allowed: float
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.a - self.b) <= self.allowed  # false for NaN
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One parameter: norm of the difference of its gradients at step 1, or of its weights at the end, over A's norm."""
+
+    name: str
+    difference: float
+    allowed: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.difference <= self.allowed
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that was compared. Parameters stand in the order of the model."""
+
+    numbers: list[Number]
+    gradients: list[Tensor]
+    weights: list[Tensor]
+
+    @property
+    def agrees(self) -> bool:
+        found: list[Number | Tensor] = [*self.numbers, *self.gradients, *self.weights]
+        return all(each.agrees for each in found)
+
+    def first_parameter(self) -> Tensor | None:
+        """The first parameter whose gradient at step 1 is not explained by rounding."""
+        return next((each for each in self.gradients if not each.agrees), None)
+
+    def first_number(self) -> Number | None:
+        return next((each for each in self.numbers if not each.agrees), None)
+
+
+def compare(a: Path, reorderings: Sequence[Path], b: Path, config: Config) -> Comparison:
+    """Compare what `record` left in the folders of A, of A in other orders, and of B."""
+    with torch.device("meta"):
+        names = [name for name, _ in named_parameters(build(resolve_architecture(config).model))]
+    return Comparison(
+        _numbers(_steps(a), [_steps(folder) for folder in reorderings], _steps(b)),
+        _tensors([f"state.{name}.gradient" for name in names], "gradients", a, reorderings, b),
+        _tensors(names, "weights", a, reorderings, b),
+    )
+
+
+def _steps(folder: Path) -> list[list[float]]:
+    return json.loads((folder / "weights" / "1" / "manifest.json").read_text())["state"]["numbers"]
+
+
+def _numbers(a: list[list[float]], others: list[list[list[float]]], b: list[list[float]]) -> list[Number]:
+    found = []
+    noise = [0.0, 0.0]  # rounding errors grow from step to step: what was possible once stays possible
+    for step, (ours, theirs) in enumerate(zip(a, b, strict=True)):
+        for which, name in enumerate(("lm_loss", "grad_norm")):
+            noise[which] = max(noise[which], *(abs(ours[which] - other[step][which]) for other in others))
+            allowed = SAFETY * noise[which] + FLOOR * abs(ours[which])
+            found.append(Number(name, step + 1, ours[which], theirs[which], allowed))
+    return found
+
+
+def _tensors(names: Sequence[str], kind: str, a: Path, reorderings: Sequence[Path], b: Path) -> list[Tensor]:
+    noise = dict.fromkeys(names, 0.0)
+    for other in reorderings:
+        for name, difference in _differences(names, a / kind, other / kind):
+            noise[name] = max(noise[name], difference)
+    usual = statistics.median(noise.values())  # a small tensor may round the same way by luck
+    return [
+        Tensor(
+            name.removeprefix("state.").removesuffix(".gradient"),
+            difference,
+            SAFETY * max(noise[name], usual) + FLOOR,
+        )
+        for name, difference in _differences(names, a / kind, b / kind)
+    ]
+
+
+def _differences(names: Sequence[str], a: Path, b: Path) -> Iterator[tuple[str, float]]:
+    for name in names:
+        ours, theirs = (checkpoint.read_tensors(at / "1", [name], verify=False)[name].double() for at in (a, b))
+        scale = ours.norm().clamp(min=torch.finfo(torch.float64).tiny)
+        yield name, float((ours - theirs).norm() / scale)
+
+
+def draw(comparison: Comparison, path: Path, labels: tuple[str, str]) -> None:
+    """A PNG: the losses of both runs, and how far apart they are beside what rounding explains."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    curves, apart = figure.subplots(1, 2)
+    for name, colour in (("lm_loss", "tab:blue"), ("grad_norm", "tab:orange")):
+        numbers = [each for each in comparison.numbers if each.name == name]
+        steps = [each.step for each in numbers]
+        curves.plot(steps, [each.a for each in numbers], color=colour, label=f"{name}, {labels[0]}")
+        curves.plot(steps, [each.b for each in numbers], "--", color=colour, label=f"{name}, {labels[1]}")
+        apart.plot(steps, [abs(each.a - each.b) for each in numbers], color=colour, label=f"{name}: difference")
+        apart.plot(steps, [each.allowed for each in numbers], ":", color=colour, label=f"{name}: rounding explains")
+    curves.set(xlabel="step", title="both layouts")
+    apart.set(xlabel="step", yscale="log", title="how far apart")
+    for axes in (curves, apart):
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)

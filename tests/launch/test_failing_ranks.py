@@ -1,0 +1,105 @@
+"""A rank that raises, dies, hangs or finds wrong input: all end within seconds, and it is told once, as the cause."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from nursery import Finished, Nursery
+from tiny_run import REPOSITORY, environment, tiny_yaml
+
+TWO = ("parallelism.dp=2", "tokens.micro_batch_size=2")
+GRACE_S = 12.0  # from the last step that was written down to the end of the command; a second or two on an idle machine
+
+
+def on_rank_1(what: str, *overrides: str) -> tuple[str, ...]:
+    hook = f"general.hooks=[{{path: user_parts.OnRank, kwargs: {{what: {what}}}}}]"
+    return (*TWO, hook, "tokens.train_steps=5", *overrides)
+
+
+def train(nursery: Nursery, folder: Path, *overrides: str) -> tuple[Finished, float]:
+    """What came of it, and the seconds from the second step to the end."""
+    finished = nursery.run("train", tiny_yaml(folder), *overrides, folder=folder)
+    return finished, time.time() - (folder / "logs" / "tiny" / "metrics.jsonl").stat().st_mtime
+
+
+def errors(finished: Finished) -> list[str]:
+    return [line for line in finished.stderr.splitlines() if line.startswith("error: ")]
+
+
+def test_a_rank_that_raises_ends_all_and_its_error_comes_first_with_its_traceback(
+    tmp_path: Path, nursery: Nursery
+) -> None:
+    finished, seconds = train(nursery, tmp_path, *on_rank_1("raise"))
+    assert (finished.code, seconds < GRACE_S) == (1, True)
+    lines = finished.stderr.splitlines()
+    assert lines[0] == "error: rank 1: RuntimeError: this hook is broken on one rank"
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[-1] == f"Its output: {tmp_path}/logs/tiny/ranks/1.log"
+    assert finished.stderr.count("Traceback") == 1
+    assert "gloo" not in finished.stderr  # what the other rank saw of it
+    assert "this hook is broken" in (tmp_path / "logs" / "tiny" / "ranks" / "1.log").read_text()
+
+
+def test_a_rank_that_is_killed_ends_all_and_is_named_with_the_signal(tmp_path: Path, nursery: Nursery) -> None:
+    finished, seconds = train(nursery, tmp_path, *on_rank_1("SIGKILL"))
+    assert (finished.code, seconds < GRACE_S) == (1, True)
+    assert finished.stderr.splitlines()[0] == "error: rank 1 was killed by SIGKILL; out of memory?"
+    assert len(errors(finished)) == 1
+    assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.slow
+def test_a_crash_in_native_code_shows_where_the_rank_was(tmp_path: Path, nursery: Nursery) -> None:
+    finished, _ = train(nursery, tmp_path, *on_rank_1("SIGSEGV"))
+    assert finished.code == 1
+    assert finished.stderr.splitlines()[0] == "error: rank 1 was killed by SIGSEGV"
+    assert re.search(r"user_parts\.py.* in after_step", finished.stderr)
+
+
+def test_a_rank_that_hangs_is_named_with_the_collective_that_it_did_not_join(tmp_path: Path, nursery: Nursery) -> None:
+    finished, seconds = train(nursery, tmp_path, *on_rank_1("sleep", "parallelism.timeout_seconds=3"))
+    assert (finished.code, 2 < seconds < 3 + GRACE_S) == (1, True)
+    first, asking, missing = finished.stderr.splitlines()
+    assert re.fullmatch(
+        r"error: rank 0 has waited more than 3 s \(parallelism\.timeout_seconds\) in all_reduce \(number \d+\) of "
+        r"all ranks: rank 1 did not join it",
+        first,
+    )
+    assert re.match(r"  rank 0: at \w+\.py:\d+ in any_rank", asking)
+    assert re.match(r"  rank 1: at user_parts\.py:\d+ in after_step; the last that it joined was ", missing)
+
+
+def test_wrong_input_that_every_rank_finds_is_told_once_and_is_exit_code_2(tmp_path: Path, nursery: Nursery) -> None:
+    hook = "general.hooks=[user_parts.WrongInput]"
+    finished = nursery.run("train", tiny_yaml(tmp_path), *TWO, hook, folder=tmp_path)
+    assert (finished.code, finished.stderr) == (
+        2,
+        "error: general.hooks: expected another one, found this one\n",
+    )
+
+
+@pytest.mark.parametrize("what", ["raise", pytest.param("SIGKILL", marks=pytest.mark.slow)])
+def test_under_torchrun_too_all_end_and_the_cause_is_told_once(what: str, tmp_path: Path) -> None:
+    tiny_yaml(tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    process = subprocess.run(
+        [*torchrun, str(REPOSITORY / "run_train.py"), "--config-file", "tiny.yaml", *on_rank_1(what)],
+        cwd=tmp_path,
+        env=environment(tmp_path) | {"PYTHONPATH": str(REPOSITORY / "tests" / "train")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    seconds = time.time() - (tmp_path / "logs" / "tiny" / "metrics.jsonl").stat().st_mtime
+    assert (process.returncode, seconds < GRACE_S) == (1, True)
+    assert "gloo" not in process.stderr  # what the other rank saw of it
+    if what == "raise":
+        assert process.stderr.count("RuntimeError: this hook is broken on one rank") == 1
+    else:  # torchrun's own page names the signal; the other rank may have said that rank 1 is gone
+        assert process.stderr.count("error: rank 1 (process") <= 1
+        assert re.search(r"Root Cause.*rank +: 1 .*SIGKILL", process.stderr, re.DOTALL)

@@ -1,0 +1,216 @@
+"""`kenotron train` with a layout of two: it starts the ranks itself, and means what torchrun and one process mean."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from nursery import Finished, Nursery
+from tiny_run import KENOTRON, REPOSITORY, environment, losses, tiny_config, tiny_dict, tiny_yaml, train_quietly
+
+from kenotron.config import InputError
+from kenotron.launch import environment as share
+from kenotron.launch import local
+
+# Two samples a rank where one process has four: the same global batch.
+TWO = ("parallelism.dp=2", "tokens.micro_batch_size=2")
+LINE = re.compile(r"^\d\d/\d\d/\d{4} \d\d:\d\d:\d\d \[(INFO|WARNING)\|DP=(\d)\|PP=0\|TP=0\]: ")
+
+
+def written_losses(folder: Path) -> list[float]:
+    (file,) = folder.glob("logs/*/metrics.jsonl")
+    return [json.loads(line)["lm_loss"] for line in file.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    config = tiny_config(tmp_path_factory.mktemp("one"))
+    train_quietly(config)
+    return losses(config)
+
+
+@pytest.fixture(scope="module")
+def two_launches(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> tuple[Path, Finished, Path, Finished]:
+    """Two runs of two ranks each, at the same time on this machine; the second is an ordinary process."""
+    first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
+    dated = ("general.run=named_%date",)
+    other = subprocess.Popen(
+        [*KENOTRON, "train", str(tiny_yaml(second)), *TWO, *dated],
+        cwd=second,
+        env=environment(second),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    finished = nursery.run("train", tiny_yaml(first), *TWO, folder=first)
+    stdout, stderr = other.communicate(timeout=200)
+    return first, finished, second, Finished(other.returncode, stdout, stderr)
+
+
+def test_two_launches_at_once_both_train_as_one_process_does(two_launches, one_process: list[float]) -> None:
+    first, one, second, other = two_launches
+    assert (one.code, one.stderr) == (0, "")
+    assert (other.code, other.stderr) == (0, "")
+    assert written_losses(first) == pytest.approx(one_process, rel=1e-5)
+    assert written_losses(second) == pytest.approx(one_process, rel=1e-5)
+    assert (first / "checkpoints" / "3" / "manifest.json").exists()
+
+
+def test_rank_0_has_the_console_and_the_other_a_log_file(two_launches) -> None:
+    first, one, *_ = two_launches
+    console = one.stdout.splitlines()
+    assert {LINE.match(line).group(2) for line in console} == {"0"}
+    assert sum("iteration: " in line for line in console) == 3
+    log = (first / "logs" / "tiny" / "ranks" / "1.log").read_text().splitlines()
+    assert {LINE.match(line).group(2) for line in log} == {"1"}
+    assert any("Local number of parameters" in line for line in log)
+
+
+def test_a_name_with_a_date_is_one_name_on_all_ranks(two_launches) -> None:
+    second = two_launches[2]
+    (folder,) = (second / "logs").iterdir()
+    assert re.fullmatch(r"named_\d{8}_\d{6}", folder.name)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "metrics.jsonl", "ranks"]
+
+
+def test_under_torchrun_the_seeds_script_does_the_same_and_rank_0_speaks(
+    tmp_path: Path, one_process: list[float]
+) -> None:
+    tiny_yaml(tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    process = subprocess.run(
+        [*torchrun, str(REPOSITORY / "run_train.py"), "--config-file", "tiny.yaml", *TWO],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert process.returncode == 0, process.stderr
+    assert {LINE.match(line).group(2) for line in process.stdout.splitlines()} == {"0"}
+    assert process.stdout.count("Saved checkpoint") == 1
+    assert written_losses(tmp_path) == pytest.approx(one_process, rel=1e-5)
+
+
+def test_sigterm_to_the_launcher_saves_on_all_ranks_and_is_a_success(tmp_path: Path, nursery: Nursery) -> None:
+    hook = "general.hooks=[user_parts.Leisurely]"
+    child = nursery.start("train", tiny_yaml(tmp_path), *TWO, hook, "tokens.train_steps=1000", folder=tmp_path)
+    metrics = tmp_path / "logs" / "tiny" / "metrics.jsonl"
+    until = time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2) and time.monotonic() < until:
+        time.sleep(0.05)
+    os.kill(child.pid, signal.SIGTERM)
+    finished = child.wait()
+    assert (finished.code, finished.stderr) == (0, "")
+    step = int((tmp_path / "checkpoints" / "latest.txt").read_text())
+    assert 2 <= step < 1000
+    assert (tmp_path / "checkpoints" / str(step) / "manifest.json").exists()
+    assert f"Run stopped (SIGTERM) at step {step} of 1000" in finished.stdout
+
+
+def test_ranks_wait_for_one_that_opens_its_data_however_long_it_takes(tmp_path: Path, nursery: Nursery) -> None:
+    content = tiny_dict(tmp_path)
+    source = {"source": "user_parts.late", "kwargs": {"rank": 1, "seconds": 5}}
+    content["data_stages"][0]["data"]["dataset"] = source
+    (tmp_path / "late.yaml").write_text(yaml.safe_dump(content))
+    finished = nursery.run("train", "late.yaml", *TWO, "parallelism.timeout_seconds=2", folder=tmp_path)
+    assert (finished.code, finished.stderr) == (0, "")
+
+
+# ---- without starting anything -----------------------------------------------------------------------------
+
+
+def test_what_is_wrong_with_the_config_is_told_once_before_any_rank_starts(tmp_path: Path, nursery: Nursery) -> None:
+    wrong = ("parallelism.dp=2", "parallelism.expert_parallel_size=2")
+    finished = nursery.run("train", tiny_yaml(tmp_path), *wrong, folder=tmp_path)
+    assert finished.code == 2
+    assert finished.stderr.startswith("error: not supported yet: parallelism.expert_parallel_size: 2")
+    assert finished.stderr.count("\n") == 1
+    assert not (tmp_path / "logs").exists()
+
+
+def test_cores_are_shared_out_and_the_users_choice_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(share, "cores", lambda: 16)
+    assert [share.threads_each(ranks) for ranks in (1, 2, 3, 16, 40)] == [16, 8, 5, 1, 1]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert local._variables(4, tmp_path)["OMP_NUM_THREADS"] == "4"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert "OMP_NUM_THREADS" not in local._variables(4, tmp_path)
+
+
+def test_fewer_accelerators_than_ranks_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.delenv("KENOTRON_DEVICE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    share.check_devices(2)
+    with pytest.raises(InputError, match="4 ranks on this machine need an accelerator each, but it has 2"):
+        share.check_devices(4)
+    monkeypatch.setenv("KENOTRON_DEVICE", "cpu")
+    share.check_devices(4)
+
+
+def test_an_earlier_launchs_log_is_kept_under_another_name(tmp_path: Path) -> None:
+    path = local._fresh_log(tmp_path / "ranks", 1)
+    path.write_text("earlier")
+    assert local._fresh_log(tmp_path / "ranks", 1) == path
+    (kept,) = (tmp_path / "ranks").iterdir()
+    assert kept.name.startswith("1-until-20")
+    assert kept.read_text() == "earlier"
+
+
+def test_a_rank_without_an_address_of_the_others_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InputError, match=r"RANK and WORLD_SIZE are set, but .*MASTER_ADDR"):
+        train_quietly(tiny_config(tmp_path, *TWO))
+
+
+@pytest.mark.parametrize(
+    ("level", "own_file", "shown"),
+    [
+        ("info", False, ["an error"]),
+        ("debug", False, ["a detail", "a line", "an error"]),
+        ("critical", False, []),
+        ("info", True, ["a line", "an error"]),
+        ("error", True, ["an error"]),
+    ],
+)
+def test_another_rank_than_the_first_speaks_freely_only_in_a_file_of_its_own(
+    level: str,
+    own_file: bool,
+    shown: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from kenotron.parallel.mesh import AXES, Mesh
+    from kenotron.train import console
+
+    class Second(Mesh):
+        def rank(self, axis: str) -> int:
+            return int(axis == "dp_shard")
+
+    monkeypatch.setattr(console.logger, "handlers", [])
+    monkeypatch.setattr(console.logger, "propagate", True)
+    if own_file:
+        monkeypatch.setenv("KENOTRON_LAUNCH", str(tmp_path))
+    before = console.logger.level
+    config = tiny_config(tmp_path, f"logging.log_level_replica={level}")
+    console.start_logging(config, Second(dict.fromkeys(AXES, 1)))
+    console.logger.debug("a detail")
+    console.logger.info("a line")
+    console.logger.error("an error")
+    console.logger.setLevel(before)
+    assert [line.split("]: ")[1] for line in capsys.readouterr().out.splitlines()] == shown

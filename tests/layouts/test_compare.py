@@ -1,0 +1,90 @@
+"""`kenotron compare`: layouts that mean the same agree, one that forgets a sum is found and named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from layout_runs import Problem
+from nursery import Nursery
+from ranks import run_ranks
+from tiny_run import tiny_yaml
+
+from kenotron.data import TokenBatch
+from kenotron.parallel.mesh import axes, build_mesh
+from kenotron.train.compare import Comparison, compare, record, reordered
+
+PROBLEM = Problem("compare", steps=4, model={"num_hidden_layers": 2})
+
+
+def record_on(rank: int, layout: str, order: int, folder: Path) -> None:
+    config = PROBLEM.config(layout, folder)
+    mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
+    record(config, mesh, torch.device("cpu"), steps=4, order=order, folder=str(folder))
+
+
+def run_all(layout: str, world_size: int, folder: Path) -> Comparison:
+    for name, size, given, order in (
+        ("a", 1, "", 0),
+        ("r1", 1, "", 1),
+        ("r2", 1, "", 2),
+        ("b", world_size, layout, 0),
+    ):
+        run_ranks(size, record_on, given, order, folder / name)
+    return compare(folder / "a", [folder / "r1", folder / "r2"], folder / "b", PROBLEM.config("", folder))
+
+
+@pytest.mark.parametrize("layout", ["dp=2 zero=2", "tp=2 mode=REDUCE_SCATTER", "pp=2 engine=1f1b"])
+def test_layouts_of_one_config_agree(layout: str, tmp_path: Path) -> None:
+    comparison = run_all(layout, 2, tmp_path)
+    assert comparison.agrees
+    assert comparison.first_parameter() is None
+    assert [(n.name, n.step) for n in comparison.numbers[:4]] == [
+        ("lm_loss", 1),
+        ("grad_norm", 1),
+        ("lm_loss", 2),
+        ("grad_norm", 2),
+    ]
+    assert len(comparison.gradients) == len(comparison.weights) == 2 * 9 + 3
+
+
+def test_what_rounding_explains_is_small(tmp_path: Path) -> None:
+    comparison = run_all("tp=2", 2, tmp_path)
+    assert max(number.allowed / abs(number.a) for number in comparison.numbers) < 1e-4
+    assert max(tensor.allowed for tensor in (*comparison.gradients, *comparison.weights)) < 1e-4
+
+
+def test_a_layout_that_forgets_a_sum_is_found_at_its_first_parameter(tmp_path: Path) -> None:
+    comparison = run_all("dp=2 parallelism.strategy=user_parts.forgets_to_sum", 2, tmp_path)
+    assert not comparison.agrees
+    first = comparison.first_parameter()
+    assert first is not None
+    assert first.name == "model.embed_tokens.weight"
+    assert first.difference > 0.1
+    number = comparison.first_number()
+    assert number is not None
+    assert (number.name, number.step) == ("grad_norm", 1)  # the first loss comes before any gradient
+
+
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_another_order_has_the_same_samples(order: int) -> None:
+    rows = np.arange(20).reshape(2, 5, 2)
+    batches = [TokenBatch(part, part + 1, part[:, 0]) for part in rows]
+    found = reordered(batches, order)
+    assert sorted(np.concatenate([batch.sample_ids for batch in found])) == sorted(rows[..., 0].reshape(-1))
+    assert all((batch.labels == batch.tokens + 1).all() for batch in found)
+    if order:
+        assert [list(batch.sample_ids) for batch in found] != [list(batch.sample_ids) for batch in batches]
+
+
+def test_the_command_tells_the_verdict_by_its_exit_code(tmp_path: Path, nursery: Nursery) -> None:
+    layout = ("parallelism.dp=2", "parallelism.strategy=user_parts.forgets_to_sum")
+    wrong = nursery.run("compare", tiny_yaml(tmp_path), *layout, "--steps", "2", folder=tmp_path)
+    assert wrong.code == 1
+    assert "The layouts DIFFER: the first parameter whose gradient differs at step 1 is model.embed_" in wrong.stdout
+    assert "The global batch stays 4: tokens.micro_batch_size=2 tokens.batch_accumulation_per_rep" in wrong.stderr
+    refused = nursery.run("compare", tmp_path / "tiny.yaml", "optimizer.weight_decay=0", folder=tmp_path)
+    assert refused.code == 2
+    assert "optimizer.weight_decay: 0.1 and 0.0 are other runs; expected overrides of the layout" in refused.stderr

@@ -1,0 +1,452 @@
+"""Ranks that share sequences compute what one process computes: attention, gradients, and the whole small Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.distributed.tensor import DTensor
+
+from kenotron.config.architecture import LlamaArchitecture
+from kenotron.config.errors import InputError
+from kenotron.kernels.attention import attention
+from kenotron.models import Context, MicroBatch, initialize_model, materialize
+from kenotron.models.llama import Llama
+from kenotron.parallel import context, ring, tensor
+from kenotron.parallel.mesh import Mesh, build_mesh
+from kenotron.parallel.shards import shard_of
+from kenotron.parallel.tiles import Tile, contiguous, earlier_tiles, own_tiles, zigzag
+
+METHODS = ("ring", "ulysses", "allgather")
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor, where_zero: float = 1.0) -> float:
+    """Norm of the difference over the norm of b; over `where_zero` where b is 0."""
+    expected = b.double().norm().item()
+    return (a.double() - b.double()).norm().item() / (expected if expected > 1e-9 else where_zero)
+
+
+# Attention alone ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attention on whole sequences; its numbers are drawn from `seed`."""
+
+    ranks: int
+    sequences: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    cu_seqlens: tuple[int, ...] | None
+    scale: float | None
+    seed: int
+    dtype: torch.dtype = torch.float64
+
+    def tensors(self) -> list[torch.Tensor]:
+        """q, k, v and the output's gradient, ``[sequences, heads, length, head_dim]``."""
+        generator = torch.Generator().manual_seed(self.seed)
+        widths = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        shapes = [(self.sequences, self.length, width, self.head_dim) for width in widths]
+        drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        strides_as_in_a_model = [x.to(self.dtype).transpose(1, 2) for x in drawn]
+        if self.seed % 3:
+            return strides_as_in_a_model
+        return [x.mT.contiguous().mT for x in strides_as_in_a_model]
+
+
+def draw(ranks: int, seed: int) -> Case:
+    """A random case: shapes, heads, and document borders, some a token long, some across every chunk border."""
+    generator = torch.Generator().manual_seed(1000 * ranks + seed)
+
+    def pick(*options: Any) -> Any:
+        return options[int(torch.randint(len(options), (), generator=generator))]
+
+    sequences, length = pick(1, 2, 3), 2 * ranks * pick(1, 2, 5, 8)
+    heads, kv_heads = pick((4, 4), (4, 2), (4, 1), (8, 2), (12, 3), (12, 6))
+    tokens = sequences * length
+    count = pick(None, 0, 3, tokens // 3, tokens - 1)
+    borders = None
+    if count is not None:
+        inner = torch.randperm(tokens - 1, generator=generator)[:count] + 1
+        borders = tuple(sorted({0, tokens, *inner.tolist(), *range(0, tokens, length)}))
+    return Case(ranks, sequences, length, heads, kv_heads, pick(4, 8, 16), borders, pick(None, 0.3), seed)
+
+
+def formula(case: Case) -> list[torch.Tensor]:
+    """out, dq, dk, dv in float64 on one process: the whole square of scores, a boolean mask, softmax, autograd."""
+    q, k, v, grad = (x.double() for x in case.tensors())
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    group = case.heads // case.kv_heads
+    scores = q @ k.repeat_interleave(group, 1).mT * (case.head_dim**-0.5 if case.scale is None else case.scale)
+    at = torch.arange(case.length)
+    seen = (at <= at.unsqueeze(1)).expand(case.sequences, -1, -1)
+    if case.cu_seqlens is not None:
+        document = torch.zeros(case.sequences * case.length, dtype=torch.int64)
+        for number, (begin, end) in enumerate(pairwise(case.cu_seqlens)):
+            document[begin:end] = number
+        document = document.view(case.sequences, case.length)
+        seen = seen & (document.unsqueeze(1) == document.unsqueeze(2))
+    out = scores.masked_fill(~seen.unsqueeze(1), float("-inf")).softmax(-1) @ v.repeat_interleave(group, 1)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def attention_rank(rank: int, method: str, case: Case) -> list[torch.Tensor]:
+    pieces = context.local_pieces(case.length, case.ranks, rank, method)
+    q, k, v, grad = (context.cut(x, pieces, 2) for x in case.tensors())
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    assert dist.group.WORLD is not None
+    out = context.METHODS[method](q, k, v, dist.group.WORLD, case.cu_seqlens, case.scale)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def joined(parts: list[torch.Tensor], method: str, length: int, dim: int = 2) -> torch.Tensor:
+    """What the ranks hold, put in the order of the sequence."""
+    found: dict[int, torch.Tensor] = {}
+    for rank, part in enumerate(parts):
+        at = 0
+        for begin, end in context.local_pieces(length, len(parts), rank, method):
+            found[begin] = part.narrow(dim, at, end - begin)
+            at += end - begin
+    return torch.cat([found[begin] for begin in sorted(found)], dim)
+
+
+def worst_error(method: str, case: Case) -> float:
+    results = run_ranks(case.ranks, attention_rank, method, case)
+    whole = [joined(list(parts), method, case.length) for parts in zip(*results)]
+    assert all(bool(x.isfinite().all()) for x in whole)
+    expected = formula(case)
+    size = expected[0].norm().item()  # where no query sees anything but itself, dq and dk are 0
+    return max(relative_error(a, b, size) for a, b in zip(whole, expected))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_shared_attention_and_its_gradients_are_one_processs_for_random_shapes_and_documents(
+    method: str, ranks: int
+) -> None:
+    for seed in range(12):
+        case = draw(ranks, seed)
+        if method == "ulysses" and case.heads % ranks:
+            case = replace(case, heads=12, kv_heads=case.kv_heads if 12 % case.kv_heads == 0 else 6)
+        assert worst_error(method, case) < 1e-12, case
+        single = replace(case, dtype=torch.float32)
+        assert worst_error(method, single) < 1e-6, single
+
+
+class UsersAttention(torch.nn.Module):
+    """A module that knows nothing of Kénotron but one function of local tensors."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.method = method
+        self.qkv, self.o = torch.nn.Linear(16, 48), torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
+        return self.o(context.METHODS[self.method](q, k, v, group).transpose(1, 2).flatten(2))
+
+
+def users_module(method: str) -> tuple[UsersAttention, torch.Tensor]:
+    torch.manual_seed(3)
+    return UsersAttention(method).double(), torch.randn(2, 24, 16, dtype=torch.float64)
+
+
+def users_module_rank(rank: int, method: str) -> list[torch.Tensor]:
+    module, x = users_module(method)
+    local = context.cut(x, context.local_pieces(24, 2, rank, method))
+    (module(local, dist.group.WORLD) ** 2).sum().backward()
+    found = [p.grad for p in module.parameters() if p.grad is not None]
+    for gradient in found:
+        dist.all_reduce(gradient)
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_is_a_plain_function_for_a_module_of_ones_own(method: str) -> None:
+    module, x = users_module(method)
+    q, k, v = (y.unflatten(-1, (2, 8)).transpose(1, 2) for y in module.qkv(x).chunk(3, dim=-1))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(module(x, None), module.o(out))
+    (module.o(out) ** 2).sum().backward()
+    for found in run_ranks(2, users_module_rank, method):
+        assert len(found) == 4
+        for gradient, parameter in zip(found, module.parameters()):
+            assert parameter.grad is not None
+            assert relative_error(gradient, parameter.grad) < 1e-12
+
+
+def bytes_sent_rank(rank: int, method: str, case: Case) -> tuple[int, int]:
+    """What this rank sends to others, forward and backward, counted where it is handed to torch.distributed."""
+    sent = 0
+
+    def counting(function: Callable[..., Any], at: int, others: float) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal sent
+            sent += round(args[at].nbytes * others)
+            return function(*args, **kwargs)
+
+        return counted
+
+    n = case.ranks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring, "send_on", counting(ring.send_on, 0, 1))
+        patch.setattr(ring, "start_gather", counting(ring.start_gather, 0, n - 1))
+        patch.setattr(ring, "start_reduce_scatter", counting(ring.start_reduce_scatter, 0, (n - 1) / n))
+        patch.setattr(dist, "all_to_all_single", counting(dist.all_to_all_single, 1, (n - 1) / n))
+        pieces = context.local_pieces(case.length, n, rank, method)
+        q, k, v, grad = (context.cut(x, pieces, 2) for x in case.tensors())
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        out = context.METHODS[method](q, k, v, dist.group.WORLD, case.cu_seqlens, case.scale)
+        forward = sent
+        torch.autograd.grad(out, inputs, grad)
+        return forward, sent - forward
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_bytes_that_travel_are_those_of_the_documented_formula(method: str, dtype: torch.dtype) -> None:
+    n, sequences, length, heads, kv_heads, head_dim = 4, 2, 64, 8, 2, 16
+    case = Case(n, sequences, length, heads, kv_heads, head_dim, None, None, 0, dtype)
+    a_head = sequences * length // n * head_dim  # numbers, of this rank's tokens
+    kv, e = 2 * kv_heads * a_head, dtype.itemsize
+    if method == "ulysses":  # q, k, v there and the output back; two key-value heads are sent as four
+        expected = ((n - 1) * (2 * heads + 2 * n) * a_head * e // n,) * 2
+    else:  # keys and values, twice; their gradients in fp32
+        expected = (n - 1) * kv * e, (n - 1) * kv * (e + 4)
+    assert run_ranks(n, bytes_sent_rank, method, case) == [expected] * n
+
+
+def pairs(tiles: list[Tile]) -> int:
+    """Scores that the tiles compute, of one head."""
+    total = 0
+    for t in tiles:
+        queries, keys, rows = (s.stop - s.start for s in (t.q, t.k, t.rows))
+        total += rows * (queries * (queries + 1) // 2 if t.causal else queries * keys)
+    return total
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 8])
+def test_zigzag_gives_every_rank_the_same_work_in_every_step_and_contiguous_parts_do_not(degree: int) -> None:
+    length = 48 * degree
+    for step in range(degree):
+        found = set()
+        for rank in range(degree):
+            ours, theirs = zigzag(length, degree, rank), zigzag(length, degree, (rank - step) % degree)
+            tiles = earlier_tiles(ours, theirs, 2, length, None)
+            assert len(tiles) <= 1  # half a block, one call
+            found.add(pairs(tiles) + (pairs(own_tiles(ours, 2, length, None)) if step == 0 else 0))
+        assert len(found) == 1
+    last = contiguous(length, degree, degree - 1)
+    most = pairs(own_tiles(last, 1, length, None)) + pairs(earlier_tiles(last, ((0, length),), 1, length, None))
+    even = length * (length + 1) / 2 / degree
+    assert most / even == pytest.approx(2 - 1 / degree, rel=0.02)
+
+
+def test_tiles_of_random_documents_cover_each_visible_pair_once() -> None:
+    for seed in range(20):
+        case = draw(3, seed)
+        length, rows = case.length, case.sequences
+        borders = case.cu_seqlens or tuple(range(0, rows * length + 1, length))
+        visible = sum((end - begin) * (end - begin + 1) // 2 for begin, end in pairwise(borders))
+        everyone = [zigzag(length, 3, rank) for rank in range(3)]
+        own = sum(pairs(own_tiles(pieces, rows, length, case.cu_seqlens)) for pieces in everyone)
+        earlier = sum(
+            pairs(earlier_tiles(ours, theirs, rows, length, case.cu_seqlens))
+            for ours in everyone
+            for theirs in everyone
+        )
+        assert own + earlier == visible
+
+
+def test_pieces_that_share_no_document_are_skipped() -> None:
+    whole_chunks = tuple(range(0, 33, 4))  # every document is a chunk
+    for rank in range(4):
+        for source in range(4):
+            assert earlier_tiles(zigzag(32, 4, rank), zigzag(32, 4, source), 1, 32, whole_chunks) == []
+
+
+def test_a_length_that_does_not_divide_and_too_few_heads_are_told_by_their_key() -> None:
+    with pytest.raises(InputError, match=r"context_parallel_size: ring cuts a sequence into 4 pieces; .* found 10"):
+        context.local_pieces(10, 2, 0, "ring")
+    for message in run_ranks(2, too_few_heads_rank):
+        assert message.startswith("parallelism.context_parallel_size: ulysses shares out the 3 query heads of a rank")
+
+
+def too_few_heads_rank(rank: int) -> str:
+    assert dist.group.WORLD is not None
+    x = torch.zeros(1, 3, 4, 8)
+    with pytest.raises(InputError) as error:
+        context.ulysses_attention(x, x, x, dist.group.WORLD)
+    return str(error.value)
+
+
+# The whole model ----------------------------------------------------------------------------------
+
+SEQUENCES, LENGTH, VOCAB = 3, 32, 50
+DOCUMENTS = (0, 5, 6, 7, 30, 32, 64, 65, 96)  # of a token, across chunk borders, a whole sequence
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the small Llama runs."""
+
+    documents: bool = False
+    recompute: bool = False
+    compile_backend: str | None = None
+    dtype: torch.dtype = torch.float32
+    kv_heads: int = 2
+    tp: int = 1
+    tp_mode: str = "ALL_REDUCE"
+
+
+def small_llama(setting: Setting) -> Llama:
+    config = LlamaArchitecture(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=setting.kv_heads,
+        num_hidden_layers=2,
+        vocab_size=VOCAB,
+        z_loss_enabled=True,
+        z_loss_coefficient=0.01,
+    )
+    with torch.device("meta"):
+        return Llama(config, setting.tp)
+
+
+def micro_batch(setting: Setting, seed: int = 0) -> MicroBatch:
+    """Random tokens; some labels carry no loss, so that the ranks' shares of the loss differ."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, labels = torch.randint(VOCAB, (2, SEQUENCES * LENGTH), generator=generator)
+    labels[torch.rand(len(labels), generator=generator) < 0.3] = -100
+    positions = torch.arange(LENGTH).repeat(SEQUENCES)
+    borders = None
+    if setting.documents:
+        borders = tuple(sorted({*DOCUMENTS, seed % LENGTH}))
+        positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(borders)])
+    scale = 1 / int((labels != -100).sum())
+    return MicroBatch(
+        tokens, labels, Context((SEQUENCES, LENGTH), positions, attention, borders, torch.arange(SEQUENCES), scale)
+    )
+
+
+def prepared(setting: Setting, mesh: Mesh | None = None) -> Llama:
+    model = small_llama(setting)
+    if mesh is not None:
+        tensor.apply(model, model.plan, mesh, mode=setting.tp_mode)
+    model.set_recompute(setting.recompute)
+    if mesh is not None and setting.compile_backend is not None:
+        for block in model.model.layers.values():
+            block.compile(backend=setting.compile_backend)
+    model.set_compute_dtype(setting.dtype)
+    materialize(model, "cpu")
+    initialize_model(model, std=0.08, scaling="NUM_LAYERS", seed=7, shard_of=shard_of)
+    return model
+
+
+def gradients(model: Llama, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss, _ = model(batch.tokens, batch.ctx, batch.labels)
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    assert all(grad is not None for grad in found.values())
+    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items() if g is not None}
+    return loss.detach(), whole
+
+
+def model_rank(rank: int, ranks: int, method: str, setting: Setting) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients, summed over cp by hand."""
+    mesh = build_mesh({"cp": ranks // setting.tp, "tp": setting.tp}, ranks, "cpu")
+    batch = context.shard(micro_batch(setting), mesh, method)
+    assert len(batch.tokens) == SEQUENCES * LENGTH // mesh.degree("cp")
+    loss, found = gradients(prepared(setting, mesh), batch)
+    for tensor_ in (loss, *found.values()):
+        dist.all_reduce(tensor_, group=mesh.group("cp"))
+    return loss, found
+
+
+def check_model(ranks: int, method: str, setting: Setting, tolerance: float = 1e-6) -> None:
+    loss, expected = gradients(prepared(replace(setting, recompute=False)), micro_batch(setting))
+    for rank_loss, found in run_ranks(ranks, model_rank, ranks, method, setting):
+        assert rank_loss.item() == pytest.approx(loss.item(), rel=tolerance)
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            assert gradient.shape == expected[name].shape
+            assert gradient.dtype == torch.float32
+            assert relative_error(gradient, expected[name]) < tolerance, name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_models_loss_and_every_gradient_are_one_processs(method: str, documents: bool, ranks: int) -> None:
+    check_model(ranks, method, Setting(documents))
+    check_model(ranks, method, Setting(documents, dtype=torch.float64), tolerance=2e-7)  # the sum over cp is in fp32
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_recomputed_blocks_talk_in_the_same_order_on_every_rank(method: str) -> None:
+    check_model(2, method, Setting(documents=True, recompute=True))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("method", METHODS)
+def test_key_value_heads_may_be_fewer_than_the_ranks(method: str, kv_heads: int) -> None:
+    check_model(4, method, Setting(documents=True, kv_heads=kv_heads))
+
+
+def total_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Of all parameters as one vector."""
+    flat = [torch.cat([some[name].flatten() for name in expected]) for some in (found, expected)]
+    return relative_error(*flat)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bf16_is_as_near_to_float64_as_one_processs_bf16(method: str) -> None:
+    bf16 = Setting(documents=True, recompute=True, dtype=torch.bfloat16)
+    exact_loss, exact = gradients(prepared(Setting(dtype=torch.float64)), micro_batch(bf16))
+    _, alone = gradients(prepared(bf16), micro_batch(bf16))
+    for loss, found in run_ranks(2, model_rank, 2, method, bf16):
+        assert loss.item() == pytest.approx(exact_loss.item(), rel=1e-3)
+        assert max(relative_error(found[name], exact[name]) for name in exact) < 3e-2
+        assert total_error(found, exact) < 1.25 * total_error(alone, exact)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_blocks_mean_the_same(method: str, recompute: bool) -> None:
+    check_model(2, method, Setting(documents=True, recompute=recompute, compile_backend="aot_eager"))
+
+
+def compiled_graphs_rank(rank: int, method: str) -> list[int]:
+    """Graphs that the compiler has made after each of four micro-batches with documents of their own."""
+    mesh = build_mesh({"cp": 2}, 2, "cpu")
+    setting = Setting(documents=True, compile_backend="aot_eager")
+    model = prepared(setting, mesh)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counts = []
+    for seed in range(10, 14):
+        gradients(model, context.shard(micro_batch(setting, seed), mesh, method))
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return counts
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_new_documents_compile_nothing_anew(method: str) -> None:
+    for counts in run_ranks(2, compiled_graphs_rank, method):
+        assert counts[0] > 0
+        assert set(counts[1:]) == {counts[0]}, counts
+
+
+@pytest.mark.parametrize("tp_mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+@pytest.mark.parametrize("method", METHODS)
+def test_tensor_and_context_parallel_together_have_one_processs_gradients(method: str, tp_mode: str) -> None:
+    check_model(4, method, Setting(documents=True, recompute=True, tp=2, tp_mode=tp_mode))

@@ -1,0 +1,207 @@
+"""Data parallelism is one process in every form; and it sends when, and holds what, its stage says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from data_parallel_run import Layout, Record, train
+from ranks import run_ranks
+from torch import Tensor
+
+from kenotron.config.errors import InputError
+from kenotron.config.parallelism import STRATEGIES, Parallelism
+from kenotron.parallel import data
+from kenotron.parallel.mesh import axes, build_mesh
+
+SEQUENCES = 12  # of a step
+STAGES = (0, 1, 2, 3)
+MESHES = {
+    "two ranks": (("dp_shard", 2),),
+    "four ranks": (("dp_shard", 4),),
+    "hybrid": (("dp_replicate", 2), ("dp_shard", 2)),
+    "with cp": (("dp_shard", 2), ("cp", 2)),
+    "with tp": (("dp_shard", 2), ("tp", 2)),
+}
+
+
+@cache
+def alone(layout: Layout) -> Record:
+    return train(0, layout, SEQUENCES)
+
+
+@cache
+def together(layout: Layout) -> Record:
+    """What the ranks agree on: every one of them has the same losses, gradients and weights."""
+    first, *others = run_ranks(layout.ranks, train, layout, SEQUENCES)
+    for other in others:
+        assert other.losses == first.losses
+        assert other.norms == pytest.approx(first.norms, rel=1e-6)
+        assert all(torch.equal(other.weights[name], first.weights[name]) for name in first.weights)
+    return first
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def same_as_alone(layout: Layout, gradient: float = 1e-6, loss: float = 1e-6, weight: float = 2e-5) -> Record:
+    found, expected = together(layout), alone(layout.alone)
+    assert found.gradients.keys() == expected.gradients.keys()
+    for name, value in found.gradients.items():
+        assert value.dtype == torch.float32
+        assert error(value, expected.gradients[name]) < gradient, f"gradient of {name}"
+    assert found.losses == pytest.approx(expected.losses, rel=loss)
+    assert found.norms == pytest.approx(expected.norms, rel=10 * loss)
+    for name, value in found.weights.items():
+        assert (value - expected.weights[name]).abs().max() < weight, f"weight {name}"
+    return found
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_stage_on_every_mesh_is_one_process(mesh: str, stage: int, micro_batches: int) -> None:
+    same_as_alone(Layout(MESHES[mesh], stage, micro_batches))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "mesh",
+    [(("dp_replicate", 2), ("dp_shard", 2), ("cp", 2)), (("dp_shard", 2), ("cp", 2), ("tp", 2))],
+    ids=["hybrid with cp", "with cp and tp"],
+)
+def test_three_axes_at_once_are_one_process(mesh: tuple[tuple[str, int], ...], stage: int) -> None:
+    """Cp folds into the sharding axis of a hybrid mesh, and beside tp."""
+    same_as_alone(Layout(mesh, stage, micro_batches=1, tied=True))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "also", [{"tied": True}, {"even": False}, {"tied": True, "even": False, "recompute": True}], ids=str
+)
+def test_tied_weights_uneven_shards_and_recomputation_change_nothing(stage: int, also: dict[str, bool]) -> None:
+    """Uneven: 50, 27, 18 and 6 rows over four ranks, so some shards are short and some empty."""
+    same_as_alone(Layout(MESHES["four ranks"], stage, micro_batches=3, **also))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_compiled_blocks_change_nothing(stage: int) -> None:
+    same_as_alone(Layout(MESHES["two ranks"], stage, micro_batches=2, compile=True), gradient=2e-6)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("mesh", ["two ranks", "hybrid"])
+def test_bf16_keeps_fp32_masters_and_fp32_sums(mesh: str, stage: int, micro_batches: int) -> None:
+    """Weights round to bf16 where one process rounds them, and products; what is added up, nowhere.
+
+    So stages differ from one another as little as in fp32, and from one process by the rounding of its larger products.
+    """
+    layout = Layout(MESHES[mesh], stage, micro_batches, bf16=True, tied=True)
+    found = same_as_alone(layout, gradient=1e-2, loss=1e-3, weight=6e-2)
+    stage_0 = together(replace(layout, zero_stage=0))
+    for name, value in found.gradients.items():
+        assert error(value, stage_0.gradients[name]) < 1e-6, name
+
+
+SUMS = {"allreduce_", "_reduce_scatter_base_"}
+
+
+@pytest.mark.parametrize("mesh", ["two ranks", "hybrid"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_travel_when_the_stage_says(stage: int, mesh: str) -> None:
+    """Stages 0 and 1 in the last of three micro-batches, 2 and 3 in each; 3 alone gathers weights again."""
+    record = together(Layout(MESHES[mesh], stage, micro_batches=3))
+    sums = [sum(name in SUMS for name in names) for names in record.collectives]
+    gathers = [sum("allgather" in name for name in names) for names in record.collectives]
+    groups = 3  # two blocks and the root
+    if stage == 0:
+        assert sums == [0, 0, 21]  # every parameter's gradient, where it lies
+        assert gathers == [0, 0, 0]
+        return
+    each = groups * (2 if mesh == "hybrid" else 1)  # scattered in the group, and summed across groups
+    assert sums == ([0, 0, each] if stage == 1 else [each] * 3)
+    # Forward gathers blocks and root; backward the blocks again.
+    assert gathers == ([groups + 2] * 3 if stage == 3 else [groups, 0, 0])
+
+
+def test_replicas_sum_at_the_end_what_no_backward_was_announced_for() -> None:
+    record = same_as_alone(Layout(MESHES["two ranks"], 0, micro_batches=3, tied=True, announced=False))
+    assert [len(names) for names in record.collectives] == [0, 0, 20]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_step_trains_on_the_weights_of_the_last(stage: int) -> None:
+    """With stale weights the loss of a step on other samples still looks right; the weights of three steps do not."""
+    layout = Layout(MESHES["two ranks"], stage, micro_batches=3)
+    found, expected = together(layout), alone(layout.alone)
+    assert found.losses[2] == pytest.approx(expected.losses[2], rel=1e-6)
+    assert all(found.weights[name].ne(found.gradients[name]).any() for name in found.weights)
+
+
+@pytest.mark.parametrize("mesh", ["four ranks", "hybrid"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_keeps_between_steps_what_its_stage_says(stage: int, mesh: str) -> None:
+    record, whole = together(Layout(MESHES[mesh], stage)), alone(Layout().alone)
+    share = 1 if stage == 0 else dict(MESHES[mesh])["dp_shard"]
+    for kind in ("weights", "gradients", "state"):  # the vocabulary's 50 rows do not divide by four: 13 of them
+        assert whole.bytes[kind] / share <= record.bytes[kind] < 1.06 * whole.bytes[kind] / share, kind
+
+
+def test_a_strategy_of_the_users_own_takes_the_place_of_ours() -> None:
+    layout = Layout(MESHES["two ranks"], 2, micro_batches=3, strategy="data_parallel_run.everything_at_once")
+    record = same_as_alone(layout)
+    assert [len(names) for names in record.collectives] == [2, 2, 2]  # gathered and scattered at once, each time
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module.f", "cannot import"),
+        ("data_parallel_run.LENGTH", "expected a function"),
+        ("torch.nope", "nope"),
+    ],
+)
+def test_a_strategy_that_is_none_is_named(path: str, message: str) -> None:
+    with pytest.raises(InputError, match=f"parallelism.strategy: .*{message}"):
+        data.load_strategy(path)
+
+
+def test_the_names_of_strategies_are_ours() -> None:
+    assert all(data.load_strategy(name) is data.apply for name in (None, *STRATEGIES))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_on_a_cpu_run_offloaded_shards_are_where_they_were(stage: int) -> None:
+    same_as_alone(Layout(MESHES["two ranks"], stage, cpu_offload=True))
+
+
+def test_offloading_what_nothing_shards_is_refused() -> None:
+    with pytest.raises(InputError, match=r"parallelism.cpu_offload: .*expected optimizer.zero_stage 1, 2, 3"):
+        data.apply(torch.nn.Linear(2, 2), [], build_mesh({}, 1, "cpu"), zero_stage=3, cpu_offload=True)
+
+
+@pytest.mark.parametrize(
+    ("dp", "cp", "tp", "ranks_on_machine", "replicate", "shard"),
+    [
+        (8, 1, 1, 4, 2, 4),  # two machines of four
+        (8, 1, 2, 8, 2, 4),  # two machines of eight: four replicas of two ranks each
+        (8, 2, 2, 8, 4, 2),
+        (4, 1, 1, 8, 1, 4),  # one machine has room to spare
+        (6, 1, 1, 4, 3, 2),  # groups of four would straddle machines, and do not divide six
+        (4, 1, 3, 8, 4, 1),  # a replica straddles machines already
+        (4, 1, 4, 2, 4, 1),
+    ],
+)
+def test_hybrid_groups_stay_on_one_machine(
+    dp: int, cp: int, tp: int, ranks_on_machine: int, replicate: int, shard: int
+) -> None:
+    layout = Parallelism(dp=dp, context_parallel_size=cp, tp=tp)
+    degrees = axes(SimpleNamespace(parallelism=layout, zero_stage="hybrid"), ranks_on_machine)  # type: ignore[arg-type]
+    assert (degrees["dp_replicate"], degrees["dp_shard"]) == (replicate, shard)
+    group = shard * cp * tp  # of consecutive ranks
+    assert shard == 1 or ranks_on_machine % group == 0

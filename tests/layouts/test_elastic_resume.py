@@ -1,0 +1,371 @@
+"""Saved under one layout, resumed under another: the same run goes on, weights, moments, schedule and data alike.
+
+    one process    step 1 2 │ 3 4 5
+    layout A       step 1 2 ╵ saves
+    layout B                ╵ loads, saves again at once, trains 3 4 5
+
+What A saved is what the one process saved, to rounding; what B saves right after loading is what A saved, bit by bit;
+and the losses of steps 3 to 5 are the one process's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layout_runs import SAMPLES, SHORT, Problem, prepared
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny_run import command, equal_bits, saved_weights
+
+from kenotron import checkpoint
+from kenotron.config import Config, refuse_unsupported
+from kenotron.config.errors import InputError
+from kenotron.parallel.mesh import axes, build_mesh
+from kenotron.train import saving
+from kenotron.train.run import Run, close
+from kenotron.train.setup import prepare
+from kenotron.train.step import train_step
+
+SAVED, LAST = 2, 5
+VOCAB = 61  # rows in every file, however many rows tp pads it to
+SCHEDULE = (
+    "optimizer.learning_rate_scheduler={learning_rate: 0.01, lr_warmup_steps: 3, lr_decay_style: cosine, "
+    "lr_decay_steps: 2, min_decay_lr: 0.001}"
+)
+PROBLEMS = {
+    "plain": Problem("plain", (SCHEDULE,), LAST),
+    "tied": Problem("tied", (SCHEDULE,), LAST, {"tie_word_embeddings": True, "num_key_value_heads": 2}),
+    "muon": Problem("muon", (SCHEDULE, "optimizer.optimizer_factory={name: muon}"), LAST),
+    "sgd": Problem(
+        "sgd", (SCHEDULE, "optimizer.optimizer_factory={name: sgd, momentum: 0.9}"), LAST, {"attention_bias": True}
+    ),
+}
+Numbers = list[tuple[float, float, float]]  # lm_loss, grad_norm, learning_rate of some steps
+
+
+def config_of(problem: str, layout: str, checkpoints: Path) -> Config:
+    config = PROBLEMS[problem].config(layout, checkpoints.parent)
+    refuse_unsupported(config)
+    return _into(config, checkpoints)
+
+
+def _into(config: Config, checkpoints: Path) -> Config:
+    return config.model_copy(
+        update={"checkpoints": config.checkpoints.model_copy(update={"checkpoints_path": str(checkpoints)})}
+    )
+
+
+def steps_until(run: Run, last: int) -> Numbers:
+    numbers = []
+    while run.step < last:
+        result = train_step(run, run.data.batch(run.step + 1, run.mesh.dp_rank, run.mesh.dp_degree))
+        run.step += 1
+        numbers.append((result.lm_loss, result.grad_norm, result.learning_rate))
+    return numbers
+
+
+@contextmanager
+def fp32_products() -> Iterator[None]:
+    """Muon's products in fp32: in bf16, where a CPU has it, a gradient's last bit moves the third digit of a step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kenotron.optim.muon.matmul_dtype", lambda device: torch.float32)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the ranks have: threads of a busy machine wait for one another longer than these matrices take."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def begin(rank: int, problem: str, layout: str, checkpoints: Path, last: int = SAVED) -> Numbers:
+    """Train from step 1, save at step 2, and go on to `last`."""
+    config = config_of(problem, layout, checkpoints)
+    mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
+    with fp32_products(), prepared(config, mesh) as run:
+        steps_until(run, SAVED)
+        saving.save(run)
+        return steps_until(run, last)
+
+
+def go_on(rank: int, problem: str, layout: str, checkpoints: Path, again: Path) -> Numbers:
+    """Resume as `train` does, save into `again` at once, and train to the end."""
+    config = config_of(problem, layout, checkpoints)
+    mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
+    config, start = saving.choose_start(config, fresh=False)
+    assert (start.continues, start.step) == (True, SAVED)
+    run = prepare(config, mesh, torch.device("cpu"), start)
+    try:
+        with fp32_products():
+            saving.restore(run, start)
+            assert run.step == SAVED
+            run.config = _into(run.config, again)
+            saving.save(run)
+            return steps_until(run, LAST)
+    finally:
+        close(run)
+
+
+def on_ranks(world_size: int, work: Any, *args: Any) -> list[Any]:
+    return [work(0, *args)] if world_size == 1 else run_ranks(world_size, work, *args)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Numbers]]:
+    """Of every problem, the folder of one process's checkpoint of step 2, and its numbers of steps 3 to 5."""
+    folders = {name: tmp_path_factory.mktemp(name) / "checkpoints" for name in PROBLEMS}
+    return {name: (folder / str(SAVED), begin(0, name, "", folder, LAST)) for name, folder in folders.items()}
+
+
+def expect_the_same_run(problem: str, a: str, b: str, folder: Path, alone: tuple[Path, Numbers]) -> None:
+    """Save under `a`, resume under `b`, and compare with one process."""
+    path, numbers = alone
+    (one, first), (other, second) = ((layout, ranks_of(layout)) for layout in (a, b))
+    on_ranks(first, begin, problem, one, folder / "a")
+    expect_the_files_of_one_process(folder / "a" / str(SAVED), path)
+    results = on_ranks(second, go_on, problem, other, folder / "a", folder / "b")
+    for part in ("model", "optimizer"):
+        saved, again = (saved_weights(folder / root / str(SAVED), part) for root in ("a", "b"))
+        assert equal_bits(saved, again), f"{part}: loading and saving under {b} changes it"
+    for found in results:
+        for (loss, norm, rate), (loss0, norm0, rate0) in zip(found, numbers, strict=True):
+            assert loss == pytest.approx(loss0, rel=1e-5)
+            assert norm == pytest.approx(norm0, rel=1e-4)
+            assert rate == rate0
+
+
+def expect_the_files_of_one_process(path: Path, alone: Path) -> None:
+    assert checkpoint.verify(path) == []
+    assert checkpoint.read_manifest(path).state == checkpoint.read_manifest(alone).state
+    for part in ("model", "optimizer"):
+        found, expected = saved_weights(path, part), saved_weights(alone, part)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].shape == tensor.shape, name
+            assert found[name].dtype == tensor.dtype, name
+            distance = (found[name].double() - tensor.double()).norm()
+            assert distance <= 1e-4 * tensor.double().norm(), name  # Adam turns rounding of tiny gradients into steps
+        assert_written_once(path / part, expected)
+    assert saved_weights(path)["model.embed_tokens.weight"].shape[0] == VOCAB
+
+
+def assert_written_once(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    chunks = [
+        chunk
+        for entry in json.loads((folder / "index.json").read_text())["tensors"].values()
+        for chunk in entry["chunks"]
+    ]
+    assert sum(math.prod(chunk["shape"]) for chunk in chunks) == sum(tensor.numel() for tensor in tensors.values())
+
+
+def ranks_of(layout: str) -> int:
+    return config_of("plain", layout, Path("nowhere")).parallelism.world_size
+
+
+PAIRS = [
+    ("plain", "", "dp=2 zero=3"),
+    ("plain", "dp=2 zero=1", ""),
+    ("tied", "tp=2", "dp=2 zero=2"),
+    ("tied", "pp=2 engine=1f1b", "tp=2 mode=REDUCE_SCATTER"),
+    ("muon", "dp=2 zero=3", "dp=2 zero=0"),
+    ("plain", "tp=4", "dp=4 shard=2 zero=hybrid"),
+    ("tied", "dp=2 zero=3 tp=2", "pp=4 engine=1f1b accum=4"),
+    ("muon", "tp=2 pp=2 engine=1f1b", "dp=2 zero=2 tp=2 mode=REDUCE_SCATTER"),
+    ("sgd", "dp=2 zero=3 cp=2", "tp=4 mode=REDUCE_SCATTER"),
+    ("tied", "dp=2 zero=3 tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b", "dp=4 shard=2 zero=1 tp=2"),
+    ("plain", "tp=8", "pp=2 engine=zbv_zero_bubble accum=4 dp=2 zero=2 cp=2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("problem", "a", "b"), PAIRS, ids=[f"{a or 'alone'} to {b or 'alone'} ({p})" for p, a, b in PAIRS]
+)
+def test_a_run_saved_under_one_layout_goes_on_under_another(
+    problem: str, a: str, b: str, alone: dict[str, tuple[Path, Numbers]], tmp_path: Path
+) -> None:
+    expect_the_same_run(problem, a, b, tmp_path, alone[problem])
+
+
+def test_the_masters_of_a_bf16_run_travel_in_fp32(tmp_path: Path) -> None:
+    run_ranks(4, begin, "tied", "dp=2 zero=3 tp=2 model.dtype=bfloat16", tmp_path / "a")
+    run_ranks(4, go_on, "tied", "pp=2 engine=1f1b cp=2 model.dtype=bfloat16", tmp_path / "a", tmp_path / "b")
+    for part in ("model", "optimizer"):
+        saved, again = (saved_weights(tmp_path / root / str(SAVED), part) for root in ("a", "b"))
+        assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+        assert equal_bits(saved, again)
+    assert any((tensor != tensor.bfloat16()).any() for tensor in saved_weights(tmp_path / "a" / str(SAVED)).values())
+
+
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "dp": (1, 2, 4, 8),
+    "shard": (None, 1, 2),
+    "zero": (0, 1, 2, 3, "hybrid"),
+    "tp": (1, 2, 4, 8),
+    "mode": ("ALL_REDUCE", "REDUCE_SCATTER"),
+    "pp": (1, 2, 4),
+    "engine": ("afab", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"),
+    "cp": (1, 2, 4),
+    "method": ("ring", "ulysses", "allgather"),
+    "accum": (1, 2, 4),
+}
+
+
+def random_layout(numbers: random.Random) -> str:
+    """A layout of at most 8 ranks that the config takes, every key drawn by itself."""
+    while True:
+        drawn = {name: numbers.choice(values) for name, values in CHOICES.items()}
+        layout = " ".join(f"{name}={value}" for name, value in drawn.items() if value is not None)
+        if math.prod(drawn[axis] for axis in ("dp", "tp", "pp", "cp")) > 8 or SAMPLES % (drawn["dp"] * drawn["accum"]):
+            continue
+        try:
+            ranks_of(layout)
+        except InputError:
+            continue
+        return layout
+
+
+def expect_the_same_run_on_a_random_pair(seed: int, alone: dict[str, tuple[Path, Numbers]], folder: Path) -> None:
+    numbers = random.Random(seed)
+    problem, a, b = numbers.choice(sorted(PROBLEMS)), random_layout(numbers), random_layout(numbers)
+    try:
+        expect_the_same_run(problem, a, b, folder, alone[problem])
+    except Exception as error:
+        raise AssertionError(f"seed {seed}: {problem}, {a} to {b}") from error
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_pair_of_layouts_will_do(seed: int, alone: dict[str, tuple[Path, Numbers]], tmp_path: Path) -> None:
+    expect_the_same_run_on_a_random_pair(seed, alone, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 60))
+def test_any_of_many_pairs_of_layouts_will_do(
+    seed: int, alone: dict[str, tuple[Path, Numbers]], tmp_path: Path
+) -> None:
+    expect_the_same_run_on_a_random_pair(seed, alone, tmp_path)
+
+
+def test_random_layouts_use_every_axis() -> None:
+    drawn = [random_layout(random.Random(seed)).split() for seed in range(60)]
+    for name in ("dp", "tp", "pp", "cp", "zero"):
+        values = {part for layout in drawn for part in layout if part.startswith(f"{name}=")}
+        assert len(values) >= 3, name
+    assert SHORT.keys() >= CHOICES.keys()
+
+
+EIGHT = "dp=2 zero=3 tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b"
+
+
+def start_from(rank: int, problem: str, layout: str, path: Path, checkpoints: Path, interleaved: bool) -> None:
+    """Save at step 0 what `init_method: {path}` gives."""
+    more = (f"model.init_method={{path: {path}}}", f"model.model_config.rope_interleaved={str(interleaved).lower()}")
+    given = PROBLEMS[problem]
+    config = replace(given, overrides=(*given.overrides, *more)).config(layout, checkpoints.parent)
+    config = _into(config, checkpoints)
+    mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
+    with prepared(config, mesh) as run:
+        assert run.step == 0
+        saving.save(run)
+
+
+@pytest.mark.parametrize("layout", ["tp=4", "dp=2 zero=3 tp=2", "tp=2 pp=2 engine=1f1b", "dp=4 shard=2 zero=hybrid"])
+def test_initial_weights_of_a_checkpoint_are_its_bits_on_every_layout(
+    layout: str, alone: dict[str, tuple[Path, Numbers]], tmp_path: Path
+) -> None:
+    path, _ = alone["tied"]
+    run_ranks(4, start_from, "tied", layout, path, tmp_path / "same", False)
+    assert equal_bits(saved_weights(tmp_path / "same" / "0"), saved_weights(path))
+
+
+def test_initial_weights_change_the_order_of_their_channels_in_blocks(
+    alone: dict[str, tuple[Path, Numbers]], tmp_path: Path
+) -> None:
+    path, _ = alone["plain"]
+    start_from(0, "plain", "", path, tmp_path / "one", True)
+    run_ranks(4, start_from, "plain", "dp=2 zero=3 tp=2", path, tmp_path / "four", True)  # blocks of 2 rows, heads of 4
+    one, four = (saved_weights(tmp_path / name / "0") for name in ("one", "four"))
+    assert equal_bits(one, four)
+    assert not equal_bits(one, saved_weights(path))
+
+
+@pytest.fixture(scope="module")
+def of_eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("eight") / "checkpoints"
+    run_ranks(8, begin, "tied", EIGHT, folder)
+    return folder / str(SAVED)
+
+
+def test_every_rank_of_eight_writes_about_as_much(of_eight_ranks: Path) -> None:
+    for part in ("model", "optimizer"):
+        sizes = [path.stat().st_size for path in (of_eight_ranks / part).glob("rank*.safetensors")]
+        assert len(sizes) == 8
+        assert max(sizes) < 1.5 * min(sizes)
+
+
+def test_the_tools_of_one_process_read_what_eight_ranks_saved(
+    of_eight_ranks: Path, alone: dict[str, tuple[Path, Numbers]], tmp_path: Path
+) -> None:
+    def tool(*words: str | Path) -> str:
+        found = command(*words, folder=tmp_path)
+        assert found.returncode == 0, found.stderr
+        return found.stdout
+
+    assert "whole" in tool("checkpoint", "verify", of_eight_ranks)
+    shown = tool("checkpoint", "show", of_eight_ranks)
+    assert f"[{VOCAB}, 32]" in shown
+    tool("convert", "to-hf", of_eight_ranks, tmp_path / "hf")
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert equal_bits({name: exported[name] for name in saved_weights(of_eight_ranks)}, saved_weights(of_eight_ranks))
+    prompt = ("--prompt-tokens", "1,2,3", "--max-new-tokens", "8", "--temperature", "0")
+    assert tool("generate", of_eight_ranks, *prompt) == tool("generate", alone["tied"][0], *prompt)
+
+
+def say_once(rank: int, layout: str, checkpoints: Path, fresh: bool) -> tuple[int | None, str, list[str]]:
+    """Where a start begins, the run's name, and the warnings that this rank gave."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("kenotron")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        config = config_of("plain", layout, checkpoints)
+        config = config.model_copy(update={"general": config.general.model_copy(update={"run": "another"})})
+        with saving.own_folder(config):
+            config, start = saving.choose_start(config, fresh)
+        return start.step if start.continues else None, config.general.run, lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def test_ranks_start_at_one_place_and_rank_0_alone_speaks_and_tidies(
+    alone: dict[str, tuple[Path, Numbers]], tmp_path: Path
+) -> None:
+    root = tmp_path / "checkpoints"
+    shutil.copytree(alone["plain"][0], root / str(SAVED))
+    shutil.copytree(root / str(SAVED), root / "4")  # renamed, so not whole
+    (root / "3.tmp-0123abcd").mkdir()
+    for fresh, step in ((False, SAVED), (True, None)):
+        found = run_ranks(2, say_once, "tp=2", root, fresh)
+        assert [(where, name) for where, name, _ in found] == [(step, "another" if fresh else "tiny")] * 2
+        assert found[0][2]
+        assert found[1][2] == []
+    assert sorted(path.name for path in root.glob("replaced-*/*")) == ["2", "4"]
+    assert not list(root.glob("*.tmp-*"))

@@ -1,0 +1,245 @@
+"""Decoding on any layout gives one process's tokens, whatever layout the checkpoint was saved on."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layout_runs import Problem, prepared, steps
+from ranks import run_ranks
+from tiny_run import text_overrides
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "interop"))
+
+from tiny_llamas import our_config, our_model, random_tokens, save_ours, small_tokenizer
+
+from kenotron import checkpoint
+from kenotron.config import dump, load
+from kenotron.generate import Completion, generate, load_for_generation
+from kenotron.parallel.mesh import AXES, Mesh, axes, build_mesh
+from kenotron.train.observing import Samples
+from kenotron.train.saving import model_tensors
+
+SHAPE = {"num_hidden_layers": 3, "vocab_size": 301}  # neither stages nor vocabulary rows come out even
+LENGTHS = (7, 1, 12, 4, 9)
+PROMPTS = [
+    [token % 300 for token in random_tokens(1, length, number)[0].tolist()] for number, length in enumerate(LENGTHS)
+]
+GREEDY: dict[str, Any] = {"max_new_tokens": 10, "batch_size": 2}
+DRAWN = GREEDY | {"temperature": 1.3, "top_k": 100, "top_p": 0.95, "seed": 5}
+LAYOUTS = [
+    {"tp": 2},
+    {"pp": 2},
+    {"dp_replicate": 2},
+    {"tp": 4},  # two key-value heads over four ranks
+    {"pp": 2, "tp": 2},
+    {"pp": 3},
+    {"dp_replicate": 2, "tp": 2},
+    {"pp": 2, "dp_replicate": 2, "tp": 2},
+]
+
+
+def named(degrees: dict[str, int]) -> str:
+    return " ".join(f"{axis}={degree}" for axis, degree in degrees.items())
+
+
+def world(degrees: dict[str, int]) -> int:
+    size = 1
+    for degree in degrees.values():
+        size *= degree
+    return size
+
+
+def saved(root: Path, **changes: Any) -> Path:
+    """A checkpoint of a model whose end-of-text token is one that its first greedy text meets."""
+    model = our_model(root, **SHAPE | changes)
+    free = generate(model, None, [PROMPTS[0]], max_new_tokens=6, stop_at_eos=False)
+    return save_ours(model, root / "checkpoints", **SHAPE | changes | {"eos_token_id": free[0].tokens[3]})
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("generate"))
+
+
+def alone(path: Path, *options: dict[str, Any]) -> list[list[Completion]]:
+    model = load_for_generation(path, None, "cpu").model
+    return [generate(model, None, PROMPTS, **each) for each in options]
+
+
+def decode(
+    rank: int, degrees: dict[str, int], path: Path, prompts: Sequence[list[int]], *options: dict[str, Any]
+) -> Any:
+    mesh = build_mesh(degrees, world(degrees), "cpu")
+    model = load_for_generation(path, None, "cpu", mesh).model
+    return [generate(model, None, prompts, **each) for each in options]
+
+
+@pytest.mark.parametrize("degrees", LAYOUTS, ids=named)
+def test_every_rank_gets_the_tokens_of_one_process_greedy_and_drawn(degrees: dict[str, int], path: Path) -> None:
+    greedy, drawn = alone(path, GREEDY, DRAWN)
+    assert len({len(completion.tokens) for completion in greedy}) > 1, "some row ends before the others"
+    for rank in run_ranks(world(degrees), decode, degrees, path, PROMPTS, GREEDY, DRAWN):
+        assert rank == [greedy, drawn]
+
+
+@pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"attention_bias": True, "rope_interleaved": True}])
+def test_a_tied_head_and_biases_are_found_on_every_layout(changes: dict[str, Any], tmp_path: Path) -> None:
+    path = saved(tmp_path, **changes)
+    expected = alone(path, GREEDY)
+    for degrees in ({"pp": 2}, {"tp": 2}):
+        assert run_ranks(2, decode, degrees, path, PROMPTS, GREEDY) == [expected] * 2, named(degrees)
+
+
+def test_rope_that_grows_with_the_text_grows_alike_on_every_rank(tmp_path: Path) -> None:
+    path = saved(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 4.0}, max_position_embeddings=16)
+    assert run_ranks(2, decode, {"pp": 2}, path, PROMPTS, GREEDY) == [alone(path, GREEDY)] * 2
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_fewer_prompts_than_replicas_are_no_reason_to_wait(count: int, path: Path) -> None:
+    [expected] = alone(path, DRAWN)
+    for rank in run_ranks(2, decode, {"dp_replicate": 2}, path, PROMPTS[:count], DRAWN):
+        assert rank == [expected[:count]]
+
+
+def held(rank: int, degrees: dict[str, int], path: Path, dtype: str) -> tuple[int, set[torch.dtype], list[int]]:
+    """Numbers of weights here, their types, and the layers of which keys are remembered."""
+    mesh = build_mesh(degrees, world(degrees), "cpu")
+    model = load_for_generation(path, dtype, "cpu", mesh).model
+    generate(model, None, PROMPTS, max_new_tokens=2)
+    local = [parameter.to_local() for part in model.parts for parameter in part.parameters()]
+    layers = [int(layer) for part in model.parts for layer in part.model.layers]
+    return sum(tensor.numel() for tensor in local), {tensor.dtype for tensor in local}, layers
+
+
+def test_a_rank_holds_its_share_of_the_weights_in_the_dtype_asked_for(path: Path) -> None:
+    whole = sum(parameter.numel() for parameter in load_for_generation(path).model.parameters())
+    ranks = run_ranks(4, held, {"pp": 2, "tp": 2}, path, "bfloat16")
+    assert all(dtypes == {torch.bfloat16} for _, dtypes, _ in ranks)
+    assert [layers for *_, layers in ranks] == [[0, 1], [0, 1], [2], [2]]
+    norms_and_padding = 7 * 32 + 2 * 32  # held twice over tp; a row of padding for embedding and head
+    assert sum(count for count, *_ in ranks) == whole + norms_and_padding
+
+
+def save_from(rank: int, degrees: dict[str, int], path: Path, root: Path) -> None:
+    """Save what ranks of a layout hold: files cut as that layout cuts them."""
+    mesh = build_mesh(degrees, world(degrees), "cpu")
+    parts = load_for_generation(path, None, "cpu", mesh).model.parts
+    config = load(our_config(root, **SHAPE))
+    checkpoint.save(
+        root, 10, model=model_tensors(*parts), optimizer=None, state={}, config_yaml=dump(config), model_config={}
+    )
+
+
+def test_what_any_layout_saved_any_other_decodes(path: Path, tmp_path: Path) -> None:
+    options = GREEDY | {"stop_at_eos": False}
+    expected = alone(path, options)
+    run_ranks(4, save_from, {"tp": 4}, path, tmp_path / "tp4")
+    run_ranks(4, save_from, {"pp": 2, "tp": 2}, path, tmp_path / "pp2-tp2")
+    assert len(list((tmp_path / "tp4" / "10" / "model").glob("*.safetensors"))) == 4
+    assert alone(tmp_path / "pp2-tp2" / "10", options) == expected
+    assert run_ranks(2, decode, {"pp": 2}, tmp_path / "tp4" / "10", PROMPTS, options) == [expected] * 2
+    assert run_ranks(2, decode, {"tp": 2}, tmp_path / "pp2-tp2" / "10", PROMPTS, options) == [expected] * 2
+
+
+def listen(rank: int, path: Path, prompts: list[str]) -> tuple[list[tuple[int, str]], list[Completion]]:
+    mesh = build_mesh({"dp_replicate": 2}, 2, "cpu")
+    model, tokenizer, _ = load_for_generation(path, None, "cpu", mesh)
+    pieces: list[tuple[int, str]] = []
+    stream = (lambda number, piece: pieces.append((number, piece))) if rank == 0 else None
+    completions = generate(model, tokenizer, prompts, max_new_tokens=12, temperature=2.0, batch_size=1, stream=stream)
+    return pieces, completions
+
+
+def test_rank_0_hears_the_pieces_of_all_replicas_in_the_order_of_the_prompts(tmp_path: Path) -> None:
+    path = save_ours(our_model(tmp_path), tmp_path / "checkpoints", small_tokenizer())
+    prompts = ["def main", "é 中", "cat"]
+    (pieces, completions), (silent, others) = run_ranks(2, listen, path, prompts)
+    assert silent == []
+    assert completions == others
+    assert [number for number, _ in pieces] == sorted(number for number, _ in pieces)
+    assert len(pieces) > 3, "the first replica's come one by one"
+    assert ["".join(piece for number, piece in pieces if number == index) for index in range(3)] == [
+        completion.text for completion in completions
+    ]
+
+
+# Samples while training ---------------------------------------------------------------------------
+
+
+class Said(logging.Handler):
+    """Keeps the messages of the run's logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "Sample" in record.getMessage():
+            self.messages.append(record.getMessage())
+
+
+def train_with_samples(problem: Problem, layout: str, folder: Path, mesh: Mesh) -> tuple[list[str], list[float]]:
+    said, logger = Said(), logging.getLogger("kenotron")
+    with prepared(problem.config(layout, folder), mesh) as run:
+        level = logger.level
+        logger.addHandler(said)
+        logger.setLevel(logging.INFO)
+        try:
+            masters = [parameter for part in run.parts for parameter in part.parameters()]
+            hook = Samples()
+            hook.on_train_start(run)
+            shown = [parameter for part in run.parts for parameter in part.parameters()]
+            assert all(one is other for one, other in zip(masters, shown, strict=True)), "copies in their place"
+            results = steps(run)
+            hook.on_train_end(run)
+        finally:
+            logger.removeHandler(said)
+            logger.setLevel(level)
+        assert all(part.training for part in run.parts)
+    return said.messages, [result.lm_loss for result in results]
+
+
+def sampling_rank(rank: int, problem: Problem, layout: str, folder: Path) -> tuple[list[str], list[float]]:
+    config = problem.config(layout, folder)
+    return train_with_samples(problem, layout, folder, build_mesh(axes(config), config.parallelism.world_size, "cpu"))
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Problem, Path, list[str], list[float]]:
+    """A run of one process that shows samples before and after two steps."""
+    folder = tmp_path_factory.mktemp("samples")
+    overrides = (*text_overrides(folder), 'logging.sample_prompts=["The sum", "of 3"]')
+    problem = Problem("samples", overrides, steps=2, model={"num_hidden_layers": 4, "num_attention_heads": 4})
+    messages, losses = train_with_samples(problem, "", folder, Mesh(dict.fromkeys(AXES, 1)))
+    return problem, folder, messages, losses
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=2",
+        "dp=2 zero=1",
+        "dp=2 zero=3",
+        "tp=2 mode=REDUCE_SCATTER",
+        "pp=2",
+        "pp=2 engine=zbv_zero_bubble accum=4",
+        "cp=2 zero=2",
+        "dp=2 tp=2 zero=3 mode=REDUCE_SCATTER",
+        "pp=2 cp=2",
+    ],
+)
+def test_samples_while_training_are_those_of_one_process_and_change_nothing(layout: str, sampled: Any) -> None:
+    problem, folder, expected, losses = sampled
+    assert len(expected) == 4
+    for messages, found in run_ranks(
+        problem.config(layout, folder).parallelism.world_size, sampling_rank, problem, layout, folder
+    ):
+        assert messages == expected
+        assert found == pytest.approx(losses, rel=1e-5)

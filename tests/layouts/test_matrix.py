@@ -1,0 +1,110 @@
+"""One meaning on every layout: the same weights, samples, losses and gradients as one process, to rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from layout_runs import SAMPLES, Problem, Seen, train_alone, train_on_layout
+from ranks import run_ranks
+
+PROBLEMS = {
+    "plain": Problem("plain"),
+    "tied": Problem("tied", model={"tie_word_embeddings": True, "num_key_value_heads": 2}),
+    "biased": Problem("biased", model={"attention_bias": True, "num_key_value_heads": 8, "rope_interleaved": True}),
+}
+
+LAYOUTS = [
+    # two ranks
+    (2, "plain", "dp=2"),
+    (2, "tied", "dp=2 zero=1"),
+    (2, "plain", "dp=2 zero=2 accum=4"),
+    (2, "tied", "dp=2 zero=3 recompute=true"),
+    (2, "plain", "tp=2"),
+    (2, "tied", "tp=2 mode=REDUCE_SCATTER"),
+    (2, "biased", "tp=2 mode=REDUCE_SCATTER async=true"),
+    (2, "plain", "tp=2 async=true recompute=true"),
+    (2, "plain", "pp=2"),
+    (2, "tied", "pp=2 engine=1f1b accum=4"),
+    (2, "tied", "pp=2 engine=1f1b accum=1"),
+    (2, "plain", "pp=2 engine=interleaved_1f1b accum=4"),
+    (2, "tied", "pp=2 engine=interleaved_zero_bubble accum=4"),
+    (2, "tied", "pp=2 engine=zbv_zero_bubble accum=4"),
+    (2, "plain", "pp=2 engine=dualpipev accum=4"),
+    (2, "plain", "cp=2"),
+    (2, "tied", "cp=2 method=ulysses"),
+    (2, "biased", "cp=2 method=allgather recompute=true"),
+    # four
+    (4, "plain", "dp=4 zero=1"),
+    (4, "tied", "dp=4 zero=3"),
+    (4, "plain", "dp=4 shard=2 zero=2"),
+    (4, "tied", "dp=4 shard=2 zero=hybrid"),
+    (4, "plain", "dp=2 tp=2"),
+    (4, "tied", "dp=2 zero=3 tp=2 mode=REDUCE_SCATTER"),
+    (4, "biased", "dp=2 zero=1 tp=2 mode=REDUCE_SCATTER async=true recompute=true"),
+    (4, "tied", "tp=4"),
+    (4, "plain", "tp=4 mode=REDUCE_SCATTER"),
+    (4, "plain", "dp=2 zero=1 pp=2 engine=1f1b"),
+    (4, "tied", "dp=2 zero=3 pp=2 engine=1f1b"),
+    (4, "tied", "dp=2 zero=2 pp=2 engine=interleaved_zero_bubble accum=4"),
+    (4, "tied", "dp=2 pp=2 engine=zbv_zero_bubble accum=4"),
+    (4, "plain", "tp=2 pp=2 engine=interleaved_1f1b accum=4"),
+    (4, "tied", "tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b"),
+    (4, "plain", "pp=4 engine=1f1b accum=4"),
+    (4, "plain", "dp=2 zero=3 cp=2"),
+    (4, "tied", "tp=2 mode=REDUCE_SCATTER cp=2 method=ulysses"),
+    (4, "plain", "pp=2 cp=2 method=ring engine=1f1b"),
+    (4, "biased", "cp=4 method=allgather"),
+    (4, "plain", "cp=4"),
+    # eight
+    (8, "plain", "dp=2 zero=1 tp=2 pp=2 engine=1f1b"),
+    (8, "tied", "dp=2 zero=3 tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b recompute=true"),
+    (8, "tied", "dp=2 tp=2 mode=REDUCE_SCATTER async=true pp=2 engine=zbv_zero_bubble accum=4"),
+    (8, "plain", "dp=2 zero=2 cp=2 tp=2 mode=REDUCE_SCATTER"),
+    (8, "tied", "dp=8 shard=4 zero=3"),
+    (8, "plain", "dp=4 shard=2 zero=1 tp=2"),
+    (8, "plain", "pp=2 cp=2 tp=2 mode=REDUCE_SCATTER engine=1f1b"),
+    (8, "tied", "pp=4 dp=2 zero=1 engine=interleaved_1f1b accum=4"),
+    (8, "plain", "dp=2 zero=3 pp=2 cp=2 method=ulysses engine=afab"),
+]
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What one process makes of every problem."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {name: train_alone(problem, folder) for name, problem in PROBLEMS.items()}
+
+
+def expect_the_same(ranks: list[Seen], reference: Path) -> None:
+    import torch
+
+    expected = torch.load(reference)
+    for seen in ranks:
+        assert seen.unequal_at_start == []
+        for (loss, z_loss, norm), (loss0, z_loss0, norm0) in zip(seen.numbers, expected["numbers"], strict=True):
+            assert loss == pytest.approx(loss0, rel=1e-5)
+            assert z_loss == pytest.approx(z_loss0, rel=1e-5)
+            assert norm == pytest.approx(norm0, rel=1e-5)
+        assert seen.weight_error < 1e-4
+    for number, samples in enumerate(expected["samples"]):
+        assert {sample for seen in ranks for sample in seen.samples[number]} == set(samples)
+        assert len(samples) == SAMPLES
+    for name in expected["gradients"]:
+        parts = [seen.gradient_errors[name] for seen in ranks if name in seen.gradient_errors]
+        assert parts, f"no rank has {name}"
+        assert sum(parts) ** 0.5 < 1e-6 * len(parts) ** 0.5, name  # replicas count once each
+
+
+@pytest.mark.parametrize(
+    ("world_size", "problem", "layout"), LAYOUTS, ids=[f"{layout} ({p})" for _, p, layout in LAYOUTS]
+)
+def test_a_layout_means_what_one_process_means(
+    world_size: int, problem: str, layout: str, references: dict[str, Path], tmp_path: Path
+) -> None:
+    seen = run_ranks(world_size, train_on_layout, PROBLEMS[problem], layout, tmp_path, references[problem])
+    expect_the_same(seen, references[problem])
+
+
+def test_there_are_at_least_forty_layouts() -> None:
+    assert len({layout for _, _, layout in LAYOUTS}) >= 40

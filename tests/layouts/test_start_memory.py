@@ -1,0 +1,158 @@
+"""A start needs no more memory than what it leaves behind: no rank ever holds what belongs to another."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layout_runs import Problem, prepared
+from ranks import run_ranks
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kenotron.config import Config
+from kenotron.models import named_parameters
+from kenotron.parallel.mesh import Mesh, axes, build_mesh
+from kenotron.parallel.shards import shard_of
+from kenotron.train import saving
+from kenotron.train.run import Run, close
+from kenotron.train.saving import Start
+from kenotron.train.setup import prepare
+
+ALLOWED = 1.1  # of what is there in the end
+
+# 22 million parameters: buffers of a few megabytes, which a start may have, are small beside them
+PROBLEM = Problem(
+    "large",
+    model={
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 4,
+        "vocab_size": 8192,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    },
+)
+LAYOUTS = ["tp=2", "dp=2 zero=3", "pp=2 engine=1f1b", "dp=2 zero=1 tp=2 mode=REDUCE_SCATTER"]
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of all tensors that are alive, by storage, and the most there were at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own operations on what this rank holds come here next
+        result = func(*args, **(kwargs or {}))
+        given = {
+            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
+        }
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given:  # no view of a mapped file
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type == "meta":  # as of the tensors with which DTensor works out shapes
+            return
+        key = storage._cdata
+        if key not in self.alive:
+            weakref.finalize(storage, self.alive.pop, key, None)
+        self.alive[key] = storage.nbytes()
+        self.most = max(self.most, sum(self.alive.values()))
+
+
+def left_behind(run: Run) -> int:
+    """Bytes of this rank's weights and optimizer state."""
+    tensors = [parameter for _, parameter in named_parameters(*run.parts)]
+    tensors += [value for state in run.optimizer.state.values() for value in state.values()]
+    storages = [shard_of(tensor.detach()).tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def layout(name: str, folder: Path, *overrides: str) -> tuple[Config, Mesh]:
+    problem = Problem(
+        PROBLEM.name, (f"checkpoints.checkpoints_path={folder}/checkpoints", *overrides), 10, PROBLEM.model
+    )
+    config = problem.config(name, folder)
+    return config, build_mesh(axes(config), config.parallelism.world_size, "cpu")
+
+
+def start_fresh(rank: int, name: str, folder: Path) -> tuple[int, int]:
+    config, mesh = layout(name, folder)
+    with Peak() as peak, prepared(config, mesh) as run:
+        return peak.most, left_behind(run)
+
+
+def save(rank: int, name: str, folder: Path) -> None:
+    config, mesh = layout(name, folder)
+    with prepared(config, mesh) as run:
+        saving.init_state(run.optimizer)
+        saving.save(run)
+
+
+def resume(rank: int, name: str, folder: Path) -> tuple[int, int]:
+    config, mesh = layout(name, folder)
+    start = Start(folder / "checkpoints" / "0", True, 0)
+    with Peak() as peak:
+        run = prepare(config, mesh, torch.device("cpu"), start)
+        try:
+            saving.restore(run, start)
+            return peak.most, left_behind(run)
+        finally:
+            close(run)
+
+
+def start_from(rank: int, name: str, folder: Path) -> tuple[int, int]:
+    config, mesh = layout(name, folder, f"model.init_method={{path: {folder}/checkpoints/0}}")
+    with Peak() as peak, prepared(config, mesh) as run:
+        return peak.most, left_behind(run)
+
+
+def world(name: str) -> int:
+    return 4 if "tp=2" in name and "dp=2" in name else 2
+
+
+def expect_no_more_than_left_behind(results: list[tuple[int, int]], whole: int) -> None:
+    assert sum(own for _, own in results) >= whole  # the counter and the shards are real
+    for most, own in results:
+        assert own <= most <= ALLOWED * own, f"{most / 2**20:.1f} MiB at the most, {own / 2**20:.1f} MiB in the end"
+
+
+PARAMETERS = 2 * 8192 * 512 + 4 * (4 * 512 * 512 + 3 * 512 * 1536 + 2 * 512) + 512
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_building_and_filling_needs_the_memory_of_the_shard(name: str, tmp_path: Path) -> None:
+    results = run_ranks(world(name), start_fresh, name, tmp_path)
+    expect_no_more_than_left_behind(results, 4 * PARAMETERS)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in chunks that are no other layout's."""
+    folder = tmp_path_factory.mktemp("large")
+    run_ranks(2, save, "dp=2 zero=2", folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_resuming_needs_the_memory_of_the_shard_and_its_moments(name: str, saved: Path) -> None:
+    results = run_ranks(world(name), resume, name, saved)
+    expect_no_more_than_left_behind(results, 12 * PARAMETERS)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_starting_from_other_weights_needs_the_memory_of_the_shard(name: str, saved: Path) -> None:
+    results = run_ranks(world(name), start_from, name, saved)
+    expect_no_more_than_left_behind(results, 4 * PARAMETERS)

@@ -1,0 +1,527 @@
+"""Tensor and sequence parallelism mean what one process means: every gradient, every way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kenotron.config.architecture import LlamaArchitecture
+from kenotron.config.errors import InputError
+from kenotron.kernels.attention import attention
+from kenotron.models import Context, Plan, flops_per_token, initialize_model, materialize
+from kenotron.models.llama import Llama
+from kenotron.models.part import Part
+from kenotron.optim.clip import clip_gradients
+from kenotron.parallel import data, tensor
+from kenotron.parallel.collectives import whole_tokens
+from kenotron.parallel.mesh import build_mesh
+from kenotron.parallel.shards import shard_of
+
+SEQUENCES, LENGTH = 4, 16
+TOKENS = SEQUENCES * LENGTH
+BORDERS = ((0, 5, 16, 27, 32), (0, 16, 18, 31, 32))  # documents of the two micro-batches
+
+
+@dataclass(frozen=True)
+class Case:
+    mode: str = "ALL_REDUCE"
+    asynchronous: bool = False
+    regather: bool = True
+    tied: bool = False
+    heads: int = 4
+    kv_heads: int = 4
+    bias: bool = False
+    z_loss: bool = False
+    documents: bool = False
+    vocab: int = 64
+    vocab_multiple: int = 4
+    recompute: bool = False
+    compiled: str | None = None  # the compiler's backend
+    zero_stage: int = 0
+    layout: tuple[tuple[str, int], ...] = (("tp", 2),)
+    dtype: torch.dtype = torch.float32
+
+    def model(self) -> Llama:
+        config = LlamaArchitecture(
+            hidden_size=32,
+            intermediate_size=48,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            num_hidden_layers=2,
+            vocab_size=self.vocab,
+            tie_word_embeddings=self.tied,
+            attention_bias=self.bias,
+            z_loss_enabled=self.z_loss,
+            z_loss_coefficient=0.01,
+        )
+        with torch.device("meta"):
+            model = Llama(config, self.vocab_multiple)
+        model.set_compute_dtype(self.dtype)
+        model.set_recompute(self.recompute)
+        return model
+
+
+MODES = [
+    {"mode": "ALL_REDUCE"},
+    {"mode": "ALL_REDUCE", "asynchronous": True},
+    {"mode": "REDUCE_SCATTER"},
+    {"mode": "REDUCE_SCATTER", "regather": False},
+    {"mode": "REDUCE_SCATTER", "asynchronous": True},
+    {"mode": "REDUCE_SCATTER", "asynchronous": True, "regather": False},
+]
+MODELS = [
+    {},
+    {"tied": True, "kv_heads": 2, "documents": True},
+    {"kv_heads": 1, "bias": True, "z_loss": True, "vocab": 51},
+    {"tied": True, "heads": 8, "kv_heads": 2, "bias": True, "z_loss": True, "documents": True, "recompute": True},
+    {"tied": True, "vocab": 50, "vocab_multiple": 256, "z_loss": True},  # some ranks hold nothing but padding
+]
+
+
+def name(options: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in options.items()) or "plain"
+
+
+def fill(model: Llama) -> Llama:
+    materialize(model, "cpu")
+    initialize_model(model, std=0.1, scaling="NUM_LAYERS", seed=7, shard_of=shard_of)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith(".bias"):  # zeros would hide a bias that is added twice
+            shard = shard_of(parameter)
+            flat = torch.linspace(-0.1, 0.1, shard.shape[0])
+            with torch.no_grad():
+                shard.tensor.copy_(flat[shard.offset[0] : shard.offset[0] + len(shard.tensor)])
+    return model
+
+
+def micro_batch(case: Case, number: int, dp_rank: int = 0, dp: int = 1) -> tuple[torch.Tensor, torch.Tensor, Context]:
+    """Micro-batch `number` of two: two sequences, or under data parallelism this rank's of them."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(case.vocab, (SEQUENCES // 2, LENGTH + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[:, 3] = -100
+    mine = slice(dp_rank * len(tokens) // dp, (dp_rank + 1) * len(tokens) // dp)
+    first, last = mine.start * LENGTH, mine.stop * LENGTH
+    borders = tuple(border - first for border in BORDERS[number] if first <= border <= last)
+    ctx = Context(
+        (len(tokens[mine]), LENGTH),
+        torch.arange(LENGTH).repeat(len(tokens[mine])),
+        attention,
+        cu_seqlens=borders if case.documents else None,
+        loss_scale=1 / TOKENS,
+    )
+    return tokens[mine, :-1].reshape(-1), labels[mine].reshape(-1), ctx
+
+
+@dataclass
+class Outcome:
+    loss: float
+    z_loss: float
+    gradients: dict[str, torch.Tensor]
+    grad_norm: float
+
+
+def gradients_of(model: Llama) -> dict[str, torch.Tensor]:
+    return {
+        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) for name, p in model.named_parameters()
+    }
+
+
+def step(case: Case, model: Llama, mesh: Any = None) -> Outcome:
+    dp_rank, dp = (0, 1) if mesh is None else (mesh.dp_rank, mesh.dp_degree)
+    total = torch.zeros(2)
+    for number in range(2):
+        data.set_last_micro_batch(model, last=number == 1)
+        tokens, labels, ctx = micro_batch(case, number, dp_rank, dp)
+        loss, z_loss = model(tokens, ctx, labels)
+        loss.backward()
+        total += torch.stack((loss.detach(), z_loss))
+    data.finish_gradients(model)
+    gradients = gradients_of(model)
+    norm = clip_gradients(model.parameters(), None, mesh)
+    return Outcome(total[0].item(), total[1].item(), gradients, norm.item())
+
+
+def one_process(case: Case) -> Outcome:
+    return step(case, fill(replace(case, recompute=False).model()))
+
+
+def split_model(case: Case) -> tuple[Llama, Any]:
+    degrees = dict(case.layout)
+    mesh = build_mesh(degrees, torch.distributed.get_world_size(), "cpu")
+    model = case.model()
+    tensor.apply(
+        model,
+        model.plan,
+        mesh,
+        mode=case.mode,
+        asynchronous=case.asynchronous,
+        recompute_allgather=case.regather,
+    )
+    if case.compiled:
+        torch._dynamo.reset()
+        for block in model.model.layers.values():
+            block.compile(backend=case.compiled, fullgraph=True)
+    blocks = list(model.model.layers.values())
+    data.apply(model, blocks, mesh, zero_stage=case.zero_stage, compute_dtype=case.dtype)
+    return fill(model), mesh
+
+
+def split_rank(rank: int, case: Case) -> Outcome:
+    model, mesh = split_model(case)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return step(case, model, mesh)
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def check(case: Case, gradient_limit: float = 1e-6, loss_limit: float = 1e-6) -> None:
+    expected = one_process(case)
+    outcomes = run_ranks(2 if case.layout == (("tp", 2),) else 4, split_rank, case)
+    dp = dict(case.layout).get("dp_shard", 1)
+    tp = dict(case.layout)["tp"]
+    loss, z_loss = (sum(getattr(o, key) for o in outcomes) / tp for key in ("loss", "z_loss"))
+    assert loss == pytest.approx(expected.loss, rel=loss_limit)
+    assert z_loss == pytest.approx(expected.z_loss, rel=loss_limit)
+    for outcome in outcomes:
+        if dp == 1:
+            assert outcome.loss == pytest.approx(expected.loss, rel=loss_limit)
+        assert outcome.grad_norm == pytest.approx(expected.grad_norm, rel=10 * loss_limit)
+        assert outcome.gradients.keys() == expected.gradients.keys()
+        for parameter, gradient in outcome.gradients.items():
+            assert gradient.dtype == torch.float32
+            # softmax ignores what all keys share: this gradient is the small remainder of terms that cancel
+            limit = 10 * gradient_limit if parameter.endswith("k_proj.bias") else gradient_limit
+            assert relative_error(gradient, expected.gradients[parameter]) < limit, parameter
+
+
+@pytest.mark.parametrize("options", MODELS, ids=name)
+@pytest.mark.parametrize("how", MODES, ids=name)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_gradients_of_every_parameter_are_those_of_one_process(
+    tp: int, how: dict[str, Any], options: dict[str, Any]
+) -> None:
+    check(Case(**how, **options, layout=(("tp", tp),)))
+
+
+@pytest.mark.parametrize("how", MODES, ids=name)
+def test_blocks_compile_without_a_graph_break(how: dict[str, Any]) -> None:
+    recompute = how.get("asynchronous", False)
+    check(Case(**how, kv_heads=1, bias=True, z_loss=True, recompute=recompute, compiled="aot_eager"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+def test_blocks_that_the_compiler_has_fused_have_one_process_gradients(mode: str) -> None:
+    check(Case(mode=mode, asynchronous=True, compiled="inductor"))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+@pytest.mark.parametrize("options", [MODELS[2], MODELS[3]], ids=name)
+def test_sharded_over_data_parallel_ranks_too_it_is_still_one_process(
+    mode: str, zero_stage: int, options: dict[str, Any]
+) -> None:
+    layout = (("dp_shard", 2), ("tp", 2))
+    check(Case(mode=mode, asynchronous=True, zero_stage=zero_stage, layout=layout, **options))
+
+
+@pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+def test_compiled_blocks_sharded_over_data_parallel_ranks(mode: str) -> None:
+    layout = (("dp_shard", 2), ("tp", 2))
+    check(Case(mode=mode, asynchronous=True, zero_stage=3, layout=layout, compiled="aot_eager", recompute=True))
+
+
+@pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+def test_in_bf16_it_is_one_process_up_to_bf16(mode: str) -> None:
+    check(Case(mode=mode, asynchronous=True, dtype=torch.bfloat16), gradient_limit=2e-2, loss_limit=1e-3)
+
+
+# What travels --------------------------------------------------------------------------------------
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what is called meanwhile, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.namespace in ("_c10d_functional", "c10d") and "wait" not in str(func):
+            self.seen[func._schema.name.split("::")[1].rstrip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counting_rank(rank: int, case: Case) -> tuple[dict[str, int], dict[str, int]]:
+    """Collectives of two blocks, forward and backward."""
+    model, mesh = split_model(case)
+    _, _, ctx = micro_batch(case, 0)
+    tokens = ctx.positions.numel() // (mesh.degree("tp") if case.mode == "REDUCE_SCATTER" else 1)
+    x = torch.randn(tokens, 32, requires_grad=True)
+    rope = model.model.rope(ctx.positions.view(ctx.shape))
+    with Collectives() as forward:
+        y = x
+        for block in model.model.layers.values():
+            y = block(y, rope, ctx)
+    with Collectives() as backward:
+        y.sum().backward()
+    return dict(forward.seen), dict(backward.seen)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_layer_sums_twice_forward_and_twice_backward(asynchronous: bool) -> None:
+    for forward, backward in run_ranks(2, counting_rank, Case(asynchronous=asynchronous, bias=True)):
+        assert forward == backward == {"all_reduce": 4}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("regather", [False, True])
+def test_a_layer_on_token_shards_gathers_and_scatters_twice(asynchronous: bool, regather: bool) -> None:
+    case = Case(mode="REDUCE_SCATTER", asynchronous=asynchronous, regather=regather)
+    for forward, backward in run_ranks(2, counting_rank, case):
+        # on CPU a reduce-scatter is an exchange of summands, which each rank adds up
+        assert forward == {"all_gather_into_tensor": 4, "all_to_all_single": 4}
+        assert backward == {"all_gather_into_tensor": 8 if regather else 4, "all_to_all_single": 4}
+
+
+def saved_rank(rank: int, case: Case) -> int:
+    """Numbers that a block keeps for backward, weights aside."""
+    model, mesh = split_model(case)
+    _, _, ctx = micro_batch(case, 0)
+    rope = model.model.rope(ctx.positions.view(ctx.shape))
+    x = torch.randn(ctx.positions.numel() // mesh.degree("tp"), 32, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes() // 4
+        return t
+
+    block = model.model.layers["0"]
+    weights = {p.to_local().untyped_storage().data_ptr() for p in block.parameters()}  # type: ignore[attr-defined]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        block(x, rope, ctx)
+    return sum(size for address, size in kept.items() if address not in weights)
+
+
+def test_gathering_again_keeps_two_whole_inputs_less_a_layer() -> None:
+    whole, shard = (run_ranks(2, saved_rank, Case(mode="REDUCE_SCATTER", regather=again))[0] for again in (False, True))
+    tokens = TOKENS // 2
+    # the two norms' outputs: whole before, now the rank's tokens, which were not kept before
+    assert whole - shard == 2 * 32 * tokens - 2 * 32 * tokens // 2
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any tensor made meanwhile has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(out) if torch.is_tensor(t) and not isinstance(t, DTensor)]
+        self.numel = max([self.numel, *(t.numel() for t in made)])
+        return out
+
+
+def largest_rank(rank: int, case: Case) -> int:
+    model, _ = split_model(case)
+    tokens, labels, ctx = micro_batch(case, 0)
+    with Largest() as largest:
+        model(tokens, ctx, labels)[0].backward()
+    return largest.numel
+
+
+@pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+def test_in_training_no_rank_holds_whole_logits(mode: str) -> None:
+    case = Case(mode=mode, vocab=4096)
+    assert max(run_ranks(2, largest_rank, case)) == TOKENS // 2 * 4096 // 2
+
+
+# Logits, parts, other people's modules ------------------------------------------------------------
+
+
+def logits_rank(rank: int, case: Case) -> tuple[torch.Tensor, torch.Tensor, float]:
+    model, _ = split_model(case)
+    tokens, labels, ctx = micro_batch(case, 0)
+    trained = model(tokens, ctx)
+    model.eval()
+    with torch.no_grad():
+        alone = Context((1, 7), ctx.positions[:7], attention)
+        return trained.detach(), model(tokens[:7], alone), model(tokens, ctx, labels)[0].item()
+
+
+@pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_labels_every_rank_has_all_logits_of_any_number_of_tokens(mode: str, dtype: torch.dtype) -> None:
+    case = Case(mode=mode, vocab=51, tied=True, dtype=dtype)
+    model = fill(case.model())
+    tokens, labels, ctx = micro_batch(case, 0)
+    expected, loss = model(tokens, ctx).detach(), model(tokens, ctx, labels)[0].item()
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    for trained, seven, evaluated in run_ranks(2, logits_rank, case):
+        assert trained.shape == (TOKENS // 2, 51)
+        assert trained.dtype == dtype
+        assert relative_error(trained, expected) < limit
+        assert relative_error(seven, expected[:7]) < limit
+        assert evaluated == pytest.approx(loss, rel=limit)
+
+
+def parts_rank(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
+    """Embedding and layer 0, then layer 1 and the head, each split by itself."""
+    mesh = build_mesh({"tp": 2}, 2, "cpu")
+    whole = case.model().config
+    parts = []
+    for part in (Part((0,), last=False), Part((1,), first=False)):
+        with torch.device("meta"):
+            model = Llama(whole, case.vocab_multiple, part)
+        tensor.apply(model, model.plan, mesh, mode=case.mode)
+        parts.append(fill(model))
+    total = torch.zeros(())
+    for number in range(2):
+        tokens, labels, ctx = micro_batch(case, number)
+        hidden = parts[0](tokens, ctx)
+        assert hidden.shape[0] == len(tokens) // (2 if case.mode == "REDUCE_SCATTER" else 1)
+        loss, _ = parts[1](hidden, ctx, labels)
+        loss.backward()
+        total += loss.detach()
+    return total.item(), {name: gradient for part in parts for name, gradient in gradients_of(part).items()}
+
+
+@pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+def test_parts_of_a_model_are_split_one_by_one(mode: str) -> None:
+    case = Case(mode=mode, kv_heads=2)
+    expected = one_process(case)
+    for loss, gradients in run_ranks(2, parts_rank, case):
+        assert loss == pytest.approx(expected.loss, rel=1e-6)
+        assert gradients.keys() == expected.gradients.keys()
+        for parameter, gradient in gradients.items():
+            assert relative_error(gradient, expected.gradients[parameter]) < 1e-6, parameter
+
+
+class Classifier(nn.Module):
+    """A module of nobody's family, with torch's own layers and weights that it has already."""
+
+    plan = Plan(blocks="layers.*", column=("up",), row=("down",), vocab=("embed",), sequence=("norm",))
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(20, 8)
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+        self.temperature = nn.Bilinear(8, 8, 1)  # named by no pattern: whole weights on whole activations
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, tokens: torch.Tensor, gather: Any = lambda x: x) -> torch.Tensor:
+        x = self.embed(tokens)
+        y = gather(x + self.down(self.up(self.norm(x)).tanh()))
+        return self.temperature(y, y).square().sum()
+
+
+def classifier_rank(rank: int, mode: str) -> tuple[float, dict[str, torch.Tensor]]:
+    mesh = build_mesh({"tp": 2}, 2, "cpu")
+    model = Classifier()
+    tensor.apply(model, model.plan, mesh, mode=mode, asynchronous=True)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in Classifier().named_parameters()]
+    loss = model(torch.arange(20), lambda x: whole_tokens(x, mesh.group("tp")) if mode == "REDUCE_SCATTER" else x)
+    loss.backward()
+    return loss.item(), gradients_of(model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+def test_a_module_of_ones_own_is_split_by_a_plan_of_ones_own(mode: str) -> None:
+    model = Classifier()
+    expected = model(torch.arange(20))
+    expected.backward()
+    for loss, gradients in run_ranks(2, classifier_rank, mode):
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        for parameter, gradient in gradients_of(model).items():  # type: ignore[arg-type]
+            assert relative_error(gradients[parameter], gradient) < 1e-6, parameter
+
+
+def counted_flops(rank: int, case: Case) -> float:
+    model, _ = split_model(case)
+    return flops_per_token(model, LENGTH, causal=True)
+
+
+@pytest.mark.parametrize("options", MODELS, ids=name)
+def test_flops_count_the_logical_matrices(options: dict[str, Any]) -> None:
+    case = Case(**options)
+    assert run_ranks(2, counted_flops, case) == [flops_per_token(case.model(), LENGTH, causal=True)] * 2
+
+
+# Errors --------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, module: nn.Module, plan: Plan) -> str:
+    with pytest.raises(InputError) as error:
+        tensor.apply(module, plan, build_mesh({"tp": 2}, 2, "cpu"))
+    return str(error.value)
+
+
+class Heads(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.head_dim = 4
+        self.q_proj = nn.Linear(8, heads * 4)
+
+
+@pytest.mark.parametrize(
+    ("module", "plan", "message"),
+    [
+        (Heads(3), Plan("", column=("q_proj",)), "q_proj: expected a divisor of its 3 heads, found 2"),
+        (Heads(3), Plan("", column=("q_proj",), kv=("q_proj",)), "q_proj: expected a divisor of its 3 heads, found 2"),
+        (nn.Sequential(nn.Linear(5, 2)), Plan("", row=("0",)), "0: expected a divisor of its 5 columns, found 2"),
+        (nn.Sequential(nn.Linear(2, 5)), Plan("", column=("0",)), "0: expected a divisor of its 5 rows, found 2"),
+        (nn.Sequential(nn.Embedding(7, 2)), Plan("", vocab=("0",)), "0: expected a divisor of its 7 rows, found 2"),
+        (nn.Sequential(nn.Linear(2, 8)), Plan("", vocab=("0",)), "expected an embedding"),
+        (nn.Sequential(nn.Embedding(8, 2, padding_idx=0)), Plan("", vocab=("0",)), "expected an embedding without"),
+        (nn.MultiheadAttention(8, 2), Plan(""), "MultiheadAttention holds parameters (in_proj_weight, in_proj_bias)"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_in_one_line(module: nn.Module, plan: Plan, message: str) -> None:
+    for error in run_ranks(2, refused, module, plan):
+        assert message in error
+        assert "\n" not in error
+
+
+def uneven_rank(rank: int) -> str:
+    model, _ = split_model(Case(mode="REDUCE_SCATTER"))
+    with pytest.raises(InputError) as error:
+        model(torch.arange(7), Context((1, 7), torch.arange(7), attention), torch.arange(7))
+    return str(error.value)
+
+
+def test_tokens_that_cannot_be_shared_out_are_refused() -> None:
+    assert all("expected a multiple of tp 2 tokens, found 7" in error for error in run_ranks(2, uneven_rank))
+
+
+def bad_token_rank(rank: int) -> list[str]:
+    model, _ = split_model(Case(vocab=51))
+    tokens, labels, ctx = micro_batch(Case(vocab=51), 0)
+    messages = []
+    for wrong_tokens, wrong_labels in ((tokens.index_fill(0, torch.tensor(3), 52), labels), (tokens, labels + 30)):
+        with pytest.raises(RuntimeError) as error:
+            model(wrong_tokens, ctx, wrong_labels)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_token_or_label_that_no_rank_has_is_an_error() -> None:
+    for token, label in run_ranks(2, bad_token_rank):
+        assert "a token outside the vocabulary" in token
+        assert "a label outside the vocabulary" in label
