@@ -17,10 +17,10 @@ train: setup  ## train a small Llama on text that every machine has: at most 5 m
 	$(BIN)/kenotron train examples/quickstart.yaml
 
 test: $(VENV)/.installed-test  ## run the test suite
-	$(BIN)/python -m pytest -n $(THREADS) -m "not slow" tests
+	$(BIN)/python -m pytest -n $(THREADS) --dist worksteal -m "not slow" tests
 
 slow: $(VENV)/.installed-test  ## run the tests that take minutes each
-	$(BIN)/python -m pytest -n $(THREADS) -m slow tests
+	$(BIN)/python -m pytest -n $(THREADS) --dist worksteal -m slow tests
 
 lint: $(VENV)/.installed-dev  ## formatting, lint, types, layering, generated docs
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files --show-diff-on-failure

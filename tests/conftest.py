@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-for shared in ("data", "train"):  # hub_cache.py; tiny_run.py and nursery.py
+for shared in ("data", "interop", "layouts", "train"):  # folders with modules that tests of other rooms import
     sys.path.insert(0, str(Path(__file__).parent / shared))
 
 if TYPE_CHECKING:
@@ -34,6 +34,18 @@ def hub_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from hub_cache import make_hub_cache
 
     return make_hub_cache(tmp_path_factory.mktemp("hf-home"))
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """A gloo process group of this process alone; it needs no port."""
+    import torch.distributed as dist
+    from ranks import forget_meshes
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    forget_meshes()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_states import assert_same, empty_like, load_and_compare, moments, save_step, weights
 from hypothesis import HealthCheck, given, settings
@@ -296,17 +295,15 @@ def test_adamw_goes_on_bit_by_bit_after_a_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("back_to_plain", [False, True])
-def test_a_module_under_fsdp2_at_degree_one_goes_on_bit_by_bit(tmp_path: Path, back_to_plain: bool) -> None:
+def test_a_module_under_fsdp2_at_degree_one_goes_on_bit_by_bit(
+    tmp_path: Path, back_to_plain: bool, group_of_one: None
+) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        shard = lambda model: fully_shard(model, mesh=mesh)  # noqa: E731
-        assert_continues(tmp_path, shard, (lambda model: model) if back_to_plain else shard)
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    shard = lambda model: fully_shard(model, mesh=mesh)  # noqa: E731
+    assert_continues(tmp_path, shard, (lambda model: model) if back_to_plain else shard)
 
 
 def test_importing_the_room_imports_no_torch() -> None:

@@ -203,14 +203,6 @@ def test_a_model_in_training_is_left_in_training_without_gradients(folder):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.fixture
-def group_of_one():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_a_model_under_fsdp_generates_what_the_plain_one_does_and_trains_on(folder, group_of_one):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

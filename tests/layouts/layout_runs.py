@@ -72,7 +72,7 @@ class Problem:
         plain["model"]["model_config"] |= {
             "hidden_size": 32,
             "intermediate_size": 64,
-            "num_hidden_layers": 8,
+            "num_hidden_layers": 4,
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "vocab_size": 61,

@@ -1,5 +1,8 @@
 """Run functions on gloo ranks that are forked once and kept: torch is loaded already, so a job starts in milliseconds.
 
+They are forked from a server that has imported torch and done nothing: a copy of a test process would inherit its
+threads' locks, torch's caches and every open file.
+
     results = run_ranks(2, work, argument)     # [work(0, argument), work(1, argument)]
 
 Every job gets a process group of its own. A rank that raises ends the job with its traceback first; the ranks are then
@@ -25,13 +28,16 @@ import torch.distributed as dist
 
 TIMEOUT_S = 240
 COLLECTIVE_TIMEOUT_S = 60
+ROUNDING = 2e-6  # of a gradient or loss in fp32: both sides round, and every kind of processor in its own way
+PRELOAD = ["kenotron.train.setup", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch._dynamo", "pytest"]
 
 
 class Pool:
     """`world_size` ranks, waiting for jobs."""
 
     def __init__(self, world_size: int) -> None:
-        context = multiprocessing.get_context("fork")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
         self.pipes, self.processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
@@ -113,14 +119,14 @@ def _serve(rank: int, world_size: int, pipe: Any) -> None:
             torch.save(work(rank, *args), result)  # by value: a shared tensor would die with its rank
             dist.barrier()
             dist.destroy_process_group()
-            _forget_meshes()
+            forget_meshes()
             pipe.send((False, result.getvalue()))
         except BaseException:
             pipe.send((True, traceback.format_exc()))
 
 
-def _forget_meshes() -> None:
-    """Forget how torch moved DTensors: it knows that by mesh, and the next job's equal mesh has groups of its own."""
+def forget_meshes() -> None:
+    """Forget how torch moved DTensors: it knows that by mesh, and the next group's equal mesh has groups of its own."""
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

@@ -43,12 +43,16 @@ SCHEDULE = (
     "optimizer.learning_rate_scheduler={learning_rate: 0.01, lr_warmup_steps: 3, lr_decay_style: cosine, "
     "lr_decay_steps: 2, min_decay_lr: 0.001}"
 )
+DEEP = {"num_hidden_layers": 8}  # enough for two stages on each of four ranks
 PROBLEMS = {
-    "plain": Problem("plain", (SCHEDULE,), LAST),
-    "tied": Problem("tied", (SCHEDULE,), LAST, {"tie_word_embeddings": True, "num_key_value_heads": 2}),
-    "muon": Problem("muon", (SCHEDULE, "optimizer.optimizer_factory={name: muon}"), LAST),
+    "plain": Problem("plain", (SCHEDULE,), LAST, DEEP),
+    "tied": Problem("tied", (SCHEDULE,), LAST, DEEP | {"tie_word_embeddings": True, "num_key_value_heads": 2}),
+    "muon": Problem("muon", (SCHEDULE, "optimizer.optimizer_factory={name: muon}"), LAST, DEEP),
     "sgd": Problem(
-        "sgd", (SCHEDULE, "optimizer.optimizer_factory={name: sgd, momentum: 0.9}"), LAST, {"attention_bias": True}
+        "sgd",
+        (SCHEDULE, "optimizer.optimizer_factory={name: sgd, momentum: 0.9}"),
+        LAST,
+        DEEP | {"attention_bias": True},
     ),
 }
 Numbers = list[tuple[float, float, float]]  # lm_loss, grad_norm, learning_rate of some steps

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,8 @@ import pytest
 import torch
 from layout_runs import Problem, prepared, steps
 from ranks import run_ranks
-from tiny_run import text_overrides
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "interop"))
-
 from tiny_llamas import our_config, our_model, random_tokens, save_ours, small_tokenizer
+from tiny_run import text_overrides
 
 from kenotron import checkpoint
 from kenotron.config import dump, load

@@ -11,6 +11,7 @@ from ranks import run_ranks
 PROBLEMS = {
     "plain": Problem("plain"),
     "tied": Problem("tied", model={"tie_word_embeddings": True, "num_key_value_heads": 2}),
+    "deep": Problem("deep", model={"tie_word_embeddings": True, "num_hidden_layers": 8}),
     "biased": Problem("biased", model={"attention_bias": True, "num_key_value_heads": 8, "rope_interleaved": True}),
 }
 
@@ -64,7 +65,7 @@ LAYOUTS = [
     (8, "tied", "dp=8 shard=4 zero=3"),
     (8, "plain", "dp=4 shard=2 zero=1 tp=2"),
     (8, "plain", "pp=2 cp=2 tp=2 mode=REDUCE_SCATTER engine=1f1b"),
-    (8, "tied", "pp=4 dp=2 zero=1 engine=interleaved_1f1b accum=4"),
+    (8, "deep", "pp=4 dp=2 zero=1 engine=interleaved_1f1b accum=4"),
     (8, "plain", "dp=2 zero=3 pp=2 cp=2 method=ulysses engine=afab"),
 ]
 

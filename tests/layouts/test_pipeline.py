@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
+from ranks import ROUNDING, run_ranks
 from tiny_run import tiny_dict
 from torch.distributed.pipelining import schedules
 
@@ -149,14 +149,16 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-def same(found: tuple[torch.Tensor, Gradients], expected: tuple[torch.Tensor, Gradients], within: float = 1e-6) -> None:
+def same(
+    found: tuple[torch.Tensor, Gradients], expected: tuple[torch.Tensor, Gradients], within: float = ROUNDING
+) -> None:
     assert relative_error(found[0], expected[0]) < within
     assert found[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
         assert relative_error(found[1][name][: len(gradient)], gradient) < within, name  # without padding for tp
 
 
-def check(*overrides: str, count: int = 4, tied: bool = True, within: float = 1e-6) -> None:
+def check(*overrides: str, count: int = 4, tied: bool = True, within: float = ROUNDING) -> None:
     """Loss and every gradient of a layout are one process's."""
     config = config_of(*overrides, f"tokens.batch_accumulation_per_replica={count}", tie_word_embeddings=tied)
     found = assemble(run_ranks(config.parallelism.world_size, one_step, config, count))
@@ -349,7 +351,7 @@ def test_a_forward_pass_without_backward_is_one_process(engine: str, more: Seque
             continue
         for (loss, z_loss), micro_batch in zip(losses, micro_batches(4)):
             expected = model(micro_batch.tokens, micro_batch.ctx, micro_batch.labels)
-            torch.testing.assert_close((loss, z_loss), expected, rtol=1e-6, atol=0)
+            torch.testing.assert_close((loss, z_loss), expected, rtol=ROUNDING, atol=0)
         first = micro_batches(4)[0]
         torch.testing.assert_close(logits[0], model(first.tokens, first.ctx), rtol=1e-5, atol=1e-6)
     same(assemble([step for _, _, step in results]), alone(config))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import ROUNDING, run_ranks
 from torch.distributed.tensor import DTensor
 
 from kenotron.config.architecture import LlamaArchitecture
@@ -80,10 +80,10 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_two_data_parallel_ranks_have_one_process_gradients(tied: bool) -> None:
     loss, expected = step(small_llama(tied), slice(None))
     (loss0, gradients), (loss1, _) = run_ranks(2, data_parallel_rank, tied, torch.float32)
-    assert loss0 + loss1 == pytest.approx(loss, rel=1e-6)
+    assert loss0 + loss1 == pytest.approx(loss, rel=ROUNDING)
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
-        assert relative_error(gradient, expected[name]) < 1e-6, name
+        assert relative_error(gradient, expected[name]) < ROUNDING, name
 
 
 def test_bf16_with_fp32_masters_means_the_same_on_one_rank_and_sharded_over_two() -> None:
@@ -102,7 +102,7 @@ def test_two_tensor_parallel_ranks_have_one_process_gradients(tied: bool) -> Non
     loss, expected = step(small_llama(tied), slice(None))
     results = run_ranks(2, tensor_parallel_rank, tied)
     for rank_loss, gradients in results:
-        assert rank_loss == pytest.approx(loss, rel=1e-6)
+        assert rank_loss == pytest.approx(loss, rel=ROUNDING)
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
-            assert relative_error(gradient, expected[name]) < 1e-6, name
+            assert relative_error(gradient, expected[name]) < ROUNDING, name

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import ROUNDING, run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -186,7 +186,7 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-def check(case: Case, gradient_limit: float = 1e-6, loss_limit: float = 1e-6) -> None:
+def check(case: Case, gradient_limit: float = ROUNDING, loss_limit: float = ROUNDING) -> None:
     expected = one_process(case)
     outcomes = run_ranks(2 if case.layout == (("tp", 2),) else 4, split_rank, case)
     dp = dict(case.layout).get("dp_shard", 1)
@@ -405,10 +405,10 @@ def test_parts_of_a_model_are_split_one_by_one(mode: str) -> None:
     case = Case(mode=mode, kv_heads=2)
     expected = one_process(case)
     for loss, gradients in run_ranks(2, parts_rank, case):
-        assert loss == pytest.approx(expected.loss, rel=1e-6)
+        assert loss == pytest.approx(expected.loss, rel=ROUNDING)
         assert gradients.keys() == expected.gradients.keys()
         for parameter, gradient in gradients.items():
-            assert relative_error(gradient, expected.gradients[parameter]) < 1e-6, parameter
+            assert relative_error(gradient, expected.gradients[parameter]) < ROUNDING, parameter
 
 
 class Classifier(nn.Module):
@@ -448,9 +448,9 @@ def test_a_module_of_ones_own_is_split_by_a_plan_of_ones_own(mode: str) -> None:
     expected = model(torch.arange(20))
     expected.backward()
     for loss, gradients in run_ranks(2, classifier_rank, mode):
-        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        assert loss == pytest.approx(expected.item(), rel=ROUNDING)
         for parameter, gradient in gradients_of(model).items():  # type: ignore[arg-type]
-            assert relative_error(gradients[parameter], gradient) < 1e-6, parameter
+            assert relative_error(gradients[parameter], gradient) < ROUNDING, parameter
 
 
 def counted_flops(rank: int, case: Case) -> float:

@@ -1,13 +1,11 @@
-"""A model small enough for formulas, config sections in one line, and a process group of one."""
+"""A model small enough for formulas, and config sections in one line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from kenotron.config.optimizer import Optimizer
@@ -85,11 +83,3 @@ def set_gradients():
             parameter.grad = value
 
     return fill
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    """A gloo process group of this process alone; it needs no port."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()

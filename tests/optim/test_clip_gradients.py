@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -110,9 +111,7 @@ class Pipeline:
         return dist.group.WORLD
 
 
-def on_rank(rank: int, store_path: str) -> None:
-    torch.set_num_threads(1)  # an OpenMP pool does not survive a fork
-    dist.init_process_group("gloo", store=dist.FileStore(store_path, 2), rank=rank, world_size=2)
+def on_rank(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     whole = torch.arange(1.0, 16.0).reshape(5, 3)  # five rows: the shards are uneven
     other = torch.full((4,), 2.0)
@@ -140,8 +139,7 @@ def on_rank(rank: int, store_path: str) -> None:
     torch.testing.assert_close(stage.grad, torch.full((2,), (3.0 + rank) * 5 / math.sqrt(50)))
     stage.grad = torch.full((2,), 3.0 + rank)
     assert clip_gradients([stage], None, Pipeline(1)).item() == pytest.approx(math.sqrt(2) * (3 + rank))
-    dist.destroy_process_group()
 
 
-def test_two_ranks_agree_on_the_norm_of_sharded_replicated_and_partial_gradients(tmp_path):
-    torch.multiprocessing.start_processes(on_rank, args=(str(tmp_path / "store"),), nprocs=2, start_method="fork")
+def test_two_ranks_agree_on_the_norm_of_sharded_replicated_and_partial_gradients():
+    run_ranks(2, on_rank)
