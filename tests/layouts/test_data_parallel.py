@@ -48,7 +48,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-def same_as_alone(layout: Layout, gradient: float = ROUNDING, loss: float = 1e-6, weight: float = 2e-5) -> Record:
+def same_as_alone(layout: Layout, gradient: float = ROUNDING, loss: float = 1e-6, weight: float = 1e-4) -> Record:
     found, expected = together(layout), alone(layout.alone)
     assert found.gradients.keys() == expected.gradients.keys()
     for name, value in found.gradients.items():
