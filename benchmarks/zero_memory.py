@@ -11,13 +11,14 @@ rank's part of the model, R of them in no block (embedding, norm, head) and B in
     moment                       stage 0      stage 1        stage 2           stage 3
     between two steps            12 N         12 N/D         12 N/D            12 N/D       fp32 masters, two moments
     before the last micro-batch  + 4 N        + 4 N + U      + 4 N/D + U       + 4 N/D      gradients, weights at work
-    at the fullest, besides      (+ w N)                     + (w + 4) B       + (w + 4) B  a block's gradients, and the
+    at the fullest, besides      + T                         + (w + 4) B       + (w + 4) B  a block's gradients, and the
                                               + (4 - w) B
                                               + 4 B/D        + 4 B/D           + 4 B/D      buffers of its scatter
                                                                                + 4 R + 2 w B    weights at work
                                                              + 2 R             + 2 R        the head's gradient waits
 
-At stage 0 in bf16 layers cast the weights themselves, and autograd keeps the copies until backward. With pp
+T is the buffer of one sum, 25 MiB or all 4 N. At stage 0 in bf16 layers cast the weights themselves, and autograd keeps
+the copies until backward: the fullest is then + w N, if that is more. With pp
 torch's schedules keep gradients whole until a step's last micro-batch, and weights from a first backward on, so stages
 2 and 3 have stage 1's fullest moment; what is kept between steps is the same.
 """
@@ -108,7 +109,8 @@ def formula(stage: int, pp: int, precision: str, sizes: Sizes) -> dict[str, floa
     in_flight = (width + 4) * sizes.block + 4 * sizes.block / share + 2 * sizes.rest
     if stage == 0:
         before = between + 4 * sizes.all
-        fullest = before + (width * sizes.all if precision == "bf16" else 0)
+        buffer = min(25 << 20, 4 * sizes.all)
+        fullest = before + max(buffer, width * sizes.all if precision == "bf16" else 0)
     elif stage == 1 or pp > 1:
         before = between + 4 * sizes.all + at_work
         fullest = before + (4 - width) * sizes.block + 4 * sizes.block / share

@@ -41,6 +41,7 @@ class Layout:
     optimizer: str = "adamW"
     strategy: str | None = None
     cpu_offload: bool = False
+    bucket_kb: int = 16  # KiB of gradients that stage 0 sums together; a projection has 4
     announced: bool = True  # the last micro-batch; a pipeline's schedule has no moment for it
 
     @property
@@ -123,7 +124,15 @@ def build(layout: Layout, mesh: Mesh) -> Llama:
             block.compile()
     model.set_compute_dtype(dtype)
     strategy = data.load_strategy(layout.strategy)
-    strategy(model, blocks, mesh, zero_stage=layout.zero_stage, compute_dtype=dtype, cpu_offload=layout.cpu_offload)
+    strategy(
+        model,
+        blocks,
+        mesh,
+        zero_stage=layout.zero_stage,
+        compute_dtype=dtype,
+        cpu_offload=layout.cpu_offload,
+        bucket_cap_mb=layout.bucket_kb / 1024,
+    )
     materialize(model, "cpu")
     initialize_model(model, std=0.2, scaling="NUM_LAYERS", seed=7, shard_of=shard_of)
     return model
@@ -131,7 +140,7 @@ def build(layout: Layout, mesh: Mesh) -> Llama:
 
 def everything_at_once(root: nn.Module, blocks: list[nn.Module], mesh: Mesh, **settings: Any) -> None:
     """A user's own strategy: one FSDP group for the whole model."""
-    assert settings == {"zero_stage": 2, "compute_dtype": torch.float32, "cpu_offload": False}
+    assert settings == {"zero_stage": 2, "compute_dtype": torch.float32, "cpu_offload": False, "bucket_cap_mb": 1 / 64}
     assert len(blocks) == 2
     assert mesh.device_mesh is not None
     fully_shard(root, mesh=mesh.device_mesh["dp_shard"])

@@ -120,7 +120,7 @@ def test_gradients_travel_when_the_stage_says(stage: int, mesh: str) -> None:
     gathers = [sum("allgather" in name for name in names) for names in record.collectives]
     groups = 3  # two blocks and the root
     if stage == 0:
-        assert sums == [0, 0, 21]  # every parameter's gradient, where it lies
+        assert sums == [0, 0, 4]  # 21 gradients of 53 KiB, 16 KiB or more at a time
         assert gathers == [0, 0, 0]
         return
     each = groups * (2 if mesh == "hybrid" else 1)  # scattered in the group, and summed across groups
@@ -131,7 +131,15 @@ def test_gradients_travel_when_the_stage_says(stage: int, mesh: str) -> None:
 
 def test_replicas_sum_at_the_end_what_no_backward_was_announced_for() -> None:
     record = same_as_alone(Layout(MESHES["two ranks"], 0, micro_batches=3, tied=True, announced=False))
-    assert [len(names) for names in record.collectives] == [0, 0, 20]
+    assert [len(names) for names in record.collectives] == [0, 0, 4]
+
+
+@pytest.mark.parametrize(("bucket_kb", "sums"), [(0, 21), (5, 12), (25 << 10, 1)])
+def test_replicas_sum_as_much_together_as_they_are_told(bucket_kb: int, sums: int) -> None:
+    for bf16 in (False, True):
+        layout = Layout(MESHES["two ranks"], 0, micro_batches=2, bf16=bf16, bucket_kb=bucket_kb)
+        record = same_as_alone(layout, *((1e-2, 1e-3, 6e-2) if bf16 else ()))
+        assert [len(names) for names in record.collectives] == [0, sums]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Tag
 
 from kenotron.config.architecture import Architecture
-from kenotron.config.section import NO_EFFECT, OURS, LocalPath, Section, by_rule, has, key, null_means, upper_case
+from kenotron.config.section import OURS, LocalPath, Section, by_rule, has, key, null_means, upper_case
 
 
 class RandomInit(Section):
@@ -84,12 +84,7 @@ class Model(Section):
         1,
         ge=1,
     )
-    ddp_bucket_cap_mb: int = key(
-        "Size of a gradient bucket in nanotron; gradients are reduced layer by layer here.",
-        25,
-        ge=1,
-        mark=NO_EFFECT,
-    )
+    ddp_bucket_cap_mb: int = key("MiB of gradients summed in one collective at zero_stage 0.", 25, ge=1)
     compile: bool = key("Compile every block with torch.compile.", False, mark=OURS)
     document_masking: bool = key(
         "Attention and positions start anew at every document of a sequence.", False, mark=OURS

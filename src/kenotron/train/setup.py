@@ -135,6 +135,7 @@ def _shard(config: Config, mesh: Mesh, model: LanguageModel, root: nn.Module, de
         zero_stage=3 if config.zero_stage == "hybrid" else int(config.zero_stage),
         compute_dtype=getattr(torch, config.model.dtype),
         cpu_offload=config.parallelism.cpu_offload,
+        bucket_cap_mb=config.model.ddp_bucket_cap_mb,
     )
     materialize(model, "cpu" if config.parallelism.cpu_offload else device)
     zero_vocabulary_padding(model, shard_of)
