@@ -103,11 +103,11 @@ def test_missing_and_empty_places_are_named(tmp_path):
         find_files(tmp_path / "nowhere", "dataset.text_files")
     with pytest.raises(InputError, match="holds no text file"):
         find_files(tmp_path, "dataset.text_files")
-    (tmp_path / "a.parquet").write_text("")
+    (tmp_path / "a.tar").write_text("")
     with pytest.raises(InputError, match="holds no text file"):
         find_files(tmp_path, "dataset.text_files")
-    with pytest.raises(InputError, match=r"expected text, .* found .*a\.parquet; read it by hf_dataset_or_datasets"):
-        find_files(tmp_path / "a.parquet", "dataset.text_files")
+    with pytest.raises(InputError, match=r"expected text, .* found .*a\.tar; unpack it first"):
+        find_files(tmp_path / "a.tar", "dataset.text_files")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -131,7 +131,7 @@ def test_a_file_that_vanishes_is_named(tmp_path):
 def test_files_that_are_no_utf8_are_left_out_and_counted_where_the_user_did_not_choose_them(tmp_path):
     (tmp_path / "a.py").write_bytes(b"x = 1\n")
     (tmp_path / "b.py").write_bytes(b"# \xff\n")
-    texts = FileTexts("x", find_files(tmp_path, "k"), piece=None, skip_undecodable=True)
+    texts = FileTexts("x", find_files(tmp_path, "k"), piece=None, skip_bad=True)
     assert read(texts) == ["x = 1\n"]
     assert texts.skipped == 1
 

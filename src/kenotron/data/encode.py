@@ -18,10 +18,11 @@ import queue
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,16 +33,36 @@ from .split import Marked
 
 BATCH_CHARACTERS = 1 << 20
 
+Answer = tuple[NDArray[np.uint32], NDArray[np.int64]]
+"""Ids of a batch of texts end to end ``[tokens]``, and how many each has ``[texts]``."""
+
+
+class TextPiece(Protocol):
+    """A piece of text, and whether a document starts and ends with it."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def starts(self) -> bool: ...
+    @property
+    def ends(self) -> bool: ...
+
+
+AnyPiece = TypeVar("AnyPiece", bound=TextPiece)
+
 
 @dataclass(frozen=True)
 class EncodeRules:
     """How a document becomes tokens: cut to `max_tokens`, then ended by `eos` unless it ends so already.
 
-    With a cut to `max_tokens` every piece of a long text counts as a document.
+    With a cut to `max_tokens` every piece of a long text counts as a document. With `bare`, what the tokenizer puts
+    around a text by itself is left away, and every document begins with `bos` if that is given.
     """
 
     eos: int | None
     max_tokens: int | None
+    bos: int | None = None
+    bare: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,28 +91,36 @@ def encode_documents(
                 ids, lengths = encode_pieces(backend, *_texts(batch), rules)
             yield _encoded(batch, ids, lengths)
         return
+    for batch, (ids, lengths) in encode_batches(batches, tokenizer_json, rules, processes):
+        yield _encoded(batch, ids, lengths)
+
+
+def encode_batches(
+    batches: Iterable[list[AnyPiece]], tokenizer_json: str, rules: EncodeRules, processes: int
+) -> Iterator[tuple[list[AnyPiece], Answer]]:
+    """Every batch with its ids, in order, by `processes` workers; at most two batches a worker are under way."""
     with ExitStack() as stack:
         idle: queue.Queue[subprocess.Popen] = queue.Queue()
         for _ in range(processes):
             idle.put(stack.enter_context(_worker(tokenizer_json, rules)))
         pool = stack.enter_context(ThreadPoolExecutor(processes))
-        waiting: deque[tuple[list[Marked], Future]] = deque()
+        waiting: deque[tuple[list[AnyPiece], Future]] = deque()
         for batch in batches:
             waiting.append((batch, pool.submit(_ask, idle, _texts(batch))))
             if len(waiting) > 2 * processes:
                 batch, future = waiting.popleft()
-                yield _encoded(batch, *future.result())
+                yield batch, future.result()
         for batch, future in waiting:
-            yield _encoded(batch, *future.result())
+            yield batch, future.result()
 
 
-def encode_pieces(
-    backend, texts: list[str], starts: list[bool], ends: list[bool], rules: EncodeRules
-) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-    """Ids of all `texts` end to end ``[tokens]``, and how many each has ``[texts]``.
+def encode_pieces(backend, texts: list[str], starts: list[bool], ends: list[bool], rules: EncodeRules) -> Answer:
+    """Ids of all `texts`.
 
     What the tokenizer puts around a text by itself it puts around documents, not around their pieces.
     """
+    if rules.bare:
+        return _encode_bare(backend, texts, starts, ends, rules)
     parts: list[list[int]] = [[]] * len(texts)
     for special in (True, False):
         chosen = [place for place, start in enumerate(starts) if start == special]
@@ -104,11 +133,27 @@ def encode_pieces(
             elif has_end and not ends[place]:
                 ids.pop()
             parts[place] = ids
+    return _end_to_end(parts)
+
+
+def _encode_bare(backend, texts: list[str], starts: list[bool], ends: list[bool], rules: EncodeRules) -> Answer:
+    parts = []
+    for encoding, start, end in zip(backend.encode_batch_fast(texts, add_special_tokens=False), starts, ends):
+        ids = encoding.ids[: rules.max_tokens]
+        if start and rules.bos is not None and ids[:1] != [rules.bos]:
+            ids.insert(0, rules.bos)
+        if end and rules.eos is not None and ids[-1:] != [rules.eos]:
+            ids.append(rules.eos)
+        parts.append(ids)
+    return _end_to_end(parts)
+
+
+def _end_to_end(parts: list[list[int]]) -> Answer:
     lengths = np.array([len(ids) for ids in parts], dtype=np.int64)
     return np.concatenate([np.asarray(ids, dtype=np.uint32) for ids in parts]), lengths
 
 
-def _texts(batch: list[Marked]) -> tuple[list[str], list[bool], list[bool]]:
+def _texts(batch: Sequence[TextPiece]) -> tuple[list[str], list[bool], list[bool]]:
     return [p.text for p in batch], [p.starts for p in batch], [p.ends for p in batch]
 
 
@@ -171,7 +216,7 @@ def _ask(idle: queue.Queue[subprocess.Popen], texts: tuple[list[str], list[bool]
         code = worker.wait()
         raise InputError(
             f"a tokenization process ended with code {code} (out of memory?); "
-            "try a smaller dataset_processing_num_proc_per_process"
+            "try fewer of them (dataset_processing_num_proc_per_process, --workers)"
         ) from None
     finally:
         idle.put(worker)

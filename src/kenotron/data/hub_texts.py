@@ -22,7 +22,7 @@ from typing import Any
 from kenotron.config.errors import InputError
 
 from .hub import cached_revision, first_line, offline_variable, settle_hub, unreachable
-from .texts import YOUNG, Piece, missing_column
+from .texts import YOUNG, Piece, RowHook, Span, missing_column, whole_characters
 
 ROWS_AT_ONCE = 1000
 
@@ -36,6 +36,7 @@ class HubTexts:
         splits: str | Sequence[str] = "train",
         config_name: str | None = None,
         column: str = "text",
+        hook: RowHook | None = None,
     ) -> None:
         if isinstance(names, str):
             names = [names]
@@ -47,6 +48,7 @@ class HubTexts:
                 )
         self.splits = [splits] if isinstance(splits, str) else list(splits)
         self.config_name, self.column = config_name, column
+        self.hook = hook
         self.name = ", ".join(self.fractions)
         self.skipped = 0
 
@@ -74,16 +76,42 @@ class HubTexts:
     def documents(self) -> Iterator[Piece]:
         done = 0
         for rows in self._parts:
-            if self.column not in rows.column_names:
-                row = dict.fromkeys(rows.column_names)
-                raise InputError(f"text_column_name: dataset {self.name}: {missing_column(self.column, row)}")
-            for batch in rows.select_columns([self.column]).iter(ROWS_AT_ONCE):
-                for text in batch[self.column]:
-                    done += 1
-                    if not isinstance(text, str):
-                        problem = missing_column(self.column, {self.column: text})
-                        raise InputError(f"text_column_name: dataset {self.name}, row {done}: {problem}")
-                    yield Piece(text, done)
+            for row, text in self._texts_of(rows):
+                yield Piece(text, done + row)
+            done += len(rows)
+
+    def spans(self, size: int) -> Iterator[Span]:
+        for part, rows in enumerate(self._parts):
+            if not len(rows):
+                continue
+            each = max(rows.data.nbytes // len(rows), 1)
+            step = max(size // each, 1)
+            for start in range(0, len(rows), step):
+                stop = min(start + step, len(rows))
+                yield Span(part, start, stop, (stop - start) * each)
+
+    def read(self, span: Span) -> Iterator[Piece]:
+        stop = span.stop or 0
+        for row, text in self._texts_of(self._parts[span.part].select(range(span.start, stop))):
+            yield Piece(text, span.size * row // (stop - span.start))
+
+    def _texts_of(self, rows: Any) -> Iterator[tuple[int, str]]:
+        """The documents of `rows`, each with the number of rows read."""
+        if self.hook is not None:
+            for number, row in enumerate(rows, start=1):
+                yield from ((number, whole_characters(text)) for text in self.hook(row, self.name))
+            return
+        if self.column not in rows.column_names:
+            row = dict.fromkeys(rows.column_names)
+            raise InputError(f"text_column_name: dataset {self.name}: {missing_column(self.column, row)}")
+        number = 0
+        for batch in rows.select_columns([self.column]).iter(ROWS_AT_ONCE):
+            for text in batch[self.column]:
+                number += 1
+                if not isinstance(text, str):
+                    problem = missing_column(self.column, {self.column: text})
+                    raise InputError(f"text_column_name: dataset {self.name}, row {number}: {problem}")
+                yield number, text
 
     @cached_property
     def _parts(self) -> list[Any]:

@@ -10,14 +10,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 Report = Callable[[str], None]
 
 PLAIN_INTERVAL = 10.0
 
 
+class Update(Protocol):
+    """To be called with the work done so far, and something to say beside it."""
+
+    def __call__(self, done: int, note: str = "") -> None: ...
+
+
 @contextmanager
-def progress(label: str, total: int, report: Report) -> Iterator[Callable[[int], None]]:
+def progress(label: str, total: int, report: Report) -> Iterator[Update]:
     """Yields ``update(done)``, to be called with the work done so far, out of `total`."""
     if sys.stderr.isatty() and threading.current_thread() is threading.main_thread():
         yield from _bar(label, total)
@@ -25,25 +32,25 @@ def progress(label: str, total: int, report: Report) -> Iterator[Callable[[int],
         yield _plain(label, total, report)
 
 
-def _bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+def _bar(label: str, total: int) -> Iterator[Update]:
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=total)
-        yield lambda done: bar.update(task, completed=done)
+        yield lambda done, note="": bar.update(task, completed=done, description=f"{label} {note}".rstrip())
 
 
-def _plain(label: str, total: int, report: Report) -> Callable[[int], None]:
+def _plain(label: str, total: int, report: Report) -> Update:
     start = last = time.monotonic()
 
-    def update(done: int) -> None:
+    def update(done: int, note: str = "") -> None:
         nonlocal last
         now = time.monotonic()
         if now - last < PLAIN_INTERVAL or not done:
             return
         last = now
         left = (now - start) * (total - done) / done
-        report(f"{label}: {100 * done / max(total, 1):.0f}%, about {left:.0f} s left")
+        report(f"{label}: {100 * done / max(total, 1):.0f}%, about {left:.0f} s left{note and ', ' + note}")
 
     return update

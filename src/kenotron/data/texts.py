@@ -1,13 +1,19 @@
-"""Documents of files: text, jsonl, gzipped or not, folders of them, and Python's own library.
+"""Documents of files: text, jsonl, gzipped or not, parquet, arrow, folders of them, and Python's own library.
 
 What a document is:
 
     .jsonl .json .ndjson (.gz)    the text column of a line
+    .parquet .arrow               the text column of a row
     any other file (.gz)          the file; a long one comes in pieces of about 64 KiB, cut at blank lines, else line
                                   ends: memory stays bounded, part of a book can be held out
 
 Every set of texts answers the same few questions: what it is (`name`), whether it changed (`signature`, cheap, and
-`content_hash`, by reading), how much there is (`size`), and the documents in an order that never varies.
+`content_hash`, by reading), how much there is (`size`), and the documents in an order that never varies. They are also
+read span by span, each of which can be found without reading those before it:
+
+    a.jsonl   |--------|--------|----|      cut at line ends near multiples of the size asked for
+    b.jsonl.gz, c.txt                       one span each
+    d.parquet |------------|---------|      cut between row groups
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol, TextIO
 
 import xxhash
 
@@ -35,9 +41,18 @@ PIECE = 64 * 1024
 YOUNG = 2.0
 """Seconds within which a second change of a file may leave its time unchanged, so that the time proves nothing."""
 
+LONGEST_LINE = 64 << 20
+"""Bytes of a JSON line; it is parsed as a whole, in several times its memory."""
+
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
-FOREIGN_SUFFIXES = (".parquet", ".arrow", ".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz")
-TEXT_SUFFIXES = (".txt", ".md", ".text", *JSON_SUFFIXES)
+TABLE_SUFFIXES = (".parquet", ".arrow")
+FOREIGN_SUFFIXES = (".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz")
+TEXT_SUFFIXES = (".txt", ".md", ".text", *JSON_SUFFIXES, *TABLE_SUFFIXES)
+
+GZIP_DAMAGE = (gzip.BadGzipFile, zlib.error, EOFError)
+
+RowHook = Callable[[dict[str, Any], str], list[str]]
+"""The documents of a row (all its columns) of the file so named."""
 
 
 class Piece(NamedTuple):
@@ -48,12 +63,25 @@ class Piece(NamedTuple):
     last: bool = True
 
 
+class Span(NamedTuple):
+    """Documents that are read by themselves: of file or dataset number `part`, from `start` to `stop`.
+
+    `start` and `stop` count bytes of a jsonl file, row groups of a parquet file, rows of a dataset; `stop` None: all of
+    it. `size`: bytes, of a dataset an estimate.
+    """
+
+    part: int
+    start: int
+    stop: int | None
+    size: int
+
+
 class Texts(Protocol):
     """A finite sequence of documents."""
 
     name: str
     skipped: int
-    """Files left out by the last pass over `documents`."""
+    """What was left out because it cannot be read (lines, ends of files), since the last call of `documents`."""
 
     @property
     def size(self) -> int:
@@ -72,12 +100,21 @@ class Texts(Protocol):
         """Every document, in pieces where it is long."""
         ...
 
+    def spans(self, size: int) -> Iterator[Span]:
+        """All documents, in spans of at most `size` bytes where their form allows to cut them so."""
+        ...
+
+    def read(self, span: Span) -> Iterator[Piece]:
+        """The documents of a span; `Piece.done` counts its bytes."""
+        ...
+
 
 class FileTexts:
-    """Documents of text and jsonl files.
+    """Documents of text, jsonl, parquet and arrow files.
 
-    `piece` is the length from which a text file is cut (None: never). With `skip_undecodable`, a file is left out from
-    where it is no UTF-8, and counted (for files that the user did not choose); otherwise that is an error.
+    `piece` is the length from which a text file is cut (None: never). With `skip_bad`, a line that is no such JSON, and
+    a file from where it is no UTF-8 or damaged, are left out and counted; otherwise they are errors. `hook` makes the
+    documents of a row, instead of its `column`.
     """
 
     def __init__(
@@ -86,12 +123,16 @@ class FileTexts:
         files: Sequence[Path],
         column: str = "text",
         piece: int | None = PIECE,
-        skip_undecodable: bool = False,
+        skip_bad: bool = False,
+        hook: RowHook | None = None,
     ) -> None:
         self.name, self.files, self.column = name, list(files), column
-        self.piece, self.skip_undecodable, self.skipped = piece, skip_undecodable, 0
+        self.piece, self.skip_bad, self.hook, self.skipped = piece, skip_bad, hook, 0
         self._sizes = {file: _stat(file).st_size for file in self.files}
         self.size = sum(self._sizes.values())
+        for file in self.files:
+            if hook is not None and not (_is_json(file) or file.suffix in TABLE_SUFFIXES):
+                raise InputError(f"{file}: a text file has no rows for --filter or --repeat; expected jsonl or parquet")
 
     def signature(self) -> str | None:
         digest = hashlib.blake2b(self._rules(), digest_size=16)
@@ -113,38 +154,79 @@ class FileTexts:
 
     def documents(self) -> Iterator[Piece]:
         done = self.skipped = 0
-        for file in self.files:
-            with _readable(file), open(file, "rb") as raw:
-                stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if file.suffix == ".gz" else raw  # type: ignore
-                for text, last in self._rows(stream, file) if _is_json(file) else self._pieces(stream, file):
-                    yield Piece(text, done + min(raw.tell(), self._sizes[file]), last)
+        for part, file in enumerate(self.files):
+            for piece in self.read(Span(part, 0, None, self._sizes[file])):
+                yield Piece(piece.text, done + piece.done, piece.last)
             done += self._sizes[file]
 
-    def _rows(self, stream: IO[bytes], file: Path) -> Iterator[tuple[str, bool]]:
-        return ((text, True) for text in json_documents(stream, self.column, file))
+    def spans(self, size: int) -> Iterator[Span]:
+        for part, file in enumerate(self.files):
+            whole = self._sizes[file]
+            if whole > size and file.suffix in JSON_SUFFIXES:
+                for start in range(0, whole, size):
+                    yield Span(part, start, min(start + size, whole), min(size, whole - start))
+            elif whole > size and file.suffix == ".parquet":
+                from .tables import row_group_spans
 
-    def _pieces(self, stream: IO[bytes], file: Path) -> Iterator[tuple[str, bool]]:
+                for start, stop, part_size in row_group_spans(file, whole, size):
+                    yield Span(part, start, stop, part_size)
+            else:
+                yield Span(part, 0, None, whole)
+
+    def read(self, span: Span) -> Iterator[Piece]:
+        file = self.files[span.part]
+        if file.suffix in TABLE_SUFFIXES:
+            yield from self._table(span, file)
+            return
+        with _readable(file), open(file, "rb") as raw:
+            stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if file.suffix == ".gz" else raw  # type: ignore
+            for text, last in self._rows(stream, file, span) if _is_json(file) else self._pieces(stream, raw, file):
+                yield Piece(text, min(raw.tell() - span.start, span.size), last)
+
+    def _table(self, span: Span, file: Path) -> Iterator[Piece]:
+        from .tables import table_documents
+
+        for text, share in table_documents(file, self.column, span.start, span.stop, self.hook, self._bad):
+            yield Piece(text, int(share * span.size))
+
+    def _rows(self, stream: IO[bytes], file: Path, span: Span) -> Iterator[tuple[str, bool]]:
+        with self._damage_told(stream, file):
+            for text in json_documents(stream, self.column, file, span.start, span.stop, self.hook, self._bad):
+                yield text, True
+
+    def _pieces(self, stream: IO[bytes], raw: IO[bytes], file: Path) -> Iterator[tuple[str, bool]]:
         """The pieces of a text file, each with whether it is the last."""
         waiting: str | None = None
         reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")  # closes `stream` with its own end
-        try:
-            for text in cut(reader, self.piece):
-                if waiting is not None:
-                    yield waiting, False
-                waiting = text
-        except UnicodeDecodeError as error:
-            if not self.skip_undecodable:
-                found = error.object[error.start]
-                raise InputError(f"{file}: not UTF-8 (byte 0x{found:02x}: {error.reason}); convert it first") from None
-            self.skipped += 1
+        with self._damage_told(raw, file):
+            try:
+                for text in cut(reader, self.piece):
+                    if waiting is not None:
+                        yield waiting, False
+                    waiting = text
+            except UnicodeDecodeError as error:
+                found, place = error.object[error.start], stream.tell() - len(error.object) + error.start
+                self._bad(f"{file}: not UTF-8 (byte 0x{found:02x} at {place:,}: {error.reason}); convert it first")
         if waiting is not None:
             yield waiting, True
 
+    @contextmanager
+    def _damage_told(self, raw: IO[bytes], file: Path) -> Iterator[None]:
+        try:
+            yield
+        except GZIP_DAMAGE as error:
+            self._bad(f"{file}: damaged gzip file, near byte {raw.tell():,}: {error}")
+
+    def _bad(self, problem: str) -> None:
+        if not self.skip_bad:
+            raise InputError(problem) from None
+        self.skipped += 1
+
     def _rules(self) -> bytes:
-        return f"files {self.column} {self.piece} {self.skip_undecodable}".encode()
+        return f"files {self.column} {self.piece} {self.skip_bad}".encode()
 
 
-def cut(stream: io.TextIOWrapper, piece: int | None) -> Iterator[str]:
+def cut(stream: TextIO, piece: int | None) -> Iterator[str]:
     """Cut a text after `piece` characters at a blank line, after twice as many at any line end, and never inside a
     line shorter than `piece`. Empty pieces are left out."""
     if piece is None:
@@ -163,22 +245,70 @@ def cut(stream: io.TextIOWrapper, piece: int | None) -> Iterator[str]:
         yield "".join(lines)
 
 
-def json_documents(stream: IO[bytes], column: str, file: Path) -> Iterator[str]:
-    """The text column of every line of a jsonl stream. Blank lines are left out."""
-    for number, line in enumerate(stream, start=1):
-        if line.isspace():
-            continue
-        try:
-            row = json.loads(line)
-        except UnicodeDecodeError as error:
-            raise InputError(f"{file}:{number}: not UTF-8 (byte {error.start} of the line: {error.reason})") from None
-        except ValueError as error:
-            raise InputError(f"{file}:{number}: expected one JSON object a line, found: {error}") from None
-        text = row.get(column) if isinstance(row, dict) else None
-        if not isinstance(text, str):
-            raise InputError(f"{file}:{number}: {missing_column(column, row)}")
-        # JSON may escape half a surrogate pair, which no UTF-8 holds; it becomes a question mark.
-        yield text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+def json_documents(
+    stream: IO[bytes],
+    column: str,
+    file: Path,
+    start: int,
+    stop: int | None,
+    hook: RowHook | None,
+    bad: Callable[[str], None],
+) -> Iterator[str]:
+    """The documents of the lines that begin between the bytes `start` and `stop`. Blank lines are left out.
+
+    `bad` is told what is wrong with a line; where it returns, the line is left out.
+    """
+    if start:
+        stream.seek(start - 1)
+        _to_line_end(stream)
+    place, number = (stream.tell() if start else 0), 0
+    while stop is None or place < stop:
+        line = stream.readline(LONGEST_LINE + 1)
+        if not line:
+            return
+        number += 1
+        where = f"{file}: line at byte {place:,}" if start else f"{file}:{number}"
+        place += len(line)
+        if len(line) > LONGEST_LINE:
+            place += _to_line_end(stream)
+            bad(f"{where}: a line of more than {LONGEST_LINE >> 20} MiB (at byte {place:,} it is over)")
+        elif not line.isspace():
+            yield from _json_row(line, where, column, file, hook, bad)
+
+
+def _to_line_end(stream: IO[bytes]) -> int:
+    """Reads the rest of a line, however long; the bytes that it has."""
+    read = 0
+    while block := stream.readline(1 << 20):
+        read += len(block)
+        if block.endswith(b"\n"):
+            break
+    return read
+
+
+def _json_row(
+    line: bytes, where: str, column: str, file: Path, hook: RowHook | None, bad: Callable[[str], None]
+) -> list[str]:
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as error:
+        bad(f"{where}: not UTF-8 (byte {error.start} of the line: {error.reason})")
+        return []
+    except (ValueError, RecursionError) as error:
+        bad(f"{where}: expected one JSON object a line, found: {error}")
+        return []
+    if hook is not None and isinstance(row, dict):
+        return [whole_characters(text) for text in hook(row, str(file))]
+    text = row.get(column) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        bad(f"{where}: {missing_column(column, row)}")
+        return []
+    return [whole_characters(text)]
+
+
+def whole_characters(text: str) -> str:
+    """`text` with a question mark for half a surrogate pair, which JSON may escape and no UTF-8 holds."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def missing_column(column: str, row: object) -> str:
@@ -198,10 +328,7 @@ def find_files(path: str | Path, key: str) -> list[Path]:
     root = Path(path).expanduser()
     if root.is_file():
         if root.suffix in FOREIGN_SUFFIXES:
-            raise InputError(
-                f"{key}: expected text, jsonl or jsonl.gz, found {path}"
-                + ("; read it by hf_dataset_or_datasets" if root.suffix in (".parquet", ".arrow") else "")
-            )
+            raise InputError(f"{key}: expected text, jsonl, jsonl.gz, parquet or arrow, found {path}; unpack it first")
         return [root]
     if not root.is_dir():
         raise InputError(f"{key}: no such file or folder: {path}")
@@ -238,7 +365,7 @@ def python_stdlib() -> FileTexts:
     files = [root / file for file in sorted(found, key=Path.as_posix)]
     if not files:
         raise InputError(f"dataset.corpus: this Python has no library sources under {root}")
-    return FileTexts("python-stdlib", files, piece=None, skip_undecodable=True)
+    return FileTexts("python-stdlib", files, piece=None, skip_bad=True)
 
 
 def _walk(root: Path, is_outside: Callable[[str], bool]) -> Iterator[tuple[str, list[str]]]:
@@ -261,7 +388,5 @@ def _readable(path: Path) -> Iterator[None]:
     """Turns every way in which reading `path` fails into one line that names it."""
     try:
         yield
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise InputError(f"{path}: damaged gzip file: {error}") from None
     except OSError as error:
         raise InputError(f"{path}: cannot read: {error.strerror or error}") from None
