@@ -14,7 +14,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]
-    sys.exit(_exit_code(given, debug))
+    try:
+        code = _exit_code(given, debug)
+    except KeyboardInterrupt:  # while modules are being imported, too
+        print("interrupted", file=sys.stderr)
+        code = 130
+    sys.exit(code)
 
 
 def _exit_code(arguments: list[str], debug: bool) -> int:
@@ -27,9 +32,6 @@ def _exit_code(arguments: list[str], debug: bool) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader of a pipe went away: `kenotron config show | head`
         sys.stderr.close()
         return 0
