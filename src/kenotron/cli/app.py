@@ -8,7 +8,7 @@ from collections.abc import Callable
 import typer
 from typer.exceptions import TyperException
 
-from kenotron.cli import checkpoint, config, convert
+from kenotron.cli import checkpoint, config, convert, data
 from kenotron.cli.compare import compare
 from kenotron.cli.generate import generate
 from kenotron.cli.init import init
@@ -31,6 +31,7 @@ def build_app() -> Callable[[list[str]], int]:
     app.add_typer(config.app, name="config")
     app.add_typer(checkpoint.app, name="checkpoint")
     app.add_typer(convert.app, name="convert")
+    app.add_typer(data.app, name="data")
 
     def call(arguments: list[str]) -> int:
         try:

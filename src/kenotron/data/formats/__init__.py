@@ -1,0 +1,102 @@
+"""Tokens on disk, in the formats people have. A format's module is imported when a file of it is opened.
+
+    for file in open_token_files("data/fineweb", "data.dataset_folder"):
+        file.tokens[:10], file.ends
+
+A folder may be nested; its files come in order of path. What a file is, its suffix says, and the file is held to it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from kenotron.config.errors import InputError, nearest
+
+from .token_file import TokenFile, TokenWriter, documents_between, integer_dtype
+
+FORMATS = ("datatrove",)
+"""Every format is a module of this folder."""
+
+SUFFIXES = {".ds": "datatrove"}
+"""What a file to be read is called."""
+
+__all__ = [
+    "FORMATS",
+    "TokenFile",
+    "TokenWriter",
+    "documents_between",
+    "find_token_files",
+    "open_token_files",
+    "open_writer",
+]
+
+
+def open_token_files(path: str | Path, where: str, dtype: str | None = None) -> list[TokenFile]:
+    """The token files at `path`, a file or a folder, in order of path.
+
+    `dtype` is the type of the ids in files that do not tell, ``uint16`` for example. `where` names the config's key or
+    the command's argument in errors.
+
+    Errors (InputError): no such file, none in the folder, files of several formats, and whatever is wrong with one.
+    """
+    given = integer_dtype(dtype, where) if dtype else None
+    return [
+        file for found, name in find_token_files(path, where) for file in _format(name).open_file(found, where, given)
+    ]
+
+
+def find_token_files(path: str | Path, where: str) -> list[tuple[Path, str]]:
+    """The token files at `path` and their formats, in order of path; nothing is opened.
+
+    Errors (InputError): no such file or folder, none in it, files of several formats.
+    """
+    path = Path(path).expanduser()
+    if not path.exists():
+        siblings = [sibling.name for sibling in path.absolute().parent.glob("*")]
+        raise InputError(f"{where}: no such file or folder: {path}{nearest(path.name, siblings)}")
+    if path.is_file():
+        name = SUFFIXES.get(path.suffix)
+        if name is None:
+            raise InputError(f"{where}: {path} is no token file; expected {', '.join(SUFFIXES)}")
+        return [(path, name)]
+    found = sorted((file, SUFFIXES[file.suffix]) for file in _walk(path) if file.suffix in SUFFIXES)
+    if not found:
+        raise InputError(f"{where}: no token file in {path}; expected {', '.join(SUFFIXES)}")
+    formats = sorted({name for _, name in found})
+    if len(formats) > 1:
+        raise InputError(
+            f"{where}: {path} holds files of several formats ({', '.join(formats)}); name a file or folder of one"
+        )
+    return found
+
+
+def open_writer(path: Path, format: str, dtype: np.dtype, tokenizer: str | None = None) -> TokenWriter:
+    """A writer of one file of `format`; its suffix is added to `path` where it is missing.
+
+    Errors (InputError): an unknown format, or one that cannot hold `dtype`; the folder cannot be written.
+    """
+    module = _format(format)
+    suffix = "" if path.suffix == module.SUFFIX else module.SUFFIX
+    return module.Writer(path.with_name(path.name + suffix), dtype, tokenizer)
+
+
+def _format(name: str) -> ModuleType:
+    if name not in FORMATS:
+        raise InputError(f"unknown format '{name}'; expected one of {', '.join(FORMATS)}{nearest(name, FORMATS)}")
+    return import_module(f".{name}", __name__)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Every file below `folder`, links followed, a folder that is linked twice only once."""
+    seen: set[str] = set()
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        seen.add(os.path.realpath(parent))
+        folders[:] = sorted(name for name in folders if os.path.realpath(os.path.join(parent, name)) not in seen)
+        for name in files:
+            yield Path(parent, name)

@@ -1,0 +1,162 @@
+"""datatrove's `.ds`, which Nanosets are made of.
+
+    corpus.ds            little-endian uint16 or uint32 ids, no header
+    corpus.ds.index      uint64: exclusive end of each document, in tokens
+    corpus.ds.loss       one byte a token, 1 where it carries a loss; optional
+    corpus.ds.metadata   three lines of text: tokenizer|2, the number of tokens, the same for people (27.0 T)
+
+Nothing in `.ds` tells how wide an id is. It is what the metadata says, else what makes the index's last end the end of
+the file, else two bytes. Sizes that contradict each other are an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError
+
+from .token_file import PartialFile, TokenFile, TokenWriter, check_ends, map_array, readable
+
+SUFFIX = ".ds"
+WIDTHS: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+
+
+def open_file(path: Path, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
+    """The tokens of one `.ds` and of what lies beside it.
+
+    Errors (InputError): a size, width or count that contradicts another, an index that is not sorted.
+    """
+    metadata = _metadata(_beside(path, "metadata"))
+    index = _beside(path, "index")
+    ends = map_array(index, np.dtype("<u8")) if index.exists() else None
+    tokens = map_array(path, _width(path, ends, metadata, where, dtype))
+    if metadata and metadata.tokens is not None and metadata.tokens != len(tokens):
+        raise InputError(
+            f"{path}: holds {len(tokens)} tokens of {tokens.itemsize} bytes, up to byte {tokens.nbytes}; "
+            f"{path.name}.metadata says {metadata.tokens}"
+        )
+    if ends is not None:
+        check_ends(index, ends, len(tokens), path)
+    loss_path = _beside(path, "loss")
+    loss = map_array(loss_path, np.dtype(np.bool_)) if loss_path.exists() else None
+    if loss is not None and len(loss) != len(tokens):
+        raise InputError(f"{loss_path}: {len(loss)} bytes, expected one for each of the {len(tokens)} tokens")
+    return [TokenFile(path, "datatrove", tokens, ends, loss, metadata.tokenizer if metadata else None)]
+
+
+def _beside(path: Path, kind: str) -> Path:
+    return path.with_name(f"{path.name}.{kind}")
+
+
+class _Metadata(NamedTuple):
+    tokenizer: str | None
+    width: int | None
+    """Bytes of a token."""
+    tokens: int | None
+
+
+def _metadata(path: Path) -> _Metadata | None:
+    """What a `.metadata` says; None where there is none. One written by hand may lack the width or the count."""
+    if not path.exists():
+        return None
+    with readable(path):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: no UTF-8 text at byte {error.start}") from None
+    if not lines:
+        return None
+    name, bar, width = lines[0].rpartition("|")
+    if not bar:
+        name, width = lines[0], ""
+    name = name.removeprefix("Unknown Tokenizer|2").removeprefix("Unknown Tokenizer|4")  # datatrove's word for none
+    if width not in ("", "2", "4"):
+        raise InputError(f"{path}: line 1: expected the tokenizer and 2 or 4 bytes a token, found '{lines[0][:80]}'")
+    count = lines[1].strip() if len(lines) > 1 else ""
+    if count and not (count.isascii() and count.isdigit() and len(count) < 20):
+        raise InputError(f"{path}: line 2: expected the number of tokens, found '{count[:80]}'")
+    return _Metadata(name or None, int(width) if width else None, int(count) if count else None)
+
+
+def _width(
+    path: Path, ends: NDArray[np.uint64] | None, metadata: _Metadata | None, where: str, given: np.dtype | None
+) -> np.dtype:
+    """The type of the ids: given, else by the metadata, else by the index against the size, else two bytes."""
+    said = metadata.width if metadata else None
+    if given is not None:
+        if given not in WIDTHS.values():
+            raise InputError(f"{where}: {path} cannot hold {given.name}; datatrove writes uint16 or uint32")
+        if said not in (None, given.itemsize):
+            raise InputError(f"{where}: {given.name} asked for, but {path}.metadata says {said} bytes a token")
+        return given
+    if said is not None:
+        return WIDTHS[said]
+    if ends is None or not len(ends) or not ends[-1]:
+        return WIDTHS[2]
+    with readable(path):
+        size = path.stat().st_size
+    for width, dtype in WIDTHS.items():
+        if int(ends[-1]) * width == size:
+            return dtype
+    raise InputError(
+        f"{path}: {size} bytes, but {path.name}.index ends at token {ends[-1]}: expected {2 * int(ends[-1])} bytes "
+        f"(uint16) or {4 * int(ends[-1])} (uint32)"
+    )
+
+
+class Writer(TokenWriter):
+    """A `.ds` with its index, its metadata, and its loss mask if it is given one."""
+
+    holds_loss = True
+
+    def __init__(self, path: Path, dtype: np.dtype, tokenizer: str | None) -> None:
+        super().__init__(path, dtype, tokenizer)
+        if self.dtype not in WIDTHS.values():
+            raise InputError(f"{path}: datatrove's .ds holds uint16 or uint32, not {dtype.name}")
+        self._ids = PartialFile(path)
+        self._index = PartialFile(_beside(path, "index"))
+        self._loss: PartialFile | None = None
+
+    def _append(self, ids: NDArray[np.integer], ends: NDArray[np.uint64], loss: NDArray[np.bool_] | None) -> None:
+        if loss is not None and self._loss is None:
+            self._loss = PartialFile(_beside(self.path, "loss"))
+            for start in range(0, self.tokens, 1 << 20):  # all before it carried a loss
+                self._loss.write(b"\1" * min(1 << 20, self.tokens - start))
+        if self._loss is not None:
+            self._loss.write(np.ones(len(ids), np.bool_) if loss is None else np.ascontiguousarray(loss, np.bool_))
+        self._ids.write(ids)
+        self._index.write(ends.astype("<u8"))
+
+    def close(self) -> None:
+        metadata = PartialFile(_beside(self.path, "metadata"))
+        name = self.tokenizer or f"Unknown Tokenizer|{self.dtype.itemsize}"
+        metadata.write(f"{name}|{self.dtype.itemsize}\n{self.tokens}\n{_human(self.tokens)}".encode())
+        self.path.unlink(missing_ok=True)  # so that an older file never stands beside a newer index
+        if self._loss is None:
+            _beside(self.path, "loss").unlink(missing_ok=True)
+        else:
+            self._loss.publish()
+        if self.documents or not self.tokens:
+            self._index.publish()
+        else:  # whose documents are not known
+            self._index.discard()
+            _beside(self.path, "index").unlink(missing_ok=True)
+        metadata.publish()
+        self._ids.publish()  # last: what has its name is whole
+
+    def discard(self) -> None:
+        for part in (self._ids, self._index, self._loss):
+            if part is not None:
+                part.discard()
+
+
+def _human(tokens: int) -> str:
+    """Three digits and a prefix, as datatrove has `humanize` write them: 27 → ``27.0 T``, 1500 → ``1.50 kT``."""
+    exponent = math.floor(math.log10(tokens)) if tokens else 0
+    prefix = " kMGTPEZY"[exponent // 3].strip()
+    return f"{tokens / 10 ** (exponent // 3 * 3):.{2 - exponent % 3}f} {prefix}T"

@@ -1,0 +1,243 @@
+"""What token formats share: a mapped file of ids with the places where documents end.
+
+    tokens   17 4 9 2 │ 5 5 2 │ 8 2          [tokens], memory-mapped, documents end to end
+    ends             4       7     9         [documents], exclusive
+
+Whatever the format, that is all there is to it; a format's own file of this folder knows how the two lie on disk.
+Opening costs no pass over the tokens, so that a folder of terabytes opens at once: sizes are held against each other,
+and an index is read where documents are asked for (`documents_between`), and checked there.
+
+A file is written beside its final name, synced, and renamed: it is whole or not there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError, nearest
+
+CHECKED_AT_OPEN = 1 << 16
+"""So many ends of an index are checked when the file is opened, the others where they are read."""
+
+PARTIAL = ".partial"
+"""What a file is called, after its name, while it is written. A killed process's is overwritten by the next."""
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """One file of tokens.
+
+    `tokens` ``[tokens]`` integers, memory-mapped, documents end to end; `ends` ``[documents]`` uint64, the exclusive
+    end of each document in tokens, None where the format or the file does not tell; `loss` ``[tokens]`` bool, True
+    where a token carries a loss, None when all do; `tokenizer` what the file's own metadata calls it.
+    """
+
+    path: Path
+    format: str
+    tokens: NDArray[np.integer]
+    ends: NDArray[np.uint64] | None
+    loss: NDArray[np.bool_] | None
+    tokenizer: str | None
+
+
+def documents_between(file: TokenFile, start: int, stop: int) -> NDArray[np.int64]:
+    """The ends of documents that lie in tokens ``(start, stop]``, ascending; none where documents are not known.
+
+    Errors (InputError): the index is not sorted there.
+    """
+    if file.ends is None:
+        return np.empty(0, dtype=np.int64)
+    first, last = np.searchsorted(file.ends, np.array([start, stop], dtype=np.uint64), side="right")
+    ends = np.asarray(file.ends[first:last], dtype=np.int64)
+    if len(ends) and not (start < ends[0] and ends[-1] <= stop and (ends[1:] >= ends[:-1]).all()):
+        raise InputError(f"{file.path}: its index of documents is not sorted between entries {first} and {last}")
+    return ends
+
+
+# ---- reading -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """One line for a file that cannot be read, or that vanished since it was listed."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def map_array(path: Path, dtype: np.dtype, offset: int = 0, count: int | None = None) -> NDArray[Any]:
+    """`count` items of `dtype` from byte `offset` on, memory-mapped; None: to the end of the file.
+
+    Errors (InputError): the file is not there, too short, or ends within an item.
+    """
+    with readable(path):
+        size = path.stat().st_size
+        if count is None:
+            count, rest = divmod(max(size - offset, 0), dtype.itemsize)
+            if rest:
+                raise InputError(
+                    f"{path}: truncated: {size} bytes are no whole number of {dtype.name} items; "
+                    f"the last one begins at byte {size - rest}"
+                )
+        if offset + count * dtype.itemsize > size:
+            raise InputError(
+                f"{path}: truncated: expected {count} {dtype.name} items from byte {offset} on, up to byte "
+                f"{offset + count * dtype.itemsize}; the file ends at byte {size}"
+            )
+        if count == 0:  # an empty range cannot be mapped
+            return np.empty(0, dtype)
+        # A plain view: np.memmap's own slicing is several times slower.
+        return np.asarray(np.memmap(path, dtype, "r", offset=offset, shape=(count,)))
+
+
+def check_ends(path: Path, ends: NDArray[np.uint64], tokens: int, token_path: Path) -> None:
+    """The index's last end must be the number of tokens, and its first ends must ascend.
+
+    Errors (InputError): name the file and the byte of the entry that is wrong.
+    """
+    last = int(ends[-1]) if len(ends) else 0
+    if last != tokens:
+        raise InputError(
+            f"{path}: its last document ends at token {last} (byte {max(len(ends) - 1, 0) * 8}), "
+            f"but {token_path.name} holds {tokens} tokens"
+        )
+    head = ends[:CHECKED_AT_OPEN]
+    falls = np.flatnonzero(head[1:] < head[:-1])
+    if len(falls):
+        at = int(falls[0]) + 1
+        raise InputError(
+            f"{path}: not sorted: document {at} (byte {8 * at}) ends at token {head[at]}, before the one in front of "
+            f"it, at {head[at - 1]}"
+        )
+
+
+INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", "uint64")
+
+
+def integer_dtype(name: str, where: str) -> np.dtype:
+    """A little-endian integer type by name, ``uint16`` for example. `where` names the key or argument in errors."""
+    if name not in INTEGERS:
+        raise InputError(
+            f"{where}: unknown dtype '{name}'; expected one of {', '.join(INTEGERS)}{nearest(name, INTEGERS)}"
+        )
+    return np.dtype(name).newbyteorder("<")
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
+
+
+class PartialFile:
+    """A file that is written as ``<path>.partial`` and gets its name when it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.partial = path.with_name(path.name + PARTIAL)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: what is written comes in large pieces, and a full disk shows where it happens.
+            self.file: FileIO = open(self.partial, "wb", buffering=0)  # noqa: SIM115 (see publish, discard)
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror or error}") from None
+
+    def write(self, data: bytes | NDArray[Any]) -> None:
+        left = memoryview(data if isinstance(data, bytes) else data.data.cast("B")) if len(data) else memoryview(b"")
+        try:
+            while left:
+                left = left[self.file.write(left) :]
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from None
+
+    def publish(self) -> None:
+        os.fsync(self.file.fileno())
+        self.file.close()
+        os.replace(self.partial, self.path)
+
+    def discard(self) -> None:
+        self.file.close()
+        self.partial.unlink(missing_ok=True)
+
+
+class TokenWriter:
+    """Writes one token file, piece by piece, in bounded memory.
+
+        with open_writer(path, "datatrove", np.dtype("uint16")) as writer:
+            writer.write(ids, lengths)
+
+    A format's subclass says how pieces lie on disk. Leaving the block by an error leaves nothing behind.
+    """
+
+    holds_loss = False
+
+    def __init__(self, path: Path, dtype: np.dtype, tokenizer: str | None) -> None:
+        self.path = path
+        self.dtype = dtype.newbyteorder("<")
+        self.tokenizer = tokenizer
+        self.tokens = 0
+        self.documents = 0
+
+    def write(
+        self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Append whole documents: `ids` ``[tokens]`` end to end, `lengths` ``[documents]``, `loss` ``[tokens]``.
+
+        Errors (InputError): an id that the dtype cannot hold; a loss in a format that has none; the disk is full.
+        """
+        self.append(ids, np.cumsum(lengths), loss)
+
+    def append(
+        self, ids: NDArray[np.integer], ends: NDArray[np.integer], loss: NDArray[np.bool_] | None = None
+    ) -> None:
+        """Append a piece that may begin and end within a document; `ends` counts from the piece's first token."""
+        if len(ids):
+            check_range(self.path, ids, self.dtype)
+        if loss is not None and not self.holds_loss:
+            raise InputError(f"{self.path}: this format holds no loss mask; write datatrove's .ds instead")
+        ids, ends = (
+            np.ascontiguousarray(ids, dtype=self.dtype),
+            np.asarray(ends, dtype=np.uint64) + np.uint64(self.tokens),
+        )
+        self._append(ids, ends, loss)
+        self.tokens += len(ids)
+        self.documents += len(ends)
+
+    def close(self) -> None:
+        """Finish the file and give it its name."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Give up; nothing is left behind."""
+        raise NotImplementedError
+
+    def _append(self, ids: NDArray[np.integer], ends: NDArray[np.uint64], loss: NDArray[np.bool_] | None) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> TokenWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+
+def check_range(path: Path, ids: NDArray[np.integer], dtype: np.dtype) -> None:
+    """Errors (InputError): an id of `ids` ``[tokens]``, not empty, is negative or beyond `dtype`."""
+    smallest, largest = int(ids.min()), int(ids.max())
+    if smallest < 0:
+        raise InputError(f"{path}: token {smallest} is negative")
+    if largest > np.iinfo(dtype).max:
+        raise InputError(f"{path}: token {largest} does not fit {dtype.name} (largest {np.iinfo(dtype).max})")
