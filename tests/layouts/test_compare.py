@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,31 +15,33 @@ from tiny_run import tiny_yaml
 
 from kenotron.data import TokenBatch
 from kenotron.parallel.mesh import axes, build_mesh
-from kenotron.train.compare import Comparison, compare, record, reordered
+from kenotron.train.compare import Comparison, compare, record, references, reordered
 
 PROBLEM = Problem("compare", steps=4, model={"num_hidden_layers": 2})
 
 
-def record_on(rank: int, layout: str, order: int, folder: Path) -> None:
-    config = PROBLEM.config(layout, folder)
+def record_on(rank: int, layout: str, order: int, overrides: tuple[str, ...], folder: Path) -> None:
+    config = replace(PROBLEM, overrides=overrides).config(layout, folder)
     mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
     record(config, mesh, torch.device("cpu"), steps=4, order=order, folder=str(folder))
 
 
-def run_all(layout: str, world_size: int, folder: Path) -> Comparison:
-    for name, size, given, order in (
-        ("a", 1, "", 0),
-        ("r1", 1, "", 1),
-        ("r2", 1, "", 2),
-        ("b", world_size, layout, 0),
-    ):
-        run_ranks(size, record_on, given, order, folder / name)
-    return compare(folder / "a", [folder / "r1", folder / "r2"], folder / "b", PROBLEM.config("", folder))
+def run_all(layout: str, world_size: int, folder: Path, dtype: str = "float32") -> Comparison:
+    as_it_is = (f"model.dtype={dtype}",)
+    config = replace(PROBLEM, overrides=as_it_is).config("", folder)
+    run_ranks(1, record_on, "", 0, as_it_is, folder / "a")
+    rounding = []
+    for number, each in enumerate(references(config)):
+        run_ranks(1, record_on, "", each.order, (*as_it_is, *each.overrides), folder / str(number))
+        rounding.append((folder / str(number), each.safety))
+    run_ranks(world_size, record_on, layout, 0, as_it_is, folder / "b")
+    return compare(folder / "a", rounding, folder / "b", config)
 
 
-@pytest.mark.parametrize("layout", ["dp=2 zero=2", "tp=2 mode=REDUCE_SCATTER", "pp=2 engine=1f1b"])
-def test_layouts_of_one_config_agree(layout: str, tmp_path: Path) -> None:
-    comparison = run_all(layout, 2, tmp_path)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2 zero=2", "tp=2 mode=REDUCE_SCATTER", "pp=2 engine=1f1b accum=4"])
+def test_layouts_of_one_config_agree(layout: str, dtype: str, tmp_path: Path) -> None:
+    comparison = run_all(layout, 2, tmp_path, dtype)
     assert comparison.agrees
     assert comparison.first_parameter() is None
     assert [(n.name, n.step) for n in comparison.numbers[:4]] == [
@@ -56,8 +59,9 @@ def test_what_rounding_explains_is_small(tmp_path: Path) -> None:
     assert max(tensor.allowed for tensor in (*comparison.gradients, *comparison.weights)) < 1e-4
 
 
-def test_a_layout_that_forgets_a_sum_is_found_at_its_first_parameter(tmp_path: Path) -> None:
-    comparison = run_all("dp=2 parallelism.strategy=user_parts.forgets_to_sum", 2, tmp_path)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layout_that_forgets_a_sum_is_found_at_its_first_parameter(dtype: str, tmp_path: Path) -> None:
+    comparison = run_all("dp=2 parallelism.strategy=user_parts.forgets_to_sum", 2, tmp_path, dtype)
     assert not comparison.agrees
     first = comparison.first_parameter()
     assert first is not None

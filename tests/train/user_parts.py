@@ -244,5 +244,5 @@ def late(sequence_length: int, seed: int, rank: int, seconds: float) -> list[np.
     return counting(sequence_length, seed)
 
 
-def forgets_to_sum(root, blocks, mesh, *, zero_stage, compute_dtype, cpu_offload):
+def forgets_to_sum(root, blocks, mesh, *, zero_stage, compute_dtype, cpu_offload, bucket_cap_mb):
     """A data-parallel strategy with a mistake: no gradient is summed over the ranks."""

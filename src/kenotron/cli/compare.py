@@ -1,7 +1,7 @@
 """`kenotron compare my.yaml parallelism.tp=2 parallelism.pp=2`: two layouts of one config, one verdict.
 
-Four short runs: the config as it is, the same with its samples in two other orders (what rounding does), and the config
-on the other layout. Exit code 0: they agree; 1: they do not.
+Four short runs: the config as it is, the same with its samples in other orders or in fp32 (what rounding does), and the
+config on the other layout. Exit code 0: they agree; 1: they do not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def compare(
     file: Annotated[Path, typer.Argument(help="The run's YAML file.")],
     overrides: Annotated[list[str], typer.Argument(help="The other layout, such as parallelism.tp=2.")],
     steps: Annotated[int, typer.Option(help="Steps to train on either layout.", min=1)] = 10,
-    picture: Annotated[Path | None, typer.Option(help="Draw both runs into this PNG (needs kenotron[plots]).")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw both runs into this PNG (needs matplotlib).")] = None,
 ) -> None:
     """Train a few steps on two layouts and tell whether they are the same run, but for rounding."""
     from kenotron.config import load
@@ -37,18 +37,21 @@ def compare(
     other = load(file, _at_one_batch_size(plain, load(file, overrides), overrides))
     _check(plain, other, steps, picture)
     from kenotron.launch import work_on_ranks
-    from kenotron.train.compare import ORDERS, draw
     from kenotron.train.compare import compare as measure
+    from kenotron.train.compare import draw, references
 
     with tempfile.TemporaryDirectory(prefix="kenotron-compare-") as temporary:
         folder = Path(temporary)
-        runs = [("as it is", plain, 0), *((f"in order {n}", plain, n) for n in ORDERS), (" ".join(overrides), other, 0)]
+        rounding = references(plain)
+        runs = [("as it is", plain, 0)]
+        runs += [(each.name, load(file, each.overrides), each.order) for each in rounding]
+        runs += [(" ".join(overrides), other, 0)]
         for number, (name, config, order) in enumerate(runs):
             ranks = config.parallelism.world_size
             print(f"run {number + 1} of {len(runs)}: {name}, {steps} steps on {ranks} rank(s)", file=sys.stderr)
             work_on_ranks(config, WORK, steps=steps, order=order, folder=str(folder / str(number)))
-        a, *reorderings, b = (folder / str(number) for number in range(len(runs)))
-        comparison = measure(a, reorderings, b, plain)
+        a, *others, b = (folder / str(number) for number in range(len(runs)))
+        comparison = measure(a, [(at, each.safety) for at, each in zip(others, rounding)], b, plain)
     _print(comparison)
     if picture is not None:
         draw(comparison, picture, ("as it is", " ".join(overrides)))

@@ -1,12 +1,13 @@
 """Do two layouts of one config train the same model? Measured against what rounding alone does.
 
     A        the config as it is                    losses, gradient norms, gradients of step 1, weights at the end
-    R1, R2   A, with the samples of every batch in another order: the same sums, added up in another order
+    R1, R2   A, with the samples of every batch in another order: the same sums, added up in another order;
+             for a run in bf16, R2 is A in fp32: a layout rounds more than sums there, so all of A's rounding counts
     B        the config on another layout
 
 In exact arithmetic all four are equal. A and R differ by rounding, so how far they drift apart is what rounding does to
-this model, on this machine, by this step. B may drift `SAFETY` times as far; a wrong collective goes a thousand
-times farther:
+this model, on this machine, by this step. B may drift some times as far (`Reference.safety`); a wrong collective goes
+a thousand times farther:
 
     step   lm_loss A   lm_loss B     |A - B|   rounding explains
        1   4.1271238   4.1271243    4.8e-07             4.1e-06      agrees
@@ -38,9 +39,31 @@ if TYPE_CHECKING:
     from kenotron.data import TokenBatch
     from kenotron.parallel.mesh import Mesh
 
-SAFETY = 10.0  # two other orders are a small sample of all, and a layout reorders sums over features too
 FLOOR = 16 * torch.finfo(torch.float32).eps  # relative; for what happened to round the same way in A and R
-ORDERS = (1, 2)  # of samples within a batch, beside 0, the order of the data
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A run that differs from A by rounding alone: what it is called, the overrides, the order of the samples, and how
+    many times as far as it a right layout may be from A.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    order: int
+    safety: float
+
+
+# Two other orders are a small sample of all, and a layout reorders sums over features too.
+BACKWARDS = Reference("samples backwards", (), 1, 10.0)
+ODD_FIRST = Reference("odd samples first", (), 2, 10.0)
+# What A rounds away in bf16, B rounds away in other places: twice as far in all, and the largest of many numbers.
+IN_FP32 = Reference("in float32", ("model.dtype=float32",), 0, 4.0)
+
+
+def references(config: Config) -> tuple[Reference, ...]:
+    """The runs that tell what rounding does to `config`."""
+    return (BACKWARDS, ODD_FIRST if config.model.dtype == "float32" else IN_FP32)
 
 
 # ---- one run -----------------------------------------------------------------------------------------------
@@ -149,43 +172,47 @@ class Comparison:
         return next((each for each in self.numbers if not each.agrees), None)
 
 
-def compare(a: Path, reorderings: Sequence[Path], b: Path, config: Config) -> Comparison:
-    """Compare what `record` left in the folders of A, of A in other orders, and of B."""
+def compare(a: Path, rounding: Sequence[tuple[Path, float]], b: Path, config: Config) -> Comparison:
+    """Compare what `record` left in the folders of A, of its references (with their safety), and of B."""
     with torch.device("meta"):
         names = [name for name, _ in named_parameters(build(resolve_architecture(config).model))]
     return Comparison(
-        _numbers(_steps(a), [_steps(folder) for folder in reorderings], _steps(b)),
-        _tensors([f"state.{name}.gradient" for name in names], "gradients", a, reorderings, b),
-        _tensors(names, "weights", a, reorderings, b),
+        _numbers(_steps(a), [(_steps(folder), safety) for folder, safety in rounding], _steps(b)),
+        _tensors([f"state.{name}.gradient" for name in names], "gradients", a, rounding, b),
+        _tensors(names, "weights", a, rounding, b),
     )
 
 
-def _steps(folder: Path) -> list[list[float]]:
+Steps = list[list[float]]  # [lm_loss, grad_norm] of each
+
+
+def _steps(folder: Path) -> Steps:
     return json.loads((folder / "weights" / "1" / "manifest.json").read_text())["state"]["numbers"]
 
 
-def _numbers(a: list[list[float]], others: list[list[list[float]]], b: list[list[float]]) -> list[Number]:
+def _numbers(a: Steps, others: Sequence[tuple[Steps, float]], b: Steps) -> list[Number]:
     found = []
-    noise = [0.0, 0.0]  # rounding errors grow from step to step: what was possible once stays possible
+    allowed = [0.0, 0.0]  # rounding errors grow from step to step: what was possible once stays possible
     for step, (ours, theirs) in enumerate(zip(a, b, strict=True)):
         for which, name in enumerate(("lm_loss", "grad_norm")):
-            noise[which] = max(noise[which], *(abs(ours[which] - other[step][which]) for other in others))
-            allowed = SAFETY * noise[which] + FLOOR * abs(ours[which])
-            found.append(Number(name, step + 1, ours[which], theirs[which], allowed))
+            apart = (safety * abs(ours[which] - other[step][which]) for other, safety in others)
+            allowed[which] = max(allowed[which], *apart)
+            floor = FLOOR * abs(ours[which])
+            found.append(Number(name, step + 1, ours[which], theirs[which], allowed[which] + floor))
     return found
 
 
-def _tensors(names: Sequence[str], kind: str, a: Path, reorderings: Sequence[Path], b: Path) -> list[Tensor]:
-    noise = dict.fromkeys(names, 0.0)
-    for other in reorderings:
+def _tensors(names: Sequence[str], kind: str, a: Path, rounding: Sequence[tuple[Path, float]], b: Path) -> list[Tensor]:
+    allowed = dict.fromkeys(names, 0.0)
+    for other, safety in rounding:
         for name, difference in _differences(names, a / kind, other / kind):
-            noise[name] = max(noise[name], difference)
-    usual = statistics.median(noise.values())  # a small tensor may round the same way by luck
+            allowed[name] = max(allowed[name], safety * difference)
+    usual = statistics.median(allowed.values())  # a small tensor may round the same way by luck
     return [
         Tensor(
             name.removeprefix("state.").removesuffix(".gradient"),
             difference,
-            SAFETY * max(noise[name], usual) + FLOOR,
+            max(allowed[name], usual) + FLOOR,
         )
         for name, difference in _differences(names, a / kind, b / kind)
     ]
