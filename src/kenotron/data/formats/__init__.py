@@ -20,11 +20,12 @@ from kenotron.config.errors import InputError, nearest
 
 from .token_file import TokenFile, TokenWriter, documents_between, integer_dtype
 
-FORMATS = ("datatrove",)
+FORMATS = ("datatrove", "megatron", "litdata", "numpy")
 """Every format is a module of this folder."""
 
-SUFFIXES = {".ds": "datatrove"}
-"""What a file to be read is called."""
+WRITTEN = ("datatrove", "megatron", "numpy")
+
+EXPECTED = ".ds, .bin with .idx, litdata's index.json, .npy, raw .bin"
 
 __all__ = [
     "FORMATS",
@@ -47,7 +48,7 @@ def open_token_files(path: str | Path, where: str, dtype: str | None = None) -> 
     """
     given = integer_dtype(dtype, where) if dtype else None
     return [
-        file for found, name in find_token_files(path, where) for file in _format(name).open_file(found, where, given)
+        file for found, name in find_token_files(path, where) for file in _module(name).open_file(found, where, given)
     ]
 
 
@@ -60,14 +61,9 @@ def find_token_files(path: str | Path, where: str) -> list[tuple[Path, str]]:
     if not path.exists():
         siblings = [sibling.name for sibling in path.absolute().parent.glob("*")]
         raise InputError(f"{where}: no such file or folder: {path}{nearest(path.name, siblings)}")
-    if path.is_file():
-        name = SUFFIXES.get(path.suffix)
-        if name is None:
-            raise InputError(f"{where}: {path} is no token file; expected {', '.join(SUFFIXES)}")
-        return [(path, name)]
-    found = sorted((file, SUFFIXES[file.suffix]) for file in _walk(path) if file.suffix in SUFFIXES)
+    found = sorted(set(filter(None, map(_recognised, _walk(path) if path.is_dir() else [path]))))
     if not found:
-        raise InputError(f"{where}: no token file in {path}; expected {', '.join(SUFFIXES)}")
+        raise InputError(f"{where}: no token file {'in' if path.is_dir() else 'is'} {path}; expected {EXPECTED}")
     formats = sorted({name for _, name in found})
     if len(formats) > 1:
         raise InputError(
@@ -81,15 +77,32 @@ def open_writer(path: Path, format: str, dtype: np.dtype, tokenizer: str | None 
 
     Errors (InputError): an unknown format, or one that cannot hold `dtype`; the folder cannot be written.
     """
-    module = _format(format)
+    if format not in WRITTEN:
+        raise InputError(f"cannot write '{format}'; expected one of {', '.join(WRITTEN)}{nearest(format, WRITTEN)}")
+    module = _module(format)
     suffix = "" if path.suffix == module.SUFFIX else module.SUFFIX
     return module.Writer(path.with_name(path.name + suffix), dtype, tokenizer)
 
 
-def _format(name: str) -> ModuleType:
-    if name not in FORMATS:
-        raise InputError(f"unknown format '{name}'; expected one of {', '.join(FORMATS)}{nearest(name, FORMATS)}")
-    return import_module(f".{name}", __name__)
+def _module(format: str) -> ModuleType:
+    return import_module(f".{format}", __name__)
+
+
+def _recognised(file: Path) -> tuple[Path, str] | None:
+    """The file to open and its format, or None for a file that is none of tokens."""
+    if file.suffix == ".ds":
+        return file, "datatrove"
+    if file.name == "index.json":
+        return file, "litdata"
+    if file.suffix == ".idx":  # its .bin may be missing, which opening it tells
+        return file.with_suffix(".bin"), "megatron"
+    if file.suffix == ".npy":
+        return file, "numpy"
+    if file.suffix == ".bin":
+        if file.with_suffix(".idx").exists():
+            return file, "megatron"
+        return (file, "numpy") if not file.with_name("index.json").exists() else None  # a chunk of litdata's
+    return None
 
 
 def _walk(folder: Path) -> Iterator[Path]:

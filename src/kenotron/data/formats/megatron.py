@@ -1,0 +1,155 @@
+"""Megatron's indexed dataset: ids in `.bin`, everything about them in `.idx`.
+
+    corpus.bin   ids, sequences end to end, no header
+    corpus.idx   MMIDIDX\\0\\0, version 1 (u64), dtype code (u8), sequences S (u64), D (u64)      34 bytes
+                 S lengths (i32) · S byte offsets in .bin (i64) · D document starts, in sequences (i64)
+
+A document is one sequence or several; the last of the D = documents + 1 starts is S. All integers are little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError
+
+from .token_file import PartialFile, TokenFile, TokenWriter, map_array, readable
+
+SUFFIX = ".bin"
+MAGIC = b"MMIDIDX\0\0"
+HEADER = struct.Struct("<9sQBQQ")
+CODES: dict[int, str] = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+FLOATS = {6: "float64", 7: "float32"}
+LONGEST_SEQUENCE = (1 << 31) - 1
+"""A length is an int32; a longer document is written as several sequences."""
+
+BLOCK = 1 << 20
+
+
+def open_file(path: Path, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
+    """The tokens of one pair of `.bin` and `.idx`. Takes 8 bytes of memory a document.
+
+    Errors (InputError): no or another magic, version or dtype code; sizes that contradict each other; sequences that do
+    not lie end to end; documents that are not sorted.
+    """
+    index = path.with_suffix(".idx")
+    of_ids, sequences, starts = _header(index)
+    if dtype is not None and dtype != of_ids:
+        raise InputError(f"{where}: {dtype.name} asked for, but {index} says {of_ids.name}")
+    tokens = map_array(path, of_ids)
+    lengths = map_array(index, np.dtype("<i4"), HEADER.size, sequences)
+    offsets = map_array(index, np.dtype("<i8"), HEADER.size + 4 * sequences, sequences)
+    documents = map_array(index, np.dtype("<i8"), HEADER.size + 12 * sequences, starts)
+
+    ends = np.zeros(sequences + 1, dtype=np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    wrong = np.flatnonzero((lengths < 0) | (offsets != ends[:-1] * of_ids.itemsize))
+    if len(wrong):
+        at = int(wrong[0])
+        raise InputError(
+            f"{index}: sequence {at} (bytes {HEADER.size + 4 * at} and {HEADER.size + 4 * sequences + 8 * at}) has length "
+            f"{lengths[at]} at byte {offsets[at]} of {path.name}; expected it at byte {ends[at] * of_ids.itemsize}"
+        )
+    if ends[-1] != len(tokens):
+        raise InputError(
+            f"{path}: {tokens.nbytes} bytes; its index ends at byte {ends[-1] * of_ids.itemsize} ({of_ids.name})"
+        )
+    at_byte = HEADER.size + 12 * sequences
+    if not starts or documents[0] != 0 or documents[-1] != sequences or (documents[1:] < documents[:-1]).any():
+        raise InputError(
+            f"{index}: the starts of documents from byte {at_byte} on do not ascend from 0 to the {sequences} sequences"
+        )
+    return [TokenFile(path, "megatron", tokens, ends[documents[1:]].astype(np.uint64), None, None)]
+
+
+def _header(index: Path) -> tuple[np.dtype, int, int]:
+    """The type of the ids, the number of sequences, the number of document starts."""
+    with readable(index):
+        size = index.stat().st_size
+        with open(index, "rb") as file:
+            head = file.read(HEADER.size)
+    if head[: len(MAGIC)] != MAGIC:
+        raise InputError(f"{index}: no Megatron index: expected {MAGIC!r} at byte 0, found {head[: len(MAGIC)]!r}")
+    if len(head) < HEADER.size:
+        raise InputError(f"{index}: truncated: expected a header of {HEADER.size} bytes, found {size}")
+    _, version, code, sequences, starts = HEADER.unpack(head)
+    if version != 1:
+        raise InputError(f"{index}: expected version 1 at byte 9, found {version}")
+    if code not in CODES:
+        found = f"{code} ({FLOATS[code]}, no integers)" if code in FLOATS else str(code)
+        raise InputError(f"{index}: expected a dtype code of {', '.join(map(str, CODES))} at byte 17, found {found}")
+    expected = HEADER.size + 12 * sequences + 8 * starts
+    if size == expected + sequences:
+        raise InputError(f"{index}: a multimodal index (modes from byte {expected} on) is not read")
+    if size != expected:
+        raise InputError(
+            f"{index}: expected {expected} bytes for {sequences} sequences and {starts} document starts (bytes 18 to "
+            f"33), found {size}"
+        )
+    return np.dtype(CODES[code]), sequences, starts
+
+
+class Writer(TokenWriter):
+    """A `.bin` and, when it is closed, its `.idx`. Ends of documents wait in a nameless file, not in memory."""
+
+    def __init__(self, path: Path, dtype: np.dtype, tokenizer: str | None) -> None:
+        super().__init__(path, dtype, tokenizer)
+        codes = {np.dtype(name): code for code, name in CODES.items()}
+        if self.dtype not in codes:
+            raise InputError(f"{path}: Megatron's .bin cannot hold {dtype.name}; take int32 or uint16")
+        self._code = codes[self.dtype]
+        self._ids = PartialFile(path)
+        self._ends = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115 (see close, discard)
+
+    def _append(self, ids: NDArray[np.integer], ends: NDArray[np.uint64], loss: NDArray[np.bool_] | None) -> None:
+        self._ids.write(ids)
+        self._ends.write(ends.astype("<i8").tobytes())
+
+    def close(self) -> None:
+        index = PartialFile(self.path.with_suffix(".idx"))
+        sequences = sum(int(counts.sum()) for counts, _ in self._documents())
+        starts = 1 + sum(len(counts) for counts, _ in self._documents())
+        index.write(HEADER.pack(MAGIC, 1, self._code, sequences, starts))
+        for _, lengths in self._documents():
+            index.write(lengths.astype("<i4"))
+        done = 0
+        for _, lengths in self._documents():
+            index.write((done + np.cumsum(lengths) - lengths).astype("<i8") * self.dtype.itemsize)
+            done += int(lengths.sum())
+        index.write(np.zeros(1, "<i8"))
+        done = 0
+        for counts, _ in self._documents():
+            index.write((done + np.cumsum(counts)).astype("<i8"))
+            done += int(counts.sum())
+        self._ends.close()
+        self.path.unlink(missing_ok=True)  # so that an older file never stands beside a newer index
+        index.publish()
+        self._ids.publish()  # last: what has its name is whole
+
+    def _documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Block by block: sequences of each document, length of each sequence. Tokens after the last end are one more."""
+        self._ends.seek(0)
+        last = 0
+        while True:
+            ends: NDArray[Any] = np.frombuffer(self._ends.read(8 * BLOCK), "<i8")
+            if not len(ends):
+                if last == self.tokens:
+                    return
+                ends = np.array([self.tokens])
+            lengths = np.diff(ends, prepend=last)
+            counts = np.maximum(-(-lengths // LONGEST_SEQUENCE), 1)
+            pieces = np.full(int(counts.sum()), LONGEST_SEQUENCE, np.int64)
+            pieces[np.cumsum(counts) - 1] = lengths - (counts - 1) * LONGEST_SEQUENCE
+            yield counts, pieces
+            last = int(ends[-1])
+
+    def discard(self) -> None:
+        self._ids.discard()
+        self._ends.close()

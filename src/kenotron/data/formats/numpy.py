@@ -1,0 +1,88 @@
+"""Plain arrays: numpy's `.npy`, and raw ids without a header.
+
+    tokens.npy     one-dimensional, integers
+    train.bin      raw (nanoGPT's): its dtype has to be given, uint16 as a rule
+    part-0.npy     raw under that name, too (OLMo's): without numpy's magic it is read as the dtype that is given
+
+Where documents end, these files do not tell.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.lib import format as npy
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError
+
+from .token_file import PartialFile, TokenFile, TokenWriter, map_array, readable
+
+SUFFIX = ".npy"
+HEADER_BYTES = 128
+
+
+def open_file(path: Path, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
+    """The tokens of one `.npy` or raw file.
+
+    Errors (InputError): no header and no dtype; a header that numpy cannot read; no one-dimensional array of integers.
+    """
+    with readable(path), open(path, "rb") as file:
+        has_header = file.read(len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX
+    if path.suffix == SUFFIX and has_header:
+        tokens = _npy(path, where, dtype)
+    elif dtype is None:
+        missing = "has no numpy header" if path.suffix == SUFFIX else f"has no {path.stem}.idx (Megatron's) beside it"
+        raise InputError(f"{where}: {path} {missing}; to read it as raw ids, give their dtype (uint16 as a rule)")
+    else:
+        tokens = map_array(path, dtype)
+    return [TokenFile(path, "numpy", tokens, None, None, None)]
+
+
+def _npy(path: Path, where: str, dtype: np.dtype | None) -> NDArray[np.integer]:
+    with readable(path), open(path, "rb") as file:
+        size = path.stat().st_size
+        try:
+            version = npy.read_magic(file)
+            read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+            shape, _, found = read(file)
+        except Exception as error:  # numpy parses the header as Python, so a damaged one raises anything
+            raise InputError(f"{path}: damaged numpy header at byte 0 ({str(error).splitlines()[:1]})") from None
+        start = file.tell()
+    if len(shape) != 1 or found.kind not in "iu" or shape[0] < 0:
+        raise InputError(f"{path}: expected a one-dimensional array of integers, found {found} of shape {list(shape)}")
+    if dtype is not None and dtype != found:
+        raise InputError(f"{where}: {dtype.name} asked for, but {path} says {found.name}")
+    if start + shape[0] * found.itemsize != size:
+        raise InputError(
+            f"{path}: {shape[0]} ids of {found.name} from byte {start} on end at byte {start + shape[0] * found.itemsize}, "
+            f"the file at byte {size}"
+        )
+    return map_array(path, found, start)
+
+
+class Writer(TokenWriter):
+    """A `.npy`; ends of documents are not kept."""
+
+    def __init__(self, path: Path, dtype: np.dtype, tokenizer: str | None) -> None:
+        super().__init__(path, dtype, tokenizer)
+        self._ids = PartialFile(path)
+        self._ids.write(self._header())
+
+    def _header(self) -> bytes:
+        """Always as long as this: the length is known at the end only."""
+        text = f"{{'descr': '{self.dtype.str}', 'fortran_order': False, 'shape': ({self.tokens},), }}"
+        text = text.ljust(HEADER_BYTES - 11) + "\n"
+        return npy.magic(1, 0) + len(text).to_bytes(2, "little") + text.encode()
+
+    def _append(self, ids: NDArray[np.integer], ends: NDArray[np.uint64], loss: NDArray[np.bool_] | None) -> None:
+        self._ids.write(ids)
+
+    def close(self) -> None:
+        self._ids.file.seek(0)
+        self._ids.write(self._header())
+        self._ids.publish()
+
+    def discard(self) -> None:
+        self._ids.discard()
