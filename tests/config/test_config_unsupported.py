@@ -9,7 +9,7 @@ import pytest
 from kenotron.config import NotSupportedYet, load, refuse_unsupported
 from kenotron.config.architecture import ACTIVATIONS
 
-NANOSET = "data_stages.0.data.dataset={dataset_folder: a}"
+DATASET = "data_stages.0.data.dataset"
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,9 @@ NANOSET = "data_stages.0.data.dataset={dataset_folder: a}"
         (["s3_upload={upload_s3_path: 's3://a/b', remove_after_upload: false}"], "s3_upload"),
         (["checkpoints.checkpointing_engine=datastates"], "checkpoints.checkpointing_engine: datastates"),
         (["checkpoints.resume_checkpoint_path=s3://a/b"], "checkpoints.resume_checkpoint_path on s3"),
-        ([NANOSET], "dataset_folder (Nanoset)"),
-        (["data_stages.0.data.dataset={mixture: [{weight: 1, dataset_folder: a}]}"], "dataset_folder (Nanoset)"),
+        ([f"{DATASET}={{dataset_folder: 's3://a/b'}}"], "tokenized files on another machine (s3://a/b)"),
+        ([f"{DATASET}={{mixture: [{{weight: 1, tokens: ['hf://a', b]}}]}}"], "another machine (hf://a)"),
+        ([f"{DATASET}={{tokens: {{'gs://a': 1}}}}"], "tokenized files on another machine (gs://a)"),
         (
             [
                 "data_stages.0.data.dataset={hf_dataset_or_datasets: a, sft_dataloader: true}",
@@ -73,6 +74,8 @@ def test_everything_unsupported_is_named_at_once(minimal: dict[str, Any]) -> Non
         ["model.init_method={path: x}", "model.model_config={hf: x}"],
         ["optimizer.optimizer_factory={name: muon}"],
         ["checkpoints.checkpointing_engine=torch"],
+        [f"{DATASET}={{dataset_folder: [a, b], dataset_read_path: [c, d]}}"],
+        [f"{DATASET}={{tokens: {{a: 1}}}}"],
     ],
 )
 def test_what_is_served_is_not_refused(minimal: dict[str, Any], overrides: list[str]) -> None:

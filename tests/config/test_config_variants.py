@@ -21,6 +21,7 @@ from kenotron.config.data import (
     PretrainDataset,
     SFTDataset,
     TextFiles,
+    TokenFilesDataset,
 )
 from kenotron.config.model import ExistingCheckpointInit, RandomInit, SpectralMupInit
 from kenotron.config.optimizer import SGD, AdamW, CustomOptimizer, Muon
@@ -123,6 +124,8 @@ def test_an_unknown_optimizer_lists_what_there_is(minimal: dict[str, Any], name:
         (HF | {"debug_max_samples": 4}, SFTDataset),
         ({"dataset_folder": "a"}, NanosetDataset),
         ({"dataset_folder": ["a", "b"], "dataset_weights": [1, 2.5]}, NanosetDataset),
+        ({"tokens": "a.bin", "token_dtype": "uint16"}, TokenFilesDataset),
+        ({"tokens": {"a": 1, "b": 0.5}}, TokenFilesDataset),
         ({"corpus": "python-stdlib"}, EmbeddedCorpus),
         ({"text_files": "texts/"}, TextFiles),
         ({"text_files": {"a.txt": 1, "b.jsonl": 2}, "text_column_name": "body"}, TextFiles),
@@ -142,6 +145,14 @@ def test_a_dataset_is_known_by_its_keys(minimal: dict[str, Any], keys: Any, vari
         ({"text_file": "a"}, "did you mean 'text_files'"),
         ({"corpus": "shakespeare"}, "expected 'python-stdlib', found 'shakespeare'"),
         ({"dataset_folder": ["a", "b"], "dataset_weights": [1]}, r"expected one entry per folder \(2\), found 1"),
+        ({"dataset_folder": ["a", "b"], "dataset_weights": [1, 0]}, r"dataset_weights\.1: expected a number above 0"),
+        ({"dataset_folder": ["a"], "dataset_weights": [-2.0]}, r"dataset_weights\.0: .* above 0, found -2\.0"),
+        ({"dataset_folder": "a", "dataset_weights": [float("nan")]}, r"dataset_weights\.0: expected a .*number"),
+        ({"dataset_folder": "a", "dataset_max_tokens": [0]}, r"dataset_max_tokens\.0: expected a number of at least 1"),
+        ({"tokens": {"a": 0}}, r"tokens\.a: expected a number above 0, found 0"),
+        ({"tokens": {"a": float("inf")}}, r"tokens\.a: expected a finite number"),
+        ({"tokens": {}}, "tokens: expected a map of at least 1"),
+        ({"tokens": "a", "token_dtype": "float32"}, "token_dtype: expected 'uint8'"),
         ({"mixture": [{"corpus": "python-stdlib"}]}, "every dataset of a mixture has a weight"),
         ({"mixture": []}, "expected a list of at least 1"),
         ({"mixture": [{"weight": 1, "mixture": []}]}, "expected a dataset"),

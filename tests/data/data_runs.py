@@ -27,7 +27,7 @@ def run_config(*stages: Any, **changes: Any) -> Config:
     for name, value in changes.items():
         section, _, key = name.rpartition("__")
         sections[section or "tokens"][key] = value
-    has_text = stages[0] is not None and "source" not in stages[0]
+    has_text = any(name in str(stages[0]) for name in ("corpus", "text_files", "hf_dataset"))
     tokenizer = sections["tokenizer"] or ({"train": {"vocab_size": 300}} if has_text else {})
     data_stages = []
     for number, stage in enumerate(stages):

@@ -5,7 +5,8 @@ A dataset is one of these, told apart by the key that stands first here:
     null                                                     synthetic random tokens
     {hf_dataset_or_datasets: org/name, …}                    Hugging Face `datasets`, packed for pretraining
     {hf_dataset_or_datasets: …, sft_dataloader: true}        the same for fine-tuning
-    {dataset_folder: [a, b], dataset_weights: [1, 2], …}     tokenized folders (Nanoset)
+    {dataset_folder: [a, b], dataset_weights: [1, 2], …}     folders of .ds files (Nanoset)
+    {tokens: {code: 3, prose.bin: 1}}                        tokenized files of any format            (ours)
     {corpus: python-stdlib}                                  the embedded corpus                      (ours)
     {text_files: texts/}                                     txt, jsonl, jsonl.gz files and folders   (ours)
     {source: package.module.make, kwargs: {}}                a token source of your own               (ours)
@@ -18,7 +19,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Tag, model_validator
 
-from kenotron.config.section import OURS, LocalPath, Section, by_rule, has, key, null_means, problem
+from kenotron.config.section import NO_EFFECT, OURS, LocalPath, Section, by_rule, has, key, null_means, problem
 
 
 def _by_kind(value: Any) -> str | None:
@@ -26,11 +27,18 @@ def _by_kind(value: Any) -> str | None:
     return kinds.get(type(value))
 
 
+Share = Annotated[float, Field(gt=0)]
 Names = Annotated[
     Annotated[LocalPath, Tag("(one)")]
     | Annotated[list[LocalPath], Field(min_length=1), Tag("(list)")]
     | Annotated[dict[LocalPath, float], Field(min_length=1), Tag("(weighted)")],
     by_rule(_by_kind, "a name, a list of names, or a map name → number"),
+]
+PathsOrShares = Annotated[
+    Annotated[LocalPath, Tag("(one)")]
+    | Annotated[list[LocalPath], Field(min_length=1), Tag("(list)")]
+    | Annotated[dict[LocalPath, Share], Field(min_length=1), Tag("(weighted)")],
+    by_rule(_by_kind, "a path, a list of paths, or a map path → share"),
 ]
 NameOrNames = Annotated[
     Annotated[LocalPath, Tag("(one)")] | Annotated[list[LocalPath], Field(min_length=1), Tag("(list)")],
@@ -68,34 +76,68 @@ class SFTDataset(_HFDataset):
 
 
 class NanosetDataset(Dataset):
-    """Folders of tokens, as datatrove writes them (not supported yet)."""
+    """Folders of tokens in `.ds` files, as datatrove and `kenotron data tokenize` write them (Nanoset)."""
 
-    dataset_folder: NameOrNames = key("Folder, or folders, of tokenized files.")
-    dataset_weights: list[float] | None = key("Share of each folder.", None)
-    dataset_read_path: NameOrNames | None = key("Folder, or folders, of local copies.", None)
-    tokenizer_name: str | None = key("Tokenizer that made the files.", None)
-    vocab_size: int | None = key("Its vocabulary.", None, ge=1)
-    token_size_in_bytes: Literal[2, 4] | None = key("Bytes of one token.", None)
-    return_positions: bool = key("Positions start anew at every document.", True)
-    skip_in_stream: bool = key("Skip by reading on resume.", False)
-    pad_samples_to_global_batch_size: bool = key("Pad the last batch.", False)
-    dataset_max_tokens: list[int] | None = key("Cap on the tokens of each folder.", None)
-    shuffle_files: bool = key("Shuffle the files of a folder.", False)
-    use_old_brrr_dataloader: bool = key("Nothing, in nanotron too.", False)
+    dataset_folder: NameOrNames = key("Folder, or folders, of `.ds` files; nested folders are read too.")
+    dataset_weights: list[Share] | None = key("Share of each folder; null: as many as it has samples.", None)
+    dataset_read_path: NameOrNames | None = key(
+        "Folder, or folders, of local copies: a file that is there is read there.", None
+    )
+    tokenizer_name: str | None = key(
+        "Tokenizer that made the files, compared with the run's; null: what their metadata say.", None
+    )
+    vocab_size: int | None = key(
+        "Its vocabulary: no token may reach it; null: model.model_config.vocab_size.", None, ge=1
+    )
+    token_size_in_bytes: Literal[2, 4] | None = key("Bytes of one token; null: what the files say.", None)
+    return_positions: bool = key(
+        "Read where documents end, for model.document_masking; false: every sequence counts as one document.", True
+    )
+    skip_in_stream: bool = key(
+        "Skip by reading on resume; here any sample is found by its number.", False, mark=NO_EFFECT
+    )
+    pad_samples_to_global_batch_size: bool = key("Pad the last batch; here every batch is full.", False, mark=NO_EFFECT)
+    dataset_max_tokens: list[Annotated[int, Field(ge=1)]] | None = key(
+        "Cap on the tokens of each folder that are trained on; null: all.", None
+    )
+    shuffle_files: bool = key(
+        "Shuffle the files of each folder by general.seed before the cap; samples are shuffled in any case.", False
+    )
+    use_old_brrr_dataloader: bool = key("Nothing, in nanotron too.", False, mark=NO_EFFECT)
 
     @property
     def folders(self) -> list[str]:
-        return [self.dataset_folder] if isinstance(self.dataset_folder, str) else self.dataset_folder
+        return as_list(self.dataset_folder)
 
     @model_validator(mode="after")
     def _same_lengths(self) -> Self:
         folders = len(self.folders)
-        read = [self.dataset_read_path] if isinstance(self.dataset_read_path, str) else self.dataset_read_path
+        read = None if self.dataset_read_path is None else as_list(self.dataset_read_path)
         lists = {"dataset_weights": self.dataset_weights, "dataset_read_path": read}
         for name, values in (lists | {"dataset_max_tokens": self.dataset_max_tokens}).items():
             if values is not None and len(values) != folders:
                 raise problem(name, f"expected one entry per folder ({folders}), found {len(values)}")
         return self
+
+
+def as_list(names: str | list[str]) -> list[str]:
+    """One name or several, as a list."""
+    return [names] if isinstance(names, str) else names
+
+
+TokenType = Literal["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
+
+
+class TokenFilesDataset(Dataset):
+    """Tokenized files of any format that is read here: datatrove, Megatron, litdata, numpy."""
+
+    tokens: PathsOrShares = key(
+        "File or folder, a list (shares by their samples), a map path → share, or a .json file that holds one.",
+        mark=OURS,
+    )
+    token_dtype: TokenType | None = key(
+        "Type of one token in files that do not say it themselves (raw .bin).", None, mark=OURS
+    )
 
 
 class EmbeddedCorpus(Dataset):
@@ -126,12 +168,14 @@ _VARIANTS: dict[str, type[Dataset]] = {
     "(pretrain)": PretrainDataset,
     "(sft)": SFTDataset,
     "(nanoset)": NanosetDataset,
+    "(tokens)": TokenFilesDataset,
     "(corpus)": EmbeddedCorpus,
     "(text)": TextFiles,
     "(source)": CustomSource,
 }
 _DECIDING = {
     "dataset_folder": "(nanoset)",
+    "tokens": "(tokens)",
     "corpus": "(corpus)",
     "text_files": "(text)",
     "source": "(source)",
@@ -159,6 +203,7 @@ _Plain = (
     Annotated[PretrainDataset, Tag("(pretrain)")]
     | Annotated[SFTDataset, Tag("(sft)")]
     | Annotated[NanosetDataset, Tag("(nanoset)")]
+    | Annotated[TokenFilesDataset, Tag("(tokens)")]
     | Annotated[EmbeddedCorpus, Tag("(corpus)")]
     | Annotated[TextFiles, Tag("(text)")]
     | Annotated[CustomSource, Tag("(source)")]

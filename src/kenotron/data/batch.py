@@ -68,15 +68,26 @@ class TokenSource(Protocol):
         """Document number of every token, same shape, non-decreasing in a row; None: not known."""
         ...
 
+    def loss(self, indices: Int64) -> NDArray[np.bool_] | None:
+        """Whether each token is to be learnt, same shape; None: all of them."""
+        ...
 
-def make_batch(windows: NDArray[np.integer], sample_ids: Int64, documents: Int64 | None = None) -> TokenBatch:
+
+def make_batch(
+    windows: NDArray[np.integer],
+    sample_ids: Int64,
+    documents: Int64 | None = None,
+    loss: NDArray[np.bool_] | None = None,
+) -> TokenBatch:
     """Cut samples ``[n, sequence_length + 1]`` into inputs and labels.
 
     With `documents` (same shape), positions restart at every document, and a label that belongs to the
-    next document is masked.
+    next document is masked. With `loss` (same shape), labels that carry none are masked.
     """
     tokens = windows[:, :-1].astype(np.int64)
     labels = windows[:, 1:].astype(np.int64)
+    if loss is not None:
+        labels[~loss[:, 1:]] = NO_LOSS
     if documents is None:
         return TokenBatch(tokens, labels, sample_ids)
     labels[documents[:, 1:] != documents[:, :-1]] = NO_LOSS

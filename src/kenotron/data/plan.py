@@ -4,6 +4,8 @@
       - {start_training_step: 1,  mixture a 3, b 1}  stage 1: steps 10-15    {a: 1}
       - {start_training_step: 10, only a}            16 samples a step: stage 1 takes up `a` at its sample 108
 
+Tokenized files that share by their length are the exception: how long they are, only they know.
+
 A source that comes again in a later stage (same data, seed and sequence length) goes on where it stopped, so that
 nothing is read twice before all was read once. How far it got is arithmetic (`order.counts`).
 """
@@ -12,8 +14,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from kenotron.config.errors import InputError, NotSupportedYet
@@ -21,6 +24,7 @@ from kenotron.kernels.hashing import derive_key
 
 from .order import counts, huffman
 from .texts import FileTexts, Texts, find_files, python_stdlib
+from .token_folder import TokenPath, open_folder, token_paths, training_samples
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def plan_stages(config: Any) -> list[Stage]:
     for number, stage in enumerate(stages):
         start, stop = starts[number], max(starts[number], min(starts[number + 1], tokens.train_steps + 1))
         length = stage.sequence_length or tokens.sequence_length
-        weighted = list(flatten(stage.data.dataset))
+        weighted = list(flatten(stage.data.dataset, partial(samples_of, config=config, sequence_length=length)))
         names = identities([dataset for _, dataset in weighted], stage.data.seed, length)
         # Shuffling depends on the place of a source in the config, not on its path: data may move.
         keys = [derive_key("order", stage.data.seed, numbers.setdefault(name, len(numbers))) for name in names]
@@ -95,13 +99,31 @@ def identities(datasets: Sequence[Any], seed: int, sequence_length: int) -> list
     return [f"{text} {texts[:number].count(text)}" for number, text in enumerate(texts)]
 
 
-def flatten(dataset: Any) -> Iterator[tuple[float, Any]]:
-    """The sources of a dataset, each with its weight; nested weights multiply."""
+def samples_of(path: TokenPath, config: Any, sequence_length: int) -> int:
+    """Training samples of tokenized files."""
+    folder = open_folder(path, sequence_length, config.model.architecture.vocab_size, config.general.seed)
+    count, _ = training_samples(folder, path, config.tokens.val_fraction)
+    if count == 0:
+        raise InputError(
+            f"{path.path}: expected at least {sequence_length + 1} tokens to train on (sequence_length + 1), "
+            f"found {folder.describe()}"
+        )
+    return count
+
+
+def flatten(dataset: Any, length: Callable[[TokenPath], int]) -> Iterator[tuple[float, Any]]:
+    """The sources of a dataset, each with its weight; nested weights multiply.
+
+    Tokenized files without shares weigh what `length` says.
+    """
     if (mixture := getattr(dataset, "mixture", None)) is not None:
         for part in mixture:
-            inner = list(flatten(part))
+            inner = list(flatten(part, length))
             total = sum(weight for weight, _ in inner)
             yield from ((part.weight * weight / total, one) for weight, one in inner)
+    elif (paths := token_paths(dataset)) is not None:
+        for share, path in paths:
+            yield share if share is not None else 1.0 if len(paths) == 1 else length(path), path
     elif isinstance(getattr(dataset, "text_files", None), dict):
         for path, weight in dataset.text_files.items():
             if not weight > 0:
@@ -123,6 +145,9 @@ def describe(dataset: Any) -> dict[str, Any] | None:
     """The keys of a dataset's config that say which data it is."""
     if dataset is None:
         return None
+    if isinstance(dataset, TokenPath):
+        told = asdict(dataset)
+        return {key: told[key] for key in ("key", "path", "dtype", "max_tokens", "shuffle_files")}
     keys = {
         "corpus": ["corpus"],
         "text_files": ["text_files", "text_column_name"],
@@ -141,9 +166,11 @@ TEXT_KINDS = ("corpus", "text_files", "hf_dataset_or_datasets")
 
 
 def kind(dataset: Any) -> str:
-    """The key that tells the variant: corpus, text_files, hf_dataset_or_datasets, source, or "null"."""
+    """The key that tells the variant: corpus, text_files, hf_dataset_or_datasets, tokens, source, or "null"."""
     if dataset is None:
         return "null"
+    if isinstance(dataset, TokenPath):
+        return "tokens"
     if getattr(dataset, "sft_dataloader", False):
         raise NotSupportedYet("dataset.sft_dataloader (fine-tuning on prompts and answers)")
     for name in (*TEXT_KINDS, "source"):

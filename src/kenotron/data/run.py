@@ -69,7 +69,7 @@ class RunData:
 
     def batch(self, step: int, dp_rank: int = 0, dp_size: int = 1) -> list[TokenBatch]:
         """The micro-batches of one rank at `step` (from 1)."""
-        opened = self._stage(self.stage_at(step).number)
+        opened = self.stage_of(step)
         micro, total = self.config.tokens.micro_batch_size, self.config.global_batch_size
         if total % (micro * dp_size):
             raise InputError(
@@ -80,6 +80,10 @@ class RunData:
         positions = (step - opened.stage.start) * total + in_batch
         whole = opened.read(positions, (step - 1) * total + in_batch, self._masking)
         return [whole[first : first + micro] for first in range(0, len(positions), micro)]
+
+    def stage_of(self, step: int) -> OpenStage:
+        """The stage that `step` belongs to, open."""
+        return self._stage(self.stage_at(step).number)
 
     def stage_at(self, step: int) -> Stage:
         """The stage that `step` belongs to."""
@@ -168,8 +172,8 @@ class RunData:
         return lines
 
     def fingerprints(self) -> dict[str, str]:
-        """What the run reads, by content: the name of every source of text that is open by now → a key that another
-        content changes, and the tokenizer's under "tokenizer".
+        """What the run reads, by content: the name of every source of text or tokenized files that is open by now → a
+        key that another content changes, and the tokenizer's under "tokenizer".
         """
         found: dict[str, str] = {}
         if self.tokenizer is not None:
@@ -180,12 +184,12 @@ class RunData:
             if not future.done() or future.exception():
                 continue
             for source in future.result().sources:
-                if source.cache is None:  # a user's own, or random: its content has no name
+                if (content := source.content()) is None:  # a user's own, or random: its content has no name
                     continue
                 name, number = source.train.name, 2
-                while found.get(name, source.cache.content) != source.cache.content:  # other text of the same name
+                while found.get(name, content) != content:  # other text of the same name
                     name, number = f"{source.train.name} ({number})", number + 1
-                found[name] = source.cache.content
+                found[name] = content
         return found
 
     def close(self) -> None:

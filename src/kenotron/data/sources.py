@@ -1,4 +1,4 @@
-"""Token sources: cached tokens cut into windows, random tokens, and a user's own.
+"""Token sources: cached tokens cut into windows, random tokens, and a user's own. (Tokenized files: token_folder.py.)
 
 Each has a length and answers many samples at once (`batch.TokenSource`). A stream of 9 tokens with windows of 4:
 
@@ -21,7 +21,7 @@ from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError, nearest
 from kenotron.kernels.hashing import derive_key
 
-from .batch import Int64
+from .batch import Int64, TokenSource
 from .cache import SplitTokens
 from .order import mix64
 
@@ -44,18 +44,30 @@ class TokenWindows:
         return self._rows[indices]
 
     def documents(self, indices: Int64) -> Int64:
-        size = self.sequence_length + 1
-        starts = indices * self.sequence_length
-        # Document numbers first[i] <= d < last[i] end inside window i; each end raises the number by one from there on.
-        first = np.searchsorted(self.split.ends, starts.astype(np.uint64), side="right")
-        last = np.searchsorted(self.split.ends, (starts + size).astype(np.uint64), side="left")
-        inside = last - first
-        row = np.repeat(np.arange(len(indices)), inside)
-        document = np.arange(inside.sum()) + np.repeat(first - np.cumsum(inside) + inside, inside)
-        numbers = np.zeros((len(indices), size), dtype=np.int64)
-        numbers[:, 0] = first
-        np.add.at(numbers, (row, self.split.ends[document].astype(np.int64) - starts[row]), 1)
-        return np.cumsum(numbers, axis=1, out=numbers)
+        return document_numbers(self.split.ends, indices * self.sequence_length, self.sequence_length + 1, self.name)
+
+    def loss(self, indices: Int64) -> None:
+        return None
+
+
+def document_numbers(ends: NDArray[np.uint64], starts: Int64, size: int, name: str) -> Int64:
+    """Document of every token ``[n, size]`` of the windows that begin at `starts` ``[n]``.
+
+    `ends` ``[documents]`` are the exclusive ends of the documents. Error (InputError, with `name`): ends not in order.
+    """
+    # Document numbers first[i] <= d < last[i] end inside window i; each end raises the number by one from there on.
+    first = np.searchsorted(ends, starts.astype(np.uint64), side="right")
+    last = np.searchsorted(ends, (starts + size).astype(np.uint64), side="left")
+    inside = np.maximum(last - first, 0)
+    row = np.repeat(np.arange(len(starts)), inside)
+    document = np.arange(inside.sum()) + np.repeat(first - np.cumsum(inside) + inside, inside)
+    place = ends[document].astype(np.int64) - starts[row]
+    if ((place <= 0) | (place >= size)).any():
+        raise InputError(f"{name}: the ends of its documents are not in order (near document {int(first.min())})")
+    numbers = np.zeros((len(starts), size), dtype=np.int64)
+    numbers[:, 0] = first
+    np.add.at(numbers, (row, place), 1)
+    return np.cumsum(numbers, axis=1, out=numbers)
 
 
 class RandomTokens:
@@ -76,7 +88,10 @@ class RandomTokens:
         bits = mix64(rows[:, None] + self._columns) >> np.uint64(32)
         return ((bits * np.uint64(self.vocab_size)) >> np.uint64(32)).astype(np.int64)
 
-    def documents(self, indices: Int64) -> Int64 | None:
+    def documents(self, indices: Int64) -> None:
+        return None
+
+    def loss(self, indices: Int64) -> None:
         return None
 
 
@@ -116,6 +131,9 @@ class UserSource:
             return None
         with _named(f"{self.name}.documents({indices.tolist()})"):
             return known(indices)
+
+    def loss(self, indices: Int64) -> None:
+        return None
 
     def _item(self, index: int) -> NDArray:
         with _named(f"{self.name}[{index}]"):
@@ -166,9 +184,9 @@ def _raised(call: str, error: Exception) -> InputError:
 
 
 class Part:
-    """Samples [start, stop) of another source: a user's own data is split into training and held-out samples so."""
+    """Samples [start, stop) of another source: tokens without text are split into training and held-out samples so."""
 
-    def __init__(self, whole: RandomTokens | UserSource, start: int, stop: int) -> None:
+    def __init__(self, whole: TokenSource, start: int, stop: int) -> None:
         self.name, self.whole, self.start, self.stop = whole.name, whole, start, stop
 
     def __len__(self) -> int:
@@ -179,3 +197,11 @@ class Part:
 
     def documents(self, indices: Int64) -> Int64 | None:
         return self.whole.documents(indices + self.start)
+
+    def loss(self, indices: Int64) -> NDArray[np.bool_] | None:
+        return self.whole.loss(indices + self.start)
+
+
+def held_out_samples(samples: int, fraction: float) -> int:
+    """How many of so many samples are held out: the last ones, of two or more at least one."""
+    return max(int(samples * fraction), 1 if samples > 1 else 0)

@@ -19,7 +19,8 @@ from .encode import EncodeRules
 from .order import Order
 from .plan import SourcePlan, Stage, kind, texts_of
 from .progress import Report
-from .sources import Part, RandomTokens, TokenWindows, UserSource, user_object
+from .sources import Part, RandomTokens, TokenWindows, UserSource, held_out_samples, user_object
+from .token_folder import TokenFolder, TokenPath, check_fit, open_folder, training_samples
 from .tokenizer import Tokenizer, end_of_text
 from .validation import HeldOutWindows
 
@@ -29,16 +30,24 @@ RANDOM_HELD_OUT = 1024
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source ready to be read: its training and held-out samples, and its cache if it has one."""
+    """A source ready to be read: its training and held-out samples, and the cache or the files they lie in."""
 
     train: TokenSource
     held_out: TokenSource
-    cache: TokenCache | None
+    cache: TokenCache | None = None
+    folder: TokenFolder | None = None
+
+    def content(self) -> str | None:
+        """A key that other data change; None where the data have no name by content (random, a user's own)."""
+        if self.folder is not None:
+            return self.folder.content
+        return self.cache.content if self.cache else None
 
     def describe(self) -> str:
         """One line for the console."""
         if self.cache is None:
-            return f"{self.train.name}: {len(self.train):,} samples, {len(self.held_out):,} held out"
+            samples = f"{len(self.train):,} samples, {len(self.held_out):,} held out"
+            return f"{self.train.name}: {f'{self.folder.describe()}, ' if self.folder else ''}{samples}"
         train, held = self.cache.train, self.cache.validation
         skipped = f", {self.cache.skipped} files left out as no UTF-8" if self.cache.skipped else ""
         rule = " (the one with the smallest hash: none below tokens.val_fraction)" if self.cache.smallest_hash else ""
@@ -63,16 +72,19 @@ class OpenStage:
         if len(self.sources) == 1:
             source = self.sources[0].train
             documents = source.documents(index) if document_masking else None
-            return make_batch(source.samples(index), sample_ids, documents)
+            return make_batch(source.samples(index), sample_ids, documents, source.loss(index))
         windows = np.empty((len(positions), self.stage.sequence_length + 1), dtype=np.int64)
         numbers = np.zeros_like(windows) if document_masking else None
+        loss = np.ones(windows.shape, dtype=np.bool_)
         for s in np.unique(source_of):
             where = np.flatnonzero(source_of == s)
             source = self.sources[s].train
             windows[where] = source.samples(index[where])
             if numbers is not None and (found := source.documents(index[where])) is not None:
                 numbers[where] = found
-        return make_batch(windows, sample_ids, numbers)
+            if (carries := source.loss(index[where])) is not None:
+                loss[where] = carries
+        return make_batch(windows, sample_ids, numbers, loss)
 
 
 def open_stage(
@@ -123,6 +135,12 @@ def open_source(
         check_ids(texts.name, cache, vocab_size, tokenizer)
         train = TokenWindows(texts.name, cache.train, length)
         return OpenSource(train, HeldOutWindows(texts.name, cache.validation, length), cache)
+    fraction = config.tokens.val_fraction
+    if isinstance(planned.dataset, TokenPath):
+        folder = open_folder(planned.dataset, length, vocab_size, config.general.seed)
+        check_fit(folder, planned.dataset, config, tokenizer, report)
+        last, border = training_samples(folder, planned.dataset, fraction)
+        return OpenSource(Part(folder, 0, last), Part(folder, border, len(folder)), folder=folder)
     if kind(planned.dataset) == "null":
         whole: RandomTokens | UserSource = RandomTokens(vocab_size, length, stage.seed)
         held = RANDOM_HELD_OUT
@@ -130,14 +148,17 @@ def open_source(
         path = planned.dataset.source
         items = user_object(path, dict(planned.dataset.kwargs), length, stage.seed)
         whole = UserSource(path, items, length, vocab_size)
-        held = max(int(len(whole) * config.tokens.val_fraction), 1 if len(whole) > 1 else 0)
+        held = held_out_samples(len(whole), fraction)
     border = len(whole) - held
-    return OpenSource(Part(whole, 0, border), Part(whole, border, len(whole)), None)
+    return OpenSource(Part(whole, 0, border), Part(whole, border, len(whole)))
 
 
 def too_small(source: OpenSource, sequence_length: int) -> str:
     """What to say of a source without a single training sample."""
     line = f"{source.train.name}: expected at least {sequence_length + 1} tokens to train on (sequence_length + 1), "
+    if source.folder is not None:
+        held = len(source.held_out)
+        return line + f"found {source.folder.describe()}" + (f" (and {held} sample held out)" if held else "")
     if source.cache is None:
         return line + "found no sample"
     held = len(source.cache.validation.ends)

@@ -56,6 +56,9 @@ class HeldOutWindows:
         starts = indices[:, None] * self.sequence_length + np.arange(self.sequence_length + 1)
         return np.searchsorted(self.split.ends, starts.astype(np.uint64), side="right").astype(np.int64)
 
+    def loss(self, indices: Int64) -> None:
+        return None
+
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -93,6 +96,7 @@ class HeldOut:
     def _batch(self, positions: Int64, rows: int) -> tuple[TokenBatch, float]:
         windows = np.full((rows, self.sequence_length + 1), PAD, dtype=np.int64)
         documents = np.zeros_like(windows)
+        loss = np.ones(windows.shape, dtype=np.bool_)
         tree = huffman([len(source) for source in self.sources])
         source_of, index = interleave(tree, positions)
         mean_bytes = np.zeros((rows, 1))
@@ -102,10 +106,12 @@ class HeldOut:
             if self.document_masking:
                 found = self.sources[number].documents(index[where])
                 documents[where] = 0 if found is None else found
+            if (carries := self.sources[number].loss(index[where])) is not None:
+                loss[where] = carries
             mean_bytes[where] = self.bytes_per_token[number]
         ids = np.full(rows, PAD, dtype=np.int64)
         ids[: len(positions)] = positions
-        batch = make_batch(windows, ids, documents if self.document_masking else None)
+        batch = make_batch(windows, ids, documents if self.document_masking else None, loss)
         batch.labels[windows[:, 1:] == PAD] = NO_LOSS
         np.maximum(batch.tokens, 0, out=batch.tokens)
         real = batch.labels != NO_LOSS

@@ -1,0 +1,347 @@
+"""Tokenized files as a source of samples: nothing is copied, nothing is indexed, any sample is one slice of a file.
+
+With `sequence_length` = 4, `.ds` files hold windows of 5 tokens side by side, as nanotron and datatrove cut them; in
+every other format the next window starts at the last token of the one before, so that no token is lost:
+
+    a.ds    |0 1 2 3 4|5 6 7 8 9|10 11       samples 0, 1; two tokens left out
+    b.npy   |0 1 2 3 (4) 5 6 7 (8)| 9 10     samples 2, 3; two tokens left out
+                                    └─ of the folder's samples the last `tokens.val_fraction` are held out
+
+A sample's file is found by bisection in the cumulative numbers of windows, so opening costs one look at each file,
+however long it is. Tokens are checked when they are read: an id that the model has no row for is never fed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError
+from kenotron.kernels.hashing import derive_key
+
+from .batch import Int64
+from .order import permute
+from .progress import Report
+from .sources import document_numbers, held_out_samples
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .formats import TokenFile
+
+HASHED = 64 * 1024
+"""Bytes of a file's head, and of its tail, that its fingerprint is made of."""
+
+
+# ---- what the config asks for ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenPath:
+    """One path of `dataset_folder` or `tokens` (`key` says which), with what is asked of it."""
+
+    key: str
+    path: str
+    dtype: str | None = None
+    read_path: str | None = None
+    max_tokens: int | None = None
+    shuffle_files: bool = False
+    return_positions: bool = True
+    tokenizer_name: str | None = None
+    vocab_size: int | None = None
+
+
+def token_paths(dataset: Any) -> list[tuple[float | None, TokenPath]] | None:
+    """The paths of a dataset of tokenized files with their shares (None: by their length); None for other datasets.
+
+    Errors (InputError): a mix file that cannot be read.
+    """
+    if getattr(dataset, "dataset_folder", None) is not None:
+        return _nanoset(dataset)
+    if (paths := getattr(dataset, "tokens", None)) is None:
+        return None
+    if isinstance(paths, str) and paths.endswith(".json"):
+        paths = read_mix(Path(paths))
+    if isinstance(paths, dict):
+        shares: list[tuple[float | None, str]] = [(share, path) for path, share in paths.items()]
+    else:
+        shares = [(None, path) for path in ([paths] if isinstance(paths, str) else paths)]
+    return [(share, TokenPath("dataset.tokens", path, dataset.token_dtype)) for share, path in shares]
+
+
+def _nanoset(dataset: Any) -> list[tuple[float | None, TokenPath]]:
+    folders, copies = dataset.folders, dataset.dataset_read_path
+    shares = dataset.dataset_weights or [None] * len(folders)
+    caps = dataset.dataset_max_tokens or [None] * len(folders)
+    copies = [copies] if isinstance(copies, str) else copies or [None] * len(folders)
+    size = dataset.token_size_in_bytes
+    return [
+        (
+            share,
+            TokenPath(
+                key="dataset.dataset_folder",
+                path=folder,
+                dtype=f"uint{8 * size}" if size else None,
+                read_path=copy,
+                max_tokens=cap,
+                shuffle_files=dataset.shuffle_files,
+                return_positions=dataset.return_positions,
+                tokenizer_name=dataset.tokenizer_name,
+                vocab_size=dataset.vocab_size,
+            ),
+        )
+        for folder, share, cap, copy in zip(folders, shares, caps, copies, strict=True)
+    ]
+
+
+def read_mix(file: Path) -> dict[str, float]:
+    """A mix ``{path: weight}`` from a JSON file; its relative paths are relative to the file's folder."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if repeated := sorted({name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1}):
+            raise InputError(f"dataset.tokens: {file} has '{repeated[0]}' twice")
+        return dict(pairs)
+
+    try:
+        mix = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except OSError as error:
+        raise InputError(f"dataset.tokens: cannot read {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"dataset.tokens: {file} is not JSON: {error}") from None
+    if not isinstance(mix, dict) or not mix:
+        raise InputError(f"dataset.tokens: {file}: expected a map path → weight, found {json.dumps(mix):.40}")
+    for path, weight in mix.items():
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not (number and weight > 0 and math.isfinite(weight)):
+            raise InputError(
+                f"dataset.tokens: {file}: the weight of '{path}' must be a number above 0, found {weight!r}"
+            )
+    return {str(file.parent / os.path.expanduser(path)): float(weight) for path, weight in mix.items()}
+
+
+# ---- the samples -------------------------------------------------------------------------------------------
+
+
+class TokenFolder:
+    """Samples of tokenized files, end to end (`batch.TokenSource`). Reads come from several threads at once."""
+
+    def __init__(
+        self, name: str, files: Sequence[TokenFile], sequence_length: int, vocab_size: int, boundaries: bool = True
+    ) -> None:
+        self.name, self.files, self.sequence_length, self.vocab_size = name, list(files), sequence_length, vocab_size
+        self.boundaries = boundaries and any(file.ends is not None for file in self.files)
+        self.steps = np.array([window_step(file.format, sequence_length) for file in self.files], dtype=np.int64)
+        counts = [count_windows(len(file.tokens), file.format, sequence_length) for file in self.files]
+        self.first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self._states = [_state(file.path) for file in self.files]
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def locate(self, indices: Int64) -> tuple[Int64, Int64, Int64]:
+        """File number, window in the file and first token in the file ``[n]`` of each sample."""
+        file = np.searchsorted(self.first, indices, side="right") - 1
+        window = indices - self.first[file]
+        return file, window, window * self.steps[file]
+
+    def samples(self, indices: Int64) -> NDArray[np.integer]:
+        rows = np.empty((len(indices), self.sequence_length + 1), dtype=np.int64)
+        files, _, starts = self.locate(indices)
+        for number in np.unique(files):
+            self._check_unchanged(int(number))
+        for row, number, start in zip(rows, files, starts):
+            row[:] = self.files[number].tokens[start : start + len(row)]
+            if row.view(np.uint64).max() >= self.vocab_size:  # a negative id is a large one there
+                self._refuse(row, self.files[number], int(start))
+        return rows
+
+    def documents(self, indices: Int64) -> Int64 | None:
+        if not self.boundaries:
+            return None
+        size = self.sequence_length + 1
+        numbers = np.zeros((len(indices), size), dtype=np.int64)
+        files, _, starts = self.locate(indices)
+        for number in np.unique(files):
+            where, file = np.flatnonzero(files == number), self.files[number]
+            if file.ends is not None:
+                numbers[where] = document_numbers(file.ends, starts[where], size, str(file.path))
+        return numbers
+
+    def loss(self, indices: Int64) -> NDArray[np.bool_] | None:
+        if all(file.loss is None for file in self.files):
+            return None
+        mask = np.ones((len(indices), self.sequence_length + 1), dtype=np.bool_)
+        files, _, starts = self.locate(indices)
+        for row, number, start in zip(mask, files, starts):
+            if (carries := self.files[number].loss) is not None:
+                row[:] = carries[start : start + len(row)]
+        return mask
+
+    @cached_property
+    def content(self) -> str:
+        """A key that other data change: names, sizes, types and tokenizers of the files, their heads and tails."""
+        digest = hashlib.blake2b(digest_size=16)
+        for file in self.files:
+            digest.update(repr((file.path.name, file.format, str(file.tokens.dtype), file.tokenizer)).encode())
+            for array in (file.tokens, file.ends, file.loss):
+                digest.update(repr(None if array is None else len(array)).encode())
+                if array is not None:
+                    block = HASHED // array.itemsize
+                    digest.update(array[:block].tobytes() + array[-block:].tobytes())
+        return digest.hexdigest()
+
+    def describe(self) -> str:
+        """Files, documents and tokens, for the console."""
+        tokens = f"{sum(len(file.tokens) for file in self.files):,} tokens in {len(self.files):,} files"
+        if any(file.ends is None for file in self.files):
+            return f"{tokens} (ends of documents not known)"
+        return f"{sum(len(file.ends) for file in self.files if file.ends is not None):,} documents, {tokens}"
+
+    def _check_unchanged(self, number: int) -> None:
+        path = self.files[number].path
+        if _state(path) != self._states[number]:
+            raise InputError(f"{path}: the file has changed or vanished since the run opened it")
+
+    def _refuse(self, row: Int64, file: TokenFile, start: int) -> None:
+        at = int(np.flatnonzero(row.view(np.uint64) >= self.vocab_size)[0])
+        raise InputError(
+            f"{file.path}: token {int(file.tokens[start + at])} at offset {start + at} is not below the vocabulary of "
+            f"{self.vocab_size:,} (read as {file.tokens.dtype}; another tokenizer, or another width?)"
+        )
+
+
+def window_step(format: str, sequence_length: int) -> int:
+    """Tokens between the starts of two windows."""
+    return sequence_length + 1 if format == "datatrove" else sequence_length
+
+
+def count_windows(tokens: int, format: str, sequence_length: int) -> int:
+    """Whole windows of ``sequence_length + 1`` in so many tokens."""
+    return max(0, (tokens - sequence_length - 1) // window_step(format, sequence_length) + 1)
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+# ---- opening -----------------------------------------------------------------------------------------------
+
+
+def open_folder(wanted: TokenPath, sequence_length: int, vocab_size: int, seed: int) -> TokenFolder:
+    """The samples of one path; `seed` is for `shuffle_files`, `vocab_size` the model's.
+
+    Errors (InputError): whatever `formats.open_token_files` finds wrong; another format, width or vocabulary than
+    the config names; a local copy of another size.
+    """
+    from .formats import open_token_files
+
+    files = open_token_files(wanted.path, wanted.key, wanted.dtype)
+    if wanted.key == "dataset.dataset_folder":
+        for file in files:
+            if file.format != "datatrove":
+                raise InputError(
+                    f"{wanted.key}: expected .ds files, found {file.path} ({file.format}); "
+                    f"other formats are read by the key 'tokens'"
+                )
+    if wanted.vocab_size is not None and wanted.vocab_size > vocab_size:
+        raise InputError(
+            f"dataset.vocab_size: {wanted.vocab_size} is above model.model_config.vocab_size = {vocab_size}"
+        )
+    if wanted.dtype is None:
+        for file in files:
+            _check_guessed_width(file, vocab_size)
+    if wanted.read_path is not None:
+        files = [_local_copy(file, Path(wanted.path), Path(wanted.read_path)) for file in files]
+    if wanted.shuffle_files:
+        keys = np.full(len(files), derive_key("files", seed), dtype=np.uint64)
+        files = [files[i] for i in permute(np.arange(len(files)), len(files), keys)]
+    return TokenFolder(
+        wanted.path, files, sequence_length, min(vocab_size, wanted.vocab_size or vocab_size), wanted.return_positions
+    )
+
+
+def _check_guessed_width(file: TokenFile, vocab_size: int) -> None:
+    """A `.ds` alone, without index and metadata, is read as two bytes a token; what speaks against that is an error."""
+    if file.format != "datatrove" or file.ends is not None or file.tokenizer is not None:
+        return
+    upper = file.tokens[1 : HASHED // 2 : 2]  # of small ids in four bytes, every second pair is 0
+    if vocab_size > 1 << 16 or (len(upper) and not upper.any() and file.tokens[: HASHED // 2 : 2].any()):
+        raise InputError(
+            f"{file.path}: nothing says whether a token has 2 or 4 bytes, and it may well be 4: give "
+            f"dataset.token_size_in_bytes (or token_dtype beside 'tokens')"
+        )
+
+
+def _local_copy(file: TokenFile, folder: Path, copies: Path) -> TokenFile:
+    """`file` with its tokens read from the copy below `copies`, where there is one."""
+    copy = copies / (file.path.relative_to(folder) if folder.is_dir() else file.path.name)
+    if not copy.is_file():
+        return file
+    size = copy.stat().st_size
+    if size != len(file.tokens) * file.tokens.itemsize:
+        raise InputError(
+            f"dataset.dataset_read_path: {copy} has {size:,} bytes, but {file.path} has "
+            f"{len(file.tokens) * file.tokens.itemsize:,}"
+        )
+    return replace(file, path=copy, tokens=np.asarray(np.memmap(copy, dtype=file.tokens.dtype, mode="r")))
+
+
+def training_samples(folder: TokenFolder, wanted: TokenPath, val_fraction: float) -> tuple[int, int]:
+    """`(stop, border)`: samples below `stop` are trained on, those from `border` on are held out.
+
+    The cap lies only on the former, so that another cap never trains on what another stage validates on.
+    """
+    border = len(folder) - held_out_samples(len(folder), val_fraction)
+    if wanted.max_tokens is None:
+        return border, border
+    most = max(count_windows(wanted.max_tokens, file.format, folder.sequence_length) for file in folder.files)
+    return min(border, most), border
+
+
+def check_fit(folder: TokenFolder, wanted: TokenPath, config: Any, run: Tokenizer | None, report: Report) -> None:
+    """Tell what fits ill in one line each: other names of tokenizers, documents that are to be masked and not known.
+
+    Error (InputError): tokens too narrow for the run's tokenizer.
+    """
+    unknown = [str(file.path) for file in folder.files if file.ends is None]
+    if config.model.document_masking and wanted.return_positions and unknown:
+        more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+        report(
+            f"warning: {unknown[0]}{more} does not tell the ends of documents: under model.document_masking each of "
+            f"its sequences counts as one document"
+        )
+    for file in folder.files if run is not None else ():
+        most = 1 << (8 * file.tokens.itemsize)
+        if file.format == "datatrove" and run is not None and run.vocab_size > most:
+            raise InputError(
+                f"{file.path}: tokens of {file.tokens.itemsize} bytes are not those of the run's tokenizer "
+                f"{run.name}, which has {run.vocab_size:,} entries"
+            )
+    made_with = {name: None for file in folder.files if (name := file.tokenizer)}
+    if wanted.tokenizer_name:
+        made_with.setdefault(wanted.tokenizer_name)
+    expected = config.tokenizer.tokenizer_name_or_path or wanted.tokenizer_name
+    if expected is None:
+        return
+    for name in made_with:
+        if _short(name) != _short(expected):
+            report(f"warning: {folder.name} was tokenized with '{name}', and the tokenizer of the run is '{expected}'")
+
+
+def _short(name: str) -> str:
+    """What is left of a tokenizer's name when the folder that it lies in is not looked at."""
+    path = Path(name)
+    return (path.parent if path.name == "tokenizer.json" else path).name

@@ -1,0 +1,526 @@
+"""Training on tokenized files: windows, shares, masks, what is held out, what can be wrong; against plain loops."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_runs import run_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from token_files import counting, write_ds
+
+from kenotron.config import InputError
+from kenotron.data import NO_LOSS, RunData, open_run
+from kenotron.data.formats import TokenFile
+from kenotron.data.token_folder import TokenFolder, read_mix
+
+L = 8
+LENGTHS = (5, 30, 1, 12, 40, 7, 60, 25)
+
+
+def opened(dataset: Any, *more: Any, said: list[str] | None = None, start_step: int = 1, **changes: Any) -> RunData:
+    values = {"sequence_length": L, "arch__vocab_size": 4096, "val_fraction": 0.1} | changes
+    return open_run(run_config(dataset, *more, **values), start_step, (said if said is not None else []).append)
+
+
+def windows(batches: Any) -> list[list[int]]:
+    """Tokens of every sample and its last label, as they lie in a file."""
+    rows = []
+    for batch in batches:
+        for tokens, labels in zip(batch.tokens.tolist(), batch.labels.tolist()):
+            rows.append(tokens + labels[-1:])
+    return rows
+
+
+def epoch(data: RunData) -> list[list[int]]:
+    """Every training sample of the first stage once."""
+    stage = data.stage_of(1)
+    count = len(stage.sources[0].train)
+    return windows([stage.read(np.arange(count), np.arange(count), False)])
+
+
+def held_out(data: RunData) -> list[list[int]]:
+    return [row for row in windows(batch for batch, _ in data.validation()) if row[-1] != NO_LOSS]
+
+
+def cut(ids: list[int], step: int) -> list[list[int]]:
+    """All whole windows of L + 1, the plain way."""
+    return [ids[at : at + L + 1] for at in range(0, len(ids) - L, step)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two files, the second in a folder below; tokens 0-179 and 1000-1179."""
+    write_ds(tmp_path / "data" / "a.ds", counting(0, LENGTHS))
+    write_ds(tmp_path / "data" / "b" / "a.ds", counting(1000, LENGTHS))
+    return tmp_path / "data"
+
+
+# ---- windows -----------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_is_every_window_of_every_file_and_the_last_are_held_out(folder: Path) -> None:
+    expected = cut(list(range(180)), L + 1) + cut(list(range(1000, 1180)), L + 1)
+    assert len(expected) == 40
+    with opened({"dataset_folder": str(folder)}) as data:
+        assert sorted(epoch(data)) == expected[:36]
+        assert held_out(data) == expected[36:]
+        assert epoch(data) != expected[:36]  # shuffled
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_files_of_both_widths_are_read(tmp_path: Path, size: int) -> None:
+    write_ds(tmp_path / "a.ds", counting(0, LENGTHS), size)
+    with opened({"dataset_folder": str(tmp_path), "token_size_in_bytes": size}) as data:
+        assert sorted(epoch(data) + held_out(data)) == cut(list(range(180)), L + 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=6),
+    st.integers(1, 9),
+    st.randoms(use_true_random=False),
+)
+def test_a_sample_is_the_window_that_a_plain_loop_finds(files: Any, length: int, random: Any) -> None:
+    made, expected, first = [], [], 0
+    for number, (count, disjoint) in enumerate(files):
+        ids = np.arange(first, first + count)
+        borders = sorted({random.randint(0, count) for _ in range(3)} | {count})
+        made.append(
+            TokenFile(
+                Path(str(number)),
+                "datatrove" if disjoint else "numpy",
+                ids,
+                np.array(borders, dtype=np.uint64),
+                ids % 3 > 0 if random.random() < 0.5 else None,
+                None,
+            )
+        )
+        for at in range(0, count - length, length + disjoint):
+            window = range(at, at + length + 1)
+            of = [sum(border <= token for border in borders) for token in window]
+            learnt = [made[-1].loss is None or (first + token) % 3 > 0 for token in window]
+            expected.append(([first + token for token in window], of, learnt))
+        first += count
+    folder = TokenFolder("all", made, length, 1000)
+    assert len(folder) == len(expected)
+    folder._check_unchanged = lambda number: None  # type: ignore[method-assign]  # these are no files
+    order = list(range(len(expected)))
+    random.shuffle(order)
+    if order:
+        indices = np.array(order)
+        documents, loss = folder.documents(indices), folder.loss(indices)
+        assert documents is not None
+        assert folder.samples(indices).tolist() == [expected[i][0] for i in order]
+        assert documents.tolist() == [expected[i][1] for i in order]
+        assert (loss is None) == all(file.loss is None for file in made)
+        assert loss is None or loss.tolist() == [expected[i][2] for i in order]
+
+
+def test_a_step_is_the_same_on_every_layout_and_after_a_resume(folder: Path) -> None:
+    dataset = {"mixture": [{"weight": 3, "dataset_folder": str(folder)}, {"weight": 1, "tokens": str(folder / "a.ds")}]}
+    with opened(dataset) as data:
+        steps = [windows(data.batch(step)) for step in range(1, 13)]
+    found = []
+    with opened(dataset, micro_batch_size=1, batch_accumulation_per_replica=4) as data:
+        for step in range(1, 13):
+            ranks = [data.batch(step, rank, 2) for rank in (0, 1)]
+            rows = {int(b.sample_ids[0]): windows([b])[0] for batches in ranks for b in batches}
+            found.append([rows[sample] for sample in sorted(rows)])
+    assert found == steps
+    with opened(dataset, start_step=7) as data:
+        assert [windows(data.batch(step)) for step in range(7, 13)] == steps[6:]
+
+
+# ---- shares ------------------------------------------------------------------------------------------------
+
+
+def shares_hold(data: RunData, shares: list[float], n: int = 600) -> None:
+    """Every prefix holds each share to within two samples."""
+    order = data.stage_of(1).order
+    source, _ = order.locate(np.arange(n))
+    for s, share in enumerate(shares):
+        counts = np.cumsum(source == s)
+        assert np.abs(counts - share / sum(shares) * np.arange(1, n + 1)).max() <= 2
+
+
+def test_weights_of_folders_are_kept_in_every_prefix(folder: Path) -> None:
+    folders = [str(folder), str(folder / "b")]
+    with opened({"dataset_folder": folders, "dataset_weights": [5, 2.5]}) as data:
+        assert [source.train.name for source in data.stage_of(1).sources] == folders
+        shares_hold(data, [2, 1])
+    with opened({"tokens": {folders[0]: 1, folders[1]: 4.0}}) as data:
+        shares_hold(data, [1, 4])
+
+
+@pytest.mark.parametrize("key", ["dataset_folder", "tokens"])
+def test_folders_without_weights_share_by_their_samples(folder: Path, key: str) -> None:
+    write_ds(folder / "c" / "c.ds", counting(2000, [400]))
+    with opened({key: [str(folder / "b"), str(folder / "c")]}) as data:
+        shares_hold(data, [20 - 2, 44 - 4])
+        positions = np.arange(58)
+        found = Counter(row[0] for row in windows([data.stage_of(1).read(positions, positions, False)]))
+        assert max(found.values()) <= 2  # one epoch of both, but for a sample or two where they meet
+        assert len(found) >= 56
+
+
+def test_a_share_in_a_mixture_is_divided_among_the_folders(folder: Path) -> None:
+    inner = {"dataset_folder": [str(folder / "b"), str(folder)], "dataset_weights": [3, 1]}
+    with opened({"mixture": [{"weight": 2, **inner}, {"weight": 2, "tokens": str(folder)}]}) as data:
+        shares_hold(data, [3, 1, 4])
+
+
+def test_a_mix_file_names_paths_beside_itself(folder: Path) -> None:
+    mix = folder / "mix.json"
+    mix.write_text(json.dumps({"b": 3, str(folder / "a.ds"): 1}))
+    with opened({"tokens": str(mix)}) as data:
+        assert [source.train.name for source in data.stage_of(1).sources] == [str(folder / "b"), str(folder / "a.ds")]
+        shares_hold(data, [3, 1])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", r"mix\.json: expected a map path → weight, found \[1\]"),
+        ("{}", "expected a map path → weight"),
+        ("{", "is not JSON"),
+        ('{"a": 0}', "the weight of 'a' must be a number above 0, found 0"),
+        ('{"a": NaN}', "the weight of 'a' must be a number above 0, found nan"),
+        ('{"a": "3"}', "the weight of 'a' must be a number above 0, found '3'"),
+        ('{"a": true}', "the weight of 'a' must be a number above 0, found True"),
+        ('{"a": 1, "a": 2}', "has 'a' twice"),
+    ],
+)
+def test_a_bad_mix_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "mix.json").write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_mix(tmp_path / "mix.json")
+    with pytest.raises(InputError, match="cannot read"):
+        read_mix(tmp_path / "other.json")
+
+
+def test_a_folder_goes_on_in_the_next_stage_where_it_stopped(folder: Path) -> None:
+    dataset = {"dataset_folder": [str(folder / "b"), str(folder / "a.ds")], "dataset_weights": [1, 1]}
+    with opened(dataset, dataset | {"dataset_weights": [1, 3]}, train_steps=8) as data:
+        rows = [row for step in range(1, 9) for row in windows(data.batch(step))]
+    assert len(rows) == 32
+    assert max(Counter(row[0] for row in rows if row[0] >= 1000).values()) == 1  # 12 + 2 of 18 samples
+
+
+# ---- masks -------------------------------------------------------------------------------------------------
+
+
+def test_documents_are_masked_from_each_other_by_the_index(folder: Path) -> None:
+    ends = np.cumsum(LENGTHS)
+    with opened({"dataset_folder": str(folder)}, model__document_masking=True) as data:
+        for step in (1, 2, 3):
+            for batch in data.batch(step):
+                assert batch.positions is not None
+                assert batch.documents is not None
+                for row, labels, positions in zip(batch.tokens, batch.labels, batch.positions):
+                    of = np.searchsorted(ends, row % 1000, side="right")
+                    expected = [int(t % 1000 - max(row[0] % 1000, ends[d - 1] if d else 0)) for t, d in zip(row, of)]
+                    assert positions.tolist() == expected
+                    crossing = np.searchsorted(ends, row % 1000 + 1, side="right") != of
+                    assert labels.tolist() == np.where(crossing, NO_LOSS, row + 1).tolist()
+
+
+def test_without_return_positions_a_window_is_one_document(folder: Path) -> None:
+    dataset = {"dataset_folder": str(folder), "return_positions": False}
+    with opened(dataset, model__document_masking=True) as data:
+        (first, _) = data.batch(1)
+        assert first.documents is None
+        assert (first.labels == first.tokens + 1).all()
+
+
+def test_files_that_do_not_tell_their_documents_are_told_where_documents_are_masked(folder: Path) -> None:
+    os.remove(folder / "b" / "a.ds.index")
+    for masking in (False, True):
+        said: list[str] = []
+        with opened({"dataset_folder": str(folder)}, said=said, model__document_masking=masking) as data:
+            data.batch(1)
+        assert [("ends of documents" in line and "b/a.ds" in line) for line in said] == [True] * masking
+
+
+def test_a_loss_mask_takes_labels_out_in_training_and_in_validation(tmp_path: Path) -> None:
+    write_ds(tmp_path / "a" / "a.ds", counting(0, LENGTHS), loss=[token % 5 > 1 for token in range(180)])
+    write_ds(tmp_path / "b" / "b.ds", counting(1000, LENGTHS))
+    with opened({"dataset_folder": [str(tmp_path / "a"), str(tmp_path / "b")]}) as data:
+        batches = [batch for step in range(1, 5) for batch in data.batch(step)]
+        held = [batch for batch, _ in data.validation()]
+    for group in (batches, held):
+        seen = set()
+        for batch in group:
+            for token, label in zip(batch.tokens.reshape(-1).tolist(), batch.labels.reshape(-1).tolist()):
+                masked = token < 999 and (token + 1) % 5 <= 1
+                if token > 0 or label > 0:  # rows that fill up the last batch of validation are 0 throughout
+                    assert label == (NO_LOSS if masked else token + 1)
+                    seen.add((token > 999, masked))
+        assert seen == {(False, False), (False, True), (True, False)}
+
+
+# ---- nanotron's keys ---------------------------------------------------------------------------------------
+
+
+def test_a_cap_takes_the_first_tokens_and_leaves_what_is_held_out(folder: Path) -> None:
+    with opened({"dataset_folder": str(folder)}) as data:
+        held = held_out(data)
+    with opened({"dataset_folder": [str(folder)], "dataset_max_tokens": [100]}) as data:
+        assert sorted(epoch(data)) == cut(list(range(180)), L + 1)[:11]  # 11 windows of 9 tokens
+        assert held_out(data) == held
+    with opened({"dataset_folder": [str(folder)], "dataset_max_tokens": [10**9]}) as data:
+        assert len(epoch(data)) == 36
+
+
+def test_shuffled_files_are_other_first_files_and_the_same_in_every_stage(tmp_path: Path) -> None:
+    for number in range(6):
+        write_ds(tmp_path / f"{number}.ds", counting(200 * number, LENGTHS))
+    capped = {"dataset_folder": [str(tmp_path)], "dataset_max_tokens": [300]}
+    with opened(capped) as data:
+        assert {row[0] // 200 for row in epoch(data)} == {0, 1}
+    with opened(capped | {"shuffle_files": True}, {"dataset": capped | {"shuffle_files": True}, "start": 3}) as data:
+        first = {row[0] // 200 for row in epoch(data)}
+        assert first != {0, 1}
+        later = data.stage_of(3).sources[0].train
+        assert {int(row[0]) // 200 for row in later.samples(np.arange(len(later)))} == first
+
+
+def test_local_copies_are_read_where_they_are(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy" / "b" / "a.ds"
+    copy.parent.mkdir(parents=True)
+    np.arange(2000, 2180).astype("<u2").tofile(copy)  # other tokens, to be told from the original's
+    dataset = {"dataset_folder": str(folder), "dataset_read_path": str(tmp_path / "copy")}
+    with opened(dataset) as data:
+        assert sorted(epoch(data) + held_out(data)) == cut(list(range(180)), 9) + cut(list(range(2000, 2180)), 9)
+    with opened(dataset, model__document_masking=True) as data:
+        ends = np.cumsum(LENGTHS)  # of the original, as the copy has no index
+        for batch in data.batch(1):
+            of, next_of = (np.searchsorted(ends, batch.tokens % 1000 + n, "right") for n in (0, 1))
+            assert ((batch.labels == NO_LOSS) == (of != next_of)).all()
+    copy.write_bytes(b"\0" * 20)
+    with pytest.raises(InputError, match=r"dataset_read_path: .*copy/b/a\.ds has 20 bytes, but .*b/a\.ds has 360"):
+        opened(dataset)
+
+
+NANOTRON = """
+dataset_folder:
+  - {a}
+  - {b}
+dataset_weights: [1, 3]
+dataset_read_path: null
+pad_samples_to_global_batch_size: false
+return_positions: true
+shuffle_files: false
+skip_in_stream: false
+token_size_in_bytes: 2
+tokenizer_name: robot/words
+use_old_brrr_dataloader: false
+vocab_size: 4096
+dataset_max_tokens: null
+"""
+
+
+def test_nanotrons_yaml_and_the_older_form_with_weights_train(folder: Path) -> None:
+    import yaml
+
+    a, b = str(folder / "a.ds"), str(folder / "b")
+    found = []
+    for dataset in (yaml.safe_load(NANOTRON.format(a=a, b=b)), {"dataset_folder": {a: 1, b: 3}}):
+        said: list[str] = []
+        with opened(dataset, said=said) as data:
+            found.append([windows(data.batch(step)) for step in range(1, 13)])
+            shares_hold(data, [1, 3])
+        assert said == []
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["skip_in_stream", "pad_samples_to_global_batch_size", "use_old_brrr_dataloader"])
+def test_keys_that_change_nothing_change_nothing(folder: Path, name: str) -> None:
+    found = []
+    for value in (False, True):
+        with opened({"dataset_folder": str(folder), name: value}) as data:
+            found.append([windows(data.batch(step)) for step in range(1, 5)])
+    assert found[0] == found[1]
+
+
+# ---- content -----------------------------------------------------------------------------------------------
+
+
+def test_fingerprints_tell_other_data(folder: Path, tmp_path: Path) -> None:
+    def fingerprint(path: Path) -> str:
+        with opened({"dataset_folder": str(path)}) as data:
+            (found,) = data.fingerprints().values()
+        return found
+
+    first = fingerprint(folder)
+    moved = Path(shutil.copytree(folder, tmp_path / "moved"))
+    assert fingerprint(moved) == first
+    changes = {
+        "head": lambda: write_ds(moved / "a.ds", [[7, *range(1, 5)], *counting(5, LENGTHS[1:])]),
+        "tail": lambda: write_ds(moved / "a.ds", [*counting(0, LENGTHS[:-1]), [*range(155, 179), 3]]),
+        "more": lambda: write_ds(moved / "a.ds", [*counting(0, LENGTHS), [1]]),
+        "documents": lambda: write_ds(moved / "a.ds", counting(0, LENGTHS[::-1])),
+        "tokenizer": lambda: write_ds(moved / "a.ds", counting(0, LENGTHS), tokenizer="another"),
+        "loss": lambda: write_ds(moved / "a.ds", counting(0, LENGTHS), loss=[True] * 180),
+        "file": lambda: write_ds(moved / "c.ds", counting(0, LENGTHS)),
+    }
+    seen = {first}
+    for change in changes.values():
+        change()
+        seen.add(fingerprint(moved))
+        shutil.rmtree(moved)
+        shutil.copytree(folder, moved)
+    assert len(seen) == 1 + len(changes)
+
+
+# ---- what can be wrong -------------------------------------------------------------------------------------
+
+
+def read_all(dataset: Any, **changes: Any) -> list[str]:
+    """Train one epoch; what was said."""
+    said: list[str] = []
+    with opened(dataset, said=said, **changes) as data:
+        epoch(data)
+    return said
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_its_file_and_offset(folder: Path) -> None:
+    documents = counting(1000, LENGTHS)
+    documents[3][2] = 4096
+    write_ds(folder / "b" / "a.ds", documents)
+    message = r"b/a\.ds: token 4096 at offset 38 is not below the vocabulary of 4,096 .*uint16"
+    with pytest.raises(InputError, match=message):
+        read_all({"dataset_folder": str(folder)})
+    read_all({"dataset_folder": str(folder)}, arch__vocab_size=4097)
+    with pytest.raises(InputError, match=r"a\.ds: token 1\d\d at offset 1\d\d is not below the vocabulary of 100 "):
+        read_all({"dataset_folder": str(folder), "vocab_size": 100})
+
+
+def test_the_vocabulary_of_the_files_must_fit_the_models(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"dataset\.vocab_size: 5000 is above model\.model_config\.vocab_size = 4096"):
+        opened({"dataset_folder": str(folder), "vocab_size": 5000})
+
+
+def test_no_folder_no_file_and_too_few_tokens_are_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"dataset_folder: no such file or folder: .*dat; did you mean 'data'"):
+        opened({"dataset_folder": str(tmp_path / "dat")})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"dataset\.tokens: no token file in .*empty"):
+        opened({"tokens": str(tmp_path / "empty")})
+    write_ds(tmp_path / "short" / "a.ds", [[1, 2, 3]])
+    for paths in (str(tmp_path / "short"), [str(folder), str(tmp_path / "short")]):
+        message = r"short: expected at least 9 tokens to train on \(sequence_length \+ 1\), found 1 documents, 3 tokens"
+        with pytest.raises(InputError, match=message):
+            opened({"dataset_folder": paths})
+
+
+def test_another_width_than_the_metadatas_is_named(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"uint32 asked for, but .*a\.ds\.metadata says 2 bytes"):
+        opened({"dataset_folder": str(folder), "token_size_in_bytes": 4})
+
+
+def test_a_width_that_nothing_tells_is_asked_for_where_it_may_be_another(tmp_path: Path) -> None:
+    file = write_ds(tmp_path / "a.ds", counting(0, LENGTHS), 4, tokenizer=None)
+    os.remove(f"{file}.index")
+    with pytest.raises(InputError, match=r"nothing says whether a token has 2 or 4 bytes.*token_size_in_bytes"):
+        opened({"dataset_folder": str(tmp_path)})
+    assert len(read_all({"dataset_folder": str(tmp_path), "token_size_in_bytes": 4})) == 0
+    write_ds(tmp_path / "a.ds", counting(0, LENGTHS), 2, tokenizer=None)
+    os.remove(f"{file}.index")
+    read_all({"dataset_folder": str(tmp_path)})
+    with pytest.raises(InputError, match="nothing says whether a token has 2 or 4 bytes"):
+        opened({"dataset_folder": str(tmp_path)}, arch__vocab_size=1 << 17)
+
+
+def test_another_tokenizer_is_told_by_name_once_for_a_folder(folder: Path, tmp_path: Path) -> None:
+    from kenotron.data.tokenizer import train_byte_level_bpe
+
+    train_byte_level_bpe(["some words"], 300).save(tmp_path / "words")
+    run = {"tokenizer__tokenizer_name_or_path": str(tmp_path / "words")}
+    assert read_all({"dataset_folder": str(folder)}, **run) == []  # the same name in another place
+    said = read_all({"dataset_folder": str(folder), "tokenizer_name": "gpt2"}, **run)
+    assert said == [
+        f"warning: {folder} was tokenized with 'gpt2', and the tokenizer of the run is '{tmp_path / 'words'}'"
+    ]
+    for file in ("a.ds", "b/a.ds"):
+        write_ds(folder / file, counting(0, LENGTHS), tokenizer="gpt2")
+    assert len(read_all({"dataset_folder": str(folder)}, **run)) == 1
+
+
+def test_two_bytes_are_too_few_for_the_runs_tokenizer(folder: Path, tmp_path: Path) -> None:
+    import tokenizers
+
+    words = {f"w{n}": n for n in range(70_000)}
+    model = tokenizers.models.WordLevel(words, unk_token="w0")
+    (tmp_path / "large").mkdir()
+    tokenizers.Tokenizer(model).save(str(tmp_path / "large" / "tokenizer.json"))
+    run = {"tokenizer__tokenizer_name_or_path": str(tmp_path / "large"), "arch__vocab_size": 70_000}
+    message = r"a\.ds: tokens of 2 bytes are not those of the run's tokenizer .*large, which has 70,000 entries"
+    with pytest.raises(InputError, match=message):
+        opened({"dataset_folder": str(folder)}, **run)
+
+
+@pytest.mark.parametrize("change", ["truncate", "replace", "vanish"])
+def test_a_file_that_changes_while_training_is_named(folder: Path, change: str) -> None:
+    with opened({"dataset_folder": str(folder)}) as data:
+        data.batch(1)
+        if change == "truncate":
+            os.truncate(folder / "a.ds", 100)
+        elif change == "vanish":
+            os.remove(folder / "a.ds")
+        else:
+            write_ds(folder / "a.ds", counting(1, LENGTHS))
+        with pytest.raises(InputError, match=r"data/a\.ds: the file has changed or vanished since the run opened it"):
+            epoch(data)
+
+
+def test_an_index_out_of_order_is_named(tmp_path: Path) -> None:
+    file = write_ds(tmp_path / "a.ds", [[1] * 9] * 20)
+    ends = np.arange(9, 181, 9, dtype=np.uint64)
+    folder = TokenFolder("a", [TokenFile(file, "datatrove", np.ones(180, np.uint16), ends, None, None)], L, 10)
+    assert folder.documents(np.arange(20)) is not None
+    ends[5] = 3
+    with pytest.raises(InputError, match="the ends of its documents are not in order"):
+        folder.documents(np.arange(20))
+
+
+# ---- size --------------------------------------------------------------------------------------------------
+
+HUGE = """
+import resource, sys, time
+sys.path[:0] = {path!r}
+from data_runs import run_config
+from kenotron.data import open_run
+config = run_config({{"dataset_folder": {folder!r}}}, sequence_length=4096, val_fraction=0.005)
+started = time.process_time()  # what other processes do to the clock is not asked
+with open_run(config, 1, print) as data:
+    batch = data.batch(1)[0]
+    seconds = time.process_time() - started
+    assert batch.tokens.shape == (2, 4096)
+    assert abs(len(data.stage_of(1).sources[0].train) - 0.995 * 10**11 / 4097) < 2
+    data.batch(12)
+print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "torch" in sys.modules)
+"""
+
+
+def test_a_hundred_billion_tokens_open_at_once(tmp_path: Path) -> None:
+    for name, size in (("a.ds", 2 * 10**11), ("a.ds.loss", 10**11)):
+        with open(tmp_path / name, "wb") as stream:
+            stream.truncate(size)  # sparse: no block is written
+    np.array([10**11], dtype="<u8").tofile(tmp_path / "a.ds.index")
+    script = HUGE.format(path=[str(Path(__file__).parent)], folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    seconds, megabytes, torch = done.stdout.split()[-3:]
+    assert float(seconds) <= 1
+    assert float(megabytes) <= 200
+    assert torch == "False"
