@@ -283,7 +283,7 @@ def cached_folder(
         return
     with _writable(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name(path.name + ".lock"), report, what) as alone:
+        with locked(path.with_name(path.name + ".lock"), report, what) as alone:
             if is_whole(path) and not (overwrite and path.stat().st_mtime < PROCESS_START):
                 return
             if alone:  # what lies there was left by a killed process
@@ -321,7 +321,7 @@ def _publish(folder: Path, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(file: Path, report: Report, what: str) -> Iterator[bool]:
+def locked(file: Path, report: Report, what: str) -> Iterator[bool]:
     """Hold the kernel's lock on `file`; say once that another process is waited for. Yields False without locks."""
     try:
         import fcntl

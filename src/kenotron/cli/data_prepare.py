@@ -1,0 +1,130 @@
+"""`kenotron data tokenize | merge | train-tokenizer`: from text to tokens on disk."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kenotron.cli.data import app
+from kenotron.config.errors import InputError, nearest
+
+Inputs = Annotated[
+    list[str], typer.Argument(metavar="INPUT...", help="text, jsonl(.gz), parquet, arrow files; folders; HF datasets.")
+]
+Column = Annotated[str, typer.Option(help="The column that holds the text.")]
+Split = Annotated[str, typer.Option(help="The split of a Hugging Face dataset.")]
+ConfigName = Annotated[str | None, typer.Option(help="The configuration of a Hugging Face dataset.")]
+
+
+@app.command()
+def tokenize(
+    inputs: Inputs,
+    tokenizer: Annotated[str, typer.Option(help="A folder, a tokenizer.json or a Hugging Face name.")],
+    output: Annotated[Path, typer.Option(help="Folder for the tokens; what is missing in it is made.")],
+    format: Annotated[str, typer.Option(help="datatrove (.ds) or megatron (.bin, .idx).")] = "datatrove",
+    column: Column = "text",
+    split: Split = "train",
+    config_name: ConfigName = None,
+    eos: Annotated[bool, typer.Option("--eos/--no-eos", help="End every document with the tokenizer's eos.")] = True,
+    bos: Annotated[
+        bool | None,
+        typer.Option("--bos/--no-bos", help="Begin documents with bos; default: as the tokenizer does."),
+    ] = None,
+    workers: Annotated[int, typer.Option(help="Processes that tokenize; 0: one a core.", min=0)] = 0,
+    shuffle_documents: Annotated[bool, typer.Option(help="Shuffle the documents of each shard.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the shuffle.", min=0)] = 0,
+    shard_size: Annotated[float, typer.Option(help="MB of input that become one file.", min=0.001)] = 256,
+    filter: Annotated[
+        str | None, typer.Option(help="module.function(row) -> bool, text or list of texts: the documents of a row.")
+    ] = None,
+    repeat: Annotated[
+        str | None, typer.Option(help="module.function(row, file) -> int: how often a row is written.")
+    ] = None,
+    skip_bad: Annotated[bool, typer.Option(help="Leave out and count what cannot be read.")] = False,
+) -> None:
+    """Text becomes tokens on disk; a killed run goes on where it stopped."""
+    from kenotron.data.prepare.tokenize import TokenizeOptions
+    from kenotron.data.prepare.tokenize import tokenize as work
+    from kenotron.data.tokenizer import load_tokenizer
+
+    _check_format(format)
+    options = TokenizeOptions(
+        format=format,
+        column=column,
+        split=split,
+        config_name=config_name,
+        eos=eos,
+        bos=bos,
+        shuffle_documents=shuffle_documents,
+        seed=seed,
+        shard_megabytes=shard_size,
+        filter=filter,
+        repeat=repeat,
+        skip_bad=skip_bad,
+    )
+    made = work(inputs, load_tokenizer(tokenizer), output, options, workers or len(os.sched_getaffinity(0)), _say)
+    left_out = f"; {made['skipped']:,} left out, which cannot be read" if made["skipped"] else ""
+    print(
+        f"{output}: {made['documents']:,} documents, {made['tokens']:,} tokens of {made['dtype']} in "
+        f"{len(made['files'])} file(s), from {made['bytes'] / 1e6:.1f} MB of text{left_out}"
+    )
+
+
+@app.command()
+def merge(
+    sources: Annotated[list[str], typer.Argument(metavar="SRC...", help="Files of tokens, or folders of them.")],
+    output: Annotated[Path, typer.Option(help="A new file (.ds, .bin) or folder.")],
+    format: Annotated[
+        str | None, typer.Option(help="datatrove or megatron; default: the output's or sources'.")
+    ] = None,
+    shuffle: Annotated[bool, typer.Option(help="Shuffle documents over all sources.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the shuffle.", min=0)] = 0,
+    max_tokens_per_file: Annotated[int | None, typer.Option(help="Begin another file before this.", min=1)] = None,
+) -> None:
+    """Files of tokens become one, or a few, end to end or shuffled."""
+    from kenotron.data.prepare.merge import merge as work
+
+    if format is not None:
+        _check_format(format)
+    made = work(sources, output, format, shuffle, seed, max_tokens_per_file, _say)
+    print(f"{output}: {made['documents']:,} documents, {made['tokens']:,} tokens in {len(made['files'])} file(s)")
+
+
+@app.command("train-tokenizer")
+def train_tokenizer(
+    inputs: Inputs,
+    vocab_size: Annotated[int, typer.Option(help="Most entries of the vocabulary.")],
+    output: Annotated[Path, typer.Option(help="New folder for the tokenizer.")],
+    column: Column = "text",
+    split: Split = "train",
+    config_name: ConfigName = None,
+    max_characters: Annotated[
+        int, typer.Option(help="Text to train on: as much from the beginning of each INPUT.", min=1)
+    ] = 200_000_000,
+) -> None:
+    """Train a byte-level BPE."""
+    from kenotron.data.prepare.inputs import first_texts, open_input
+    from kenotron.data.tokenizer import train_byte_level_bpe
+
+    if output.exists():
+        raise InputError(f"--output: {output} is there already; choose another one or remove it")
+    texts = [open_input(name, column, split, config_name) for name in inputs]
+    tokenizer = train_byte_level_bpe(first_texts(texts, max_characters), vocab_size)
+    tokenizer.save(output)
+    print(f"{output}: {tokenizer.vocab_size:,} entries, end of text {tokenizer.eos_token_id}")
+    print(f"Next: kenotron data tokenize {' '.join(inputs)} --tokenizer {output} --output tokens")
+
+
+def _check_format(format: str) -> None:
+    from kenotron.data.prepare.tokenize import SUFFIXES
+
+    if format not in SUFFIXES:
+        raise InputError(f"--format: expected {' or '.join(SUFFIXES)}, found '{format}'{nearest(format, SUFFIXES)}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,98 @@
+"""From one token format to another, file by file, in bounded memory.
+
+    data/a.ds, data/b/c.ds  --to megatron→  out/a.bin, out/a.idx, out/b/c.bin, out/b/c.idx
+
+Ids, documents and, in `.ds`, loss masks come out as they went in. A type that cannot hold the largest id is refused
+before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kenotron.config.errors import InputError
+
+from ..formats import TokenFile, open_token_files, open_writer, pieces, written_suffix
+from ..formats.token_file import check_range, integer_dtype
+from ..progress import Report, progress
+
+PIECE = 1 << 22
+"""Tokens that are in memory at a time."""
+
+
+def convert(
+    source: Path,
+    target: Path,
+    to: str,
+    dtype: str | None = None,
+    source_dtype: str | None = None,
+    report: Report = print,
+) -> dict[str, Any]:
+    """Write the token files of `source` as `to` under `target`, a file where it has the format's suffix, else a folder.
+
+    `dtype` of the ids is the source's where the format holds it, else the narrowest. Returns what was written.
+
+    Errors (InputError): what is wrong with a source file; a type too narrow; a file that is there already; a loss mask
+    for a format that has none.
+    """
+    suffix = written_suffix(to)
+    files = open_token_files(source, "SRC", source_dtype)
+    wanted = integer_dtype(dtype, "--dtype") if dtype else _dtype(files, to)
+    for file in files:
+        if np.iinfo(wanted).max < np.iinfo(file.tokens.dtype).max:
+            for piece in pieces(file, PIECE):
+                if len(piece.ids):
+                    check_range(file.path, piece.ids, wanted, piece.start)
+    targets = _targets(Path(source).expanduser(), target, files, suffix)
+    total, documents = 0, 0
+    with progress("converting", sum(len(file.tokens) for file in files), report) as update:
+        for file, path in zip(files, targets, strict=True):
+            with open_writer(path, to, wanted, file.tokenizer) as writer:
+                for piece in pieces(file, PIECE):
+                    ends = np.empty(0, np.int64) if piece.ends is None else piece.ends
+                    writer.append(piece.ids, ends, piece.loss)
+                    update(total + writer.tokens)
+            total += writer.tokens
+            documents += writer.documents
+    return {
+        "format": to,
+        "dtype": wanted.name,
+        "files": [str(path) for path in targets],
+        "tokens": total,
+        "documents": documents if to != "numpy" and all(file.ends is not None for file in files) else None,
+    }
+
+
+def _dtype(files: Sequence[TokenFile], to: str) -> np.dtype:
+    """The sources' common type where `to` holds it, else uint16 if the largest id fits, else its wider one."""
+    held = {"datatrove": ("uint16", "uint32"), "megatron": ("uint16", "int32", "int64", "uint8", "int8", "int16")}
+    own = {file.tokens.dtype for file in files}
+    if len(own) == 1 and (to not in held or next(iter(own)).name in held[to]):
+        return next(iter(own)).newbyteorder("<")
+    largest = max((int(p.ids.max()) for file in files for p in pieces(file, PIECE) if len(p.ids)), default=0)
+    if largest < 1 << 16:
+        return np.dtype("<u2")
+    if to == "megatron":
+        return np.dtype("<i4" if largest < 1 << 31 else "<i8")
+    return np.dtype("<u4")
+
+
+def _targets(source: Path, target: Path, files: Sequence[TokenFile], suffix: str) -> list[Path]:
+    """The files to write, in an order of path that is the sources' order."""
+    if len(files) == 1 and target.suffix == suffix:
+        targets = [target]
+    elif files[0].format == "litdata":  # whose order is the index's, not the names'
+        targets = [target / f"{number:06d}{suffix}" for number in range(len(files))]
+    else:
+        root = source if source.is_dir() else source.parent
+        targets = [target / file.path.relative_to(root).with_suffix(suffix) for file in files]
+    for path in targets:
+        if path.exists():
+            raise InputError(f"DST: {path} is there already; choose another one or remove it")
+        if targets.count(path) > 1 and len(targets) < 10_000:
+            raise InputError(f"SRC: two files of {source} would both become {path}")
+    return targets

@@ -1,0 +1,153 @@
+"""What `kenotron data tokenize` reads: its arguments as texts, cut into shards.
+
+A shard is a run of spans (texts.py) of about `--shard-size`, planned from names and sizes before anything is read:
+
+    a.jsonl (600 MB)    |-----0-----|-----1-----|--2
+    b.jsonl (100 MB)                               --2--|
+    c.jsonl.gz (900 MB)                                 |-------3-------|    never cut
+
+So shard 3 can be made without reading what lies before it, by any process, at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from kenotron.config.dotted import import_dotted
+from kenotron.config.errors import InputError
+
+from ..hub_texts import HubTexts
+from ..texts import FileTexts, RowHook, Span, Texts, find_files, missing_column
+
+LONGEST_PIECE = 1 << 19
+"""Characters from which a document is encoded in pieces: an encoding takes some hundred bytes for each."""
+
+
+class Shard(NamedTuple):
+    """What one output file is made of: spans, each with the number of its texts; `size` in bytes."""
+
+    number: int
+    spans: list[tuple[int, Span]]
+    size: int
+
+
+def open_input(
+    name: str,
+    column: str = "text",
+    split: str = "train",
+    config_name: str | None = None,
+    skip_bad: bool = False,
+    hook: RowHook | None = None,
+) -> Texts:
+    """The texts of a file, a folder of files, a folder that `datasets` saved, or a dataset of the Hugging Face hub.
+
+    Errors (InputError): nothing of that name.
+    """
+    path = Path(name).expanduser()
+    saved = any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
+    if path.exists() and not saved:
+        return FileTexts(name, find_files(path, "INPUT"), column, LONGEST_PIECE, skip_bad, hook)
+    if not saved and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.suffix):
+        raise InputError(f"INPUT: no such file or folder: {name}")
+    return HubTexts(name, split, config_name, column, hook)
+
+
+def plan_shards(texts: Sequence[Texts], size: int) -> list[Shard]:
+    """All documents of `texts` in order, in shards of at most `size` bytes where their form allows."""
+    shards: list[Shard] = []
+    for number, source in enumerate(texts):
+        for span in source.spans(size):
+            if shards and shards[-1].size + span.size <= size:
+                last = shards[-1]
+                shards[-1] = last._replace(size=last.size + span.size)
+                last.spans.append((number, span))
+            else:
+                shards.append(Shard(len(shards), [(number, span)], span.size))
+    return shards
+
+
+def describe_inputs(texts: Sequence[Texts]) -> dict[str, dict[str, Any]]:
+    """Each input's size by its name, and a digest that is another one once its files are others."""
+    return {source.name: {"size": source.size, "state": _state(source)} for source in texts}
+
+
+def _state(texts: Texts) -> str:
+    if not isinstance(texts, FileTexts):
+        return texts.content_hash()
+    digest = hashlib.blake2b(digest_size=16)
+    for file in texts.files:
+        try:
+            stat = file.stat()
+        except OSError as error:
+            raise InputError(f"{file}: cannot read: {error.strerror or error}") from None
+        digest.update(f"{file.absolute()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+# ---- functions of the user ---------------------------------------------------------------------------------
+
+
+def row_hook(column: str, keep: str | None, repeat: str | None) -> RowHook | None:
+    """What `--filter keep` and `--repeat repeat` make of a row; None without both.
+
+    keep(row) -> bool | str | list[str]     False: no document; True: the column; text: the documents themselves
+    repeat(row, file) -> int                how often each of them is written, one after the other
+    """
+    if keep is None and repeat is None:
+        return None
+    kept = import_dotted(keep, "--filter") if keep else lambda row: True
+    times = import_dotted(repeat, "--repeat") if repeat else lambda row, file: 1
+
+    def hook(row: dict[str, Any], file: str) -> list[str]:
+        answer = kept(row)
+        texts = _documents(answer, row, column, file, keep)
+        if not texts:
+            return []
+        count = times(row, file)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise InputError(f"--repeat: {repeat} must return a number of times, found {count!r} for a row of {file}")
+        return [text for text in texts for _ in range(count)]
+
+    return hook
+
+
+def _documents(answer: Any, row: dict[str, Any], column: str, file: str, keep: str | None) -> list[str]:
+    if answer is None or answer is False:
+        return []
+    if answer is True:
+        if not isinstance(row.get(column), str):
+            raise InputError(f"{file}: {missing_column(column, row)}")
+        return [row[column]]
+    texts = [answer] if isinstance(answer, str) else answer
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise InputError(f"--filter: {keep} must return a bool, text or a list of texts, found {answer!r:.60}")
+    return texts
+
+
+def describe_hook(path: str | None, key: str) -> str | None:
+    """The dotted path with a hash of the module that it lies in: another function is another option."""
+    if path is None:
+        return None
+    function: Callable = import_dotted(path, key)
+    try:
+        source = inspect.getsource(inspect.getmodule(function) or function)
+    except (OSError, TypeError):  # not written in Python
+        return path
+    return f"{path} (xxh3 {xxhash.xxh3_64_hexdigest(source.encode())})"
+
+
+def first_texts(texts: Sequence[Texts], characters: int) -> Iterator[str]:
+    """Documents from the beginning of each of `texts`, of each the same number of characters, `characters` in all."""
+    for source in texts:
+        left = characters // len(texts)
+        for piece in source.documents():
+            if left <= 0:
+                break
+            left -= len(piece.text)
+            yield piece.text

@@ -1,0 +1,92 @@
+"""`manifest.json`: what a folder of tokens holds and how it was made; written last, so that it also says "done".
+
+    {"made_by": {"inputs": […], "content": {…}, "tokenizer": {…}, "options": {…}},
+     "tokenizer": "gpt2", "vocab_size": 50257, "dtype": "uint16", "eos": 50256, "bos": null,
+     "documents": 8013769, "tokens": 9035582198, "bytes": 39769491688, "skipped": 0,
+     "files": [{"documents": …, "tokens": …, "bytes": …, "xxh3": {"00000.ds": "…", "00000.ds.index": "…"}}]}
+
+It holds no time and no host: the same work gives the same manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kenotron.config.errors import InputError
+
+MANIFEST = "manifest.json"
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """None where there is no such file. Errors (InputError): damaged."""
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: damaged, remove it and the work is done again: {error}") from None
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Whole or not there."""
+    temporary = file.with_name(f"{file.name}.tmp")
+    with open(temporary, "w") as stream:
+        stream.write(json.dumps(content, indent=2) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, file)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def checksums(files: Iterable[Path]) -> dict[str, str]:
+    """XXH3 (128 bits) of every file by its name."""
+    found = {}
+    for file in sorted(files):
+        digest = xxhash.xxh3_128()
+        with open(file, "rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+        found[file.name] = digest.hexdigest()
+    return found
+
+
+def refuse_other_work(folder: Path, known: dict[str, Any], wanted: dict[str, Any], where: str = "") -> None:
+    """Errors (InputError): `known` and `wanted` say how `folder` was and would be made, and differ: the first key."""
+    for key in [*wanted, *(key for key in known if key not in wanted)]:
+        old, new = known.get(key), wanted.get(key)
+        if isinstance(old, dict) and isinstance(new, dict) and old.get("hash", old) == new.get("hash", new):
+            continue  # the same thing by another name
+        if isinstance(old, dict) and isinstance(new, dict) and "hash" not in new:
+            refuse_other_work(folder, old, new, f"{where}{key}.")
+        elif old != new:
+            raise InputError(
+                f"{folder} was begun with another {where}{key}: {_short(old)} there, {_short(new)} now; "
+                "choose another --output, or remove the folder"
+            )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def token_dtype(vocab_size: int, format: str) -> np.dtype:
+    """The narrowest type that the format's other writers take for so many ids."""
+    if format == "megatron":
+        return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")

@@ -1,0 +1,327 @@
+"""`kenotron data tokenize`: texts become files of tokens, shard by shard.
+
+    this process     reads shard 0, 1, 2 … in batches of about a megabyte ──────────┐
+    N workers        batch ──▶ ids (encode.py)                                      ▼
+    this process     ids in order ──▶ .unfinished/work/00000.ds ──▶ 00000.ds and .unfinished/00000.json
+
+A shard is done when its note `.unfinished/00000.json` is there; a killed run goes on with the shards that have none.
+The manifest is written when all have one, and `.unfinished` is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError
+
+from ..cache import locked
+from ..encode import BATCH_CHARACTERS, EncodeRules, encode_batches
+from ..formats import TokenWriter, open_writer
+from ..progress import Report, progress
+from ..texts import Piece, Texts, cut
+from ..tokenizer import Tokenizer
+from .inputs import LONGEST_PIECE, Shard, describe_hook, describe_inputs, open_input, plan_shards, row_hook
+from .manifest import MANIFEST, checksums, read_json, refuse_other_work, sync_folder, token_dtype, write_json
+from .shuffle import DocumentShuffle
+
+UNFINISHED = ".unfinished"
+SUFFIXES = {"datatrove": ".ds", "megatron": ".bin"}
+
+
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """What decides the bytes, beside the inputs and the tokenizer."""
+
+    format: str = "datatrove"
+    column: str = "text"
+    split: str = "train"
+    config_name: str | None = None
+    eos: bool = True
+    bos: bool | None = None
+    """None: as the tokenizer does by itself."""
+    shuffle_documents: bool = False
+    seed: int = 0
+    shard_megabytes: float = 256
+    filter: str | None = None
+    repeat: str | None = None
+    skip_bad: bool = False
+
+
+def tokenize(
+    inputs: Sequence[str],
+    tokenizer: Tokenizer,
+    output: Path,
+    options: TokenizeOptions,
+    workers: int = 1,
+    report: Report = print,
+) -> dict[str, Any]:
+    """Fill the folder `output`, or what is missing of it, by `workers` processes; the manifest.
+
+    Errors (InputError): whatever is wrong with the inputs; `output` holds other work.
+    """
+    work = _Work.plan(inputs, tokenizer, output, options)
+    notes = output / UNFINISHED
+    done = read_json(output / MANIFEST)
+    if done is not None:
+        refuse_other_work(output, done["made_by"], work.made_by)
+        report(f"{output} is done already: {done['documents']:,} documents, {done['tokens']:,} tokens")
+        return done
+    _make_folder(output)
+    with locked(notes / "lock", report, f"tokenizing into {output}"):
+        if (done := read_json(output / MANIFEST)) is not None:  # by the process that was waited for
+            refuse_other_work(output, done["made_by"], work.made_by)
+            return done
+        begun = read_json(notes / "plan.json")
+        if begun is None:
+            write_json(notes / "plan.json", work.made_by)
+        else:
+            refuse_other_work(output, begun, work.made_by)
+        _make_shards(work, output, workers, report)
+        _refuse_changed(work)
+        manifest = _manifest(work, notes)
+        write_json(output / MANIFEST, manifest)
+        shutil.rmtree(notes)
+    return manifest
+
+
+def _make_folder(output: Path) -> None:
+    if output.is_dir() and not (output / UNFINISHED).is_dir() and any(output.iterdir()):
+        raise InputError(f"{output}: holds files that are not of this command; choose another --output")
+    try:
+        (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output: cannot make {output}: {error.strerror or error}") from None
+
+
+# ---- the plan ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Work:
+    texts: list[Texts]
+    shards: list[Shard]
+    tokenizer: Tokenizer
+    options: TokenizeOptions
+    rules: EncodeRules
+    dtype: np.dtype
+    vocab_size: int
+    made_by: dict[str, Any]
+
+    @classmethod
+    def plan(cls, inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: TokenizeOptions) -> _Work:
+        if doubled := [name for name in inputs if list(inputs).count(name) > 1]:
+            raise InputError(f"INPUT: {doubled[0]} is given twice; --repeat writes documents more than once")
+        rules = _encode_rules(tokenizer, options)
+        hook = row_hook(options.column, options.filter, options.repeat)
+        texts = [
+            open_input(name, options.column, options.split, options.config_name, options.skip_bad, hook)
+            for name in inputs
+        ]
+        vocab_size = max(tokenizer.vocab_size, (rules.eos or 0) + 1, (rules.bos or 0) + 1)
+        hooks = {
+            "filter": describe_hook(options.filter, "--filter"),
+            "repeat": describe_hook(options.repeat, "--repeat"),
+        }
+        made_by = {
+            "inputs": list(inputs),
+            "content": describe_inputs(texts),
+            "tokenizer": {"name": tokenizer.name, "hash": tokenizer.hash},
+            "options": asdict(options) | hooks | {"bos": rules.bos is not None},
+        }
+        shards = plan_shards(texts, max(int(options.shard_megabytes * 1e6), 1))
+        dtype = token_dtype(vocab_size, options.format)
+        return cls(texts, shards, tokenizer, options, rules, dtype, vocab_size, made_by)
+
+
+def _encode_rules(tokenizer: Tokenizer, options: TokenizeOptions) -> EncodeRules:
+    """Both tokens spelled out, so that nothing depends on what the tokenizer adds by itself."""
+    eos = tokenizer.eos_token_id if options.eos else None
+    if options.eos and eos is None:
+        raise InputError(f"--eos: tokenizer {tokenizer.name} names no end-of-text token; --no-eos does without")
+    bos = tokenizer.bos_token_id
+    if options.bos and bos is None:
+        raise InputError(f"--bos: tokenizer {tokenizer.name} names no beginning-of-text token")
+    by_itself = bos is not None and tokenizer.encode("a")[:1] == [bos]
+    with_bos = by_itself if options.bos is None else options.bos
+    return EncodeRules(eos=eos, max_tokens=None, bos=bos if with_bos else None, bare=True)
+
+
+def _refuse_changed(work: _Work) -> None:
+    for name, was in work.made_by["content"].items():
+        source = next(source for source in work.texts if source.name == name)
+        if describe_inputs([source])[name] != was:
+            raise InputError(f"{name}: changed while it was read; remove the output folder and begin again")
+
+
+def _manifest(work: _Work, notes: Path) -> dict[str, Any]:
+    shards = [read_json(_note(notes, shard)) or {} for shard in work.shards]
+    totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes", "skipped")}
+    if not totals["tokens"]:
+        raise InputError(f"{', '.join(work.made_by['inputs'])}: no text in it (every file or row is empty)")
+    return {
+        "made_by": work.made_by,
+        "tokenizer": work.tokenizer.name,
+        "tokenizer_hash": work.tokenizer.hash,
+        "vocab_size": work.vocab_size,
+        "format": work.options.format,
+        "dtype": work.dtype.name,
+        "eos": work.rules.eos,
+        "bos": work.rules.bos,
+        **totals,
+        "files": [shard for shard in shards if shard["tokens"]],
+    }
+
+
+def _note(notes: Path, shard: Shard) -> Path:
+    return notes / f"{shard.number:05d}.json"
+
+
+# ---- shards ------------------------------------------------------------------------------------------------
+
+
+class _ShardPiece(NamedTuple):
+    """A piece of a document of shard number `shard`; `done` bytes of input were read with it."""
+
+    text: str
+    starts: bool
+    ends: bool
+    shard: int
+    done: int
+
+
+def _make_shards(work: _Work, output: Path, workers: int, report: Report) -> None:
+    """Every shard that has no note gets its files and its note."""
+    notes, scratch = output / UNFINISHED, output / UNFINISHED / "work"
+    todo = [shard for shard in work.shards if not _note(notes, shard).exists()]
+    if len(todo) < len(work.shards):
+        report(f"{len(work.shards) - len(todo)} of {len(work.shards)} shards are done already")
+    skipped: dict[int, int] = {}
+    batches = encode_batches(_batches(work.texts, todo, skipped), work.tokenizer.to_json(), work.rules, max(workers, 1))
+    shutil.rmtree(scratch, ignore_errors=True)  # of a killed run
+    speed = _Speed()
+    with contextlib.ExitStack() as stack:
+        update = stack.enter_context(progress("tokenizing", sum(shard.size for shard in todo), report))
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        stack.enter_context(contextlib.closing(batches))  # type: ignore[type-var]
+        here = next(batches, None)
+        for shard in todo:
+            writer = _ShardWriter(work, shard, scratch)
+            while here is not None and here[0][0].shard == shard.number:
+                batch, (ids, lengths) = here
+                speed.add(writer.add(batch, ids, lengths), len(ids))
+                update(batch[-1].done, speed.told())
+                here = next(batches, None)
+            note = writer.finish(output) | {"skipped": skipped.get(shard.number, 0)}
+            write_json(_note(notes, shard), note)
+
+
+def _batches(texts: Sequence[Texts], todo: Sequence[Shard], skipped: dict[int, int]) -> Iterator[list[_ShardPiece]]:
+    """Batches of about a megabyte, each of one shard."""
+    for shard, done in zip(todo, np.cumsum([0, *(shard.size for shard in todo)]).tolist()):
+        before = sum(source.skipped for source in texts)
+        batch: list[_ShardPiece] = []
+        characters = 0
+        for piece in _shard_pieces(texts, shard, done):
+            batch.append(piece)
+            characters += len(piece.text)
+            if characters >= BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+        skipped[shard.number] = sum(source.skipped for source in texts) - before
+        if batch:
+            yield batch
+
+
+def _shard_pieces(texts: Sequence[Texts], shard: Shard, done: int) -> Iterator[_ShardPiece]:
+    for number, span in shard.spans:
+        starts = True
+        for piece in texts[number].read(span):
+            for text, ends in _cut(piece):
+                yield _ShardPiece(text, starts, ends, shard.number, done + piece.done)
+                starts = ends
+        done += span.size
+
+
+def _cut(piece: Piece) -> Iterator[tuple[str, bool]]:
+    """A long piece in shorter ones (a text file comes cut already), each with whether its document ends there."""
+    if len(piece.text) <= LONGEST_PIECE:
+        yield piece.text, piece.last
+        return
+    parts = list(cut(io.StringIO(piece.text, newline=""), LONGEST_PIECE))
+    for number, text in enumerate(parts, start=1):
+        yield text, piece.last and number == len(parts)
+
+
+class _ShardWriter:
+    """Writes the pieces of a shard's documents; no file comes into being where there is no token."""
+
+    def __init__(self, work: _Work, shard: Shard, scratch: Path) -> None:
+        self.work, self.shard, self.scratch = work, shard, scratch
+        self.documents = self.tokens = self.bytes = 0
+        self._open = 0  # tokens of a document that goes on
+        self._sink: TokenWriter | DocumentShuffle | None = None
+
+    def add(self, batch: list[_ShardPiece], ids: NDArray[np.uint32], lengths: NDArray[np.int64]) -> int:
+        """The UTF-8 bytes of the batch's text."""
+        ends = np.cumsum(lengths)[[piece.ends for piece in batch]]
+        ends = ends[np.diff(ends, prepend=-self._open) > 0]  # an empty text without eos and bos is no document
+        self._open = len(ids) - int(ends[-1]) if len(ends) else self._open + len(ids)
+        if len(ids) or len(ends):
+            self._sink = self._sink or self._open_sink()
+            self._sink.append(ids, ends)
+        size = sum(len(piece.text) if piece.text.isascii() else len(piece.text.encode()) for piece in batch)
+        self.documents, self.tokens, self.bytes = self.documents + len(ends), self.tokens + len(ids), self.bytes + size
+        return size
+
+    def finish(self, output: Path) -> dict[str, Any]:
+        """The files come into `output`; what the manifest says of them."""
+        if isinstance(self._sink, DocumentShuffle):
+            with self._sink as shuffle:
+                self._sink = self._open_writer()
+                shuffle.give(self._sink)
+        sums: dict[str, str] = {}
+        if self._sink is not None:
+            self._sink.close()
+            sums = checksums(self.scratch.iterdir())
+            for name in sums:
+                os.replace(self.scratch / name, output / name)
+            sync_folder(output)
+        return {"documents": self.documents, "tokens": self.tokens, "bytes": self.bytes, "xxh3": sums}
+
+    def _open_sink(self) -> TokenWriter | DocumentShuffle:
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        options = self.work.options
+        if not options.shuffle_documents:
+            return self._open_writer()
+        seed = [options.seed, self.shard.number]
+        return DocumentShuffle(self.scratch / "shuffle", self.work.dtype, self.shard.size, seed)
+
+    def _open_writer(self) -> TokenWriter:
+        path = self.scratch / f"{self.shard.number:05d}{SUFFIXES[self.work.options.format]}"
+        return open_writer(path, self.work.options.format, self.work.dtype, self.work.tokenizer.name)
+
+
+@dataclass
+class _Speed:
+    start: float = field(default_factory=time.monotonic)
+    bytes: int = 0
+    tokens: int = 0
+
+    def add(self, size: int, tokens: int) -> None:
+        self.bytes += size
+        self.tokens += tokens
+
+    def told(self) -> str:
+        seconds = max(time.monotonic() - self.start, 1e-9)
+        return f"{self.bytes / seconds / 1e6:.1f} MB/s, {self.tokens / seconds / 1e6:.2f} M tokens/s"
