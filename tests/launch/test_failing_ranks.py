@@ -13,7 +13,7 @@ from nursery import Finished, Nursery
 from tiny_run import REPOSITORY, environment, tiny_yaml
 
 TWO = ("parallelism.dp=2", "tokens.micro_batch_size=2")
-GRACE_S = 12.0  # from the last step that was written down to the end of the command; a second or two on an idle machine
+GRACE_S = 40.0  # from the last step that was written down to the end of the command; a second or two on an idle machine
 
 
 def on_rank_1(what: str, *overrides: str) -> tuple[str, ...]:
