@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ ITERATION = re.compile(r"iteration: \d+ / \d+ \|.*")
 
 
 def run_readme(folder: Path, root: Path, **more: str) -> list[subprocess.CompletedProcess[str]]:
-    """Run every ``kenotron …`` and ``cd …`` of a README's bash blocks, from `root` on."""
+    """Run every ``kenotron …``, ``python …`` and ``cd …`` of a README's bash blocks, from `root` on."""
     done = []
     for block in re.findall(r"```bash\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL):
         where = root
@@ -27,6 +28,9 @@ def run_readme(folder: Path, root: Path, **more: str) -> list[subprocess.Complet
                 where = root / arguments[0]
             elif program == "kenotron":  # torchrun's are those of test_walkthrough
                 done.append(command(*arguments, folder=where, **more))
+            elif program == "python":
+                line = [sys.executable, *arguments]
+                done.append(subprocess.run(line, cwd=where, capture_output=True, text=True, check=False))
     return done
 
 
@@ -86,6 +90,18 @@ def test_the_custom_dataloader_runs_by_its_readme(examples: Path) -> None:
     compare(readme, trained.stdout)
     for line in others(readme):
         assert line in trained.stdout
+
+
+def test_the_nanosets_run_by_their_readme(examples: Path) -> None:
+    readme = examples / "nanosets" / "README.md"
+    made, trained, which = run_readme(examples / "nanosets", examples.parent)
+    for process in (made, trained, which):
+        assert (process.returncode, process.stderr) == (0, "")
+    assert len(list((examples / "nanosets" / "tokens").glob("*/*.ds"))) == 4
+    compare(readme, trained.stdout)
+    for line in others(readme):
+        assert line.removesuffix(" …") in trained.stdout
+    assert len(re.findall(r"^sample 15\d\d: tokens/code/0000[01]\.ds window", which.stdout, re.MULTILINE)) == 12
 
 
 def test_the_quickstart_trains_on_a_few_files(examples: Path) -> None:

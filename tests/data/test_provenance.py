@@ -1,0 +1,130 @@
+"""What a step reads, told from the order alone, is what the step's batch holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from data_runs import run_config, write_texts
+from hypothesis import given
+from hypothesis import strategies as st
+from token_files import counting, write_ds
+
+from kenotron.cli import main
+from kenotron.config import dump
+from kenotron.data import NO_LOSS, open_run
+from kenotron.data.provenance import document_ranges, step_origins
+
+L = 8
+LENGTHS = (5, 30, 1, 12, 40, 7, 60, 25)
+
+
+def quiet(line: str) -> None:
+    return None
+
+
+def config_of(dataset: Any, **changes: Any) -> Any:
+    return run_config(dataset, sequence_length=L, arch__vocab_size=4096, **changes)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> dict[str, Any]:
+    """A `.ds` folder with documents and an .npy without, three to one."""
+    write_ds(tmp_path / "a" / "0.ds", counting(0, LENGTHS))
+    write_ds(tmp_path / "a" / "1.ds", counting(1000, LENGTHS[::-1]))
+    np.save(tmp_path / "b.npy", np.arange(2000, 2300, dtype=np.uint16))
+    return {"tokens": {str(tmp_path / "a"): 3, str(tmp_path / "b.npy"): 1}}
+
+
+def test_the_tokens_that_are_named_are_those_that_the_step_reads(mixed: dict[str, Any], tmp_path: Path) -> None:
+    lengths = {"0.ds": LENGTHS, "1.ds": LENGTHS[::-1]}
+    with open_run(config_of(mixed), 1, quiet) as data:
+        for step in (1, 5, 12):
+            batches = data.batch(step)
+            rows = {int(s): row for b in batches for s, row in zip(b.sample_ids, b.tokens)}
+            origins = step_origins(data, step)
+            assert [origin.sample for origin in origins] == sorted(rows)
+            for origin in origins:
+                assert origin.file is not None
+                name = Path(origin.file).name
+                first = {"0.ds": 0, "1.ds": 1000, "b.npy": 2000}[name]
+                assert origin.first_token == origin.window * (L if name == "b.npy" else L + 1)
+                assert origin.end_token == origin.first_token + L + 1
+                assert rows[origin.sample].tolist() == list(
+                    range(first + origin.first_token, first + origin.end_token - 1)
+                )
+                if name == "b.npy":
+                    assert origin.documents is None
+                    continue
+                of = np.repeat(np.arange(8), lengths[name])[origin.first_token : origin.end_token]
+                expected = [(d, int((of == d).sum())) for d in sorted(set(of.tolist()))]
+                assert [(r.document, r.end_token - r.first_token) for r in origin.documents or []] == expected
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=12), st.data())
+def test_ranges_of_documents_are_those_of_a_plain_count(lengths: list[int], draw: st.DataObject) -> None:
+    of = [document for document, length in enumerate(lengths) for _ in range(length)]
+    if not of:
+        return
+    start = draw.draw(st.integers(0, len(of) - 1))
+    stop = draw.draw(st.integers(start + 1, len(of)))
+    found = document_ranges(np.cumsum(lengths).astype(np.uint64), start, stop)
+    assert [each.document for each in found for _ in range(each.first_token, each.end_token)] == of[start:stop]
+    assert (found[0].first_token, found[-1].end_token) == (start, stop)
+    assert len({each.document for each in found}) == len(found)
+
+
+def test_text_that_was_tokenized_here_is_named_by_its_place_in_the_cache(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts", count=20)
+    with open_run(config_of({"text_files": str(texts)}), 1, quiet) as data:
+        tokens = data.stage_of(2).sources[0].cache.train.tokens  # type: ignore[union-attr]
+        rows = [row.tolist() for batch in data.batch(2) for row in batch.tokens]
+        origins = step_origins(data, 2)
+        assert [tokens[o.first_token : o.end_token - 1].tolist() for o in origins if o.end_token] == rows
+        assert all(origin.documents for origin in origins)
+
+
+def test_samples_without_a_file_are_told_by_their_number() -> None:
+    with open_run(config_of(None), 1, quiet) as data:
+        (first, *_) = step_origins(data, 3)
+        batch = data.batch(3)[0]
+        source = data.stage_of(3).sources[0].train
+        assert (first.file, first.documents, first.source) == (None, None, "random tokens")
+        assert source.samples(np.array([first.index]))[0, :-1].tolist() == batch.tokens[0].tolist()
+        assert NO_LOSS not in batch.labels
+
+
+def test_the_command_prints_lines_and_json(
+    mixed: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(mixed)
+    (tmp_path / "my.yaml").write_text(dump(config))
+    assert yaml.safe_load(dump(config))
+    with open_run(config, 1, quiet) as data:
+        expected = step_origins(data, 4)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(["data", "which", str(tmp_path / "my.yaml"), *arguments])
+        said = capsys.readouterr()
+        return int(caught.value.code or 0), said.out, said.err
+
+    code, out, err = run("--step", "4", "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert (told["step"], told["stage"]) == (4, "stage 0")
+    assert [(s["file"], s["window"], s["first_token"]) for s in told["samples"]] == [
+        (origin.file, origin.window, origin.first_token) for origin in expected
+    ]
+    code, out, err = run("--step", "4")
+    lines = out.splitlines()
+    assert (code, err, lines[0]) == (0, "", "step 4 of stage 'stage 0': 4 samples")
+    first = expected[0]
+    assert lines[1].startswith(f"sample 12: {first.file} window {first.window}, tokens {first.first_token}-")
+    assert sum("documents not known" in line for line in lines) == 1
+    code, _, err = run("--step", "13")
+    assert (code, err) == (2, "error: step 13 is not in the run: its steps are 1 to 12\n")
