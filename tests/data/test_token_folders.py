@@ -20,7 +20,7 @@ from token_files import counting, write_ds
 
 from kenotron.config import InputError
 from kenotron.data import NO_LOSS, RunData, open_run
-from kenotron.data.formats import TokenFile
+from kenotron.data.formats import TokenFile, open_writer
 from kenotron.data.token_folder import TokenFolder, read_mix
 
 L = 8
@@ -82,6 +82,35 @@ def test_files_of_both_widths_are_read(tmp_path: Path, size: int) -> None:
     write_ds(tmp_path / "a.ds", counting(0, LENGTHS), size)
     with opened({"dataset_folder": str(tmp_path), "token_size_in_bytes": size}) as data:
         assert sorted(epoch(data) + held_out(data)) == cut(list(range(180)), L + 1)
+
+
+@pytest.mark.parametrize("kind", ["npy", "raw", "megatron"])
+def test_windows_of_other_formats_share_a_token_so_that_none_is_lost(tmp_path: Path, kind: str) -> None:
+    ids = np.arange(180, dtype=np.uint16)
+    more = {}
+    if kind == "npy":
+        np.save(tmp_path / "a.npy", ids)
+    elif kind == "raw":
+        ids.tofile(tmp_path / "a.bin")
+        more = {"token_dtype": "uint16"}
+    else:
+        with open_writer(tmp_path / "a.bin", "megatron", ids.dtype) as writer:
+            writer.write(ids, np.array(LENGTHS))
+    with opened({"tokens": str(tmp_path), **more}, model__document_masking=kind == "megatron") as data:
+        source = data.stage_of(1).sources[0]
+        rows = [*source.train.samples(np.arange(len(source.train))), *source.held_out.samples(np.arange(2))]
+        assert [row.tolist() for row in rows] == cut(list(range(180)), L)
+        assert sorted(label for row in rows for label in row[1:].tolist()) == list(range(1, 177))
+        if kind == "megatron":
+            ends = set(np.cumsum(LENGTHS).tolist())
+            for batch in data.batch(1):
+                assert batch.tokens[batch.labels == NO_LOSS].tolist() == [t for t in batch.tokens.flat if t + 1 in ends]
+
+
+def test_a_negative_id_is_named(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([*range(40), -1, *range(140)], dtype=np.int32))
+    with pytest.raises(InputError, match=r"a\.npy: token -1 at offset 40 is not below the vocabulary of 4,096"):
+        read_all({"tokens": str(tmp_path / "a.npy")})
 
 
 @settings(deadline=None, max_examples=60)

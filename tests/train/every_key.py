@@ -90,6 +90,10 @@ def messages(o: Outcome) -> Any:
     return [" ".join(line.split()[:3]) for line in lines[start:] if line.startswith(kinds)]
 
 
+def warnings(o: Outcome) -> Any:
+    return o.said.count("warning: ")
+
+
 def printed_config(o: Outcome) -> Any:
     return (o.folder / "logs" / o.config.general.run / "config.yaml").read_text()
 
@@ -144,7 +148,6 @@ REFUSED_SECTIONS: dict[str, str] = {
     "MoeConfig": "model.model_config={is_qwen2_config: true, vocab_size: 64, moe_config: {num_experts: 2}}",
     "Starcoder2Architecture": "model.model_config={is_starcoder2_config: true, vocab_size: 64}",
     "SpectralMupInit": "model.init_method={use_mup: true}",
-    "NanosetDataset": "data_stages.0.data.dataset={dataset_folder: somewhere}",
     "SFTDataset": "data_stages.0.data.dataset={hf_dataset_or_datasets: a/b, sft_dataloader: true}",
 }
 REFUSED: dict[str, str] = {
@@ -201,6 +204,10 @@ TEXT = (
 )
 HUB = (f"{DATASET}={{hf_dataset_or_datasets: '{{folder}}/rows', hf_dataset_splits: train}}", *TEXT[1:])
 USER = (f"{DATASET}={{source: user_parts.counting}}",)
+WORDS = ("tokenizer.tokenizer_name_or_path={folder}/words", "model.model_config.vocab_size=320")
+NANOSET = (f"{DATASET}={{dataset_folder: ['{{folder}}/ds/a', '{{folder}}/ds/b']}}",)
+TOKENS = (f"{DATASET}={{tokens: '{{folder}}/ds/a'}}",)
+RAW = (f"{DATASET}={{tokens: '{{folder}}/raw.bin', token_dtype: uint16}}",)
 EARLIER = ("checkpoints.resume_checkpoint_path={folder}/earlier/checkpoints/2",)
 SGD = (f"{FACTORY}={{name: sgd, momentum: 0.5}}",)
 MUON = (f"{FACTORY}={{name: muon, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-8}}",)
@@ -397,6 +404,23 @@ ROWS: dict[str, Row] = {
     "TextFiles.text_files": Row(tokens, f"{DATASET}.text_files={{folder}}/b.jsonl", TEXT),
     "TextFiles.text_column_name": Row(tokens, f"{DATASET}.text_column_name=other", TEXT),
     "TextFiles.weight": share("text_files: '{folder}/a.jsonl'", *TEXT[1:]),
+    "NanosetDataset.dataset_folder": Row(tokens, f"{DATASET}.dataset_folder={{folder}}/ds/b", NANOSET),
+    "NanosetDataset.dataset_weights": Row(tokens, f"{DATASET}.dataset_weights=[1, 5]", NANOSET),
+    "NanosetDataset.dataset_read_path": Row(
+        tokens, f"{DATASET}.dataset_read_path=['{{folder}}/ds/b', '{{folder}}/ds/b']", NANOSET
+    ),
+    "NanosetDataset.tokenizer_name": Row(warnings, f"{DATASET}.tokenizer_name=another", (*NANOSET, *WORDS)),
+    "NanosetDataset.return_positions": Row(
+        first_loss, f"{DATASET}.return_positions=false", (*NANOSET, "model.document_masking=true")
+    ),
+    "NanosetDataset.dataset_max_tokens": Row(tokens, f"{DATASET}.dataset_max_tokens=[100, 100]", NANOSET),
+    "NanosetDataset.shuffle_files": Row(
+        tokens, f"{DATASET}.shuffle_files=true", (*NANOSET, f"{DATASET}.dataset_max_tokens=[100, 100]")
+    ),
+    "NanosetDataset.weight": share("dataset_folder: '{folder}/ds/a'"),
+    "TokenFilesDataset.tokens": Row(tokens, f"{DATASET}.tokens={{folder}}/ds/b", TOKENS),
+    "TokenFilesDataset.token_dtype": Row(tokens, f"{DATASET}.token_dtype=uint8", RAW),
+    "TokenFilesDataset.weight": share("tokens: '{folder}/ds/a'"),
     "CustomSource.source": Row(tokens, f"{DATASET}.source=user_parts.counting_down", USER),
     "CustomSource.kwargs": Row(tokens, f"{DATASET}.kwargs={{start: 5}}", USER),
     "CustomSource.weight": share("source: user_parts.counting_down"),
@@ -425,6 +449,11 @@ OWN = {
     "PretrainDataset.hf_dataset_config_name": "test_every_key.py",
     "PretrainDataset.dataset_processing_num_proc_per_process": "test_every_key.py",
     "PretrainDataset.dataset_overwrite_cache": "test_every_key.py",
+    "NanosetDataset.vocab_size": "test_token_folders.py",
+    "NanosetDataset.token_size_in_bytes": "test_token_folders.py",
+    "NanosetDataset.skip_in_stream": "test_token_folders.py",
+    "NanosetDataset.pad_samples_to_global_batch_size": "test_token_folders.py",
+    "NanosetDataset.use_old_brrr_dataloader": "test_token_folders.py",
     "EmbeddedCorpus.corpus": "test_every_key.py",
     "EmbeddedCorpus.weight": "test_every_key.py",
     "Optimizer.accumulate_grad_in_fp32": "test_every_key.py",

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import every_key
+import numpy as np
 import pytest
 import user_parts
 from every_key import EXPORTED, HUB, OWN, REFUSED, REFUSED_SECTIONS, ROWS, SAME, Outcome, Row
 from hub_cache import TOKENIZER, make_tokenizer_repository, offline_environment
 from nursery import Nursery
 from tiny_run import TEXTS, tiny_config, tiny_dict, train_and_listen, train_quietly, weights
+from token_files import write_ds
 
 from kenotron.config import InputError, NotSupportedYet, load
 from kenotron.config.schema import rows
@@ -40,6 +42,11 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         columns = {"text": texts, "other": [text[::-1] for text in texts]}
         splits = {"train": datasets.Dataset.from_dict(columns), "test": datasets.Dataset.from_dict({"text": other})}
         datasets.DatasetDict(splits).save_to_disk(folder / name)
+    for name, seed in (("ds/a", 0), ("ds/b", 1)):
+        for file in range(3):
+            ids = np.random.default_rng([seed, file]).integers(0, 64, 1200)
+            write_ds(folder / name / f"{file}.ds", np.split(ids, range(7, 1200, 7)), tokenizer=None)
+    np.random.default_rng(2).integers(0, 64, 3000).astype("<u2").tofile(folder / "raw.bin")
     (folder / "words").symlink_to(make_tokenizer_repository(folder / "hub home", "robot/words"))
     earlier = tiny_config(folder / "earlier", "checkpoints.checkpoint_interval=2", "general.seed=9")
     run = train_quietly(earlier)

@@ -75,7 +75,7 @@ class OpenStage:
             return make_batch(source.samples(index), sample_ids, documents, source.loss(index))
         windows = np.empty((len(positions), self.stage.sequence_length + 1), dtype=np.int64)
         numbers = np.zeros_like(windows) if document_masking else None
-        loss = np.ones(windows.shape, dtype=np.bool_)
+        loss = None
         for s in np.unique(source_of):
             where = np.flatnonzero(source_of == s)
             source = self.sources[s].train
@@ -83,6 +83,7 @@ class OpenStage:
             if numbers is not None and (found := source.documents(index[where])) is not None:
                 numbers[where] = found
             if (carries := source.loss(index[where])) is not None:
+                loss = np.ones(windows.shape, dtype=np.bool_) if loss is None else loss
                 loss[where] = carries
         return make_batch(windows, sample_ids, numbers, loss)
 

@@ -142,6 +142,9 @@ class TokenFolder:
         self.steps = np.array([window_step(file.format, sequence_length) for file in self.files], dtype=np.int64)
         counts = [count_windows(len(file.tokens), file.format, sequence_length) for file in self.files]
         self.first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        types = {file.tokens.dtype for file in self.files}
+        self.dtype = types.pop() if len(types) == 1 else np.dtype(np.int64)  # the narrower, the less memory moves
+        self._unsigned = np.dtype(f"u{self.dtype.itemsize}")
         self._states = [_state(file.path) for file in self.files]
 
     def __len__(self) -> int:
@@ -154,13 +157,13 @@ class TokenFolder:
         return file, window, window * self.steps[file]
 
     def samples(self, indices: Int64) -> NDArray[np.integer]:
-        rows = np.empty((len(indices), self.sequence_length + 1), dtype=np.int64)
+        rows = np.empty((len(indices), self.sequence_length + 1), dtype=self.dtype)
         files, _, starts = self.locate(indices)
         for number in np.unique(files):
             self._check_unchanged(int(number))
         for row, number, start in zip(rows, files, starts):
             row[:] = self.files[number].tokens[start : start + len(row)]
-            if row.view(np.uint64).max() >= self.vocab_size:  # a negative id is a large one there
+            if row.view(self._unsigned).max() >= self.vocab_size:  # a negative id is a large one there
                 self._refuse(row, self.files[number], int(start))
         return rows
 
@@ -211,8 +214,8 @@ class TokenFolder:
         if _state(path) != self._states[number]:
             raise InputError(f"{path}: the file has changed or vanished since the run opened it")
 
-    def _refuse(self, row: Int64, file: TokenFile, start: int) -> None:
-        at = int(np.flatnonzero(row.view(np.uint64) >= self.vocab_size)[0])
+    def _refuse(self, row: NDArray[np.integer], file: TokenFile, start: int) -> None:
+        at = int(np.flatnonzero(row.view(self._unsigned) >= self.vocab_size)[0])
         raise InputError(
             f"{file.path}: token {int(file.tokens[start + at])} at offset {start + at} is not below the vocabulary of "
             f"{self.vocab_size:,} (read as {file.tokens.dtype}; another tokenizer, or another width?)"
