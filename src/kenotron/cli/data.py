@@ -5,6 +5,132 @@ Each command takes what it needs as arguments and says what it did; torch is nev
 
 from __future__ import annotations
 
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
 
+from kenotron.config.errors import InputError
+
+if TYPE_CHECKING:
+    from kenotron.data.tokenizer import Tokenizer
+
 app = typer.Typer(no_args_is_help=True, help="Look at tokens on disk, make them, change their format.")
+
+Source = Annotated[Path, typer.Argument(help="A token file or a folder: .ds, .bin with .idx, litdata, .npy, raw .bin.")]
+RawDtype = Annotated[str | None, typer.Option(help="Type of the ids in files that do not tell, uint16 for example.")]
+TokenizerName = Annotated[str | None, typer.Option(help="Decode with it: a folder, a tokenizer.json, a name.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+BAR = 40
+
+
+@app.command()
+def show(
+    path: Source,
+    sequence_length: Annotated[int, typer.Option(help="Tokens of a sample; one more is shown.", min=1)],
+    sample: Annotated[int, typer.Option(help="Which sample, in file order, from 0.", min=0)] = 0,
+    tokenizer: TokenizerName = None,
+    dtype: RawDtype = None,
+    as_json: AsJson = False,
+) -> None:
+    """The ids of one sample in file order, where documents end in it, and its text."""
+    from kenotron.data.formats import open_token_files
+    from kenotron.data.prepare.inspect import sample_at
+
+    found = sample_at(open_token_files(path, "PATH", dtype), sequence_length, sample)
+    loaded = _load(tokenizer)
+    if loaded:
+        found["text"] = loaded.decode(found["tokens"])
+    if as_json:
+        print(json.dumps(found))
+        return
+    print(f"sample {sample}: {found['file']}, tokens {found['start']} to {found['start'] + sequence_length}")
+    borders = [0, *(found["document_ends"] or []), sequence_length + 1]
+    for start, stop in pairwise(borders):
+        if start < stop:
+            print(" ".join(map(str, found["tokens"][start:stop])) + ("  │" if stop <= sequence_length else ""))
+    if loaded:
+        print(found["text"])
+
+
+@app.command()
+def inspect(
+    path: Source,
+    vocab_size: Annotated[int | None, typer.Option(help="Ids from here on are wrong.", min=1)] = None,
+    tokenizer: TokenizerName = None,
+    samples: Annotated[int, typer.Option(help="Decoded samples to show, with --tokenizer.", min=0)] = 3,
+    window: Annotated[int, typer.Option(help="Tokens of a window that may be there twice.", min=1)] = 2048,
+    dtype: RawDtype = None,
+    as_json: AsJson = False,
+) -> None:
+    """What token files hold: counts, document lengths, duplicates, samples. Exit code 2 if an id is out of range."""
+    from kenotron.data.formats import open_token_files
+    from kenotron.data.prepare.inspect import inspect as look
+    from kenotron.data.prepare.inspect import starts_of_documents
+
+    loaded = _load(tokenizer)
+    report = look(path, dtype, vocab_size or (loaded.vocab_size if loaded else None), window)
+    if loaded:
+        places = starts_of_documents(open_token_files(path, "PATH", dtype), samples, 64)
+        report["samples"] = [{"at": place, "text": loaded.decode(ids.tolist())} for place, ids in places]
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_report(report)
+    if first := report["first_beyond_vocab"]:
+        raise InputError(
+            f"{first['file']}: token {first['token']} is {first['id']}, beyond the vocabulary of "
+            f"{report['vocab_size']} ({report['beyond_vocab']} such tokens); another tokenizer, or another width "
+            f"than {report['dtype']}"
+        )
+
+
+@app.command()
+def convert(
+    src: Source,
+    dst: Annotated[Path, typer.Argument(help="A folder, or a file with the format's suffix.")],
+    to: Annotated[str, typer.Option(help="datatrove (.ds), megatron (.bin, .idx) or numpy (.npy).")],
+    dtype: Annotated[str | None, typer.Option(help="Type of the ids that are written; default: the source's.")] = None,
+    source_dtype: RawDtype = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change the format of token files; ids and documents stay exactly what they are."""
+    from kenotron.data.prepare.convert import convert as work
+
+    done = work(src, dst, to, dtype, source_dtype, report=lambda line: print(line, file=sys.stderr))
+    if as_json:
+        print(json.dumps(done, indent=2))
+        return
+    documents = "ends of documents not kept" if done["documents"] is None else f"{done['documents']:,} documents"
+    print(f"{dst}: {done['tokens']:,} tokens, {documents}, {done['dtype']}, {len(done['files'])} files ({to})")
+
+
+def _load(tokenizer: str | None) -> Tokenizer | None:
+    from kenotron.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(tokenizer) if tokenizer else None
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    documents = "not known" if report["documents"] is None else f"{report['documents']:,}"
+    print(
+        f"{report['path']}: {report['format']}, {report['files']} files, {report['bytes']:,} bytes of {report['dtype']}"
+    )
+    print(f"tokens: {report['tokens']:,}   documents: {documents}   largest id: {report['largest_id']}")
+    print(f"tokenizer: {report['tokenizer'] or 'not told'}   tokens without loss: {report['no_loss_tokens']:,}")
+    about = "" if report["duplicates_exact"] else "about "
+    if report["duplicate_documents"] is not None:
+        print(f"duplicate documents: {about}{report['duplicate_documents']:,}")
+    print(f"duplicate windows of {report['window']} tokens: {about}{report['duplicate_windows']:,}")
+    if lengths := report["document_lengths"]:
+        print(f"document lengths: {lengths['shortest']} to {lengths['longest']} tokens, mean {lengths['mean']:.1f}")
+        most = max(bucket["documents"] for bucket in lengths["histogram"])
+        for bucket in lengths["histogram"]:
+            bar = "█" * -(-BAR * bucket["documents"] // most)
+            print(f"{bucket['from']:>12,} ─ {bucket['below'] - 1:<12,} {bar} {bucket['documents']:,}")
+    for sample in report.get("samples", []):
+        print(f"── {sample['at']}\n{sample['text']}")

@@ -18,12 +18,13 @@ import numpy as np
 
 from kenotron.config.errors import InputError, nearest
 
-from .token_file import TokenFile, TokenWriter, documents_between, integer_dtype
+from .token_file import TokenFile, TokenWriter, documents_between, integer_dtype, pieces
 
 FORMATS = ("datatrove", "megatron", "litdata", "numpy")
 """Every format is a module of this folder."""
 
-WRITTEN = ("datatrove", "megatron", "numpy")
+SUFFIXES = {"datatrove": ".ds", "megatron": ".bin", "numpy": ".npy"}
+"""The formats that are written, too."""
 
 EXPECTED = ".ds, .bin with .idx, litdata's index.json, .npy, raw .bin"
 
@@ -35,6 +36,8 @@ __all__ = [
     "find_token_files",
     "open_token_files",
     "open_writer",
+    "pieces",
+    "written_suffix",
 ]
 
 
@@ -77,11 +80,17 @@ def open_writer(path: Path, format: str, dtype: np.dtype, tokenizer: str | None 
 
     Errors (InputError): an unknown format, or one that cannot hold `dtype`; the folder cannot be written.
     """
-    if format not in WRITTEN:
-        raise InputError(f"cannot write '{format}'; expected one of {', '.join(WRITTEN)}{nearest(format, WRITTEN)}")
-    module = _module(format)
-    suffix = "" if path.suffix == module.SUFFIX else module.SUFFIX
-    return module.Writer(path.with_name(path.name + suffix), dtype, tokenizer)
+    suffix = written_suffix(format)
+    return _module(format).Writer(
+        path if path.suffix == suffix else path.with_name(path.name + suffix), dtype, tokenizer
+    )
+
+
+def written_suffix(format: str) -> str:
+    """What files of `format` are called. Errors (InputError): it is not written."""
+    if format not in SUFFIXES:
+        raise InputError(f"cannot write '{format}'; expected one of {', '.join(SUFFIXES)}{nearest(format, SUFFIXES)}")
+    return SUFFIXES[format]
 
 
 def _module(format: str) -> ModuleType:

@@ -22,7 +22,6 @@ from kenotron.config.errors import InputError
 
 from .token_file import PartialFile, TokenFile, TokenWriter, check_ends, map_array, readable
 
-SUFFIX = ".ds"
 WIDTHS: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 

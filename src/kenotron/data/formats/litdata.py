@@ -21,20 +21,9 @@ from .token_file import TokenFile, map_array, readable
 
 INDEX = "index.json"
 # The numbers of litdata's own tables: torch's dtypes for tensors, numpy's scalar types for arrays.
-DTYPES: dict[str, dict[int, str]] = {
-    "no_header_tensor": {
-        11: "u1",
-        12: "i1",
-        13: "<i2",
-        14: "<i2",
-        15: "<i4",
-        16: "<i4",
-        17: "<i8",
-        18: "<i8",
-        20: "<u2",
-    },
-    "no_header_numpy": dict(enumerate(("i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8"))),
-}
+TENSORS = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8", 18: "<i8", 20: "<u2"}
+ARRAYS = dict(enumerate(["i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8"]))
+DTYPES = {"no_header_tensor": TENSORS, "no_header_numpy": ARRAYS}
 
 
 def open_file(path: Path, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:

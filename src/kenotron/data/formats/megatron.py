@@ -22,7 +22,6 @@ from kenotron.config.errors import InputError
 
 from .token_file import PartialFile, TokenFile, TokenWriter, map_array, readable
 
-SUFFIX = ".bin"
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
 CODES: dict[int, str] = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -54,8 +53,9 @@ def open_file(path: Path, where: str, dtype: np.dtype | None = None) -> list[Tok
     if len(wrong):
         at = int(wrong[0])
         raise InputError(
-            f"{index}: sequence {at} (bytes {HEADER.size + 4 * at} and {HEADER.size + 4 * sequences + 8 * at}) has length "
-            f"{lengths[at]} at byte {offsets[at]} of {path.name}; expected it at byte {ends[at] * of_ids.itemsize}"
+            f"{index}: sequence {at} (length at byte {HEADER.size + 4 * at}, offset at byte "
+            f"{HEADER.size + 4 * sequences + 8 * at}) has length {lengths[at]} at byte {offsets[at]} of {path.name}; "
+            f"expected it at byte {ends[at] * of_ids.itemsize}"
         )
     if ends[-1] != len(tokens):
         raise InputError(
@@ -86,7 +86,7 @@ def _header(index: Path) -> tuple[np.dtype, int, int]:
         found = f"{code} ({FLOATS[code]}, no integers)" if code in FLOATS else str(code)
         raise InputError(f"{index}: expected a dtype code of {', '.join(map(str, CODES))} at byte 17, found {found}")
     expected = HEADER.size + 12 * sequences + 8 * starts
-    if size == expected + sequences:
+    if sequences and size == expected + sequences:
         raise InputError(f"{index}: a multimodal index (modes from byte {expected} on) is not read")
     if size != expected:
         raise InputError(
@@ -134,7 +134,7 @@ class Writer(TokenWriter):
         self._ids.publish()  # last: what has its name is whole
 
     def _documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Block by block: sequences of each document, length of each sequence. Tokens after the last end are one more."""
+        """Block by block: each document's sequences, each sequence's length. Tokens after the last end are another."""
         self._ends.seek(0)
         last = 0
         while True:

@@ -54,10 +54,10 @@ def _npy(path: Path, where: str, dtype: np.dtype | None) -> NDArray[np.integer]:
         raise InputError(f"{path}: expected a one-dimensional array of integers, found {found} of shape {list(shape)}")
     if dtype is not None and dtype != found:
         raise InputError(f"{where}: {dtype.name} asked for, but {path} says {found.name}")
-    if start + shape[0] * found.itemsize != size:
+    end = start + shape[0] * found.itemsize
+    if end != size:
         raise InputError(
-            f"{path}: {shape[0]} ids of {found.name} from byte {start} on end at byte {start + shape[0] * found.itemsize}, "
-            f"the file at byte {size}"
+            f"{path}: {shape[0]} ids of {found.name} from byte {start} on end at byte {end}, the file at byte {size}"
         )
     return map_array(path, found, start)
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,15 @@ class TokenFile:
     tokenizer: str | None
 
 
+class Piece(NamedTuple):
+    """Some tokens of a file, from `start` on; `ends` of the documents that end in them count from there."""
+
+    start: int
+    ids: NDArray[np.integer]
+    ends: NDArray[np.int64] | None
+    loss: NDArray[np.bool_] | None
+
+
 def documents_between(file: TokenFile, start: int, stop: int) -> NDArray[np.int64]:
     """The ends of documents that lie in tokens ``(start, stop]``, ascending; none where documents are not known.
 
@@ -62,6 +71,26 @@ def documents_between(file: TokenFile, start: int, stop: int) -> NDArray[np.int6
     if len(ends) and not (start < ends[0] and ends[-1] <= stop and (ends[1:] >= ends[:-1]).all()):
         raise InputError(f"{file.path}: its index of documents is not sorted between entries {first} and {last}")
     return ends
+
+
+def pieces(file: TokenFile, size: int) -> Iterator[Piece]:
+    """The whole file in pieces of at most `size` tokens, with its documents, empty ones too.
+
+    Errors (InputError): the index is not sorted.
+    """
+    done = 0
+    for start in range(0, max(len(file.tokens), 1), size):
+        stop = min(start + size, len(file.tokens))
+        ends = None
+        if file.ends is not None:
+            last = int(np.searchsorted(file.ends, np.uint64(stop), side="right"))
+            ends = np.asarray(file.ends[done:last], dtype=np.int64) - start
+            if last < done or (len(ends) and (ends[0] < 0 or ends[-1] > stop - start or (np.diff(ends) < 0).any())):
+                raise InputError(f"{file.path}: its index of documents is not sorted between entries {done} and {last}")
+            done = last
+        yield Piece(start, file.tokens[start:stop], ends, None if file.loss is None else file.loss[start:stop])
+    if file.ends is not None and done != len(file.ends):
+        raise InputError(f"{file.path}: its index of documents is not sorted after entry {done}")
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
@@ -202,7 +231,7 @@ class TokenWriter:
     ) -> None:
         """Append a piece that may begin and end within a document; `ends` counts from the piece's first token."""
         if len(ids):
-            check_range(self.path, ids, self.dtype)
+            check_range(self.path, ids, self.dtype, self.tokens)
         if loss is not None and not self.holds_loss:
             raise InputError(f"{self.path}: this format holds no loss mask; write datatrove's .ds instead")
         ids, ends = (
@@ -234,10 +263,13 @@ class TokenWriter:
             self.discard()
 
 
-def check_range(path: Path, ids: NDArray[np.integer], dtype: np.dtype) -> None:
-    """Errors (InputError): an id of `ids` ``[tokens]``, not empty, is negative or beyond `dtype`."""
-    smallest, largest = int(ids.min()), int(ids.max())
-    if smallest < 0:
-        raise InputError(f"{path}: token {smallest} is negative")
-    if largest > np.iinfo(dtype).max:
-        raise InputError(f"{path}: token {largest} does not fit {dtype.name} (largest {np.iinfo(dtype).max})")
+def check_range(path: Path, ids: NDArray[np.integer], dtype: np.dtype, start: int) -> None:
+    """Errors (InputError): an id of `ids` ``[tokens]``, not empty, from token `start` on, is none of `dtype`'s."""
+    if ids.min() < 0:
+        at = int(ids.argmin())
+        raise InputError(f"{path}: token {start + at} is negative ({ids[at]})")
+    if ids.max() > np.iinfo(dtype).max:
+        at = int(ids.argmax())
+        raise InputError(
+            f"{path}: token {start + at} is {ids[at]}, beyond {dtype.name} (largest {np.iinfo(dtype).max})"
+        )
