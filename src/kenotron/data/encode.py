@@ -18,10 +18,11 @@ import queue
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 from kenotron.config.errors import InputError
 
 from .split import Marked
+from .words import WordEncoder
 
 BATCH_CHARACTERS = 1 << 20
 
@@ -119,8 +121,6 @@ def encode_pieces(backend, texts: list[str], starts: list[bool], ends: list[bool
 
     What the tokenizer puts around a text by itself it puts around documents, not around their pieces.
     """
-    if rules.bare:
-        return _encode_bare(backend, texts, starts, ends, rules)
     parts: list[list[int]] = [[]] * len(texts)
     for special in (True, False):
         chosen = [place for place, start in enumerate(starts) if start == special]
@@ -136,10 +136,18 @@ def encode_pieces(backend, texts: list[str], starts: list[bool], ends: list[bool
     return _end_to_end(parts)
 
 
-def _encode_bare(backend, texts: list[str], starts: list[bool], ends: list[bool], rules: EncodeRules) -> Answer:
+def encode_bare(
+    encode: Callable[[list[str]], list[list[int]]],
+    texts: list[str],
+    starts: list[bool],
+    ends: list[bool],
+    rules: EncodeRules,
+) -> Answer:
+    """Ids of all `texts` by `encode`, which adds nothing, between `rules.bos` and `rules.eos`."""
     parts = []
-    for encoding, start, end in zip(backend.encode_batch_fast(texts, add_special_tokens=False), starts, ends):
-        ids = encoding.ids[: rules.max_tokens]
+    for ids, start, end in zip(encode(texts), starts, ends):
+        if rules.max_tokens is not None:
+            del ids[rules.max_tokens :]
         if start and rules.bos is not None and ids[:1] != [rules.bos]:
             ids.insert(0, rules.bos)
         if end and rules.eos is not None and ids[-1:] != [rules.eos]:
@@ -235,9 +243,18 @@ def main() -> None:
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     tokenizer_json, rules = pickle.load(requests)
     backend = _backend(tokenizer_json)
+    words = WordEncoder.of(backend) if rules.bare else None
     while True:
         try:
             texts, starts, ends = pickle.load(requests)
         except EOFError:
             return
-        _send(answers, encode_pieces(backend, texts, starts, ends, rules))
+        if rules.bare:
+            encode = words.encode if words else partial(_encode_by_library, backend)
+            _send(answers, encode_bare(encode, texts, starts, ends, rules))
+        else:
+            _send(answers, encode_pieces(backend, texts, starts, ends, rules))
+
+
+def _encode_by_library(backend, texts: list[str]) -> list[list[int]]:
+    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
