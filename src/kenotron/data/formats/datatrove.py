@@ -11,7 +11,6 @@ the file, else two bytes. Sizes that contradict each other are an error, never a
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -156,6 +155,6 @@ class Writer(TokenWriter):
 
 def _human(tokens: int) -> str:
     """Three digits and a prefix, as datatrove has `humanize` write them: 27 → ``27.0 T``, 1500 → ``1.50 kT``."""
-    exponent = math.floor(math.log10(tokens)) if tokens else 0
+    exponent = int(f"{tokens:.2e}".partition("e")[2])  # of the rounded number: 999999 is 1.00 M
     prefix = " kMGTPEZY"[exponent // 3].strip()
     return f"{tokens / 10 ** (exponent // 3 * 3):.{2 - exponent % 3}f} {prefix}T"

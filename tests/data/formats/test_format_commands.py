@@ -1,0 +1,90 @@
+"""`kenotron data show | inspect | convert`, through the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kenotron.cli import main
+from kenotron.data.formats import open_token_files, open_writer
+from kenotron.data.prepare.inspect import Duplicates
+
+DOCS = [[1, 2, 3], [4, 5], [1, 2, 3], [9, 9, 9, 9, 9]]
+IDS = [1, 2, 3, 4, 5, 1, 2, 3, 9, 9, 9, 9, 9]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    with open_writer(tmp_path / "in" / "a.ds", "datatrove", np.dtype("uint16"), "gpt2") as writer:
+        writer.write(np.array(IDS), np.array([len(doc) for doc in DOCS]))
+    return tmp_path / "in"
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["data", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def test_show_disjoint_windows_of_ds_and_overlapping_ones_elsewhere(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = call(capsys, "show", corpus, "--sequence-length", 3, "--sample", 1, "--json")
+    assert code == 0
+    assert json.loads(out)["tokens"] == IDS[4:8]
+    assert json.loads(out)["document_ends"] == [1, 4]
+    assert call(capsys, "convert", corpus, tmp_path / "out", "--to", "megatron")[0] == 0
+    code, out, _ = call(capsys, "show", tmp_path / "out", "--sequence-length", 3, "--sample", 1, "--json")
+    assert json.loads(out)["tokens"] == IDS[3:7]
+    code, _, err = call(capsys, "show", corpus, "--sequence-length", 3, "--sample", 3)
+    assert code == 2
+    assert "--sample: expected 0 to 2, found 3" in err
+    code, _, err = call(capsys, "show", corpus, "--sequence-length", 13)
+    assert code == 2
+    assert "no file holds 14 tokens" in err
+
+
+def test_inspect_counts(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "inspect", corpus, "--window", 2, "--json")
+    assert code == 0
+    report = json.loads(out)
+    expected = {"tokens": 13, "documents": 4, "dtype": "uint16", "format": "datatrove", "files": 1, "tokenizer": "gpt2"}
+    assert {key: report[key] for key in expected} == expected
+    assert report["largest_id"] == 9
+    assert report["duplicate_documents"] == 1
+    assert report["duplicate_windows"] == 1  # [9, 9] of (1 2)(3 4)(5 1)(2 3)(9 9)(9 9)
+    lengths = report["document_lengths"]
+    assert (lengths["shortest"], lengths["mean"], lengths["longest"]) == (2, 13 / 4, 5)
+    assert [(b["from"], b["below"], b["documents"]) for b in lengths["histogram"]] == [(2, 4, 3), (4, 8, 1)]
+    code, out, _ = call(capsys, "inspect", corpus)
+    assert code == 0
+    assert "█" in out
+
+
+def test_inspect_tells_an_id_beyond_the_vocabulary(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(capsys, "inspect", corpus, "--vocab-size", 9)
+    assert code == 2
+    assert "a.ds: token 8 is 9, beyond the vocabulary of 9 (5 such tokens)" in err
+    assert call(capsys, "inspect", corpus, "--vocab-size", 10)[0] == 0
+
+
+def test_convert_says_what_it_cannot_keep(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "convert", corpus / "a.ds", tmp_path / "b.npy", "--to", "numpy", "--dtype", "int64")
+    assert code == 0
+    assert "13 tokens, ends of documents not kept, int64" in out
+    assert np.load(tmp_path / "b.npy").tolist() == IDS
+    assert open_token_files(tmp_path / "b.npy", "PATH")[0].ends is None
+
+
+def test_duplicates_are_estimated_where_the_table_is_full() -> None:
+    ids = np.arange(20_000)
+    counted = Duplicates(kept=500)
+    for i in [*ids, *ids[:10_000]]:
+        counted.add(np.array([i]))
+    assert counted.halvings > 0
+    assert len(counted._known) <= 500
+    assert counted.count() == pytest.approx(10_000, rel=0.25)
