@@ -113,6 +113,13 @@ def test_a_negative_id_is_named(tmp_path: Path) -> None:
         read_all({"tokens": str(tmp_path / "a.npy")})
 
 
+def test_files_of_different_widths_may_lie_in_one_folder(folder: Path) -> None:
+    write_ds(folder / "c.ds", counting(70_000, LENGTHS), 4)
+    expected = [cut(list(range(first, first + 180)), L + 1) for first in (0, 1000, 70_000)]
+    with opened({"dataset_folder": str(folder)}, arch__vocab_size=100_000) as data:
+        assert sorted(epoch(data) + held_out(data)) == [row for rows in expected for row in rows]
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=6),

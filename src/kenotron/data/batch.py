@@ -90,10 +90,12 @@ def make_batch(
         labels[~loss[:, 1:]] = NO_LOSS
     if documents is None:
         return TokenBatch(tokens, labels, sample_ids)
-    labels[documents[:, 1:] != documents[:, :-1]] = NO_LOSS
+    rows, length = tokens.shape
+    row, last = np.nonzero(documents[:, 1:] != documents[:, :-1])  # the last token of each document: few
+    labels[row, last] = NO_LOSS
+    # Where a sequence or a document begins in the flattened batch; a position counts from there.
+    inside = last + 1 < length
+    starts = np.sort(np.concatenate([np.arange(rows) * length, (row * length + last + 1)[inside]]))
+    positions = np.arange(rows * length) - np.repeat(starts, np.diff(starts, append=rows * length))
     inner = documents[:, :-1]
-    column = np.arange(inner.shape[1])
-    starts = np.zeros(inner.shape, dtype=np.int64)
-    starts[:, 1:] = np.where(inner[:, 1:] != inner[:, :-1], column[1:], 0)
-    positions = column - np.maximum.accumulate(starts, axis=1)
-    return TokenBatch(tokens, labels, sample_ids, positions, inner - inner[:, :1])
+    return TokenBatch(tokens, labels, sample_ids, positions.reshape(rows, length), inner - inner[:, :1])
