@@ -90,9 +90,11 @@ def _targets(source: Path, target: Path, files: Sequence[TokenFile], suffix: str
     else:
         root = source if source.is_dir() else source.parent
         targets = [target / file.path.relative_to(root).with_suffix(suffix) for file in files]
+    seen: set[Path] = set()
     for path in targets:
         if path.exists():
             raise InputError(f"DST: {path} is there already; choose another one or remove it")
-        if targets.count(path) > 1 and len(targets) < 10_000:
+        if path in seen:
             raise InputError(f"SRC: two files of {source} would both become {path}")
+        seen.add(path)
     return targets
