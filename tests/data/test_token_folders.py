@@ -94,7 +94,7 @@ def test_windows_of_other_formats_share_a_token_so_that_none_is_lost(tmp_path: P
         ids.tofile(tmp_path / "a.bin")
         more = {"token_dtype": "uint16"}
     else:
-        with open_writer(tmp_path / "a.bin", "megatron", ids.dtype) as writer:
+        with open_writer(tmp_path / "a", kind, ids.dtype) as writer:
             writer.write(ids, np.array(LENGTHS))
     with opened({"tokens": str(tmp_path), **more}, model__document_masking=kind == "megatron") as data:
         source = data.stage_of(1).sources[0]
