@@ -95,7 +95,14 @@ def null_means(default: Any) -> _Spelling:
     return _Spelling(lambda value: default if value is None else value, any_case=False)
 
 
-LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
+def _expand_home(path: str) -> str:
+    try:
+        return os.path.expanduser(path)
+    except ValueError:  # no user has a NUL in its name
+        return path
+
+
+LocalPath = Annotated[str, AfterValidator(_expand_home)]
 """A path on this machine, or a hub name: `~` is the home folder."""
 
 
