@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=40)
     parser.add_argument("--workers", type=int, default=2)
     given = parser.parse_args()
-    ways = [way for way in WAYS if find_spec(way) is not None]
+    ways = [way for way in WAYS if find_spec(way) and (way != "datatrove" or find_spec("orjson"))]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         size = make_corpus(folder / "corpus", given.megabytes * 1_000_000, given.workers)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -163,6 +164,20 @@ def test_a_killed_run_goes_on_without_doing_its_finished_shards_again(corpus, to
     assert bytes_of(output) == bytes_of(tmp_path / "whole")
 
 
+def test_megatrons_format_holds_the_same_documents(corpus, tokenizer, tmp_path):
+    folder, texts = corpus
+    tokenize([str(folder)], tokenizer, tmp_path / "out", replace(SMALL, format="megatron"), 1, quiet)
+    documents = []
+    for file in sorted((tmp_path / "out").glob("*.idx")):
+        index = file.read_bytes()
+        assert index[:9] == b"MMIDIDX\x00\x00"
+        assert index[17] == 8  # uint16
+        lengths = np.frombuffer(index, "<i4", int.from_bytes(index[18:26], "little"), 34)
+        ids = np.fromfile(file.with_suffix(".bin"), "<u2")
+        documents += [part.tolist() for part in np.split(ids, np.cumsum(lengths)[:-1])]
+    assert documents == plain_loop(tokenizer, texts)
+
+
 def test_bos_and_eos_are_what_the_options_say(tokenizer, tmp_path):
     file = tmp_path / "a.jsonl"
     write_jsonl(file, ["one two", "", "three"])
@@ -246,6 +261,40 @@ def test_damage_is_named_or_left_out_and_counted(tokenizer, tmp_path, name, cont
         made = tokenize(inputs, tokenizer, tmp_path / "skipped", TokenizeOptions(skip_bad=True), 1, quiet)
         assert made["skipped"] == 1
         assert written(tmp_path / "skipped") == plain_loop(tokenizer, [*left, "last"])
+
+
+def test_a_run_that_met_damage_goes_on_once_told_to_skip_it(tokenizer, tmp_path):
+    good, bad = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    write_jsonl(good, ["one", "two"] * 6)  # more shards than are read ahead
+    bad.write_text('{"text": "three"}\n{"text"\n')
+    arguments = ([str(good), str(bad)], tokenizer, tmp_path / "out")
+    options = TokenizeOptions(shard_megabytes=0.00005)
+    with pytest.raises(InputError, match=r"b\.jsonl:2: expected one JSON object"):
+        tokenize(*arguments, options, 1, quiet)
+    first = (tmp_path / "out" / "00000.ds").stat()
+    assert tokenize(*arguments, replace(options, skip_bad=True), 1, quiet)["skipped"] == 1
+    assert written(tmp_path / "out") == plain_loop(tokenizer, ["one", "two"] * 6 + ["three"])
+    assert (tmp_path / "out" / "00000.ds").stat().st_ino == first.st_ino
+
+
+def test_from_text_to_a_merged_file_on_the_command_line(tmp_path, monkeypatch, capsys):
+    from kenotron.cli import main
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as left:
+            main(["data", *arguments])
+        return left.value.code, capsys.readouterr()
+
+    monkeypatch.chdir(tmp_path)
+    texts = made_texts(50)
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    assert call("train-tokenizer", "a.jsonl", "--vocab-size", "300", "--output", "tok")[0] == 0
+    assert call("tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "out", "--workers", "1")[0] == 0
+    assert call("merge", "out", "--shuffle", "--output", "all.ds")[0] == 0
+    assert sorted(written(tmp_path)) == sorted(plain_loop(load_tokenizer("tok"), texts))
+    code, said = call("tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "x", "--format", "megatrom")
+    assert (code, said.err.count("\n")) == (2, 1)
+    assert "did you mean 'megatron'?" in said.err
 
 
 def test_an_endless_line_is_refused_in_bounded_memory_or_left_out(tmp_path, monkeypatch):

@@ -83,10 +83,11 @@ def tokenize(
             refuse_other_work(output, done["made_by"], work.made_by)
             return done
         begun = read_json(notes / "plan.json")
-        if begun is None:
-            write_json(notes / "plan.json", work.made_by)
-        else:
+        if begun is not None:
+            if options.skip_bad:  # what is finished had nothing to skip, or skipped it
+                begun["options"]["skip_bad"] = True
             refuse_other_work(output, begun, work.made_by)
+        write_json(notes / "plan.json", work.made_by)
         _make_shards(work, output, workers, report)
         _refuse_changed(work)
         manifest = _manifest(work, notes)
