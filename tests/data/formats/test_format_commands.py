@@ -88,3 +88,12 @@ def test_duplicates_are_estimated_where_the_table_is_full() -> None:
     assert counted.halvings > 0
     assert len(counted._known) <= 500
     assert counted.count() == pytest.approx(10_000, rel=0.25)
+
+
+def test_a_folder_is_read_in_order_of_path_without_hidden_folders_and_links_once(tmp_path: Path) -> None:
+    for name in ("b/1.ds", "a/deep/0.ds", ".unfinished/2.ds", "0.ds"):
+        with open_writer(tmp_path / "all" / name, "datatrove", np.dtype("uint16")) as writer:
+            writer.write(np.arange(3), np.array([3]))
+    (tmp_path / "all" / "z").symlink_to(tmp_path / "all" / "b")
+    found = [str(file.path.relative_to(tmp_path / "all")) for file in open_token_files(tmp_path / "all", "PATH")]
+    assert found == ["0.ds", "a/deep/0.ds", "b/1.ds"]

@@ -115,10 +115,12 @@ def _recognised(file: Path) -> tuple[Path, str] | None:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Every file below `folder`, links followed, a folder that is linked twice only once."""
+    """Every file below `folder`, links followed, a folder that is linked twice only once, hidden folders left out:
+    unfinished work lies there."""
     seen: set[str] = set()
     for parent, folders, files in os.walk(folder, followlinks=True):
         seen.add(os.path.realpath(parent))
-        folders[:] = sorted(name for name in folders if os.path.realpath(os.path.join(parent, name)) not in seen)
+        open_ones = (name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in open_ones if os.path.realpath(os.path.join(parent, name)) not in seen)
         for name in files:
             yield Path(parent, name)
