@@ -119,8 +119,11 @@ def _walk(folder: Path) -> Iterator[Path]:
     unfinished work lies there."""
     seen: set[str] = set()
     for parent, folders, files in os.walk(folder, followlinks=True):
-        seen.add(os.path.realpath(parent))
-        open_ones = (name for name in folders if not name.startswith("."))
-        folders[:] = sorted(name for name in open_ones if os.path.realpath(os.path.join(parent, name)) not in seen)
+        real = os.path.realpath(parent)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in files:
             yield Path(parent, name)
