@@ -16,6 +16,7 @@ from kenotron.data.order import (
     left_count,
     mix64,
     permute,
+    position_of,
 )
 from kenotron.kernels.hashing import derive_key
 
@@ -44,6 +45,14 @@ def test_permute_stays_inside_and_repeats_nothing_in_huge_ranges(length, key, st
     assert image.min() >= 0
     assert image.max() < length
     assert len(set(image.tolist())) == 2000
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 2**48), keys, st.integers(0, 2**48))
+def test_the_inverse_of_permute_gives_back_what_was_permuted(length, key, start):
+    index = np.arange(start % length, min(start % length + 50, length))
+    shuffled = permute(index, length, np.full(len(index), key, np.uint64))
+    assert permute(shuffled, length, np.full(len(index), key, np.uint64), inverse=True).tolist() == index.tolist()
 
 
 def test_every_order_of_three_samples_comes_equally_often():
@@ -131,6 +140,27 @@ def test_an_epoch_contains_every_sample_of_a_source_once(lengths, key):
         assert len(drawn) >= 2 * length
         for epoch in range(len(drawn) // length):
             assert sorted(drawn[epoch * length : (epoch + 1) * length].tolist()) == list(range(length))
+
+
+@settings(deadline=None, max_examples=60)
+@given(weight_lists, st.integers(0, 10**12))
+def test_the_place_of_a_draw_is_where_interleave_draws_it(weights, start):
+    tree = huffman(weights)
+    positions = np.arange(start, start + 50)
+    found = [position_of(tree, int(s), int(n)) for s, n in zip(*interleave(tree, positions))]
+    assert found == positions.tolist()
+    assert position_of(tree, len(weights), 0) is None
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 100)), min_size=1, max_size=4), keys, st.integers(0, 400))
+def test_a_sample_is_found_wherever_it_is_drawn(sources, key, stop):
+    lengths, offsets = zip(*sources)
+    order = Order(lengths, [1.0 + s for s in range(len(lengths))], [key ^ s for s in range(len(lengths))], offsets)
+    source, index = order.locate(np.arange(stop))
+    for s, length in enumerate(lengths):
+        for i in (0, length // 2, length - 1):
+            assert list(order.find(s, i, stop)) == np.flatnonzero((source == s) & (index == i)).tolist()
 
 
 def test_epochs_are_shuffled_anew():

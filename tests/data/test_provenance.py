@@ -16,8 +16,9 @@ from token_files import counting, write_ds
 
 from kenotron.cli import main
 from kenotron.config import dump
+from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS, open_run
-from kenotron.data.provenance import document_ranges, step_origins
+from kenotron.data.provenance import document_ranges, document_sightings, step_origins
 
 L = 8
 LENGTHS = (5, 30, 1, 12, 40, 7, 60, 25)
@@ -63,6 +64,40 @@ def test_the_tokens_that_are_named_are_those_that_the_step_reads(mixed: dict[str
                 of = np.repeat(np.arange(8), lengths[name])[origin.first_token : origin.end_token]
                 expected = [(d, int((of == d).sum())) for d in sorted(set(of.tolist()))]
                 assert [(r.document, r.end_token - r.first_token) for r in origin.documents or []] == expected
+
+
+def test_a_document_is_seen_where_steps_say_that_they_read_it(mixed: dict[str, Any], tmp_path: Path) -> None:
+    """Over two stages and several epochs, against a look at every step."""
+    folder = str(tmp_path / "a")
+    with open_run(config_of({"dataset": mixed}, val_fraction=0.2), 1, quiet) as data:
+        check_sightings(data, folder)
+    config = run_config(
+        mixed, {"dataset": {"tokens": folder}, "start": 8}, sequence_length=L, arch__vocab_size=4096, train_steps=20
+    )
+    with open_run(config, 1, quiet) as data:
+        check_sightings(data, folder)
+        for wrong, message in (
+            ((f"{folder}/0.dx", 0), r"no source of this run reads .*0.dx; did you mean '.*0.ds'"),
+            ((f"{folder}/0.ds", 8), "has documents 0 to 7, found 8"),
+            ((str(tmp_path / "b.npy"), 0), "does not tell where documents end"),
+        ):
+            with pytest.raises(InputError, match=message):
+                document_sightings(data, *wrong)
+
+
+def check_sightings(data: Any, folder: str) -> None:
+    expected: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {}
+    for step in range(1, data.config.tokens.train_steps + 1):
+        for origin in step_origins(data, step):
+            for part in origin.documents or []:
+                seen = (step, origin.sample, part.first_token, part.end_token)
+                expected.setdefault((origin.file or "", part.document), []).append(seen)
+    assert max(map(len, expected.values())) > 2
+    for name in ("0.ds", "1.ds"):
+        for document in range(8):
+            found = document_sightings(data, f"{folder}/{name}", document)
+            seen = [(each.step, each.sample, each.first_token, each.end_token) for each in found]
+            assert seen == expected.get((f"{folder}/{name}", document), [])
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=12), st.data())
@@ -126,5 +161,14 @@ def test_the_command_prints_lines_and_json(
     first = expected[0]
     assert lines[1].startswith(f"sample 12: {first.file} window {first.window}, tokens {first.first_token}-")
     assert sum("documents not known" in line for line in lines) == 1
+    assert first.file is not None
+    assert first.documents
+    document = f"{first.file}:{first.documents[0].document}"
+    code, out, err = run("--document", document)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"document {first.documents[0].document} of {first.file}: in ")
+    assert any(line.startswith("step 4: sample 12, tokens ") for line in out.splitlines())
+    assert run("--document", "0.ds")[0] == 2
+    assert run() == (2, "", "error: expected --step or --document, one of the two\n")
     code, _, err = run("--step", "13")
     assert (code, err) == (2, "error: step 13 is not in the run: its steps are 1 to 12\n")

@@ -1,6 +1,7 @@
-"""`kenotron data which CONFIG --step N`: the files, windows and documents that a step of a run reads.
+"""`kenotron data which CONFIG`: the files, windows and documents that a step of a run reads, or a document's steps.
 
 kenotron data which my.yaml --step 100
+kenotron data which my.yaml --document tokens/code/00001.ds:14
 kenotron data which my.yaml --step 100 --json tokens.sequence_length=2048
 """
 
@@ -9,13 +10,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kenotron.cli.data import app
+from kenotron.config.errors import InputError
 
 if TYPE_CHECKING:
+    from kenotron.data import RunData
     from kenotron.data.provenance import SampleOrigin
 
 
@@ -23,24 +26,46 @@ if TYPE_CHECKING:
 def which(
     config: Annotated[Path, typer.Argument(help="The YAML file of the run.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="Keys to change: dotted.path=value.")] = None,
-    step: Annotated[int, typer.Option(help="The step, from 1.", min=1)] = 1,
+    step: Annotated[int | None, typer.Option(help="What this step reads, from 1.", min=1)] = None,
+    document: Annotated[str | None, typer.Option(help="FILE:NUMBER: the steps that read this document.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """What a step reads: file, window and documents of every sample, from the order alone."""
+    """What a step reads, or when a document is read: from the order alone."""
     from kenotron.config import load, refuse_unsupported
     from kenotron.data import open_run
-    from kenotron.data.provenance import step_origins
 
+    if (step is None) == (document is None):
+        raise InputError("expected --step or --document, one of the two")
     run = load(config, overrides or ())
     refuse_unsupported(run)
-    with open_run(run, step, _quiet) as data:
-        stage, origins = data.stage_at(step).name, step_origins(data, step)
-    if as_json:
-        print(json.dumps({"step": step, "stage": stage, "samples": [asdict(origin) for origin in origins]}, indent=2))
-        return
-    print(f"step {step} of stage '{stage}': {len(origins)} samples")
-    for origin in origins:
-        print(_line(origin))
+    with open_run(run, step or 1, _quiet) as data:
+        told, lines = _of_step(data, step) if document is None else _of_document(data, document)
+    print(json.dumps(told, indent=2) if as_json else "\n".join(lines))
+
+
+def _of_step(data: RunData, step: int | None) -> tuple[dict[str, Any], list[str]]:
+    from kenotron.data.provenance import step_origins
+
+    assert step is not None
+    stage, origins = data.stage_at(step).name, step_origins(data, step)
+    told = {"step": step, "stage": stage, "samples": [asdict(origin) for origin in origins]}
+    return told, [f"step {step} of stage '{stage}': {len(origins)} samples", *map(_line, origins)]
+
+
+def _of_document(data: RunData, document: str) -> tuple[dict[str, Any], list[str]]:
+    from kenotron.data.provenance import document_sightings
+
+    file, _, number = document.rpartition(":")
+    if not file or not number.isdecimal():
+        raise InputError(f"--document: expected FILE:NUMBER, such as tokens/0.ds:14, found '{document}'")
+    found = document_sightings(data, file, int(number))
+    told = {"file": file, "document": int(number), "seen": [asdict(each) for each in found]}
+    steps = len({each.step for each in found})
+    head = f"document {number} of {file}: in {len(found)} samples of {steps} steps"
+    return told, [
+        head,
+        *(f"step {each.step}: sample {each.sample}, tokens {each.first_token}-{each.end_token - 1}" for each in found),
+    ]
 
 
 def _line(origin: SampleOrigin) -> str:

@@ -29,10 +29,11 @@ another key. No sample of a source comes twice before all came once.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,7 @@ BLOCK = 4096
 ROUNDS = 6
 _LOW32 = np.uint64(0xFFFFFFFF)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ROUND_KEYS = [np.uint64(int(_GOLDEN) * (number + 1) % 2**64) for number in range(ROUNDS)]
 
 
 def mix64(x: UInt64) -> UInt64:
@@ -59,31 +61,34 @@ def mix64(x: UInt64) -> UInt64:
 # ---- permute -----------------------------------------------------------------------------------------------
 
 
-def permute(index: Int64, length: int, keys: UInt64) -> Int64:
-    """The image of every `index` ``[n]`` under the bijection of [0, length) that its key ``[n]`` names."""
+def permute(index: Int64, length: int, keys: UInt64, inverse: bool = False) -> Int64:
+    """The image of every `index` ``[n]`` under the bijection of [0, length) that its key ``[n]`` names, or (`inverse`)
+    what has it as its image.
+    """
     x = index.astype(np.uint64)
     bits = max(2, (length - 1).bit_length())
     size = np.uint64(length)
-    x = _feistel(x, keys, bits)
+    rounds = range(ROUNDS)[::-1] if inverse else range(ROUNDS)
+    x = _feistel(x, keys, bits, rounds)
     outside = np.flatnonzero(x >= size)
     while outside.size:
-        x[outside] = _feistel(x[outside], keys[outside], bits)
+        x[outside] = _feistel(x[outside], keys[outside], bits, rounds)
         outside = outside[x[outside] >= size]
     return x.astype(np.int64)
 
 
-def _feistel(x: UInt64, keys: UInt64, bits: int) -> UInt64:
-    """A bijection of [0, 2^bits): each half in turn is xor-ed with a hash of the other."""
+def _feistel(x: UInt64, keys: UInt64, bits: int, rounds: range) -> UInt64:
+    """A bijection of [0, 2^bits): each half in turn is xor-ed with a hash of the other. A round undoes itself."""
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
     high, low = x >> low_bits, x & low_mask
-    for number in range(ROUNDS):
-        keys = keys + _GOLDEN
+    for number in rounds:
+        key = keys + _ROUND_KEYS[number]
         if number % 2 == 0:
-            high = high ^ (mix64(low ^ keys) & high_mask)
+            high = high ^ (mix64(low ^ key) & high_mask)
         else:
-            low = low ^ (mix64(high ^ keys) & low_mask)
+            low = low ^ (mix64(high ^ key) & low_mask)
     return (high << low_bits) | low
 
 
@@ -146,6 +151,20 @@ def counts(tree: Split | int, n: int) -> dict[int, int]:
     return counts(tree.left, left) | counts(tree.right, n - left)
 
 
+def position_of(tree: Split | int, source: int, draw: int) -> int | None:
+    """The sample that is the `draw`-th (from 0) of `source`: what `interleave` sends there; None if there is no source.
+
+    Left's n-th (from 0) is the sample before the smallest m with ``round(m * ratio / 2^64) = n + 1``.
+    """
+    if isinstance(tree, int):
+        return draw if tree == source else None
+    if (n := position_of(tree.left, source, draw)) is not None:
+        return -(-((2 * n + 1) << 63) // tree.ratio) - 1
+    if (n := position_of(tree.right, source, draw)) is not None:
+        return ((2 * n + 1) << 63) // (2**64 - tree.ratio)
+    return None
+
+
 # ---- both --------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +206,22 @@ class Order:
         for s in np.unique(source):
             where = np.flatnonzero(source == s)
             epoch, rest = np.divmod(draw[where] + self.offsets[s], self.lengths[s])
-            keys = mix64(np.uint64(self.keys[s]) ^ mix64(epoch.astype(np.uint64) + _GOLDEN))
-            index[where] = permute(rest, self.lengths[s], keys)
+            index[where] = permute(rest, self.lengths[s], self._epoch_keys(s, epoch))
         return source, index
+
+    def _epoch_keys(self, source: int, epoch: Int64) -> UInt64:
+        return mix64(np.uint64(self.keys[source]) ^ mix64(epoch.astype(np.uint64) + _GOLDEN))
+
+    def find(self, source: int, index: int, stop: int) -> Iterator[int]:
+        """The positions in [0, stop), ascending, at which `locate` gives this `index` of this `source`."""
+        length, offset = self.lengths[source], self.offsets[source]
+        for epoch in count(offset // length):
+            keys = self._epoch_keys(source, np.array([epoch], dtype=np.int64))
+            draw = epoch * length + int(permute(np.array([index]), length, keys, inverse=True)[0]) - offset
+            if draw < 0:  # an earlier stage's
+                continue
+            position = position_of(self.tree, source, draw)
+            assert position is not None
+            if position >= stop:
+                return
+            yield position

@@ -3,17 +3,24 @@
     step 3 ──order──▶ (source, index) of every sample ──▶ file code/0.ds, window 7, tokens 231-263
                                                           document 4: 231-250, document 5: 251-263
 
+and the other way round, the steps at which a document is seen:
+
+    document 4 of code/0.ds ──▶ windows 6, 7 ──order backwards──▶ sample 40 (step 3), 212 (step 14), …
+
 Nothing of this is recorded while training: the order is arithmetic, so the past and the future of a run can be asked
 for alike, on any machine that has the data. No token is read, only where documents end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError, nearest
 
 from .batch import TokenSource
 from .run import RunData
@@ -79,6 +86,87 @@ def _origin(sample: int, opened: OpenSource, index: int) -> SampleOrigin:
     stop = start + source.sequence_length + 1
     documents = None if ends is None else document_ranges(ends, start, stop)
     return SampleOrigin(sample, source.name, index, name, window, start, stop, documents)
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A sample of the run that holds tokens [first_token, end_token) of a document's file, all of the document."""
+
+    step: int
+    sample: int
+    first_token: int
+    end_token: int
+
+
+def document_sightings(data: RunData, file: str, document: int) -> list[Sighting]:
+    """Every sample of the run, in order, that holds a part of this document of `file`, as `step_origins` names it.
+
+    Errors (InputError): no such file, or no such document in it; ends of documents are not known.
+    """
+    found: list[Sighting] = []
+    known: set[str] = set()
+    for stage in data.stages:
+        if not stage.steps:
+            continue
+        opened, total = data.stage_of(stage.start), data.config.global_batch_size
+        for number, source in enumerate(opened.sources):
+            for place in _places(source):
+                known.add(place.name)
+                if place.name != file:
+                    continue
+                start, stop = _document(place, document)
+                for window in place.windows(start, stop):
+                    first = max(start, window * place.step)
+                    end = min(stop, window * place.step + stage.sequence_length + 1)
+                    for position in opened.order.find(number, place.first + window, stage.steps * total):
+                        step, at = stage.start + position // total, position % total
+                        found.append(Sighting(step, (step - 1) * total + at, first, end))
+    if file not in known:
+        raise InputError(f"--document: no source of this run reads {file}{nearest(file, known)}")
+    return sorted(found, key=lambda each: (each.sample, each.first_token))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A file of a source: its window w is sample ``first + w`` of the source, for the w of `trained`."""
+
+    name: str
+    ends: NDArray[np.uint64] | None
+    step: int
+    length: int
+    first: int
+    trained: range
+
+    def windows(self, start: int, stop: int) -> range:
+        """Those that hold tokens of [start, stop)."""
+        lowest, highest = -(-(start - self.length) // self.step), (stop - 1) // self.step
+        return range(max(lowest, self.trained.start), min(highest + 1, self.trained.stop))
+
+
+def _places(opened: OpenSource) -> Iterator[_Place]:
+    source: TokenSource = opened.train
+    begin, end = 0, len(source)
+    if isinstance(source, Part):
+        begin, end, source = source.start, source.stop, source.whole
+    if isinstance(source, TokenFolder):
+        for number, file in enumerate(source.files):
+            first, after = int(source.first[number]), int(source.first[number + 1])
+            trained = range(max(begin - first, 0), min(after, end) - first)
+            yield _Place(
+                str(file.path), file.ends, int(source.steps[number]), source.sequence_length, first - begin, trained
+            )
+    elif isinstance(source, TokenWindows) and opened.cache is not None:
+        length = source.sequence_length
+        yield _Place(str(opened.cache.path), source.split.ends, length, length, 0, range(end))
+
+
+def _document(place: _Place, document: int) -> tuple[int, int]:
+    """The tokens [start, stop) of a document."""
+    if place.ends is None:
+        raise InputError(f"--document: {place.name} does not tell where documents end")
+    if not 0 <= document < len(place.ends):
+        raise InputError(f"--document: {place.name} has documents 0 to {len(place.ends) - 1}, found {document}")
+    return int(place.ends[document - 1]) if document else 0, int(place.ends[document])
 
 
 def document_ranges(ends: NDArray[np.uint64], start: int, stop: int) -> list[DocumentRange]:
