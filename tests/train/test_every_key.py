@@ -20,11 +20,11 @@ from every_key import EXPORTED, HUB, OWN, REFUSED, REFUSED_SECTIONS, ROWS, SAME,
 from hub_cache import TOKENIZER, make_tokenizer_repository, offline_environment
 from nursery import Nursery
 from tiny_run import TEXTS, tiny_config, tiny_dict, train_and_listen, train_quietly, weights
-from token_files import write_ds
 
 from kenotron.config import InputError, NotSupportedYet, load
 from kenotron.config.schema import rows
 from kenotron.config.section import EXPORT
+from token_files import write_ds
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,8 @@ def test_compile_compiles_every_block_in_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_loading_workers_are_threads_that_read_ahead(workers: int, tmp_path: Path) -> None:
-    keys = (f"data_stages.0.data.num_loading_workers={workers}", "general.hooks=[user_parts.Threads]")
+    data = (f"num_loading_workers={workers}", "dataset={source: user_parts.Slow}")
+    keys = (*(f"data_stages.0.data.{key}" for key in data), "general.hooks=[user_parts.Threads]")
     run = train_quietly(tiny_config(tmp_path, *keys, "tokens.train_steps=8"))
     (threads,) = (hook for hook in run.hooks if isinstance(hook, user_parts.Threads))
     assert threads.most == workers

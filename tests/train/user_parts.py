@@ -104,6 +104,20 @@ def counting_down(sequence_length: int, seed: int, rows: int = 1000) -> list[np.
     return [63 - row for row in counting(sequence_length, seed, rows=rows)]
 
 
+class Slow:
+    """A token source that keeps a thread busy for a while."""
+
+    def __init__(self, sequence_length: int, seed: int) -> None:
+        self.length = sequence_length + 1
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        time.sleep(0.05)
+        return np.full(self.length, index % 50)
+
+
 class Threads(Hook):
     """Counts the loader's threads while the run goes on."""
 
