@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from layout_runs import Problem, prepared
 from ranks import ROUNDING, run_ranks
 from torch.distributed.tensor import DTensor
 
@@ -12,7 +15,7 @@ from kenotron.kernels.attention import attention
 from kenotron.models import Context, initialize_model, materialize
 from kenotron.models.llama import Llama
 from kenotron.parallel import data, tensor
-from kenotron.parallel.mesh import build_mesh
+from kenotron.parallel.mesh import AXES, Mesh, build_mesh
 from kenotron.parallel.shards import shard_of
 
 SEQUENCES, LENGTH, VOCAB = 4, 16, 50
@@ -106,3 +109,21 @@ def test_two_tensor_parallel_ranks_have_one_process_gradients(tied: bool) -> Non
         assert gradients.keys() == expected.keys()
         for name, gradient in gradients.items():
             assert relative_error(gradient, expected[name]) < ROUNDING, name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_one_rank_nothing_is_wrapped(dtype: str, tmp_path: Path) -> None:
+    """The trained model is the model file's own: no module of another class, no hook, no DTensor, no process group."""
+    config = Problem("plain", (f"model.dtype={dtype}", "optimizer.zero_stage=3")).config("", tmp_path)
+    with prepared(config, Mesh(dict.fromkeys(AXES, 1))) as run:
+        with torch.device("meta"):
+            plain = Llama(config.model.architecture)
+        assert run.pipeline is None
+        assert run.mesh.device_mesh is None
+        assert not torch.distributed.is_initialized()
+        assert [type(module) for module in run.model.modules()] == [type(module) for module in plain.modules()]
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        assert not any(getattr(module, name) for module in run.model.modules() for name in hooks)
+        assert all(type(parameter) is torch.nn.Parameter for parameter in run.model.parameters())
+        assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
+        assert not hasattr(run.model, "replicas")
