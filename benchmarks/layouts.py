@@ -38,7 +38,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
 
 import environment  # noqa: E402
-from ours import configure  # noqa: E402
+from ours import build_run, configure  # noqa: E402
 from work import SIZES, Work  # noqa: E402
 
 Step = Callable[[], float]  # one step of a rank; the loss of the whole layout
@@ -229,20 +229,13 @@ def kenotron(layout: Layout, work: Work) -> Step:
     """The trainer's own step on the layout that the overrides name."""
     from kenotron.config import dump, load
     from kenotron.data import TokenBatch
-    from kenotron.models import named_parameters
-    from kenotron.optim.build import build_optimizer
     from kenotron.parallel.mesh import axes, build_mesh
-    from kenotron.train.run import Run
-    from kenotron.train.setup import fill_weights, make_parts
     from kenotron.train.step import train_step
 
     accumulation = f"tokens.batch_accumulation_per_replica={layout.micro_batches}"
     config = load(yaml.safe_load(dump(configure(work, compiled=False))), [accumulation, *layout.overrides])
     mesh = build_mesh(axes(config, layout.ranks), layout.ranks, "cpu")
-    parts, pipeline = make_parts(config, mesh, torch.device("cpu"))
-    fill_weights(parts, config)
-    optimizer = build_optimizer(named_parameters(*parts), config.optimizer)
-    run = Run(config, mesh, torch.device("cpu"), parts, optimizer, None, None, pipeline=pipeline)  # type: ignore
+    run = build_run(config, mesh)
 
     def step() -> float:
         batches = []

@@ -26,16 +26,13 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
 
-from ours import configure  # noqa: E402
+from ours import build_run, configure  # noqa: E402
 from work import SIZES, Work  # noqa: E402
 
 from kenotron.data import TokenBatch  # noqa: E402
-from kenotron.models import named_parameters  # noqa: E402
-from kenotron.optim.build import build_optimizer  # noqa: E402
 from kenotron.parallel.mesh import build_mesh  # noqa: E402
-from kenotron.train.run import Run  # noqa: E402
-from kenotron.train.setup import fill_weights, make_parts  # noqa: E402
 from kenotron.train.step import train_step  # noqa: E402
+from layouts import draw  # noqa: E402
 
 BAR = 1.03
 
@@ -65,16 +62,10 @@ def main() -> None:
 
 def stepper(work: Work, autocast: bool) -> Callable[[], float]:
     """A function that does one step and returns its loss."""
-    config, device = configure(work, compiled=False), torch.device("cpu")
-    mesh = build_mesh({}, 1, "cpu")
-    parts, _ = make_parts(config, mesh, device)
-    fill_weights(parts, config)
+    run = build_run(configure(work, compiled=False), build_mesh({}, 1, "cpu"))
     if autocast:
-        leave_to_autocast(parts[0])
-    optimizer = build_optimizer(named_parameters(*parts), config.optimizer)
-    run = Run(config, mesh, device, parts, optimizer, data=None, tokenizer=None)  # type: ignore[arg-type]
-    uniform = np.random.default_rng(0).random((work.micro_batch, work.sequence + 1))
-    tokens = (uniform**3 * work.vocab).astype(np.int64)
+        leave_to_autocast(run.parts[0])
+    tokens = draw(work, 0)
     batch = TokenBatch(tokens[:, :-1], tokens[:, 1:], np.arange(len(tokens)))
 
     return lambda: train_step(run, [batch]).lm_loss

@@ -46,18 +46,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kenotron.config import dump, load
 from kenotron.data import TokenBatch
-from kenotron.models import named_parameters
-from kenotron.optim.build import build_optimizer
 from kenotron.parallel import data
 from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.train.run import Run
-from kenotron.train.setup import fill_weights, make_parts
 from kenotron.train.step import train_step
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
 
-from ours import configure  # noqa: E402
+from ours import build_run, configure  # noqa: E402
 from work import Work  # noqa: E402
 
 WORK = Work("wide", hidden=256, layers=8, heads=4, intermediate=704, vocab=1024, sequence=8, micro_batch=1)
@@ -148,12 +145,9 @@ def on_rank(rank: int, stage: int, pp: int, precision: str, folder: str) -> None
     config = load(yaml.safe_load(dump(configure(replace(WORK, precision=precision), compiled=False))), overrides)
     mesh = build_mesh(axes(config, ranks), ranks, "cpu")
     with Live() as live:
-        parts, pipeline = make_parts(config, mesh, torch.device("cpu"))
-        fill_weights(parts, config)
-        optimizer = build_optimizer(named_parameters(*parts), config.optimizer)
-        run = Run(config, mesh, torch.device("cpu"), parts, optimizer, None, None, pipeline=pipeline)  # type: ignore
+        run = build_run(config, mesh)
         found = steps(run, live)
-    part = parts[0]
+    part = run.parts[0]
     blocks = [sum(p.numel() for p in block.parameters()) for block in part.model.layers.values()]
     total = sum(parameter.numel() for parameter in part.parameters())
     sizes = (total, total - sum(blocks), max(blocks))

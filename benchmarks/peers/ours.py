@@ -13,10 +13,10 @@ from kenotron.config import Config, load
 from kenotron.data import TokenBatch
 from kenotron.models import named_parameters
 from kenotron.optim.build import build_optimizer
-from kenotron.parallel.mesh import build_mesh
+from kenotron.parallel.mesh import Mesh, build_mesh
 from kenotron.parallel.shards import shard_of
 from kenotron.train.run import Run
-from kenotron.train.setup import make_parts
+from kenotron.train.setup import fill_weights, make_parts
 from kenotron.train.step import train_step
 
 
@@ -72,6 +72,15 @@ def configure(work: Work, compiled: bool) -> Config:
         "data_stages": [{"name": "all", "start_training_step": 1, "data": {"dataset": None, "seed": 0}}],
     }
     return load(settings)
+
+
+def build_run(config: Config, mesh: Mesh) -> Run:
+    """Model, first weights and optimizer as the trainer makes them on this rank of a CPU layout; no data."""
+    device = torch.device("cpu")
+    parts, pipeline = make_parts(config, mesh, device)
+    fill_weights(parts, config)
+    optimizer = build_optimizer(named_parameters(*parts), config.optimizer)
+    return Run(config, mesh, device, parts, optimizer, data=None, tokenizer=None, pipeline=pipeline)  # type: ignore
 
 
 def train(job: Job, pace: Pace) -> None:

@@ -120,10 +120,10 @@ def train_tokenizer(
 
 
 def _check_format(format: str) -> None:
-    from kenotron.data.prepare.tokenize import SUFFIXES
+    from kenotron.data.prepare.tokenize import FORMATS
 
-    if format not in SUFFIXES:
-        raise InputError(f"--format: expected {' or '.join(SUFFIXES)}, found '{format}'{nearest(format, SUFFIXES)}")
+    if format not in FORMATS:
+        raise InputError(f"--format: expected {' or '.join(FORMATS)}, found '{format}'{nearest(format, FORMATS)}")
 
 
 def _say(line: str) -> None:

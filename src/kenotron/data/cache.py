@@ -313,7 +313,12 @@ def _publish(folder: Path, path: Path) -> None:
     except OSError:
         if not path.is_dir():  # otherwise another process was first, with the same content
             raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -13,6 +13,7 @@ A file is written beside its final name, synced, and renamed: it is whole or not
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -199,7 +200,7 @@ class PartialFile:
         self.partial.unlink(missing_ok=True)
 
 
-class TokenWriter:
+class TokenWriter(ABC):
     """Writes one token file, piece by piece, in bounded memory.
 
         with open_writer(path, "datatrove", np.dtype("uint16")) as writer:
@@ -242,16 +243,16 @@ class TokenWriter:
         self.tokens += len(ids)
         self.documents += len(ends)
 
+    @abstractmethod
     def close(self) -> None:
         """Finish the file and give it its name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def discard(self) -> None:
         """Give up; nothing is left behind."""
-        raise NotImplementedError
 
-    def _append(self, ids: NDArray[np.integer], ends: NDArray[np.uint64], loss: NDArray[np.bool_] | None) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _append(self, ids: NDArray[np.integer], ends: NDArray[np.uint64], loss: NDArray[np.bool_] | None) -> None: ...
 
     def __enter__(self) -> TokenWriter:
         return self

@@ -21,6 +21,8 @@ import xxhash
 
 from kenotron.config.errors import InputError
 
+from ..cache import sync_folder
+
 MANIFEST = "manifest.json"
 
 
@@ -43,14 +45,6 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
         os.fsync(stream.fileno())
     os.replace(temporary, file)
     sync_folder(file.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def checksums(files: Iterable[Path]) -> dict[str, str]:

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 
-from ..formats import TokenFile, TokenWriter, open_token_files, open_writer
+from ..cache import sync_folder
+from ..formats import TokenFile, TokenWriter, open_token_files, open_writer, written_suffix
 from ..progress import Report, progress
-from .manifest import MANIFEST, checksums, read_json, sync_folder, token_dtype, write_json
+from .manifest import MANIFEST, checksums, read_json, token_dtype, write_json
 from .shuffle import DocumentShuffle, Loss, some_documents
-from .tokenize import SUFFIXES
+from .tokenize import FORMATS
 
 MANIFEST_KEYS = ("tokenizer", "tokenizer_hash", "vocab_size", "eos", "bos")
 """What sources with a manifest must agree on, and hand on."""
@@ -45,7 +46,7 @@ def merge(
     files = [file for source in sources for file in open_token_files(source, "SRC")]
     known = _common(sources, files)
     format = format or _format_of(output, files)
-    as_file = output.suffix == SUFFIXES[format]
+    as_file = output.suffix == written_suffix(format)
     if output.exists():
         raise InputError(f"--output: {output} is there already; choose another one or remove it")
     if as_file and max_tokens is not None:
@@ -86,8 +87,8 @@ def _publish(scratch: Path, output: Path, as_file: bool) -> None:
 
 
 def _format_of(output: Path, files: Sequence[TokenFile]) -> str:
-    by_suffix = {suffix: format for format, suffix in SUFFIXES.items()}
-    return by_suffix.get(output.suffix) or (files[0].format if files[0].format in SUFFIXES else "datatrove")
+    by_suffix = {written_suffix(format): format for format in FORMATS}
+    return by_suffix.get(output.suffix) or (files[0].format if files[0].format in FORMATS else "datatrove")
 
 
 def _dtype(files: Sequence[TokenFile], format: str) -> np.dtype:
@@ -206,7 +207,7 @@ class _Files:
         self._tokens += len(ids)
 
     def _path(self) -> Path:
-        return self.folder / f"{self.stem or f'{len(self.written):05d}'}{SUFFIXES[self.format]}"
+        return self.folder / f"{self.stem or f'{len(self.written):05d}'}{written_suffix(self.format)}"
 
     def close(self) -> None:
         """End the file that is open, if any; the next document begins another one."""

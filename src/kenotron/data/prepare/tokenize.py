@@ -25,18 +25,19 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 
-from ..cache import locked
+from ..cache import locked, sync_folder
 from ..encode import BATCH_CHARACTERS, EncodeRules, encode_batches
-from ..formats import TokenWriter, open_writer
+from ..formats import TokenWriter, open_writer, written_suffix
 from ..progress import Report, progress
 from ..texts import Piece, Texts, cut
 from ..tokenizer import Tokenizer
 from .inputs import LONGEST_PIECE, Shard, describe_hook, describe_inputs, open_input, plan_shards, row_hook
-from .manifest import MANIFEST, checksums, read_json, refuse_other_work, sync_folder, token_dtype, write_json
+from .manifest import MANIFEST, checksums, read_json, refuse_other_work, token_dtype, write_json
 from .shuffle import DocumentShuffle
 
 UNFINISHED = ".unfinished"
-SUFFIXES = {"datatrove": ".ds", "megatron": ".bin"}
+FORMATS = ("datatrove", "megatron")
+"""Those that keep the ends of documents."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +310,7 @@ class _ShardWriter:
         return DocumentShuffle(self.scratch / "shuffle", self.work.dtype, self.shard.size, seed)
 
     def _open_writer(self) -> TokenWriter:
-        path = self.scratch / f"{self.shard.number:05d}{SUFFIXES[self.work.options.format]}"
+        path = self.scratch / f"{self.shard.number:05d}{written_suffix(self.work.options.format)}"
         return open_writer(path, self.work.options.format, self.work.dtype, self.work.tokenizer.name)
 
 
