@@ -12,7 +12,7 @@ import yaml
 from data_runs import run_config, write_texts
 from hypothesis import given
 from hypothesis import strategies as st
-from token_files import counting, write_ds
+from written_tokens import counting, write_ds
 
 from kenotron.cli import main
 from kenotron.config import dump

@@ -16,12 +16,12 @@ import pytest
 from data_runs import run_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from written_tokens import counting, write_ds
 
 from kenotron.config import InputError
 from kenotron.data import NO_LOSS, RunData, open_run
 from kenotron.data.formats import TokenFile, open_writer
 from kenotron.data.token_folder import TokenFolder, read_mix
-from token_files import counting, write_ds
 
 L = 8
 LENGTHS = (5, 30, 1, 12, 40, 7, 60, 25)

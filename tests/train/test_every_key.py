@@ -20,11 +20,11 @@ from every_key import EXPORTED, HUB, OWN, REFUSED, REFUSED_SECTIONS, ROWS, SAME,
 from hub_cache import TOKENIZER, make_tokenizer_repository, offline_environment
 from nursery import Nursery
 from tiny_run import TEXTS, tiny_config, tiny_dict, train_and_listen, train_quietly, weights
+from written_tokens import write_ds
 
 from kenotron.config import InputError, NotSupportedYet, load
 from kenotron.config.schema import rows
 from kenotron.config.section import EXPORT
-from token_files import write_ds
 
 
 @pytest.fixture(scope="module")
