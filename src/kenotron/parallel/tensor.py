@@ -49,6 +49,7 @@ from kenotron.models import Context, Plan
 from kenotron.models.blocks.head import LMHead
 from kenotron.models.blocks.linear import Embedding
 from kenotron.models.plan import modules
+from kenotron.parallel import fused
 from kenotron.parallel.collectives import (
     Started,
     all_reduce,
@@ -81,8 +82,9 @@ def apply(
     another part's. A module that the plan does not name sees whole activations and keeps whole weights.
 
     `mode`: ALL_REDUCE or REDUCE_SCATTER, as pictured above. `asynchronous`: backward computes weight gradients while
-    the gradient of their input is being summed. `recompute_allgather`: REDUCE_SCATTER keeps the input of column layers
-    as the rank's own tokens and gathers it again in backward, instead of keeping it whole.
+    the gradient of their input is being summed; and with REDUCE_SCATTER, on GPUs that reach each other's memory, the
+    products before and after a collective hide it (`parallel.fused`). `recompute_allgather`: REDUCE_SCATTER keeps the
+    input of column layers as the rank's own tokens and gathers it again in backward, instead of keeping it whole.
 
     Errors (InputError): a weight, or the heads in it, that tp does not divide; a module that has no parallel twin.
     """
@@ -149,6 +151,7 @@ class Split:
     sequence: bool
     asynchronous: bool
     recompute_allgather: bool
+    fused: bool
 
     @staticmethod
     def over(
@@ -160,7 +163,9 @@ class Split:
         group = mesh.group("tp")
         assert mesh.device_mesh is not None, "a mesh whose tp axis is larger than 1"
         assert group is not None
-        return Split(mesh.device_mesh["tp"], group, mode == "REDUCE_SCATTER", asynchronous, recompute_allgather)
+        sequence = mode == "REDUCE_SCATTER"
+        hides = sequence and asynchronous and fused.available(group)
+        return Split(mesh.device_mesh["tp"], group, sequence, asynchronous, recompute_allgather, hides)
 
     @property
     def degree(self) -> int:
@@ -227,7 +232,8 @@ class ColumnParallelLinear(nn.Module):
         weights = [linear._here(linear.weight).to(x.dtype) for linear in linears]
         biases = [None if linear.bias is None else linear._here(linear.bias).to(x.dtype) for linear in linears]
         keep_whole = not (sequence and split.recompute_allgather)
-        return _ColumnProducts.apply(x, split.group, sequence, split.asynchronous, keep_whole, *weights, *biases)
+        how = (sequence, split.asynchronous, keep_whole, sequence and split.fused)
+        return _ColumnProducts.apply(x, split.group, *how, *weights, *biases)
 
     def _here(self, parameter: Tensor) -> Tensor:
         return _local(parameter) if self.rows is None else _local(parameter, partial=True)[self.rows]
@@ -247,18 +253,30 @@ class _ColumnProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: dist.ProcessGroup, sequence: bool, asynchronous: bool, keep: bool, *parameters: Any
+        ctx: Any,
+        x: Tensor,
+        group: dist.ProcessGroup,
+        sequence: bool,
+        asynchronous: bool,
+        keep: bool,
+        hides: bool,
+        *parameters: Any,
     ) -> Any:
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
-        whole = finish(start_gather(x, group)) if sequence else x
+        if hides:
+            whole, products = fused.gather_and_multiply(x, [weight.t() for weight in weights], group, keep)
+            outputs = [y if bias is None else y.add_(bias) for y, bias in zip(products, biases)]
+        else:
+            whole = finish(start_gather(x, group)) if sequence else x
+            outputs = [F.linear(whole, weight, bias) for weight, bias in zip(weights, biases)]
         ctx.save_for_backward(whole if keep else x, *weights)
         ctx.group, ctx.sequence, ctx.asynchronous, ctx.keep = group, sequence, asynchronous, keep
-        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases))
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
         gather, reduce = start_gather, start_reduce_scatter if ctx.sequence else start_sum
         if not ctx.asynchronous:
             gather, reduce = _at_once(gather), _at_once(reduce)
@@ -267,7 +285,7 @@ class _ColumnProducts(torch.autograd.Function):
         flat_x, flat = finish(whole).flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
         d_weights = [dy.t() @ flat_x if need else None for dy, need in zip(flat, needs)]
         d_biases = [dy.sum(0) if need else None for dy, need in zip(flat, needs[len(weights) :])]
-        return None if dx is None else finish(dx), None, None, None, None, *d_weights, *d_biases
+        return None if dx is None else finish(dx), None, None, None, None, None, *d_weights, *d_biases
 
 
 def _at_once(start: Callable[..., Started]) -> Callable[..., Started]:
@@ -303,7 +321,8 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         sequence = self.split.sequence and self.training
-        y = _RowProduct.apply(x, _local(self.weight).to(x.dtype), self.split.group, sequence)
+        hides = sequence and self.split.fused
+        y = _RowProduct.apply(x, _local(self.weight).to(x.dtype), self.split.group, sequence, hides)
         return y if self.bias is None else y + _local(self.bias, partial=sequence).to(x.dtype)  # once, after the sum
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
@@ -312,19 +331,26 @@ class RowParallelLinear(nn.Module):
 
 class _RowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, sequence: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, sequence: bool, hides: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence = group, sequence
+        ctx.group, ctx.sequence, ctx.hides = group, sequence, hides
+        if hides:
+            return fused.multiply_and_scatter(x, weight.t(), group)
         start_reduce = start_reduce_scatter if sequence else start_sum
         return finish(start_reduce(F.linear(x, weight), group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        grad = finish(start_gather(grads[0], ctx.group)) if ctx.sequence else grads[0]
-        dx = grad @ weight if ctx.needs_input_grad[0] else None
+        dx: Tensor | None
+        if ctx.hides:
+            grad, (dx,) = fused.gather_and_multiply(grads[0], [weight], ctx.group)
+            assert grad is not None
+        else:
+            grad = finish(start_gather(grads[0], ctx.group)) if ctx.sequence else grads[0]
+            dx = grad @ weight if ctx.needs_input_grad[0] else None
         d_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return dx, d_weight, None, None
+        return dx, d_weight, None, None, None
 
 
 # Vocabulary ---------------------------------------------------------------------------------------
