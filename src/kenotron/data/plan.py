@@ -23,6 +23,7 @@ from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.kernels.hashing import derive_key
 
 from .order import counts, huffman
+from .ramps import Level, level_of_sample, level_of_step, levels
 from .texts import FileTexts, Texts, find_files, python_stdlib
 from .token_folder import TokenPath, open_folder, token_paths, training_samples
 
@@ -42,13 +43,14 @@ class SourcePlan:
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps [start, stop) of the run, counted from 1."""
+    """Steps [start, stop) of the run, counted from 1. A sample is `sequence_length` tokens."""
 
     number: int
     name: str
     start: int
     stop: int
     sequence_length: int
+    levels: tuple[Level, ...]
     seed: int
     workers: int
     sources: tuple[SourcePlan, ...]
@@ -56,6 +58,30 @@ class Stage:
     @property
     def steps(self) -> int:
         return self.stop - self.start
+
+    @property
+    def samples(self) -> int:
+        """Samples of the whole stage."""
+        return self.samples_before(self.stop)
+
+    def batch_size(self, step: int) -> int:
+        """Samples of `step`, which is one of the stage's."""
+        return level_of_step(self.levels, step - self.start).size
+
+    def samples_before(self, step: int) -> int:
+        """Samples of this stage that the run takes before `step`: 0 up to its start, all of them from its stop on."""
+        done = min(max(step, self.start), self.stop) - self.start
+        level = level_of_step(self.levels, done)
+        return level.before + (done - level.first) * level.size
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens of this stage that the run takes before `step`."""
+        return self.samples_before(step) * self.sequence_length
+
+    def step_of(self, sample: int) -> int:
+        """The step that takes this sample of the stage, from 0."""
+        level = level_of_sample(self.levels, sample)
+        return self.start + level.first + (sample - level.before) // level.size
 
 
 def plan_stages(config: Any) -> list[Stage]:
@@ -75,20 +101,20 @@ def plan_stages(config: Any) -> list[Stage]:
         sources = tuple(
             SourcePlan(weight, dataset, key, drawn[name]) for (weight, dataset), key, name in zip(weighted, keys, names)
         )
-        planned.append(
-            Stage(
-                number=number,
-                name=stage.name,
-                start=start,
-                stop=stop,
-                sequence_length=length,
-                seed=stage.data.seed,
-                workers=stage.data.num_loading_workers,
-                sources=sources,
-            )
+        one = Stage(
+            number=number,
+            name=stage.name,
+            start=start,
+            stop=stop,
+            sequence_length=length,
+            levels=levels(None, config.global_batch_size),
+            seed=stage.data.seed,
+            workers=stage.data.num_loading_workers,
+            sources=sources,
         )
+        planned.append(one)
         tree = huffman([weight for weight, _ in weighted])
-        for s, count in counts(tree, (stop - start) * config.global_batch_size).items():
+        for s, count in counts(tree, one.samples).items():
             drawn[names[s]] += count
     return planned
 

@@ -62,11 +62,11 @@ def step_origins(data: RunData, step: int) -> list[SampleOrigin]:
 
     Errors (InputError): no such step in the run.
     """
-    opened, total = data.stage_of(step), data.config.global_batch_size
-    positions = np.arange(total, dtype=np.int64) + (step - opened.stage.start) * total
+    opened = data.stage_of(step)
+    positions = opened.stage.samples_before(step) + np.arange(opened.stage.batch_size(step), dtype=np.int64)
     numbers, indices = opened.order.locate(positions)
     return [
-        _origin((step - 1) * total + place, opened.sources[number], int(index))
+        _origin(data.samples_before(step) + place, opened.sources[number], int(index))
         for place, (number, index) in enumerate(zip(numbers, indices))
     ]
 
@@ -108,7 +108,7 @@ def document_sightings(data: RunData, file: str, document: int) -> list[Sighting
     for stage in data.stages:
         if not stage.steps:
             continue
-        opened, total = data.stage_of(stage.start), data.config.global_batch_size
+        opened, before = data.stage_of(stage.start), data.samples_before(stage.start)
         for number, source in enumerate(opened.sources):
             for place in _places(source):
                 known.add(place.name)
@@ -118,9 +118,8 @@ def document_sightings(data: RunData, file: str, document: int) -> list[Sighting
                 for window in place.windows(start, stop):
                     first = max(start, window * place.step)
                     end = min(stop, window * place.step + stage.sequence_length + 1)
-                    for position in opened.order.find(number, place.first + window, stage.steps * total):
-                        step, at = stage.start + position // total, position % total
-                        found.append(Sighting(step, (step - 1) * total + at, first, end))
+                    for position in opened.order.find(number, place.first + window, stage.samples):
+                        found.append(Sighting(stage.step_of(position), before + position, first, end))
     if file not in known:
         raise InputError(f"--document: no source of this run reads {file}{nearest(file, known)}")
     return sorted(found, key=lambda each: (each.sample, each.first_token))

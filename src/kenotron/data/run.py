@@ -4,8 +4,8 @@
         for step, batches in enumerate(data.loader(start_step=1), start=1):     # resume: start_step=1001
             for batch in batches: ...                                           # this rank's micro-batches
 
-Step t (from 1) of a stage that starts at step s takes samples ``(t - s) * G ... (t - s) * G + G - 1`` of that stage,
-G the global batch size. Sample j of the global batch goes to micro-batch m and data-parallel rank r, row k, with
+A step takes the next samples of its stage, as many as its global batch has: which, is arithmetic (`plan.Stage`).
+Sample j of the global batch goes to micro-batch m and data-parallel rank r, row k, with
 
     j = (m * dp_size + r) * micro_batch_size + k
 
@@ -70,15 +70,15 @@ class RunData:
     def batch(self, step: int, dp_rank: int = 0, dp_size: int = 1) -> list[TokenBatch]:
         """The micro-batches of one rank at `step` (from 1)."""
         opened = self.stage_of(step)
-        micro, total = self.config.tokens.micro_batch_size, self.config.global_batch_size
+        micro, total = self.config.tokens.micro_batch_size, opened.stage.batch_size(step)
         if total % (micro * dp_size):
             raise InputError(
                 f"the global batch of {total} samples does not divide into micro-batches of {micro} "
                 f"on {dp_size} data-parallel ranks"
             )
         in_batch = np.arange(total, dtype=np.int64).reshape(-1, dp_size, micro)[:, dp_rank].reshape(-1)
-        positions = (step - opened.stage.start) * total + in_batch
-        whole = opened.read(positions, (step - 1) * total + in_batch, self._masking)
+        positions = opened.stage.samples_before(step) + in_batch
+        whole = opened.read(positions, self.samples_before(step) + in_batch, self._masking)
         return [whole[first : first + micro] for first in range(0, len(positions), micro)]
 
     def stage_of(self, step: int) -> OpenStage:
@@ -91,6 +91,14 @@ class RunData:
             if stage.start <= step < stage.stop:
                 return stage
         raise InputError(f"step {step} is not in the run: its steps are 1 to {self.config.tokens.train_steps}")
+
+    def samples_before(self, step: int) -> int:
+        """Samples of the run's steps before `step`."""
+        return sum(stage.samples_before(step) for stage in self.stages)
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens of the run's steps before `step`."""
+        return sum(stage.tokens_before(step) for stage in self.stages)
 
     # ---- validation ----
 

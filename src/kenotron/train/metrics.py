@@ -60,7 +60,7 @@ class Metrics(Hook):
         with torch.device("meta"):  # the whole model, whatever part of it is here
             model = build(run.config.model)
         forward = flops_per_token(model, length, causal=False)
-        self.flops = 3 * forward * run.tokens_per_step / world
+        self.flops_per_token = 3 * forward / world
         self.causal_share = flops_per_token(model, length, causal=True) / forward
         self.hardware_factor = 1.0
         if run.config.parallelism.recompute_layer:  # the blocks' forward a second time; embedding and head only once
@@ -97,15 +97,16 @@ class Metrics(Hook):
     def _console_fields(self, run: Run, result: StepResult) -> dict[str, Any]:
         """The seeds' names in the seeds' order."""
         seconds = result.seconds + result.data_wait_seconds
-        tokens_per_sec = run.tokens_per_step / seconds
-        tflops = self.flops / seconds / 1e12
+        tokens = run.consumed_tokens - run.data.tokens_before(run.step)
+        tokens_per_sec = tokens / seconds
+        tflops = self.flops_per_token * tokens_per_sec / 1e12
         fields: dict[str, Any] = {
             "iteration": run.step,
             "consumed_tokens": run.consumed_tokens,
             "elapsed_time_per_iteration_ms": seconds * 1000,
             "tokens_per_sec": tokens_per_sec,
             "tokens_per_sec_per_gpu": tokens_per_sec / self.world,
-            "global_batch_size": run.config.global_batch_size,
+            "global_batch_size": run.data.stage_at(run.step).batch_size(run.step),
             "lm_loss": result.lm_loss,
         }
         if run.model.config.z_loss_enabled:
@@ -123,7 +124,8 @@ class Metrics(Hook):
 
     def _other_fields(self, run: Run, result: StepResult) -> dict[str, Any]:
         """What the console line has no room for."""
-        achieved = self.flops / (result.seconds + result.data_wait_seconds)
+        tokens = run.consumed_tokens - run.data.tokens_before(run.step)
+        achieved = self.flops_per_token * tokens / (result.seconds + result.data_wait_seconds)
         fields: dict[str, Any] = {
             "data_wait_ms": result.data_wait_seconds * 1000,
             "real_tokens": result.real_tokens,

@@ -31,7 +31,7 @@ def training_plan(run: Run) -> None:
             "[Training Plan] Stage %s has %d remaining training steps and has consumed %d samples",
             stage.name,
             stage.steps - done,
-            done * run.config.global_batch_size,
+            stage.samples_before(run.step + 1),
         )
     for line in run.data.describe():
         logger.info("%s", line)
@@ -49,7 +49,7 @@ def training_plan(run: Run) -> None:
         tokens.sequence_length,
         tokens.train_steps,
         run.step,
-        run.step * run.config.global_batch_size,
+        run.consumed_samples,
     )
     logger.info("%s", console.show_memory(devices.memory(run.device)))
 

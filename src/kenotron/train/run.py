@@ -66,12 +66,12 @@ class Run:
         return self.parts if self.pipeline is None else self.pipeline.stages
 
     @property
-    def consumed_tokens(self) -> int:
-        return self.step * self.tokens_per_step
+    def consumed_samples(self) -> int:
+        return self.data.samples_before(self.step + 1)
 
     @property
-    def tokens_per_step(self) -> int:
-        return self.config.global_batch_size * self.config.tokens.sequence_length
+    def consumed_tokens(self) -> int:
+        return self.data.tokens_before(self.step + 1)
 
     @property
     def interrupted(self) -> bool:

@@ -114,7 +114,7 @@ def _state(run: Run) -> dict[str, Any]:
     return {
         "step": run.step,
         "consumed_tokens": run.consumed_tokens,
-        "consumed_train_samples": run.step * run.config.global_batch_size,
+        "consumed_train_samples": run.consumed_samples,
         "data": run.data.fingerprints(),
         "hooks": {name: state for name, hook in named_hooks(run.hooks) if (state := hook.state_dict())},
     }
@@ -131,7 +131,7 @@ def named_hooks(hooks: Sequence[Hook]) -> Iterator[tuple[str, Hook]]:
 
 def _stamped(run: Run) -> Config:
     """The config as saved: it tells how far the run was, as nanotron's does."""
-    counters = {"step": run.step, "consumed_train_samples": run.step * run.config.global_batch_size}
+    counters = {"step": run.step, "consumed_train_samples": run.consumed_samples}
     return run.config.model_copy(update={"general": run.config.general.model_copy(update=counters)})
 
 
@@ -321,12 +321,11 @@ def _check_data(run: Run, saved: dict[str, str], start: Start) -> None:
 
 
 def _check_position(run: Run, state: dict[str, Any], path: Path) -> None:
-    samples = run.step * run.config.global_batch_size
-    if samples != state.get("consumed_train_samples", 0):
+    if run.consumed_samples != state.get("consumed_train_samples", 0):
         raise InputError(
             f"{path} has consumed {state['consumed_train_samples']} samples in {run.step} steps, but this config's "
-            f"global batch of {run.config.global_batch_size} makes that {samples}; keep the global batch size, or set "
-            f"checkpoints.load_lr_scheduler: false to start the data anew"
+            f"global batch of {run.config.global_batch_size} makes that {run.consumed_samples}; keep the global batch "
+            f"size, or set checkpoints.load_lr_scheduler: false to start the data anew"
         )
 
 
