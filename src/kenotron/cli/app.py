@@ -9,6 +9,7 @@ import typer
 from typer.exceptions import TyperException
 
 from kenotron.cli import checkpoint, config, convert, data
+from kenotron.cli import data_fetch as _data_fetch  # noqa: F401 (its command is data.app's)
 from kenotron.cli import data_prepare as _data_prepare  # noqa: F401 (its commands are data.app's)
 from kenotron.cli import data_which as _data_which  # noqa: F401 (its command is data.app's)
 from kenotron.cli.compare import compare
