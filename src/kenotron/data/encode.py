@@ -90,7 +90,7 @@ def encode_documents(
         backend = _backend(tokenizer_json)
         for batch in batches:
             with all_cores():
-                ids, lengths = encode_pieces(backend, *_texts(batch), rules)
+                ids, lengths = encode_pieces(partial(_by_library, backend), *_texts(batch), rules)
             yield _encoded(batch, ids, lengths)
         return
     for batch, (ids, lengths) in encode_batches(batches, tokenizer_json, rules, processes):
@@ -116,17 +116,22 @@ def encode_batches(
             yield batch, future.result()
 
 
-def encode_pieces(backend, texts: list[str], starts: list[bool], ends: list[bool], rules: EncodeRules) -> Answer:
-    """Ids of all `texts`.
+def encode_pieces(
+    encode: Callable[[list[str], bool], list[list[int]]],
+    texts: list[str],
+    starts: list[bool],
+    ends: list[bool],
+    rules: EncodeRules,
+) -> Answer:
+    """Ids of all `texts` by `encode`, which is told whether to add what the tokenizer puts around a text by itself.
 
     What the tokenizer puts around a text by itself it puts around documents, not around their pieces.
     """
     parts: list[list[int]] = [[]] * len(texts)
     for special in (True, False):
         chosen = [place for place, start in enumerate(starts) if start == special]
-        encodings = backend.encode_batch_fast([texts[place] for place in chosen], add_special_tokens=special)
-        for place, encoding in zip(chosen, encodings):
-            ids = encoding.ids[: rules.max_tokens]
+        for place, found in zip(chosen, encode([texts[place] for place in chosen], special)):
+            ids = found[: rules.max_tokens]
             has_end = rules.eos is not None and ids[-1:] == [rules.eos]
             if rules.eos is not None and ends[place] and not has_end:
                 ids.append(rules.eos)
@@ -250,11 +255,11 @@ def main() -> None:
         except EOFError:
             return
         if rules.bare:
-            encode = words.encode if words else partial(_encode_by_library, backend)
+            encode = words.encode if words else partial(_by_library, backend, special=False)
             _send(answers, encode_bare(encode, texts, starts, ends, rules))
         else:
-            _send(answers, encode_pieces(backend, texts, starts, ends, rules))
+            _send(answers, encode_pieces(partial(_by_library, backend), texts, starts, ends, rules))
 
 
-def _encode_by_library(backend, texts: list[str]) -> list[list[int]]:
-    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+def _by_library(backend, texts: list[str], special: bool) -> list[list[int]]:
+    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)]

@@ -172,12 +172,13 @@ class Order:
     """Where sample i of one stage lies: ``locate(positions) -> (source, index within the source)``.
 
     `lengths`, `weights`, `keys` and `offsets` have one entry a source; an offset is the number of samples
-    that earlier stages have drawn from it, so that a source goes on where it stopped.
+    that earlier stages have drawn from it, so that a source goes on where it stopped. A length of None is a stream's: its
+    index is the number of the draw.
     """
 
     def __init__(
         self,
-        lengths: Sequence[int],
+        lengths: Sequence[int | None],
         weights: Sequence[float],
         keys: Sequence[int],
         offsets: Sequence[int] | None = None,
@@ -205,8 +206,12 @@ class Order:
         index = np.empty_like(draw)
         for s in np.unique(source):
             where = np.flatnonzero(source == s)
-            epoch, rest = np.divmod(draw[where] + self.offsets[s], self.lengths[s])
-            index[where] = permute(rest, self.lengths[s], self._epoch_keys(s, epoch))
+            length = self.lengths[s]
+            if length is None:
+                index[where] = draw[where] + self.offsets[s]
+                continue
+            epoch, rest = np.divmod(draw[where] + self.offsets[s], length)
+            index[where] = permute(rest, length, self._epoch_keys(s, epoch))
         return source, index
 
     def _epoch_keys(self, source: int, epoch: Int64) -> UInt64:
@@ -215,6 +220,7 @@ class Order:
     def find(self, source: int, index: int, stop: int) -> Iterator[int]:
         """The positions in [0, stop), ascending, at which `locate` gives this `index` of this `source`."""
         length, offset = self.lengths[source], self.offsets[source]
+        assert length is not None, "a stream is not read backwards"
         for epoch in count(offset // length):
             keys = self._epoch_keys(source, np.array([epoch], dtype=np.int64))
             draw = epoch * length + int(permute(np.array([index]), length, keys, inverse=True)[0]) - offset
