@@ -160,7 +160,11 @@ class TextFiles(Dataset):
 class CustomSource(Dataset):
     """A token source of your own."""
 
-    source: str = key("Dotted path of a function that returns a token source.", mark=OURS)
+    source: str = key(
+        "Dotted path of a class or function that gives a token source, or its name as an entry point of "
+        "kenotron.datasets.",
+        mark=OURS,
+    )
     kwargs: dict[str, Any] = key("Keyword arguments it is called with.", {}, mark=OURS)
 
 

@@ -2,6 +2,7 @@
 
 import_dotted("torch.optim.Adagrad", "optimizer.optimizer_factory.name")      # the class
 import_dotted("counting.CountingTokens", "dataset.source")                    # counting.py beside you
+import_registered("genomes", "dataset.source", "kenotron.datasets")           # an entry point of an installed package
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from importlib.metadata import entry_points
 from typing import Any
 
 from kenotron.config.errors import InputError, nearest
@@ -29,6 +31,31 @@ def import_dotted(path: str, key: str) -> Any:
     if not hasattr(module, name):
         raise InputError(f"{key}: module '{module_name}' has no '{name}'{nearest(name, dir(module))}")
     return getattr(module, name)
+
+
+def import_registered(name: str, key: str, group: str) -> Any:
+    """The object that an installed package registers as `name` among the entry points of `group`; what has a dot in it
+    is a dotted path. Raises `InputError`.
+    """
+    if "." in name:
+        return import_dotted(name, key)
+    registered = entry_points(group=group)
+    found = {entry.value: entry for entry in registered.select(name=name)}
+    if not found:
+        known = ", ".join(sorted(registered.names)) or "none"
+        raise InputError(
+            f"{key}: expected a dotted path such as my_module.name, or a name that an installed package registers "
+            f"under {group} ({known}), found '{name}'{nearest(name, registered.names)}"
+        )
+    if len(found) > 1:
+        raise InputError(f"{key}: '{name}' is registered under {group} more than once: {', '.join(sorted(found))}")
+    (entry,) = found.values()
+    try:
+        return entry.load()
+    except (ImportError, AttributeError) as error:
+        raise InputError(
+            f"{key}: '{name}' is registered as {entry.value}, which cannot be imported: {error}"
+        ) from error
 
 
 def _import_module(name: str) -> Any:

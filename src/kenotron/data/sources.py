@@ -17,13 +17,16 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from kenotron.config.dotted import import_dotted
+from kenotron.config.dotted import import_registered
 from kenotron.config.errors import InputError, nearest
 from kenotron.kernels.hashing import derive_key
 
 from .batch import Int64, TokenSource
 from .cache import SplitTokens
 from .order import mix64
+
+DATASETS = "kenotron.datasets"
+"""The group of entry points under which packages register datasets."""
 
 
 class TokenWindows:
@@ -97,7 +100,8 @@ class RandomTokens:
 
 class UserSource:
     """A user's own data: either `__len__` and `__getitem__`, whose items are `sequence_length + 1` ids (list, array,
-    tensor) or a dict that holds them under `input_ids`; or `__len__` and `samples`, as in `batch.TokenSource`.
+    tensor) or a dict that holds them under `input_ids`; or `__len__` and `samples`, with `documents` and `loss` where
+    it has them, as in `batch.TokenSource`.
     """
 
     def __init__(self, name: str, items: Any, sequence_length: int, vocab_size: int) -> None:
@@ -126,14 +130,32 @@ class UserSource:
         return np.stack(rows)
 
     def documents(self, indices: Int64) -> Int64 | None:
-        known = getattr(self.items, "documents", None)
+        found = self._beside("documents", indices, "iu", "integer document numbers")
+        if found is not None and (row := np.flatnonzero((found[:, 1:] < found[:, :-1]).any(axis=1))).size:
+            index = int(indices[row[0]])
+            raise InputError(f"dataset.source: {self.name}: the document numbers of sample {index} do not ascend")
+        return None if found is None else found.astype(np.int64)
+
+    def loss(self, indices: Int64) -> NDArray[np.bool_] | None:
+        return self._beside("loss", indices, "b", "booleans")
+
+    def _beside(self, method: str, indices: Int64, kinds: str, expected: str) -> NDArray | None:
+        """What the source says of the tokens of samples, a value for each; None where it has no such method."""
+        known = getattr(self.items, method, None)
         if known is None:
             return None
-        with _named(f"{self.name}.documents({indices.tolist()})"):
-            return known(indices)
-
-    def loss(self, indices: Int64) -> None:
-        return None
+        call = f"{self.name}.{method}({indices.tolist()})"
+        with _named(call):
+            answer = known(indices)
+        if answer is None:
+            return None
+        found, shape = np.asarray(answer), (len(indices), self.sequence_length + 1)
+        if found.shape != shape or found.dtype.kind not in kinds:
+            raise InputError(
+                f"dataset.source: {call}: expected {expected} of shape {shape}, found {found.dtype} of shape "
+                f"{found.shape}"
+            )
+        return found
 
     def _item(self, index: int) -> NDArray:
         with _named(f"{self.name}[{index}]"):
@@ -158,8 +180,9 @@ class UserSource:
 
 
 def user_object(path: str, kwargs: dict[str, Any], sequence_length: int, seed: int) -> Any:
-    """What the class or function at `path` gives, called with `sequence_length`, `seed` and the config's `kwargs`."""
-    factory = import_dotted(path, "dataset.source")
+    """What the class or function at `path` (dotted, or an entry point) gives, called with `sequence_length`, `seed`
+    and the config's `kwargs`."""
+    factory = import_registered(path, "dataset.source", DATASETS)
     if not callable(factory):
         return factory
     try:

@@ -1,0 +1,138 @@
+"""docs/add-a-dataset.md does what it says, and so do names that packages register."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from data_runs import run_config, write_texts
+
+from kenotron.config.errors import InputError
+from kenotron.data import open_run
+from kenotron.data.batch import NO_LOSS
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "add-a-dataset.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture
+def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the page's module and some texts, where the user stands."""
+    write_texts(tmp_path / "texts", 20)
+    (tmp_path / "my_bytes.py").write_text(blocks("python")[0])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_bytes", raising=False)
+    return tmp_path
+
+
+def register(folder: Path, package: str, toml: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a package that is nothing but its entry points."""
+    info = folder / "site" / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    groups = tomllib.loads(toml)["project"]["entry-points"]
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for group, names in groups.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(str(folder / "site"))
+
+
+def all_bytes(folder: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted((folder / "texts").iterdir())]
+
+
+def test_the_page_trains_on_every_byte_and_masks_between_files(beside: Path) -> None:
+    dataset = yaml.safe_load(blocks("yaml")[0])["dataset"]
+    whole, seen = b"".join(all_bytes(beside)), {}
+    with open_run(run_config(dataset, model__document_masking=True), report=lambda line: None) as data:
+        for step in range(1, 13):
+            for batch in data.batch(step):
+                for row, labels, documents in zip(batch.tokens, batch.labels, batch.documents, strict=True):
+                    at = whole.index(bytes(row.tolist()))
+                    assert at % 33 == 0
+                    kept = labels != NO_LOSS
+                    assert bytes(labels[kept].tolist()) == bytes(np.frombuffer(whole[at + 1 : at + 33], "u1")[kept])
+                    ends = np.cumsum([len(text) for text in all_bytes(beside)])
+                    of = np.searchsorted(ends, np.arange(at, at + 33), side="right")
+                    assert (kept == (of[1:] == of[:-1])).all()
+                    assert (documents == of[:-1] - of[0]).all()
+                    seen[at] = True
+    assert len(seen) == 48  # 12 steps of 4 samples, none twice
+
+
+def test_the_page_s_own_check_passes(beside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(beside))
+    exec(blocks("python")[1], {})
+
+
+def test_a_registered_name_is_the_same_dataset(beside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    register(beside, "my-bytes", blocks("toml")[0], monkeypatch)
+    tokens = []
+    for block in blocks("yaml"):
+        with open_run(run_config(yaml.safe_load(block)["dataset"]), report=lambda line: None) as data:
+            tokens.append([batch.tokens.tolist() for batch in data.batch(1)])
+    assert tokens[0] == tokens[1]
+
+
+def failure(dataset: dict) -> str:
+    with pytest.raises(InputError) as caught, open_run(run_config(dataset), report=lambda line: None) as data:
+        data.batch(1)
+    return str(caught.value)
+
+
+def test_names_that_are_not_registered_twice_or_broken_are_told(beside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = failure({"source": "file-bites"})
+    assert line.startswith("dataset.source: expected a dotted path such as my_module.name, or a name that")
+    assert line.endswith("kenotron.datasets (none), found 'file-bites'")
+    more = '[project.entry-points."kenotron.datasets"]\nfile-bytes = "my_bytes:Other"\nbroken = "no_such:Thing"'
+    register(beside, "my-bytes", blocks("toml")[0], monkeypatch)
+    assert failure({"source": "file-bites"}).endswith("(file-bytes), found 'file-bites'; did you mean 'file-bytes'?")
+    register(beside, "other", more, monkeypatch)
+    assert "more than once: my_bytes:FileBytes, my_bytes:Other" in failure({"source": "file-bytes"})
+    assert "'broken' is registered as no_such:Thing, which cannot be imported" in failure({"source": "broken"})
+
+
+WRONG = {
+    "documents": ("np.zeros((len(indices), 3), int)", r"documents.*expected integer document numbers of shape"),
+    "loss": ("np.zeros((len(indices), 33))", r"loss.*expected booleans of shape \(\d+, 33\), found float64"),
+}
+
+
+@pytest.mark.parametrize("method", WRONG)
+def test_what_a_source_says_beside_its_tokens_is_checked(beside: Path, method: str) -> None:
+    code, message = WRONG[method]
+    (beside / "wrong_parts.py").write_text(
+        f"import numpy as np\nfrom my_bytes import FileBytes\n"
+        f"class {method.title()}(FileBytes):\n    def {method}(self, indices):\n        return {code}\n"
+    )
+    sys.modules.pop("wrong_parts", None)
+    dataset = {"source": f"wrong_parts.{method.title()}", "kwargs": {"folder": "texts"}}
+    config = run_config(dataset, model__document_masking=True)
+    with pytest.raises(InputError, match=message), open_run(config, report=lambda line: None) as data:
+        data.batch(1)
+
+
+def test_labels_without_loss_and_documents_that_descend(beside: Path) -> None:
+    (beside / "masked.py").write_text(
+        "import numpy as np\nfrom my_bytes import FileBytes\n"
+        "class Even(FileBytes):\n"
+        "    def loss(self, indices):\n        return self.samples(indices) % 2 == 0\n"
+        "class Down(FileBytes):\n"
+        "    def documents(self, indices):\n        return -self.places(indices)\n"
+    )
+    sys.modules.pop("masked", None)
+    with open_run(run_config({"source": "masked.Even", "kwargs": {"folder": "texts"}}), report=str) as data:
+        labels = np.concatenate([batch.labels for batch in data.batch(1)])
+    assert set((labels[labels != NO_LOSS] % 2).tolist()) == {0}
+    assert (labels == NO_LOSS).any()
+    config = run_config({"source": "masked.Down", "kwargs": {"folder": "texts"}}, model__document_masking=True)
+    message = r"masked\.Down: the document numbers of sample \d+ do not ascend"
+    with pytest.raises(InputError, match=message), open_run(config, report=str) as data:
+        data.batch(1)
