@@ -73,17 +73,19 @@ class OpenStage:
             source = self.sources[0].train
             documents = source.documents(index) if document_masking else None
             return make_batch(source.samples(index), sample_ids, documents, source.loss(index))
-        windows = np.empty((len(positions), self.stage.sequence_length + 1), dtype=np.int64)
-        numbers = np.zeros_like(windows) if document_masking else None
+        parts = [(self.sources[s].train, np.flatnonzero(source_of == s)) for s in sorted(set(source_of.tolist()))]
+        drawn = [source.samples(index[where]) for source, where in parts]
+        types = {rows.dtype for rows in drawn}
+        shape = (len(positions), self.stage.sequence_length + 1)
+        windows = np.empty(shape, types.pop() if len(types) == 1 else np.int64)  # the narrower, the less memory moves
+        numbers = np.zeros(shape, dtype=np.int64) if document_masking else None
         loss = None
-        for s in np.unique(source_of):
-            where = np.flatnonzero(source_of == s)
-            source = self.sources[s].train
-            windows[where] = source.samples(index[where])
+        for (source, where), rows in zip(parts, drawn):
+            windows[where] = rows
             if numbers is not None and (found := source.documents(index[where])) is not None:
                 numbers[where] = found
             if (carries := source.loss(index[where])) is not None:
-                loss = np.ones(windows.shape, dtype=np.bool_) if loss is None else loss
+                loss = np.ones(shape, dtype=np.bool_) if loss is None else loss
                 loss[where] = carries
         return make_batch(windows, sample_ids, numbers, loss)
 

@@ -146,6 +146,7 @@ class TokenFolder:
         self.dtype = types.pop() if len(types) == 1 else np.dtype(np.int64)  # the narrower, the less memory moves
         self._unsigned = np.dtype(f"u{self.dtype.itemsize}")
         self._states = [_state(file.path) for file in self.files]
+        self._masked = any(file.loss is not None for file in self.files)
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -157,14 +158,16 @@ class TokenFolder:
         return file, window, window * self.steps[file]
 
     def samples(self, indices: Int64) -> NDArray[np.integer]:
-        rows = np.empty((len(indices), self.sequence_length + 1), dtype=self.dtype)
+        size = self.sequence_length + 1
+        rows = np.empty((len(indices), size), dtype=self.dtype)
         files, _, starts = self.locate(indices)
-        for number in np.unique(files):
-            self._check_unchanged(int(number))
-        for row, number, start in zip(rows, files, starts):
-            row[:] = self.files[number].tokens[start : start + len(row)]
-            if row.view(self._unsigned).max() >= self.vocab_size:  # a negative id is a large one there
-                self._refuse(row, self.files[number], int(start))
+        numbers = files.tolist()
+        for number in set(numbers):
+            self._check_unchanged(number)
+        for row, number, start in zip(rows, numbers, starts.tolist()):
+            row[:] = self.files[number].tokens[start : start + size]
+        if rows.size and rows.view(self._unsigned).max() >= self.vocab_size:  # a negative id is a large one there
+            self._refuse(rows, numbers, starts)
         return rows
 
     def documents(self, indices: Int64) -> Int64 | None:
@@ -180,7 +183,7 @@ class TokenFolder:
         return numbers
 
     def loss(self, indices: Int64) -> NDArray[np.bool_] | None:
-        if all(file.loss is None for file in self.files):
+        if not self._masked:
             return None
         mask = np.ones((len(indices), self.sequence_length + 1), dtype=np.bool_)
         files, _, starts = self.locate(indices)
@@ -214,10 +217,11 @@ class TokenFolder:
         if _state(path) != self._states[number]:
             raise InputError(f"{path}: the file has changed or vanished since the run opened it")
 
-    def _refuse(self, row: NDArray[np.integer], file: TokenFile, start: int) -> None:
-        at = int(np.flatnonzero(row.view(self._unsigned) >= self.vocab_size)[0])
+    def _refuse(self, rows: NDArray[np.integer], numbers: list[int], starts: Int64) -> None:
+        row, column = (int(each[0]) for each in np.nonzero(rows.view(self._unsigned) >= self.vocab_size))
+        file, at = self.files[numbers[row]], int(starts[row]) + column
         raise InputError(
-            f"{file.path}: token {int(file.tokens[start + at])} at offset {start + at} is not below the vocabulary of "
+            f"{file.path}: token {int(file.tokens[at])} at offset {at} is not below the vocabulary of "
             f"{self.vocab_size:,} (read as {file.tokens.dtype}; another tokenizer, or another width?)"
         )
 
