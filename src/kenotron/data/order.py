@@ -172,8 +172,8 @@ class Order:
     """Where sample i of one stage lies: ``locate(positions) -> (source, index within the source)``.
 
     `lengths`, `weights`, `keys` and `offsets` have one entry a source; an offset is the number of samples
-    that earlier stages have drawn from it, so that a source goes on where it stopped. A length of None is a stream's: its
-    index is the number of the draw.
+    that earlier stages have drawn from it, so that a source goes on where it stopped. A length of None is a stream's:
+    its index is the number of the draw.
     """
 
     def __init__(
