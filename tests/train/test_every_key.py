@@ -271,6 +271,9 @@ def test_the_embedded_corpus_has_one_name_and_a_share_in_mixtures(tmp_path: Path
     weight = every_key.mixture("corpus: python-stdlib", "source: user_parts.counting", (3, 1))
     config = tiny_config(tmp_path, weight, "tokenizer={train: {vocab_size: 300}}", "model.model_config.vocab_size=300")
     assert [source.weight for source in plan_stages(config)[0].sources] == [3, 1]
+    best_fit = f"{every_key.DATASET}={{corpus: python-stdlib, packing: best_fit}}"
+    packed = tiny_config(tmp_path, best_fit, *every_key.TEXT[1:])
+    assert plan_stages(packed)[0].sources[0].dataset.packing == "best_fit"
 
 
 def test_gradients_in_bf16_are_refused_and_in_fp32_the_key_changes_nothing(tmp_path: Path, baseline: Any) -> None:

@@ -121,9 +121,11 @@ def test_the_split_into_micro_batches_does_not_change_the_run(factory: str, tmp_
     assert_same_run(splits(tmp_path, factory, "tokens.train_steps=5"), loss=1e-6, weight=1e-5)
 
 
-def test_micro_batches_with_uneven_real_tokens_weigh_every_token_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", ["windows", "best_fit"])
+def test_micro_batches_with_uneven_real_tokens_weigh_every_token_the_same(packing: str, tmp_path: Path) -> None:
     """Document masking takes the loss from the last token of each document, here and there."""
     overrides = [*text_overrides(tmp_path), "model.document_masking=true", "tokens.sequence_length=24"]
+    overrides.append(f"data_stages.0.data.dataset.packing={packing}")
     runs = splits(tmp_path, *overrides, "checkpoints.save_initial_state=true", "optimizer.clip_grad=null")
     per_micro_batch = [int((batch.labels != -100).sum()) for batch in runs[2].data.batch(1)]
     assert len(set(per_micro_batch)) > 1, "the micro-batches are even: nothing is tested"

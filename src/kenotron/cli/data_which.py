@@ -70,6 +70,9 @@ def _of_document(data: RunData, document: str) -> tuple[dict[str, Any], list[str
 
 def _line(origin: SampleOrigin) -> str:
     head = f"sample {origin.sample}: "
+    if origin.pieces is not None:
+        parts = (f"{p.file} document {p.document} ({p.first_token}-{p.end_token - 1})" for p in origin.pieces)
+        return f"{head}row {origin.index} of {origin.source}: {', '.join(parts)}"
     if origin.file is None or origin.first_token is None or origin.end_token is None:
         return f"{head}{origin.source}[{origin.index}]"
     line = f"{head}{origin.file} window {origin.window}, tokens {origin.first_token}-{origin.end_token - 1}"

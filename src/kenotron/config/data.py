@@ -52,7 +52,15 @@ class Dataset(Section):
     weight: float | None = key("Share in a mixture; only there.", None, gt=0, mark=OURS)
 
 
-class _HFDataset(Dataset):
+Packing = Literal["windows", "best_fit"]
+_PACKING = "windows: tokens end to end, cut every sequence_length; best_fit: whole documents, none cut that fits."
+
+
+class _PackedDataset(Dataset):
+    packing: Packing = key(_PACKING, "windows", mark=OURS)
+
+
+class _HFDataset(_PackedDataset):
     hf_dataset_or_datasets: Names = key(
         "Hub name or folder, a list of them, or a map name → fraction of its rows to take."
     )
@@ -75,7 +83,7 @@ class SFTDataset(_HFDataset):
     debug_max_samples: int | None = key("Cap on the rows.", None, ge=1)
 
 
-class NanosetDataset(Dataset):
+class NanosetDataset(_PackedDataset):
     """Folders of tokens in `.ds` files, as datatrove and `kenotron data tokenize` write them (Nanoset)."""
 
     dataset_folder: NameOrNames = key("Folder, or folders, of `.ds` files; nested folders are read too.")
@@ -128,7 +136,7 @@ def as_list(names: str | list[str]) -> list[str]:
 TokenType = Literal["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 
 
-class TokenFilesDataset(Dataset):
+class TokenFilesDataset(_PackedDataset):
     """Tokenized files of any format that is read here: datatrove, Megatron, litdata, numpy."""
 
     tokens: PathsOrShares = key(
@@ -140,13 +148,13 @@ class TokenFilesDataset(Dataset):
     )
 
 
-class EmbeddedCorpus(Dataset):
+class EmbeddedCorpus(_PackedDataset):
     """Real text that every machine has: the source files of Python's standard library."""
 
     corpus: Literal["python-stdlib"] = key("Name of the embedded corpus.", mark=OURS)
 
 
-class TextFiles(Dataset):
+class TextFiles(_PackedDataset):
     """Text on this machine."""
 
     text_files: Names = key(

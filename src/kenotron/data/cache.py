@@ -63,13 +63,14 @@ class SplitTokens:
     """One side of a cache entry, memory-mapped.
 
     `tokens` ``[tokens]`` uint16 or uint32; `ends` ``[documents]`` uint64, the end of each document; `bytes` the UTF-8
-    bytes of the text; `max_id` the largest id (-1 when empty).
+    bytes of the text; `max_id` the largest id (-1 when empty). `loss` ``[tokens]``: whether each is to be learnt.
     """
 
     tokens: NDArray[np.unsignedinteger]
     ends: NDArray[np.uint64]
     bytes: int
     max_id: int
+    loss: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)
@@ -128,13 +129,13 @@ def _read(path: Path, content: str) -> TokenCache:
     sides = {}
     for split in SPLITS:
         of = meta[split]
-        tokens = _map(path / f"{split}.tokens", np.dtype(meta["dtype"]), of["tokens"])
-        ends = _map(path / f"{split}.ends", np.dtype("<u8"), of["documents"])
+        tokens = map_array(path / f"{split}.tokens", np.dtype(meta["dtype"]), of["tokens"])
+        ends = map_array(path / f"{split}.ends", np.dtype("<u8"), of["documents"])
         sides[split] = SplitTokens(tokens, ends, of["bytes"], of["max_id"])
     return TokenCache(path, content, sides["train"], sides["validation"], meta["skipped"], meta["smallest_hash"])
 
 
-def _map(file: Path, dtype: np.dtype, length: int) -> NDArray:
+def map_array(file: Path, dtype: np.dtype, length: int) -> NDArray:
     size = file.stat().st_size if file.exists() else -1
     if size != length * dtype.itemsize:
         raise InputError(

@@ -23,9 +23,10 @@ from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.kernels.hashing import derive_key
 
 from .order import counts, huffman
+from .progress import Report
 from .ramps import Level, level_of_sample, level_of_step, levels
 from .texts import FileTexts, Texts, find_files, python_stdlib
-from .token_folder import TokenPath, open_folder, token_paths, training_samples
+from .token_folder import TokenPath, open_folder, open_samples, token_paths, training_samples
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Stage:
         return self.start + level.first + (sample - level.before) // level.size
 
 
-def plan_stages(config: Any) -> list[Stage]:
+def plan_stages(config: Any, report: Report = print) -> list[Stage]:
     """The stages of `config` in order of their start."""
     tokens, stages = config.tokens, sorted(config.data_stages, key=lambda stage: stage.start_training_step)
     starts = [stage.start_training_step for stage in stages] + [tokens.train_steps + 1]
@@ -94,7 +95,9 @@ def plan_stages(config: Any) -> list[Stage]:
     for number, stage in enumerate(stages):
         start, stop = starts[number], max(starts[number], min(starts[number + 1], tokens.train_steps + 1))
         length = stage.sequence_length or tokens.sequence_length
-        weighted = list(flatten(stage.data.dataset, partial(samples_of, config=config, sequence_length=length)))
+        weighted = list(
+            flatten(stage.data.dataset, partial(samples_of, config=config, sequence_length=length, report=report))
+        )
         names = identities([dataset for _, dataset in weighted], stage.data.seed, length)
         # Shuffling depends on the place of a source in the config, not on its path: data may move.
         keys = [derive_key("order", stage.data.seed, numbers.setdefault(name, len(numbers))) for name in names]
@@ -125,10 +128,11 @@ def identities(datasets: Sequence[Any], seed: int, sequence_length: int) -> list
     return [f"{text} {texts[:number].count(text)}" for number, text in enumerate(texts)]
 
 
-def samples_of(path: TokenPath, config: Any, sequence_length: int) -> int:
+def samples_of(path: TokenPath, config: Any, sequence_length: int, report: Report) -> int:
     """Training samples of tokenized files."""
     folder = open_folder(path, sequence_length, config.model.architecture.vocab_size, config.general.seed)
-    count, _ = training_samples(folder, path, config.tokens.val_fraction)
+    samples = open_samples(folder, path, 0, report)
+    count, _ = training_samples(samples, path, config.tokens.val_fraction)
     if count == 0:
         raise InputError(
             f"{path.path}: expected at least {sequence_length + 1} tokens to train on (sequence_length + 1), "
@@ -154,7 +158,7 @@ def flatten(dataset: Any, length: Callable[[TokenPath], int]) -> Iterator[tuple[
         for path, weight in dataset.text_files.items():
             if not weight > 0:
                 raise InputError(f"dataset.text_files: the share of '{path}' must be above 0, found {weight}")
-            yield weight, _OnePath(path, dataset.text_column_name)
+            yield weight, _OnePath(path, dataset.text_column_name, dataset.packing)
     else:
         yield 1.0, dataset
 
@@ -165,6 +169,7 @@ class _OnePath:
 
     text_files: str
     text_column_name: str = "text"
+    packing: str = "windows"
 
 
 def describe(dataset: Any) -> dict[str, Any] | None:
@@ -173,7 +178,7 @@ def describe(dataset: Any) -> dict[str, Any] | None:
         return None
     if isinstance(dataset, TokenPath):
         told = asdict(dataset)
-        return {key: told[key] for key in ("key", "path", "dtype", "max_tokens", "shuffle_files")}
+        return {key: told[key] for key in ("key", "path", "dtype", "max_tokens", "shuffle_files", "packing")}
     keys = {
         "corpus": ["corpus"],
         "text_files": ["text_files", "text_column_name"],
@@ -185,7 +190,7 @@ def describe(dataset: Any) -> dict[str, Any] | None:
             "text_column_name",
         ],
     }
-    return {key: getattr(dataset, key, None) for key in keys[kind(dataset)]}
+    return {key: getattr(dataset, key, None) for key in (*keys[kind(dataset)], "packing")}
 
 
 TEXT_KINDS = ("corpus", "text_files", "hf_dataset_or_datasets")

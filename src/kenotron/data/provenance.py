@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from kenotron.config.errors import InputError, nearest
 
 from .batch import TokenSource
+from .packing import PackedRows, PackingPlan
 from .run import RunData
 from .sources import Part, TokenWindows
 from .stages import OpenSource
@@ -39,12 +41,22 @@ class DocumentRange:
 
 
 @dataclass(frozen=True)
+class PieceOrigin:
+    """Tokens [first_token, end_token) of a file, all of one document, that lie in a packed row."""
+
+    file: str
+    document: int
+    first_token: int
+    end_token: int
+
+
+@dataclass(frozen=True)
 class SampleOrigin:
     """Where one sample of a step comes from.
 
     `sample` is its position in the run, `index` its number in its source. `file`, `window` (its number in the file) and
     the tokens [first_token, end_token) are None where the samples are made up or come from a user's own source;
-    `documents` is None where it is not known where documents end.
+    `documents` is None where it is not known where documents end. Of a packed row there are `pieces` instead.
     """
 
     sample: int
@@ -55,6 +67,7 @@ class SampleOrigin:
     first_token: int | None = None
     end_token: int | None = None
     documents: list[DocumentRange] | None = None
+    pieces: list[PieceOrigin] | None = None
 
 
 def step_origins(data: RunData, step: int) -> list[SampleOrigin]:
@@ -76,6 +89,8 @@ def _origin(sample: int, opened: OpenSource, index: int) -> SampleOrigin:
     if isinstance(source, Part):
         index += source.start
         source = source.whole
+    if isinstance(source, PackedRows):
+        return SampleOrigin(sample, source.name, index, pieces=_pieces(source, opened, index))
     if isinstance(source, TokenFolder):
         number, window, start = (int(each[0]) for each in source.locate(np.array([index])))
         name, ends = str(source.files[number].path), source.files[number].ends
@@ -86,6 +101,28 @@ def _origin(sample: int, opened: OpenSource, index: int) -> SampleOrigin:
     stop = start + source.sequence_length + 1
     documents = None if ends is None else document_ranges(ends, start, stop)
     return SampleOrigin(sample, source.name, index, name, window, start, stop, documents)
+
+
+def _pieces(source: PackedRows, opened: OpenSource, index: int) -> list[PieceOrigin]:
+    _, files, starts, lengths = source.pieces(np.array([index]))
+    names = _file_names(source, opened)
+    return [
+        PieceOrigin(names[file], _document_at(source, file, start), start, start + length)
+        for file, start, length in zip(files.tolist(), starts.tolist(), lengths.tolist())
+    ]
+
+
+def _document_at(source: PackedRows, file: int, token: int) -> int:
+    ends = source.parts[file].ends
+    assert ends is not None  # nothing is packed without them
+    return int(np.searchsorted(ends, np.uint64(token), side="right"))
+
+
+def _file_names(source: PackedRows, opened: OpenSource) -> list[str]:
+    """What the files of a packed source are called: those of a folder by their paths, a cache by its own."""
+    if opened.cache is not None:
+        return [str(opened.cache.path)]
+    return [str(file.path) for file in opened.folder.files] if opened.folder is not None else []
 
 
 @dataclass(frozen=True)
@@ -115,19 +152,28 @@ def document_sightings(data: RunData, file: str, document: int) -> list[Sighting
                 if place.name != file:
                     continue
                 start, stop = _document(place, document)
-                for window in place.windows(start, stop):
-                    first = max(start, window * place.step)
-                    end = min(stop, window * place.step + stage.sequence_length + 1)
-                    for position in opened.order.find(number, place.first + window, stage.samples):
+                for sample, first, end in place.holding(start, stop):
+                    for position in opened.order.find(number, sample, stage.samples):
                         found.append(Sighting(stage.step_of(position), before + position, first, end))
     if file not in known:
         raise InputError(f"--document: no source of this run reads {file}{nearest(file, known)}")
     return sorted(found, key=lambda each: (each.sample, each.first_token))
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A file of a source: its window w is sample ``first + w`` of the source, for the w of `trained`."""
+class _Place(Protocol):
+    """A file of a source."""
+
+    name: str
+    ends: NDArray[np.uint64] | None
+
+    def holding(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Every sample of the source that holds tokens of [start, stop) of the file: its number, and which tokens."""
+        ...
+
+
+@dataclass
+class _WindowsOfFile:
+    """Its window w is sample ``first + w`` of the source, for the w of `trained`."""
 
     name: str
     ends: NDArray[np.uint64] | None
@@ -136,10 +182,31 @@ class _Place:
     first: int
     trained: range
 
-    def windows(self, start: int, stop: int) -> range:
-        """Those that hold tokens of [start, stop)."""
+    def holding(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         lowest, highest = -(-(start - self.length) // self.step), (stop - 1) // self.step
-        return range(max(lowest, self.trained.start), min(highest + 1, self.trained.stop))
+        for window in range(max(lowest, self.trained.start), min(highest + 1, self.trained.stop)):
+            begin = window * self.step
+            yield self.first + window, max(start, begin), min(stop, begin + self.length + 1)
+
+
+@dataclass
+class _RowsOfFile:
+    """Its pieces lie in packed rows; those of `trained` are samples, counted from its start."""
+
+    name: str
+    ends: NDArray[np.uint64] | None
+    plan: PackingPlan
+    base: int
+    trained: range
+
+    def holding(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        starts = np.asarray(self.plan.starts)
+        pieces = np.flatnonzero((starts >= self.base + start) & (starts < self.base + stop))
+        rows = np.searchsorted(self.plan.first, pieces, side="right") - 1
+        for piece, row in zip(pieces.tolist(), rows.tolist()):
+            if row in self.trained:
+                first = int(starts[piece]) - self.base
+                yield row - self.trained.start, first, first + int(self.plan.lengths[piece])
 
 
 def _places(opened: OpenSource) -> Iterator[_Place]:
@@ -147,16 +214,20 @@ def _places(opened: OpenSource) -> Iterator[_Place]:
     begin, end = 0, len(source)
     if isinstance(source, Part):
         begin, end, source = source.start, source.stop, source.whole
-    if isinstance(source, TokenFolder):
+    if isinstance(source, PackedRows):
+        trained, names = range(begin, end), _file_names(source, opened)
+        for name, part, base in zip(names, source.parts, source.bases.tolist()):
+            yield _RowsOfFile(name, part.ends, source.plan, base, trained)
+    elif isinstance(source, TokenFolder):
         for number, file in enumerate(source.files):
             first, after = int(source.first[number]), int(source.first[number + 1])
             trained = range(max(begin - first, 0), min(after, end) - first)
-            yield _Place(
+            yield _WindowsOfFile(
                 str(file.path), file.ends, int(source.steps[number]), source.sequence_length, first - begin, trained
             )
     elif isinstance(source, TokenWindows) and opened.cache is not None:
         length = source.sequence_length
-        yield _Place(str(opened.cache.path), source.split.ends, length, length, 0, range(end))
+        yield _WindowsOfFile(str(opened.cache.path), source.split.ends, length, length, 0, range(end))
 
 
 def _document(place: _Place, document: int) -> tuple[int, int]:

@@ -238,7 +238,7 @@ def open_run(config: Any, start_step: int = 1, report: Report = print, tokenizer
 
     Errors (InputError): whatever is wrong with the data, in one line; nothing held out for a run that validates.
     """
-    stages = plan_stages(config)
+    stages = plan_stages(config, report)
     data = RunData(config, tokenizer_of(config, stages, report, tokenizer_folder), stages, report)
     number = data.stage_at(min(start_step, config.tokens.train_steps)).number
     try:

@@ -17,10 +17,11 @@ from .batch import Int64, TokenBatch, TokenSource, make_batch
 from .cache import TokenCache, open_tokens
 from .encode import EncodeRules
 from .order import Order
+from .packing import PackedRows, packed_rows
 from .plan import SourcePlan, Stage, kind, texts_of
 from .progress import Report
 from .sources import Part, RandomTokens, TokenWindows, UserSource, held_out_samples, user_object
-from .token_folder import TokenFolder, TokenPath, check_fit, open_folder, training_samples
+from .token_folder import TokenFolder, TokenPath, check_fit, open_folder, open_samples, training_samples
 from .tokenizer import Tokenizer, end_of_text
 from .validation import HeldOutWindows
 
@@ -39,22 +40,28 @@ class OpenSource:
 
     def content(self) -> str | None:
         """A key that other data change; None where the data have no name by content (random, a user's own)."""
-        if self.folder is not None:
-            return self.folder.content
-        return self.cache.content if self.cache else None
+        content = self.folder.content if self.folder is not None else self.cache.content if self.cache else None
+        return content if self.packed is None or content is None else f"{content} best_fit"
+
+    @property
+    def packed(self) -> PackedRows | None:
+        """The rows of whole documents that are trained on; None where it is windows."""
+        whole = self.train.whole if isinstance(self.train, Part) else self.train
+        return whole if isinstance(whole, PackedRows) else None
 
     def describe(self) -> str:
         """One line for the console."""
+        packing = f"; {self.packed.plan.describe(self.packed.sequence_length)}" if self.packed else ""
         if self.cache is None:
-            samples = f"{len(self.train):,} samples, {len(self.held_out):,} held out"
+            samples = f"{len(self.train):,} samples, {len(self.held_out):,} held out{packing}"
             return f"{self.train.name}: {f'{self.folder.describe()}, ' if self.folder else ''}{samples}"
         train, held = self.cache.train, self.cache.validation
         skipped = f", {self.cache.skipped} files left out as no UTF-8" if self.cache.skipped else ""
         rule = " (the one with the smallest hash: none below tokens.val_fraction)" if self.cache.smallest_hash else ""
         return (
             f"{self.train.name}: {len(train.ends):,} documents, {len(train.tokens):,} tokens, {train.bytes:,} bytes, "
-            f"{len(self.train):,} samples; held out: {len(held.ends):,} documents, {len(held.tokens):,} tokens, "
-            f"{held.bytes:,} bytes{rule}{skipped}; cache: {self.cache.path}"
+            f"{len(self.train):,} samples{packing}; held out: {len(held.ends):,} documents, "
+            f"{len(held.tokens):,} tokens, {held.bytes:,} bytes{rule}{skipped}; cache: {self.cache.path}"
         )
 
 
@@ -121,6 +128,8 @@ def open_source(
 ) -> OpenSource:
     """Open one source."""
     vocab_size, length = config.model.architecture.vocab_size, stage.sequence_length
+    eos = end_of_text(tokenizer, config.model.architecture)
+    padding = eos if 0 <= eos < vocab_size else 0
     texts = texts_of(planned.dataset)
     if texts is not None:
         if tokenizer is None:
@@ -128,7 +137,7 @@ def open_source(
         cache = open_tokens(
             texts,
             tokenizer,
-            EncodeRules(end_of_text(tokenizer, config.model.architecture), config.tokenizer.tokenizer_max_length),
+            EncodeRules(eos, config.tokenizer.tokenizer_max_length),
             config.tokens.val_fraction,
             getattr(planned.dataset, "dataset_processing_num_proc_per_process", 1),
             getattr(planned.dataset, "dataset_overwrite_cache", False),
@@ -136,14 +145,18 @@ def open_source(
             stop,
         )
         check_ids(texts.name, cache, vocab_size, tokenizer)
-        train = TokenWindows(texts.name, cache.train, length)
+        if planned.dataset.packing == "best_fit":
+            train: TokenSource = packed_rows(texts.name, [cache.train], length, padding, report)
+        else:
+            train = TokenWindows(texts.name, cache.train, length)
         return OpenSource(train, HeldOutWindows(texts.name, cache.validation, length), cache)
     fraction = config.tokens.val_fraction
     if isinstance(planned.dataset, TokenPath):
         folder = open_folder(planned.dataset, length, vocab_size, config.general.seed)
         check_fit(folder, planned.dataset, config, tokenizer, report)
-        last, border = training_samples(folder, planned.dataset, fraction)
-        return OpenSource(Part(folder, 0, last), Part(folder, border, len(folder)), folder=folder)
+        samples = open_samples(folder, planned.dataset, padding, report)
+        last, border = training_samples(samples, planned.dataset, fraction)
+        return OpenSource(Part(samples, 0, last), Part(samples, border, len(samples)), folder=folder)
     if kind(planned.dataset) == "null":
         whole: RandomTokens | UserSource = RandomTokens(vocab_size, length, stage.seed)
         held = RANDOM_HELD_OUT

@@ -31,6 +31,7 @@ from kenotron.kernels.hashing import derive_key
 
 from .batch import Int64
 from .order import permute
+from .packing import PackedRows, packed_rows
 from .progress import Report
 from .sources import document_numbers, held_out_samples
 from .tokenizer import Tokenizer
@@ -58,6 +59,7 @@ class TokenPath:
     return_positions: bool = True
     tokenizer_name: str | None = None
     vocab_size: int | None = None
+    packing: str = "windows"
 
 
 def token_paths(dataset: Any) -> list[tuple[float | None, TokenPath]] | None:
@@ -75,7 +77,10 @@ def token_paths(dataset: Any) -> list[tuple[float | None, TokenPath]] | None:
         shares: list[tuple[float | None, str]] = [(share, path) for path, share in paths.items()]
     else:
         shares = [(None, path) for path in ([paths] if isinstance(paths, str) else paths)]
-    return [(share, TokenPath("dataset.tokens", path, dataset.token_dtype)) for share, path in shares]
+    return [
+        (share, TokenPath("dataset.tokens", path, dataset.token_dtype, packing=dataset.packing))
+        for share, path in shares
+    ]
 
 
 def _nanoset(dataset: Any) -> list[tuple[float | None, TokenPath]]:
@@ -97,6 +102,7 @@ def _nanoset(dataset: Any) -> list[tuple[float | None, TokenPath]]:
                 return_positions=dataset.return_positions,
                 tokenizer_name=dataset.tokenizer_name,
                 vocab_size=dataset.vocab_size,
+                packing=dataset.packing,
             ),
         )
         for folder, share, cap, copy in zip(folders, shares, caps, copies, strict=True)
@@ -144,7 +150,6 @@ class TokenFolder:
         self.first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         types = {file.tokens.dtype for file in self.files}
         self.dtype = types.pop() if len(types) == 1 else np.dtype(np.int64)  # the narrower, the less memory moves
-        self._unsigned = np.dtype(f"u{self.dtype.itemsize}")
         self._states = [_state(file.path) for file in self.files]
         self._masked = any(file.loss is not None for file in self.files)
 
@@ -166,9 +171,13 @@ class TokenFolder:
             self._check_unchanged(number)
         for row, number, start in zip(rows, numbers, starts.tolist()):
             row[:] = self.files[number].tokens[start : start + size]
-        if rows.size and rows.view(self._unsigned).max() >= self.vocab_size:  # a negative id is a large one there
-            self._refuse(rows, numbers, starts)
+        self._check_ids(rows, numbers, starts)
         return rows
+
+    def check(self, number: int, start: int, ids: NDArray[np.integer]) -> None:
+        """Errors (InputError): file `number` has changed; one of `ids`, its tokens from `start` on, is too large."""
+        self._check_unchanged(number)
+        self._check_ids(ids[None], [number], np.array([start]))
 
     def documents(self, indices: Int64) -> Int64 | None:
         if not self.boundaries:
@@ -217,8 +226,11 @@ class TokenFolder:
         if _state(path) != self._states[number]:
             raise InputError(f"{path}: the file has changed or vanished since the run opened it")
 
-    def _refuse(self, rows: NDArray[np.integer], numbers: list[int], starts: Int64) -> None:
-        row, column = (int(each[0]) for each in np.nonzero(rows.view(self._unsigned) >= self.vocab_size))
+    def _check_ids(self, rows: NDArray[np.integer], numbers: list[int], starts: Int64) -> None:
+        unsigned = rows.view(f"u{rows.itemsize}")  # a negative id is a large one there
+        if not rows.size or unsigned.max() < self.vocab_size:
+            return
+        row, column = (int(each[0]) for each in np.nonzero(unsigned >= self.vocab_size))
         file, at = self.files[numbers[row]], int(starts[row]) + column
         raise InputError(
             f"{file.path}: token {int(file.tokens[at])} at offset {at} is not below the vocabulary of "
@@ -306,15 +318,25 @@ def _local_copy(file: TokenFile, folder: Path, copies: Path) -> TokenFile:
     return replace(file, path=copy, tokens=np.asarray(np.memmap(copy, dtype=file.tokens.dtype, mode="r")))
 
 
-def training_samples(folder: TokenFolder, wanted: TokenPath, val_fraction: float) -> tuple[int, int]:
+def open_samples(folder: TokenFolder, wanted: TokenPath, padding: int, report: Report) -> TokenFolder | PackedRows:
+    """The samples of a folder as they are packed: its own windows, or rows of whole documents."""
+    if wanted.packing == "windows":
+        return folder
+    return packed_rows(folder.name, folder.files, folder.sequence_length, padding, report, folder.check)
+
+
+def training_samples(source: TokenFolder | PackedRows, wanted: TokenPath, val_fraction: float) -> tuple[int, int]:
     """`(stop, border)`: samples below `stop` are trained on, those from `border` on are held out.
 
     The cap lies only on the former, so that another cap never trains on what another stage validates on.
     """
-    border = len(folder) - held_out_samples(len(folder), val_fraction)
+    border = len(source) - held_out_samples(len(source), val_fraction)
     if wanted.max_tokens is None:
         return border, border
-    most = max(count_windows(wanted.max_tokens, file.format, folder.sequence_length) for file in folder.files)
+    if isinstance(source, PackedRows):
+        most = count_windows(wanted.max_tokens, "datatrove", source.sequence_length)  # side by side, as rows are
+    else:
+        most = max(count_windows(wanted.max_tokens, file.format, source.sequence_length) for file in source.files)
     return min(border, most), border
 
 

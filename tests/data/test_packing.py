@@ -1,0 +1,227 @@
+"""Best-fit packing: the bins of a plain search, every token once, no document cut that fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_runs import run_config, write_texts
+from hypothesis import given
+from hypothesis import strategies as st
+from written_tokens import counting, write_ds
+
+from kenotron.config.errors import InputError
+from kenotron.data import NO_LOSS, open_run, packing
+from kenotron.data.cache import SplitTokens
+from kenotron.data.packing import best_fit_decreasing, open_plan, pack, packed_rows
+from kenotron.data.provenance import document_sightings, step_origins
+
+L = 8
+LENGTHS = (5, 30, 1, 12, 40, 7, 9, 25, 2, 3, 8, 8, 4)
+
+
+def quiet(line: str) -> None:
+    return None
+
+
+def naive_bins(lengths: list[int], capacity: int) -> list[int]:
+    """Every open bin is looked at for every item; of equal rooms the one that changed last wins."""
+    rooms: list[int] = []
+    changed: list[int] = []
+    found = [0] * len(lengths)
+    for clock, item in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+        fitting = [b for b, room in enumerate(rooms) if room >= lengths[item]]
+        if not fitting:
+            rooms.append(capacity)
+            changed.append(clock)
+            fitting = [len(rooms) - 1]
+        best = min(fitting, key=lambda b: (rooms[b], -changed[b]))
+        rooms[best] -= lengths[item]
+        changed[best] = clock
+        found[item] = best
+    return found
+
+
+@given(st.integers(1, 30).flatmap(lambda c: st.tuples(st.just(c), st.lists(st.integers(1, c), max_size=80))))
+def test_bins_are_those_of_a_plain_search(drawn: tuple[int, list[int]]) -> None:
+    capacity, lengths = drawn
+    assert best_fit_decreasing(np.array(lengths, dtype=np.int64), capacity).tolist() == naive_bins(lengths, capacity)
+
+
+@given(st.integers(1, 12), st.lists(st.integers(0, 40), max_size=40))
+def test_every_token_is_in_one_row_and_only_long_documents_are_cut(length: int, lengths: list[int]) -> None:
+    sizes = np.array(lengths, dtype=np.int64)
+    ends = np.cumsum(sizes)
+    starts, pieces, rows = pack(ends - sizes, sizes, length)
+    assert rows.sum() == len(starts)
+    borders = np.cumsum(rows) - rows
+    if len(rows):
+        assert np.add.reduceat(pieces, borders).max() <= length + 1
+    held = sorted(zip(starts.tolist(), pieces.tolist()))
+    labels = sorted(start + place for start, size in held for place in range(1, size))
+    expected = []
+    for end, size in zip(ends.tolist(), lengths):
+        own = [(start, each) for start, each in held if end - size <= start < end]
+        expected += range(end - size + 1, end)  # all but the first token of a document are a label, once
+        assert len(own) == (1 if 0 < size <= length + 1 else len(own))
+        assert set(range(end - size, end)) == {t for start, each in own for t in range(start, start + each)}
+        assert all(each == length + 1 for _, each in own[:-1])
+    assert labels == expected
+
+
+def test_rows_of_realistic_lengths_are_full_and_mixed_throughout() -> None:
+    generator = np.random.default_rng(0)
+    sizes = np.minimum(np.exp(generator.normal(6, 1.1, 100_000)).astype(np.int64) + 1, 100_000)
+    _, pieces, rows = pack(np.cumsum(sizes) - sizes, sizes, 2048)
+    assert pieces.sum() / (len(rows) * 2049) > 0.999
+    tenth = len(rows) // 10  # the last rows, which are held out, are no other lengths than the first
+    assert rows[-tenth:].mean() == pytest.approx(rows[:tenth].mean(), rel=0.1)
+
+
+def test_documents_are_packed_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of four, across the border of two files: the same as each four packed alone."""
+    monkeypatch.setattr(packing, "AT_ONCE", 4)
+    sizes = np.array(LENGTHS, dtype=np.int64)
+    ends = np.cumsum(sizes)
+    parts = [split(sizes[:5]), split(sizes[5:])]
+    plan = open_plan("two files", parts, L, quiet)
+    alone = [pack((ends - sizes)[at : at + 4], sizes[at : at + 4], L) for at in range(0, len(sizes), 4)]
+    assert np.array_equal(plan.starts, np.concatenate([starts for starts, _, _ in alone]))
+    assert np.array_equal(plan.lengths, np.concatenate([lengths for _, lengths, _ in alone]))
+    assert np.array_equal(np.diff(plan.first), np.concatenate([rows for _, _, rows in alone]))
+    assert (plan.documents, plan.cut, plan.tokens) == (13, 4, plan.lengths.sum())
+
+
+def split(sizes: Any, first: int = 0) -> SplitTokens:
+    tokens = np.arange(first, first + sum(sizes), dtype=np.uint16)
+    return SplitTokens(tokens, np.cumsum(sizes).astype(np.uint64), 0, -1)
+
+
+def test_a_plan_is_kept_and_made_anew_for_other_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    write = packing._write_plan
+
+    def counted(folder: Path, name: str, *rest: Any) -> None:
+        made.append(name)
+        write(folder, name, *rest)
+
+    monkeypatch.setattr(packing, "_write_plan", counted)
+    first = open_plan("a", [split(LENGTHS)], L, quiet)
+    again = open_plan("b", [split(LENGTHS)], L, quiet)
+    assert made == ["a"]
+    assert np.array_equal(first.starts, again.starts)
+    open_plan("c", [split(LENGTHS[::-1])], L, quiet)
+    open_plan("d", [split(LENGTHS)], L + 1, quiet)
+    assert made == ["a", "c", "d"]
+
+
+def test_ends_out_of_order_are_one_line() -> None:
+    wrong = SplitTokens(np.arange(9, dtype=np.uint16), np.array([3, 9, 5], dtype=np.uint64), 0, -1)
+    with pytest.raises(InputError, match="twisted: the ends of its documents are not in order"):
+        open_plan("twisted", [wrong], L, quiet)
+
+
+def test_rows_hold_their_pieces_and_padding_without_loss() -> None:
+    source = packed_rows("rows", [split(LENGTHS[:6], 100), split(LENGTHS[6:], 1000)], L, 7, quiet)
+    indices = np.arange(len(source))[::-1]
+    row, file, start, length = source.pieces(indices)
+    tokens, documents, loss = source.samples(indices), source.documents(indices), source.loss(indices)
+    for at in range(len(indices)):
+        mine = np.flatnonzero(row == at)
+        first = [100, 1000]
+        expected = [list(range(first[file[p]] + start[p], first[file[p]] + start[p] + length[p])) for p in mine]
+        flat = [token for piece in expected for token in piece]
+        padding = L + 1 - len(flat)
+        assert tokens[at].tolist() == flat + [7] * padding
+        numbers = [number for number, piece in enumerate(expected) for _ in piece]
+        assert documents[at].tolist() == numbers + [len(expected)] * padding
+        carries = [place > 0 for piece in expected for place in range(len(piece))]
+        assert loss[at].tolist() == carries + [False] * padding
+
+
+# ---- in a run ----------------------------------------------------------------------------------------------
+
+
+def config_of(dataset: Any, **changes: Any) -> Any:
+    return run_config(dataset, sequence_length=L, arch__vocab_size=4096, **changes)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    write_ds(tmp_path / "a" / "0.ds", counting(0, LENGTHS), loss=[token % 5 > 0 for token in range(sum(LENGTHS))])
+    write_ds(tmp_path / "a" / "1.ds", counting(1000, LENGTHS[::-1]))
+    return str(tmp_path / "a")
+
+
+@pytest.mark.parametrize("key", ["tokens", "dataset_folder"])
+def test_token_files_train_on_packed_rows_and_hold_the_last_out(folder: str, key: str) -> None:
+    dataset = {key: folder, "packing": "best_fit"}
+    with open_run(config_of(dataset, model__document_masking=True, val_fraction=0.25), 1, quiet) as data:
+        (source,) = data.stage_of(1).sources
+        assert source.packed is not None
+        rows = len(source.packed)
+        assert (len(source.train), len(source.held_out)) == (rows - rows // 4, rows // 4)
+        assert "packed best-fit: " in source.describe()
+        assert ", 8 of 26 documents cut" in source.describe()
+        batches = [batch for step in range(1, 13) for batch in data.batch(step)]
+        held = [batch for batch, _ in data.validation()]
+        fingerprint = data.fingerprints()[folder]
+    for batch in [*batches, *held]:
+        real = batch.labels != NO_LOSS
+        assert (batch.labels[real] == batch.tokens[real] + 1).all()  # never from one document to the next
+        masked = (batch.labels < 1000) & (batch.labels % 5 == 0)
+        assert not (real & masked).any()  # the .loss of 0.ds
+    seen, kept = ({label for b in each for label in b.labels[b.labels != NO_LOSS]} for each in (batches, held))
+    assert not seen & kept
+    firsts = {0, 1000, *np.cumsum(LENGTHS[:-1]), *(1000 + np.cumsum(LENGTHS[:0:-1]))}
+    every = {*range(sum(LENGTHS)), *range(1000, 1000 + sum(LENGTHS))}
+    assert seen | kept == {t for t in every - firsts if t >= 1000 or t % 5}
+    with open_run(config_of({key: folder}), 1, quiet) as data:
+        assert data.fingerprints()[folder] != fingerprint
+
+
+def test_texts_are_packed_and_validated_as_before(tmp_path: Path) -> None:
+    texts = {"text_files": str(write_texts(tmp_path / "texts", count=30, words=9))}
+    with open_run(config_of(texts, train_steps=30), 1, quiet) as windows:
+        held = [batch.labels.tolist() for batch, _ in windows.validation()]
+    with open_run(config_of(texts | {"packing": "best_fit"}, train_steps=30), 1, quiet) as data:
+        assert [batch.labels.tolist() for batch, _ in data.validation()] == held
+        (source,) = data.stage_of(1).sources
+        split = source.cache.train  # type: ignore[union-attr]
+        loss = source.train.loss(np.arange(len(source.train)))
+        assert loss is not None
+        assert loss[:, 1:].sum() == len(split.tokens) - len(split.ends)
+        assert source.packed is not None
+        assert source.packed.padding == 0  # the tokenizer's end of text
+        assert "packed best-fit" in source.describe()
+
+
+def test_what_packed_steps_read_is_told_in_both_directions(folder: str) -> None:
+    dataset = {"tokens": folder, "packing": "best_fit"}
+    expected: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {}
+    with open_run(config_of(dataset, val_fraction=0.2, model__document_masking=True), 1, quiet) as data:
+        for step in range(1, 13):
+            rows = {int(s): row for b in data.batch(step) for s, row in zip(b.sample_ids, b.tokens)}
+            for origin in step_origins(data, step):
+                assert origin.pieces
+                told: list[int] = []
+                for piece in origin.pieces:
+                    first = 1000 if piece.file.endswith("1.ds") else 0
+                    told += range(first + piece.first_token, first + piece.end_token)
+                    seen = (step, origin.sample, piece.first_token, piece.end_token)
+                    expected.setdefault((piece.file, piece.document), []).append(seen)
+                assert rows[origin.sample].tolist() == (told + [2] * L)[:L]
+        for name in ("0.ds", "1.ds"):
+            for document in range(len(LENGTHS)):
+                found = document_sightings(data, f"{folder}/{name}", document)
+                seen_at = [(each.step, each.sample, each.first_token, each.end_token) for each in found]
+                assert seen_at == sorted(expected.get((f"{folder}/{name}", document), []), key=lambda s: (s[1], s[2]))
+
+
+def test_files_without_ends_of_documents_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "b.npy", np.arange(2000, 2300, dtype=np.uint16))
+    config = config_of({"tokens": str(tmp_path / "b.npy"), "packing": "best_fit"})
+    with pytest.raises(InputError, match=r"best_fit needs the ends of documents, which .*b.npy does not tell"):
+        open_run(config, 1, quiet)
