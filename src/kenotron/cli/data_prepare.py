@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import typer
@@ -45,8 +46,16 @@ def tokenize(
         str | None, typer.Option(help="module.function(row, file) -> int: how often a row is written.")
     ] = None,
     skip_bad: Annotated[bool, typer.Option(help="Leave out and count what cannot be read.")] = False,
+    executor: Annotated[str | None, typer.Option(help="Run it as datatrove's tasks: local, slurm or ray.")] = None,
+    tasks: Annotated[int, typer.Option(help="Tasks of --executor; 0: one for each file.", min=0)] = 0,
+    partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
+    time: Annotated[str | None, typer.Option(help="Slurm's time limit of a task, 10:00:00 for example.")] = None,
+    sbatch: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="More options of sbatch.")] = None,
 ) -> None:
-    """Text becomes tokens on disk; a killed run goes on where it stopped."""
+    """Text becomes tokens on disk; a killed run goes on where it stopped.
+
+    With --executor, --workers are the tasks that run at once (0: all; local: one a core).
+    """
     from kenotron.data.prepare.tokenize import TokenizeOptions
     from kenotron.data.prepare.tokenize import tokenize as work
     from kenotron.data.tokenizer import load_tokenizer
@@ -66,7 +75,17 @@ def tokenize(
         repeat=repeat,
         skip_bad=skip_bad,
     )
-    made = work(inputs, load_tokenizer(tokenizer), output, options, workers or len(os.sched_getaffinity(0)), _say)
+    if executor is None:
+        for name, value in {"--tasks": tasks, "--partition": partition, "--time": time, "--sbatch": sbatch}.items():
+            if value:
+                raise InputError(f"{name}: expected only with --executor")
+        made = work(inputs, load_tokenizer(tokenizer), output, options, workers or len(os.sched_getaffinity(0)), _say)
+    else:
+        tokenize_on = _executors().tokenize_on
+        cluster = _executors().Cluster(executor, tasks, workers, partition, time, _pairs(sbatch or [], "--sbatch"))
+        if (given := tokenize_on(cluster, inputs, tokenizer, output, options, _say)) is None:
+            return
+        made = given
     left_out = f"; {made['skipped']:,} left out, which cannot be read" if made["skipped"] else ""
     print(
         f"{output}: {made['documents']:,} documents, {made['tokens']:,} tokens of {made['dtype']} in "
@@ -117,6 +136,21 @@ def train_tokenizer(
     tokenizer.save(output)
     print(f"{output}: {tokenizer.vocab_size:,} entries, end of text {tokenizer.eos_token_id}")
     print(f"Next: kenotron data tokenize {' '.join(inputs)} --tokenizer {output} --output tokens")
+
+
+def _executors() -> ModuleType:
+    try:
+        from kenotron.data.prepare import executors
+    except ImportError as error:
+        raise InputError(f"--executor: needs datatrove ({error}); pip install 'kenotron[cluster]'") from None
+    return executors
+
+
+def _pairs(texts: list[str], option: str) -> dict[str, str]:
+    for text in texts:
+        if "=" not in text.strip("="):
+            raise InputError(f"{option}: expected NAME=VALUE, found '{text}'")
+    return {name.lstrip("-"): value for name, _, value in (text.partition("=") for text in texts)}
 
 
 def _check_format(format: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,8 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Whole or not there."""
-    temporary = file.with_name(f"{file.name}.tmp")
+    """Whole or not there, whoever else writes it."""
+    temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
     with open(temporary, "w") as stream:
         stream.write(json.dumps(content, indent=2) + "\n")
         stream.flush()

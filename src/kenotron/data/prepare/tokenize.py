@@ -2,7 +2,7 @@
 
     this process     reads shard 0, 1, 2 … in batches of about a megabyte ──────────┐
     N workers        batch ──▶ ids (encode.py)                                      ▼
-    this process     ids in order ──▶ .unfinished/work/00000.ds ──▶ 00000.ds and .unfinished/00000.json
+    this process     ids in order ──▶ .unfinished/work-…/00000.ds ──▶ 00000.ds and .unfinished/00000.json
 
 A shard is done when its note `.unfinished/00000.json` is there; a killed run goes on with the shards that have none.
 The manifest is written when all have one, and `.unfinished` is removed.
@@ -14,6 +14,7 @@ import contextlib
 import io
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -36,6 +37,9 @@ from .manifest import MANIFEST, checksums, read_json, refuse_other_work, token_d
 from .shuffle import DocumentShuffle
 
 UNFINISHED = ".unfinished"
+WORK = "work-"
+"""So begin the folders in which processes work; one that was killed leaves its own until all is done."""
+
 FORMATS = ("datatrove", "megatron")
 """Those that keep the ends of documents."""
 
@@ -71,33 +75,56 @@ def tokenize(
 
     Errors (InputError): whatever is wrong with the inputs; `output` holds other work.
     """
-    work = _Work.plan(inputs, tokenizer, output, options)
-    notes = output / UNFINISHED
+    work = Work.plan(inputs, tokenizer, output, options)
+    if (done := finished(work, output)) is not None:
+        report(f"{output} is done already: {done['documents']:,} documents, {done['tokens']:,} tokens")
+        return done
+    make_folder(output)
+    with locked(output / UNFINISHED / "lock", report, f"tokenizing into {output}"):
+        if (done := finished(work, output)) is not None:  # by the process that was waited for
+            return done
+        begin(work, output)
+        todo = missing_shards(work, output)
+        if len(todo) < len(work.shards):
+            report(f"{len(work.shards) - len(todo)} of {len(work.shards)} shards are done already")
+        make_shards(work, output, todo, workers, report)
+        return finish(work, output)
+
+
+def finished(work: Work, output: Path) -> dict[str, Any] | None:
+    """The manifest, if there is one. Errors (InputError): it is of other work."""
     done = read_json(output / MANIFEST)
     if done is not None:
         refuse_other_work(output, done["made_by"], work.made_by)
-        report(f"{output} is done already: {done['documents']:,} documents, {done['tokens']:,} tokens")
-        return done
-    _make_folder(output)
-    with locked(notes / "lock", report, f"tokenizing into {output}"):
-        if (done := read_json(output / MANIFEST)) is not None:  # by the process that was waited for
-            refuse_other_work(output, done["made_by"], work.made_by)
-            return done
-        begun = read_json(notes / "plan.json")
-        if begun is not None:
-            if options.skip_bad:  # what is finished had nothing to skip, or skipped it
-                begun["options"]["skip_bad"] = True
-            refuse_other_work(output, begun, work.made_by)
-        write_json(notes / "plan.json", work.made_by)
-        _make_shards(work, output, workers, report)
-        _refuse_changed(work)
-        manifest = _manifest(work, notes)
-        write_json(output / MANIFEST, manifest)
-        shutil.rmtree(notes)
+    return done
+
+
+def begin(work: Work, output: Path) -> None:
+    """Leave the plan in `output`. Errors (InputError): other work was begun there."""
+    plan = output / UNFINISHED / "plan.json"
+    begun = read_json(plan)
+    if begun is not None:
+        if work.options.skip_bad:  # what is finished had nothing to skip, or skipped it
+            begun["options"]["skip_bad"] = True
+        refuse_other_work(output, begun, work.made_by)
+    write_json(plan, work.made_by)
+
+
+def missing_shards(work: Work, output: Path) -> list[Shard]:
+    """Those that have no note yet."""
+    return [shard for shard in work.shards if not _note(output / UNFINISHED, shard).exists()]
+
+
+def finish(work: Work, output: Path) -> dict[str, Any]:
+    """The manifest of shards that are all done; written last."""
+    _refuse_changed(work)
+    manifest = _manifest(work, output / UNFINISHED)
+    write_json(output / MANIFEST, manifest)
+    shutil.rmtree(output / UNFINISHED, ignore_errors=True)
     return manifest
 
 
-def _make_folder(output: Path) -> None:
+def make_folder(output: Path) -> None:
     if output.is_dir() and not (output / UNFINISHED).is_dir() and any(output.iterdir()):
         raise InputError(f"{output}: holds files that are not of this command; choose another --output")
     try:
@@ -110,7 +137,7 @@ def _make_folder(output: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     texts: list[Texts]
     shards: list[Shard]
     tokenizer: Tokenizer
@@ -121,7 +148,7 @@ class _Work:
     made_by: dict[str, Any]
 
     @classmethod
-    def plan(cls, inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: TokenizeOptions) -> _Work:
+    def plan(cls, inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: TokenizeOptions) -> Work:
         if doubled := [name for name in inputs if list(inputs).count(name) > 1]:
             raise InputError(f"INPUT: {doubled[0]} is given twice; --repeat writes documents more than once")
         rules = _encode_rules(tokenizer, options)
@@ -159,14 +186,14 @@ def _encode_rules(tokenizer: Tokenizer, options: TokenizeOptions) -> EncodeRules
     return EncodeRules(eos=eos, max_tokens=None, bos=bos if with_bos else None, bare=True)
 
 
-def _refuse_changed(work: _Work) -> None:
+def _refuse_changed(work: Work) -> None:
     for name, was in work.made_by["content"].items():
         source = next(source for source in work.texts if source.name == name)
         if describe_inputs([source])[name] != was:
             raise InputError(f"{name}: changed while it was read; remove the output folder and begin again")
 
 
-def _manifest(work: _Work, notes: Path) -> dict[str, Any]:
+def _manifest(work: Work, notes: Path) -> dict[str, Any]:
     shards = [read_json(_note(notes, shard)) or {} for shard in work.shards]
     totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes", "skipped")}
     if not totals["tokens"]:
@@ -202,15 +229,12 @@ class _ShardPiece(NamedTuple):
     done: int
 
 
-def _make_shards(work: _Work, output: Path, workers: int, report: Report) -> None:
-    """Every shard that has no note gets its files and its note."""
-    notes, scratch = output / UNFINISHED, output / UNFINISHED / "work"
-    todo = [shard for shard in work.shards if not _note(notes, shard).exists()]
-    if len(todo) < len(work.shards):
-        report(f"{len(work.shards) - len(todo)} of {len(work.shards)} shards are done already")
+def make_shards(work: Work, output: Path, todo: Sequence[Shard], workers: int, report: Report) -> None:
+    """Every shard of `todo` gets its files and its note."""
+    notes = output / UNFINISHED
+    scratch = Path(tempfile.mkdtemp(prefix=WORK, dir=notes))
     skipped: dict[int, int] = {}
     batches = encode_batches(_batches(work.texts, todo, skipped), work.tokenizer.to_json(), work.rules, max(workers, 1))
-    shutil.rmtree(scratch, ignore_errors=True)  # of a killed run
     speed = _Speed()
     with contextlib.ExitStack() as stack:
         update = stack.enter_context(progress("tokenizing", sum(shard.size for shard in todo), report))
@@ -268,7 +292,7 @@ def _cut(piece: Piece) -> Iterator[tuple[str, bool]]:
 class _ShardWriter:
     """Writes the pieces of a shard's documents; no file comes into being where there is no token."""
 
-    def __init__(self, work: _Work, shard: Shard, scratch: Path) -> None:
+    def __init__(self, work: Work, shard: Shard, scratch: Path) -> None:
         self.work, self.shard, self.scratch = work, shard, scratch
         self.documents = self.tokens = self.bytes = 0
         self._open = 0  # tokens of a document that goes on
@@ -302,7 +326,6 @@ class _ShardWriter:
         return {"documents": self.documents, "tokens": self.tokens, "bytes": self.bytes, "xxh3": sums}
 
     def _open_sink(self) -> TokenWriter | DocumentShuffle:
-        self.scratch.mkdir(parents=True, exist_ok=True)
         options = self.work.options
         if not options.shuffle_documents:
             return self._open_writer()
