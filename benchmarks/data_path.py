@@ -23,7 +23,7 @@ import numpy as np
 from kenotron.data.cache import SplitTokens, TokenCache
 from kenotron.data.order import Order
 from kenotron.data.plan import Stage
-from kenotron.data.ramps import levels
+from kenotron.data.ramps import lengths, levels
 from kenotron.data.sources import TokenWindows
 from kenotron.data.stages import OpenSource, OpenStage
 from kenotron.data.validation import HeldOutWindows
@@ -57,7 +57,7 @@ def open_sources(split: SplitTokens, folder: Path, sequence_length: int, sources
         [1.0 + number for number in range(sources)],
         [derive_key("bench", number) for number in range(sources)],
     )
-    stage = Stage(0, "bench", 1, 10**12, sequence_length, levels(None, 1), 42, 1, ())
+    stage = Stage(0, "bench", 1, 10**12, sequence_length, levels(None, 1), lengths(None, sequence_length), 42, 1, ())
     return OpenStage(stage, opened, order)
 
 

@@ -125,6 +125,7 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
         _layout(config)
     config["tokenizer"] = {"tokenizer_name_or_path": "some/tokenizer"}
     _stages(config["data_stages"])
+    _ramps(config)
     if config["tokens"].get("val_samples"):
         config["tokens"]["limit_val_batches"] = -1
     if config["checkpoints"].get("keep_every"):
@@ -175,6 +176,21 @@ def _stages(stages: list[dict[str, Any]]) -> None:
                 part.update(dataset_weights=None, dataset_read_path=None, dataset_max_tokens=None)
         for part in dataset.get("mixture", []):
             part["weight"] = 2.0
+
+
+def _ramps(config: dict[str, Any]) -> None:
+    """Lengths that every layout divides, and ramps that come out: 4 micro-batches, then 8."""
+    tokens = config["tokens"]
+    at_once = tokens["micro_batch_size"] * (config["parallelism"] or {}).get("dp", 1)
+    for stage in config["data_stages"]:
+        if stage.get("sequence_length") is not None:
+            stage["sequence_length"] = 128
+        if stage.get("sequence_length_ramp"):
+            stage["sequence_length"] = 128
+            stage["sequence_length_ramp"]["start"] = 8
+        if stage.get("batch_size_ramp"):
+            tokens["batch_accumulation_per_replica"] = 8
+            stage["batch_size_ramp"].update(start=4 * at_once, increment=4 * at_once)
 
 
 def _schedule(schedule: dict[str, Any]) -> None:

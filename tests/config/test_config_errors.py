@@ -150,6 +150,14 @@ def test_kv_heads_that_neither_split_nor_repeat_over_tp_are_refused(minimal: dic
             ("parallelism.tp=4", "parallelism.tp_mode=REDUCE_SCATTER", "tokens.sequence_length=9"),
             "parallelism.tp_mode: REDUCE_SCATTER splits a micro-batch's",
         ),
+        (
+            ("parallelism.context_parallel_size=4", "data_stages.0.sequence_length=20"),
+            "ring cuts a sequence into 8 pieces; expected data_stages.0.sequence_length 20 to divide by that",
+        ),
+        (
+            ("parallelism.context_parallel_size=4", "data_stages.0.sequence_length_ramp={start: 4, steps: 9}"),
+            "into 8 pieces; expected data_stages.0.sequence_length_ramp.start 4 to divide by that",
+        ),
         (("parallelism.pp=64",), "parallelism.pp: expected at most num_hidden_layers"),
         (("parallelism.pp=2", "parallelism.pp_layers=[1]"), "parallelism.pp_layers: expected 2 numbers of at least 1"),
         (("parallelism.pp=2", "parallelism.pp_stages_per_rank=2"), "expected 1 with pp_engine afab, found 2"),
@@ -159,6 +167,47 @@ def test_a_layout_is_checked_before_anything_starts(
     minimal: dict[str, Any], overrides: tuple[str, ...], expected: str
 ) -> None:
     assert expected in message(minimal, overrides)
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        ("batch_size_ramp={start: 6, increment: 8, samples: 9}", "start: expected a multiple of "),
+        (
+            "batch_size_ramp={start: 8, increment: 6, samples: 9}",
+            "increment: expected a multiple of tokens.micro_batch_size 2 x dp 2 = 4, found 6",
+        ),
+        (
+            "batch_size_ramp={start: 32, increment: 4, samples: 9}",
+            "start: expected fewer than the global batch of 32 samples, found 32",
+        ),
+        (
+            "batch_size_ramp={start: 8, increment: 16, samples: 9}",
+            "increment: expected a divisor of 24, the global batch of 32 samples less start 8, found 16",
+        ),
+        ("batch_size_ramp={start: 8, increment: 8}", "missing key 'data_stages.0.batch_size_ramp.samples'"),
+        (
+            "batch_size_ramp={start: 12, increment: 4, samples: 9}",
+            "batch_size_ramp: expected a multiple of 2 micro-batches, which pp_engine interleaved_1f1b cuts into 2 "
+            "rounds of at least pp 2, found 5 in a step of 20 samples",
+        ),
+        (
+            "sequence_length_ramp={start: 48, steps: 9}",
+            "start: expected a divisor of the stage's sequence length 256 below it, found 48",
+        ),
+        ("sequence_length_ramp={start: 256, steps: 9}", "sequence length 256 below it, found 256"),
+    ],
+)
+def test_a_ramp_that_does_not_come_out_is_told_with_its_arithmetic(
+    minimal: dict[str, Any], stage: str, expected: str
+) -> None:
+    layout = (
+        "parallelism={dp: 2, pp: 2, pp_engine: interleaved_1f1b, pp_stages_per_rank: 2}",
+        "model.model_config.num_hidden_layers=4",
+        "tokens.micro_batch_size=2",
+        "tokens.batch_accumulation_per_replica=8",
+    )
+    assert expected in message(minimal, (*layout, f"data_stages.0.{stage}"))
 
 
 def test_a_trained_vocabulary_must_fit_the_model(minimal: dict[str, Any]) -> None:

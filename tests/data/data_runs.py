@@ -10,7 +10,8 @@ from kenotron.config import Config, load
 
 
 def run_config(*stages: Any, **changes: Any) -> Config:
-    """A config with one stage per entry of `stages`: a dataset, or a dict with `dataset`, `start`, `length`.
+    """A config with one stage per entry of `stages`: a dataset, or a dict with `dataset`, `start`, `length` and
+    the stage's ramps.
 
     `changes` are keys of `tokens`, or of `model`, `tokenizer`, `data` in the form ``model__document_masking=True``.
     """
@@ -38,6 +39,8 @@ def run_config(*stages: Any, **changes: Any) -> Config:
                 "name": f"stage {number}",
                 "start_training_step": given.get("start", 1 + 6 * number),
                 "sequence_length": given.get("length"),
+                "batch_size_ramp": given.get("batch_size_ramp"),
+                "sequence_length_ramp": given.get("sequence_length_ramp"),
                 "data": data,
             }
         )

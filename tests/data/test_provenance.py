@@ -74,6 +74,9 @@ def test_a_document_is_seen_where_steps_say_that_they_read_it(mixed: dict[str, A
     config = run_config(
         mixed, {"dataset": {"tokens": folder}, "start": 8}, sequence_length=L, arch__vocab_size=4096, train_steps=20
     )
+    ramped = {"dataset": mixed, "batch_size_ramp": {"start": 2, "increment": 2, "samples": 9}}
+    with open_run(config_of(ramped, val_fraction=0.2), 1, quiet) as data:
+        check_sightings(data, folder)
     with open_run(config, 1, quiet) as data:
         check_sightings(data, folder)
         for wrong, message in (

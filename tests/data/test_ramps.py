@@ -1,15 +1,23 @@
-"""Ramps against Megatron's rule played step by step, and against counting."""
+"""Ramps against Megatron's rule played step by step, and against counting; folded batches against each row alone."""
 
 from __future__ import annotations
 
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-from hypothesis import given
+import numpy as np
+from data_runs import run_config
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from written_tokens import counting, write_ds
 
+from kenotron.data import open_run
+from kenotron.data.batch import fold, make_batch
 from kenotron.data.plan import Stage
-from kenotron.data.ramps import levels
+from kenotron.data.provenance import step_origins
+from kenotron.data.ramps import lengths, levels
 
 
 def megatron_batch_size(consumed: int, start: int, increment: int, samples: int, size: int) -> int:
@@ -31,7 +39,7 @@ def stage(start: int, stop: int, ramp: tuple[int, int, int, int] | None, size: i
     given = None
     if ramp is not None:
         given, size = SimpleNamespace(start=ramp[0], increment=ramp[1], samples=ramp[2]), ramp[3]
-    return Stage(0, "one", start, stop, length, levels(given, size), 42, 0, ())
+    return Stage(0, "one", start, stop, length, levels(given, size), lengths(None, length), 42, 0, ())
 
 
 @given(ramps(), st.integers(1, 50))
@@ -69,3 +77,132 @@ def test_a_ramp_of_a_thousand_billion_samples_is_a_short_table() -> None:
     assert len(one.levels) == 8
     assert one.batch_size(10**10 - 1) == 2048
     assert one.step_of(one.samples - 1) == one.stop - 1
+
+
+# ---- sequence length ---------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 12), st.integers(2, 24), st.integers(1, 40))
+def test_the_length_is_the_longest_fitting_one_below_the_line(start: int, times: int, steps: int) -> None:
+    length = start * times
+    table = lengths(SimpleNamespace(start=start, steps=steps), length)
+    one = Stage(0, "one", 4, 4 + 2 * steps, length, levels(None, 3), table, 42, 0, ())
+    for done in range(2 * steps):
+        line = start + Fraction((length - start) * min(done, steps), steps)
+        fits = [each for each in range(1, length + 1) if each % start == 0 and length % each == 0 and each <= line]
+        assert one.length_at(4 + done) == max(fits)
+    assert one.tokens_before(4 + steps) == 3 * length * steps  # no token is lost
+
+
+@given(st.integers(1, 3), st.sampled_from([1, 2, 3, 4, 6, 12]), st.booleans(), st.randoms(use_true_random=False))
+def test_a_folded_batch_is_every_short_row_by_itself(n: int, short: int, masking: bool, random: Any) -> None:
+    windows = np.array([[random.randrange(50) for _ in range(13)] for _ in range(n)])
+    borders = np.array([[random.random() < 0.3 for _ in range(13)] for _ in range(n)])
+    numbers = borders.cumsum(axis=1) if masking else None
+    found = fold(make_batch(windows, np.arange(n) + 5, numbers), short)
+    assert found.tokens.shape == found.labels.shape == (n * 12 // short, short)
+    for row in range(n * 12 // short):
+        sample, start = divmod(row * short, 12)
+        here = slice(start, start + short + 1)
+        alone = make_batch(
+            windows[sample : sample + 1, here],
+            np.array([sample + 5]),
+            None if numbers is None else numbers[sample : sample + 1, here],
+        )
+        for name in ("tokens", "labels", "positions", "documents"):
+            mine, theirs = getattr(found, name), getattr(alone, name)
+            assert (mine is None) == (theirs is None)
+            assert mine is None or (mine[row] == theirs[0]).all(), name
+        assert found.sample_ids[row] == sample + 5
+
+
+# ---- a run -------------------------------------------------------------------------------------------------
+
+
+def quiet(line: str) -> None:
+    return None
+
+
+@given(
+    ramp=st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 40)),
+    dp=st.integers(1, 3),
+    micro=st.integers(1, 2),
+    short=st.sampled_from([None, (8, 3), (16, 5)]),
+)
+@settings(max_examples=25)
+def test_a_ramped_run_reads_the_samples_of_a_run_without_in_their_order(
+    ramp: tuple[int, int, int, int], dp: int, micro: int, short: tuple[int, int] | None
+) -> None:
+    at_once = micro * dp
+    start, increment, rises, samples = ramp
+    size = (start + increment * rises) * at_once
+    stage: dict[str, Any] = {"dataset": None}
+    stage["batch_size_ramp"] = {"start": start * at_once, "increment": increment * at_once, "samples": samples}
+    if short is not None:
+        stage["sequence_length_ramp"] = {"start": short[0], "steps": short[1]}
+    config = run_config(
+        stage, {"dataset": None, "start": 8}, micro_batch_size=micro, batch_accumulation_per_replica=size // micro
+    )
+    taken = 0
+    with open_run(config, 1, quiet) as data:
+        for step in range(1, 13):
+            assert data.samples_before(step) == taken
+            assert data.tokens_before(step) == taken * 32
+            batches = [batch for rank in range(dp) for batch in data.batch(step, rank, dp)]
+            assert {batch.tokens.size for batch in batches} == {micro * 32}
+            length = batches[0].tokens.shape[1]
+            ids = np.concatenate([batch.sample_ids for batch in batches])[:: 32 // length]
+            tokens = np.concatenate([batch.tokens.reshape(-1, 32) for batch in batches])[ids.argsort()]
+            assert sorted(ids.tolist()) == list(range(taken, taken + len(ids)))
+            assert [origin.sample for origin in step_origins(data, step)] == sorted(ids.tolist())
+            stage_number = step >= 8
+            place = np.arange(taken, taken + len(ids)) - (data.samples_before(8) if stage_number else 0)
+            plain = data.stage_of(step).read(place, place, False)
+            assert (tokens == plain.tokens).all()
+            taken += len(ids)
+        assert data.samples_before(99) == taken
+
+
+def test_no_stage_trains_on_what_is_validated_on_whatever_its_length(tmp_path: Path) -> None:
+    """Every token is its own number: what was trained on and what is held out share none as an input."""
+    for file in range(3):
+        write_ds(tmp_path / "ds" / f"{file}.ds", counting(file * 700, [350, 350]), tokenizer=None)
+    np.arange(2100, 3500).astype("<u2").tofile(tmp_path / "raw.bin")
+    for dataset in (
+        {"dataset_folder": str(tmp_path / "ds")},
+        {"tokens": str(tmp_path / "raw.bin"), "token_dtype": "uint16"},
+    ):
+        stages = [{"dataset": dataset, "length": length, "start": 1 + i} for i, length in enumerate((32, 7, 50, 32))]
+        config = run_config(*stages, train_steps=4, arch__vocab_size=4096, val_fraction=0.3)
+        with open_run(config, 1, quiet) as data:
+            held_out = {int(t) for batch, _ in data.validation() for t in batch.tokens.ravel()}
+            assert len(held_out) > 350
+            for step, length in enumerate((32, 7, 50, 32), 1):
+                source = data.stage_of(step).sources[0].train
+                inputs = source.samples(np.arange(len(source)))[:, :-1]
+                assert inputs.shape[1] == length
+                assert not held_out & set(inputs.ravel().tolist())
+                assert len(source) * length > 850  # nearly all that is not held out
+
+
+def test_a_stage_says_what_shape_it_comes_to() -> None:
+    stage = {
+        "dataset": None,
+        "batch_size_ramp": {"start": 2, "increment": 2, "samples": 5},
+        "sequence_length_ramp": {"start": 8, "steps": 6},
+    }
+    with open_run(run_config(stage, {"dataset": None, "length": 64}), 1, quiet) as data:
+        assert [each.describe_shape() for each in data.stages] == [
+            "sequence length 32 (8 at first, whole from step 7 on), 4 samples a step (2 at first, all from step 4 on)",
+            "sequence length 64",
+        ]
+
+
+def test_rows_packed_anew_for_another_length_are_told(tmp_path: Path) -> None:
+    write_ds(tmp_path / "ds" / "0.ds", counting(0, [90] * 20), tokenizer=None)
+    said: list[str] = []
+    dataset = {"tokens": str(tmp_path / "ds"), "packing": "best_fit"}
+    config = run_config(dataset, {"dataset": dataset, "length": 64}, arch__vocab_size=4096)
+    with open_run(config, 1, said.append) as data:
+        data.batch(7)
+    assert len([line for line in said if "rows of 64 tokens are packed anew" in line]) == 1

@@ -159,7 +159,6 @@ REFUSED: dict[str, str] = {
     "MetricsLogging.log_level": "metrics_logging.log_level=1",
     "MetricsLogging.log_detail_interval": "metrics_logging.log_level=1",
     "Tokens.limit_test_batches": "tokens.limit_test_batches=1",
-    "DataStage.sequence_length": "data_stages.0.sequence_length=8",
     "Config.metrics_logging": "metrics_logging.log_level=1",
     "Config.lighteval": "lighteval={}",
     "Config.s3_upload": REFUSED_SECTIONS["S3Upload"],
@@ -208,6 +207,11 @@ WORDS = ("tokenizer.tokenizer_name_or_path={folder}/words", "model.model_config.
 NANOSET = (f"{DATASET}={{dataset_folder: ['{{folder}}/ds/a', '{{folder}}/ds/b']}}",)
 TOKENS = (f"{DATASET}={{tokens: '{{folder}}/ds/a'}}",)
 RAW = (f"{DATASET}={{tokens: '{{folder}}/raw.bin', token_dtype: uint16}}",)
+RAMPED = (  # 4, 8 and 16 samples in the first three steps
+    "tokens.batch_accumulation_per_replica=6",
+    "data_stages.0.batch_size_ramp={start: 4, increment: 4, samples: 20}",
+)
+SHORTER = ("data_stages.0.sequence_length_ramp={start: 8, steps: 2}",)
 EARLIER = ("checkpoints.resume_checkpoint_path={folder}/earlier/checkpoints/2",)
 SGD = (f"{FACTORY}={{name: sgd, momentum: 0.5}}",)
 MUON = (f"{FACTORY}={{name: muon, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-8}}",)
@@ -394,6 +398,14 @@ ROWS: dict[str, Row] = {
             "{name: b, start_training_step: 3, data: {dataset: null, seed: 9}}]",
         ),
     ),
+    "DataStage.sequence_length": Row(tokens, "data_stages.0.sequence_length=8"),
+    "DataStage.batch_size_ramp": Row(micro_batches, RAMPED[-1], RAMPED[:-1]),
+    "BatchSizeRamp.start": Row(metric("global_batch_size"), "data_stages.0.batch_size_ramp.start=8", RAMPED),
+    "BatchSizeRamp.increment": Row(metric("global_batch_size"), "data_stages.0.batch_size_ramp.increment=20", RAMPED),
+    "BatchSizeRamp.samples": Row(metric("global_batch_size"), "data_stages.0.batch_size_ramp.samples=30", RAMPED),
+    "DataStage.sequence_length_ramp": Row(micro_batches, SHORTER),
+    "SequenceLengthRamp.start": Row(micro_batches, "data_stages.0.sequence_length_ramp.start=4", SHORTER),
+    "SequenceLengthRamp.steps": Row(metric("sequence_length"), "data_stages.0.sequence_length_ramp.steps=1", SHORTER),
     "DataStage.data": Row(tokens, "data_stages.0.data.seed=4"),
     "Data.dataset": Row(tokens, USER),
     "Data.seed": Row(tokens, "data_stages.0.data.seed=4"),

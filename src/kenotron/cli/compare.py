@@ -34,7 +34,9 @@ def compare(
     from kenotron.config import load
 
     plain = load(file)
-    other = load(file, _at_one_batch_size(plain, load(file, overrides), overrides))
+    # A ramp fits micro-batches that are divided already: until then it is left out.
+    no_ramps = [f"data_stages.{i}.batch_size_ramp=null" for i in range(len(plain.data_stages))]
+    other = load(file, _at_one_batch_size(plain, load(file, [*overrides, *no_ramps]), overrides))
     _check(plain, other, steps, picture)
     from kenotron.launch import work_on_ranks
     from kenotron.train.compare import compare as measure
@@ -74,7 +76,9 @@ def _at_one_batch_size(plain: Config, other: Config, overrides: Sequence[str]) -
         raise InputError(
             f"parallelism.dp: expected a divisor of the global batch of {wanted}, found {other.parallelism.dp}"
         )
-    micro = math.gcd(per_replica, plain.tokens.micro_batch_size)
+    ramps = [stage.batch_size_ramp for stage in plain.data_stages if stage.batch_size_ramp]
+    sizes = [size // other.parallelism.dp for ramp in ramps for size in (ramp.start, ramp.increment)]
+    micro = math.gcd(per_replica, plain.tokens.micro_batch_size, *sizes)
     split = [f"tokens.micro_batch_size={micro}", f"tokens.batch_accumulation_per_replica={per_replica // micro}"]
     print(f"The global batch stays {wanted}: {' '.join(split)}", file=sys.stderr)
     return [*overrides, *split]

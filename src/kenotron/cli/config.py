@@ -31,10 +31,15 @@ def check(file: File, overrides: Overrides = None) -> None:
     """Check a config: keys, types, cross-checks, and whether everything it asks for is supported."""
     config = load(file, overrides or [], report=_say)
     refuse_unsupported(config)
-    tokens, stages = config.tokens, len(config.data_stages)
+    stages, lengths = config.data_stages, set(config.sequence_lengths.values())
+    samples, length = f"{config.global_batch_size}", f"{max(lengths)}"
+    if any(stage.batch_size_ramp for stage in stages):
+        samples = f"up to {samples}"
+    if len(lengths) > 1 or any(stage.sequence_length_ramp for stage in stages):
+        length = f"up to {length}"
     typer.echo(
-        f"{file}: valid: {tokens.train_steps} steps of {config.global_batch_size} sequences of "
-        f"{tokens.sequence_length} tokens, {stages} stage{'s' if stages > 1 else ''}"
+        f"{file}: valid: {config.tokens.train_steps} steps of {samples} sequences of {length} tokens, "
+        f"{len(stages)} stage{'s' if len(stages) > 1 else ''}"
     )
 
 

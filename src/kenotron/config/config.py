@@ -76,6 +76,15 @@ class Config(Section):
         return tokens.micro_batch_size * tokens.batch_accumulation_per_replica * self.parallelism.dp
 
     @property
+    def sequence_lengths(self) -> dict[str, int]:
+        """The sequence length of every stage, under the key that says it; the first stage's is the first."""
+        tokens, found = self.tokens, {}
+        for i, stage in enumerate(self.data_stages):
+            at = "tokens" if stage.sequence_length is None else f"data_stages.{i}"
+            found[f"{at}.sequence_length"] = stage.sequence_length or tokens.sequence_length
+        return found
+
+    @property
     def zero_stage(self) -> int | str:
         """0, 1, 2, 3 or "hybrid", from whichever of the two keys says it."""
         by_strategy = STRATEGIES.get(self.parallelism.strategy or "")
@@ -83,7 +92,15 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _checks(self) -> Self:
-        checks = (_check_heads, _check_layout, _check_tokenizer, _check_steps, _check_company, _check_evaluation)
+        checks = (
+            _check_heads,
+            _check_layout,
+            _check_ramps,
+            _check_tokenizer,
+            _check_steps,
+            _check_company,
+            _check_evaluation,
+        )
         problems = [problem for check in checks for problem in check(self)]
         if problems:
             raise PydanticCustomError("checks", "several checks failed", {"problems": problems})
@@ -142,25 +159,29 @@ def _check_layout(config: Config) -> Iterator[Problem]:
         )
     if layout.context_parallel_size > 1:
         yield from _check_context_parallel(config)
-    local = tokens.micro_batch_size * tokens.sequence_length // layout.context_parallel_size
-    if layout.tp > 1 and layout.tp_mode == "REDUCE_SCATTER" and local % layout.tp:
-        yield (
-            "parallelism.tp_mode",
-            f"REDUCE_SCATTER splits a micro-batch's {local} tokens over tp {layout.tp}: expected a multiple of it",
-        )
+    for length in dict.fromkeys(config.sequence_lengths.values()):
+        local = tokens.micro_batch_size * length // layout.context_parallel_size
+        if layout.tp > 1 and layout.tp_mode == "REDUCE_SCATTER" and local % layout.tp:
+            yield (
+                "parallelism.tp_mode",
+                f"REDUCE_SCATTER splits a micro-batch's {local} tokens over tp {layout.tp}: expected a multiple of it",
+            )
     if layout.pp > 1:
         yield from _check_pipeline(config)
 
 
 def _check_context_parallel(config: Config) -> Iterator[Problem]:
-    layout, length, model = config.parallelism, config.tokens.sequence_length, config.model.architecture
+    layout, model, lengths = config.parallelism, config.model.architecture, config.sequence_lengths
     method, cp, at = layout.context_parallel_method, layout.context_parallel_size, "parallelism.context_parallel_size"
     parts = cp if method == "ulysses" else 2 * cp
-    if length % parts:
-        yield (
-            at,
-            f"{method} cuts a sequence into {parts} pieces; expected tokens.sequence_length {length} to divide by that",
-        )
+    starts = {
+        f"data_stages.{i}.sequence_length_ramp.start": stage.sequence_length_ramp.start
+        for i, stage in enumerate(config.data_stages)
+        if stage.sequence_length_ramp
+    }
+    for name, length in (lengths | starts).items():
+        if length % parts:
+            yield at, f"{method} cuts a sequence into {parts} pieces; expected {name} {length} to divide by that"
     if isinstance(model, HFArchitecture):
         return
     heads = model.num_attention_heads
@@ -171,12 +192,13 @@ def _check_context_parallel(config: Config) -> Iterator[Problem]:
             f"{heads // layout.tp}; expected a divisor of that, found {cp} (ring and allgather take any)",
         )
     scaling = getattr(model, "rope_scaling", None) or {}
-    if scaling.get("rope_type", scaling.get("type")) == "dynamic" and length > model.max_position_embeddings:
-        yield (
-            at,
-            "rope_scaling dynamic grows with a batch's longest position, and a rank sees only its own tokens'; "
-            f"expected 1, or tokens.sequence_length of at most max_position_embeddings {model.max_position_embeddings}",
-        )
+    for name, length in lengths.items():
+        if scaling.get("rope_type", scaling.get("type")) == "dynamic" and length > model.max_position_embeddings:
+            yield (
+                at,
+                "rope_scaling dynamic grows with a batch's longest position, and a rank sees only its own tokens'; "
+                f"expected 1, or {name} of at most max_position_embeddings {model.max_position_embeddings}",
+            )
 
 
 def _check_pipeline(config: Config) -> Iterator[Problem]:
@@ -209,20 +231,60 @@ def _check_pipeline(config: Config) -> Iterator[Problem]:
 
 
 def _check_micro_batches(config: Config) -> Iterator[Problem]:
-    """The schedules' own limits."""
-    layout, count = config.parallelism, config.tokens.batch_accumulation_per_replica
+    """The schedules' own limits, for every batch size of the run."""
+    count = config.tokens.batch_accumulation_per_replica
+    if expected := _micro_batches_wanted(config.parallelism, count):
+        yield "tokens.batch_accumulation_per_replica", f"expected {expected}, found {count}"
+    at_once = config.tokens.micro_batch_size * config.parallelism.dp
+    for i, stage in enumerate(config.data_stages):
+        ramp = stage.batch_size_ramp
+        for size in range(ramp.start, config.global_batch_size, ramp.increment) if ramp else ():
+            expected = _micro_batches_wanted(config.parallelism, size // at_once)
+            if size % at_once == 0 and expected:
+                at = f"data_stages.{i}.batch_size_ramp"
+                yield at, f"expected {expected}, found {size // at_once} in a step of {size} samples"
+                break
+
+
+def _micro_batches_wanted(layout: Parallelism, count: int) -> str | None:
+    """What the schedule needs in the place of `count` micro-batches; None: it can do them."""
     least = 2 * layout.pp if layout.pp_engine == "dualpipev" else 1
     if count < least:
-        expected = f"at least {least} micro-batches with pp_engine {layout.pp_engine} and pp {layout.pp}"
-    elif layout.pp_engine.startswith("interleaved") and count % max(1, count // layout.pp):
+        return f"at least {least} micro-batches with pp_engine {layout.pp_engine} and pp {layout.pp}"
+    if layout.pp_engine.startswith("interleaved") and count % max(1, count // layout.pp):
         rounds = count // layout.pp
-        expected = (
+        return (
             f"a multiple of {rounds} micro-batches, which pp_engine {layout.pp_engine} cuts into {rounds} rounds of at "
             f"least pp {layout.pp}"
         )
-    else:
-        return
-    yield "tokens.batch_accumulation_per_replica", f"expected {expected}, found {count}"
+    return None
+
+
+def _check_ramps(config: Config) -> Iterator[Problem]:
+    tokens, size = config.tokens, config.global_batch_size
+    at_once = tokens.micro_batch_size * config.parallelism.dp
+    product = f"tokens.micro_batch_size {tokens.micro_batch_size} x dp {config.parallelism.dp} = {at_once}"
+    for i, stage in enumerate(config.data_stages):
+        if ramp := stage.batch_size_ramp:
+            at = f"data_stages.{i}.batch_size_ramp."
+            for name in ("start", "increment"):
+                if getattr(ramp, name) % at_once:
+                    yield at + name, f"expected a multiple of {product}, found {getattr(ramp, name)}"
+            if ramp.start >= size:
+                yield at + "start", f"expected fewer than the global batch of {size} samples, found {ramp.start}"
+            elif (size - ramp.start) % ramp.increment:
+                yield (
+                    at + "increment",
+                    f"expected a divisor of {size - ramp.start}, the global batch of {size} samples less start "
+                    f"{ramp.start}, found {ramp.increment}",
+                )
+        if shorter := stage.sequence_length_ramp:
+            length = stage.sequence_length or tokens.sequence_length
+            if shorter.start >= length or length % shorter.start:
+                yield (
+                    f"data_stages.{i}.sequence_length_ramp.start",
+                    f"expected a divisor of the stage's sequence length {length} below it, found {shorter.start}",
+                )
 
 
 def _check_tokenizer(config: Config) -> Iterator[Problem]:

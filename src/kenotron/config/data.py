@@ -258,10 +258,29 @@ class Data(Section):
         return self
 
 
+class BatchSizeRamp(Section):
+    """A batch that grows by `increment` samples after every equal share of `samples`, up to the global batch size."""
+
+    start: int = key("Samples of the stage's first step.", ge=1, mark=OURS)
+    increment: int = key("Samples that a step takes more after each rise.", ge=1, mark=OURS)
+    samples: int = key("Samples of the stage after which the batch is whole.", ge=1, mark=OURS)
+
+
+class SequenceLengthRamp(Section):
+    """Sequences that grow to the stage's length: a step's samples are cut into shorter ones, and no token is lost."""
+
+    start: int = key("Tokens of a sequence at the stage's first step, a divisor of its length.", ge=1, mark=OURS)
+    steps: int = key("Steps of the stage after which sequences have its length.", ge=1, mark=OURS)
+
+
 class DataStage(Section):
     name: str = key("Name of the stage.")
     start_training_step: int = key("First step of the stage; the first stage starts at 1.", ge=1)
     data: Data = key("What the stage reads.")
-    sequence_length: int | None = key(
-        "Sequence length of the stage; null: tokens.sequence_length (another one is not supported yet).", None, ge=1
+    sequence_length: int | None = key("Sequence length of the stage; null: tokens.sequence_length.", None, ge=1)
+    batch_size_ramp: BatchSizeRamp | None = key(
+        "Smaller batches at the beginning of the stage; null: none.", None, mark=OURS
+    )
+    sequence_length_ramp: SequenceLengthRamp | None = key(
+        "Shorter sequences at the beginning of the stage; null: none.", None, mark=OURS
     )

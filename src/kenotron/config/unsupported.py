@@ -51,8 +51,6 @@ def _model(config: Config) -> Iterator[str]:
 def _data(config: Config) -> Iterator[str]:
     for i, stage in enumerate(config.data_stages):
         at = f"data_stages.{i}."
-        if stage.sequence_length not in (None, config.tokens.sequence_length):
-            yield f"{at}sequence_length other than tokens.sequence_length"
         dataset = stage.data.dataset
         for each in dataset.mixture if isinstance(dataset, MixtureDataset) else [dataset]:
             for path in _token_paths(each):

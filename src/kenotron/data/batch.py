@@ -48,6 +48,25 @@ class TokenBatch:
         )
 
 
+def fold(batch: TokenBatch, length: int) -> TokenBatch:
+    """The same tokens in sequences of `length`, a divisor of theirs: ``[n, L]`` → ``[n * L / length, length]``.
+
+    Every sequence begins anew: a document that goes on from one to the next counts as another there.
+    """
+    old = batch.tokens.shape[1]
+    if length == old:
+        return batch
+    tokens, labels = batch.tokens.reshape(-1, length), batch.labels.reshape(-1, length)
+    positions = None if batch.positions is None else batch.positions.reshape(-1, length)
+    documents = None if batch.documents is None else batch.documents.reshape(-1, length)
+    if positions is not None:  # what a row begins with counts from there; the documents after it count as before
+        places = np.arange(length)
+        positions = np.where(positions - places == positions[:, :1], places, positions)
+    if documents is not None:
+        documents = documents - documents[:, :1]
+    return TokenBatch(tokens, labels, np.repeat(batch.sample_ids, old // length), positions, documents)
+
+
 class TokenSource(Protocol):
     """Random access to samples: all that the order and the loader ask of data.
 

@@ -24,7 +24,7 @@ from kenotron.kernels.hashing import derive_key
 
 from .order import counts, huffman
 from .progress import Report
-from .ramps import Level, level_of_sample, level_of_step, levels
+from .ramps import Level, length_of_step, lengths, level_of_sample, level_of_step, levels
 from .texts import FileTexts, Texts, find_files, python_stdlib
 from .token_folder import TokenPath, open_folder, open_samples, token_paths, training_samples
 
@@ -44,7 +44,10 @@ class SourcePlan:
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps [start, stop) of the run, counted from 1. A sample is `sequence_length` tokens."""
+    """Steps [start, stop) of the run, counted from 1.
+
+    A sample is `sequence_length` tokens; `levels` and `lengths` are its ramps (ramps.py).
+    """
 
     number: int
     name: str
@@ -52,6 +55,7 @@ class Stage:
     stop: int
     sequence_length: int
     levels: tuple[Level, ...]
+    lengths: tuple[tuple[int, int], ...]
     seed: int
     workers: int
     sources: tuple[SourcePlan, ...]
@@ -65,9 +69,23 @@ class Stage:
         """Samples of the whole stage."""
         return self.samples_before(self.stop)
 
+    def describe_shape(self) -> str:
+        """``sequence length 64``, and how it and the batch size get to what they are."""
+        text = f"sequence length {self.sequence_length}"
+        if len(self.lengths) > 1:
+            text += f" ({self.lengths[0][1]} at first, whole from step {self.start + self.lengths[-1][0]} on)"
+        if len(self.levels) > 1:
+            first, last = self.levels[0], self.levels[-1]
+            text += f", {last.size} samples a step ({first.size} at first, all from step {self.start + last.first} on)"
+        return text
+
     def batch_size(self, step: int) -> int:
         """Samples of `step`, which is one of the stage's."""
         return level_of_step(self.levels, step - self.start).size
+
+    def length_at(self, step: int) -> int:
+        """Tokens of the sequences that `step`, which is one of the stage's, trains on."""
+        return length_of_step(self.lengths, step - self.start)
 
     def samples_before(self, step: int) -> int:
         """Samples of this stage that the run takes before `step`: 0 up to its start, all of them from its stop on."""
@@ -110,7 +128,8 @@ def plan_stages(config: Any, report: Report = print) -> list[Stage]:
             start=start,
             stop=stop,
             sequence_length=length,
-            levels=levels(None, config.global_batch_size),
+            levels=levels(stage.batch_size_ramp, config.global_batch_size),
+            lengths=lengths(stage.sequence_length_ramp, length),
             seed=stage.data.seed,
             workers=stage.data.num_loading_workers,
             sources=sources,
@@ -132,7 +151,7 @@ def samples_of(path: TokenPath, config: Any, sequence_length: int, report: Repor
     """Training samples of tokenized files."""
     folder = open_folder(path, sequence_length, config.model.architecture.vocab_size, config.general.seed)
     samples = open_samples(folder, path, 0, report)
-    count, _ = training_samples(samples, path, config.tokens.val_fraction)
+    count, _ = training_samples(samples, path, config)
     if count == 0:
         raise InputError(
             f"{path.path}: expected at least {sequence_length + 1} tokens to train on (sequence_length + 1), "

@@ -24,7 +24,7 @@ import numpy as np
 
 from kenotron.config.errors import InputError
 
-from .batch import TokenBatch
+from .batch import TokenBatch, fold
 from .loader import Prefetcher
 from .plan import Stage, plan_stages, texts_of
 from .progress import Report
@@ -79,7 +79,8 @@ class RunData:
         in_batch = np.arange(total, dtype=np.int64).reshape(-1, dp_size, micro)[:, dp_rank].reshape(-1)
         positions = opened.stage.samples_before(step) + in_batch
         whole = opened.read(positions, self.samples_before(step) + in_batch, self._masking)
-        return [whole[first : first + micro] for first in range(0, len(positions), micro)]
+        length = opened.stage.length_at(step)
+        return [fold(whole[first : first + micro], length) for first in range(0, len(positions), micro)]
 
     def stage_of(self, step: int) -> OpenStage:
         """The stage that `step` belongs to, open."""
@@ -170,7 +171,7 @@ class RunData:
         lines = [f"tokenizer: {describe_tokenizer(self.config, self.tokenizer)}"]
         for stage in self.stages:
             future = self._opened.get(stage.number)
-            head = f"[{stage.name}] steps {stage.start}-{stage.stop - 1}, sequence length {stage.sequence_length}"
+            head = f"[{stage.name}] steps {stage.start}-{stage.stop - 1}, {stage.describe_shape()}"
             if future is None or not future.done() or future.exception():
                 lines.append(f"{head}: opened when its turn comes")
                 continue

@@ -21,7 +21,7 @@ from .packing import PackedRows, packed_rows
 from .plan import SourcePlan, Stage, kind, texts_of
 from .progress import Report
 from .sources import Part, RandomTokens, TokenWindows, UserSource, held_out_samples, user_object
-from .token_folder import TokenFolder, TokenPath, check_fit, open_folder, open_samples, training_samples
+from .token_folder import TokenFolder, TokenPath, check_fit, first_length, open_folder, open_samples, training_samples
 from .tokenizer import Tokenizer, end_of_text
 from .validation import HeldOutWindows
 
@@ -155,7 +155,12 @@ def open_source(
         folder = open_folder(planned.dataset, length, vocab_size, config.general.seed)
         check_fit(folder, planned.dataset, config, tokenizer, report)
         samples = open_samples(folder, planned.dataset, padding, report)
-        last, border = training_samples(samples, planned.dataset, fraction)
+        if config.tokens.validates and isinstance(samples, PackedRows) and length != first_length(config):
+            report(
+                f"warning: {folder.name}: rows of {length} tokens are packed anew, so that this stage also trains on "
+                f"documents that the first stage, with another sequence length, holds out of the same files"
+            )
+        last, border = training_samples(samples, planned.dataset, config)
         return OpenSource(Part(samples, 0, last), Part(samples, border, len(samples)), folder=folder)
     if kind(planned.dataset) == "null":
         whole: RandomTokens | UserSource = RandomTokens(vocab_size, length, stage.seed)

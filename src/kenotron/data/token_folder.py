@@ -325,12 +325,13 @@ def open_samples(folder: TokenFolder, wanted: TokenPath, padding: int, report: R
     return packed_rows(folder.name, folder.files, folder.sequence_length, padding, report, folder.check)
 
 
-def training_samples(source: TokenFolder | PackedRows, wanted: TokenPath, val_fraction: float) -> tuple[int, int]:
+def training_samples(source: TokenFolder | PackedRows, wanted: TokenPath, config: Any) -> tuple[int, int]:
     """`(stop, border)`: samples below `stop` are trained on, those from `border` on are held out.
 
-    The cap lies only on the former, so that another cap never trains on what another stage validates on.
+    What is held out are tokens, whatever a stage's sequence length: the last windows of the first stage's length, from
+    which every validation reads. The cap lies only on training, so that no stage trains on what another validates on.
     """
-    border = len(source) - held_out_samples(len(source), val_fraction)
+    border = _border(source, first_length(config), config.tokens.val_fraction)
     if wanted.max_tokens is None:
         return border, border
     if isinstance(source, PackedRows):
@@ -338,6 +339,32 @@ def training_samples(source: TokenFolder | PackedRows, wanted: TokenPath, val_fr
     else:
         most = max(count_windows(wanted.max_tokens, file.format, source.sequence_length) for file in source.files)
     return min(border, most), border
+
+
+def first_length(config: Any) -> int:
+    """The sequence length of the first stage."""
+    return next(iter(config.sequence_lengths.values()))
+
+
+def _border(folder: TokenFolder | PackedRows, length: int, fraction: float) -> int:
+    """Samples of `folder` before the held-out part, the last `fraction` of its windows of `length`.
+
+    Rows of documents lie in no order of tokens: of them it is the last `fraction` itself.
+    """
+    if isinstance(folder, PackedRows):
+        return len(folder) - held_out_samples(len(folder), fraction)
+    counts = [count_windows(len(file.tokens), file.format, length) for file in folder.files]
+    left, border = sum(counts) - held_out_samples(sum(counts), fraction), 0
+    for file, count in zip(folder.files, counts):
+        trained = min(left, count)
+        end = len(file.tokens)
+        if trained < count:  # the held-out part begins here: up to the last token of the last window trained on
+            end = (trained - 1) * window_step(file.format, length) + length + 1 if trained else 0
+        border += count_windows(end, file.format, folder.sequence_length)
+        left -= trained
+        if trained < count:
+            break
+    return border
 
 
 def check_fit(folder: TokenFolder, wanted: TokenPath, config: Any, run: Tokenizer | None, report: Report) -> None:

@@ -104,7 +104,7 @@ def layer_costs(config: Config) -> tuple[list[float], float]:
 
     with torch.device("meta"):
         model = build(config.model)
-    length = config.tokens.sequence_length
+    length = max(config.sequence_lengths.values())
     layers = [flops_per_token(block, length, causal=True) for _, block in modules(model, model.plan.blocks)]
     head = flops_per_token(model, length, causal=True) - sum(layers)
     again = 4 / 3 if config.parallelism.recompute_layer else 1.0

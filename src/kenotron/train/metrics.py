@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -31,11 +32,31 @@ from kenotron.train.hooks import Hook
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+    from kenotron.models import LanguageModel
     from kenotron.train.run import Run
     from kenotron.train.step import StepResult
     from kenotron.train.validation import ValidationResult
 
 MEMORY_STEPS = 4  # the first steps, and the one after a save, show memory and disk
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of a token, forward and backward, in sequences of one length; what a causal mask needs of them, and how
+    many times as many the hardware does.
+    """
+
+    flops: float
+    causal_share: float
+    hardware_factor: float
+
+    @classmethod
+    def of(cls, model: LanguageModel, length: int, recompute: bool) -> Work:
+        forward = flops_per_token(model, length, causal=False)
+        again = 0.0
+        if recompute:  # the blocks' forward a second time; embedding and head only once
+            again = sum(flops_per_token(block, length, causal=False) for _, block in modules(model, model.plan.blocks))
+        return cls(3 * forward, flops_per_token(model, length, causal=True) / forward, 1 + again / (3 * forward))
 
 
 class Metrics(Hook):
@@ -55,18 +76,12 @@ class Metrics(Hook):
         path = self.folder / "metrics.jsonl"
         drop_later_steps(path, run.step)
         self.file = path.open("a", buffering=1)
-        length = run.config.tokens.sequence_length
-        world = run.config.parallelism.world_size
         with torch.device("meta"):  # the whole model, whatever part of it is here
             model = build(run.config.model)
-        forward = flops_per_token(model, length, causal=False)
-        self.flops_per_token = 3 * forward / world
-        self.causal_share = flops_per_token(model, length, causal=True) / forward
-        self.hardware_factor = 1.0
-        if run.config.parallelism.recompute_layer:  # the blocks' forward a second time; embedding and head only once
-            blocks = sum(flops_per_token(block, length, causal=False) for _, block in modules(model, model.plan.blocks))
-            self.hardware_factor += blocks / (3 * forward)
-        self.world = world
+        recompute = run.config.parallelism.recompute_layer
+        lengths = {length for stage in run.data.stages for _, length in stage.lengths}
+        self.work = {length: Work.of(model, length, recompute) for length in lengths}
+        self.world = run.config.parallelism.world_size
 
     def after_validation(self, run: Run, result: ValidationResult) -> None:
         self.validation = result.metrics()
@@ -97,24 +112,28 @@ class Metrics(Hook):
     def _console_fields(self, run: Run, result: StepResult) -> dict[str, Any]:
         """The seeds' names in the seeds' order."""
         seconds = result.seconds + result.data_wait_seconds
-        tokens = run.consumed_tokens - run.data.tokens_before(run.step)
-        tokens_per_sec = tokens / seconds
-        tflops = self.flops_per_token * tokens_per_sec / 1e12
+        tokens_per_sec = run.step_tokens / seconds
+        stage = run.data.stage_at(run.step)
+        length = stage.length_at(run.step)
+        work = self.work[length]
+        tflops = work.flops * tokens_per_sec / self.world / 1e12
         fields: dict[str, Any] = {
             "iteration": run.step,
             "consumed_tokens": run.consumed_tokens,
             "elapsed_time_per_iteration_ms": seconds * 1000,
             "tokens_per_sec": tokens_per_sec,
             "tokens_per_sec_per_gpu": tokens_per_sec / self.world,
-            "global_batch_size": run.data.stage_at(run.step).batch_size(run.step),
-            "lm_loss": result.lm_loss,
+            "global_batch_size": stage.batch_size(run.step),
         }
+        if len(self.work) > 1:
+            fields["sequence_length"] = length
+        fields["lm_loss"] = result.lm_loss
         if run.model.config.z_loss_enabled:
             fields["z_loss"] = result.z_loss
         fields |= {
             "lr": result.learning_rate,
             "model_tflops_per_gpu": tflops,
-            "hardware_tflops_per_gpu": tflops * self.hardware_factor,
+            "hardware_tflops_per_gpu": tflops * work.hardware_factor,
             "grad_norm": result.grad_norm,
         }
         if self.steps_here <= MEMORY_STEPS or self.just_saved:
@@ -124,8 +143,8 @@ class Metrics(Hook):
 
     def _other_fields(self, run: Run, result: StepResult) -> dict[str, Any]:
         """What the console line has no room for."""
-        tokens = run.consumed_tokens - run.data.tokens_before(run.step)
-        achieved = self.flops_per_token * tokens / (result.seconds + result.data_wait_seconds)
+        work = self.work[run.data.stage_at(run.step).length_at(run.step)]
+        achieved = work.flops * run.step_tokens / self.world / (result.seconds + result.data_wait_seconds)
         fields: dict[str, Any] = {
             "data_wait_ms": result.data_wait_seconds * 1000,
             "real_tokens": result.real_tokens,
@@ -134,11 +153,11 @@ class Metrics(Hook):
         if self.ceiling is None:
             self.ceiling = devices.matmul_ceiling(run.device, run.config.model.dtype)
         fields["matmul_share"] = achieved / self.ceiling
-        fields["matmul_share_causal"] = fields["matmul_share"] * self.causal_share
+        fields["matmul_share_causal"] = fields["matmul_share"] * work.causal_share
         peak = devices.vendor_peak(run.device)
         if peak is not None:
             fields["mfu"] = achieved / peak
-            fields["mfu_causal"] = fields["mfu"] * self.causal_share
+            fields["mfu_causal"] = fields["mfu"] * work.causal_share
         return fields
 
     def _tensorboard(self, run: Run, raw: dict[str, Any]) -> None:

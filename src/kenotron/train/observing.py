@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Progress(Hook):
-    """A bar with loss and ETA, on a terminal; log lines scroll above it."""
+    """A bar with loss and ETA, on a terminal; log lines scroll above it. It counts tokens: steps may grow."""
 
     def __init__(self) -> None:
         self.bar: Any = None
@@ -30,23 +30,28 @@ class Progress(Hook):
         return sys.stdout.isatty()
 
     def on_train_start(self, run: Run) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
         self.bar = Bar(
             TextColumn("training"),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[steps]}"),
             TextColumn("loss {task.fields[loss]}"),
             TimeElapsedColumn(),
             TextColumn("ETA"),
             TimeRemainingColumn(),
         )
-        self.task = self.bar.add_task("", total=run.config.tokens.train_steps, completed=run.step, loss="-")
+        self.task = self.bar.add_task("", total=run.total_tokens, steps="", loss="-")
+        self._show(run, "-")
         self.bar.start()
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        self.bar.update(self.task, completed=run.step, loss=human_format(result.lm_loss))
+        self._show(run, human_format(result.lm_loss))
+
+    def _show(self, run: Run, loss: str) -> None:
+        steps = f"{run.step}/{run.config.tokens.train_steps}"
+        self.bar.update(self.task, completed=run.consumed_tokens, steps=steps, loss=loss)
 
     def on_train_end(self, run: Run) -> None:
         self.on_close(run)
@@ -62,7 +67,7 @@ class Pace(Hook):
     SECONDS_BETWEEN = 30.0
 
     def on_train_start(self, run: Run) -> None:
-        self.first_step = run.step
+        self.tokens_at_start = run.consumed_tokens
         self.started = self.told = time.perf_counter()
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -70,9 +75,9 @@ class Pace(Hook):
         if now - self.told < self.SECONDS_BETWEEN or run.finished:
             return
         self.told = now
-        steps = run.config.tokens.train_steps
-        left = (now - self.started) / (run.step - self.first_step) * (steps - run.step)
-        logger.info("training: %.0f%% | ETA %s", 100 * run.step / steps, timedelta(seconds=round(left)))
+        tokens, total = run.consumed_tokens, run.total_tokens
+        left = (now - self.started) / (tokens - self.tokens_at_start) * (total - tokens)
+        logger.info("training: %.0f%% | ETA %s", 100 * tokens / total, timedelta(seconds=round(left)))
 
 
 class Samples(Hook):

@@ -74,6 +74,15 @@ class Run:
         return self.data.tokens_before(self.step + 1)
 
     @property
+    def total_tokens(self) -> int:
+        return self.data.tokens_before(self.config.tokens.train_steps + 1)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of the last step done."""
+        return self.consumed_tokens - self.data.tokens_before(self.step)
+
+    @property
     def interrupted(self) -> bool:
         """Somebody asked the run to stop before its last step: nothing that can wait should still be begun."""
         return self.stop_reason is not None and not self.finished

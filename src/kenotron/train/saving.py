@@ -325,7 +325,7 @@ def _check_position(run: Run, state: dict[str, Any], path: Path) -> None:
         raise InputError(
             f"{path} has consumed {state['consumed_train_samples']} samples in {run.step} steps, but this config's "
             f"global batch of {run.config.global_batch_size} makes that {run.consumed_samples}; keep the global batch "
-            f"size, or set checkpoints.load_lr_scheduler: false to start the data anew"
+            f"size and its ramps, or set checkpoints.load_lr_scheduler: false to start the data anew"
         )
 
 

@@ -156,11 +156,13 @@ def fill_weights(parts: Sequence[LanguageModel], config: Config) -> None:
 def warn_of_length(config: Config) -> None:
     architecture = config.model.architecture
     assert not isinstance(architecture, HFArchitecture)  # resolved by now
-    length, positions = config.tokens.sequence_length, architecture.max_position_embeddings
+    positions = architecture.max_position_embeddings
+    name, length = max(config.sequence_lengths.items(), key=lambda each: each[1])
     if length > positions:
         logger.warning(
-            "tokens.sequence_length is %d, model_config.max_position_embeddings only %d: the model trains on all of "
-            "it, but generation will stop at %d tokens",
+            "%s is %d, model_config.max_position_embeddings only %d: the model trains on all of it, but generation "
+            "will stop at %d tokens",
+            name,
             length,
             positions,
             positions,
