@@ -162,3 +162,20 @@ def test_the_embedded_corpus_is_the_library_without_packages_and_tests():
     first, done, last = next(corpus.documents())
     assert last
     assert len(first.encode()) == done
+
+
+def test_a_long_row_comes_in_pieces_that_are_one_document(tmp_path, monkeypatch):
+    """Whatever form it lies in; so encoding it takes bounded memory."""
+    from pyarrow import Table, parquet
+
+    monkeypatch.setattr("kenotron.data.texts.LONGEST_PIECE", 50)
+    long = "".join(f"line {n}, é\n" + "\n" * (n % 4 == 0) for n in range(40))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": long}) + "\n" + json.dumps({"text": "short"}) + "\n")
+    parquet.write_table(Table.from_pydict({"text": [long, "short"]}), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        pieces = list(FileTexts(name, [tmp_path / name]).documents())
+        assert "".join(piece.text for piece in pieces[:-1]) == long
+        assert pieces[-1].text == "short"
+        assert [piece.last for piece in pieces] == [False] * (len(pieces) - 2) + [True, True]
+        assert len(pieces) > 4
+        assert max(len(piece.text) for piece in pieces) <= 100

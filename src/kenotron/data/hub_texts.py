@@ -22,9 +22,10 @@ from typing import Any
 from kenotron.config.errors import InputError
 
 from .hub import cached_revision, first_line, offline_variable, settle_hub, unreachable
-from .texts import YOUNG, Piece, RowHook, Span, missing_column, whole_characters
+from .texts import LONGEST_PIECE, YOUNG, Piece, RowHook, Span, missing_column, short_pieces, whole_characters
 
-ROWS_AT_ONCE = 1000
+ROWS_AT_ONCE, BYTES_AT_ONCE = 1000, 1 << 25
+"""Rows that are in memory at a time: at most so many, and of about so many bytes."""
 
 
 class HubTexts:
@@ -77,7 +78,7 @@ class HubTexts:
         done = 0
         for rows in self._parts:
             for row, text in self._texts_of(rows):
-                yield Piece(text, done + row)
+                yield from short_pieces(Piece(text, done + row), LONGEST_PIECE)
             done += len(rows)
 
     def spans(self, size: int) -> Iterator[Span]:
@@ -105,7 +106,9 @@ class HubTexts:
             row = dict.fromkeys(rows.column_names)
             raise InputError(f"text_column_name: dataset {self.name}: {missing_column(self.column, row)}")
         number = 0
-        for batch in rows.select_columns([self.column]).iter(ROWS_AT_ONCE):
+        each = rows.data.nbytes // max(len(rows), 1)
+        at_once = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // max(each, 1)))
+        for batch in rows.select_columns([self.column]).iter(at_once):
             for text in batch[self.column]:
                 number += 1
                 if not isinstance(text, str):
@@ -123,7 +126,7 @@ class HubTexts:
         return parts
 
     def _rules(self) -> str:
-        return f"{self.fractions} {self.splits} {self.config_name} {self.column}"
+        return f"{self.fractions} {self.splits} {self.config_name} {self.column} {LONGEST_PIECE}"
 
 
 def load_rows(name: str, config_name: str | None, split: str) -> Any:

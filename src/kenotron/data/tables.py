@@ -19,7 +19,8 @@ from kenotron.config.errors import InputError
 from .hub import first_line
 from .texts import RowHook, missing_column, whole_characters
 
-ROWS_AT_ONCE = 256
+ROWS_AT_ONCE, BYTES_AT_ONCE = 256, 1 << 25
+"""Rows that are in memory at a time: at most so many, and of about so many bytes."""
 
 
 def row_group_spans(file: Path, whole: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -88,8 +89,9 @@ def _batches(file: Path, column: str | None, start: int, stop: int | None) -> It
         row, size = 0, max(source.size(), 1)
         for batch in _arrow_batches(source):
             _check_column(file, column, batch.schema.names)
-            for first in range(0, batch.num_rows, ROWS_AT_ONCE):
-                yield row + first, source.tell() / size, batch.slice(first, ROWS_AT_ONCE)
+            step = _rows_at_once(batch.nbytes, batch.num_rows)
+            for first in range(0, batch.num_rows, step):
+                yield row + first, source.tell() / size, batch.slice(first, step)
             row += batch.num_rows
 
 
@@ -114,9 +116,17 @@ def _parquet_batches(file: Path, column: str | None, start: int, stop: int | Non
         rows = max(sum(counts[start:stop]), 1)
         groups = list(range(len(counts)))[start:stop]
         columns = None if column is None else [column]
-        for batch in opened.iter_batches(ROWS_AT_ONCE, groups, columns, use_threads=False):
-            yield row, (row - first) / rows, batch
-            row += batch.num_rows
+        for group in groups:
+            found = opened.metadata.row_group(group)
+            step = _rows_at_once(found.total_byte_size, found.num_rows)
+            for batch in opened.iter_batches(step, [group], columns, use_threads=False):
+                yield row, (row - first) / rows, batch
+                row += batch.num_rows
+
+
+def _rows_at_once(size: int, rows: int) -> int:
+    """How many of so many rows of `size` bytes in all."""
+    return max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE * rows // max(size, 1)))
 
 
 def _parquet(file: Path) -> Any:

@@ -7,6 +7,8 @@ What a document is:
     any other file (.gz)          the file; a long one comes in pieces of about 64 KiB, cut at blank lines, else line
                                   ends: memory stays bounded, part of a book can be held out
 
+A line or row of more than half a million characters comes in pieces, too.
+
 Every set of texts answers the same few questions: what it is (`name`), whether it changed (`signature`, cheap, and
 `content_hash`, by reading), how much there is (`size`), and the documents in an order that never varies. They are also
 read span by span, each of which can be found without reading those before it:
@@ -37,6 +39,9 @@ from kenotron.config.errors import InputError, nearest
 
 PIECE = 64 * 1024
 """Characters after which a text file is cut at the next good place."""
+
+LONGEST_PIECE = 1 << 19
+"""Characters of a document that are encoded at once: an encoding takes some hundred bytes for each."""
 
 YOUNG = 2.0
 """Seconds within which a second change of a file may leave its time unchanged, so that the time proves nothing."""
@@ -155,8 +160,9 @@ class FileTexts:
     def documents(self) -> Iterator[Piece]:
         done = self.skipped = 0
         for part, file in enumerate(self.files):
-            for piece in self.read(Span(part, 0, None, self._sizes[file])):
-                yield Piece(piece.text, done + piece.done, piece.last)
+            for whole in self.read(Span(part, 0, None, self._sizes[file])):
+                for piece in [whole] if self.piece is None else short_pieces(whole, LONGEST_PIECE):
+                    yield Piece(piece.text, done + piece.done, piece.last)
             done += self._sizes[file]
 
     def spans(self, size: int) -> Iterator[Span]:
@@ -223,7 +229,7 @@ class FileTexts:
         self.skipped += 1
 
     def _rules(self) -> bytes:
-        return f"files {self.column} {self.piece} {self.skip_bad}".encode()
+        return f"files {self.column} {self.piece} {LONGEST_PIECE} {self.skip_bad}".encode()
 
 
 def cut(stream: TextIO, piece: int | None) -> Iterator[str]:
@@ -243,6 +249,19 @@ def cut(stream: TextIO, piece: int | None) -> Iterator[str]:
             lines, length = [], 0
     if lines:
         yield "".join(lines)
+
+
+def short_pieces(piece: Piece, longest: int) -> Iterator[Piece]:
+    """A piece of more than `longest` characters in shorter ones."""
+    if len(piece.text) <= longest:
+        yield piece
+        return
+    waiting = ""
+    for text in cut(io.StringIO(piece.text, newline=""), longest):
+        if waiting:
+            yield Piece(waiting, piece.done, last=False)
+        waiting = text
+    yield piece._replace(text=waiting)
 
 
 def json_documents(
@@ -308,7 +327,11 @@ def _json_row(
 
 def whole_characters(text: str) -> str:
     """`text` with a question mark for half a surrogate pair, which JSON may escape and no UTF-8 holds."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text
 
 
 def missing_column(column: str, row: object) -> str:

@@ -156,3 +156,31 @@ def test_two_widths_become_the_wider(tmp_path):
     write(tmp_path / "b.ds", [[70_000, 3]], dtype="uint32")
     assert merge([str(tmp_path / "a.ds"), str(tmp_path / "b.ds")], tmp_path / "m", report=quiet)["dtype"] == "uint32"
     assert read(tmp_path / "m")[0] == [[1, 2], [70_000, 3]]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_what_is_in_memory_at_a_time_decides_nothing(tmp_path, monkeypatch, shuffle):
+    """Documents longer than a piece, empty ones, more documents than a block: the same documents and losses."""
+    lengths = [3, 0, 40, 1, 0, 0, 7, 25, 2, 90, 1, 1]
+    documents = [[100 * number + n for n in range(length)] for number, length in enumerate(lengths, start=1)]
+    write(tmp_path / "a.ds", documents, [np.array(ids, int) % 3 > 0 for ids in documents])
+    for module in ("merge", "shuffle"):
+        monkeypatch.setattr(f"kenotron.data.prepare.{module}.TOKENS_AT_ONCE", 8)
+    monkeypatch.setattr("kenotron.data.prepare.merge.DOCUMENTS_AT_ONCE", 5)
+    monkeypatch.setattr("kenotron.data.prepare.shuffle.BUCKET_TOKENS", 50)
+    merge([str(tmp_path / "a.ds")], tmp_path / "m.ds", shuffle=shuffle, seed=4, report=quiet)
+    found, losses = read(tmp_path / "m.ds")
+    assert found != documents if shuffle else found == documents
+    assert sorted(found) == sorted(documents)
+    assert losses == [[token % 3 > 0 for token in ids] for ids in found]
+
+
+def test_an_index_that_is_not_sorted_far_from_its_start_is_named(tmp_path, monkeypatch):
+    write(tmp_path / "a.ds", made_documents(30, 1))
+    ends = np.fromfile(tmp_path / "a.ds.index", "<u8")
+    ends[20] = ends[18]
+    ends.tofile(tmp_path / "a.ds.index")
+    monkeypatch.setattr("kenotron.data.formats.token_file.CHECKED_AT_OPEN", 4)
+    monkeypatch.setattr("kenotron.data.prepare.merge.DOCUMENTS_AT_ONCE", 7)
+    with pytest.raises(InputError, match=rf"a\.ds: its index of documents is not sorted: entry 20 is {ends[20]}"):
+        merge([str(tmp_path / "a.ds")], tmp_path / "m.ds", report=quiet)

@@ -23,10 +23,7 @@ from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
 
 from ..hub_texts import HubTexts
-from ..texts import FileTexts, RowHook, Span, Texts, find_files, missing_column
-
-LONGEST_PIECE = 1 << 19
-"""Characters from which a document is encoded in pieces: an encoding takes some hundred bytes for each."""
+from ..texts import LONGEST_PIECE, FileTexts, RowHook, Span, Texts, find_files, missing_column
 
 
 class Shard(NamedTuple):

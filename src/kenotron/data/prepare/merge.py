@@ -22,8 +22,10 @@ from ..cache import sync_folder
 from ..formats import TokenFile, TokenWriter, open_token_files, open_writer, written_suffix
 from ..progress import Report, progress
 from .manifest import MANIFEST, checksums, read_json, token_dtype, write_json
-from .shuffle import DocumentShuffle, Loss, some_documents
+from .shuffle import TOKENS_AT_ONCE, DocumentShuffle, Loss, some_documents
 from .tokenize import FORMATS
+
+DOCUMENTS_AT_ONCE = 1 << 20
 
 MANIFEST_KEYS = ("tokenizer", "tokenizer_hash", "vocab_size", "eos", "bos")
 """What sources with a manifest must agree on, and hand on."""
@@ -153,10 +155,19 @@ def _copy(
 
 def _pour(file: TokenFile, write: Callable[[NDArray, NDArray, Loss], None], with_loss: bool) -> None:
     assert file.ends is not None
-    ends = file.ends.astype(np.int64)
-    lengths = ends - np.concatenate([np.zeros(1, np.int64), ends[:-1]])
-    for ids, some_lengths, loss in some_documents(file.tokens, lengths, file.loss):
-        write(ids, some_lengths, np.ones(len(ids), bool) if with_loss and loss is None else loss)
+    start = 0
+    for first in range(0, len(file.ends), DOCUMENTS_AT_ONCE):
+        ends = file.ends[first : first + DOCUMENTS_AT_ONCE].astype(np.int64)
+        lengths = np.diff(ends, prepend=start)
+        if (falls := np.flatnonzero((lengths < 0) | (ends > len(file.tokens)))).size:
+            at = first + int(falls[0])
+            raise InputError(f"{file.path}: its index of documents is not sorted: entry {at} is {file.ends[at]}")
+        part = slice(start, int(ends[-1]))
+        for ids, some, loss in some_documents(
+            file.tokens[part], lengths, None if file.loss is None else file.loss[part]
+        ):
+            write(ids, some, np.ones(len(ids), bool) if with_loss and loss is None else loss)
+        start = part.stop
 
 
 class _Files:
@@ -202,7 +213,14 @@ class _Files:
     def _write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss) -> None:
         if self._writer is None:
             self._writer = open_writer(self._path(), self.format, self.dtype, self.tokenizer)
-        self._writer.write(ids.astype(self.dtype), lengths, loss)
+        ends, done = np.cumsum(lengths), 0
+        for start in range(0, max(len(ids), 1), TOKENS_AT_ONCE):
+            part = slice(start, start + TOKENS_AT_ONCE)
+            last = int(np.searchsorted(ends, part.stop, side="right"))
+            self._writer.append(
+                ids[part].astype(self.dtype), ends[done:last] - start, None if loss is None else loss[part]
+            )
+            done = last
         self._documents += len(lengths)
         self._tokens += len(ids)
 

@@ -5,7 +5,7 @@
 
 Every order of the documents is equally likely (given the generator), since each bucket holds a random subset and each
 bucket's order is a random permutation. Memory holds a bucket's document ends and a few million tokens; buckets are
-memory-mapped files.
+memory-mapped files. A document longer than that is copied in pieces.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DocumentShuffle:
             self.write(np.concatenate([*self._waiting, ids[:whole]]), np.diff(ends, prepend=-held))
             self._waiting, held = [], 0
         if whole < len(ids):
-            self._waiting.append(ids[whole:])
+            self._waiting.append(ids[whole:].astype(self.dtype))  # the narrower type, and not a view of all of `ids`
         if held + len(ids) - whole > LONGEST_DOCUMENT:
             self.write(np.concatenate(self._waiting), np.array([held + len(ids) - whole]))
             self._waiting = []
@@ -78,7 +78,21 @@ class DocumentShuffle:
     def write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss = None) -> None:
         """Documents end to end ``[tokens]``, the tokens of each ``[documents]``."""
         for some_ids, some_lengths, some_loss in some_documents(ids, lengths, loss):
-            self._write(some_ids, some_lengths, some_loss)
+            if len(some_lengths) == 1:
+                self._write_one(some_ids, some_loss)
+            else:
+                self._write(some_ids, some_lengths, some_loss)
+
+    def _write_one(self, ids: NDArray[np.integer], loss: Loss) -> None:
+        """One document, which may be longer than memory holds indices of."""
+        files = self.files[int(self.random.integers(self.buckets, size=1)[0])]
+        for start in range(0, len(ids), TOKENS_AT_ONCE):
+            part = ids[start : start + TOKENS_AT_ONCE]
+            files["tokens"].write(part.astype(self.dtype).tobytes())
+            if self.with_loss:
+                some = np.ones(len(part), bool) if loss is None else loss[start : start + TOKENS_AT_ONCE]
+                files["loss"].write(some.tobytes())
+        files["lengths"].write(np.array([len(ids)], "<i8").tobytes())
 
     def _write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss) -> None:
         bucket_of = self.random.integers(self.buckets, size=len(lengths))
@@ -106,7 +120,10 @@ class DocumentShuffle:
             starts = np.cumsum(lengths) - lengths
             for first, last in _runs(lengths[order]):
                 chosen = order[first:last]
-                places = _spans(starts[chosen], lengths[chosen])
+                if len(chosen) == 1:  # which may be longer than memory holds indices of
+                    places: slice | NDArray[np.int64] = slice(starts[chosen[0]], starts[chosen[0]] + lengths[chosen[0]])
+                else:
+                    places = _spans(starts[chosen], lengths[chosen])
                 sink.write(ids[places], lengths[chosen], None if loss is None else loss[places])
 
 

@@ -11,7 +11,6 @@ The manifest is written when all have one, and `.unfinished` is removed.
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shutil
 import tempfile
@@ -30,9 +29,9 @@ from ..cache import locked, sync_folder
 from ..encode import BATCH_CHARACTERS, EncodeRules, encode_batches
 from ..formats import TokenWriter, open_writer, written_suffix
 from ..progress import Report, progress
-from ..texts import Piece, Texts, cut
+from ..texts import LONGEST_PIECE, Texts, short_pieces
 from ..tokenizer import Tokenizer
-from .inputs import LONGEST_PIECE, Shard, describe_hook, describe_inputs, open_input, plan_shards, row_hook
+from .inputs import Shard, describe_hook, describe_inputs, open_input, plan_shards, row_hook
 from .manifest import MANIFEST, checksums, read_json, refuse_other_work, token_dtype, write_json
 from .shuffle import DocumentShuffle
 
@@ -273,20 +272,10 @@ def _shard_pieces(texts: Sequence[Texts], shard: Shard, done: int) -> Iterator[_
     for number, span in shard.spans:
         starts = True
         for piece in texts[number].read(span):
-            for text, ends in _cut(piece):
-                yield _ShardPiece(text, starts, ends, shard.number, done + piece.done)
+            for text, read, ends in short_pieces(piece, LONGEST_PIECE):  # a text file's are short already
+                yield _ShardPiece(text, starts, ends, shard.number, done + read)
                 starts = ends
         done += span.size
-
-
-def _cut(piece: Piece) -> Iterator[tuple[str, bool]]:
-    """A long piece in shorter ones (a text file comes cut already), each with whether its document ends there."""
-    if len(piece.text) <= LONGEST_PIECE:
-        yield piece.text, piece.last
-        return
-    parts = list(cut(io.StringIO(piece.text, newline=""), LONGEST_PIECE))
-    for number, text in enumerate(parts, start=1):
-        yield text, piece.last and number == len(parts)
 
 
 class _ShardWriter:
