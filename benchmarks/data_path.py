@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from kenotron.data.cache import SplitTokens, TokenCache
-from kenotron.data.order import Order
+from kenotron.data.order import Mixing, Order
 from kenotron.data.plan import Stage
 from kenotron.data.ramps import lengths, levels
 from kenotron.data.sources import TokenWindows
@@ -54,8 +54,8 @@ def open_sources(split: SplitTokens, folder: Path, sequence_length: int, sources
     opened = [OpenSource(TokenWindows("made", split, sequence_length), held_out, cache) for _ in range(sources)]
     order = Order(
         [len(source.train) for source in opened],
-        [1.0 + number for number in range(sources)],
         [derive_key("bench", number) for number in range(sources)],
+        Mixing([1.0 + number for number in range(sources)]),
     )
     stage = Stage(0, "bench", 1, 10**12, sequence_length, levels(None, 1), lengths(None, sequence_length), 42, 1, ())
     return OpenStage(stage, opened, order)

@@ -176,6 +176,8 @@ def _stages(stages: list[dict[str, Any]]) -> None:
                 part.update(dataset_weights=None, dataset_read_path=None, dataset_max_tokens=None)
         for part in dataset.get("mixture", []):
             part["weight"] = 2.0
+        if not any(part.get("max_epochs") for part in [dataset, *dataset.get("mixture", [])]):
+            stage["data"].pop("when_exhausted", None)
 
 
 def _ramps(config: dict[str, Any]) -> None:

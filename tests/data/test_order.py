@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kenotron.data.order import (
     BLOCK,
+    Mixing,
     Order,
     counts,
     huffman,
@@ -133,7 +134,7 @@ def test_a_light_source_comes_when_its_share_is_due():
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=5), keys)
 def test_an_epoch_contains_every_sample_of_a_source_once(lengths, key):
-    order = Order(lengths, [float(length) for length in lengths], [key ^ s for s in range(len(lengths))])
+    order = Order(lengths, [key ^ s for s in range(len(lengths))], Mixing([float(length) for length in lengths]))
     source, index = order.locate(np.arange(6 * sum(lengths) + 100))
     for s, length in enumerate(lengths):
         drawn = index[source == s]
@@ -156,7 +157,9 @@ def test_the_place_of_a_draw_is_where_interleave_draws_it(weights, start):
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 100)), min_size=1, max_size=4), keys, st.integers(0, 400))
 def test_a_sample_is_found_wherever_it_is_drawn(sources, key, stop):
     lengths, offsets = zip(*sources)
-    order = Order(lengths, [1.0 + s for s in range(len(lengths))], [key ^ s for s in range(len(lengths))], offsets)
+    order = Order(
+        lengths, [key ^ s for s in range(len(lengths))], Mixing([1.0 + s for s in range(len(lengths))], offsets)
+    )
     source, index = order.locate(np.arange(stop))
     for s, length in enumerate(lengths):
         for i in (0, length // 2, length - 1):
@@ -164,7 +167,7 @@ def test_a_sample_is_found_wherever_it_is_drawn(sources, key, stop):
 
 
 def test_epochs_are_shuffled_anew():
-    order = Order([1000], [1.0], [derive_key("epochs")])
+    order = Order([1000], [derive_key("epochs")], Mixing([1.0]))
     _, index = order.locate(np.arange(3000))
     first, second, third = index.reshape(3, 1000)
     assert (first == second).mean() < 0.02
@@ -172,8 +175,8 @@ def test_epochs_are_shuffled_anew():
 
 
 def test_a_source_goes_on_where_an_earlier_stage_stopped():
-    whole = Order([500], [1.0], [7]).locate(np.arange(400))[1]
-    later = Order([500], [1.0], [7], offsets=[150]).locate(np.arange(250))[1]
+    whole = Order([500], [7], Mixing([1.0])).locate(np.arange(400))[1]
+    later = Order([500], [7], Mixing([1.0], [150])).locate(np.arange(250))[1]
     assert later.tolist() == whole[150:].tolist()
 
 
@@ -181,7 +184,7 @@ def test_a_source_goes_on_where_an_earlier_stage_stopped():
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=40))
 def test_places_do_not_depend_on_what_is_asked_with_them(positions):
     def order():
-        return Order([10**9, 1234, 77], [5.0, 2.0, 1.0], [1, 2, 3])
+        return Order([10**9, 1234, 77], [1, 2, 3], Mixing([5.0, 2.0, 1.0]))
 
     together = order().locate(np.array(positions))
     for n, position in enumerate(positions):
@@ -190,7 +193,7 @@ def test_places_do_not_depend_on_what_is_asked_with_them(positions):
 
 
 def test_blocks_join_without_a_seam():
-    order = Order([10**6], [1.0], [5])
+    order = Order([10**6], [5], Mixing([1.0]))
     across = order.locate(np.arange(BLOCK - 3, BLOCK + 3))[1]
     one_by_one = [int(order.locate(np.array([i]))[1][0]) for i in range(BLOCK - 3, BLOCK + 3)]
     assert across.tolist() == one_by_one
@@ -201,7 +204,96 @@ def test_keys_and_places_never_change():
     assert derive_key("order", 42) == 8914001651492561991
     # SplitMix64 from seed 0 gives this first (its published test value).
     assert mix64(np.array([0x9E3779B97F4A7C15], np.uint64))[0] == 0xE220A8397B1DCDAF
-    order = Order([1000, 10], [3.0, 1.0], [derive_key("a"), derive_key("b")])
+    order = Order([1000, 10], [derive_key("a"), derive_key("b")], Mixing([3.0, 1.0]))
     source, index = order.locate(np.arange(8))
     assert source.tolist() == [0, 0, 1, 0, 0, 0, 1, 0]
     assert index.tolist() == [186, 631, 2, 871, 12, 292, 4, 96]
+
+
+# ---- limits ------------------------------------------------------------------------------------------------
+
+limited = st.lists(
+    st.tuples(st.floats(0.01, 100), st.integers(0, 30), st.none() | st.integers(1, 60)), min_size=1, max_size=5
+)
+
+
+def simulated(weights, offsets, limits, policy, n):
+    """(source, draw) of the first n samples, one by one: sources fall out of the tree when they have given all."""
+    given = list(offsets)
+    drawn, reached = [], []
+    left = [s for s in range(len(weights)) if limits[s] is None or given[s] < limits[s]]
+    spent = len(left) < len(weights)
+    sequence, at = (interleave(huffman(weights, left), np.arange(n))[0] if left else []), 0
+    while len(drawn) < n and left and not (spent and policy == "stop"):
+        s = int(sequence[at])
+        if limits[s] is not None and given[s] == limits[s]:
+            left, spent, at = [other for other in left if other != s], True, 0
+            reached.append((s, len(drawn)))
+            sequence = interleave(huffman(weights, left), np.arange(n))[0] if left else []
+            continue
+        drawn.append((s, given[s]))
+        given[s] += 1
+        at += 1
+    return drawn, reached
+
+
+@settings(deadline=None, max_examples=150)
+@given(limited, st.sampled_from(["stop", "renormalise"]))
+def test_limits_hold_and_phases_are_those_of_a_plain_simulation(sources, policy):
+    weights, offsets, limits = map(list, zip(*sources))
+    mixing, n = Mixing(weights, offsets, limits, policy), 400
+    expected, reached = simulated(weights, offsets, limits, policy, n)
+    assert len(expected) == min(n, n if mixing.end is None else mixing.end)
+    source, draw = mixing.draws(np.arange(len(expected)))
+    assert list(zip(source.tolist(), draw.tolist())) == expected
+    inside = range(1, len(expected))
+    assert [entry for entry in mixing.reached if entry[1] in inside] == [e for e in reached if e[1] in inside]
+    if mixing.end is not None:
+        with pytest.raises(IndexError):
+            mixing.draws(np.array([mixing.end]))
+    for place in (0, len(expected) // 2, len(expected)):
+        so_far = [s for s, _ in expected[:place]]
+        assert mixing.given(place) == [offset + so_far.count(s) for s, offset in enumerate(offsets)]
+    for place, (s, d) in enumerate(expected):
+        assert mixing.position(s, d) == place
+    for s, limit in enumerate(limits):
+        if limit is not None:
+            assert mixing.position(s, max(limit, offsets[s])) is None
+        if offsets[s]:
+            assert mixing.position(s, offsets[s] - 1) is None
+
+
+@settings(deadline=None, max_examples=60)
+@given(limited)
+def test_every_prefix_of_a_phase_holds_each_share(sources):
+    weights, offsets, limits = map(list, zip(*sources))
+    mixing = Mixing(weights, offsets, limits, "renormalise")
+    for phase, following in zip(mixing.phases, [*mixing.phases[1:], None]):
+        stop = following.start if following else mixing.end or phase.start + 300
+        source, _ = mixing.draws(np.arange(phase.start, min(stop, phase.start + 300)))
+        left = sorted(counts(phase.tree, 0))
+        total = sum(Fraction(weights[s]) for s in left)
+        for n in range(1, len(source) + 1):
+            for s in left:
+                share = Fraction(weights[s]) / total
+                assert abs(int((source[:n] == s).sum()) - share * n) <= BOUND + Fraction(1, 100)
+
+
+@pytest.mark.parametrize("policy", ["stop", "renormalise"])
+def test_samples_are_found_and_placed_alike_across_phases(policy):
+    lengths, limits = [50, 7, 20], [None if policy == "renormalise" else 400, 21, 30]
+    order = Order(lengths, [1, 2, 3], Mixing([3.0, 1.0, 2.0], [5, 3, 0], limits, policy))
+    stop = min(order.mixing.end or 3 * BOUND.numerator, 500)
+    source, index = order.locate(np.arange(stop))
+    for s, length in enumerate(lengths):
+        for i in range(length):
+            assert list(order.find(s, i, stop)) == np.flatnonzero((source == s) & (index == i)).tolist()
+    for s in (1, 2):
+        assert (source == s).sum() <= limits[s] - order.mixing.offsets[s]
+
+
+def test_a_source_that_repeats_is_told_and_not_limited():
+    mixing = Mixing([1.0, 1.0], limits=[10, None], when_exhausted="repeat")
+    assert mixing.end is None
+    assert mixing.reached == [(0, position_of(mixing.phases[0].tree, 0, 10))]
+    assert mixing.given(100) == [50, 50]

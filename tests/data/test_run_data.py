@@ -152,9 +152,9 @@ def test_the_next_stage_is_opened_before_its_turn(texts, other_texts, monkeypatc
     seen = []
     original = run.open_stage
 
-    def noted(config, stage, *rest):
+    def noted(sources, stage):
         seen.append((stage.number, threading.current_thread() is threading.main_thread()))
-        return original(config, stage, *rest)
+        return original(sources, stage)
 
     monkeypatch.setattr(run, "open_stage", noted)
     with opened({"text_files": str(texts)}, {"text_files": str(other_texts)}) as data:

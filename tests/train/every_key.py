@@ -233,6 +233,11 @@ def share(part: str, *more: str) -> Row:
     return Row(tokens, mixture(part, other, (3, 1)), (mixture(part, other), *more))
 
 
+def limit(base: tuple[str, ...], epochs: float = 0.02) -> Row:
+    """A run of three steps ends when a small part of an epoch is read."""
+    return Row(steps, f"{DATASET}.max_epochs={epochs}", base)
+
+
 ROWS: dict[str, Row] = {
     # ---- general, parallelism ----
     "General.project": Row(printed_config, "general.project=other"),
@@ -409,15 +414,33 @@ ROWS: dict[str, Row] = {
     "DataStage.data": Row(tokens, "data_stages.0.data.seed=4"),
     "Data.dataset": Row(tokens, USER),
     "Data.seed": Row(tokens, "data_stages.0.data.seed=4"),
+    "Data.temperature": Row(
+        tokens,
+        "data_stages.0.data.temperature=5.0",
+        (mixture("source: user_parts.counting", "source: user_parts.counting_down", (9, 1)),),
+    ),
+    "Data.when_exhausted": Row(
+        steps, "data_stages.0.data.when_exhausted=repeat", (*TOKENS, f"{DATASET}.max_epochs=0.02")
+    ),
+    "Data.restart": Row(
+        tokens,
+        "data_stages.1.data.restart=true",
+        (
+            "data_stages=[{name: a, start_training_step: 1, data: {dataset: null}}, "
+            "{name: b, start_training_step: 3, data: {dataset: null}}]",
+        ),
+    ),
     "PretrainDataset.hf_dataset_or_datasets": Row(tokens, f"{DATASET}.hf_dataset_or_datasets={{folder}}/rows2", HUB),
     "PretrainDataset.hf_dataset_splits": Row(tokens, f"{DATASET}.hf_dataset_splits=test", HUB),
     "PretrainDataset.text_column_name": Row(tokens, f"{DATASET}.text_column_name=other", HUB),
     "PretrainDataset.packing": Row(tokens, f"{DATASET}.packing=best_fit", HUB),
     "PretrainDataset.weight": share("hf_dataset_or_datasets: '{folder}/rows'", *TEXT[1:]),
+    "PretrainDataset.max_epochs": limit(HUB),
     "TextFiles.text_files": Row(tokens, f"{DATASET}.text_files={{folder}}/b.jsonl", TEXT),
     "TextFiles.text_column_name": Row(tokens, f"{DATASET}.text_column_name=other", TEXT),
     "TextFiles.packing": Row(tokens, f"{DATASET}.packing=best_fit", TEXT),
     "TextFiles.weight": share("text_files: '{folder}/a.jsonl'", *TEXT[1:]),
+    "TextFiles.max_epochs": limit(TEXT),
     "NanosetDataset.dataset_folder": Row(tokens, f"{DATASET}.dataset_folder={{folder}}/ds/b", NANOSET),
     "NanosetDataset.dataset_weights": Row(tokens, f"{DATASET}.dataset_weights=[1, 5]", NANOSET),
     "NanosetDataset.dataset_read_path": Row(
@@ -433,13 +456,16 @@ ROWS: dict[str, Row] = {
     ),
     "NanosetDataset.packing": Row(tokens, f"{DATASET}.packing=best_fit", NANOSET),
     "NanosetDataset.weight": share("dataset_folder: '{folder}/ds/a'"),
+    "NanosetDataset.max_epochs": limit(NANOSET),
     "TokenFilesDataset.tokens": Row(tokens, f"{DATASET}.tokens={{folder}}/ds/b", TOKENS),
     "TokenFilesDataset.token_dtype": Row(tokens, f"{DATASET}.token_dtype=uint8", RAW),
     "TokenFilesDataset.packing": Row(tokens, f"{DATASET}.packing=best_fit", TOKENS),
     "TokenFilesDataset.weight": share("tokens: '{folder}/ds/a'"),
+    "TokenFilesDataset.max_epochs": limit(TOKENS),
     "CustomSource.source": Row(tokens, f"{DATASET}.source=user_parts.counting_down", USER),
     "CustomSource.kwargs": Row(tokens, f"{DATASET}.kwargs={{start: 5}}", USER),
     "CustomSource.weight": share("source: user_parts.counting_down"),
+    "CustomSource.max_epochs": limit(USER, 0.005),
     "MixtureDataset.mixture": Row(
         tokens, mixture("source: user_parts.counting", "source: user_parts.counting_down"), USER
     ),
@@ -473,6 +499,7 @@ OWN = {
     "EmbeddedCorpus.corpus": "test_every_key.py",
     "EmbeddedCorpus.packing": "test_every_key.py",
     "EmbeddedCorpus.weight": "test_every_key.py",
+    "EmbeddedCorpus.max_epochs": "test_every_key.py",
     "Optimizer.accumulate_grad_in_fp32": "test_every_key.py",
     "Optimizer.skip_nonfinite_steps": "test_nonfinite_steps.py",
     "Parallelism.dp": "test_matrix.py",

@@ -268,9 +268,11 @@ def test_the_embedded_corpus_has_one_name_and_a_share_in_mixtures(tmp_path: Path
 
     with pytest.raises(InputError, match="python-stdlib"):
         tiny_config(tmp_path, f"{every_key.DATASET}={{corpus: python-stdlip}}", "tokenizer={train: {vocab_size: 300}}")
-    weight = every_key.mixture("corpus: python-stdlib", "source: user_parts.counting", (3, 1))
+    weight = every_key.mixture("corpus: python-stdlib, max_epochs: 2.5", "source: user_parts.counting", (3, 1))
     config = tiny_config(tmp_path, weight, "tokenizer={train: {vocab_size: 300}}", "model.model_config.vocab_size=300")
-    assert [source.weight for source in plan_stages(config)[0].sources] == [3, 1]
+    (stage,) = plan_stages(config)
+    assert stage.weights == (3, 1)
+    assert [source.max_epochs for source in stage.sources] == [2.5, None]
     best_fit = f"{every_key.DATASET}={{corpus: python-stdlib, packing: best_fit}}"
     packed = tiny_config(tmp_path, best_fit, *every_key.TEXT[1:])
     assert plan_stages(packed)[0].sources[0].dataset.packing == "best_fit"

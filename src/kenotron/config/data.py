@@ -46,10 +46,32 @@ NameOrNames = Annotated[
 ]
 
 
+def _by_measure(value: Any) -> str | None:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return None
+    return "(measure)" if isinstance(value, str) else "(number)"
+
+
+Weight = Annotated[
+    Annotated[Share, Tag("(number)")] | Annotated[Literal["tokens", "size"], Tag("(measure)")],
+    by_rule(_by_measure, "a number above 0, tokens or size"),
+]
+
+
 class Dataset(Section):
     """What all variants share."""
 
-    weight: float | None = key("Share in a mixture; only there.", None, gt=0, mark=OURS)
+    weight: Weight | None = key(
+        "Share in a mixture, only there: a number, or as many as it has training tokens, or bytes (size).",
+        None,
+        mark=OURS,
+    )
+    max_epochs: float | None = key(
+        "Most epochs that are read of it, or of each of its paths, over all stages; null: no limit.",
+        None,
+        gt=0,
+        mark=OURS,
+    )
 
 
 Packing = Literal["windows", "best_fit"]
@@ -233,6 +255,9 @@ class MixtureDataset(Section):
         for i, dataset in enumerate(self.mixture):
             if dataset.weight is None:
                 raise problem(f"mixture.{i}.weight", "missing: every dataset of a mixture has a weight")
+        kinds = {dataset.weight if isinstance(dataset.weight, str) else "numbers" for dataset in self.mixture}
+        if len(kinds) > 1:
+            raise problem("mixture", f"expected weights of one kind, found {' and '.join(sorted(kinds))}")
         return self
 
 
@@ -250,11 +275,27 @@ class Data(Section):
     dataset: AnyDataset | None = key("What is read; null: synthetic random tokens.")
     seed: Annotated[int, null_means(42)] = key("Seed of the data order.", 42, ge=0)
     num_loading_workers: int = key("Threads that read ahead; 0: the training thread reads.", 1, ge=0)
+    temperature: float = key(
+        "Shares are proportional to weight^(1 / temperature): above 1 they grow alike.", 1.0, gt=0, mark=OURS
+    )
+    when_exhausted: Literal["stop", "renormalise", "repeat"] = key(
+        "What happens when a source has given its max_epochs: the run ends, the other sources share on, or it is told "
+        "at the start and the source goes on.",
+        "stop",
+        mark=OURS,
+    )
+    restart: bool = key(
+        "Read every source from its beginning, also one that an earlier stage has read a part of.", False, mark=OURS
+    )
 
     @model_validator(mode="after")
-    def _no_lone_weight(self) -> Self:
+    def _nothing_without_effect(self) -> Self:
         if isinstance(self.dataset, Dataset) and self.dataset.weight is not None:
             raise problem("dataset.weight", "expected only inside a mixture")
+        datasets = self.dataset.mixture if isinstance(self.dataset, MixtureDataset) else [self.dataset]
+        limited = any(dataset is not None and dataset.max_epochs is not None for dataset in datasets)
+        if self.when_exhausted != "stop" and not limited:
+            raise problem("when_exhausted", "expected max_epochs of a dataset with it, which none has here")
         return self
 
 

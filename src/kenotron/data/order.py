@@ -24,6 +24,12 @@ prefix of i samples, for any number of sources and any weights,
 **Permute.** A keyed bijection of [0, length): a Feistel network (Luby and Rackoff 1988) on the fewest bits that hold
 `length`, applied again while the image falls outside ("cycle walking", Black and Rogaway 2002). Another epoch is
 another key. No sample of a source comes twice before all came once.
+
+**Limits.** A source that may give no more than so many samples reaches its limit at a position that is computed too.
+There a *phase* ends; the next one shares among the sources that are left, each from its own count on:
+
+    A 3, B 1 (at most 2 samples)     A A B A A A B A A A . A A A ...
+                                     phase 0 ───────────┘ └─ phase 1: A alone
 """
 
 from __future__ import annotations
@@ -33,7 +39,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import count
+from itertools import count, pairwise
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,11 +111,12 @@ class Split:
     right: Split | int
 
 
-def huffman(weights: Sequence[float]) -> Split | int:
-    """The tree of splits for positive `weights`, one leaf (the source's number) for each."""
-    heap: list[tuple[Fraction, int, Split | int]] = [(Fraction(w), s, s) for s, w in enumerate(weights)]
+def huffman(weights: Sequence[float], sources: Sequence[int] | None = None) -> Split | int:
+    """The tree of splits for positive `weights`, one leaf (the source's number) for each of `sources` (None: all)."""
+    chosen = range(len(weights)) if sources is None else sources
+    heap: list[tuple[Fraction, int, Split | int]] = [(Fraction(weights[s]), s, s) for s in chosen]
     heapq.heapify(heap)
-    for number in range(len(weights), 2 * len(weights) - 1):
+    for number in range(len(weights), len(weights) + len(chosen) - 1):
         (light, _, right), (heavy, _, left) = heapq.heappop(heap), heapq.heappop(heap)
         ratio = min(int(heavy * 2**64 / (light + heavy)), 2**64 - 1)
         heapq.heappush(heap, (light + heavy, number, Split(ratio, left, right)))
@@ -147,7 +155,7 @@ def counts(tree: Split | int, n: int) -> dict[int, int]:
     """How many of the first n samples each source gives."""
     if isinstance(tree, int):
         return {tree: n}
-    left = int(left_count(np.array([n], dtype=np.uint64), tree.ratio)[0])
+    left = (n * tree.ratio + 2**63) >> 64
     return counts(tree.left, left) | counts(tree.right, n - left)
 
 
@@ -165,31 +173,144 @@ def position_of(tree: Split | int, source: int, draw: int) -> int | None:
     return None
 
 
+# ---- limits ------------------------------------------------------------------------------------------------
+
+NEVER = 2**62
+"""Positions from here on are never reached."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """From the position `start` of a stage on, the leaves of `tree` share; `given` is what each source gave before."""
+
+    start: int
+    tree: Split | int
+    given: tuple[int, ...]
+
+
+class Mixing:
+    """Which source each sample of a stage comes from, and which of its draws that is.
+
+    `weights`, `offsets` and `limits` have one entry a source. An offset is the number of samples that earlier stages
+    drew, so that a source goes on where it stopped; a limit (None: none) bounds the draws of all stages together. What
+    happens when one is reached is `when_exhausted`: the samples end (stop), the others share on (renormalise), or
+    nothing (repeat).
+
+    `end` is the number of samples there are (None: endless), `reached` has (source, position) of each limit that is
+    met, in order.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float],
+        offsets: Sequence[int] | None = None,
+        limits: Sequence[int | None] | None = None,
+        when_exhausted: Literal["stop", "renormalise", "repeat"] = "repeat",
+    ) -> None:
+        self.weights = list(weights)
+        self.offsets = tuple(offsets or [0] * len(self.weights))
+        self.limits = list(limits or [None] * len(self.weights))
+        self.phases: list[Phase] = []
+        self.reached: list[tuple[int, int]] = []
+        self.end: int | None = None
+        if when_exhausted == "repeat":
+            self._endless()
+        else:
+            self._divide(stop=when_exhausted == "stop")
+
+    def _endless(self) -> None:
+        tree = huffman(self.weights)
+        self.phases.append(Phase(0, tree, self.offsets))
+        met = ((self._meets(s, tree, self.offsets), s) for s in range(len(self.weights)))
+        self.reached = [(s, position) for position, s in sorted(met) if position < NEVER]
+
+    def _divide(self, stop: bool) -> None:
+        """Phase after phase, until no source can reach its limit."""
+        start, given = 0, list(self.offsets)
+        left = list(range(len(given)))
+        for s in [s for s in left if self._left(s, given) == 0]:
+            left.remove(s)
+            self.reached.append((s, 0))
+        while left and not (stop and self.reached):
+            tree = huffman(self.weights, left)
+            self.phases.append(Phase(start, tree, tuple(given)))
+            length, first = min((self._meets(s, tree, given), s) for s in left)
+            if start + length >= NEVER:
+                return
+            for s, drawn in counts(tree, length).items():
+                given[s] += drawn
+            start += length
+            left.remove(first)
+            self.reached.append((first, start))
+        self.end = start
+
+    def _left(self, source: int, given: Sequence[int]) -> int | None:
+        limit = self.limits[source]
+        return None if limit is None else max(0, limit - given[source])
+
+    def _meets(self, source: int, tree: Split | int, given: Sequence[int]) -> int:
+        """The position, counted from the phase's start, of the first sample that the source may not give."""
+        left = self._left(source, given)
+        position = NEVER if left is None else position_of(tree, source, left)
+        assert position is not None
+        return min(position, NEVER)
+
+    def draws(self, positions: Int64) -> tuple[Int64, Int64]:
+        """Source number and draw of that source ``[n]`` (earlier stages' counted) of the samples at `positions`.
+
+        Error (IndexError): there is no such sample.
+        """
+        if self.end is not None and positions.size and positions.max() >= self.end:
+            raise IndexError(f"sample {positions.max()} of {self.end}")
+        source, draw = np.empty_like(positions), np.empty_like(positions)
+        phase_of = np.searchsorted([phase.start for phase in self.phases], positions, side="right") - 1
+        for number in np.unique(phase_of):
+            phase, where = self.phases[number], np.flatnonzero(phase_of == number)
+            source[where], draw[where] = interleave(phase.tree, positions[where] - phase.start)
+            draw[where] += np.array(phase.given, dtype=np.int64)[source[where]]
+        return source, draw
+
+    def given(self, samples: int) -> list[int]:
+        """How many samples each source has given, earlier stages' counted, when the stage has given so many."""
+        samples = samples if self.end is None else min(samples, self.end)
+        phase = next((phase for phase in reversed(self.phases) if phase.start <= samples), None)
+        if phase is None:
+            return list(self.offsets)
+        drawn = counts(phase.tree, samples - phase.start)
+        return [before + drawn.get(s, 0) for s, before in enumerate(phase.given)]
+
+    def position(self, source: int, draw: int) -> int | None:
+        """The sample that is this draw of `source`; None: it is an earlier stage's, or is never drawn."""
+        for phase, following in pairwise([*self.phases, None]):
+            assert phase is not None
+            if draw < phase.given[source]:
+                return None
+            if following is None or draw < following.given[source]:
+                within = position_of(phase.tree, source, draw - phase.given[source])
+                position = None if within is None else phase.start + within
+                return None if position is None or (self.end is not None and position >= self.end) else position
+        return None
+
+
 # ---- both --------------------------------------------------------------------------------------------------
 
 
 class Order:
     """Where sample i of one stage lies: ``locate(positions) -> (source, index within the source)``.
 
-    `lengths`, `weights`, `keys` and `offsets` have one entry a source; an offset is the number of samples
-    that earlier stages have drawn from it, so that a source goes on where it stopped. A length of None is a stream's:
-    its index is the number of the draw.
+    `lengths` and `keys` have one entry a source, as the weights of `mixing` have. A length of None is a stream's: its
+    index is the number of the draw.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int | None],
-        weights: Sequence[float],
-        keys: Sequence[int],
-        offsets: Sequence[int] | None = None,
-    ) -> None:
-        self.lengths, self.keys = list(lengths), list(keys)
-        self.offsets = list(offsets or [0] * len(self.lengths))
-        self.tree = huffman(weights)
+    def __init__(self, lengths: Sequence[int | None], keys: Sequence[int], mixing: Mixing) -> None:
+        self.lengths, self.keys, self.mixing = list(lengths), list(keys), mixing
         self._block = lru_cache(maxsize=8)(self._compute_block)
 
     def locate(self, positions: Int64) -> tuple[Int64, Int64]:
-        """Source numbers ``[n]`` and indices ``[n]`` of the samples at `positions` ``[n]``."""
+        """Source numbers ``[n]`` and indices ``[n]`` of the samples at `positions` ``[n]``.
+
+        Error (IndexError): there is no such sample, as sources are exhausted.
+        """
         source = np.empty(len(positions), dtype=np.int64)
         index = np.empty(len(positions), dtype=np.int64)
         block_of = positions // BLOCK
@@ -201,16 +322,16 @@ class Order:
         return source, index
 
     def _compute_block(self, block: int) -> tuple[Int64, Int64]:
-        positions = np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=np.int64)
-        source, draw = interleave(self.tree, positions)
+        last = (block + 1) * BLOCK if self.mixing.end is None else min((block + 1) * BLOCK, self.mixing.end)
+        source, draw = self.mixing.draws(np.arange(block * BLOCK, last, dtype=np.int64))
         index = np.empty_like(draw)
         for s in np.unique(source):
             where = np.flatnonzero(source == s)
             length = self.lengths[s]
             if length is None:
-                index[where] = draw[where] + self.offsets[s]
+                index[where] = draw[where]
                 continue
-            epoch, rest = np.divmod(draw[where] + self.offsets[s], length)
+            epoch, rest = np.divmod(draw[where], length)
             index[where] = permute(rest, length, self._epoch_keys(s, epoch))
         return source, index
 
@@ -219,15 +340,14 @@ class Order:
 
     def find(self, source: int, index: int, stop: int) -> Iterator[int]:
         """The positions in [0, stop), ascending, at which `locate` gives this `index` of this `source`."""
-        length, offset = self.lengths[source], self.offsets[source]
+        length, offset = self.lengths[source], self.mixing.offsets[source]
         assert length is not None, "a stream is not read backwards"
         for epoch in count(offset // length):
             keys = self._epoch_keys(source, np.array([epoch], dtype=np.int64))
-            draw = epoch * length + int(permute(np.array([index]), length, keys, inverse=True)[0]) - offset
-            if draw < 0:  # an earlier stage's
+            draw = epoch * length + int(permute(np.array([index]), length, keys, inverse=True)[0])
+            if draw < offset:  # an earlier stage's
                 continue
-            position = position_of(self.tree, source, draw)
-            assert position is not None
-            if position >= stop:
+            position = self.mixing.position(source, draw)
+            if position is None or position >= stop:
                 return
             yield position

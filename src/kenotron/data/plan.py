@@ -4,42 +4,45 @@
       - {start_training_step: 1,  mixture a 3, b 1}  stage 1: steps 10-15    {a: 1}
       - {start_training_step: 10, only a}            16 samples a step: stage 1 takes up `a` at its sample 108
 
-Tokenized files that share by their length are the exception: how long they are, only they know.
-
 A source that comes again in a later stage (same data, seed and sequence length) goes on where it stopped, so that
-nothing is read twice before all was read once. How far it got is arithmetic (`order.counts`).
+nothing is read twice before all was read once; `restart` of a stage begins anew. How far a source got is arithmetic
+(`order.Mixing`); where that takes the length of a source, because of a weight or a limit, stages.py opens it.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.kernels.hashing import derive_key
 
-from .order import counts, huffman
-from .progress import Report
 from .ramps import Level, length_of_step, lengths, level_of_sample, level_of_step, levels
 from .texts import FileTexts, Texts, find_files, python_stdlib
-from .token_folder import TokenPath, open_folder, open_samples, token_paths, training_samples
+from .token_folder import TokenPath, token_paths
+
+Measure = Callable[[int, str], float]
+"""How much source i of a stage holds, in "tokens" or as its "size" in bytes."""
 
 
 @dataclass(frozen=True)
 class SourcePlan:
     """One source of a stage.
 
-    `dataset` is its config; `key` seeds its shuffling; `offset` is the number of samples that earlier stages draw.
+    `name` is equal wherever later stages go on with it; `label` is what people call it, short and unique in the run.
+    `dataset` is its config, the number `group` of a mixture's; `share` is its part of that, a number or a measure.
+    `key` seeds its shuffling.
     """
 
-    weight: float
+    name: str
+    label: str
     dataset: Any
     key: int
-    offset: int
+    group: int
+    share: float | str
+    max_epochs: float | None
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,11 @@ class Stage:
     seed: int
     workers: int
     sources: tuple[SourcePlan, ...]
+    weights: tuple[float | str | None, ...] = ()
+    """Of the datasets of its mixture; (None,) without one."""
+    temperature: float = 1.0
+    when_exhausted: Any = "stop"
+    restart: bool = False
 
     @property
     def steps(self) -> int:
@@ -102,42 +110,66 @@ class Stage:
         level = level_of_sample(self.levels, sample)
         return self.start + level.first + (sample - level.before) // level.size
 
+    def shares(self, measure: Measure) -> list[float]:
+        """The weight of each source, positive and not normalised; `measure` is asked only where none is given.
 
-def plan_stages(config: Any, report: Report = print) -> list[Stage]:
+        Nested weights multiply.
+        """
+        found: list[float] = []
+        for group, weight in enumerate(self.weights):
+            numbers = [i for i, source in enumerate(self.sources) if source.group == group]
+            parts = [self._part(i, measure) for i in numbers]
+            if weight is not None:
+                whole = sum(measure(i, weight) for i in numbers) if isinstance(weight, str) else weight
+                total = sum(parts)
+                parts = [whole * part / total for part in parts]
+            found += parts
+        if self.temperature == 1:
+            return found
+        return [max((weight / max(found)) ** (1 / self.temperature), 1e-300) for weight in found]
+
+    def _part(self, number: int, measure: Measure) -> float:
+        share = self.sources[number].share
+        return measure(number, share) if isinstance(share, str) else share
+
+
+def plan_stages(config: Any) -> list[Stage]:
     """The stages of `config` in order of their start."""
     tokens, stages = config.tokens, sorted(config.data_stages, key=lambda stage: stage.start_training_step)
     starts = [stage.start_training_step for stage in stages] + [tokens.train_steps + 1]
-    drawn: Counter[str] = Counter()
+    groups = [getattr(stage.data.dataset, "mixture", None) or [stage.data.dataset] for stage in stages]
+    parts = [[(g, d, *part) for g, d in enumerate(datasets) for part in split(d)] for datasets in groups]
+    labels = iter(short_labels([[source for *_, source in those] for those in parts]))
     numbers: dict[str, int] = {}
     planned: list[Stage] = []
     for number, stage in enumerate(stages):
         start, stop = starts[number], max(starts[number], min(starts[number + 1], tokens.train_steps + 1))
-        length = stage.sequence_length or tokens.sequence_length
-        weighted = list(
-            flatten(stage.data.dataset, partial(samples_of, config=config, sequence_length=length, report=report))
-        )
-        names = identities([dataset for _, dataset in weighted], stage.data.seed, length)
+        length, data = stage.sequence_length or tokens.sequence_length, stage.data
+        names = identities([source for *_, source in parts[number]], data.seed, length)
         # Shuffling depends on the place of a source in the config, not on its path: data may move.
-        keys = [derive_key("order", stage.data.seed, numbers.setdefault(name, len(numbers))) for name in names]
+        keys = [derive_key("order", data.seed, numbers.setdefault(name, len(numbers))) for name in names]
         sources = tuple(
-            SourcePlan(weight, dataset, key, drawn[name]) for (weight, dataset), key, name in zip(weighted, keys, names)
+            SourcePlan(name, next(labels), source, key, group, share, getattr(dataset, "max_epochs", None))
+            for name, key, (group, dataset, share, source) in zip(names, keys, parts[number])
         )
-        one = Stage(
-            number=number,
-            name=stage.name,
-            start=start,
-            stop=stop,
-            sequence_length=length,
-            levels=levels(stage.batch_size_ramp, config.global_batch_size),
-            lengths=lengths(stage.sequence_length_ramp, length),
-            seed=stage.data.seed,
-            workers=stage.data.num_loading_workers,
-            sources=sources,
+        planned.append(
+            Stage(
+                number=number,
+                name=stage.name,
+                start=start,
+                stop=stop,
+                sequence_length=length,
+                levels=levels(stage.batch_size_ramp, config.global_batch_size),
+                lengths=lengths(stage.sequence_length_ramp, length),
+                seed=data.seed,
+                workers=data.num_loading_workers,
+                sources=sources,
+                weights=tuple(getattr(dataset, "weight", None) for dataset in groups[number]),
+                temperature=data.temperature,
+                when_exhausted=data.when_exhausted,
+                restart=data.restart,
+            )
         )
-        planned.append(one)
-        tree = huffman([weight for weight, _ in weighted])
-        for s, count in counts(tree, one.samples).items():
-            drawn[names[s]] += count
     return planned
 
 
@@ -147,39 +179,50 @@ def identities(datasets: Sequence[Any], seed: int, sequence_length: int) -> list
     return [f"{text} {texts[:number].count(text)}" for number, text in enumerate(texts)]
 
 
-def samples_of(path: TokenPath, config: Any, sequence_length: int, report: Report) -> int:
-    """Training samples of tokenized files."""
-    folder = open_folder(path, sequence_length, config.model.architecture.vocab_size, config.general.seed)
-    samples = open_samples(folder, path, 0, report)
-    count, _ = training_samples(samples, path, config)
-    if count == 0:
-        raise InputError(
-            f"{path.path}: expected at least {sequence_length + 1} tokens to train on (sequence_length + 1), "
-            f"found {folder.describe()}"
-        )
-    return count
-
-
-def flatten(dataset: Any, length: Callable[[TokenPath], int]) -> Iterator[tuple[float, Any]]:
-    """The sources of a dataset, each with its weight; nested weights multiply.
-
-    Tokenized files without shares weigh what `length` says.
-    """
-    if (mixture := getattr(dataset, "mixture", None)) is not None:
-        for part in mixture:
-            inner = list(flatten(part, length))
-            total = sum(weight for weight, _ in inner)
-            yield from ((part.weight * weight / total, one) for weight, one in inner)
-    elif (paths := token_paths(dataset)) is not None:
-        for share, path in paths:
-            yield share if share is not None else 1.0 if len(paths) == 1 else length(path), path
-    elif isinstance(getattr(dataset, "text_files", None), dict):
+def split(dataset: Any) -> list[tuple[float | str, Any]]:
+    """The sources of one dataset of a mixture, each with its share of it, or the measure that it shares by."""
+    if (paths := token_paths(dataset)) is not None:
+        unknown: float | str = "tokens" if len(paths) > 1 else 1.0
+        return [(unknown if share is None else share, path) for share, path in paths]
+    if isinstance(getattr(dataset, "text_files", None), dict):
         for path, weight in dataset.text_files.items():
             if not weight > 0:
                 raise InputError(f"dataset.text_files: the share of '{path}' must be above 0, found {weight}")
-            yield weight, _OnePath(path, dataset.text_column_name, dataset.packing)
-    else:
-        yield 1.0, dataset
+        return [
+            (weight, _OnePath(path, dataset.text_column_name, dataset.packing))
+            for path, weight in dataset.text_files.items()
+        ]
+    return [(1.0, dataset)]
+
+
+def short_labels(stages: Sequence[Sequence[Any]]) -> list[str]:
+    """What people call each source of each stage: the end of its path, as much of it as tells all sources apart.
+
+    The same data have one label in all stages, whatever their seed and sequence length.
+    """
+    names = [name for sources in stages for name in identities(sources, 0, 0)]
+    full = dict(zip(names, (title(source).rstrip("/").split("/") for sources in stages for source in sources)))
+    labels: dict[str, str] = {}
+    for name, parts in full.items():
+        others = [other for known, other in full.items() if known != name and other != parts]
+        size = next(
+            n for n in range(1, len(parts) + 1) if n == len(parts) or parts[-n:] not in (o[-n:] for o in others)
+        )
+        label = "/".join(parts[-size:])
+        taken = list(labels.values())
+        labels[name] = next(
+            new for n in range(1, len(full) + 1) if (new := label if n == 1 else f"{label}-{n}") not in taken
+        )
+    return [labels[name] for name in names]
+
+
+def title(dataset: Any) -> str:
+    """The path or name of a source."""
+    variant = kind(dataset)
+    if variant == "null":
+        return "random"
+    found = dataset.path if variant == "tokens" else getattr(dataset, variant)
+    return found if isinstance(found, str) else "+".join(found)
 
 
 @dataclass(frozen=True)

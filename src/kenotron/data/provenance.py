@@ -76,6 +76,8 @@ def step_origins(data: RunData, step: int) -> list[SampleOrigin]:
     Errors (InputError): no such step in the run.
     """
     opened = data.stage_of(step)
+    if (why := data.exhausted(step)) is not None:
+        raise InputError(f"step {step} is not in the run: {why}")
     positions = opened.stage.samples_before(step) + np.arange(opened.stage.batch_size(step), dtype=np.int64)
     numbers, indices = opened.order.locate(positions)
     return [
@@ -153,8 +155,10 @@ def document_sightings(data: RunData, file: str, document: int) -> list[Sighting
                     continue
                 start, stop = _document(place, document)
                 for sample, first, end in place.holding(start, stop):
-                    for position in opened.order.find(number, sample, stage.samples):
+                    for position in opened.order.find(number, sample, stage.samples_before(opened.stop)):
                         found.append(Sighting(stage.step_of(position), before + position, first, end))
+        if opened.stop < stage.stop:  # the run ends there
+            break
     if file not in known:
         raise InputError(f"--document: no source of this run reads {file}{nearest(file, known)}")
     return sorted(found, key=lambda each: (each.sample, each.first_token))

@@ -28,7 +28,7 @@ from .batch import TokenBatch, fold
 from .loader import Prefetcher
 from .plan import Stage, plan_stages, texts_of
 from .progress import Report
-from .stages import OpenStage, describe_tokenizer, open_stage
+from .stages import OpenStage, Sources, describe_tokenizer, open_stage
 from .tokenizer import Tokenizer, end_of_text
 from .trained import tokenizer_of
 from .validation import BASELINE_LIMIT, HeldOut, compression_baselines, held_out_texts
@@ -47,6 +47,7 @@ class RunData:
         self._pool = ThreadPoolExecutor(1, "kenotron-stage")
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._opened: dict[int, Future[OpenStage]] = {}
+        self._sources = Sources(config, stages, tokenizer, report, self._stop)
 
     @property
     def vocab_size(self) -> int:
@@ -77,6 +78,8 @@ class RunData:
                 f"on {dp_size} data-parallel ranks"
             )
         in_batch = np.arange(total, dtype=np.int64).reshape(-1, dp_size, micro)[:, dp_rank].reshape(-1)
+        if (why := self.exhausted(step)) is not None:
+            raise InputError(f"step {step} is not in the run: {why}")
         positions = opened.stage.samples_before(step) + in_batch
         whole = opened.read(positions, self.samples_before(step) + in_batch, self._masking)
         length = opened.stage.length_at(step)
@@ -100,6 +103,35 @@ class RunData:
     def tokens_before(self, step: int) -> int:
         """Tokens of the run's steps before `step`."""
         return sum(stage.tokens_before(step) for stage in self.stages)
+
+    def exhausted(self, step: int) -> str | None:
+        """Why there are no samples for `step`: sources that have given all that they may. None where there are."""
+        for stage in self.stages[: self.stage_at(step).number + 1]:
+            mixing = self._sources.mixing(stage)
+            if mixing.end is not None and mixing.end < stage.samples_before(step + 1):
+                return self._spent(stage, mixing.reached[-1][0])
+        return None
+
+    def consumption(self, step: int) -> dict[str, tuple[int, float | None]]:
+        """The tokens that each source has given when `step` is done, and its epochs, where it is of that step's stage.
+
+        The names are the shortest that tell all sources of the run apart. All of it is arithmetic.
+        """
+        found: dict[str, tuple[int, float | None]] = {}
+        for stage in self.stages[: self.stage_at(step).number + 1]:
+            mixing = self._sources.mixing(stage)
+            given = mixing.given(stage.samples_before(step + 1))
+            for number, source in enumerate(stage.sources):
+                drawn = given[number] - mixing.offsets[number]
+                before, _ = found.get(source.label, (0, None))
+                last = stage.start <= step < stage.stop
+                length = len(self._sources.source(stage, number).train) if last else 0
+                found[source.label] = before + drawn * stage.sequence_length, given[number] / length if last else None
+        return found
+
+    def _spent(self, stage: Stage, number: int) -> str:
+        source = stage.sources[number]
+        return f"'{source.label}' has given its {source.max_epochs:g} epochs"
 
     # ---- validation ----
 
@@ -175,10 +207,36 @@ class RunData:
             if future is None or not future.done() or future.exception():
                 lines.append(f"{head}: opened when its turn comes")
                 continue
-            total = sum(source.weight for source in stage.sources)
-            for planned, source in zip(stage.sources, future.result().sources):
-                lines.append(f"{head}: {planned.weight / total:.2%} {source.describe()}")
-        return lines
+            opened = future.result()
+            mixing, total = opened.order.mixing, sum(opened.order.mixing.weights)
+            for weight, source in zip(mixing.weights, opened.sources):
+                lines.append(f"{head}: {weight / total:.2%} {source.describe()}")
+            lines += [f"[{stage.name}] {line}" for line in self._limits(opened)]
+        return [*lines, *self._begun_anew()]
+
+    def _limits(self, opened: OpenStage) -> Iterator[str]:
+        """What happens in a stage when its sources have given their epochs."""
+        stage, mixing = opened.stage, opened.order.mixing
+        for source, position in mixing.reached:
+            step = stage.step_of(position)
+            if step < stage.stop:
+                planned = stage.sources[source]
+                ends = mixing.end is not None and source == mixing.reached[-1][0]
+                goes_on = "it is repeated" if stage.when_exhausted == "repeat" else "the others share on"
+                then = f"the run ends after step {opened.stop - 1}" if ends else goes_on
+                yield f"{planned.label} reaches its {planned.max_epochs:g} epochs at step {step}: {then}"
+
+    def _begun_anew(self) -> Iterator[str]:
+        """Sources that come again and cannot go on, as their windows are others."""
+        for stage in self.stages[1:]:
+            before = [(e, s) for e in self.stages[: stage.number] for s in e.sources if e.seed == stage.seed]
+            for source in stage.sources:
+                lengths = [str(e.sequence_length) for e, s in before if s.label == source.label]
+                if lengths and not stage.restart and source.name not in [s.name for _, s in before]:
+                    yield (
+                        f"[{stage.name}] {source.label} comes again with sequence length {stage.sequence_length}, not "
+                        f"{' or '.join(lengths)}: its windows are others, so it is read from its beginning"
+                    )
 
     def fingerprints(self) -> dict[str, str]:
         """What the run reads, by content: the name of every source of text or tokenized files that is open by now → a
@@ -228,7 +286,7 @@ class RunData:
             return self._opened[number]
 
     def _open_now(self, number: int) -> OpenStage:
-        return open_stage(self.config, self.stages[number], self.tokenizer, self._report, self._stop)
+        return open_stage(self._sources, self.stages[number])
 
 
 def open_run(config: Any, start_step: int = 1, report: Report = print, tokenizer_folder: Path | None = None) -> RunData:
@@ -239,7 +297,7 @@ def open_run(config: Any, start_step: int = 1, report: Report = print, tokenizer
 
     Errors (InputError): whatever is wrong with the data, in one line; nothing held out for a run that validates.
     """
-    stages = plan_stages(config, report)
+    stages = plan_stages(config)
     data = RunData(config, tokenizer_of(config, stages, report, tokenizer_folder), stages, report)
     number = data.stage_at(min(start_step, config.tokens.train_steps)).number
     try:
@@ -247,6 +305,8 @@ def open_run(config: Any, start_step: int = 1, report: Report = print, tokenizer
         first.set_result(data._open_now(number))  # in this thread: it may show a progress bar, and be interrupted
         data._opened[number] = first
         data._stage(number)
+        if start_step == 1 and (why := data.exhausted(1)) is not None:
+            raise InputError(f"no sample for a single step: {why}")
         if config.tokens.validates:
             data.held_out()  # now, not at the first validation
     except BaseException:

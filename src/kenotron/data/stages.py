@@ -1,12 +1,18 @@
 """An open stage: its sources, tokenized and mapped, and the order that reads them.
 
 plan.Stage ──open_stage──▶ OpenStage ──read(positions)──▶ TokenBatch
+
+How a stage mixes its sources depends on what the stages before it have drawn of them, and on the lengths of those with
+a limit, or with a weight by their size. `Sources` looks at no more than that takes: most runs open one stage and
+the next.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -16,7 +22,7 @@ from kenotron.config.errors import InputError
 from .batch import Int64, TokenBatch, TokenSource, make_batch
 from .cache import TokenCache, open_tokens
 from .encode import EncodeRules
-from .order import Order
+from .order import Mixing, Order
 from .packing import PackedRows, packed_rows
 from .plan import SourcePlan, Stage, kind, texts_of
 from .progress import Report
@@ -49,6 +55,19 @@ class OpenSource:
         whole = self.train.whole if isinstance(self.train, Part) else self.train
         return whole if isinstance(whole, PackedRows) else None
 
+    def measure(self, unit: str) -> int:
+        """What is trained on, in samples ("tokens": all have the same number), or its bytes ("size").
+
+        Error (InputError): a size that nobody knows.
+        """
+        if unit == "tokens":
+            return len(self.train)
+        if self.cache is not None:
+            return self.cache.train.bytes
+        if self.folder is not None:
+            return sum(len(file.tokens) * file.tokens.itemsize for file in self.folder.files)
+        raise InputError(f"dataset.weight: size: {self.train.name} has no size in bytes; give it a number, or tokens")
+
     def describe(self) -> str:
         """One line for the console."""
         packing = f"; {self.packed.plan.describe(self.packed.sequence_length)}" if self.packed else ""
@@ -72,6 +91,12 @@ class OpenStage:
     stage: Stage
     sources: list[OpenSource]
     order: Order
+
+    @property
+    def stop(self) -> int:
+        """The first step that is not of the stage, or that its sources cannot fill."""
+        end = self.order.mixing.end
+        return self.stage.stop if end is None else min(self.stage.stop, self.stage.step_of(end))
 
     def read(self, positions: Int64, sample_ids: Int64, document_masking: bool) -> TokenBatch:
         """The samples at `positions` ``[n]`` of the stage, as one batch of n sequences."""
@@ -97,25 +122,75 @@ class OpenStage:
         return make_batch(windows, sample_ids, numbers, loss)
 
 
-def open_stage(
-    config: Any,
-    stage: Stage,
-    tokenizer: Tokenizer | None,
-    report: Report,
-    stop: threading.Event | None = None,
-) -> OpenStage:
-    """Open every source of a stage; what is not cached is tokenized, unless `stop` is set meanwhile."""
-    sources = [open_source(config, stage, planned, tokenizer, report, stop) for planned in stage.sources]
-    for source in sources:
-        if not len(source.train):
-            raise InputError(too_small(source, stage.sequence_length))
-    order = Order(
-        [len(source.train) for source in sources],
-        [planned.weight for planned in stage.sources],
-        [planned.key for planned in stage.sources],
-        [planned.offset for planned in stage.sources],
-    )
-    return OpenStage(stage, sources, order)
+class Sources:
+    """The sources of a run's stages, each opened when it is asked for, and how every stage mixes them.
+
+    What is not cached is tokenized, unless `stop` is set meanwhile. Any thread may ask.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        stages: Sequence[Stage],
+        tokenizer: Tokenizer | None,
+        report: Report,
+        stop: threading.Event | None = None,
+    ) -> None:
+        self.stages = stages
+        self._how = (tokenizer, report, stop)
+        self._config, self._lock = config, threading.RLock()
+        self._open: dict[tuple[int, int], OpenSource] = {}
+        self._mixings: dict[int, Mixing] = {}
+
+    def source(self, stage: Stage, number: int) -> OpenSource:
+        """Source `number` of a stage.
+
+        Errors (InputError): whatever is wrong with it; not one sample.
+        """
+        place = stage.number, number
+        if place in self._open:  # without waiting for what another thread opens
+            return self._open[place]
+        with self._lock:
+            if place not in self._open:
+                opened = open_source(self._config, stage, stage.sources[number], *self._how)
+                if not len(opened.train):
+                    raise InputError(too_small(opened, stage.sequence_length))
+                self._open[place] = opened
+            return self._open[place]
+
+    def mixing(self, stage: Stage) -> Mixing:
+        """Which source gives which sample of a stage."""
+        if stage.number in self._mixings:
+            return self._mixings[stage.number]
+        with self._lock:
+            numbers = range(len(stage.sources))
+            self._mixings[stage.number] = Mixing(
+                stage.shares(lambda i, unit: self.source(stage, i).measure(unit)),
+                [self._offset(stage, i) for i in numbers],
+                [self._limit(stage, i) for i in numbers],
+                stage.when_exhausted,
+            )
+            return self._mixings[stage.number]
+
+    def _offset(self, stage: Stage, number: int) -> int:
+        """How many samples the stages before have drawn of a source."""
+        name = stage.sources[number].name
+        for earlier in reversed(self.stages[: 0 if stage.restart else stage.number]):
+            names = [source.name for source in earlier.sources]
+            if name in names:
+                return self.mixing(earlier).given(earlier.samples)[names.index(name)]
+        return 0
+
+    def _limit(self, stage: Stage, number: int) -> int | None:
+        epochs = stage.sources[number].max_epochs
+        return None if epochs is None else int(Fraction(str(epochs)) * len(self.source(stage, number).train))
+
+
+def open_stage(sources: Sources, stage: Stage) -> OpenStage:
+    """A stage with all of its sources open."""
+    opened = [sources.source(stage, number) for number in range(len(stage.sources))]
+    keys = [planned.key for planned in stage.sources]
+    return OpenStage(stage, opened, Order([len(source.train) for source in opened], keys, sources.mixing(stage)))
 
 
 def open_source(

@@ -73,6 +73,8 @@ def _train(config: Config, mesh: Mesh, device: torch.device, fresh: bool) -> Run
             fit(run)
             if mesh.is_first:
                 report.farewell(run)
+        elif mesh.is_first:
+            report.exhausted(run)
     finally:
         close(run)
     return run

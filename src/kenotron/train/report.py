@@ -62,6 +62,16 @@ def already_finished(config: Config, start: Start) -> None:
     )
 
 
+def exhausted(run: Run) -> None:
+    logger.info(
+        "This run is finished: after step %d of %d, %s. Allow more epochs in a stage that has not begun, or give it "
+        "other data.",
+        run.step,
+        run.config.tokens.train_steps,
+        run.data.exhausted(run.step + 1),
+    )
+
+
 def farewell(run: Run) -> None:
     """Where everything is, and what to do next."""
     folder = Path(run.config.checkpoints.checkpoints_path) / str(run.step)

@@ -89,7 +89,8 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return self.step >= self.config.tokens.train_steps
+        """Every step is done, or there are no data for another one."""
+        return self.step >= self.config.tokens.train_steps or self.data.exhausted(self.step + 1) is not None
 
     def agree(self) -> None:
         """Stop on every rank what was asked to stop on one: a signal reaches ranks at different steps."""
@@ -109,7 +110,7 @@ class Run:
 
 
 def fit(run: Run) -> None:
-    """Train until `train_steps`, or until somebody asks the run to stop."""
+    """Train until `train_steps`, until the data allow no further step, or until somebody asks the run to stop."""
     run.call("on_train_start")
     last = run.config.tokens.train_steps
     loader = run.data.loader(run.step + 1, last + 1, run.mesh.dp_rank, run.mesh.dp_degree)
@@ -125,6 +126,8 @@ def fit(run: Run) -> None:
             run.data_wait_seconds += waited
             run.call("after_step", result)
             run.agree()
+    if run.step < last and run.stop_reason is None:
+        run.stop_reason = run.data.exhausted(run.step + 1)
     run.call("on_train_end")
 
 

@@ -1,0 +1,275 @@
+"""Stages that share sources: limits and what happens at them, weights by size, temperature, beginning anew.
+
+Every step's samples are compared with a plain reading of the config: lists of draws, walked one by one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_runs import run_config, write_texts
+
+from kenotron.config import Config
+from kenotron.config.errors import InputError
+from kenotron.data import RunData, open_run
+from kenotron.data.order import counts, huffman
+from kenotron.data.plan import plan_stages
+from kenotron.data.provenance import step_origins
+
+L = 8
+BATCH = 4
+
+
+def quiet(line: str) -> None:
+    return None
+
+
+def config_of(*stages: Any, **changes: Any) -> Config:
+    return run_config(*stages, sequence_length=L, arch__vocab_size=4096, limit_val_batches=0, **changes)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """a: 20 windows, b: 50, c: 10, of which the last of each is held out (val_fraction below)."""
+    found = {}
+    for name, windows in (("a", 20), ("b", 50), ("c", 10)):
+        found[name] = str(tmp_path / f"{name}.npy")
+        np.save(found[name], np.arange(windows * L + 1, dtype=np.uint16))
+    return found
+
+
+def mixture(files: dict[str, str], **parts: Any) -> dict[str, Any]:
+    """a=3: weight 3; a=(3, 2): weight 3, two epochs at most."""
+    given = {name: part if isinstance(part, tuple) else (part, None) for name, part in parts.items()}
+    return {
+        "mixture": [
+            {"weight": weight, "tokens": files[name], "max_epochs": epochs} for name, (weight, epochs) in given.items()
+        ]
+    }
+
+
+def opened(config: Config) -> RunData:
+    return open_run(config, 1, quiet)
+
+
+def read(data: RunData, steps: range) -> list[tuple[str, int]]:
+    """(file, index) of every sample of these steps, in order."""
+    return [(Path(o.source).stem, o.index) for step in steps for o in step_origins(data, step)]
+
+
+def of(data: RunData, steps: range, name: str) -> list[int]:
+    return [index for source, index in read(data, steps) if source == name]
+
+
+VAL = {"val_fraction": 0.01}  # one window of each file
+LENGTHS = {"a": 19, "b": 49, "c": 9}
+
+
+@pytest.mark.parametrize("epochs", [0.5, 1, 2])
+def test_the_run_stops_before_the_batch_that_a_source_may_not_fill(files: dict[str, str], epochs: float) -> None:
+    config = config_of(mixture(files, a=(1, epochs), b=1), train_steps=40, **VAL)
+    allowed = int(epochs * LENGTHS["a"])
+    with opened(config) as data:
+        drawn = 0
+        for step in range(1, 41):
+            wanted = counts(huffman([1.0, 1.0]), step * BATCH)[0]
+            if wanted > allowed:
+                break
+            assert data.exhausted(step) is None
+            drawn = wanted
+        assert len(of(data, range(1, step), "a")) == drawn <= allowed
+        assert data.exhausted(step) == data.exhausted(40) == f"'a.npy' has given its {epochs:g} epochs"
+        for ask in (data.batch, lambda step: step_origins(data, step)):
+            with pytest.raises(InputError, match=rf"step {step} is not in the run: 'a.npy' has given its"):
+                ask(step)
+        (line,) = [line for line in data.describe() if "reaches" in line]
+        assert line.endswith(f"the run ends after step {step - 1}")
+        assert f"a.npy reaches its {epochs:g} epochs at step {step}" in line
+        assert max(seen.step for seen in sightings(data, files, "b")) == step - 1
+
+
+def sightings(data: RunData, files: dict[str, str], name: str) -> list[Any]:
+    """Through the order itself: .npy files know no documents."""
+    from types import SimpleNamespace
+
+    found = []
+    for stage in data.stages:
+        opened_stage = data.stage_of(stage.start)
+        number = [Path(s.train.name).stem for s in opened_stage.sources].index(name)
+        for index in range(LENGTHS[name]):
+            for position in opened_stage.order.find(number, index, stage.samples_before(opened_stage.stop)):
+                found.append(SimpleNamespace(step=stage.step_of(position), index=index))
+    return found
+
+
+def test_the_others_share_on_when_a_source_has_given_its_epochs(files: dict[str, str]) -> None:
+    parts = mixture(files, a=(2, 1), b=2, c=(1, 2))
+    with opened(config_of(parts, train_steps=60, data__when_exhausted="renormalise", **VAL)) as data:
+        everything = read(data, range(1, 61))
+        told = Counter(name for name, _ in everything)
+        assert told == {"a": 19, "c": 18, "b": 240 - 37}
+        assert sorted(index for name, index in everything if name == "a") == list(range(19))
+        assert Counter(index for name, index in everything if name == "c") == dict.fromkeys(range(9), 2)
+        last_a = max(place for place, (name, _) in enumerate(everything) if name == "a")
+        last_c = max(place for place, (name, _) in enumerate(everything) if name == "c")
+        assert last_a < last_c
+        between = everything[last_a + 1 : last_c]
+        share = sum(name == "c" for name, _ in between) / len(between)
+        assert share == pytest.approx(1 / 3, abs=2 / len(between))
+        lines = [line for line in data.describe() if "reaches" in line]
+        assert [line.split(": ")[-1] for line in lines] == ["the others share on"] * 2
+        assert data.exhausted(60) is None
+
+
+def test_when_all_have_given_their_epochs_the_run_ends(files: dict[str, str]) -> None:
+    parts = mixture(files, a=(1, 1), c=(1, 1))
+    with opened(config_of(parts, train_steps=60, data__when_exhausted="renormalise", **VAL)) as data:
+        assert data.exhausted(7) is None  # 28 samples, 7 batches
+        assert data.exhausted(8) is not None
+        assert sorted(read(data, range(1, 8))) == [("a", i) for i in range(19)] + [("c", i) for i in range(9)]
+
+
+def test_a_source_that_repeats_is_told_and_goes_on(files: dict[str, str]) -> None:
+    limited = mixture(files, a=(1, 1), b=1)
+    with (
+        opened(config_of(limited, train_steps=40, data__when_exhausted="repeat", **VAL)) as data,
+        opened(config_of(mixture(files, a=1, b=1), train_steps=40, **VAL)) as plain,
+    ):
+        assert read(data, range(1, 41)) == read(plain, range(1, 41))
+        (line,) = [line for line in data.describe() if "reaches" in line]
+        assert line.endswith("a.npy reaches its 1 epochs at step 10: it is repeated")
+
+
+def test_epochs_of_earlier_stages_count_and_what_was_read_is_not_read_again(files: dict[str, str]) -> None:
+    """a gives 12 of its 19 samples in the first stage, so 7 are left for the second."""
+    first, second = mixture(files, a=1, b=1), mixture(files, a=(3, 1), b=1)
+    config = config_of(first, {"dataset": second, "start": 7}, train_steps=20, **VAL)
+    with opened(config) as data:
+        before, after = of(data, range(1, 7), "a"), of(data, range(7, 9), "a")
+        assert (len(before), len(after)) == (12, 6)
+        assert len(set(before + after)) == 18
+        assert data.exhausted(8) is None
+        assert data.exhausted(9) == "'a.npy' has given its 1 epochs"
+        assert data.consumption(8)["a.npy"] == (18 * L, 18 / 19)
+        assert data.consumption(6)["a.npy"] == (12 * L, 12 / 19)
+
+
+def test_a_stage_that_restarts_begins_anew_and_later_ones_go_on_from_there(files: dict[str, str]) -> None:
+    alone = {"tokens": files["b"]}
+    stages = [{"dataset": alone, "start": start} for start in (1, 4, 7)]
+    config = config_of(*stages, train_steps=9, **VAL)
+    content = json.loads(config.model_dump_json(by_alias=True))
+    content["data_stages"][1]["data"]["restart"] = True
+    from kenotron.config import load
+
+    with opened(load(content)) as data, opened(config) as through:
+        first, again, on = (read(data, range(start, start + 3)) for start in (1, 4, 7))
+        assert again == first
+        assert on == read(through, range(4, 7))
+        assert data.consumption(9) == {"b.npy": (36 * L, 24 / 49)}
+
+
+def test_weights_are_training_tokens_or_bytes(files: dict[str, str], tmp_path: Path) -> None:
+    for measure in ("tokens", "size"):
+        with opened(config_of(mixture(files, a=measure, b=measure, c=measure), **VAL)) as data:
+            weights = data.stage_of(1).order.mixing.weights
+            sizes = [(windows * L + 1) * 2 for windows in (20, 50, 10)]
+            assert weights == ([19, 49, 9] if measure == "tokens" else sizes)
+    texts = [write_texts(tmp_path / name, count, seed=count) for name, count in (("few", 10), ("many", 40))]
+    parts = [{"weight": "size", "text_files": str(folder)} for folder in texts]
+    with opened(config_of({"mixture": parts})) as data:
+        stage = data.stage_of(1)
+        assert stage.order.mixing.weights == [s.cache.train.bytes for s in stage.sources if s.cache]
+        assert stage.order.mixing.weights[1] > 3 * stage.order.mixing.weights[0]
+    with pytest.raises(InputError, match=r"test_mixing_stages.made has no size in bytes; give it a number, or tokens"):
+        opened(config_of({"mixture": [{"weight": "size", "source": "test_mixing_stages.made"}]}))
+
+
+def made(sequence_length: int, seed: int) -> list[list[int]]:
+    return [[0] * (sequence_length + 1)] * 9
+
+
+def test_a_run_without_data_for_one_step_does_not_begin(files: dict[str, str]) -> None:
+    with pytest.raises(InputError, match=r"no sample for a single step: 'a.npy' has given its 0.1 epochs"):
+        opened(config_of({"tokens": files["a"], "max_epochs": 0.1}, **VAL))
+
+
+def test_a_dataset_of_several_paths_weighs_what_all_of_them_hold(files: dict[str, str]) -> None:
+    parts = [
+        {"weight": "tokens", "tokens": [files["a"], files["c"]]},
+        {"weight": "tokens", "tokens": {files["b"]: 1}},
+    ]
+    with opened(config_of({"mixture": parts}, **VAL)) as data:
+        assert data.stage_of(1).order.mixing.weights == pytest.approx([19, 9, 49])
+    parts[0]["tokens"] = {files["a"]: 3, files["c"]: 1}
+    with opened(config_of({"mixture": parts}, **VAL)) as data:
+        assert data.stage_of(1).order.mixing.weights == pytest.approx([28 * 3 / 4, 28 / 4, 49])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 1e9, 1e-3])
+def test_temperature_makes_shares_alike(files: dict[str, str], temperature: float) -> None:
+    config = config_of(mixture(files, a=9, b=4, c=1), data__temperature=temperature, **VAL)
+    (stage,) = plan_stages(config)
+    found = stage.shares(lambda i, unit: 0)
+    expected = np.array([9.0, 4.0, 1.0]) / 9
+    expected = np.exp(np.log(expected) / temperature)
+    assert np.array(found) / sum(found) == pytest.approx(expected / expected.sum(), rel=1e-9, abs=1e-12)
+
+
+def test_a_later_stage_is_planned_by_sources_that_an_earlier_one_had_to_measure(files: dict[str, str]) -> None:
+    first = mixture(files, a="tokens", b="tokens")
+    config = config_of(first, {"dataset": {"tokens": files["a"]}, "start": 7}, train_steps=12, **VAL)
+    given = counts(huffman([19, 49]), 24)[0]
+    with opened(config) as through:
+        whole = of(through, range(1, 13), "a")
+    with open_run(config, 8, quiet) as data:  # resumed: the first stage was never asked for
+        assert data.stage_of(8).order.mixing.offsets == (given,)
+        assert of(data, range(8, 13), "a") == whole[given + BATCH :]
+    assert sorted(whole[:19]) == list(range(19))
+
+
+def test_a_source_that_comes_again_with_other_windows_is_told(files: dict[str, str]) -> None:
+    alone = {"tokens": files["b"]}
+    config = config_of(alone, {"dataset": alone, "start": 7, "length": 4}, train_steps=12, **VAL)
+    with opened(config) as data:
+        (line,) = [line for line in data.describe() if "comes again" in line]
+        assert line.startswith("[stage 1] b.npy comes again with sequence length 4, not 8")
+        assert data.consumption(12) == {"b.npy": (24 * L + 24 * 4, 24 / len(data.stage_of(7).sources[0].train))}
+    with opened(config_of(alone, alone, train_steps=12, **VAL)) as data:
+        assert not [line for line in data.describe() if "comes again" in line]
+
+
+def test_labels_are_as_short_as_tells_sources_apart(tmp_path: Path) -> None:
+    def labels(*paths: str) -> list[str]:
+        return [s.label for s in plan_stages(config_of({"tokens": list(paths)}))[0].sources]
+
+    assert labels("/data/code", "/data/prose") == ["code", "prose"]
+    assert labels("/x/code/train", "/x/prose/train", "/x/web") == ["code/train", "prose/train", "web"]
+    assert labels("/x/a", "/x/a") == ["a", "a-2"]
+    assert labels("code", "x/code") == ["code", "x/code"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"dataset": {"tokens": "a", "max_epochs": 0}}, "max_epochs"),
+        ({"dataset": {"tokens": "a"}, "when_exhausted": "repeat"}, "expected max_epochs of a dataset"),
+        ({"dataset": {"tokens": "a", "weight": "tokens"}}, "expected only inside a mixture"),
+        ({"dataset": {"mixture": [{"weight": "bytes", "tokens": "a"}]}}, "weight"),
+        ({"dataset": {"mixture": [{"weight": True, "tokens": "a"}]}}, "a number above 0, tokens or size"),
+        (
+            {"dataset": {"mixture": [{"weight": 1, "tokens": "a"}, {"weight": "size", "tokens": "b"}]}},
+            "weights of one kind",
+        ),
+        ({"dataset": None, "temperature": 0}, "temperature"),
+    ],
+)
+def test_what_means_nothing_is_refused(data: dict[str, Any], message: str) -> None:
+    changes = {f"data__{key}": value for key, value in data.items() if key != "dataset"}
+    with pytest.raises(InputError, match=message):
+        config_of({"dataset": data["dataset"]}, **changes)
