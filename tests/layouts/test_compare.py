@@ -8,11 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from layout_runs import Problem
 from nursery import Nursery
 from ranks import run_ranks
 from tiny_run import tiny_yaml
 
+from kenotron.cli.compare import on_layout
+from kenotron.config import load
 from kenotron.data import TokenBatch
 from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.train.compare import Comparison, compare, record, references, reordered
@@ -81,6 +84,18 @@ def test_another_order_has_the_same_samples(order: int) -> None:
     assert all((batch.labels == batch.tokens + 1).all() for batch in found)
     if order:
         assert [list(batch.sample_ids) for batch in found] != [list(batch.sample_ids) for batch in batches]
+
+
+def test_micro_batches_are_divided_for_every_step_of_a_ramp(tmp_path: Path) -> None:
+    """Steps of 4 and 12 samples on two ranks: 2 at once, of the 4 that one rank takes."""
+    file = tiny_yaml(tmp_path)
+    content = yaml.safe_load(file.read_text())
+    content["tokens"] |= {"micro_batch_size": 4, "batch_accumulation_per_replica": 3}
+    content["data_stages"][0]["batch_size_ramp"] = {"start": 4, "increment": 8, "samples": 8}
+    file.write_text(yaml.safe_dump(content))
+    other = on_layout(file, load(file), ["parallelism.dp=2"])
+    assert (other.tokens.micro_batch_size, other.tokens.batch_accumulation_per_replica) == (2, 3)
+    assert other.global_batch_size == 12
 
 
 def test_the_command_tells_the_verdict_by_its_exit_code(tmp_path: Path, nursery: Nursery) -> None:

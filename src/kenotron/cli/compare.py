@@ -34,9 +34,7 @@ def compare(
     from kenotron.config import load
 
     plain = load(file)
-    # A ramp fits micro-batches that are divided already: until then it is left out.
-    no_ramps = [f"data_stages.{i}.batch_size_ramp=null" for i in range(len(plain.data_stages))]
-    other = load(file, _at_one_batch_size(plain, load(file, [*overrides, *no_ramps]), overrides))
+    other = on_layout(file, plain, overrides)
     _check(plain, other, steps, picture)
     from kenotron.launch import work_on_ranks
     from kenotron.train.compare import compare as measure
@@ -60,6 +58,15 @@ def compare(
         print(f"Picture: {picture}")
     if not comparison.agrees:
         raise typer.Exit(1)
+
+
+def on_layout(file: Path, plain: Config, overrides: Sequence[str]) -> Config:
+    """The config of `file` with `overrides`, at the batch sizes that it has as `plain`."""
+    from kenotron.config import load
+
+    # A ramp comes out for micro-batches that are divided already: until then it is left out.
+    no_ramps = [f"data_stages.{i}.batch_size_ramp=null" for i in range(len(plain.data_stages))]
+    return load(file, _at_one_batch_size(plain, load(file, [*overrides, *no_ramps]), overrides))
 
 
 def _at_one_batch_size(plain: Config, other: Config, overrides: Sequence[str]) -> list[str]:

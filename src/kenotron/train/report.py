@@ -39,6 +39,7 @@ def training_plan(run: Run) -> None:
     for stage in run.data.stages:
         logger.info("[Stage %s] start from step %d", stage.name, stage.start)
     tokens = run.config.tokens
+    now = run.data.stage_at(min(run.step + 1, tokens.train_steps))
     logger.info(
         "[Start training] datetime: %s | mbs: %d | grad_accum: %d | global_batch_size: %d | sequence_length: %d | "
         "train_steps: %d | start_iteration_step: %d | consumed_train_samples: %d",
@@ -46,7 +47,7 @@ def training_plan(run: Run) -> None:
         tokens.micro_batch_size,
         tokens.batch_accumulation_per_replica,
         run.config.global_batch_size,
-        tokens.sequence_length,
+        now.sequence_length,
         tokens.train_steps,
         run.step,
         run.consumed_samples,
