@@ -20,9 +20,6 @@ DATASET = "data_stages.0.data.dataset"
         (["s3_upload={upload_s3_path: 's3://a/b', remove_after_upload: false}"], "s3_upload"),
         (["checkpoints.checkpointing_engine=datastates"], "checkpoints.checkpointing_engine: datastates"),
         (["checkpoints.resume_checkpoint_path=s3://a/b"], "checkpoints.resume_checkpoint_path on s3"),
-        ([f"{DATASET}={{dataset_folder: 's3://a/b'}}"], "tokenized files on another machine (s3://a/b)"),
-        ([f"{DATASET}={{mixture: [{{weight: 1, tokens: ['hf://a', b]}}]}}"], "another machine (hf://a)"),
-        ([f"{DATASET}={{tokens: {{'gs://a': 1}}}}"], "tokenized files on another machine (gs://a)"),
         (
             [
                 "data_stages.0.data.dataset={hf_dataset_or_datasets: a, sft_dataloader: true}",

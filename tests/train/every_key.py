@@ -484,6 +484,10 @@ ROWS: dict[str, Row] = {
 
 # Tests of their own in test_every_key.py, and one in another file: what they change is no number of a short run.
 OWN = {
+    "Config.remote_data": "test_remote_tokens.py",
+    "RemoteData.cache_folder": "test_remote_tokens.py",
+    "RemoteData.cache_gb": "test_remote_tokens.py",
+    "RemoteData.tries": "test_remote_failures.py",
     "Logging.log_level_replica": "test_console_and_metrics.py",
     "Model.compile": "test_every_key.py",
     "Data.num_loading_workers": "test_every_key.py",

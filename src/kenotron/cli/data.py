@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Look at tokens on disk, make them, change their format.")
 
-Source = Annotated[Path, typer.Argument(help="A token file or a folder: .ds, .bin with .idx, litdata, .npy, raw .bin.")]
+Source = Annotated[str, typer.Argument(help="A token file or a folder: .ds, .bin with .idx, litdata, .npy, raw .bin.")]
 RawDtype = Annotated[str | None, typer.Option(help="Type of the ids in files that do not tell, uint16 for example.")]
 TokenizerName = Annotated[str | None, typer.Option(help="Decode with it: a folder, a tokenizer.json, a name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

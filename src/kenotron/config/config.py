@@ -25,8 +25,9 @@ from kenotron.config.model import Model
 from kenotron.config.optimizer import Optimizer
 from kenotron.config.parallelism import STRATEGIES, V_ENGINES, ZERO_BUBBLE_ENGINES, Parallelism
 from kenotron.config.profiler import Profiler
+from kenotron.config.remote import RemoteData
 from kenotron.config.s3_upload import S3Upload
-from kenotron.config.section import Section, key, null_means, problem
+from kenotron.config.section import OURS, Section, key, null_means, problem
 from kenotron.config.tokenizer import Tokenizer
 from kenotron.config.tokens import Tokens
 
@@ -64,6 +65,9 @@ class Config(Section):
     optimizer: Optimizer = key("Update rule and learning rate.")
     data_stages: Annotated[list[DataStage], AfterValidator(_in_order)] = key(
         "What is read, from which step on.", min_length=1
+    )
+    remote_data: Annotated[RemoteData, null_means(RemoteData())] = key(
+        "Data on other machines (s3://, gs://, hf://, https://).", RemoteData(), mark=OURS
     )
     profiler: Profiler | None = key("A torch trace of some steps.", None)
     lighteval: Lighteval | None = key("Evaluation jobs that follow the checkpoints (not supported yet).", None)

@@ -30,6 +30,7 @@ _FREE = (
     "tokens.val_samples",
     "logging.*",
     "metrics_logging.*",
+    "remote_data.*",
     "profiler*",
     "lighteval*",
     "s3_upload*",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from kenotron.config.architecture import ACTIVATIONS, HFArchitecture, LlamaArchitecture
 from kenotron.config.config import Config
-from kenotron.config.data import MixtureDataset, NanosetDataset, SFTDataset, TokenFilesDataset, as_list
+from kenotron.config.data import MixtureDataset, SFTDataset
 from kenotron.config.errors import NotSupportedYet, nearest
 from kenotron.config.model import TRAINING_DTYPES, RandomInit, SpectralMupInit
 
@@ -53,19 +53,8 @@ def _data(config: Config) -> Iterator[str]:
         at = f"data_stages.{i}."
         dataset = stage.data.dataset
         for each in dataset.mixture if isinstance(dataset, MixtureDataset) else [dataset]:
-            for path in _token_paths(each):
-                if "://" in path:
-                    yield f"{at}data.dataset: tokenized files on another machine ({path})"
             if isinstance(each, SFTDataset):
                 yield f"{at}data.dataset.sft_dataloader (fine-tuning data)"
-
-
-def _token_paths(dataset: object) -> list[str]:
-    if isinstance(dataset, NanosetDataset):
-        return [*dataset.folders, *as_list(dataset.dataset_read_path or [])]
-    if isinstance(dataset, TokenFilesDataset):
-        return list(as_list(dataset.tokens)) if not isinstance(dataset.tokens, dict) else list(dataset.tokens)
-    return []
 
 
 def _sections(config: Config) -> Iterator[str]:

@@ -17,9 +17,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.config.remote import RemoteData
 from kenotron.kernels.hashing import derive_key
 
 from .ramps import Level, length_of_step, lengths, level_of_sample, level_of_step, levels
+from .remote import as_path
 from .texts import FileTexts, Texts, find_files, python_stdlib
 from .token_folder import TokenPath, token_paths
 
@@ -272,8 +274,8 @@ def kind(dataset: Any) -> str:
     raise NotSupportedYet(f"dataset of kind {type(dataset).__name__}")
 
 
-def texts_of(dataset: Any) -> Texts | None:
-    """The documents of a dataset; None if it has tokens only (random, a user's own).
+def texts_of(dataset: Any, remote: RemoteData | None = None) -> Texts | None:
+    """The documents of a dataset; None if it has tokens only (random, a user's own). `remote`: for other machines.
 
     Errors (InputError): nothing there, not readable, the hub cannot be reached.
     """
@@ -283,7 +285,7 @@ def texts_of(dataset: Any) -> Texts | None:
     if variant == "text_files":
         paths = dataset.text_files
         names: Sequence[str] = [paths] if isinstance(paths, str) else list(paths)
-        files = [file for path in names for file in find_files(path, "dataset.text_files")]
+        files = [file for path in names for file in find_files(as_path(path, remote), "dataset.text_files")]
         return FileTexts(", ".join(map(str, names)), files, dataset.text_column_name)
     if variant == "hf_dataset_or_datasets":
         from .hub_texts import HubTexts

@@ -19,12 +19,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
 from kenotron.config.errors import InputError
 
-from .batch import TokenBatch, fold
+from .batch import Int64, TokenBatch, fold
 from .loader import Prefetcher
 from .plan import Stage, plan_stages, texts_of
 from .progress import Report
@@ -32,6 +33,9 @@ from .stages import OpenStage, Sources, describe_tokenizer, open_stage
 from .tokenizer import Tokenizer, end_of_text
 from .trained import tokenizer_of
 from .validation import BASELINE_LIMIT, HeldOut, compression_baselines, held_out_texts
+
+AHEAD = 16
+"""Steps whose blocks of remote files are fetched while the steps before them run."""
 
 
 class RunData:
@@ -48,6 +52,8 @@ class RunData:
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._opened: dict[int, Future[OpenStage]] = {}
         self._sources = Sources(config, stages, tokenizer, report, self._stop)
+        self._asked = 0  # the step up to which blocks of remote files were asked for
+        self._flying: WeakSet[Future[bytes]] = WeakSet()  # weak: a block lies in memory until it is on the disk
 
     @property
     def vocab_size(self) -> int:
@@ -66,7 +72,27 @@ class RunData:
         """
         stop = self.config.tokens.train_steps + 1 if stop_step is None else stop_step
         workers = max(stage.workers for stage in self.stages) if start_step < stop else 0
-        return Prefetcher(lambda step: self.batch(step, dp_rank, dp_size), start_step, stop, workers)
+
+        def make(step: int) -> list[TokenBatch]:
+            if workers:
+                self._fetch_ahead(step, stop, dp_rank, dp_size)
+            return self.batch(step, dp_rank, dp_size)
+
+        return Prefetcher(make, start_step, stop, workers)
+
+    def _fetch_ahead(self, step: int, stop: int, dp_rank: int, dp_size: int) -> None:
+        """Begin to fetch what the `AHEAD` steps from `step` on read of other machines, each step once."""
+        opened = self.stage_of(step)
+        with self._lock:
+            first = self._asked if step <= self._asked < step + 2 * AHEAD else step  # threads take turns
+            last = min(step + AHEAD, stop, opened.stop)
+            self._asked = max(first, last)
+        for ahead in range(first, last):
+            total = opened.stage.batch_size(ahead)
+            in_batch = _share(total, self.config.tokens.micro_batch_size, dp_rank, dp_size)
+            futures = opened.fetch_ahead(opened.stage.samples_before(ahead) + in_batch)
+            with self._lock:
+                self._flying.update(futures)
 
     def batch(self, step: int, dp_rank: int = 0, dp_size: int = 1) -> list[TokenBatch]:
         """The micro-batches of one rank at `step` (from 1)."""
@@ -77,7 +103,7 @@ class RunData:
                 f"the global batch of {total} samples does not divide into micro-batches of {micro} "
                 f"on {dp_size} data-parallel ranks"
             )
-        in_batch = np.arange(total, dtype=np.int64).reshape(-1, dp_size, micro)[:, dp_rank].reshape(-1)
+        in_batch = _share(total, micro, dp_rank, dp_size)
         if (why := self.exhausted(step)) is not None:
             raise InputError(f"step {step} is not in the run: {why}")
         positions = opened.stage.samples_before(step) + in_batch
@@ -168,7 +194,7 @@ class RunData:
     def validation_texts(self) -> Iterator[str]:
         """The held-out documents of the first stage as text."""
         for source in self.stages[0].sources:
-            if (texts := texts_of(source.dataset)) is not None:
+            if (texts := texts_of(source.dataset, self.config.remote_data)) is not None:
                 yield from held_out_texts(texts, self.config.tokens.val_fraction)
 
     def compression_baselines(self) -> dict[str, float]:
@@ -262,6 +288,9 @@ class RunData:
     def close(self) -> None:
         """Stop what goes on in the background."""
         self._stop.set()
+        with self._lock:
+            for future in self._flying:
+                future.cancel()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> RunData:
@@ -287,6 +316,11 @@ class RunData:
 
     def _open_now(self, number: int) -> OpenStage:
         return open_stage(self._sources, self.stages[number])
+
+
+def _share(total: int, micro: int, dp_rank: int, dp_size: int) -> Int64:
+    """Places in the global batch of `total` samples that one rank reads, see the module."""
+    return np.arange(total, dtype=np.int64).reshape(-1, dp_size, micro)[:, dp_rank].reshape(-1)
 
 
 def open_run(config: Any, start_step: int = 1, report: Report = print, tokenizer_folder: Path | None = None) -> RunData:

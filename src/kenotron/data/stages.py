@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -68,6 +69,11 @@ class OpenSource:
             return sum(len(file.tokens) * file.tokens.itemsize for file in self.folder.files)
         raise InputError(f"dataset.weight: size: {self.train.name} has no size in bytes; give it a number, or tokens")
 
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether windows are read of files on other machines."""
+        return self.folder is not None and self.folder.is_remote and self.packed is None
+
     def describe(self) -> str:
         """One line for the console."""
         packing = f"; {self.packed.plan.describe(self.packed.sequence_length)}" if self.packed else ""
@@ -97,6 +103,19 @@ class OpenStage:
         """The first step that is not of the stage, or that its sources cannot fill."""
         end = self.order.mixing.end
         return self.stage.stop if end is None else min(self.stage.stop, self.stage.step_of(end))
+
+    def fetch_ahead(self, positions: Int64) -> list[Future[bytes]]:
+        """Begin to fetch what `read` will need of files on other machines."""
+        remote = [(number, source.folder) for number, source in enumerate(self.sources) if source.fetches_ahead]
+        if not remote:
+            return []
+        source_of, index = self.order.locate(positions)
+        return [
+            future
+            for number, folder in remote
+            if folder is not None
+            for future in folder.fetch_ahead(index[source_of == number])
+        ]
 
     def read(self, positions: Int64, sample_ids: Int64, document_masking: bool) -> TokenBatch:
         """The samples at `positions` ``[n]`` of the stage, as one batch of n sequences."""
@@ -205,7 +224,7 @@ def open_source(
     vocab_size, length = config.model.architecture.vocab_size, stage.sequence_length
     eos = end_of_text(tokenizer, config.model.architecture)
     padding = eos if 0 <= eos < vocab_size else 0
-    texts = texts_of(planned.dataset)
+    texts = texts_of(planned.dataset, config.remote_data)
     if texts is not None:
         if tokenizer is None:
             raise InputError(f"{texts.name} is text, but the run has no tokenizer")
@@ -227,7 +246,7 @@ def open_source(
         return OpenSource(train, HeldOutWindows(texts.name, cache.validation, length), cache)
     fraction = config.tokens.val_fraction
     if isinstance(planned.dataset, TokenPath):
-        folder = open_folder(planned.dataset, length, vocab_size, config.general.seed)
+        folder = open_folder(planned.dataset, length, vocab_size, config.general.seed, config.remote_data)
         check_fit(folder, planned.dataset, config, tokenizer, report)
         samples = open_samples(folder, planned.dataset, padding, report)
         if config.tokens.validates and isinstance(samples, PackedRows) and length != first_length(config):

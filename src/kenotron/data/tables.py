@@ -11,19 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from kenotron.config.errors import InputError
 
 from .hub import first_line
+from .remote import AnyPath, RemotePath
 from .texts import RowHook, missing_column, whole_characters
 
 ROWS_AT_ONCE, BYTES_AT_ONCE = 256, 1 << 25
 """Rows that are in memory at a time: at most so many, and of about so many bytes."""
 
 
-def row_group_spans(file: Path, whole: int, size: int) -> Iterator[tuple[int, int, int]]:
+def row_group_spans(file: AnyPath, whole: int, size: int) -> Iterator[tuple[int, int, int]]:
     """Runs of row groups of about `size` of the file's `whole` bytes: first, end, bytes."""
     with _explained(file), _parquet(file) as opened:
         rows = [opened.metadata.row_group(group).num_rows for group in range(opened.metadata.num_row_groups)]
@@ -38,7 +38,7 @@ def row_group_spans(file: Path, whole: int, size: int) -> Iterator[tuple[int, in
 
 
 def table_documents(
-    file: Path, column: str, start: int, stop: int | None, hook: RowHook | None, bad: Callable[[str], None]
+    file: AnyPath, column: str, start: int, stop: int | None, hook: RowHook | None, bad: Callable[[str], None]
 ) -> Iterator[tuple[str, float]]:
     """Every document of the rows of row groups `start` to `stop`, with the share of the rows done.
 
@@ -69,7 +69,7 @@ def _decoded(value: bytes | None, column: str, where: str, bad: Callable[[str], 
         return None
 
 
-def _bytes_of(batch: Any, column: str, file: Path) -> list[bytes | None]:
+def _bytes_of(batch: Any, column: str, file: AnyPath) -> list[bytes | None]:
     import pyarrow as pa
 
     kind = batch.schema.field(column).type
@@ -78,14 +78,15 @@ def _bytes_of(batch: Any, column: str, file: Path) -> list[bytes | None]:
     return batch.column(column).cast(pa.large_binary()).to_pylist()
 
 
-def _batches(file: Path, column: str | None, start: int, stop: int | None) -> Iterator[tuple[int, float, Any]]:
+def _batches(file: AnyPath, column: str | None, start: int, stop: int | None) -> Iterator[tuple[int, float, Any]]:
     """Number of the first row, share of the rows done before it, and a few rows."""
     if file.suffix == ".parquet":
         yield from _parquet_batches(file, column, start, stop)
         return
     import pyarrow as pa
 
-    with pa.memory_map(str(file)) as source:
+    opened = pa.PythonFile(file.open(), "r") if isinstance(file, RemotePath) else pa.memory_map(str(file))
+    with opened as source:
         row, size = 0, max(source.size(), 1)
         for batch in _arrow_batches(source):
             _check_column(file, column, batch.schema.names)
@@ -108,7 +109,9 @@ def _arrow_batches(source: Any) -> Iterator[Any]:
         yield from ipc.open_stream(source)
 
 
-def _parquet_batches(file: Path, column: str | None, start: int, stop: int | None) -> Iterator[tuple[int, float, Any]]:
+def _parquet_batches(
+    file: AnyPath, column: str | None, start: int, stop: int | None
+) -> Iterator[tuple[int, float, Any]]:
     with _parquet(file) as opened:
         _check_column(file, column, opened.schema_arrow.names)
         counts = [opened.metadata.row_group(group).num_rows for group in range(opened.metadata.num_row_groups)]
@@ -129,19 +132,20 @@ def _rows_at_once(size: int, rows: int) -> int:
     return max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE * rows // max(size, 1)))
 
 
-def _parquet(file: Path) -> Any:
+def _parquet(file: AnyPath) -> Any:
     from pyarrow import parquet
 
-    return parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False)
+    source = file.open() if isinstance(file, RemotePath) else file
+    return parquet.ParquetFile(source, buffer_size=1 << 20, pre_buffer=False)
 
 
-def _check_column(file: Path, column: str | None, names: list[str]) -> None:
+def _check_column(file: AnyPath, column: str | None, names: list[str]) -> None:
     if column is not None and column not in names:
         raise InputError(f"{file}: {missing_column(column, dict.fromkeys(names))}")
 
 
 @contextmanager
-def _explained(file: Path) -> Iterator[None]:
+def _explained(file: AnyPath) -> Iterator[None]:
     """What pyarrow finds wrong, as one line."""
     import pyarrow as pa
 

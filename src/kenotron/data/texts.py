@@ -37,6 +37,8 @@ import xxhash
 
 from kenotron.config.errors import InputError, nearest
 
+from .remote import AnyPath, RemotePath, RemoteStat, as_path
+
 PIECE = 64 * 1024
 """Characters after which a text file is cut at the next good place."""
 
@@ -125,7 +127,7 @@ class FileTexts:
     def __init__(
         self,
         name: str,
-        files: Sequence[Path],
+        files: Sequence[AnyPath],
         column: str = "text",
         piece: int | None = PIECE,
         skip_bad: bool = False,
@@ -143,6 +145,9 @@ class FileTexts:
         digest = hashlib.blake2b(self._rules(), digest_size=16)
         for file in self.files:
             stat = _stat(file)
+            if isinstance(stat, RemoteStat):
+                digest.update(f"\n{file} {stat.st_size} {stat.version}".encode())
+                continue
             if stat.st_mtime > time.time() - YOUNG:
                 return None
             digest.update(f"\n{file.absolute()} {stat.st_size} {stat.st_mtime_ns}".encode())
@@ -152,7 +157,7 @@ class FileTexts:
         digest = xxhash.xxh3_128(self._rules())
         for file in self.files:
             digest.update(f"\n{_is_json(file)} {_stat(file).st_size}\n".encode())
-            with _readable(file), open(file, "rb") as stream:
+            with _readable(file), file.open("rb") as stream:
                 while block := stream.read(1 << 22):
                     digest.update(block)
         return digest.hexdigest()
@@ -184,23 +189,23 @@ class FileTexts:
         if file.suffix in TABLE_SUFFIXES:
             yield from self._table(span, file)
             return
-        with _readable(file), open(file, "rb") as raw:
+        with _readable(file), file.open("rb") as raw:
             stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if file.suffix == ".gz" else raw  # type: ignore
             for text, last in self._rows(stream, file, span) if _is_json(file) else self._pieces(stream, raw, file):
                 yield Piece(text, min(raw.tell() - span.start, span.size), last)
 
-    def _table(self, span: Span, file: Path) -> Iterator[Piece]:
+    def _table(self, span: Span, file: AnyPath) -> Iterator[Piece]:
         from .tables import table_documents
 
         for text, share in table_documents(file, self.column, span.start, span.stop, self.hook, self._bad):
             yield Piece(text, int(share * span.size))
 
-    def _rows(self, stream: IO[bytes], file: Path, span: Span) -> Iterator[tuple[str, bool]]:
+    def _rows(self, stream: IO[bytes], file: AnyPath, span: Span) -> Iterator[tuple[str, bool]]:
         with self._damage_told(stream, file):
             for text in json_documents(stream, self.column, file, span.start, span.stop, self.hook, self._bad):
                 yield text, True
 
-    def _pieces(self, stream: IO[bytes], raw: IO[bytes], file: Path) -> Iterator[tuple[str, bool]]:
+    def _pieces(self, stream: IO[bytes], raw: IO[bytes], file: AnyPath) -> Iterator[tuple[str, bool]]:
         """The pieces of a text file, each with whether it is the last."""
         waiting: str | None = None
         reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")  # closes `stream` with its own end
@@ -217,7 +222,7 @@ class FileTexts:
             yield waiting, True
 
     @contextmanager
-    def _damage_told(self, raw: IO[bytes], file: Path) -> Iterator[None]:
+    def _damage_told(self, raw: IO[bytes], file: AnyPath) -> Iterator[None]:
         try:
             yield
         except GZIP_DAMAGE as error:
@@ -267,7 +272,7 @@ def short_pieces(piece: Piece, longest: int) -> Iterator[Piece]:
 def json_documents(
     stream: IO[bytes],
     column: str,
-    file: Path,
+    file: AnyPath,
     start: int,
     stop: int | None,
     hook: RowHook | None,
@@ -306,7 +311,7 @@ def _to_line_end(stream: IO[bytes]) -> int:
 
 
 def _json_row(
-    line: bytes, where: str, column: str, file: Path, hook: RowHook | None, bad: Callable[[str], None]
+    line: bytes, where: str, column: str, file: AnyPath, hook: RowHook | None, bad: Callable[[str], None]
 ) -> list[str]:
     try:
         row = json.loads(line)
@@ -343,32 +348,31 @@ def missing_column(column: str, row: object) -> str:
     return f"no text column '{column}'; found {', '.join(sorted(row)) or 'nothing'}{nearest(column, row)}"
 
 
-def find_files(path: str | Path, key: str) -> list[Path]:
+def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
     """The files under `path` in an order that never varies: itself, or those of a folder with a text suffix.
 
     A folder without any such file gives all its files. Hidden files and folders are left out.
     """
-    root = Path(path).expanduser()
+    root = as_path(path)
     if root.is_file():
         if root.suffix in FOREIGN_SUFFIXES:
             raise InputError(f"{key}: expected text, jsonl, jsonl.gz, parquet or arrow, found {path}; unpack it first")
         return [root]
     if not root.is_dir():
         raise InputError(f"{key}: no such file or folder: {path}")
-    with _readable(root):
-        os.listdir(root)
-    relative = [
-        Path(folder, name).relative_to(root)
-        for folder, names in _walk(root, lambda name: name.startswith("."))
-        for name in names
-        if not name.startswith(".")
-    ]
-    found = sorted(relative, key=Path.as_posix)
-    found = [file for file in found if file.suffix not in FOREIGN_SUFFIXES]
+    found: list[AnyPath]
+    if isinstance(root, RemotePath):
+        found = list(root.walk())
+    else:
+        with _readable(root):
+            os.listdir(root)
+        below = [Path(folder, name) for folder, names in _walk(root, lambda n: n.startswith(".")) for name in names]
+        in_order = sorted(below, key=Path.as_posix)
+        found = [*in_order]
+    found = [file for file in found if file.suffix not in FOREIGN_SUFFIXES and not file.name.startswith(".")]
     if not found:
         raise InputError(f"{key}: folder {path} holds no text file")
-    texts = [file for file in found if file.name.removesuffix(".gz").endswith(TEXT_SUFFIXES)]
-    return [root / file for file in texts or found]
+    return [file for file in found if file.name.removesuffix(".gz").endswith(TEXT_SUFFIXES)] or found
 
 
 def python_stdlib() -> FileTexts:
@@ -385,7 +389,7 @@ def python_stdlib() -> FileTexts:
         # _sysconfigdata*.py is written by the build of this one machine
         if name.endswith(".py") and not name.startswith("_sysconfigdata")
     ]
-    files = [root / file for file in sorted(found, key=Path.as_posix)]
+    files: list[AnyPath] = [root / file for file in sorted(found, key=Path.as_posix)]
     if not files:
         raise InputError(f"dataset.corpus: this Python has no library sources under {root}")
     return FileTexts("python-stdlib", files, piece=None, skip_bad=True)
@@ -397,17 +401,17 @@ def _walk(root: Path, is_outside: Callable[[str], bool]) -> Iterator[tuple[str, 
         yield folder, names
 
 
-def _is_json(file: Path) -> bool:
+def _is_json(file: AnyPath) -> bool:
     return file.name.removesuffix(".gz").endswith(JSON_SUFFIXES)
 
 
-def _stat(file: Path) -> os.stat_result:
+def _stat(file: AnyPath) -> os.stat_result | RemoteStat:
     with _readable(file):
         return file.stat()
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def _readable(path: AnyPath) -> Iterator[None]:
     """Turns every way in which reading `path` fails into one line that names it."""
     try:
         yield

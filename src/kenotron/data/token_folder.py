@@ -18,6 +18,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,12 +28,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
+from kenotron.config.remote import RemoteData
 from kenotron.kernels.hashing import derive_key
 
 from .batch import Int64
 from .order import permute
 from .packing import PackedRows, packed_rows
 from .progress import Report
+from .remote import AnyPath, RemoteArray, as_path, fetch_ahead, is_remote, read_rows
 from .sources import document_numbers, held_out_samples
 from .tokenizer import Tokenizer
 
@@ -72,7 +75,7 @@ def token_paths(dataset: Any) -> list[tuple[float | None, TokenPath]] | None:
     if (paths := getattr(dataset, "tokens", None)) is None:
         return None
     if isinstance(paths, str) and paths.endswith(".json"):
-        paths = read_mix(Path(paths))
+        paths = read_mix(as_path(paths))
     if isinstance(paths, dict):
         shares: list[tuple[float | None, str]] = [(share, path) for path, share in paths.items()]
     else:
@@ -109,7 +112,7 @@ def _nanoset(dataset: Any) -> list[tuple[float | None, TokenPath]]:
     ]
 
 
-def read_mix(file: Path) -> dict[str, float]:
+def read_mix(file: AnyPath) -> dict[str, float]:
     """A mix ``{path: weight}`` from a JSON file; its relative paths are relative to the file's folder."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -120,7 +123,7 @@ def read_mix(file: Path) -> dict[str, float]:
     try:
         mix = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except OSError as error:
-        raise InputError(f"dataset.tokens: cannot read {file}: {error.strerror}") from None
+        raise InputError(f"dataset.tokens: cannot read {file}: {error.strerror or 'no such file'}") from None
     except ValueError as error:
         raise InputError(f"dataset.tokens: {file} is not JSON: {error}") from None
     if not isinstance(mix, dict) or not mix:
@@ -131,7 +134,11 @@ def read_mix(file: Path) -> dict[str, float]:
             raise InputError(
                 f"dataset.tokens: {file}: the weight of '{path}' must be a number above 0, found {weight!r}"
             )
-    return {str(file.parent / os.path.expanduser(path)): float(weight) for path, weight in mix.items()}
+    return {_from(file.parent, path): float(weight) for path, weight in mix.items()}
+
+
+def _from(folder: AnyPath, path: str) -> str:
+    return path if is_remote(path) else str(folder / os.path.expanduser(path))
 
 
 # ---- the samples -------------------------------------------------------------------------------------------
@@ -151,6 +158,7 @@ class TokenFolder:
         types = {file.tokens.dtype for file in self.files}
         self.dtype = types.pop() if len(types) == 1 else np.dtype(np.int64)  # the narrower, the less memory moves
         self._states = [_state(file.path) for file in self.files]
+        self.is_remote = any(isinstance(file.tokens, RemoteArray) for file in self.files)
         self._masked = any(file.loss is not None for file in self.files)
 
     def __len__(self) -> int:
@@ -169,8 +177,7 @@ class TokenFolder:
         numbers = files.tolist()
         for number in set(numbers):
             self._check_unchanged(number)
-        for row, number, start in zip(rows, numbers, starts.tolist()):
-            row[:] = self.files[number].tokens[start : start + size]
+        read_rows([self.files[number].tokens for number in numbers], starts.tolist(), rows)
         self._check_ids(rows, numbers, starts)
         return rows
 
@@ -178,6 +185,12 @@ class TokenFolder:
         """Errors (InputError): file `number` has changed; one of `ids`, its tokens from `start` on, is too large."""
         self._check_unchanged(number)
         self._check_ids(ids[None], [number], np.array([start]))
+
+    def fetch_ahead(self, indices: Int64) -> list[Future[bytes]]:
+        """Begin to fetch what `samples` will need of remote files."""
+        files, _, starts = self.locate(indices)
+        arrays = [self.files[number].tokens for number in files.tolist()]
+        return fetch_ahead(arrays, starts.tolist(), self.sequence_length + 1)
 
     def documents(self, indices: Int64) -> Int64 | None:
         if not self.boundaries:
@@ -196,9 +209,11 @@ class TokenFolder:
             return None
         mask = np.ones((len(indices), self.sequence_length + 1), dtype=np.bool_)
         files, _, starts = self.locate(indices)
-        for row, number, start in zip(mask, files, starts):
-            if (carries := self.files[number].loss) is not None:
-                row[:] = carries[start : start + len(row)]
+        masks = [self.files[number].loss for number in files.tolist()]
+        there = [number for number, carries in enumerate(masks) if carries is not None]
+        found = np.empty((len(there), mask.shape[1]), dtype=np.bool_)
+        read_rows([carries for carries in masks if carries is not None], starts[there].tolist(), found)
+        mask[there] = found
         return mask
 
     @cached_property
@@ -248,7 +263,9 @@ def count_windows(tokens: int, format: str, sequence_length: int) -> int:
     return max(0, (tokens - sequence_length - 1) // window_step(format, sequence_length) + 1)
 
 
-def _state(path: Path) -> tuple[int, int] | None:
+def _state(path: AnyPath) -> tuple[int, int] | None:
+    if not isinstance(path, Path):
+        return None  # every read of another machine looks at the file's version itself
     try:
         found = os.stat(path)
     except OSError:
@@ -259,15 +276,18 @@ def _state(path: Path) -> tuple[int, int] | None:
 # ---- opening -----------------------------------------------------------------------------------------------
 
 
-def open_folder(wanted: TokenPath, sequence_length: int, vocab_size: int, seed: int) -> TokenFolder:
-    """The samples of one path; `seed` is for `shuffle_files`, `vocab_size` the model's.
+def open_folder(
+    wanted: TokenPath, sequence_length: int, vocab_size: int, seed: int, remote: RemoteData | None = None
+) -> TokenFolder:
+    """The samples of one path; `seed` is for `shuffle_files`, `vocab_size` the model's, `remote` for other machines.
 
     Errors (InputError): whatever `formats.open_token_files` finds wrong; another format, width or vocabulary than
     the config names; a local copy of another size.
     """
     from .formats import open_token_files
 
-    files = open_token_files(wanted.path, wanted.key, wanted.dtype)
+    root = as_path(wanted.path, remote)
+    files = open_token_files(root, wanted.key, wanted.dtype)
     if wanted.key == "dataset.dataset_folder":
         for file in files:
             if file.format != "datatrove":
@@ -283,7 +303,10 @@ def open_folder(wanted: TokenPath, sequence_length: int, vocab_size: int, seed: 
         for file in files:
             _check_guessed_width(file, vocab_size)
     if wanted.read_path is not None:
-        files = [_local_copy(file, Path(wanted.path), Path(wanted.read_path)) for file in files]
+        if is_remote(wanted.read_path):
+            raise InputError(f"dataset.dataset_read_path: expected a folder on this machine, found {wanted.read_path}")
+        is_folder = root.is_dir()
+        files = [_local_copy(file, root if is_folder else root.parent, Path(wanted.read_path)) for file in files]
     if wanted.shuffle_files:
         keys = np.full(len(files), derive_key("files", seed), dtype=np.uint64)
         files = [files[i] for i in permute(np.arange(len(files)), len(files), keys)]
@@ -296,17 +319,18 @@ def _check_guessed_width(file: TokenFile, vocab_size: int) -> None:
     """A `.ds` alone, without index and metadata, is read as two bytes a token; what speaks against that is an error."""
     if file.format != "datatrove" or file.ends is not None or file.tokenizer is not None:
         return
-    upper = file.tokens[1 : HASHED // 2 : 2]  # of small ids in four bytes, every second pair is 0
-    if vocab_size > 1 << 16 or (len(upper) and not upper.any() and file.tokens[: HASHED // 2 : 2].any()):
+    head = file.tokens[: HASHED // 2]
+    upper = head[1::2]  # of small ids in four bytes, every second pair is 0
+    if vocab_size > 1 << 16 or (len(upper) and not upper.any() and head[::2].any()):
         raise InputError(
             f"{file.path}: nothing says whether a token has 2 or 4 bytes, and it may well be 4: give "
             f"dataset.token_size_in_bytes (or token_dtype beside 'tokens')"
         )
 
 
-def _local_copy(file: TokenFile, folder: Path, copies: Path) -> TokenFile:
-    """`file` with its tokens read from the copy below `copies`, where there is one."""
-    copy = copies / (file.path.relative_to(folder) if folder.is_dir() else file.path.name)
+def _local_copy(file: TokenFile, folder: Any, copies: Path) -> TokenFile:
+    """`file`, which lies below `folder`, with its tokens read from the copy below `copies`, where there is one."""
+    copy = copies / file.path.relative_to(folder)
     if not copy.is_file():
         return file
     size = copy.stat().st_size

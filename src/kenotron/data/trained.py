@@ -33,7 +33,8 @@ def tokenizer_of(config: Any, stages: Sequence[Stage], report: Report, folder: P
         return load_tokenizer(folder)
     has_text = any(kind(source.dataset) in TEXT_KINDS for stage in stages for source in stage.sources)
     if section.train is not None:
-        texts = [found for source in stages[0].sources if (found := texts_of(source.dataset)) is not None]
+        opened = (texts_of(source.dataset, config.remote_data) for source in stages[0].sources)
+        texts = [found for found in opened if found is not None]
         return trained_tokenizer(texts, section.train.vocab_size, config.tokens.val_fraction, report)
     if section.tokenizer_name_or_path is None:
         return None

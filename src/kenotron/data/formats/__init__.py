@@ -18,6 +18,7 @@ import numpy as np
 
 from kenotron.config.errors import InputError, nearest
 
+from ..remote import AnyPath, RemotePath, as_path
 from .token_file import TokenFile, TokenWriter, documents_between, integer_dtype, pieces
 
 FORMATS = ("datatrove", "megatron", "litdata", "numpy")
@@ -41,8 +42,8 @@ __all__ = [
 ]
 
 
-def open_token_files(path: str | Path, where: str, dtype: str | None = None) -> list[TokenFile]:
-    """The token files at `path`, a file or a folder, in order of path.
+def open_token_files(path: str | AnyPath, where: str, dtype: str | None = None) -> list[TokenFile]:
+    """The token files at `path`, a file or a folder, here or on another machine, in order of path.
 
     `dtype` is the type of the ids in files that do not tell, ``uint16`` for example. `where` names the config's key or
     the command's argument in errors.
@@ -55,14 +56,14 @@ def open_token_files(path: str | Path, where: str, dtype: str | None = None) -> 
     ]
 
 
-def find_token_files(path: str | Path, where: str) -> list[tuple[Path, str]]:
+def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str]]:
     """The token files at `path` and their formats, in order of path; nothing is opened.
 
     Errors (InputError): no such file or folder, none in it, files of several formats.
     """
-    path = Path(path).expanduser()
+    path = as_path(path)
     if not path.exists():
-        siblings = [sibling.name for sibling in path.absolute().parent.glob("*")]
+        siblings = [sibling.name for sibling in path.absolute().parent.glob("*")] if isinstance(path, Path) else []
         raise InputError(f"{where}: no such file or folder: {path}{nearest(path.name, siblings)}")
     found = sorted(set(filter(None, map(_recognised, _walk(path) if path.is_dir() else [path]))))
     if not found:
@@ -97,7 +98,7 @@ def _module(format: str) -> ModuleType:
     return import_module(f".{format}", __name__)
 
 
-def _recognised(file: Path) -> tuple[Path, str] | None:
+def _recognised(file: AnyPath) -> tuple[AnyPath, str] | None:
     """The file to open and its format, or None for a file that is none of tokens."""
     if file.suffix == ".ds":
         return file, "datatrove"
@@ -114,9 +115,12 @@ def _recognised(file: Path) -> tuple[Path, str] | None:
     return None
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _walk(folder: AnyPath) -> Iterator[AnyPath]:
     """Every file below `folder`, links followed, a folder that is linked twice only once, hidden folders left out:
     unfinished work lies there."""
+    if isinstance(folder, RemotePath):
+        yield from folder.walk()
+        return
     seen: set[str] = set()
     for parent, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(parent)

@@ -12,26 +12,27 @@ the file, else two bytes. Sizes that contradict each other are an error, never a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 
+from ..remote import AnyPath
 from .token_file import PartialFile, TokenFile, TokenWriter, check_ends, map_array, readable
 
 WIDTHS: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
-def open_file(path: Path, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
+def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
     """The tokens of one `.ds` and of what lies beside it.
 
     Errors (InputError): a size, width or count that contradicts another, an index that is not sorted.
     """
     metadata = _metadata(_beside(path, "metadata"))
     index = _beside(path, "index")
-    ends = map_array(index, np.dtype("<u8")) if index.exists() else None
+    ends = map_array(index, np.dtype("<u8"), whole=True) if index.exists() else None
     tokens = map_array(path, _width(path, ends, metadata, where, dtype))
     if metadata and metadata.tokens is not None and metadata.tokens != len(tokens):
         raise InputError(
@@ -47,7 +48,7 @@ def open_file(path: Path, where: str, dtype: np.dtype | None = None) -> list[Tok
     return [TokenFile(path, "datatrove", tokens, ends, loss, metadata.tokenizer if metadata else None)]
 
 
-def _beside(path: Path, kind: str) -> Path:
+def _beside(path: Any, kind: str) -> Any:
     return path.with_name(f"{path.name}.{kind}")
 
 
@@ -58,7 +59,7 @@ class _Metadata(NamedTuple):
     tokens: int | None
 
 
-def _metadata(path: Path) -> _Metadata | None:
+def _metadata(path: AnyPath) -> _Metadata | None:
     """What a `.metadata` says; None where there is none. One written by hand may lack the width or the count."""
     if not path.exists():
         return None
@@ -82,7 +83,7 @@ def _metadata(path: Path) -> _Metadata | None:
 
 
 def _width(
-    path: Path, ends: NDArray[np.uint64] | None, metadata: _Metadata | None, where: str, given: np.dtype | None
+    path: AnyPath, ends: NDArray[np.uint64] | None, metadata: _Metadata | None, where: str, given: np.dtype | None
 ) -> np.dtype:
     """The type of the ids: given, else by the metadata, else by the index against the size, else two bytes."""
     said = metadata.width if metadata else None

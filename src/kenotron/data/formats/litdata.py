@@ -17,6 +17,7 @@ import numpy as np
 
 from kenotron.config.errors import InputError
 
+from ..remote import AnyPath
 from .token_file import TokenFile, map_array, readable
 
 INDEX = "index.json"
@@ -26,7 +27,7 @@ ARRAYS = dict(enumerate(["i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8"]))
 DTYPES = {"no_header_tensor": TENSORS, "no_header_numpy": ARRAYS}
 
 
-def open_file(path: Path, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
+def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
     """The chunks of one folder; `path` is its index.json.
 
     Errors (InputError): compressed or encrypted chunks, chunks of other things than tokens, a chunk whose header
@@ -42,7 +43,7 @@ def open_file(path: Path, where: str, dtype: np.dtype | None = None) -> list[Tok
     return [_chunk(path, number, chunk, of_ids) for number, chunk in enumerate(chunks)]
 
 
-def _index(path: Path) -> tuple[dict[str, Any], list[Any]]:
+def _index(path: AnyPath) -> tuple[dict[str, Any], list[Any]]:
     with readable(path):
         try:
             index = json.loads(path.read_text(encoding="utf-8"))
@@ -55,7 +56,7 @@ def _index(path: Path) -> tuple[dict[str, Any], list[Any]]:
     return config, chunks
 
 
-def _dtype(path: Path, config: dict[str, Any]) -> np.dtype:
+def _dtype(path: AnyPath, config: dict[str, Any]) -> np.dtype:
     data_format = config.get("data_format")
     if isinstance(data_format, list) and len(data_format) == 1:
         kind, _, number = str(data_format[0]).partition(":")
@@ -67,7 +68,7 @@ def _dtype(path: Path, config: dict[str, Any]) -> np.dtype:
     )
 
 
-def _chunk(index: Path, number: int, chunk: Any, dtype: np.dtype) -> TokenFile:
+def _chunk(index: AnyPath, number: int, chunk: Any, dtype: np.dtype) -> TokenFile:
     name = chunk.get("filename") if isinstance(chunk, dict) else None
     if not isinstance(name, str) or not name.isprintable() or not name or Path(name).name != name:
         raise InputError(
@@ -83,7 +84,7 @@ def _chunk(index: Path, number: int, chunk: Any, dtype: np.dtype) -> TokenFile:
     found = int(map_array(path, np.dtype("<u4"), 0, 1)[0])
     if found != items:
         raise InputError(f"{path}: {found} items by its byte 0, {items} by {index.name}")
-    offsets = map_array(path, np.dtype("<u4"), 4, items + 1).astype(np.int64)
+    offsets = map_array(path, np.dtype("<u4"), 4, items + 1)[:].astype(np.int64)
     start = 4 * (items + 2)
     with readable(path):
         size = path.stat().st_size

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 
+from ..remote import AnyPath
 from .token_file import PartialFile, TokenFile, TokenWriter, map_array, readable
 
 MAGIC = b"MMIDIDX\0\0"
@@ -32,7 +33,7 @@ LONGEST_SEQUENCE = (1 << 31) - 1
 BLOCK = 1 << 20
 
 
-def open_file(path: Path, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
+def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
     """The tokens of one pair of `.bin` and `.idx`. Takes 8 bytes of memory a document.
 
     Errors (InputError): no or another magic, version or dtype code; sizes that contradict each other; sequences that do
@@ -43,9 +44,9 @@ def open_file(path: Path, where: str, dtype: np.dtype | None = None) -> list[Tok
     if dtype is not None and dtype != of_ids:
         raise InputError(f"{where}: {dtype.name} asked for, but {index} says {of_ids.name}")
     tokens = map_array(path, of_ids)
-    lengths = map_array(index, np.dtype("<i4"), HEADER.size, sequences)
-    offsets = map_array(index, np.dtype("<i8"), HEADER.size + 4 * sequences, sequences)
-    documents = map_array(index, np.dtype("<i8"), HEADER.size + 12 * sequences, starts)
+    lengths = map_array(index, np.dtype("<i4"), HEADER.size, sequences, whole=True)
+    offsets = map_array(index, np.dtype("<i8"), HEADER.size + 4 * sequences, sequences, whole=True)
+    documents = map_array(index, np.dtype("<i8"), HEADER.size + 12 * sequences, starts, whole=True)
 
     ends = np.zeros(sequences + 1, dtype=np.int64)
     np.cumsum(lengths, out=ends[1:])
@@ -69,11 +70,11 @@ def open_file(path: Path, where: str, dtype: np.dtype | None = None) -> list[Tok
     return [TokenFile(path, "megatron", tokens, ends[documents[1:]].astype(np.uint64), None, None)]
 
 
-def _header(index: Path) -> tuple[np.dtype, int, int]:
+def _header(index: AnyPath) -> tuple[np.dtype, int, int]:
     """The type of the ids, the number of sequences, the number of document starts."""
     with readable(index):
         size = index.stat().st_size
-        with open(index, "rb") as file:
+        with index.open("rb") as file:
             head = file.read(HEADER.size)
     if head[: len(MAGIC)] != MAGIC:
         raise InputError(f"{index}: no Megatron index: expected {MAGIC!r} at byte 0, found {head[: len(MAGIC)]!r}")

@@ -17,18 +17,19 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 
+from ..remote import AnyPath
 from .token_file import PartialFile, TokenFile, TokenWriter, map_array, readable
 
 SUFFIX = ".npy"
 HEADER_BYTES = 128
 
 
-def open_file(path: Path, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
+def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
     """The tokens of one `.npy` or raw file.
 
     Errors (InputError): no header and no dtype; a header that numpy cannot read; no one-dimensional array of integers.
     """
-    with readable(path), open(path, "rb") as file:
+    with readable(path), path.open("rb") as file:
         has_header = file.read(len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX
     if path.suffix == SUFFIX and has_header:
         tokens = _npy(path, where, dtype)
@@ -40,8 +41,8 @@ def open_file(path: Path, where: str, dtype: np.dtype | None = None) -> list[Tok
     return [TokenFile(path, "numpy", tokens, None, None, None)]
 
 
-def _npy(path: Path, where: str, dtype: np.dtype | None) -> NDArray[np.integer]:
-    with readable(path), open(path, "rb") as file:
+def _npy(path: AnyPath, where: str, dtype: np.dtype | None) -> NDArray[np.integer]:
+    with readable(path), path.open("rb") as file:
         size = path.stat().st_size
         try:
             version = npy.read_magic(file)

@@ -27,6 +27,9 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, nearest
 
+from ..remote import AnyPath, RemoteArray, RemotePath
+from ..remote.arrays import whole_array
+
 CHECKED_AT_OPEN = 1 << 16
 """So many ends of an index are checked when the file is opened, the others where they are read."""
 
@@ -43,7 +46,7 @@ class TokenFile:
     where a token carries a loss, None when all do; `tokenizer` what the file's own metadata calls it.
     """
 
-    path: Path
+    path: AnyPath
     format: str
     tokens: NDArray[np.integer]
     ends: NDArray[np.uint64] | None
@@ -98,7 +101,7 @@ def pieces(file: TokenFile, size: int) -> Iterator[Piece]:
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
+def readable(path: AnyPath) -> Iterator[None]:
     """One line for a file that cannot be read, or that vanished since it was listed."""
     try:
         yield
@@ -108,8 +111,10 @@ def readable(path: Path) -> Iterator[None]:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
-def map_array(path: Path, dtype: np.dtype, offset: int = 0, count: int | None = None) -> NDArray[Any]:
+def map_array(path: AnyPath, dtype: np.dtype, offset: int = 0, count: int | None = None, whole: bool = False) -> Any:
     """`count` items of `dtype` from byte `offset` on, memory-mapped; None: to the end of the file.
+
+    Of a remote file a `RemoteArray`, which is read by blocks; `whole`: it is brought here now, and mapped.
 
     Errors (InputError): the file is not there, too short, or ends within an item.
     """
@@ -129,11 +134,13 @@ def map_array(path: Path, dtype: np.dtype, offset: int = 0, count: int | None = 
             )
         if count == 0:  # an empty range cannot be mapped
             return np.empty(0, dtype)
+        if isinstance(path, RemotePath):
+            return (whole_array if whole else RemoteArray)(path, dtype, offset, count)
         # A plain view: np.memmap's own slicing is several times slower.
         return np.asarray(np.memmap(path, dtype, "r", offset=offset, shape=(count,)))
 
 
-def check_ends(path: Path, ends: NDArray[np.uint64], tokens: int, token_path: Path) -> None:
+def check_ends(path: AnyPath, ends: NDArray[np.uint64], tokens: int, token_path: AnyPath) -> None:
     """The index's last end must be the number of tokens, and its first ends must ascend.
 
     Errors (InputError): name the file and the byte of the entry that is wrong.
@@ -264,7 +271,7 @@ class TokenWriter(ABC):
             self.discard()
 
 
-def check_range(path: Path, ids: NDArray[np.integer], dtype: np.dtype, start: int) -> None:
+def check_range(path: AnyPath, ids: NDArray[np.integer], dtype: np.dtype, start: int) -> None:
     """Errors (InputError): an id of `ids` ``[tokens]``, not empty, from token `start` on, is none of `dtype`'s."""
     if ids.min() < 0:
         at = int(ids.argmin())

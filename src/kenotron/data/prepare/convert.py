@@ -19,13 +19,14 @@ from kenotron.config.errors import InputError
 from ..formats import TokenFile, open_token_files, open_writer, pieces, written_suffix
 from ..formats.token_file import check_range, integer_dtype
 from ..progress import Report, progress
+from ..remote import AnyPath, as_path
 
 PIECE = 1 << 22
 """Tokens that are in memory at a time."""
 
 
 def convert(
-    source: Path,
+    source: str | AnyPath,
     target: Path,
     to: str,
     dtype: str | None = None,
@@ -47,7 +48,7 @@ def convert(
             for piece in pieces(file, PIECE):
                 if len(piece.ids):
                     check_range(file.path, piece.ids, wanted, piece.start)
-    targets = _targets(Path(source).expanduser(), target, files, suffix)
+    targets = _targets(as_path(source), target, files, suffix)
     total, documents = 0, 0
     with progress("converting", sum(len(file.tokens) for file in files), report) as update:
         for file, path in zip(files, targets, strict=True):
@@ -81,7 +82,7 @@ def _dtype(files: Sequence[TokenFile], to: str) -> np.dtype:
     return np.dtype("<u4")
 
 
-def _targets(source: Path, target: Path, files: Sequence[TokenFile], suffix: str) -> list[Path]:
+def _targets(source: Any, target: Path, files: Sequence[TokenFile], suffix: str) -> list[Path]:
     """The files to write, in an order of path that is the sources' order."""
     if len(files) == 1 and target.suffix == suffix:
         targets = [target]

@@ -23,6 +23,7 @@ from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
 
 from ..hub_texts import HubTexts
+from ..remote import RemoteStat, is_remote
 from ..texts import LONGEST_PIECE, FileTexts, RowHook, Span, Texts, find_files, missing_column
 
 
@@ -46,6 +47,8 @@ def open_input(
 
     Errors (InputError): nothing of that name.
     """
+    if is_remote(name):
+        return FileTexts(name, find_files(name, "INPUT"), column, LONGEST_PIECE, skip_bad, hook)
     path = Path(name).expanduser()
     saved = any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
     if path.exists() and not saved:
@@ -83,6 +86,9 @@ def _state(texts: Texts) -> str:
             stat = file.stat()
         except OSError as error:
             raise InputError(f"{file}: cannot read: {error.strerror or error}") from None
+        if isinstance(stat, RemoteStat):
+            digest.update(f"{file} {stat.st_size} {stat.version}\n".encode())
+            continue
         digest.update(f"{file.absolute()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 

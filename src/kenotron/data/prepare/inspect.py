@@ -8,7 +8,6 @@ million documents the count is exact, beyond it an estimate from a fair sample.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from kenotron.config.errors import InputError
 
 from ..formats import TokenFile, documents_between, open_token_files, pieces
+from ..remote import AnyPath
 from ..token_folder import count_windows, window_step
 
 PIECE = 1 << 20
@@ -59,7 +59,7 @@ class Duplicates:
 
 
 def inspect(
-    path: str | Path, dtype: str | None = None, vocab_size: int | None = None, window: int = 2048
+    path: str | AnyPath, dtype: str | None = None, vocab_size: int | None = None, window: int = 2048
 ) -> dict[str, Any]:
     """A report on the token files at `path`; ids from `vocab_size` on are counted, windows are of `window` tokens.
 

@@ -1,0 +1,180 @@
+"""What goes wrong on the way: tried again, then named; the cache stays below its cap whatever is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kenotron.config import InputError
+from kenotron.config.remote import RemoteData
+from kenotron.data.formats import open_token_files
+from kenotron.data.remote import RemoteArray, as_path, paths, read_rows
+from kenotron.data.remote.blocks import BlockStore, block_store
+
+Upload = Callable[[Path, str], str]
+
+
+@pytest.fixture
+def tokens(tmp_path: Path, upload: Upload) -> tuple[str, np.ndarray]:
+    ids = np.random.default_rng(0).integers(0, 500, 20_000).astype("<u2")
+    np.save(tmp_path / "ids.npy", ids)
+    return upload(tmp_path / "ids.npy", "ids.npy"), ids
+
+
+def opened(url: str, **changes: Any) -> RemoteArray:
+    found = open_token_files(as_path(url, RemoteData(**changes)), "PATH")[0].tokens
+    assert isinstance(found, RemoteArray)
+    return found
+
+
+def failing(times: int, status: int = 500) -> Callable[[Any], bool]:
+    """The first `times` reads of bytes are answered with `status`."""
+    left = [times]
+
+    def breaks(handler: Any) -> bool:
+        if handler.command != "GET" or not handler.headers.get("Range") or left[0] == 0:
+            return False
+        left[0] -= 1
+        handler.send_response(status)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+        return True
+
+    return breaks
+
+
+def test_two_failures_then_an_answer(server: Any, tokens: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    url, ids = tokens
+    server.breaks = failing(2)
+    np.testing.assert_array_equal(opened(url)[:], ids)
+    said = capsys.readouterr().err
+    assert said.count("warning") == 1  # from the second failure on
+    assert f"warning: {url}, bytes 0-40127: try 2 of 5 failed (" in said
+
+
+def test_a_short_answer_is_tried_again(server: Any, tokens: Any) -> None:
+    url, ids = tokens
+    left = [1]
+
+    def breaks(handler: Any) -> bool:
+        if not handler.headers.get("Range") or not left[0]:
+            return False
+        left[0] -= 1
+        handler.send_response(206)
+        handler.send_header("Content-Length", "100")
+        handler.end_headers()
+        handler.wfile.write(b"x" * 100)
+        return True
+
+    server.breaks = breaks
+    np.testing.assert_array_equal(opened(url)[:], ids)
+    assert left == [0]
+
+
+@pytest.mark.parametrize("tries", [1, 3])
+def test_a_server_that_dies_is_named(server: Any, tokens: Any, tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "BLOCK", 10_000)
+    url, ids = tokens
+    array = opened(url, tries=tries)
+    np.testing.assert_array_equal(array[:4000], ids[:4000])
+    server.breaks = failing(10**6)
+    server.reads.clear()
+    np.testing.assert_array_equal(array[100:200], ids[100:200])  # which lies here
+    assert not server.reads
+    told = "cannot be read, tried 3 times" if tries == 3 else "cannot be read, tried 1 times"
+    with pytest.raises(InputError, match=rf"ids\.npy, bytes 30000-39999: {told} \(.*"):
+        array[15_000:15_010]
+    assert len([read for read in server.reads if "GET" in read]) == tries
+    server.breaks = failing(0)
+    np.testing.assert_array_equal(array[15_000:15_010], ids[15_000:15_010])
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_what_no_retry_mends_is_told_at_once(server: Any, tokens: Any, status: int) -> None:
+    url, _ = tokens
+    array = opened(url, cache_gb=1e-6)  # smaller than the block: nothing is kept
+    server.breaks = failing(10**6, status)
+    server.reads.clear()
+    with pytest.raises(InputError, match="has vanished since" if status == 404 else "cannot be read \\(Permission"):
+        array[:]
+    assert len([read for read in server.reads if "GET" in read]) == 1
+
+
+def test_a_changed_file_is_an_error(tmp_path: Path, tokens: Any, upload: Upload, monkeypatch: Any) -> None:
+    monkeypatch.setattr(paths, "BLOCK", 10_000)
+    url, ids = tokens
+    array = opened(url)
+    np.save(tmp_path / "ids.npy", ids + 1)
+    upload(tmp_path / "ids.npy", "ids.npy")
+    with pytest.raises(InputError, match=rf"{url}: the file has changed since it was opened"):
+        array[15_000:15_010]
+    np.save(tmp_path / "ids.npy", ids[:100])
+    upload(tmp_path / "ids.npy", "ids.npy")
+    with pytest.raises(InputError, match=rf"{url}: the file has changed since it was opened"):
+        array[15_000:15_010]
+    np.testing.assert_array_equal(opened(url)[:], ids[:100])  # another version: nothing old is read
+
+
+def test_damaged_and_lost_blocks_are_fetched_again(tokens: Any, own_cache: Path, server: Any) -> None:
+    url, ids = tokens
+    array = opened(url)
+    np.testing.assert_array_equal(array[:], ids)
+    (block,) = [file for file in (own_cache / "remote").rglob("*") if file.stat().st_size > 30_000 and file.is_file()]
+    data = bytearray(block.read_bytes())
+    data[5000] ^= 1
+    block.write_bytes(data)
+    block_store.cache_clear()  # another process
+    np.testing.assert_array_equal(opened(url)[:], ids)
+    block.unlink(missing_ok=True)
+    np.testing.assert_array_equal(array[:], ids)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(20, 400), st.lists(st.tuples(st.integers(0, 30), st.integers(1, 120)), max_size=60))
+def test_the_cache_stays_below_its_cap(
+    tmp_path_factory: pytest.TempPathFactory, cap: int, writes: list[tuple[int, int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("store")
+    stores = [BlockStore(folder, cap) for _ in range(2)]  # two processes
+    for turn, (number, size) in enumerate(writes):
+        name, data = f"{number:02d}{size}", bytes([number]) * size
+        stores[turn % 2].keep(name, data)
+        files = [file for file in folder.rglob("*") if file.is_file() and file.name != "size"]
+        assert sum(file.stat().st_size for file in files) <= cap
+        found = stores[1 - turn % 2].read(name, size, 0, size)
+        assert found == (data if size + 8 <= cap else None)  # what was written last is there
+
+
+def test_least_recently_used_go_first(tmp_path: Path) -> None:
+    store = BlockStore(tmp_path, 10 * 108)
+    for number in range(10):
+        store.keep(f"{number:02d}", bytes(100))
+    assert store.read("00", 100, 0, 1) == b"\0"  # used again
+    store.keep("10", bytes(100))
+    assert [number for number in range(11) if store.holds(f"{number:02d}", 100)] == [0, *range(2, 11)]
+
+
+def test_many_threads_fetch_a_block_once(server: Any, tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "BLOCK", 4096)
+    url, ids = tokens
+    array = opened(url)
+    server.reads.clear()
+    starts = np.random.default_rng(0).integers(0, 19_000, (8, 30))
+
+    def read(starts: np.ndarray) -> np.ndarray:
+        rows = np.empty((len(starts), 500), "<u2")
+        read_rows([array] * len(starts), starts.tolist(), rows)
+        return rows
+
+    with ThreadPoolExecutor(8) as pool:
+        for some, rows in zip(starts, pool.map(read, starts), strict=True):
+            np.testing.assert_array_equal(rows, np.stack([ids[start : start + 500] for start in some]))
+    ranges = [read for read in server.reads if "GET" in read]
+    assert len(ranges) == len(set(ranges)) <= 10
