@@ -166,7 +166,7 @@ def test_token_files_train_on_packed_rows_and_hold_the_last_out(folder: str, key
         assert "packed best-fit: " in source.describe()
         assert ", 8 of 26 documents cut" in source.describe()
         batches = [batch for step in range(1, 13) for batch in data.batch(step)]
-        held = [batch for batch, _ in data.validation()]
+        held = [batch for batch, *_ in data.validation()]
         fingerprint = data.fingerprints()[folder]
     for batch in [*batches, *held]:
         real = batch.labels != NO_LOSS
@@ -185,9 +185,9 @@ def test_token_files_train_on_packed_rows_and_hold_the_last_out(folder: str, key
 def test_texts_are_packed_and_validated_as_before(tmp_path: Path) -> None:
     texts = {"text_files": str(write_texts(tmp_path / "texts", count=30, words=9))}
     with open_run(config_of(texts, train_steps=30), 1, quiet) as windows:
-        held = [batch.labels.tolist() for batch, _ in windows.validation()]
+        held = [batch.labels.tolist() for batch, *_ in windows.validation()]
     with open_run(config_of(texts | {"packing": "best_fit"}, train_steps=30), 1, quiet) as data:
-        assert [batch.labels.tolist() for batch, _ in data.validation()] == held
+        assert [batch.labels.tolist() for batch, *_ in data.validation()] == held
         (source,) = data.stage_of(1).sources
         split = source.cache.train  # type: ignore[union-attr]
         loss = source.train.loss(np.arange(len(source.train)))

@@ -175,7 +175,7 @@ def test_no_stage_trains_on_what_is_validated_on_whatever_its_length(tmp_path: P
         stages = [{"dataset": dataset, "length": length, "start": 1 + i} for i, length in enumerate((32, 7, 50, 32))]
         config = run_config(*stages, train_steps=4, arch__vocab_size=4096, val_fraction=0.3)
         with open_run(config, 1, quiet) as data:
-            held_out = {int(t) for batch, _ in data.validation() for t in batch.tokens.ravel()}
+            held_out = {int(t) for batch, *_ in data.validation() for t in batch.tokens.ravel()}
             assert len(held_out) > 350
             for step, length in enumerate((32, 7, 50, 32), 1):
                 source = data.stage_of(step).sources[0].train

@@ -291,29 +291,31 @@ def test_bytes_of_validation_are_exactly_those_of_the_held_out_text(texts):
         tokens = [token for text in documents for token in [*data.tokenizer.encode(text), 0]]
         first = len(data.tokenizer.decode(tokens[:1]).encode())
         batches = list(data.validation())
-        assert sum(size for _, size in batches) == total - first
-        labels = np.concatenate([batch.labels.reshape(-1) for batch, _ in batches])
+        assert sum(size for _, size, _ in batches) == total - first
+        labels = np.concatenate([batch.labels.reshape(-1) for batch, *_ in batches])
         assert labels[labels != NO_LOSS].tolist() == tokens[1:]
-        inputs = np.concatenate([batch.tokens.reshape(-1) for batch, _ in batches])
+        inputs = np.concatenate([batch.tokens.reshape(-1) for batch, *_ in batches])
         assert inputs[labels != NO_LOSS].tolist() == tokens[:-1]
         assert len(documents) >= 5
 
 
-def test_validation_is_the_same_on_every_layout_and_every_rank_gets_as_many_batches(texts):
+def test_validation_is_the_same_on_every_layout_and_every_rank_gets_as_many_batches(texts, other_texts):
+    dataset = {"mixture": [{"weight": 1, "text_files": str(texts)}, {"weight": 5, "text_files": str(other_texts)}]}
+
     def read(micro, dp):
-        with opened({"text_files": str(texts)}, micro_batch_size=micro, batch_accumulation_per_replica=dp) as data:
+        with opened(dataset, micro_batch_size=micro, batch_accumulation_per_replica=dp) as data:
             ranks = [list(data.validation(rank, dp)) for rank in range(dp)]
         assert len({len(batches) for batches in ranks}) == 1
-        assert {batch.tokens.shape for batches in ranks for batch, _ in batches} == {(micro, 32)}
+        assert {batch.tokens.shape for batches in ranks for batch, *_ in batches} == {(micro, 32)}
         found = {}
-        for batch, _ in itertools.chain(*ranks):
+        for batch, *_ in itertools.chain(*ranks):
             for i, tokens, labels in zip(batch.sample_ids.tolist(), batch.tokens, batch.labels):
                 if i >= 0:
                     assert i not in found
                     found[i] = (tokens.tolist(), labels.tolist())
                 else:
                     assert (labels == NO_LOSS).all()
-        return found, sum(size for batches in ranks for _, size in batches)
+        return found, sum(size for batches in ranks for _, size, _ in batches)
 
     assert read(4, 1) == read(1, 1) == read(3, 2) == read(2, 3)
 
@@ -332,10 +334,10 @@ def test_training_never_sees_a_held_out_document_whether_the_run_validates_or_no
 def test_a_cap_spreads_its_samples_over_the_whole_set(texts):
     with opened({"text_files": str(texts)}, val_samples=5) as data:
         whole = len(data.held_out())
-        ids = [i for batch, _ in data.validation() for i in batch.sample_ids.tolist() if i >= 0]
+        ids = [i for batch, *_ in data.validation() for i in batch.sample_ids.tolist() if i >= 0]
         assert ids == [n * whole // 5 for n in range(5)]
     with opened({"text_files": str(texts)}, limit_val_batches=2) as data:
-        assert sum((batch.sample_ids >= 0).sum() for batch, _ in data.validation()) == 8
+        assert sum((batch.sample_ids >= 0).sum() for batch, *_ in data.validation()) == 8
 
 
 def test_several_sources_are_validated_together_each_token_once(texts, other_texts):
@@ -344,8 +346,8 @@ def test_several_sources_are_validated_together_each_token_once(texts, other_tex
         sizes = [source.cache.validation.bytes for source in data._open(0).result().sources]
         lengths = [len(source.cache.validation.tokens) for source in data._open(0).result().sources]
         batches = list(data.validation())
-        assert sum((batch.labels != NO_LOSS).sum() for batch, _ in batches) == sum(lengths) - 2
-        assert sum(sizes) - 20 <= sum(size for _, size in batches) < sum(sizes)
+        assert sum((batch.labels != NO_LOSS).sum() for batch, *_ in batches) == sum(lengths) - 2
+        assert sum(sizes) - 20 <= sum(size for _, size, _ in batches) < sum(sizes)
 
 
 def test_a_tokenizer_that_is_not_byte_level_counts_bytes_by_the_mean(texts, tmp_path):
@@ -358,9 +360,9 @@ def test_a_tokenizer_that_is_not_byte_level_counts_bytes_by_the_mean(texts, tmp_
     with opened({"text_files": str(tmp_path / "words")}, tokenizer__tokenizer_name_or_path=str(folder)) as data:
         split = data._open(0).result().sources[0].cache.validation
         batches = list(data.validation())
-        labels = sum((batch.labels != NO_LOSS).sum() for batch, _ in batches)
+        labels = sum((batch.labels != NO_LOSS).sum() for batch, *_ in batches)
         assert labels == len(split.tokens) - 1
-        assert sum(size for _, size in batches) == pytest.approx(split.bytes * labels / len(split.tokens))
+        assert sum(size for _, size, _ in batches) == pytest.approx(split.bytes * labels / len(split.tokens))
 
 
 def test_no_held_out_document_is_an_error_that_says_what_to_do(tmp_path):
@@ -376,7 +378,7 @@ def test_of_a_folder_of_few_files_one_is_held_out_and_the_console_says_so(tmp_pa
     with opened({"text_files": str(folder)}, val_fraction=1e-9) as data:
         (held,) = data.validation_texts()
         assert held == min((file.read_text() for file in folder.iterdir()), key=text_hash)
-        assert sum(size for _, size in data.validation()) > 0
+        assert sum(size for _, size, _ in data.validation()) > 0
         assert "held out: 1 documents" in data.describe()[1]
         assert "the one with the smallest hash" in data.describe()[1]
 
@@ -386,7 +388,7 @@ def test_bits_per_byte_are_unknown_where_a_source_of_the_mixture_is_no_text(text
     with opened({"mixture": parts}, tokenizer__train={"vocab_size": 300}) as data:
         batches = list(data.validation())
         assert len(batches) > 3
-        assert {size for _, size in batches} == {0.0}
+        assert {size for _, size, _ in batches} == {0.0}
 
 
 # ---- a run that continues ----------------------------------------------------------------------------------
@@ -523,7 +525,7 @@ def test_a_source_of_ones_own_is_read_by_dotted_path(my_module):
     with opened(dataset) as data:
         first = {row[0] for step in range(1, 11) for row in rows(data.batch(step)).values()}
         assert first == {3 * i % 100 for i in range(40)}  # 50 samples, the last 20% held out
-        held = [row[0] for batch, _ in data.validation() for row in batch.tokens.tolist()]
+        held = [row[0] for batch, *_ in data.validation() for row in batch.tokens.tolist()]
         assert sorted(held) == sorted(3 * i % 100 for i in range(40, 50))
     with opened({"source": f"{my_module}.lists"}) as data:
         assert all(len(set(row)) == 1 for row in rows(data.batch(1)).values())

@@ -49,7 +49,7 @@ def epoch(data: RunData) -> list[list[int]]:
 
 
 def held_out(data: RunData) -> list[list[int]]:
-    return [row for row in windows(batch for batch, _ in data.validation()) if row[-1] != NO_LOSS]
+    return [row for row in windows(batch for batch, *_ in data.validation()) if row[-1] != NO_LOSS]
 
 
 def cut(ids: list[int], step: int) -> list[list[int]]:
@@ -292,7 +292,7 @@ def test_a_loss_mask_takes_labels_out_in_training_and_in_validation(tmp_path: Pa
     write_ds(tmp_path / "b" / "b.ds", counting(1000, LENGTHS))
     with opened({"dataset_folder": [str(tmp_path / "a"), str(tmp_path / "b")]}) as data:
         batches = [batch for step in range(1, 5) for batch in data.batch(step)]
-        held = [batch for batch, _ in data.validation()]
+        held = [batch for batch, *_ in data.validation()]
     for group in (batches, held):
         seen = set()
         for batch in group:

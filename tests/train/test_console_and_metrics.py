@@ -273,7 +273,7 @@ def test_a_run_over_text_prints_validation_in_bits_per_byte_beside_compressors(t
 
     texts = list(run.data.validation_texts())
     total = 0.0
-    for batch, _ in run.data.validation():
+    for batch, *_ in run.data.validation():
         from kenotron.train.step import to_device
 
         micro = to_device(batch, run)

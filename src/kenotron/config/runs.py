@@ -9,6 +9,8 @@ same run; with another weight decay it would be another run:
 
 The decay of the learning rate ends with the run where `lr_decay_steps` is null: such a run, made longer, gets
 the schedule of the longer run, and stays the same run.
+
+Of `data_stages` only those count that have begun at the step where the run goes on: what comes later may be edited.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kenotron.config.config import Config
-from kenotron.config.writing import diff
+from kenotron.config.writing import ABSENT, diff, flatten, to_dict
 
 # What may differ between the parts of one run.
 _FREE = (
@@ -66,8 +68,12 @@ def fill_run_name(config: Config, now: datetime, jobid: str | None) -> Config:
     return config.model_copy(update={"general": config.general.model_copy(update={"run": name})})
 
 
-def same_run_difference(saved: dict[str, Any], config: Config) -> tuple[str, Any, Any] | None:
-    """The first key, with its saved and its new value, that makes `config` another run than `saved`.
+Difference = tuple[str, Any, Any]
+
+
+def same_run_difference(saved: dict[str, Any], config: Config, step: int | None = None) -> Difference | None:
+    """The first key, with its saved and its new value, that makes `config` another run than `saved` after `step` steps
+    (None: after all of them).
 
     None: the same run. `saved` is the plain data of a checkpoint's config.yaml.
     """
@@ -79,10 +85,58 @@ def same_run_difference(saved: dict[str, Any], config: Config) -> tuple[str, Any
         elif path == "checkpoints.resume_checkpoint_path":
             free = _within(new, config.checkpoints.checkpoints_path)
         else:
-            free = any(fnmatchcase(path, pattern) for pattern in _FREE)
+            free = path.startswith("data_stages.") or _is_free(path)
         if not free:
             return path, old, new
+    return _first_difference(_stages(before, step, begun=True), _stages(config, step, begun=True))
+
+
+def past_stage_difference(saved: dict[str, Any], config: Config, step: int) -> Difference | None:
+    """The same, of nothing but the stages that have begun."""
+    before = Config.model_validate(saved)
+    return _first_difference(_stages(before, step, begun=True), _stages(config, step, begun=True))
+
+
+def edited_stages(saved: dict[str, Any], config: Config, step: int) -> list[str]:
+    """Names of the stages that begin after `step` and are not what they were, or not there in one of the two."""
+    configs = Config.model_validate(saved), config
+    before, now = (_stages(each, step, begun=False) for each in configs)
+    names = {stage.start_training_step: stage.name for each in configs for stage in each.data_stages}
+    starts = sorted({*before, *now})
+    sides = ([{s: side[s]} if s in side else {} for side in (before, now)] for s in starts)
+    return [names[start] for start, (old, new) in zip(starts, sides) if _first_difference(old, new)]
+
+
+Stages = dict[int, tuple[int, dict[str, Any]]]
+
+
+def _stages(config: Config, step: int | None, begun: bool) -> Stages:
+    """First step → (number, what decides its data) of the stages that have begun after `step` steps, or have not."""
+    found: Stages = {}
+    for number, (stage, content) in enumerate(zip(config.data_stages, to_dict(config)["data_stages"])):
+        content["sequence_length"] = stage.sequence_length or config.tokens.sequence_length
+        content.pop("name")
+        if (step is None or stage.start_training_step <= step) == begun:
+            found[stage.start_training_step] = (number, content)
+    return found
+
+
+def _first_difference(before: Stages, now: Stages) -> Difference | None:
+    for start in sorted({*before, *now}):
+        if start not in before or start not in now:
+            number, _ = before[start] if start in before else now[start]
+            old, new = (start if start in side else None for side in (before, now))
+            return f"data_stages.{number}.start_training_step", old, new
+        number, _ = before[start]
+        left, right = (dict(flatten(side[start][1], f"data_stages.{number}")) for side in (before, now))
+        for path in dict.fromkeys([*left, *right]):
+            if left.get(path, ABSENT) != right.get(path, ABSENT) and not _is_free(path):
+                return path, left.get(path, ABSENT), right.get(path, ABSENT)
     return None
+
+
+def _is_free(path: str) -> bool:
+    return any(fnmatchcase(path, pattern) for pattern in _FREE)
 
 
 def _within(path: object, folder: str) -> bool:

@@ -161,8 +161,9 @@ class RunData:
 
     # ---- validation ----
 
-    def validation(self, dp_rank: int = 0, dp_size: int = 1) -> Iterator[tuple[TokenBatch, float]]:
-        """This rank's held-out batches, each with the UTF-8 bytes that its labels stand for (0.0: unknown).
+    def validation(self, dp_rank: int = 0, dp_size: int = 1) -> Iterator[tuple[TokenBatch, float, int]]:
+        """This rank's held-out batches, each with the UTF-8 bytes that its labels stand for (0.0: unknown), and the
+        number of its source among those of `held_out`.
 
         They are those of the first stage at every step of the run, so that its numbers compare.
         """
@@ -185,6 +186,7 @@ class RunData:
         all_text = len(splits) == len(sources)  # bytes of a part of the tokens would say nothing of the whole
         return HeldOut(
             sources=[source.held_out for source in sources],
+            labels=[s.label for s, source in zip(opened.stage.sources, opened.sources) if len(source.held_out)],
             sequence_length=opened.stage.sequence_length,
             token_bytes=self._token_bytes() if all_text else None,
             bytes_per_token=[s.bytes / len(s.tokens) for s in splits] if all_text else [0.0] * len(sources),

@@ -62,13 +62,14 @@ class HeldOutWindows:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out samples of several sources.
+    """Held-out samples of several sources, which people call `labels`.
 
     `token_bytes` ``[vocab]`` are the bytes of every token where they are known, `bytes_per_token` the mean of each
     source; None and 0 throughout where one of them has no text.
     """
 
     sources: list[TokenSource]
+    labels: list[str]
     sequence_length: int
     token_bytes: Int64 | None
     bytes_per_token: list[float]
@@ -79,36 +80,35 @@ class HeldOut:
 
     def batches(
         self, limit: int | None, micro_batch_size: int, dp_rank: int, dp_size: int
-    ) -> Iterator[tuple[TokenBatch, float]]:
-        """This rank's micro-batches of `limit` samples (None: all) spread evenly over the set, each with the
-        number of UTF-8 bytes that its labels stand for (0.0 where that is not known).
+    ) -> Iterator[tuple[TokenBatch, float, int]]:
+        """This rank's micro-batches of `limit` samples (None: all) spread evenly over the set, source after source:
+        each with the number of UTF-8 bytes that its labels stand for (0.0 where that is not known), and its source.
 
         Every rank gets the same number of batches of the same shape; what is missing is filled with -100.
         """
         total = len(self)
         count = total if limit is None else min(limit, total)
         chosen = np.arange(count, dtype=np.int64) * total // max(count, 1)
+        source_of, index = interleave(huffman([len(source) for source in self.sources]), chosen)
         rows = dp_size * micro_batch_size
-        for first in range(0, count, rows):
-            start = first + dp_rank * micro_batch_size
-            yield self._batch(chosen[start : start + micro_batch_size], micro_batch_size)
+        for number in range(len(self.sources)):
+            places = np.flatnonzero(source_of == number)
+            for first in range(0, len(places), rows):
+                start = first + dp_rank * micro_batch_size
+                here = places[start : start + micro_batch_size]
+                yield *self._batch(number, chosen[here], index[here], micro_batch_size), number
 
-    def _batch(self, positions: Int64, rows: int) -> tuple[TokenBatch, float]:
+    def _batch(self, number: int, positions: Int64, index: Int64, rows: int) -> tuple[TokenBatch, float]:
+        source, used = self.sources[number], len(index)
         windows = np.full((rows, self.sequence_length + 1), PAD, dtype=np.int64)
         documents = np.zeros_like(windows)
         loss = np.ones(windows.shape, dtype=np.bool_)
-        tree = huffman([len(source) for source in self.sources])
-        source_of, index = interleave(tree, positions)
-        mean_bytes = np.zeros((rows, 1))
-        for number in np.unique(source_of):
-            where = np.flatnonzero(source_of == number)
-            windows[where] = self.sources[number].samples(index[where])
-            if self.document_masking:
-                found = self.sources[number].documents(index[where])
-                documents[where] = 0 if found is None else found
-            if (carries := self.sources[number].loss(index[where])) is not None:
-                loss[where] = carries
-            mean_bytes[where] = self.bytes_per_token[number]
+        if used:
+            windows[:used] = source.samples(index)
+            if self.document_masking and (found := source.documents(index)) is not None:
+                documents[:used] = found
+            if (carries := source.loss(index)) is not None:
+                loss[:used] = carries
         ids = np.full(rows, PAD, dtype=np.int64)
         ids[: len(positions)] = positions
         batch = make_batch(windows, ids, documents if self.document_masking else None, loss)
@@ -117,7 +117,7 @@ class HeldOut:
         real = batch.labels != NO_LOSS
         if self.token_bytes is not None:
             return batch, float(self.token_bytes[batch.labels[real]].sum())
-        return batch, float((real * mean_bytes).sum())
+        return batch, float(real.sum()) * self.bytes_per_token[number]
 
 
 def held_out_texts(texts: Texts, fraction: float) -> Iterator[str]:

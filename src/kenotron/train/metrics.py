@@ -92,7 +92,7 @@ class Metrics(Hook):
     def after_step(self, run: Run, result: StepResult) -> None:
         self.steps_here += 1
         shown = self._console_fields(run, result)
-        raw = {**shown, **self._other_fields(run, result), **self.validation}
+        raw = {**shown, **self._other_fields(run, result), **self._source_fields(run), **self.validation}
         self.validation = {}
         run.last_metrics = raw
         assert self.file is not None
@@ -158,6 +158,17 @@ class Metrics(Hook):
         if peak is not None:
             fields["mfu"] = achieved / peak
             fields["mfu_causal"] = fields["mfu"] * work.causal_share
+        return fields
+
+    def _source_fields(self, run: Run) -> dict[str, Any]:
+        """What each source has given, where the run has several."""
+        if len({source.label for stage in run.data.stages for source in stage.sources}) == 1:
+            return {}
+        fields: dict[str, Any] = {}
+        for label, (tokens, epochs) in run.data.consumption(run.step).items():
+            fields[f"consumed_tokens/{label}"] = tokens
+            if epochs is not None:
+                fields[f"epochs/{label}"] = epochs
         return fields
 
     def _tensorboard(self, run: Run, raw: dict[str, Any]) -> None:

@@ -65,11 +65,11 @@ def already_finished(config: Config, start: Start) -> None:
 
 def exhausted(run: Run) -> None:
     logger.info(
-        "This run is finished: after step %d of %d, %s. Allow more epochs in a stage that has not begun, or give it "
-        "other data.",
+        "This run is finished: after step %d of %d, %s. To go on, add a stage that starts at step %d.",
         run.step,
         run.config.tokens.train_steps,
         run.data.exhausted(run.step + 1),
+        run.step + 1,
     )
 
 

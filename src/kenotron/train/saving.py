@@ -24,6 +24,7 @@ from kenotron import checkpoint
 from kenotron.checkpoint.ranks import on_first, together
 from kenotron.config import Config, dump, same_run_difference
 from kenotron.config.errors import InputError
+from kenotron.config.runs import edited_stages, past_stage_difference
 from kenotron.models import LanguageModel, named_parameters
 from kenotron.models.initialization import Shard
 from kenotron.optim.state import init_state, load_state_tensors, state_tensors
@@ -231,6 +232,13 @@ def _start_elsewhere(config: Config, path: Path) -> Start:
             f"checkpoints.resume_checkpoint_path: {path} is at step {step} and tokens.train_steps is {steps}, so no "
             f"step is left; raise tokens.train_steps, or set checkpoints.load_lr_scheduler: false to start at step 0"
         )
+    if (path / "config.yaml").exists():
+        saved = yaml.safe_load((path / "config.yaml").read_text())
+        if (difference := past_stage_difference(saved, config, step)) is not None:
+            raise InputError(
+                f"checkpoints.resume_checkpoint_path: {_past_stage(saved, path, step, difference)}, or set "
+                f"checkpoints.load_lr_scheduler: false to start the data anew"
+            )
     return Start(path, False, step)
 
 
@@ -249,9 +257,9 @@ def _set_aside(root: Path) -> None:
 
 
 def _same_run(config: Config, path: Path) -> Config:
-    saved = yaml.safe_load((path / "config.yaml").read_text())
+    saved, step = yaml.safe_load((path / "config.yaml").read_text()), _position(path)
     try:
-        difference = same_run_difference(saved, config)
+        difference = same_run_difference(saved, config, step)
     except ValidationError as error:
         first = error.errors()[0]
         raise InputError(
@@ -260,15 +268,40 @@ def _same_run(config: Config, path: Path) -> Config:
         ) from error
     if difference is not None:
         key, old, new = difference
+        if key.startswith("data_stages."):
+            raise InputError(
+                f"{_past_stage(saved, path, step, difference)}, start over with --fresh, or set another "
+                f"checkpoints.checkpoints_path"
+            )
         raise InputError(
             f"{path} belongs to another run: {key} is {old!r} there and {new!r} in this config; "
             f"put the old value back, start over with --fresh, or set another checkpoints.checkpoints_path"
         )
+    if edited := edited_stages(saved, config, step):
+        names = ", ".join(f"'{name}'" for name in edited)
+        logger.warning("data_stages: from step %d on the run goes by other stages than %s: %s", step + 1, path, names)
     name = saved["general"]["run"]
     wanted = re.escape(config.general.run).replace("%date", r"\d{8}_\d{6}").replace("%jobid", r"\w+")
     if not re.fullmatch(wanted, name):
         logger.warning("general.run: a run that goes on keeps its name: %s, not %s", name, config.general.run)
     return config.model_copy(update={"general": config.general.model_copy(update={"run": name})})
+
+
+def _past_stage(saved: dict[str, Any], path: Path, step: int, difference: tuple[str, Any, Any]) -> str:
+    """A stage that has been trained on is not what it was."""
+    key, old, new = difference
+    if key.endswith("start_training_step"):
+        what = (
+            f"{key}: a stage begins at step {old or new} {'there and not' if old else 'not there but'} in this config"
+        )
+    else:
+        stages = sorted(saved["data_stages"], key=lambda stage: stage["start_training_step"])
+        name = stages[int(key.split(".")[1])]["name"]
+        what = f"{key} of stage '{name}' is {old!r} there and {new!r} in this config"
+    return (
+        f"{path} is at step {step}, and stages that have begun by then stay what they were: {what}; put that back "
+        f"(stages that begin later may be edited)"
+    )
 
 
 def restore(run: Run, start: Start) -> None:

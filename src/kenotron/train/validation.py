@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,12 +32,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """`loss` in nats a token; `bytes` of UTF-8 text that the `tokens` stand for (0 when unknown)."""
+    """`loss` in nats a token; `bytes` of UTF-8 text that the `tokens` stand for (0 when unknown).
+
+    `sources` has the same of each source, where there are several.
+    """
 
     loss: float
     tokens: int
     bytes: float
     seconds: float
+    sources: dict[str, ValidationResult] = field(default_factory=dict)
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -48,6 +52,10 @@ class ValidationResult:
         fields = {"val_loss": self.loss, "val_tokens": float(self.tokens), "val_seconds": self.seconds}
         if self.bits_per_byte is not None:
             fields["val_bits_per_byte"] = self.bits_per_byte
+        for label, one in self.sources.items():
+            fields[f"val_loss/{label}"] = one.loss
+            if one.bits_per_byte is not None:
+                fields[f"val_bits_per_byte/{label}"] = one.bits_per_byte
         return fields
 
 
@@ -92,24 +100,33 @@ def validate(run: Run) -> ValidationResult | None:
     After SIGTERM there may be half a minute: it belongs to the checkpoint.
     """
     started = time.perf_counter()
-    loss_sum = torch.zeros((), dtype=torch.float64)
-    counts = torch.zeros(2, dtype=torch.float64)  # tokens, bytes
+    labels = run.data.held_out().labels
+    sums = torch.zeros(len(labels), dtype=torch.float64)
+    counts = torch.zeros(len(labels), 2, dtype=torch.float64)  # tokens, bytes
     with evaluating(run):
-        for batch, byte_count in run.data.validation(run.mesh.dp_rank, run.mesh.dp_degree):
+        for batch, byte_count, source in run.data.validation(run.mesh.dp_rank, run.mesh.dp_degree):
             run.agree()
             if run.interrupted:
                 return None
             found = evaluate(run, to_device(batch, run))
             if found is not None:
-                loss_sum += float(found[0] - found[1])
-            counts += torch.tensor([int((batch.labels != -100).sum()), byte_count])
-    loss_sum, counts = loss_sum.to(run.device), counts.to(run.device)
+                sums[source] += float(found[0] - found[1])
+            counts[source] += torch.tensor([int((batch.labels != -100).sum()), byte_count])
+    sums, counts = sums.to(run.device), counts.to(run.device)
     for axis in LOSS_AXES:
-        all_reduce(loss_sum, run.mesh.group(axis))
+        all_reduce(sums, run.mesh.group(axis))
     for axis in ("dp_replicate", "dp_shard"):
         all_reduce(counts, run.mesh.group(axis))
-    loss, (tokens, byte_sum) = loss_sum.item(), counts.tolist()
-    return ValidationResult(loss / tokens, int(tokens), byte_sum, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    each = [_result(loss, of, seconds) for loss, of in zip(sums.tolist(), counts.tolist())]
+    total = _result(float(sums.sum()), counts.sum(0).tolist(), seconds)
+    sources = {label: one for label, one in zip(labels, each) if one.tokens} if len(labels) > 1 else {}
+    return replace(total, sources=sources)
+
+
+def _result(loss_sum: float, counts: list[float], seconds: float) -> ValidationResult:
+    tokens, byte_sum = counts
+    return ValidationResult(loss_sum / tokens if tokens else 0.0, int(tokens), byte_sum, seconds)
 
 
 @contextmanager
