@@ -7,7 +7,8 @@
     │   ├── train.ends            uint64, where each document ends, in tokens
     │   └── validation.tokens, validation.ends
     ├── tokenizers/<key>/         trained tokenizers
-    └── known/<signature>         content hash of files by path, size and time, so that files are hashed once
+    ├── known/<signature>         content hash of files by path, size and time, so that files are hashed once
+    └── remote/                   blocks of files on other machines (remote/blocks.py)
 
 An entry is built in ``<key>.tmp-<random>``, synced, and renamed: it is whole or not there. A lock file keeps several
 processes from doing the same work; it is the kernel's lock, so a killed process leaves none. Where a file system

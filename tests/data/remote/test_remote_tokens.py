@@ -93,7 +93,7 @@ def test_run_and_resume(tmp_path: Path, upload: Upload) -> None:
         config = run_config({"dataset_folder": path}, data__num_loading_workers=2)
         with open_run(config, report=lambda line: None) as data, data.loader(1) as loader:
             batches[name] = [batch for step in loader for batch in step]
-            batches[name] += [batch for batch, _ in data.validation()]
+            batches[name] += [batch for batch, *_ in data.validation()]
         with open_run(config, 7, report=lambda line: None) as data, data.loader(7) as loader:
             batches[f"{name} resumed"] = [batch for step in loader for batch in step]
     assert len(batches["local"]) > 24
