@@ -9,14 +9,13 @@ import kenotron.config
 from kenotron.config import unsupported
 from kenotron.config.architecture import MoeConfig, Qwen2Architecture, Starcoder2Architecture
 from kenotron.config.checkpoints import Datastates
-from kenotron.config.data import SFTDataset
 from kenotron.config.schema import rows
 from kenotron.config.section import NO_EFFECT
 
 CONFIG = Path(kenotron.config.__file__).parent
 
 # Refused whole by refuse_unsupported, so that no code reads their keys.
-REFUSED_SECTIONS = (Datastates, MoeConfig, Qwen2Architecture, SFTDataset, Starcoder2Architecture)
+REFUSED_SECTIONS = (Datastates, MoeConfig, Qwen2Architecture, Starcoder2Architecture)
 REFUSED_PATHS = ("lighteval", "s3_upload")
 
 NOT_READ = {

@@ -20,13 +20,6 @@ DATASET = "data_stages.0.data.dataset"
         (["s3_upload={upload_s3_path: 's3://a/b', remove_after_upload: false}"], "s3_upload"),
         (["checkpoints.checkpointing_engine=datastates"], "checkpoints.checkpointing_engine: datastates"),
         (["checkpoints.resume_checkpoint_path=s3://a/b"], "checkpoints.resume_checkpoint_path on s3"),
-        (
-            [
-                "data_stages.0.data.dataset={hf_dataset_or_datasets: a, sft_dataloader: true}",
-                "tokenizer={tokenizer_name_or_path: t}",
-            ],
-            "sft_dataloader",
-        ),
         (["model.model_config={is_qwen2_config: true}"], "family Qwen2"),
         (["model.model_config={is_starcoder2_config: true}"], "family Starcoder2"),
         (["model.model_config._attn_implementation=ring"], "_attn_implementation: ring"),

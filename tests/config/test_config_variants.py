@@ -20,6 +20,7 @@ from kenotron.config.data import (
     NanosetDataset,
     PretrainDataset,
     SFTDataset,
+    SFTFiles,
     TextFiles,
     TokenFilesDataset,
 )
@@ -122,6 +123,7 @@ def test_an_unknown_optimizer_lists_what_there_is(minimal: dict[str, Any], name:
         ({"hf_dataset_or_datasets": {"a": 0.5, "b": 1}, "hf_dataset_splits": ["train", "test"]}, PretrainDataset),
         (HF | {"sft_dataloader": True}, SFTDataset),
         (HF | {"debug_max_samples": 4}, SFTDataset),
+        ({"text_files": "a.jsonl", "sft_dataloader": True}, SFTFiles),
         ({"dataset_folder": "a"}, NanosetDataset),
         ({"dataset_folder": ["a", "b"], "dataset_weights": [1, 2.5]}, NanosetDataset),
         ({"tokens": "a.bin", "token_dtype": "uint16"}, TokenFilesDataset),
@@ -162,6 +164,7 @@ def test_a_dataset_is_known_by_its_keys(minimal: dict[str, Any], keys: Any, vari
         ({"hf_dataset_or_datasets": {}}, "hf_dataset_or_datasets: expected a map of at least 1"),
         (HF | {"hf_dataset_splits": []}, "hf_dataset_splits: expected a list of at least 1"),
         (HF | {"sft_dataloader": True, "text_column_name": "t"}, "belongs to the variant pretrain"),
+        (HF | {"sft_dataloader": False}, "sft_dataloader: expected True, found false"),
         (HF | {"corpus": "python-stdlib"}, "'corpus' belongs to the variant corpus"),
         ({"hf_dataset_or_datasets": 3}, "expected a name, a list of names"),
         ("org/name", "expected a dataset: null, or a map with one of the keys hf_dataset_or_datasets"),

@@ -148,7 +148,6 @@ REFUSED_SECTIONS: dict[str, str] = {
     "MoeConfig": "model.model_config={is_qwen2_config: true, vocab_size: 64, moe_config: {num_experts: 2}}",
     "Starcoder2Architecture": "model.model_config={is_starcoder2_config: true, vocab_size: 64}",
     "SpectralMupInit": "model.init_method={use_mup: true}",
-    "SFTDataset": "data_stages.0.data.dataset={hf_dataset_or_datasets: a/b, sft_dataloader: true}",
 }
 REFUSED: dict[str, str] = {
     "General.benchmark_csv_path": "general.benchmark_csv_path=some.csv",
@@ -204,6 +203,14 @@ TEXT = (
 HUB = (f"{DATASET}={{hf_dataset_or_datasets: '{{folder}}/rows', hf_dataset_splits: train}}", *TEXT[1:])
 USER = (f"{DATASET}={{source: user_parts.counting}}",)
 WORDS = ("tokenizer.tokenizer_name_or_path={folder}/words", "model.model_config.vocab_size=320")
+LETTERS = (
+    "tokenizer.tokenizer_name_or_path={folder}/letters",
+    "model.model_config.vocab_size=320",
+    "tokens.sequence_length=64",
+)
+ANSWERS = "sft_dataloader: true, prompt_column_name: text, completion_column_name: other"
+SFT = (f"{DATASET}={{hf_dataset_or_datasets: '{{folder}}/rows', {ANSWERS}}}", *LETTERS)
+SFT_FILES = (f"{DATASET}={{text_files: '{{folder}}/a.jsonl', {ANSWERS}}}", *LETTERS)
 NANOSET = (f"{DATASET}={{dataset_folder: ['{{folder}}/ds/a', '{{folder}}/ds/b']}}",)
 TOKENS = (f"{DATASET}={{tokens: '{{folder}}/ds/a'}}",)
 RAW = (f"{DATASET}={{tokens: '{{folder}}/raw.bin', token_dtype: uint16}}",)
@@ -441,6 +448,25 @@ ROWS: dict[str, Row] = {
     "TextFiles.packing": Row(tokens, f"{DATASET}.packing=best_fit", TEXT),
     "TextFiles.weight": share("text_files: '{folder}/a.jsonl'", *TEXT[1:]),
     "TextFiles.max_epochs": limit(TEXT),
+    "SFTDataset.max_epochs": limit(SFT, 0.05),
+    "SFTFiles.max_epochs": limit(SFT_FILES, 0.05),
+    "SFTDataset.hf_dataset_or_datasets": Row(tokens, f"{DATASET}.hf_dataset_or_datasets={{folder}}/rows2", SFT),
+    "SFTDataset.hf_dataset_splits": Row(
+        tokens, (f"{DATASET}.hf_dataset_splits=test", f"{DATASET}.completion_column_name=text"), SFT
+    ),
+    "SFTDataset.weight": share(f"hf_dataset_or_datasets: '{{folder}}/rows', {ANSWERS}", *LETTERS),
+    "SFTDataset.sft_dataloader": Row(tokens, SFT, (HUB[0], *LETTERS)),
+    "SFTDataset.debug_max_samples": Row(tokens, f"{DATASET}.debug_max_samples=40", SFT),
+    "SFTDataset.prompt_column_name": Row(tokens, f"{DATASET}.prompt_column_name=other", SFT),
+    "SFTDataset.completion_column_name": Row(tokens, f"{DATASET}.completion_column_name=text", SFT),
+    "SFTDataset.packing": Row(tokens, f"{DATASET}.packing=windows", SFT),
+    "SFTFiles.text_files": Row(tokens, f"{DATASET}.text_files={{folder}}/b.jsonl", SFT_FILES),
+    "SFTFiles.weight": share(f"text_files: '{{folder}}/a.jsonl', {ANSWERS}", *LETTERS),
+    "SFTFiles.sft_dataloader": Row(tokens, SFT_FILES, (TEXT[0], *LETTERS)),
+    "SFTFiles.debug_max_samples": Row(tokens, f"{DATASET}.debug_max_samples=40", SFT_FILES),
+    "SFTFiles.prompt_column_name": Row(tokens, f"{DATASET}.prompt_column_name=other", SFT_FILES),
+    "SFTFiles.completion_column_name": Row(tokens, f"{DATASET}.completion_column_name=text", SFT_FILES),
+    "SFTFiles.packing": Row(tokens, f"{DATASET}.packing=windows", SFT_FILES),
     "NanosetDataset.dataset_folder": Row(tokens, f"{DATASET}.dataset_folder={{folder}}/ds/b", NANOSET),
     "NanosetDataset.dataset_weights": Row(tokens, f"{DATASET}.dataset_weights=[1, 5]", NANOSET),
     "NanosetDataset.dataset_read_path": Row(
@@ -495,6 +521,11 @@ OWN = {
     "PretrainDataset.hf_dataset_config_name": "test_every_key.py",
     "PretrainDataset.dataset_processing_num_proc_per_process": "test_every_key.py",
     "PretrainDataset.dataset_overwrite_cache": "test_every_key.py",
+    "SFTDataset.hf_dataset_config_name": "test_every_key.py",
+    "SFTDataset.dataset_processing_num_proc_per_process": "test_examples.py",
+    "SFTDataset.dataset_overwrite_cache": "test_examples.py",
+    "SFTDataset.messages_column_name": "test_examples.py",
+    "SFTFiles.messages_column_name": "test_examples.py",
     "NanosetDataset.vocab_size": "test_token_folders.py",
     "NanosetDataset.token_size_in_bytes": "test_token_folders.py",
     "NanosetDataset.skip_in_stream": "test_token_folders.py",

@@ -47,6 +47,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ids = np.random.default_rng([seed, file]).integers(0, 64, 1200)
             write_ds(folder / name / f"{file}.ds", np.split(ids, range(7, 1200, 7)), tokenizer=None)
     np.random.default_rng(2).integers(0, 64, 3000).astype("<u2").tofile(folder / "raw.bin")
+    from kenotron.data.tokenizer import train_byte_level_bpe
+
+    train_byte_level_bpe(TEXTS, 300).save(folder / "letters")
     (folder / "words").symlink_to(make_tokenizer_repository(folder / "hub home", "robot/words"))
     earlier = tiny_config(folder / "earlier", "checkpoints.checkpoint_interval=2", "general.seed=9")
     run = train_quietly(earlier)

@@ -16,7 +16,7 @@ from kenotron.config.architecture import (
     odd_head_dim,
 )
 from kenotron.config.checkpoints import Checkpoints
-from kenotron.config.data import TEXT_DATASETS, DataStage, MixtureDataset
+from kenotron.config.data import SFT_DATASETS, TEXT_DATASETS, DataStage, MixtureDataset
 from kenotron.config.errors import nearest
 from kenotron.config.general import General
 from kenotron.config.lighteval import Lighteval
@@ -305,6 +305,8 @@ def _check_tokenizer(config: Config) -> Iterator[Problem]:
             return
         if first and tokenizer.train and not texts:
             yield "tokenizer.train", f"expected text in the first stage, '{stage.name}', to train on"
+        if first and tokenizer.train and any(isinstance(part, SFT_DATASETS) for part in parts):
+            yield "tokenizer.train", "expected tokenizer_name_or_path: none is trained on prompts and answers"
         first = False
     architecture = config.model.architecture
     entries = tokenizer.train.vocab_size if tokenizer.train else 0

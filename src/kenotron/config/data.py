@@ -4,7 +4,8 @@ A dataset is one of these, told apart by the key that stands first here:
 
     null                                                     synthetic random tokens
     {hf_dataset_or_datasets: org/name, …}                    Hugging Face `datasets`, packed for pretraining
-    {hf_dataset_or_datasets: …, sft_dataloader: true}        the same for fine-tuning
+    {hf_dataset_or_datasets: …, sft_dataloader: true}        their prompts and answers, for fine-tuning
+    {text_files: chats.jsonl, sft_dataloader: true}          the same of files on this machine    (ours)
     {dataset_folder: [a, b], dataset_weights: [1, 2], …}     folders of .ds files (Nanoset)
     {tokens: {code: 3, prose.bin: 1}}                        tokenized files of any format            (ours)
     {corpus: python-stdlib}                                  the embedded corpus                      (ours)
@@ -98,11 +99,21 @@ class PretrainDataset(_HFDataset):
     text_column_name: Annotated[str, null_means("text")] = key("Column that holds the text.", "text")
 
 
-class SFTDataset(_HFDataset):
-    """Hugging Face datasets of prompts and answers (not supported yet)."""
+class _Examples(_PackedDataset):
+    """Prompts and answers: only answers are learnt, and documents are masked from each other."""
 
-    sft_dataloader: bool = key("Selects fine-tuning.", True)
-    debug_max_samples: int | None = key("Cap on the rows.", None, ge=1)
+    sft_dataloader: Literal[True] = key("Selects fine-tuning.", True)
+    debug_max_samples: int | None = key("Cap on the rows; null: all.", None, ge=1)
+    prompt_column_name: str = key("Column of the prompt.", "prompt", mark=OURS)
+    completion_column_name: str = key("Column of the answer, which is learnt.", "completion", mark=OURS)
+    messages_column_name: str = key(
+        "Column of a conversation, a list of {role, content}; a row that has it needs no prompt.", "messages", mark=OURS
+    )
+    packing: Packing = key(_PACKING, "best_fit", mark=OURS)
+
+
+class SFTDataset(_Examples, _HFDataset):
+    """Hugging Face datasets of prompts and answers."""
 
 
 class NanosetDataset(_PackedDataset):
@@ -187,6 +198,12 @@ class TextFiles(_PackedDataset):
     )
 
 
+class SFTFiles(_Examples):
+    """Prompts and answers in files on this machine."""
+
+    text_files: NameOrNames = key("Files (jsonl, jsonl.gz, parquet, arrow) or folders of them.", mark=OURS)
+
+
 class CustomSource(Dataset):
     """A token source of your own."""
 
@@ -205,6 +222,7 @@ _VARIANTS: dict[str, type[Dataset]] = {
     "(tokens)": TokenFilesDataset,
     "(corpus)": EmbeddedCorpus,
     "(text)": TextFiles,
+    "(sft files)": SFTFiles,
     "(source)": CustomSource,
 }
 _DECIDING = {
@@ -220,8 +238,11 @@ _DECIDING = {
 def _choose_plain(value: Any) -> str | None:
     if not isinstance(value, dict):
         return next((tag for tag, variant in _VARIANTS.items() if isinstance(value, variant)), None)
+    is_sft = has(value, "sft_dataloader") or has(value, "debug_max_samples")
     if has(value, "hf_dataset_or_datasets"):
-        return "(sft)" if has(value, "sft_dataloader") or has(value, "debug_max_samples") else "(pretrain)"
+        return "(sft)" if is_sft else "(pretrain)"
+    if has(value, "text_files") and is_sft:
+        return "(sft files)"
     return next((tag for name, tag in _DECIDING.items() if name in value and tag != "(mixture)"), None)
 
 
@@ -240,6 +261,7 @@ _Plain = (
     | Annotated[TokenFilesDataset, Tag("(tokens)")]
     | Annotated[EmbeddedCorpus, Tag("(corpus)")]
     | Annotated[TextFiles, Tag("(text)")]
+    | Annotated[SFTFiles, Tag("(sft files)")]
     | Annotated[CustomSource, Tag("(source)")]
 )
 PlainDataset = Annotated[_Plain, by_rule(_choose_plain, _EXPECTED + ", ".join(_KEYS[:-1]), _KEYS[:-1])]
@@ -268,7 +290,8 @@ AnyDataset = Annotated[
 
 
 # Those whose text is turned into tokens here.
-TEXT_DATASETS = (PretrainDataset, SFTDataset, EmbeddedCorpus, TextFiles)
+SFT_DATASETS = (SFTDataset, SFTFiles)
+TEXT_DATASETS = (PretrainDataset, EmbeddedCorpus, TextFiles, *SFT_DATASETS)
 
 
 class Data(Section):

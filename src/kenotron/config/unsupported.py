@@ -9,14 +9,13 @@ from collections.abc import Iterator
 
 from kenotron.config.architecture import ACTIVATIONS, HFArchitecture, LlamaArchitecture
 from kenotron.config.config import Config
-from kenotron.config.data import MixtureDataset, SFTDataset
 from kenotron.config.errors import NotSupportedYet, nearest
 from kenotron.config.model import TRAINING_DTYPES, RandomInit, SpectralMupInit
 
 
 def refuse_unsupported(config: Config) -> None:
     """Raise NotSupportedYet that names everything in `config` that would otherwise have no effect."""
-    found = [*_layout(config), *_model(config), *_data(config), *_sections(config)]
+    found = [*_layout(config), *_model(config), *_sections(config)]
     if found:
         raise NotSupportedYet("; ".join(found))
 
@@ -46,15 +45,6 @@ def _model(config: Config) -> Iterator[str]:
         yield f"model.dtype: {model.dtype}"
     if model.dtype == "bfloat16" and not config.optimizer.accumulate_grad_in_fp32:
         yield "optimizer.accumulate_grad_in_fp32: false with model.dtype: bfloat16"
-
-
-def _data(config: Config) -> Iterator[str]:
-    for i, stage in enumerate(config.data_stages):
-        at = f"data_stages.{i}."
-        dataset = stage.data.dataset
-        for each in dataset.mixture if isinstance(dataset, MixtureDataset) else [dataset]:
-            if isinstance(each, SFTDataset):
-                yield f"{at}data.dataset.sft_dataloader (fine-tuning data)"
 
 
 def _sections(config: Config) -> Iterator[str]:

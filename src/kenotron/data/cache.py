@@ -5,7 +5,8 @@
     │   ├── meta.json             counts, written last
     │   ├── train.tokens          little-endian uint16 (vocabulary up to 65,536) or uint32, documents end to end
     │   ├── train.ends            uint64, where each document ends, in tokens
-    │   └── validation.tokens, validation.ends
+    │   ├── train.loss            bool, whether each token is learnt; only of prompts and answers
+    │   └── validation.tokens, …
     ├── tokenizers/<key>/         trained tokenizers
     ├── known/<signature>         content hash of files by path, size and time, so that files are hashed once
     └── remote/                   blocks of files on other machines (remote/blocks.py)
@@ -83,7 +84,7 @@ class TokenCache:
     train: SplitTokens
     validation: SplitTokens
     skipped: int
-    """Files left out because they are no UTF-8."""
+    """Files left out because they are no UTF-8, or rows without an answer."""
     smallest_hash: bool
     """Whether no document fell below the fraction, so that the one with the smallest hash is held out."""
 
@@ -132,7 +133,8 @@ def _read(path: Path, content: str) -> TokenCache:
         of = meta[split]
         tokens = map_array(path / f"{split}.tokens", np.dtype(meta["dtype"]), of["tokens"])
         ends = map_array(path / f"{split}.ends", np.dtype("<u8"), of["documents"])
-        sides[split] = SplitTokens(tokens, ends, of["bytes"], of["max_id"])
+        loss = map_array(path / f"{split}.loss", np.dtype(np.bool_), of["tokens"]) if meta.get("loss") else None
+        sides[split] = SplitTokens(tokens, ends, of["bytes"], of["max_id"], loss)
     return TokenCache(path, content, sides["train"], sides["validation"], meta["skipped"], meta["smallest_hash"])
 
 
@@ -162,10 +164,11 @@ class _Side:
 class _SplitWriter:
     """Appends pieces of documents to one split's two files."""
 
-    def __init__(self, folder: Path, split: str, dtype: np.dtype) -> None:
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, loss: bool) -> None:
         # Unbuffered: what is written comes in large pieces, and a full disk shows where it happens.
         self.token_file = open(folder / f"{split}.tokens", "wb", buffering=0)  # noqa: SIM115 (see close)
         self.end_file = open(folder / f"{split}.ends", "wb", buffering=0)  # noqa: SIM115
+        self.loss_file = open(folder / f"{split}.loss", "wb", buffering=0) if loss else None  # noqa: SIM115
         self.dtype = dtype
         self.side = _Side()
 
@@ -178,6 +181,8 @@ class _SplitWriter:
         assert largest <= np.iinfo(self.dtype).max, f"token {largest} does not fit {self.dtype}"
         _write_all(self.token_file, ids.astype(self.dtype).tobytes())
         _write_all(self.end_file, (self.side.tokens + np.cumsum(lengths))[ends].astype("<u8").tobytes())
+        if self.loss_file is not None and part.loss is not None:
+            _write_all(self.loss_file, part.loss[np.repeat(mine, part.lengths)].tobytes())
         self.side.tokens += len(ids)
         self.side.documents += int(ends.sum())
         self.side.bytes += int(part.sizes[mine].sum())
@@ -186,6 +191,8 @@ class _SplitWriter:
     def close(self) -> None:
         self.token_file.close()
         self.end_file.close()
+        if self.loss_file is not None:
+            self.loss_file.close()
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:
@@ -219,7 +226,8 @@ def _tokenize(
     with contextlib.ExitStack() as stack:
         update = stack.enter_context(progress(f"tokenizing {texts.name}", texts.size, report))
         writers = {
-            split: stack.enter_context(contextlib.closing(_SplitWriter(folder, split, dtype))) for split in SPLITS
+            split: stack.enter_context(contextlib.closing(_SplitWriter(folder, split, dtype, rules.examples)))
+            for split in SPLITS
         }
         for part in encode_documents(marked(watched(), limit), tokenizer.to_json(), rules, processes):
             writers["train"].write(part, ~part.held_out)
@@ -229,7 +237,13 @@ def _tokenize(
     if not any(side.documents for side in sides.values()):
         raise InputError(f"{texts.name}: no text in it (every file or row is empty)")
     meta: dict[str, Any] = {split: asdict(side) for split, side in sides.items()}
-    meta |= {"format": FORMAT, "dtype": dtype.str, "skipped": texts.skipped, "texts": texts.name}
+    meta |= {
+        "format": FORMAT,
+        "dtype": dtype.str,
+        "skipped": texts.skipped,
+        "texts": texts.name,
+        "loss": rules.examples,
+    }
     meta |= {"tokenizer": tokenizer.name, "created": time.time()}
     meta |= {"smallest_hash": limit > share_of_hashes(val_fraction)}
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")

@@ -23,20 +23,30 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 
+from .examples import encode_examples
 from .split import Marked
 from .words import WordEncoder
 
 BATCH_CHARACTERS = 1 << 20
 
-Answer = tuple[NDArray[np.uint32], NDArray[np.int64]]
-"""Ids of a batch of texts end to end ``[tokens]``, and how many each has ``[texts]``."""
+
+class Answer(NamedTuple):
+    """Ids of a batch of texts end to end ``[tokens]``, and how many each has ``[texts]``.
+
+    Of examples also whether each token is learnt ``[tokens]``, and the UTF-8 bytes of each ``[texts]``.
+    """
+
+    ids: NDArray[np.uint32]
+    lengths: NDArray[np.int64]
+    loss: NDArray[np.bool_] | None = None
+    sizes: NDArray[np.int64] | None = None
 
 
 class TextPiece(Protocol):
@@ -57,6 +67,8 @@ AnyPiece = TypeVar("AnyPiece", bound=TextPiece)
 class EncodeRules:
     """How a document becomes tokens: cut to `max_tokens`, then ended by `eos` unless it ends so already.
 
+    With `examples` a document is one of examples.py, and each of its tokens has a loss or none.
+
     With a cut to `max_tokens` every piece of a long text counts as a document. With `bare`, what the tokenizer puts
     around a text by itself is left away, and every document begins with `bos` if that is given.
     """
@@ -65,11 +77,15 @@ class EncodeRules:
     max_tokens: int | None
     bos: int | None = None
     bare: bool = False
+    examples: bool = False
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Ids of a batch of pieces end to end; of each its tokens, UTF-8 bytes and side, and whether it ends a document."""
+    """Ids of a batch of pieces end to end; of each its tokens, UTF-8 bytes and side, and whether it ends a document.
+
+    `loss` ``[tokens]``: whether each is learnt, None where all are.
+    """
 
     ids: NDArray[np.uint32]
     lengths: NDArray[np.int64]
@@ -77,6 +93,7 @@ class Encoded:
     held_out: NDArray[np.bool_]
     ends: NDArray[np.bool_]
     done: int
+    loss: NDArray[np.bool_] | None = None
 
 
 def encode_documents(
@@ -90,11 +107,11 @@ def encode_documents(
         backend = _backend(tokenizer_json)
         for batch in batches:
             with all_cores():
-                ids, lengths = encode_pieces(partial(_by_library, backend), *_texts(batch), rules)
-            yield _encoded(batch, ids, lengths)
+                answer = _answer(backend, *_texts(batch), rules)
+            yield _encoded(batch, answer)
         return
-    for batch, (ids, lengths) in encode_batches(batches, tokenizer_json, rules, processes):
-        yield _encoded(batch, ids, lengths)
+    for batch, answer in encode_batches(batches, tokenizer_json, rules, processes):
+        yield _encoded(batch, answer)
 
 
 def encode_batches(
@@ -163,21 +180,34 @@ def encode_bare(
 
 def _end_to_end(parts: list[list[int]]) -> Answer:
     lengths = np.array([len(ids) for ids in parts], dtype=np.int64)
-    return np.concatenate([np.asarray(ids, dtype=np.uint32) for ids in parts]), lengths
+    return Answer(np.concatenate([np.asarray(ids, dtype=np.uint32) for ids in parts]), lengths)
+
+
+def _answer(backend, texts: list[str], starts: list[bool], ends: list[bool], rules: EncodeRules) -> Answer:
+    if not rules.examples:
+        return encode_pieces(partial(_by_library, backend), texts, starts, ends, rules)
+    found = encode_examples(backend, texts, rules.eos, rules.max_tokens)
+    ids, lengths, *_ = _end_to_end([example.ids for example in found])
+    sizes = np.array([example.bytes for example in found], dtype=np.int64)
+    return Answer(ids, lengths, np.concatenate([example.learnt for example in found]), sizes)
 
 
 def _texts(batch: Sequence[TextPiece]) -> tuple[list[str], list[bool], list[bool]]:
     return [p.text for p in batch], [p.starts for p in batch], [p.ends for p in batch]
 
 
-def _encoded(batch: list[Marked], ids: NDArray[np.uint32], lengths: NDArray[np.int64]) -> Encoded:
+def _encoded(batch: list[Marked], answer: Answer) -> Encoded:
+    sizes = answer.sizes
+    if sizes is None:
+        sizes = np.array([len(piece.text.encode("utf-8")) for piece in batch], dtype=np.int64)
     return Encoded(
-        ids,
-        lengths,
-        sizes=np.array([len(piece.text.encode("utf-8")) for piece in batch], dtype=np.int64),
+        answer.ids,
+        answer.lengths,
+        sizes=sizes,
         held_out=np.array([piece.held_out for piece in batch]),
         ends=np.array([piece.ends for piece in batch]),
         done=batch[-1].done,
+        loss=answer.loss,
     )
 
 
@@ -258,7 +288,7 @@ def main() -> None:
             encode = words.encode if words else partial(_by_library, backend, special=False)
             _send(answers, encode_bare(encode, texts, starts, ends, rules))
         else:
-            _send(answers, encode_pieces(partial(_by_library, backend), texts, starts, ends, rules))
+            _send(answers, _answer(backend, texts, starts, ends, rules))
 
 
 def _by_library(backend, texts: list[str], special: bool) -> list[list[int]]:

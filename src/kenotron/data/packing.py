@@ -89,12 +89,15 @@ def best_fit_decreasing(lengths: Int64, capacity: int) -> Int64:
     return found
 
 
-def cut_long(starts: Int64, lengths: Int64, sequence_length: int) -> tuple[Int64, Int64]:
+def cut_long(starts: Int64, lengths: Int64, sequence_length: int, keep_rest: bool = True) -> tuple[Int64, Int64]:
     """Starts and lengths of the pieces of documents: whole rows that share one token with the next, and the rest.
 
-    A rest that is nothing but the shared token is left out, and so are documents without a token.
+    A rest that is nothing but the shared token is left out, and so are documents without a token. Without `keep_rest`
+    nothing is left of a document but its first row.
     """
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+    if not keep_rest:
+        return starts, np.minimum(lengths, sequence_length + 1)
     whole = (lengths - 1) // sequence_length
     number = np.arange(whole.sum()) - np.repeat(np.cumsum(whole) - whole, whole)
     rest = lengths - whole * sequence_length
@@ -105,14 +108,14 @@ def cut_long(starts: Int64, lengths: Int64, sequence_length: int) -> tuple[Int64
     )
 
 
-def pack(starts: Int64, lengths: Int64, sequence_length: int) -> tuple[Int64, Int64, Int64]:
+def pack(starts: Int64, lengths: Int64, sequence_length: int, keep_rest: bool = True) -> tuple[Int64, Int64, Int64]:
     """Rows of documents that begin at `starts` and have `lengths` ``[documents]``: starts and lengths of their pieces
     in order of rows, and the number of pieces in each row.
 
     Rows are in an order drawn from their numbers, so that those at the end, which are held out, are of the same kind of
     lengths as the rest; the pieces of a row are in the order of the data.
     """
-    starts, lengths = cut_long(starts, lengths, sequence_length)
+    starts, lengths = cut_long(starts, lengths, sequence_length, keep_rest)
     bins = best_fit_decreasing(lengths, sequence_length + 1)
     count = int(bins.max(initial=-1)) + 1
     shuffled = np.argsort(mix64(np.arange(count, dtype=np.uint64)), kind="stable")
@@ -157,12 +160,14 @@ class PackingPlan:
         return f"packed best-fit: {filled:.1%} filled, {self.cut:,} of {self.documents:,} documents cut"
 
 
-def open_plan(name: str, parts: Sequence[Part], sequence_length: int, report: Report) -> PackingPlan:
-    """The plan for these files, from the cache, or made now and kept.
+def open_plan(
+    name: str, parts: Sequence[Part], sequence_length: int, report: Report, keep_rest: bool = True
+) -> PackingPlan:
+    """The plan for these files, from the cache, or made now and kept; for `keep_rest` see `cut_long`.
 
     Errors (InputError): a file does not tell the ends of its documents, or not in order; the cache cannot be written.
     """
-    digest = xxhash.xxh3_128(f"packing {FORMAT} {sequence_length}".encode())
+    digest = xxhash.xxh3_128(f"packing {FORMAT} {sequence_length} {keep_rest}".encode())
     for part in parts:
         digest.update(f"\n{len(part.tokens)}\n".encode())
         for _, ends in _blocks(part):
@@ -170,7 +175,7 @@ def open_plan(name: str, parts: Sequence[Part], sequence_length: int, report: Re
     path = cache_root() / "packing" / digest.hexdigest()
 
     def build(folder: Path) -> None:
-        _write_plan(folder, name, parts, sequence_length, report)
+        _write_plan(folder, name, parts, sequence_length, keep_rest, report)
 
     cached_folder(path, build, report, f"packing {name}", is_whole=lambda folder: (folder / "meta.json").is_file())
     meta = json.loads((path / "meta.json").read_text())
@@ -188,7 +193,9 @@ class _Counts:
     rows: int = 0
 
 
-def _write_plan(folder: Path, name: str, parts: Sequence[Part], sequence_length: int, report: Report) -> None:
+def _write_plan(
+    folder: Path, name: str, parts: Sequence[Part], sequence_length: int, keep_rest: bool, report: Report
+) -> None:
     counts = _Counts()
     total = sum(len(_ends(part)) for part in parts)
     with (
@@ -201,7 +208,7 @@ def _write_plan(folder: Path, name: str, parts: Sequence[Part], sequence_length:
         for starts, lengths in _documents(name, parts):
             counts.documents += len(lengths)
             counts.cut += int((lengths > sequence_length + 1).sum())
-            starts, lengths, pieces = pack(starts, lengths, sequence_length)
+            starts, lengths, pieces = pack(starts, lengths, sequence_length, keep_rest)
             start_file.write(starts.astype("<i8").tobytes())
             length_file.write(lengths.astype("<i8").tobytes())
             first_file.write((counts.pieces + np.cumsum(pieces)).astype("<i8").tobytes())
@@ -326,6 +333,8 @@ def packed_rows(
     padding: int,
     report: Report,
     check: Callable[[int, int, NDArray[Any]], None] | None = None,
+    keep_rest: bool = True,
 ) -> PackedRows:
     """The packed rows of these files; see `open_plan` for errors."""
-    return PackedRows(name, parts, open_plan(name, parts, sequence_length, report), sequence_length, padding, check)
+    plan = open_plan(name, parts, sequence_length, report, keep_rest)
+    return PackedRows(name, parts, plan, sequence_length, padding, check)

@@ -14,16 +14,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.config.remote import RemoteData
 from kenotron.kernels.hashing import derive_key
 
+from .examples import Columns, ExampleTexts
 from .ramps import Level, length_of_step, lengths, level_of_sample, level_of_step, levels
 from .remote import as_path
-from .texts import FileTexts, Texts, find_files, python_stdlib
+from .texts import FileTexts, RowHook, Texts, find_files, python_stdlib
 from .token_folder import TokenPath, token_paths
+from .tokenizer import Tokenizer
 
 Measure = Callable[[int, str], float]
 """How much source i of a stage holds, in "tokens" or as its "size" in bytes."""
@@ -254,7 +257,9 @@ def describe(dataset: Any) -> dict[str, Any] | None:
             "text_column_name",
         ],
     }
-    return {key: getattr(dataset, key, None) for key in (*keys[kind(dataset)], "packing")}
+    sft = ["debug_max_samples", "prompt_column_name", "completion_column_name", "messages_column_name"]
+    named = [*keys[kind(dataset)], "packing", *(sft if has_answers(dataset) else [])]
+    return {key: getattr(dataset, key, None) for key in named}
 
 
 TEXT_KINDS = ("corpus", "text_files", "hf_dataset_or_datasets")
@@ -266,27 +271,40 @@ def kind(dataset: Any) -> str:
         return "null"
     if isinstance(dataset, TokenPath):
         return "tokens"
-    if getattr(dataset, "sft_dataloader", False):
-        raise NotSupportedYet("dataset.sft_dataloader (fine-tuning on prompts and answers)")
     for name in (*TEXT_KINDS, "source"):
         if getattr(dataset, name, None) is not None:
             return name
     raise NotSupportedYet(f"dataset of kind {type(dataset).__name__}")
 
 
-def texts_of(dataset: Any, remote: RemoteData | None = None) -> Texts | None:
+def has_answers(dataset: Any) -> bool:
+    """Whether these are prompts and answers, of which only answers are learnt."""
+    return getattr(dataset, "sft_dataloader", False)
+
+
+def texts_of(dataset: Any, remote: RemoteData | None = None, tokenizer: Tokenizer | None = None) -> Texts | None:
     """The documents of a dataset; None if it has tokens only (random, a user's own). `remote`: for other machines.
+
+    Prompts and answers are examples (examples.py); for conversations the `tokenizer` tells how they are written.
 
     Errors (InputError): nothing there, not readable, the hub cannot be reached.
     """
-    variant = kind(dataset)
+    if has_answers(dataset):
+        names = (dataset.prompt_column_name, dataset.completion_column_name, dataset.messages_column_name)
+        rows = partial(_rows_of, dataset, remote)
+        return ExampleTexts(rows, Columns(*names), dataset.debug_max_samples, tokenizer)
+    return _rows_of(dataset, remote, None)
+
+
+def _rows_of(dataset: Any, remote: RemoteData | None, hook: RowHook | None) -> Any:
+    variant, column = kind(dataset), getattr(dataset, "text_column_name", None) or "text"
     if variant == "corpus":
         return python_stdlib()
     if variant == "text_files":
         paths = dataset.text_files
         names: Sequence[str] = [paths] if isinstance(paths, str) else list(paths)
         files = [file for path in names for file in find_files(as_path(path, remote), "dataset.text_files")]
-        return FileTexts(", ".join(map(str, names)), files, dataset.text_column_name)
+        return FileTexts(", ".join(map(str, names)), files, column, hook=hook)
     if variant == "hf_dataset_or_datasets":
         from .hub_texts import HubTexts
 
@@ -294,6 +312,7 @@ def texts_of(dataset: Any, remote: RemoteData | None = None) -> Texts | None:
             dataset.hf_dataset_or_datasets,
             dataset.hf_dataset_splits or "train",
             dataset.hf_dataset_config_name,
-            dataset.text_column_name or "text",
+            column,
+            hook,
         )
     return None

@@ -27,7 +27,7 @@ from kenotron.config.errors import InputError
 
 from .batch import Int64, TokenBatch, fold
 from .loader import Prefetcher
-from .plan import Stage, plan_stages, texts_of
+from .plan import Stage, has_answers, plan_stages, texts_of
 from .progress import Report
 from .stages import OpenStage, Sources, describe_tokenizer, open_stage
 from .tokenizer import Tokenizer, end_of_text
@@ -47,7 +47,8 @@ class RunData:
     def __init__(self, config: Any, tokenizer: Tokenizer | None, stages: list[Stage], report: Report) -> None:
         self.config, self.tokenizer, self.stages = config, tokenizer, stages
         self._report = report
-        self._masking = bool(getattr(config.model, "document_masking", False))
+        answers = any(has_answers(source.dataset) for stage in stages for source in stage.sources)
+        self._masking = answers or bool(getattr(config.model, "document_masking", False))
         self._pool = ThreadPoolExecutor(1, "kenotron-stage")
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._opened: dict[int, Future[OpenStage]] = {}
@@ -207,6 +208,7 @@ class RunData:
         caches = [source.cache for source in self._open(0).result().sources]
         limit, whole = self._limit(), len(self.held_out())
         part = (limit is not None and limit < whole) or self.config.tokenizer.tokenizer_max_length is not None
+        part |= any(cache.validation.loss is not None for cache in caches if cache)  # answers only
         if None in caches or part or sum(cache.validation.bytes for cache in caches if cache) > BASELINE_LIMIT:
             return {}
         return compression_baselines(self.validation_texts())

@@ -38,7 +38,11 @@ class TokenWindows:
         step = split.tokens.itemsize
         base = np.asarray(split.tokens)
         # Overlapping rows of the memory map: no byte is read before a row is asked for.
-        self._rows = as_strided(base, (length, sequence_length + 1), (sequence_length * step, step), writeable=False)
+        shape = (length, sequence_length + 1)
+        self._rows = as_strided(base, shape, (sequence_length * step, step), writeable=False)
+        self._loss = None
+        if split.loss is not None:
+            self._loss = as_strided(np.asarray(split.loss), shape, (sequence_length, 1), writeable=False)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -49,8 +53,8 @@ class TokenWindows:
     def documents(self, indices: Int64) -> Int64:
         return document_numbers(self.split.ends, indices * self.sequence_length, self.sequence_length + 1, self.name)
 
-    def loss(self, indices: Int64) -> None:
-        return None
+    def loss(self, indices: Int64) -> NDArray[np.bool_] | None:
+        return None if self._loss is None else self._loss[indices]
 
 
 def document_numbers(ends: NDArray[np.uint64], starts: Int64, size: int, name: str) -> Int64:

@@ -25,7 +25,7 @@ from .cache import TokenCache, open_tokens
 from .encode import EncodeRules
 from .order import Mixing, Order
 from .packing import PackedRows, packed_rows
-from .plan import SourcePlan, Stage, kind, texts_of
+from .plan import SourcePlan, Stage, has_answers, kind, texts_of
 from .progress import Report
 from .sources import Part, RandomTokens, TokenWindows, UserSource, held_out_samples, user_object
 from .token_folder import TokenFolder, TokenPath, check_fit, first_length, open_folder, open_samples, training_samples
@@ -81,10 +81,13 @@ class OpenSource:
             samples = f"{len(self.train):,} samples, {len(self.held_out):,} held out{packing}"
             return f"{self.train.name}: {f'{self.folder.describe()}, ' if self.folder else ''}{samples}"
         train, held = self.cache.train, self.cache.validation
-        skipped = f", {self.cache.skipped} files left out as no UTF-8" if self.cache.skipped else ""
+        reason = "files left out as no UTF-8" if train.loss is None else "rows without an answer left out"
+        skipped = f", {self.cache.skipped} {reason}" if self.cache.skipped else ""
+        learnt = "" if train.loss is None else f" ({np.count_nonzero(train.loss):,} learnt)"
         rule = " (the one with the smallest hash: none below tokens.val_fraction)" if self.cache.smallest_hash else ""
         return (
-            f"{self.train.name}: {len(train.ends):,} documents, {len(train.tokens):,} tokens, {train.bytes:,} bytes, "
+            f"{self.train.name}: {len(train.ends):,} documents, {len(train.tokens):,} tokens{learnt}, "
+            f"{train.bytes:,} bytes, "
             f"{len(self.train):,} samples{packing}; held out: {len(held.ends):,} documents, "
             f"{len(held.tokens):,} tokens, {held.bytes:,} bytes{rule}{skipped}; cache: {self.cache.path}"
         )
@@ -224,14 +227,14 @@ def open_source(
     vocab_size, length = config.model.architecture.vocab_size, stage.sequence_length
     eos = end_of_text(tokenizer, config.model.architecture)
     padding = eos if 0 <= eos < vocab_size else 0
-    texts = texts_of(planned.dataset, config.remote_data)
+    texts = texts_of(planned.dataset, config.remote_data, tokenizer)
     if texts is not None:
         if tokenizer is None:
             raise InputError(f"{texts.name} is text, but the run has no tokenizer")
         cache = open_tokens(
             texts,
             tokenizer,
-            EncodeRules(eos, config.tokenizer.tokenizer_max_length),
+            EncodeRules(eos, config.tokenizer.tokenizer_max_length, examples=has_answers(planned.dataset)),
             config.tokens.val_fraction,
             getattr(planned.dataset, "dataset_processing_num_proc_per_process", 1),
             getattr(planned.dataset, "dataset_overwrite_cache", False),
@@ -239,11 +242,14 @@ def open_source(
             stop,
         )
         check_ids(texts.name, cache, vocab_size, tokenizer)
+        train: TokenSource = TokenWindows(texts.name, cache.train, length)
+        held_out: TokenSource = HeldOutWindows(texts.name, cache.validation, length)
         if planned.dataset.packing == "best_fit":
-            train: TokenSource = packed_rows(texts.name, [cache.train], length, padding, report)
-        else:
-            train = TokenWindows(texts.name, cache.train, length)
-        return OpenSource(train, HeldOutWindows(texts.name, cache.validation, length), cache)
+            sides, keep = [cache.train], not has_answers(planned.dataset)  # the rest of an example has lost its prompt
+            train = packed_rows(texts.name, sides, length, padding, report, keep_rest=keep)
+            if not keep:
+                held_out = packed_rows(texts.name, [cache.validation], length, padding, report, keep_rest=False)
+        return OpenSource(train, held_out, cache)
     fraction = config.tokens.val_fraction
     if isinstance(planned.dataset, TokenPath):
         folder = open_folder(planned.dataset, length, vocab_size, config.general.seed, config.remote_data)

@@ -139,7 +139,9 @@ class FileTexts:
         self.size = sum(self._sizes.values())
         for file in self.files:
             if hook is not None and not (_is_json(file) or file.suffix in TABLE_SUFFIXES):
-                raise InputError(f"{file}: a text file has no rows for --filter or --repeat; expected jsonl or parquet")
+                raise InputError(
+                    f"{file}: a text file has no rows (--filter, --repeat, sft_dataloader); expected jsonl or parquet"
+                )
 
     def signature(self) -> str | None:
         digest = hashlib.blake2b(self._rules(), digest_size=16)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -118,6 +119,24 @@ class Tokenizer:
             config = {"tokenizer_class": "PreTrainedTokenizerFast"} | self.config
             (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
+    @property
+    def chat_template(self) -> str | None:
+        """The jinja template by which a conversation becomes text; of several the default. None: it has none."""
+        file = self.folder / "chat_template.jinja" if self.folder else None
+        if file is not None and file.is_file():
+            return file.read_text(encoding="utf-8")
+        known = self.config.get("chat_template")
+        if isinstance(known, list):  # [{name, template}, …]
+            known = {each["name"]: each["template"] for each in known}.get("default")
+        return known
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of bos_token, eos_token and the like, as a chat template wants them."""
+        named = {key: value for key, value in self.config.items() if re.fullmatch(r"[a-z]+_token", key)}
+        texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+        return {key: text for key, text in texts.items() if isinstance(text, str)}
+
     def _special(self, key: str) -> int | None:
         token = self.config.get(key)
         text = token.get("content") if isinstance(token, dict) else token
@@ -156,7 +175,7 @@ def load_tokenizer(name_or_path: str | Path, revision: str | None = None) -> Tok
     file = hub_file(name, "tokenizer.json", revision, key)
     if file is None:
         return _from_transformers(name, revision)
-    for extra in ("tokenizer_config.json", "special_tokens_map.json"):
+    for extra in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
         hub_file(name, extra, revision, key, optional=True)
     tokenizer = _read(file, file.parent)
     tokenizer.name = name

@@ -56,8 +56,14 @@ class HeldOutWindows:
         starts = indices[:, None] * self.sequence_length + np.arange(self.sequence_length + 1)
         return np.searchsorted(self.split.ends, starts.astype(np.uint64), side="right").astype(np.int64)
 
-    def loss(self, indices: Int64) -> None:
-        return None
+    def loss(self, indices: Int64) -> NDArray[np.bool_] | None:
+        if (carries := self.split.loss) is None:
+            return None
+        mask = np.zeros((len(indices), self.sequence_length + 1), dtype=np.bool_)
+        for row, start in zip(mask, indices * self.sequence_length):
+            window = carries[start : start + len(row)]
+            row[: len(window)] = window
+        return mask
 
 
 @dataclass(frozen=True)

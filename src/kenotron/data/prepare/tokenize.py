@@ -243,7 +243,7 @@ def make_shards(work: Work, output: Path, todo: Sequence[Shard], workers: int, r
         for shard in todo:
             writer = _ShardWriter(work, shard, scratch)
             while here is not None and here[0][0].shard == shard.number:
-                batch, (ids, lengths) = here
+                batch, (ids, lengths, *_) = here
                 speed.add(writer.add(batch, ids, lengths), len(ids))
                 update(batch[-1].done, speed.told())
                 here = next(batches, None)
