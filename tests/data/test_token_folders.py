@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -562,3 +563,59 @@ def test_a_hundred_billion_tokens_open_at_once(tmp_path: Path) -> None:
     assert float(seconds) <= 1
     assert float(megabytes) <= 200
     assert torch == "False"
+
+
+def read_steps(data: RunData, steps: range) -> None:
+    for step in steps:
+        data.batch(step)
+
+
+@pytest.mark.parametrize("kind", ["index", "loss"])
+@pytest.mark.parametrize("packing", [None, "best_fit"])
+def test_what_lies_beside_the_tokens_may_not_change_either(tmp_path: Path, kind: str, packing: str | None) -> None:
+    documents = counting(0, [300] * 9)
+    file = write_ds(tmp_path / "a.ds", documents, loss=[True] * 2700)
+    dataset = {"tokens": str(file)} | ({"packing": packing} if packing else {})
+    with opened(dataset, model__document_masking=True, arch__vocab_size=3000) as data:
+        data.batch(1)
+        os.truncate(f"{file}.{kind}", 0)
+        with pytest.raises(InputError, match=rf"a\.ds\.{kind}: the file has changed or vanished"):
+            read_steps(data, range(2, 12))
+
+
+@pytest.mark.parametrize("packing", [None, "best_fit"])
+def test_a_loss_that_is_neither_0_nor_1_is_named_before_it_is_fed(tmp_path: Path, packing: str | None) -> None:
+    file = write_ds(tmp_path / "a.ds", counting(0, [300] * 9), loss=[True] * 2700)
+    with open(f"{file}.loss", "r+b") as stream:
+        stream.seek(70)
+        stream.write(b"\x07")
+    dataset = {"tokens": str(file)} | ({"packing": packing} if packing else {})
+    with (
+        pytest.raises(InputError, match=r"a\.ds\.loss: expected 0 or 1 for each token, found 7 at byte 70"),
+        opened(dataset, train_steps=200, val_fraction=1e-6) as data,
+    ):
+        read_steps(data, range(1, 200))
+
+
+def test_small_files_take_no_map_of_their_own(tmp_path: Path) -> None:
+    """The kernel gives a process some 65,000."""
+    from kenotron.data.formats import open_token_files
+
+    for number in range(200):
+        write_ds(tmp_path / f"{number:03}.ds", counting(number, [40]))
+    before = len(Path("/proc/self/maps").read_text().splitlines())
+    files = open_token_files(tmp_path, "PATH")
+    assert len(Path("/proc/self/maps").read_text().splitlines()) < before + 100
+    assert [int(file.tokens[0]) for file in files] == list(range(200))
+
+
+def test_too_many_maps_are_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kenotron.data.formats import open_token_files
+
+    def no_more(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    write_ds(tmp_path / "a.ds", counting(0, [9000]))
+    monkeypatch.setattr(np, "memmap", no_more)
+    with pytest.raises(InputError, match=r"a\.ds.*: cannot be mapped.* raise vm\.max_map_count"):
+        open_token_files(tmp_path, "PATH")

@@ -32,6 +32,7 @@ from kenotron.config.remote import RemoteData
 from kenotron.kernels.hashing import derive_key
 
 from .batch import Int64
+from .formats.token_file import check_loss, checked_loss
 from .order import permute
 from .packing import PackedRows, packed_rows
 from .progress import Report
@@ -157,7 +158,8 @@ class TokenFolder:
         self.first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         types = {file.tokens.dtype for file in self.files}
         self.dtype = types.pop() if len(types) == 1 else np.dtype(np.int64)  # the narrower, the less memory moves
-        self._states = [_state(file.path) for file in self.files]
+        self._read = [[path for path in (f.path, f.index_path, f.loss_path) if path is not None] for f in self.files]
+        self._states = [[_state(path) for path in paths] for paths in self._read]
         self.is_remote = any(isinstance(file.tokens, RemoteArray) for file in self.files)
         self._masked = any(file.loss is not None for file in self.files)
 
@@ -182,8 +184,10 @@ class TokenFolder:
         return rows
 
     def check(self, number: int, start: int, ids: NDArray[np.integer]) -> None:
-        """Errors (InputError): file `number` has changed; one of `ids`, its tokens from `start` on, is too large."""
+        """Errors (InputError): file `number` has changed; one of `ids`, its tokens from `start` on, is too large; what
+        should say whether they carry a loss does not."""
         self._check_unchanged(number)
+        checked_loss(self.files[number], start, start + len(ids))
         self._check_ids(ids[None], [number], np.array([start]))
 
     def fetch_ahead(self, indices: Int64) -> list[Future[bytes]]:
@@ -213,6 +217,9 @@ class TokenFolder:
         there = [number for number, carries in enumerate(masks) if carries is not None]
         found = np.empty((len(there), mask.shape[1]), dtype=np.bool_)
         read_rows([carries for carries in masks if carries is not None], starts[there].tolist(), found)
+        if found.view(np.uint8).max(initial=0) > 1:
+            for number, start, row in zip(files[there], starts[there], found):
+                check_loss(self.files[number], int(start), row)
         mask[there] = found
         return mask
 
@@ -237,9 +244,9 @@ class TokenFolder:
         return f"{sum(len(file.ends) for file in self.files if file.ends is not None):,} documents, {tokens}"
 
     def _check_unchanged(self, number: int) -> None:
-        path = self.files[number].path
-        if _state(path) != self._states[number]:
-            raise InputError(f"{path}: the file has changed or vanished since the run opened it")
+        for path, state in zip(self._read[number], self._states[number]):
+            if _state(path) != state:
+                raise InputError(f"{path}: the file has changed or vanished since the run opened it")
 
     def _check_ids(self, rows: NDArray[np.integer], numbers: list[int], starts: Int64) -> None:
         unsigned = rows.view(f"u{rows.itemsize}")  # a negative id is a large one there

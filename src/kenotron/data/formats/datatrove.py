@@ -45,7 +45,9 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
     loss = map_array(loss_path, np.dtype(np.bool_)) if loss_path.exists() else None
     if loss is not None and len(loss) != len(tokens):
         raise InputError(f"{loss_path}: {len(loss)} bytes, expected one for each of the {len(tokens)} tokens")
-    return [TokenFile(path, "datatrove", tokens, ends, loss, metadata.tokenizer if metadata else None)]
+    tokenizer = metadata.tokenizer if metadata else None
+    paths = (None if ends is None else index, None if loss is None else loss_path)
+    return [TokenFile(path, "datatrove", tokens, ends, loss, tokenizer, *paths)]
 
 
 def _beside(path: Any, kind: str) -> Any:

@@ -12,6 +12,8 @@ A file is written beside its final name, synced, and renamed: it is whole or not
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -33,6 +35,9 @@ from ..remote.arrays import whole_array
 CHECKED_AT_OPEN = 1 << 16
 """So many ends of an index are checked when the file is opened, the others where they are read."""
 
+SMALL = 4096
+"""Bytes up to which an array is read, not mapped: the kernel maps some 65,000 files only."""
+
 PARTIAL = ".partial"
 """What a file is called, after its name, while it is written. A killed process's is overwritten by the next."""
 
@@ -43,7 +48,9 @@ class TokenFile:
 
     `tokens` ``[tokens]`` integers, memory-mapped, documents end to end; `ends` ``[documents]`` uint64, the exclusive
     end of each document in tokens, None where the format or the file does not tell; `loss` ``[tokens]`` bool, True
-    where a token carries a loss, None when all do; `tokenizer` what the file's own metadata calls it.
+    where a token carries a loss, None when all do (its bytes are looked at where they are read: `checked_loss`);
+    `tokenizer` what the file's own metadata calls it; `index_path` and `loss_path` the files of their own that `ends`
+    and `loss` are mapped from, if they are.
     """
 
     path: AnyPath
@@ -52,6 +59,8 @@ class TokenFile:
     ends: NDArray[np.uint64] | None
     loss: NDArray[np.bool_] | None
     tokenizer: str | None
+    index_path: AnyPath | None = None
+    loss_path: AnyPath | None = None
 
 
 class Piece(NamedTuple):
@@ -77,6 +86,27 @@ def documents_between(file: TokenFile, start: int, stop: int) -> NDArray[np.int6
     return ends
 
 
+def checked_loss(file: TokenFile, start: int, stop: int) -> NDArray[np.bool_] | None:
+    """Whether tokens [start, stop) carry a loss; None: all do.
+
+    Errors (InputError): a byte that is neither 0 nor 1.
+    """
+    if file.loss is None:
+        return None
+    found = file.loss[start:stop]
+    check_loss(file, start, found)
+    return found
+
+
+def check_loss(file: TokenFile, start: int, loss: NDArray[np.bool_]) -> None:
+    """Errors (InputError): one of the bytes of `loss`, those of the tokens from `start` on, is neither 0 nor 1."""
+    found = loss.view(np.uint8)
+    if len(found) and found.max() > 1:
+        at = int(np.flatnonzero(found > 1)[0])
+        where = f"{file.loss_path or file.path}: expected 0 or 1 for each token"
+        raise InputError(f"{where}, found {found[at]} at byte {start + at}")
+
+
 def pieces(file: TokenFile, size: int) -> Iterator[Piece]:
     """The whole file in pieces of at most `size` tokens, with its documents, empty ones too.
 
@@ -92,7 +122,8 @@ def pieces(file: TokenFile, size: int) -> Iterator[Piece]:
             if last < done or (len(ends) and (ends[0] < 0 or ends[-1] > stop - start or (np.diff(ends) < 0).any())):
                 raise InputError(f"{file.path}: its index of documents is not sorted between entries {done} and {last}")
             done = last
-        yield Piece(start, file.tokens[start:stop], ends, None if file.loss is None else file.loss[start:stop])
+        yield Piece(start, file.tokens[start:stop], ends, checked_loss(file, start, stop))
+        release(file.tokens)
     if file.ends is not None and done != len(file.ends):
         raise InputError(f"{file.path}: its index of documents is not sorted after entry {done}")
 
@@ -136,8 +167,30 @@ def map_array(path: AnyPath, dtype: np.dtype, offset: int = 0, count: int | None
             return np.empty(0, dtype)
         if isinstance(path, RemotePath):
             return (whole_array if whole else RemoteArray)(path, dtype, offset, count)
-        # A plain view: np.memmap's own slicing is several times slower.
-        return np.asarray(np.memmap(path, dtype, "r", offset=offset, shape=(count,)))
+        if count * dtype.itemsize <= SMALL:
+            found = np.fromfile(path, dtype, count, offset=offset)
+            if len(found) < count:
+                raise InputError(f"{path}: has changed while it was opened")
+            return found
+        try:
+            # A plain view: np.memmap's own slicing is several times slower.
+            return np.asarray(np.memmap(path, dtype, "r", offset=offset, shape=(count,)))
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            raise InputError(
+                f"{path}: cannot be mapped, this process has mapped too many files already; raise vm.max_map_count, "
+                f"or put files together by `kenotron data merge`"
+            ) from None
+
+
+def release(array: NDArray[Any]) -> None:
+    """Let go of what was read of a mapped array: until then it counts as this process's memory."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        base.madvise(mmap.MADV_DONTNEED)
 
 
 def check_ends(path: AnyPath, ends: NDArray[np.uint64], tokens: int, token_path: AnyPath) -> None:

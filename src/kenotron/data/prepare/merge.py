@@ -20,6 +20,7 @@ from kenotron.config.errors import InputError
 
 from ..cache import sync_folder
 from ..formats import TokenFile, TokenWriter, open_token_files, open_writer, written_suffix
+from ..formats.token_file import checked_loss, release
 from ..progress import Report, progress
 from .manifest import MANIFEST, checksums, read_json, token_dtype, write_json
 from .shuffle import TOKENS_AT_ONCE, DocumentShuffle, Loss, some_documents
@@ -163,11 +164,12 @@ def _pour(file: TokenFile, write: Callable[[NDArray, NDArray, Loss], None], with
             at = first + int(falls[0])
             raise InputError(f"{file.path}: its index of documents is not sorted: entry {at} is {file.ends[at]}")
         part = slice(start, int(ends[-1]))
-        for ids, some, loss in some_documents(
-            file.tokens[part], lengths, None if file.loss is None else file.loss[part]
-        ):
+        losses = None if file.loss is None else file.loss[part]
+        for ids, some, loss in some_documents(file.tokens[part], lengths, losses):
+            checked_loss(file, start, start + len(ids))
             write(ids, some, np.ones(len(ids), bool) if with_loss and loss is None else loss)
-        start = part.stop
+            start += len(ids)
+            release(file.tokens)
 
 
 class _Files:
@@ -221,6 +223,7 @@ class _Files:
                 ids[part].astype(self.dtype), ends[done:last] - start, None if loss is None else loss[part]
             )
             done = last
+            release(ids)
         self._documents += len(lengths)
         self._tokens += len(ids)
 

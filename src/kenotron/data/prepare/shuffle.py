@@ -19,6 +19,8 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ..formats.token_file import release
+
 BUCKET_TOKENS = 1 << 24
 MOST_BUCKETS = 256
 TOKENS_AT_ONCE = 1 << 20
@@ -92,6 +94,7 @@ class DocumentShuffle:
             if self.with_loss:
                 some = np.ones(len(part), bool) if loss is None else loss[start : start + TOKENS_AT_ONCE]
                 files["loss"].write(some.tobytes())
+            release(ids)
         files["lengths"].write(np.array([len(ids)], "<i8").tobytes())
 
     def _write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss) -> None:
@@ -125,6 +128,7 @@ class DocumentShuffle:
                 else:
                     places = _spans(starts[chosen], lengths[chosen])
                 sink.write(ids[places], lengths[chosen], None if loss is None else loss[places])
+                release(ids)
 
 
 def some_documents(
