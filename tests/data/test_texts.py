@@ -179,3 +179,19 @@ def test_a_long_row_comes_in_pieces_that_are_one_document(tmp_path, monkeypatch)
         assert [piece.last for piece in pieces] == [False] * (len(pieces) - 2) + [True, True]
         assert len(pieces) > 4
         assert max(len(piece.text) for piece in pieces) <= 100
+
+
+def test_an_arrow_file_whose_texts_lie_outside_of_it_is_told(tmp_path):
+    """Reading them would end the process."""
+    import numpy as np
+    from pyarrow import Table, ipc
+
+    table = Table.from_pydict({"text": ["one", "two", "three"] * 100})
+    with ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
+        stream.write_table(table)
+    raw = (tmp_path / "a.arrow").read_bytes()
+    last = np.array([1095, 1100], "<i4").tobytes()  # the last ends of texts
+    assert raw.count(last) == 1
+    (tmp_path / "a.arrow").write_bytes(raw.replace(last, np.array([1095, 2**31 - 1], "<i4").tobytes()))
+    with pytest.raises(InputError, match=r"a\.arrow: damaged arrow file: .*offset"):
+        list(FileTexts("a", [tmp_path / "a.arrow"]).documents())

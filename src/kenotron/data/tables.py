@@ -53,6 +53,7 @@ def table_documents(
                     if text is not None:
                         yield text, done
             else:
+                batch.validate(full=True)
                 for record in batch.to_pylist():
                     for text in hook(record, str(file)):
                         yield whole_characters(text), done
@@ -75,7 +76,9 @@ def _bytes_of(batch: Any, column: str, file: AnyPath) -> list[bytes | None]:
     kind = batch.schema.field(column).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise InputError(f"{file}: column '{column}' must hold text, found {kind}")
-    return batch.column(column).cast(pa.large_binary()).to_pylist()
+    values = batch.column(column).view(pa.binary() if pa.types.is_string(kind) else pa.large_binary())
+    values.validate(full=True)  # that its texts lie within the file: reading others would end the process
+    return values.to_pylist()
 
 
 def _batches(file: AnyPath, column: str | None, start: int, stop: int | None) -> Iterator[tuple[int, float, Any]]:
