@@ -344,10 +344,11 @@ def whole_characters(text: str) -> str:
 def missing_column(column: str, row: object) -> str:
     """What to say of a row whose text column is not a string."""
     if not isinstance(row, dict):
-        return f"expected a JSON object with a text column '{column}', found {type(row).__name__}"
+        return f"expected a JSON object with a text column {column!r}, found {type(row).__name__}"
     if column in row:
-        return f"column '{column}' must hold text, found {type(row[column]).__name__}"
-    return f"no text column '{column}'; found {', '.join(sorted(row)) or 'nothing'}{nearest(column, row)}"
+        return f"column {column!r} must hold text, found {type(row[column]).__name__}"
+    names = ", ".join(name if name.isprintable() else repr(name) for name in sorted(row))
+    return f"no text column {column!r}; found {names or 'nothing'}{nearest(column, filter(str.isprintable, row))}"
 
 
 def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:

@@ -118,7 +118,7 @@ def read_mix(file: AnyPath) -> dict[str, float]:
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if repeated := sorted({name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1}):
-            raise InputError(f"dataset.tokens: {file} has '{repeated[0]}' twice")
+            raise InputError(f"dataset.tokens: {file} has {repeated[0]!r} twice")
         return dict(pairs)
 
     try:
@@ -133,7 +133,7 @@ def read_mix(file: AnyPath) -> dict[str, float]:
         number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not (number and weight > 0 and math.isfinite(weight)):
             raise InputError(
-                f"dataset.tokens: {file}: the weight of '{path}' must be a number above 0, found {weight!r}"
+                f"dataset.tokens: {file}: the weight of {path!r} must be a number above 0, found {weight!r}"
             )
     return {_from(file.parent, path): float(weight) for path, weight in mix.items()}
 
