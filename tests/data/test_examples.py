@@ -185,11 +185,11 @@ def test_every_answer_is_learnt_and_no_prompt(form: str, tmp_path: Path) -> None
         assert set(found) <= {pair["completion"] for pair in PAIRS}
         assert "0 of" in source.describe()
         assert "learnt), " in source.describe()
-        batches = [*data.batch(1), *(batch for batch, _ in data.validation())]
+        batches = [*data.batch(1), *(batch for batch, *_ in data.validation())]
         for batch in batches:
             assert batch.documents is not None  # masked from each other, though model.document_masking is off
             assert (batch.labels != NO_LOSS).any()
-        size = sum(size for _, size in data.validation())
+        size = sum(size for _, size, *_ in data.validation())
         assert data.compression_baselines() == {}
     of_answers = sum(len(pair["completion"].encode()) for pair in PAIRS)
     assert 0 < size < of_answers  # bytes of the answers that are held out, not of their prompts
