@@ -25,6 +25,9 @@ BUCKET_TOKENS = 1 << 24
 MOST_BUCKETS = 256
 TOKENS_AT_ONCE = 1 << 20
 
+KEPT = 1 << 28
+"""Bytes up to which a bucket stays in memory while it is written."""
+
 LONGEST_DOCUMENT = 1 << 26
 """Tokens after which a document that comes in pieces is ended, since it is held until it is whole."""
 
@@ -128,7 +131,8 @@ class DocumentShuffle:
                 else:
                     places = _spans(starts[chosen], lengths[chosen])
                 sink.write(ids[places], lengths[chosen], None if loss is None else loss[places])
-                release(ids)
+                if ids.nbytes > KEPT:  # its pages would be read again for every run of documents
+                    release(ids)
 
 
 def some_documents(
