@@ -200,6 +200,8 @@ TEXT = (
     "model.model_config.vocab_size=320",
     "model.model_config.eos_token_id=0",
 )
+STREAM = (*TEXT, "data_stages.0.data.dataset.streaming={shuffle_buffer: 20}")
+STREAMS = (*STREAM, f"{DATASET}.text_files=['{{folder}}/a.jsonl', '{{folder}}/b.jsonl']")
 HUB = (f"{DATASET}={{hf_dataset_or_datasets: '{{folder}}/rows', hf_dataset_splits: train}}", *TEXT[1:])
 USER = (f"{DATASET}={{source: user_parts.counting}}",)
 WORDS = ("tokenizer.tokenizer_name_or_path={folder}/words", "model.model_config.vocab_size=320")
@@ -446,6 +448,11 @@ ROWS: dict[str, Row] = {
     "TextFiles.text_files": Row(tokens, f"{DATASET}.text_files={{folder}}/b.jsonl", TEXT),
     "TextFiles.text_column_name": Row(tokens, f"{DATASET}.text_column_name=other", TEXT),
     "TextFiles.packing": Row(tokens, f"{DATASET}.packing=best_fit", TEXT),
+    "TextFiles.streaming": Row(tokens, STREAM[-1], TEXT),
+    "EmbeddedCorpus.streaming": Row(tokens, STREAM[-1], (f"{DATASET}={{corpus: python-stdlib}}", *TEXT[1:])),
+    "PretrainDataset.streaming": Row(tokens, STREAM[-1], HUB),
+    "Streaming.shuffle_buffer": Row(tokens, f"{DATASET}.streaming.shuffle_buffer=30", STREAM),
+    "Streaming.lanes": Row(tokens, f"{DATASET}.streaming.lanes=2", STREAMS),
     "TextFiles.weight": share("text_files: '{folder}/a.jsonl'", *TEXT[1:]),
     "TextFiles.max_epochs": limit(TEXT),
     "SFTDataset.max_epochs": limit(SFT, 0.05),

@@ -19,6 +19,8 @@ from tiny_run import equal_bits, metrics, saved_weights, tiny_config, tiny_dict,
 STEPS = 12
 MOMENTS = ("lm_loss", "grad_norm", "lr", "consumed_tokens", "real_tokens", "val_loss", "skipped")
 
+STREAMED = {"text_files": "texts.jsonl"}
+
 RUNS: dict[str, dict[str, Any]] = {
     "fp32 with AdamW": {},
     "bf16 with Muon, two micro-batches": {
@@ -27,6 +29,17 @@ RUNS: dict[str, dict[str, Any]] = {
         "tokens.micro_batch_size": 2,
         "tokens.batch_accumulation_per_replica": 2,
         "model.model_config.tie_word_embeddings": True,
+    },
+    "text that is streamed": {
+        "model.document_masking": True,
+        "data_stages": [
+            {
+                "name": name,
+                "start_training_step": start,
+                "data": {"dataset": {**STREAMED, "streaming": {"shuffle_buffer": 20}}, "seed": 1},
+            }
+            for name, start in (("first", 1), ("second", 6))
+        ],
     },
 }
 

@@ -18,7 +18,7 @@ Neither torch nor DCP is imported before a tensor is touched.
 from kenotron.checkpoint.durable import CheckpointError, in_use
 from kenotron.checkpoint.folders import Found, list_checkpoints, newest_whole, resolve, verify, verify_together
 from kenotron.checkpoint.index import Index, read_index
-from kenotron.checkpoint.loading import block_reader, load, read_tensors
+from kenotron.checkpoint.loading import block_reader, load, read_data, read_tensors
 from kenotron.checkpoint.manifest import Manifest, read_manifest
 from kenotron.checkpoint.retention import prune, tidy, to_prune
 from kenotron.checkpoint.saving import Saved, save
@@ -35,6 +35,7 @@ __all__ = [
     "load",
     "newest_whole",
     "prune",
+    "read_data",
     "read_index",
     "read_manifest",
     "read_tensors",

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kenotron.checkpoint.durable import CheckpointError
+import xxhash
+
+from kenotron.checkpoint.durable import CheckpointError, refusal
 from kenotron.checkpoint.folders import check_files, check_together
 from kenotron.checkpoint.index import DTYPES, Entry, Index, read_index
 from kenotron.checkpoint.manifest import Manifest, read_manifest
@@ -63,6 +65,25 @@ def load(
     for folder, tensors in parts.items():
         fill_tensors(path / folder, indexes[folder], tensors)
     return manifest.state
+
+
+def read_data(path: Path | str, name: str) -> bytes | None:
+    """The file `data/<name>` of the checkpoint folder `path`; None if it holds none of this name.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    file = Path(path) / "data" / name
+    record = read_manifest(path).files.get(f"data/{name}")
+    if record is None:
+        return None
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise refusal("read", file, error) from error
+    if (len(data), xxhash.xxh3_64(data).hexdigest()) != tuple(record):
+        raise CheckpointError(f"{file} is damaged: its checksum is not the one in the manifest")
+    return data
 
 
 def read_tensors(

@@ -31,7 +31,7 @@ from kenotron.checkpoint.durable import (
 )
 from kenotron.checkpoint.folders import Report, list_checkpoints, publish, quiet
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, plain, render
-from kenotron.checkpoint.ranks import on_first
+from kenotron.checkpoint.ranks import gather, on_first, rank_and_size, together
 from kenotron.checkpoint.retention import clear_leftovers
 
 
@@ -54,6 +54,7 @@ def save(
     config_yaml: str,
     model_config: dict[str, Any],
     save_tokenizer: Callable[[Path], None] | None = None,
+    data: dict[str, Callable[[], bytes]] | None = None,
     report: Report = quiet,
 ) -> Saved:
     """Write checkpoint `<root>/<step>`; it is there, whole and synced, when this returns.
@@ -66,6 +67,8 @@ def save(
         optimizer: the same, flattened (`flatten_optimizer_state_dict=True`); plain values become JSON.
         state: counters, schedule and hook states: what JSON can hold, with text as keys.
         save_tokenizer: called with a new folder to put the tokenizer's files in.
+        data: name → what makes the file `data/<name>`: where the data stand, if that is more than a step (any rank's;
+            of those that have a name the first writes it). None on every rank: there are none.
         report: gets one line when leftovers of a killed process are found.
 
     Raises:
@@ -78,7 +81,8 @@ def save(
     def begin() -> Path:
         for value, name in ((state, "state"), (model_config, "model_config")):
             plain(value, name)  # before gigabytes are written
-        return _begin(final, optimizer is not None, cleanup, report)
+        folders = ["model"] + ["optimizer"] * (optimizer is not None) + ["data"] * (data is not None)
+        return _begin(final, folders, cleanup, report)
 
     def complete() -> int:
         small = _write_small_files(temporary, config_yaml, model_config, save_tokenizer)
@@ -88,20 +92,22 @@ def save(
         with ExitStack() as cleanup:
             temporary = on_first(begin)
             files = _write_tensors(temporary, {"model": model, "optimizer": optimizer})
+            if data is not None:
+                files |= _write_data(temporary / "data", data)
             size = on_first(complete)
     except OSError as error:
         raise refusal("save", final, error) from error
     return Saved(final, size, time.perf_counter() - started)
 
 
-def _begin(final: Path, with_optimizer: bool, cleanup: ExitStack, report: Report) -> Path:
+def _begin(final: Path, folders: list[str], cleanup: ExitStack, report: Report) -> Path:
     """Take the folder's lock, clear leftovers, make the temporary folder; `cleanup` undoes what remains."""
     make_folder(final.parent)
     if cleanup.enter_context(locked(final.parent)):
         clear_leftovers(final.parent, report)
     temporary = temporary_beside(final)
     cleanup.callback(shutil.rmtree, temporary, ignore_errors=True)
-    for folder in (temporary, temporary / "model", *([temporary / "optimizer"] if with_optimizer else [])):
+    for folder in (temporary, *(temporary / name for name in folders)):
         make_folder(folder)
     return temporary
 
@@ -115,6 +121,16 @@ def _write_tensors(temporary: Path, parts: dict[str, dict[str, Any] | None]) -> 
             for name, record in write_tensors(temporary / folder, tensors).items():
                 files[f"{folder}/{name}"] = record
     return files
+
+
+def _write_data(folder: Path, makers: dict[str, Callable[[], bytes]]) -> dict[str, FileRecord]:
+    owner: dict[str, int] = {}
+    for number, names in enumerate(gather(list(makers))):
+        for name in names:
+            owner.setdefault(name, number)
+    mine = [name for name in makers if owner[name] == rank_and_size()[0]]
+    written = together(lambda: {name: write_file(folder / name, makers[name]()) for name in mine})
+    return {f"data/{name}": record for files in gather(written) for name, record in files.items()}
 
 
 def _write_small_files(

@@ -83,6 +83,38 @@ class _PackedDataset(Dataset):
     packing: Packing = key(_PACKING, "windows", mark=OURS)
 
 
+class Streaming(Section):
+    """Text that is tokenized while the run reads it: nothing is cached, memory is bounded."""
+
+    shuffle_buffer: int = key(
+        "Documents among which a lane draws the next one at random; 1: all in the order of the files.",
+        10_000,
+        ge=1,
+        mark=OURS,
+    )
+    lanes: int = key(
+        "Independent readers, each of every so-many-th file; at most as many as there are files.", 1, ge=1, mark=OURS
+    )
+
+
+class _Streamed(Section):
+    streaming: Streaming | None = key(
+        "Tokenize while training reads, and save with each checkpoint how far; null: tokenize once, and keep it.",
+        None,
+        mark=OURS,
+    )
+
+    @model_validator(mode="after")
+    def _of_windows(self) -> Self:
+        for name in ("packing", "max_epochs", "dataset_processing_num_proc_per_process", "dataset_overwrite_cache"):
+            field = type(self).model_fields.get(name)
+            if self.streaming is not None and field is not None and (found := getattr(self, name)) != field.default:
+                raise problem(
+                    name, f"not known for a stream: no cache, no length, windows only; leave it out, found {found}"
+                )
+        return self
+
+
 class _HFDataset(_PackedDataset):
     hf_dataset_or_datasets: Names = key(
         "Hub name or folder, a list of them, or a map name → fraction of its rows to take."
@@ -93,7 +125,7 @@ class _HFDataset(_PackedDataset):
     dataset_overwrite_cache: bool = key("Tokenize anew even where the result is cached.", False)
 
 
-class PretrainDataset(_HFDataset):
+class PretrainDataset(_HFDataset, _Streamed):
     """Hugging Face datasets, their text column packed into sequences."""
 
     text_column_name: Annotated[str, null_means("text")] = key("Column that holds the text.", "text")
@@ -181,13 +213,13 @@ class TokenFilesDataset(_PackedDataset):
     )
 
 
-class EmbeddedCorpus(_PackedDataset):
+class EmbeddedCorpus(_PackedDataset, _Streamed):
     """Real text that every machine has: the source files of Python's standard library."""
 
     corpus: Literal["python-stdlib"] = key("Name of the embedded corpus.", mark=OURS)
 
 
-class TextFiles(_PackedDataset):
+class TextFiles(_PackedDataset, _Streamed):
     """Text on this machine."""
 
     text_files: Names = key(

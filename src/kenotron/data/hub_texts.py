@@ -38,6 +38,7 @@ class HubTexts:
         config_name: str | None = None,
         column: str = "text",
         hook: RowHook | None = None,
+        streaming: bool = False,
     ) -> None:
         if isinstance(names, str):
             names = [names]
@@ -49,7 +50,7 @@ class HubTexts:
                 )
         self.splits = [splits] if isinstance(splits, str) else list(splits)
         self.config_name, self.column = config_name, column
-        self.hook = hook
+        self.hook, self.streaming = hook, streaming
         self.name = ", ".join(self.fractions)
         self.skipped = 0
 
@@ -96,6 +97,46 @@ class HubTexts:
         for row, text in self._texts_of(self._parts[span.part].select(range(span.start, stop))):
             yield Piece(text, span.size * row // (stop - span.start))
 
+    # ---- part by part, for a stream ----
+
+    @property
+    def parts(self) -> int:
+        return len(self._shards)
+
+    def pieces_from(self, part: int, place: int) -> Iterator[Piece]:
+        """The rows of a shard from row `place` on. Errors (InputError): not readable, no text in the column."""
+        rows = self._shards[part]
+        if hasattr(rows, "select"):
+            for number, text in self._texts_of(rows.select(range(place, len(rows)))):
+                yield Piece(text, place + number)
+            return
+        with _explained(self.name):
+            for number, row in enumerate(rows.skip(place), start=place + 1):
+                if not isinstance(text := row.get(self.column), str):
+                    problem = missing_column(self.column, row)
+                    raise InputError(f"text_column_name: dataset {self.name}, shard {part}, row {number}: {problem}")
+                yield Piece(whole_characters(text), number)
+
+    def fingerprint(self, times: bool) -> str:
+        digest = hashlib.blake2b(f"{self.splits} {self.config_name} {self.column}".encode(), digest_size=16)
+        for name, fraction in self.fractions.items():
+            folder = Path(name).expanduser()
+            known = _folder_files(folder, times) if folder.is_dir() else cached_revision(name, None, "dataset")
+            digest.update(f"\n{folder.name} {fraction} {known}".encode())
+        return f"{self.parts} {digest.hexdigest()}"
+
+    @cached_property
+    def _shards(self) -> list[Any]:
+        """The rows in as many parts as they have files."""
+        found = []
+        for rows in self._parts:
+            if hasattr(rows, "select"):
+                count = max(len(rows.cache_files), 1)
+                found += [rows.shard(count, index, contiguous=True) for index in range(count)]
+            else:
+                found += [rows.shard(rows.num_shards, index) for index in range(rows.num_shards)]
+        return found
+
     def _texts_of(self, rows: Any) -> Iterator[tuple[int, str]]:
         """The documents of `rows`, each with the number of rows read."""
         if self.hook is not None:
@@ -121,17 +162,25 @@ class HubTexts:
         parts = []
         for name, fraction in self.fractions.items():
             for split in self.splits:
-                rows = load_rows(name, self.config_name, split)
-                parts.append(rows.select(range(int(fraction * len(rows)))))
+                rows = load_rows(name, self.config_name, split, self.streaming)
+                if hasattr(rows, "select"):
+                    rows = rows.select(range(int(fraction * len(rows))))
+                elif fraction != 1:
+                    raise InputError(
+                        f"hf_dataset_or_datasets: a fraction of '{name}' ({fraction}) is not known before all of it is "
+                        "read; expected 1 with dataset.streaming"
+                    )
+                parts.append(rows)
         return parts
 
     def _rules(self) -> str:
         return f"{self.fractions} {self.splits} {self.config_name} {self.column} {LONGEST_PIECE}"
 
 
-def load_rows(name: str, config_name: str | None, split: str) -> Any:
+def load_rows(name: str, config_name: str | None, split: str, streaming: bool = False) -> Any:
     """A split as a `datasets.Dataset`: of a folder that `save_to_disk` wrote, a folder of data files, or a hub
-    repository, which comes from the local caches where the hub cannot be asked.
+    repository, which comes from the local caches where the hub cannot be asked. With `streaming`, what is not on this
+    machine as rows already is a `datasets.IterableDataset`.
 
     Errors (InputError): not there, no such configuration or split, hub unreachable.
     """
@@ -155,12 +204,12 @@ def load_rows(name: str, config_name: str | None, split: str) -> Any:
         if name.startswith(("/", ".", "~")) and not folder.is_dir():
             raise InputError(f"hf_dataset_or_datasets: no such folder: {name}")
         try:
-            return datasets.load_dataset(name, config_name, split=split)
+            return datasets.load_dataset(name, config_name, split=split, streaming=streaming)
         except OSError:
             snapshot = _cached_snapshot(name)
             if snapshot is None:
                 raise
-            return datasets.load_dataset(snapshot, config_name, split=split)
+            return datasets.load_dataset(snapshot, config_name, split=split, streaming=streaming)
 
 
 def _of_configuration(rows: Any, name: str, config_name: str | None) -> Any:
@@ -183,6 +232,13 @@ def _cached_snapshot(name: str) -> str | None:
         return hub.snapshot_download(name, repo_type="dataset", local_files_only=True)
     except (OSError, hub.errors.EntryNotFoundError, hub.errors.HFValidationError):
         return None
+
+
+def _folder_files(folder: Path, times: bool) -> list[tuple[str, int, int]]:
+    """Name, size and (with `times`) time of every file of a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    stats = [(path.relative_to(folder).as_posix(), path.stat()) for path in files]
+    return [(name, stat.st_size, stat.st_mtime_ns if times else 0) for name, stat in stats]
 
 
 def _folder_state(folder: Path) -> str | None:

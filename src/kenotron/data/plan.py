@@ -194,7 +194,7 @@ def split(dataset: Any) -> list[tuple[float | str, Any]]:
             if not weight > 0:
                 raise InputError(f"dataset.text_files: the share of '{path}' must be above 0, found {weight}")
         return [
-            (weight, _OnePath(path, dataset.text_column_name, dataset.packing))
+            (weight, _OnePath(path, dataset.text_column_name, dataset.packing, dataset.streaming))
             for path, weight in dataset.text_files.items()
         ]
     return [(1.0, dataset)]
@@ -237,6 +237,7 @@ class _OnePath:
     text_files: str
     text_column_name: str = "text"
     packing: str = "windows"
+    streaming: Any = None
 
 
 def describe(dataset: Any) -> dict[str, Any] | None:
@@ -247,14 +248,15 @@ def describe(dataset: Any) -> dict[str, Any] | None:
         told = asdict(dataset)
         return {key: told[key] for key in ("key", "path", "dtype", "max_tokens", "shuffle_files", "packing")}
     keys = {
-        "corpus": ["corpus"],
-        "text_files": ["text_files", "text_column_name"],
+        "corpus": ["corpus", "streaming"],
+        "text_files": ["text_files", "text_column_name", "streaming"],
         "source": ["source", "kwargs"],
         "hf_dataset_or_datasets": [
             "hf_dataset_or_datasets",
             "hf_dataset_splits",
             "hf_dataset_config_name",
             "text_column_name",
+            "streaming",
         ],
     }
     sft = ["debug_max_samples", "prompt_column_name", "completion_column_name", "messages_column_name"]
@@ -314,5 +316,11 @@ def _rows_of(dataset: Any, remote: RemoteData | None, hook: RowHook | None) -> A
             dataset.hf_dataset_config_name,
             column,
             hook,
+            streaming=streams(dataset),
         )
     return None
+
+
+def streams(dataset: Any) -> bool:
+    """Whether a dataset is read as a stream."""
+    return getattr(dataset, "streaming", None) is not None

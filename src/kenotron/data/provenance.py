@@ -27,7 +27,7 @@ from .batch import TokenSource
 from .packing import PackedRows, PackingPlan
 from .run import RunData
 from .sources import Part, TokenWindows
-from .stages import OpenSource
+from .stages import OpenSource, OpenStage
 from .token_folder import TokenFolder
 
 
@@ -76,6 +76,7 @@ def step_origins(data: RunData, step: int) -> list[SampleOrigin]:
     Errors (InputError): no such step in the run.
     """
     opened = data.stage_of(step)
+    _refuse_streams(opened)
     if (why := data.exhausted(step)) is not None:
         raise InputError(f"step {step} is not in the run: {why}")
     positions = opened.stage.samples_before(step) + np.arange(opened.stage.batch_size(step), dtype=np.int64)
@@ -84,6 +85,14 @@ def step_origins(data: RunData, step: int) -> list[SampleOrigin]:
         _origin(data.samples_before(step) + place, opened.sources[number], int(index))
         for place, (number, index) in enumerate(zip(numbers, indices))
     ]
+
+
+def _refuse_streams(opened: OpenStage) -> None:
+    for source in opened.sources:
+        if source.stream is not None:
+            raise InputError(
+                f"{source.stream.name}: what a step reads is not known for streams, only for the cached mode"
+            )
 
 
 def _origin(sample: int, opened: OpenSource, index: int) -> SampleOrigin:
@@ -148,6 +157,7 @@ def document_sightings(data: RunData, file: str, document: int) -> list[Sighting
         if not stage.steps:
             continue
         opened, before = data.stage_of(stage.start), data.samples_before(stage.start)
+        _refuse_streams(opened)
         for number, source in enumerate(opened.sources):
             for place in _places(source):
                 known.add(place.name)

@@ -15,8 +15,9 @@ so the set of samples of a step never depends on the layout.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -27,12 +28,13 @@ from kenotron.config.errors import InputError
 
 from .batch import Int64, TokenBatch, fold
 from .loader import Prefetcher
-from .plan import Stage, has_answers, plan_stages, texts_of
+from .plan import Stage, has_answers, plan_stages, streams, texts_of
 from .progress import Report
-from .stages import OpenStage, Sources, describe_tokenizer, open_stage
+from .stages import OpenStage, Sources, describe_tokenizer, open_stage, validation_samples
+from .stream import Stream
 from .tokenizer import Tokenizer, end_of_text
 from .trained import tokenizer_of
-from .validation import BASELINE_LIMIT, HeldOut, compression_baselines, held_out_texts
+from .validation import BASELINE_LIMIT, HeldOut, HeldOutWindows, compression_baselines, held_out_texts
 
 AHEAD = 16
 """Steps whose blocks of remote files are fetched while the steps before them run."""
@@ -69,10 +71,14 @@ class RunData:
         """Micro-batches of the steps [start_step, stop_step), made ahead by threads.
 
         `stop_step` is ``train_steps + 1`` by default. There are as many threads for the whole run as the stage with
-        the most `num_loading_workers` asks for.
+        the most `num_loading_workers` asks for; one at most where a stage is a stream.
         """
         stop = self.config.tokens.train_steps + 1 if stop_step is None else stop_step
         workers = max(stage.workers for stage in self.stages) if start_step < stop else 0
+        if self.has_streams and start_step < stop:
+            workers = min(workers, 1)  # a stream is read in order
+            if dp_rank == 0 and dp_size > 1:
+                self._tell_shared_lanes(start_step, dp_size)
 
         def make(step: int) -> list[TokenBatch]:
             if workers:
@@ -109,6 +115,10 @@ class RunData:
             raise InputError(f"step {step} is not in the run: {why}")
         positions = opened.stage.samples_before(step) + in_batch
         whole = opened.read(positions, self.samples_before(step) + in_batch, self._masking)
+        given = opened.order.mixing.given(opened.stage.samples_before(step + 1))
+        for number, source in enumerate(opened.sources):
+            if source.stream is not None:
+                source.stream.settle(step, given[number], opened.draws(positions, number))
         length = opened.stage.length_at(step)
         return [fold(whole[first : first + micro], length) for first in range(0, len(positions), micro)]
 
@@ -152,13 +162,98 @@ class RunData:
                 drawn = given[number] - mixing.offsets[number]
                 before, _ = found.get(source.label, (0, None))
                 last = stage.start <= step < stage.stop
-                length = len(self._sources.source(stage, number).train) if last else 0
-                found[source.label] = before + drawn * stage.sequence_length, given[number] / length if last else None
+                known = last and not streams(source.dataset)
+                length = len(self._sources.source(stage, number).train) if known else 0
+                found[source.label] = before + drawn * stage.sequence_length, given[number] / length if known else None
         return found
 
     def _spent(self, stage: Stage, number: int) -> str:
         source = stage.sources[number]
         return f"'{source.label}' has given its {source.max_epochs:g} epochs"
+
+    # ---- streams ----
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether a stage of the run reads a stream: where that stands is more than a step."""
+        return any(streams(planned.dataset) for stage in self.stages for planned in stage.sources)
+
+    def stream_states(self, step: int) -> dict[str, Callable[[], bytes]]:
+        """Name → state after `step` of the lanes that this process has there; each is made when it is called.
+
+        All ranks together have every lane that gave a sample so far, of all streams that may be read from now on.
+        """
+        found: dict[str, Callable[[], bytes]] = {}
+        for number, stream, draws in self._streams_from(step):
+            for lane, place in stream.places_after(step, draws).items():
+                found[f"stream-{number}-lane-{lane}.json.gz"] = partial(stream.to_bytes, lane, place)
+        return found
+
+    def restore_streams(self, step: int, read: Callable[[str], bytes | None], dp_rank: int, dp_size: int) -> None:
+        """Put the lanes that this rank reads down where `step` left them; `read` gives a state by its name.
+
+        Errors (InputError): a state is missing, or another stream's.
+        """
+        for number, stream, draws in self._streams_from(step):
+            for lane in self._lanes_read(stream, draws, dp_rank, dp_size):
+                name = f"stream-{number}-lane-{lane}.json.gz"
+                if not stream.given_by(lane, draws):
+                    continue
+                if (data := read(name)) is None:
+                    raise InputError(
+                        f"data/{name}: missing in the checkpoint of step {step}; without the state of the stream "
+                        f"{stream.name} its data cannot go on: start over (--fresh), or set "
+                        "checkpoints.load_lr_scheduler: false to start them anew"
+                    )
+                stream.restore(step, draws, lane, data, f"data/{name} of the checkpoint of step {step}")
+
+    def _streams_from(self, step: int) -> Iterator[tuple[int, Stream, int]]:
+        """Number, stream, and samples so far of every stream of the stage of `step` and later ones that was read."""
+        drawn = self._drawn(step)
+        for number, key in enumerate(drawn):
+            for stage in self.stages:
+                keys = [planned.key for planned in stage.sources]
+                if stage.stop > step and key in keys and drawn[key]:
+                    stream = self._sources.source(stage, keys.index(key)).stream
+                    assert stream is not None
+                    yield number, stream, drawn[key]
+                    break
+
+    def _drawn(self, step: int) -> dict[int, int]:
+        """Key of every stream of the run, in the order of the stages → its samples in the steps up to `step`."""
+        found: dict[int, int] = {}
+        for stage in self.stages:
+            for number, planned in enumerate(stage.sources):
+                if streams(planned.dataset):
+                    found.setdefault(planned.key, 0)
+                    if stage.start <= step:
+                        found[planned.key] = self._sources.mixing(stage).given(stage.samples_before(step + 1))[number]
+        return found
+
+    def _lanes_read(self, stream: Stream, draws: int, dp_rank: int, dp_size: int) -> list[int]:
+        """The lanes that a rank reads from so many samples on: its own where batches are whole rounds, else all."""
+        lanes, size = stream.rules.lanes, 0
+        for stage in self.stages:
+            if stream.key in (planned.key for planned in stage.sources):
+                sizes = [level.size for level in stage.levels]
+                if len(stage.sources) > 1 or any(each % lanes for each in sizes):
+                    return list(range(lanes))
+                size = max(size, *sizes)
+        places = _share(size, self.config.tokens.micro_batch_size, dp_rank, dp_size)
+        return np.unique((draws + places) % lanes).tolist()
+
+    def _tell_shared_lanes(self, step: int, dp_size: int) -> None:
+        """A line for every stream that is tokenized on several ranks, for the steps from `step` on."""
+        opened = [source.stream for source in self.stage_of(step).sources if source.stream is not None]
+        for stream in opened:
+            draws = self._drawn(step - 1)[stream.key]
+            read = [self._lanes_read(stream, draws, rank, dp_size) for rank in range(dp_size)]
+            if sum(map(len, read)) > stream.rules.lanes:
+                self._report(
+                    f"{stream.name}: several ranks read the same lanes, and tokenize them each for itself; with "
+                    f"dataset.streaming.lanes = {self.config.tokens.micro_batch_size * dp_size} (micro batch x dp, "
+                    f"now {stream.rules.lanes}) and no mixture every rank reads a part of its own"
+                )
 
     # ---- validation ----
 
@@ -169,7 +264,7 @@ class RunData:
         They are those of the first stage at every step of the run, so that its numbers compare.
         """
         micro = self.config.tokens.micro_batch_size
-        return self.held_out().batches(self._limit(), micro, dp_rank, dp_size)
+        return self.held_out().batches(validation_samples(self.config), micro, dp_rank, dp_size)
 
     def held_out(self) -> HeldOut:
         """The held-out samples of the first stage.
@@ -183,7 +278,7 @@ class RunData:
                 "no document is left for validation (tokens.val_check_interval): give two documents or more, or raise "
                 f"tokens.val_fraction (now {self.config.tokens.val_fraction})"
             )
-        splits = [source.cache.validation for source in sources if source.cache]
+        splits = [source.held_out.split for source in sources if isinstance(source.held_out, HeldOutWindows)]
         all_text = len(splits) == len(sources)  # bytes of a part of the tokens would say nothing of the whole
         return HeldOut(
             sources=[source.held_out for source in sources],
@@ -206,7 +301,7 @@ class RunData:
         Empty where it reads no text, only a part of it, or more than is compressed in a minute.
         """
         caches = [source.cache for source in self._open(0).result().sources]
-        limit, whole = self._limit(), len(self.held_out())
+        limit, whole = validation_samples(self.config), len(self.held_out())
         part = (limit is not None and limit < whole) or self.config.tokenizer.tokenizer_max_length is not None
         part |= any(cache.validation.loss is not None for cache in caches if cache)  # answers only
         if None in caches or part or sum(cache.validation.bytes for cache in caches if cache) > BASELINE_LIMIT:
@@ -220,11 +315,6 @@ class RunData:
         table = np.pad(table, (0, max(0, self.config.model.architecture.vocab_size - len(table))))
         table[end_of_text(self.tokenizer, self.config.model.architecture)] = 0
         return table
-
-    def _limit(self) -> int | None:
-        tokens = self.config.tokens
-        limits = [tokens.limit_val_batches * self.config.global_batch_size, tokens.val_samples]
-        return min((limit for limit in limits if limit is not None and limit > 0), default=None)
 
     # ---- stages ----
 

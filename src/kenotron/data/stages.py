@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -25,9 +25,11 @@ from .cache import TokenCache, open_tokens
 from .encode import EncodeRules
 from .order import Mixing, Order
 from .packing import PackedRows, packed_rows
-from .plan import SourcePlan, Stage, has_answers, kind, texts_of
+from .plan import SourcePlan, Stage, has_answers, kind, streams, texts_of
 from .progress import Report
 from .sources import Part, RandomTokens, TokenWindows, UserSource, held_out_samples, user_object
+from .stream import Stream, first_held_out
+from .texts import StreamTexts
 from .token_folder import TokenFolder, TokenPath, check_fit, first_length, open_folder, open_samples, training_samples
 from .tokenizer import Tokenizer, end_of_text
 from .validation import HeldOutWindows
@@ -38,15 +40,20 @@ RANDOM_HELD_OUT = 1024
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source ready to be read: its training and held-out samples, and the cache or the files they lie in."""
+    """A source ready to be read: its training and held-out samples, and the cache or the files they lie in, or their
+    stream.
+    """
 
     train: TokenSource
     held_out: TokenSource
     cache: TokenCache | None = None
     folder: TokenFolder | None = None
+    stream: Stream | None = None
 
     def content(self) -> str | None:
         """A key that other data change; None where the data have no name by content (random, a user's own)."""
+        if self.stream is not None:
+            return self.stream.texts.fingerprint(times=True)
         content = self.folder.content if self.folder is not None else self.cache.content if self.cache else None
         return content if self.packed is None or content is None else f"{content} best_fit"
 
@@ -59,8 +66,10 @@ class OpenSource:
     def measure(self, unit: str) -> int:
         """What is trained on, in samples ("tokens": all have the same number), or its bytes ("size").
 
-        Error (InputError): a size that nobody knows.
+        Error (InputError): what nobody knows, a size or how long a stream is.
         """
+        if self.stream is not None:
+            raise InputError(f"dataset.weight: {unit}: how much there is of the stream {self.train.name} is not known")
         if unit == "tokens":
             return len(self.train)
         if self.cache is not None:
@@ -76,6 +85,8 @@ class OpenSource:
 
     def describe(self) -> str:
         """One line for the console."""
+        if self.stream is not None:
+            return f"{self.stream.describe()}; held out for validation: {len(self.held_out):,} samples"
         packing = f"; {self.packed.plan.describe(self.packed.sequence_length)}" if self.packed else ""
         if self.cache is None:
             samples = f"{len(self.train):,} samples, {len(self.held_out):,} held out{packing}"
@@ -100,6 +111,11 @@ class OpenStage:
     stage: Stage
     sources: list[OpenSource]
     order: Order
+
+    def draws(self, positions: Int64, source: int) -> Int64:
+        """The indices of those samples at `positions` that are of this source."""
+        source_of, index = self.order.locate(positions)
+        return index[source_of == source]
 
     @property
     def stop(self) -> int:
@@ -162,6 +178,7 @@ class Sources:
         self._how = (tokenizer, report, stop)
         self._config, self._lock = config, threading.RLock()
         self._open: dict[tuple[int, int], OpenSource] = {}
+        self._streams: dict[int, Stream] = {}
         self._mixings: dict[int, Mixing] = {}
 
     def source(self, stage: Stage, number: int) -> OpenSource:
@@ -174,7 +191,7 @@ class Sources:
             return self._open[place]
         with self._lock:
             if place not in self._open:
-                opened = open_source(self._config, stage, stage.sources[number], *self._how)
+                opened = open_source(self._config, stage, stage.sources[number], *self._how, self._streams)
                 if not len(opened.train):
                     raise InputError(too_small(opened, stage.sequence_length))
                 self._open[place] = opened
@@ -212,7 +229,8 @@ def open_stage(sources: Sources, stage: Stage) -> OpenStage:
     """A stage with all of its sources open."""
     opened = [sources.source(stage, number) for number in range(len(stage.sources))]
     keys = [planned.key for planned in stage.sources]
-    return OpenStage(stage, opened, Order([len(source.train) for source in opened], keys, sources.mixing(stage)))
+    lengths = [None if source.stream else len(source.train) for source in opened]
+    return OpenStage(stage, opened, Order(lengths, keys, sources.mixing(stage)))
 
 
 def open_source(
@@ -221,9 +239,10 @@ def open_source(
     planned: SourcePlan,
     tokenizer: Tokenizer | None,
     report: Report,
-    stop: threading.Event | None = None,
+    stop: threading.Event | None,
+    known: dict[int, Stream],
 ) -> OpenSource:
-    """Open one source."""
+    """Open one source; `known` are the run's streams by key: one that comes again is the same one, and goes on."""
     vocab_size, length = config.model.architecture.vocab_size, stage.sequence_length
     eos = end_of_text(tokenizer, config.model.architecture)
     padding = eos if 0 <= eos < vocab_size else 0
@@ -231,10 +250,13 @@ def open_source(
     if texts is not None:
         if tokenizer is None:
             raise InputError(f"{texts.name} is text, but the run has no tokenizer")
+        rules = EncodeRules(eos, config.tokenizer.tokenizer_max_length, examples=has_answers(planned.dataset))
+        if streams(planned.dataset):
+            return open_stream(config, stage, planned, cast(StreamTexts, texts), tokenizer, rules, report, known)
         cache = open_tokens(
             texts,
             tokenizer,
-            EncodeRules(eos, config.tokenizer.tokenizer_max_length, examples=has_answers(planned.dataset)),
+            rules,
             config.tokens.val_fraction,
             getattr(planned.dataset, "dataset_processing_num_proc_per_process", 1),
             getattr(planned.dataset, "dataset_overwrite_cache", False),
@@ -272,6 +294,51 @@ def open_source(
         held = held_out_samples(len(whole), fraction)
     border = len(whole) - held
     return OpenSource(Part(whole, 0, border), Part(whole, border, len(whole)))
+
+
+def open_stream(
+    config: Any,
+    stage: Stage,
+    planned: SourcePlan,
+    texts: StreamTexts,
+    tokenizer: Tokenizer,
+    rules: EncodeRules,
+    report: Report,
+    known: dict[int, Stream],
+) -> OpenSource:
+    """Open a stream. Held-out documents are read only for the first stage of a run that validates."""
+    tokens, settings = config.tokens, planned.dataset.streaming
+    stream = known.get(planned.key) or Stream(
+        texts,
+        tokenizer,
+        rules,
+        sequence_length=stage.sequence_length,
+        vocab_size=config.model.architecture.vocab_size,
+        seed=planned.key,
+        shuffle_buffer=settings.shuffle_buffer,
+        lanes=settings.lanes,
+        val_fraction=tokens.val_fraction,
+        report=report,
+    )
+    known[planned.key] = stream
+    wanted = 0
+    if tokens.validates and stage.number == 0:
+        samples = validation_samples(config)
+        if samples is None:
+            raise InputError(
+                f"tokens.val_samples: how many of the held-out documents of a stream ({texts.name}) are read has to be "
+                "said: set it, or tokens.limit_val_batches above 0"
+            )
+        wanted = samples * stage.sequence_length + 1
+    split = first_held_out(texts, stream.encode, tokens.val_fraction, wanted)
+    return OpenSource(stream, HeldOutWindows(texts.name, split, stage.sequence_length), stream=stream)
+
+
+def validation_samples(config: Any) -> int | None:
+    """Most held-out samples that one validation reads; None: all."""
+    tokens = config.tokens
+    limits = [tokens.limit_val_batches * config.global_batch_size, tokens.val_samples]
+    return min((limit for limit in limits if limit is not None and limit > 0), default=None)
 
 
 def too_small(source: OpenSource, sequence_length: int) -> str:

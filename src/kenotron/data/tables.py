@@ -37,6 +37,18 @@ def row_group_spans(file: AnyPath, whole: int, size: int) -> Iterator[tuple[int,
     yield first, len(sizes), held
 
 
+def row_group_of(file: AnyPath, row: int) -> tuple[int, int]:
+    """The row group that holds a row (the last one for rows beyond it), and how many rows lie before the group."""
+    with _explained(file), _parquet(file) as opened:
+        before = 0
+        for group in range(opened.metadata.num_row_groups):
+            rows = opened.metadata.row_group(group).num_rows
+            if row < before + rows or group == opened.metadata.num_row_groups - 1:
+                return group, before
+            before += rows
+    return 0, 0
+
+
 def table_documents(
     file: AnyPath, column: str, start: int, stop: int | None, hook: RowHook | None, bad: Callable[[str], None]
 ) -> Iterator[tuple[str, float]]:

@@ -30,6 +30,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TextIO
 
@@ -116,6 +117,23 @@ class Texts(Protocol):
         ...
 
 
+class StreamTexts(Texts, Protocol):
+    """Documents in several parts, each of which can be read from a place in it."""
+
+    @property
+    def parts(self) -> int:
+        """How many parts (files, shards) a stream reads one after the other."""
+        ...
+
+    def pieces_from(self, part: int, place: int) -> Iterator[Piece]:
+        """The pieces of a part from `place` on; `Piece.done` is the place after each. A part begins at place 0."""
+        ...
+
+    def fingerprint(self, times: bool) -> str:
+        """Another one where names or sizes of the parts are others, or (with `times`) when they changed last."""
+        ...
+
+
 class FileTexts:
     """Documents of text, jsonl, parquet and arrow files.
 
@@ -195,6 +213,42 @@ class FileTexts:
             stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if file.suffix == ".gz" else raw  # type: ignore
             for text, last in self._rows(stream, file, span) if _is_json(file) else self._pieces(stream, raw, file):
                 yield Piece(text, min(raw.tell() - span.start, span.size), last)
+
+    # ---- part by part, for a stream ----
+
+    @property
+    def parts(self) -> int:
+        return len(self.files)
+
+    def pieces_from(self, part: int, place: int) -> Iterator[Piece]:
+        """The pieces of a file from `place` on, which `Piece.done` of the piece before told: a byte of an unpacked
+        jsonl file, else the number of a piece.
+
+        Errors (InputError): besides those of reading, the file has another size than when it was opened first.
+        """
+        file, size = self.files[part], self._sizes[self.files[part]]
+        if (found := _stat(file).st_size) != size:
+            raise InputError(f"{file}: has changed while the run reads it (it had {size:,} bytes, now {found:,})")
+        if file.suffix in JSON_SUFFIXES:
+            for piece in self.read(Span(part, place, None, size)):
+                yield piece._replace(done=place + piece.done)
+            return
+        first, before = 0, 0
+        if file.suffix == ".parquet" and place:
+            from .tables import row_group_of
+
+            first, before = row_group_of(file, place)
+        pieces = enumerate(self.read(Span(part, first, None, size)), start=before + 1)
+        for number, piece in islice(pieces, place - before, None):
+            yield piece._replace(done=number)
+
+    def fingerprint(self, times: bool) -> str:
+        digest = hashlib.blake2b(self._rules(), digest_size=16)
+        for file in self.files:
+            stat = _stat(file) if times else None
+            changed = stat.version if isinstance(stat, RemoteStat) else stat.st_mtime_ns if stat else 0
+            digest.update(f"\n{file.name} {self._sizes[file]} {changed}".encode())
+        return digest.hexdigest()
 
     def _table(self, span: Span, file: AnyPath) -> Iterator[Piece]:
         from .tables import table_documents

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kenotron.config.errors import InputError
 
 from .cache import cache_root, cached_folder, content_hash
-from .plan import TEXT_KINDS, Stage, kind, texts_of
+from .plan import TEXT_KINDS, Stage, kind, streams, texts_of
 from .progress import Report
-from .split import held_out_limit, is_held_out
-from .texts import Texts
+from .split import held_out_limit, is_held_out, share_of_hashes
+from .stream import all_parts
+from .texts import StreamTexts, Texts
 from .tokenizer import SPLIT_PATTERN, Tokenizer, load_tokenizer, train_byte_level_bpe
 
 TRAINING_CHARACTERS = 200_000_000
@@ -33,8 +34,11 @@ def tokenizer_of(config: Any, stages: Sequence[Stage], report: Report, folder: P
         return load_tokenizer(folder)
     has_text = any(kind(source.dataset) in TEXT_KINDS for stage in stages for source in stage.sources)
     if section.train is not None:
-        opened = (texts_of(source.dataset, config.remote_data) for source in stages[0].sources)
-        texts = [found for found in opened if found is not None]
+        texts = [
+            (found, streams(source.dataset))
+            for source in stages[0].sources
+            if (found := texts_of(source.dataset, config.remote_data)) is not None
+        ]
         return trained_tokenizer(texts, section.train.vocab_size, config.tokens.val_fraction, report)
     if section.tokenizer_name_or_path is None:
         return None
@@ -47,29 +51,36 @@ def tokenizer_of(config: Any, stages: Sequence[Stage], report: Report, folder: P
         return None
 
 
-def trained_tokenizer(texts: Sequence[Texts], vocab_size: int, val_fraction: float, report: Report) -> Tokenizer:
-    """A byte-level BPE trained on the documents of `texts` that are not held out; kept by content."""
-    contents = [content_hash(text) for text in texts]
+def trained_tokenizer(
+    texts: Sequence[tuple[Texts, bool]], vocab_size: int, val_fraction: float, report: Report
+) -> Tokenizer:
+    """A byte-level BPE trained on the documents of `texts` that are not held out; kept by content.
+
+    Those that are streams are read only as far as they are trained on, and known by names, sizes and times of files.
+    """
+    contents = [
+        cast(StreamTexts, text).fingerprint(times=True) if stream else content_hash(text) for text, stream in texts
+    ]
+    names = ", ".join(text.name for text, _ in texts)
     recipe = f"byte-level-bpe 2 {SPLIT_PATTERN} {TRAINING_CHARACTERS} {vocab_size} {val_fraction!r} {contents}"
     path = cache_root() / "tokenizers" / hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
 
     def build(folder: Path) -> None:
-        names = ", ".join(text.name for text in texts)
         report(f"training a tokenizer of {vocab_size:,} entries on {names}")
         train_byte_level_bpe(training_texts(texts, val_fraction), vocab_size).save(folder)
 
     cached_folder(path, build, report, "training a tokenizer")
     tokenizer = load_tokenizer(path)
-    tokenizer.name = f"byte-level BPE trained on {', '.join(text.name for text in texts)}"
+    tokenizer.name = f"byte-level BPE trained on {names}"
     return tokenizer
 
 
-def training_texts(texts: Sequence[Texts], val_fraction: float) -> Iterator[str]:
+def training_texts(texts: Sequence[tuple[Texts, bool]], val_fraction: float) -> Iterator[str]:
     """Documents that are not held out, up to `TRAINING_CHARACTERS`."""
     left = TRAINING_CHARACTERS
-    for source in texts:
-        limit = held_out_limit(source.documents(), val_fraction)
-        for text, *_ in source.documents():
+    for source, stream in texts:
+        limit = share_of_hashes(val_fraction) if stream else held_out_limit(source.documents(), val_fraction)
+        for text, *_ in all_parts(cast(StreamTexts, source)) if stream else source.documents():
             if left <= 0:
                 return
             if not is_held_out(text, limit):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,7 @@ def save(run: Run) -> Path:
             config_yaml=dump(_stamped(run)),
             model_config=run.config.model.architecture.model_dump(mode="json", by_alias=True),
             save_tokenizer=run.tokenizer.save if run.tokenizer is not None else None,
+            data=run.data.stream_states(run.step) if run.data.has_streams else None,
         )
     except checkpoint.CheckpointError as error:
         raise RunFailed(f"step {run.step}: {error}; earlier checkpoints are as they were") from error
@@ -330,6 +332,7 @@ def restore(run: Run, start: Start) -> None:
     if with_position:
         run.step = start.step
         _check_position(run, state, start.path)
+        _restore_streams(run, start.path)
         saved = state.get("hooks", {})  # an imported checkpoint has none
         for name, hook in named_hooks(run.hooks):
             if name in saved:
@@ -351,6 +354,16 @@ def _check_data(run: Run, saved: dict[str, str], start: Start) -> None:
                 f"{saved[name]}), which stands in {start.path}/tokenizer; put that one back, or start over with --fresh"
             )
         logger.warning("%s has changed since %s was saved: the run goes on with what it is now", name, start.path)
+
+
+def _restore_streams(run: Run, path: Path) -> None:
+    mesh = run.mesh
+    if run.data.has_streams:
+        together(
+            lambda: run.data.restore_streams(
+                run.step, partial(checkpoint.read_data, path), mesh.dp_rank, mesh.dp_degree
+            )
+        )
 
 
 def _check_position(run: Run, state: dict[str, Any], path: Path) -> None:

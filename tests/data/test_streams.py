@@ -1,0 +1,454 @@
+"""A stream is the cached mode's documents in another order, and stands still and goes on anywhere."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import shutil
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_runs import run_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenotron.config import Config, InputError
+from kenotron.data import RunData, TokenBatch, open_run
+from kenotron.data.cache import open_tokens
+from kenotron.data.encode import EncodeRules
+from kenotron.data.lanes import Lane, LaneRules, epoch_order, from_bytes, to_bytes
+from kenotron.data.split import is_held_out, share_of_hashes
+from kenotron.data.stream import DocumentEncoder, Stream
+from kenotron.data.texts import FileTexts, Piece, find_files
+from kenotron.data.tokenizer import Tokenizer, load_tokenizer, train_byte_level_bpe
+from kenotron.kernels.hashing import derive_key, hash64
+
+LENGTH = 32
+FRACTION = 0.2
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("kenotron.data.lanes.BLOCK_CHARACTERS", 2000)
+
+
+def words(generator: random.Random, count: int) -> str:
+    letters = "abcdefgh é漢🙂\n"
+    return " ".join("".join(generator.choice(letters) for _ in range(4)) for _ in range(count))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_byte_level_bpe([words(random.Random(0), 2000)], 300).save(folder)
+    return load_tokenizer(folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Six files of every kind that is read, 100 documents."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    generator = random.Random(1)
+    rows = [[words(generator, generator.randint(1, 60)) for _ in range(20)] for _ in range(5)]
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    lines = ["".join(json.dumps({"text": text}) + "\n" for text in texts) for texts in rows]
+    (folder / "a.jsonl").write_text(lines[0])
+    (folder / "b.jsonl").write_text(lines[1])
+    (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines[2].encode()))
+    parquet.write_table(pa.table({"text": rows[3]}), folder / "d.parquet", row_group_size=7)
+    with (
+        pa.OSFile(str(folder / "e.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, pa.schema({"text": pa.string()})) as w,
+    ):
+        for first in range(0, 20, 6):
+            w.write_batch(pa.record_batch({"text": rows[4][first : first + 6]}))
+    (folder / "f.txt").write_text(words(generator, 20_000).replace("\n", "\n\n"))  # several pieces
+    return folder
+
+
+def texts_of(folder: Path) -> FileTexts:
+    return FileTexts(folder.name, find_files(folder, "test"))
+
+
+def stream_of(texts: Any, tokenizer: Tokenizer, buffer: int = 10, lanes: int = 1, **changes: Any) -> Stream:
+    settings: dict[str, Any] = {"sequence_length": LENGTH, "vocab_size": 300, "seed": 5, "val_fraction": FRACTION}
+    rules = EncodeRules(0, changes.pop("max_tokens", None))
+    return Stream(texts, tokenizer, rules, shuffle_buffer=buffer, lanes=lanes, **settings | changes)
+
+
+def epoch_of(stream: Stream, lane: int = 0, epoch: int = 0) -> tuple[np.ndarray, list[list[int]]]:
+    """The tokens that a lane draws in one epoch, by its own blocks, and its documents."""
+    one = Lane(stream.rules, lane)
+    documents: list[list[int]] = []
+    while True:
+        text = one._draw()
+        if one._epoch > epoch:
+            break
+        if one._epoch == epoch:
+            documents.append(stream.encode([text])[0].tolist())
+    return np.concatenate([np.array(ids) for ids in documents]), documents
+
+
+def documents_in(tokens: np.ndarray, ends: np.ndarray) -> list[list[int]]:
+    return [part.tolist() for part in np.split(np.asarray(tokens), ends.astype(np.int64))[:-1]]
+
+
+# ---- what is read ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("buffer", [1, 7, 1000])
+@pytest.mark.parametrize("max_tokens", [None, 20])
+def test_an_epoch_is_the_documents_of_the_cached_mode(
+    folder: Path, tokenizer: Tokenizer, lanes: int, buffer: int, max_tokens: int | None
+) -> None:
+    cached = open_tokens(texts_of(folder), tokenizer, EncodeRules(0, max_tokens), FRACTION, report=lambda line: None)
+    expected = Counter(map(tuple, documents_in(cached.train.tokens, cached.train.ends)))
+    stream = stream_of(texts_of(folder), tokenizer, buffer, lanes, max_tokens=max_tokens)
+    for epoch in (0, 1):
+        found = [document for lane in range(lanes) for document in epoch_of(stream, lane, epoch)[1]]
+        assert Counter(map(tuple, found)) == expected
+
+
+def test_a_buffer_of_one_is_the_files_in_their_order_token_for_token(folder: Path, tokenizer: Tokenizer) -> None:
+    cached = open_tokens(texts_of(folder), tokenizer, EncodeRules(0, None), FRACTION, report=lambda line: None)
+    stream = stream_of(texts_of(folder), tokenizer, buffer=1)
+    tokens = np.asarray(cached.train.tokens)
+    count = (len(tokens) - 1) // LENGTH
+    windows = stream.samples(np.arange(count))
+    assert np.array_equal(windows, np.stack([tokens[i * LENGTH : i * LENGTH + LENGTH + 1] for i in range(count)]))
+    numbers = np.searchsorted(cached.train.ends, np.arange(count * LENGTH + 1, dtype=np.uint64), side="right")
+    found = stream.documents(np.arange(count))
+    for row in range(count):
+        expected = numbers[row * LENGTH : row * LENGTH + LENGTH + 1]
+        assert np.array_equal(found[row] - found[row][0], expected - expected[0])
+
+
+class ListTexts:
+    """Documents in lists."""
+
+    def __init__(self, parts: list[list[str]]) -> None:
+        self.lists, self.name = parts, "lists"
+
+    @property
+    def parts(self) -> int:
+        return len(self.lists)
+
+    def pieces_from(self, part: int, place: int) -> Iterator[Piece]:
+        for number, text in enumerate(self.lists[part][place:], start=place + 1):
+            yield Piece(text, number)
+
+    def fingerprint(self, times: bool) -> str:
+        return "lists"
+
+
+def lane_rules(texts: Any, buffer: int, lanes: int, length: int = 3) -> LaneRules:
+    """Every character of a document is its code as a token; 0 ends it."""
+
+    def encode(documents: Any) -> Any:
+        ids = [[*map(ord, "".join(document)), 0] for document in documents]
+        return np.concatenate([np.array(each, np.uint32) for each in ids]), np.array([len(each) for each in ids])
+
+    return LaneRules(texts, encode, length, 3, buffer, lanes, share_of_hashes(FRACTION), False)
+
+
+def naive_tokens(rules: LaneRules, lane: int, epochs: int) -> list[int]:
+    """The same by a plain loop over whole lists."""
+    tokens: list[int] = []
+    for epoch in range(epochs):
+        order = epoch_order(rules, epoch)[lane :: rules.lanes]
+        waiting = [t for p in order for t in rules.texts.lists[p] if not is_held_out(t, rules.held_out)]  # type: ignore
+        key, buffer, drawn = derive_key("shuffle buffer", rules.seed, lane, epoch), [], 0
+        while waiting or buffer:
+            while waiting and len(buffer) < rules.shuffle_buffer:
+                buffer.append(waiting.pop(0))
+            chosen = hash64(key, drawn) * len(buffer) // 2**64
+            buffer[chosen], buffer[-1] = buffer[-1], buffer[chosen]
+            tokens += [*map(ord, buffer.pop()), 0]
+            drawn += 1
+    return tokens
+
+
+documents = st.lists(st.text("abcdefgh", min_size=0, max_size=9), min_size=4, max_size=30)
+
+
+@given(st.lists(documents, min_size=1, max_size=4), st.integers(1, 12), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_lane_against_a_plain_loop_and_put_down_anywhere(
+    parts: list[list[str]], buffer: int, data: st.DataObject
+) -> None:
+    block = data.draw(st.sampled_from([1, 30, 1000]))
+    lanes = data.draw(st.integers(1, len(parts)))
+    rules = lane_rules(ListTexts(parts), buffer, lanes)
+    number = data.draw(st.integers(0, lanes - 1))
+    expected = naive_tokens(rules, number, 3)
+    if not naive_tokens(rules, number, 1):
+        with pytest.raises(InputError, match="has no document to train on"):
+            Lane(rules, number).next()
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kenotron.data.lanes.BLOCK_CHARACTERS", block)
+        check_windows(rules, number, expected, data)
+
+
+def check_windows(rules: LaneRules, number: int, expected: list[int], data: st.DataObject) -> None:
+    count = min((len(expected) - 1) // 3, 40)
+    lane, put_down = Lane(rules, number), data.draw(st.sets(st.integers(0, max(count - 1, 0))))
+    for window in range(count):
+        if window in put_down:
+            lane = Lane(rules, number, from_bytes(to_bytes(lane.place, {"a": 1}), {"a": 1}, "here"))
+        assert lane.next()[0].tolist() == expected[window * 3 : window * 3 + 4]
+        assert lane.place.given == window + 1
+
+
+def test_the_buffer_shuffles_within_its_size_and_anew_in_every_epoch() -> None:
+    """A document comes at most `buffer` places before its own, and is displaced by about as many on average."""
+    texts = ListTexts([[chr(0x4E00 + number) for number in range(2000)]])
+    rules = lane_rules(texts, 100, 1)
+    orders = []
+    for epoch in range(2):
+        tokens = naive_tokens(rules, 0, epoch + 1)
+        own = tokens if epoch == 0 else tokens[len(naive_tokens(rules, 0, epoch)) :]
+        orders.append([token for token in own if token])
+    kept = [ord(text) for text in texts.lists[0] if not is_held_out(text, rules.held_out)]
+    assert sorted(orders[0]) == sorted(orders[1]) == kept
+    assert orders[0] != orders[1]
+    place = {token: number for number, token in enumerate(kept)}
+    early = [place[token] - number for number, token in enumerate(orders[0])]
+    assert max(early) < 100
+    assert 40 < np.mean(np.abs(early)) < 160
+
+
+# ---- runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config_of(folder: Path, tokenizer: Tokenizer) -> Callable[..., Config]:
+    def made(buffer: int = 10, lanes: int = 1, **changes: Any) -> Config:
+        dataset = {"text_files": str(folder), "streaming": {"shuffle_buffer": buffer, "lanes": lanes}}
+        given = {"limit_val_batches": 1, "train_steps": 12, "tokenizer__tokenizer_name_or_path": str(tokenizer.folder)}
+        return run_config(dataset, **given | changes)
+
+    return made
+
+
+def quiet(line: str) -> None: ...
+
+
+def steps_of(data: RunData, steps: Any, rank: int = 0, size: int = 1) -> dict[int, list[TokenBatch]]:
+    return {step: data.batch(step, rank, size) for step in steps}
+
+
+def by_sample(batches: dict[int, list[TokenBatch]]) -> dict[int, tuple[list[int], list[int]]]:
+    return {
+        int(sample): (tokens.tolist(), labels.tolist())
+        for step in batches.values()
+        for batch in step
+        for sample, tokens, labels in zip(batch.sample_ids, batch.tokens, batch.labels)
+    }
+
+
+def saved(data: RunData, step: int) -> dict[str, bytes]:
+    return {name: make() for name, make in data.stream_states(step).items()}
+
+
+@pytest.mark.parametrize(("lanes", "masking"), [(1, True), (3, False), (4, True), (6, False)])
+def test_samples_do_not_depend_on_ranks_and_resume_anywhere_on_another_layout(
+    config_of: Callable[..., Config], lanes: int, masking: bool
+) -> None:
+    config = config_of(lanes=lanes, model__document_masking=masking)
+    with open_run(config, report=quiet) as data:
+        whole = by_sample(steps_of(data, range(1, 13)))
+    assert len(whole) == 12 * 4
+    for resume in (1, 8):
+        states: dict[str, bytes] = {}
+        for rank in range(2):
+            with open_run(config, report=quiet) as data:
+                found = by_sample(steps_of(data, range(1, resume + 3), rank, 2))  # made ahead of the save
+                assert found.items() <= whole.items()
+                for name, state in saved(data, resume).items():
+                    assert states.setdefault(name, state) == state
+        assert len(states) == min(lanes, 4 * resume)
+        for ranks in (1, 2):
+            again: dict[int, Any] = {}
+            for rank in range(ranks):
+                with open_run(config, resume + 1, report=quiet) as data:
+                    data.restore_streams(resume, states.get, rank, ranks)
+                    again |= by_sample(steps_of(data, range(resume + 1, 13), rank, ranks))
+            assert again == {sample: found for sample, found in whole.items() if sample >= 4 * resume}
+
+
+def test_aligned_lanes_are_read_by_one_rank_each(config_of: Callable[..., Config]) -> None:
+    config = config_of(lanes=4)
+    said: list[str] = []
+    for rank, own in ((0, {0, 1}), (1, {2, 3})):
+        with open_run(config, report=said.append) as data, data.loader(1, 4, rank, 2) as loader:
+            list(loader)
+            names = data.stream_states(3)
+            assert names.keys() == {f"stream-0-lane-{lane}.json.gz" for lane in own}
+    assert not any("several ranks" in line for line in said)
+    with open_run(config_of(lanes=1), report=said.append) as data, data.loader(1, 4, 0, 2) as loader:
+        list(loader)
+    (line,) = [line for line in said if "several ranks" in line]
+    assert "dataset.streaming.lanes = 4" in line
+
+
+def test_going_back_reads_again_what_was_read(config_of: Callable[..., Config]) -> None:
+    with open_run(config_of(lanes=3), report=quiet) as data:
+        first = by_sample(steps_of(data, range(1, 13)))
+        assert by_sample(steps_of(data, [12, 3, 4, 11, 1])).items() <= first.items()
+
+
+def test_mixtures_and_stages_go_on_with_the_same_stream(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    a = {"text_files": str(folder), "streaming": {"shuffle_buffer": 5, "lanes": 2}}
+    b = {"text_files": str(other), "streaming": {"shuffle_buffer": 1}}
+    mixture = {"mixture": [{"weight": 3} | a, {"weight": 1} | b]}
+    named = {"tokenizer__tokenizer_name_or_path": str(tokenizer.folder)}
+    config = run_config(mixture, a, train_steps=12, limit_val_batches=1, **named)
+    with open_run(config, report=quiet) as data:
+        whole = by_sample(steps_of(data, range(1, 13)))
+    with open_run(config, report=quiet) as data:
+        windows = data.stage_of(7).sources[0].train.samples(np.arange(18, 42))  # stage 0 took 3/4 of its 24 samples
+        assert [whole[sample][0] for sample in range(24, 48)] == windows[:, :-1].tolist()
+    for resume in (3, 6, 7):
+        with open_run(config, report=quiet) as data:
+            steps_of(data, range(1, resume + 1))
+            states = saved(data, resume)
+        assert len(states) == (3 if resume < 7 else 2)
+        with open_run(config, resume + 1, report=quiet) as data:
+            data.restore_streams(resume, states.get, 0, 1)
+            assert by_sample(steps_of(data, range(resume + 1, 13))).items() <= whole.items()
+
+
+def test_validation_is_the_first_held_out_documents_and_knows_their_bytes(
+    folder: Path, config_of: Callable[..., Config]
+) -> None:
+    with open_run(config_of(), report=quiet) as data:
+        held = data.held_out()
+        assert len(held) >= 4
+        batches = list(data.validation())
+        assert sum(len(batch.tokens) for batch, *_ in batches) == 4
+        assert all(size > 0 for _, size, _ in batches)
+        texts = texts_of(folder)
+        limit = share_of_hashes(FRACTION)
+        first = next(p.text for part in range(6) for p in texts.pieces_from(part, 0) if is_held_out(p.text, limit))
+        assert data.tokenizer is not None
+        assert first.startswith(data.tokenizer.decode(held.sources[0].samples(np.array([0]))[0][:5].tolist())[:3])
+    with pytest.raises(InputError, match=r"^tokens\.val_samples: how many"):
+        open_run(config_of(limit_val_batches=-1), report=quiet)
+    with open_run(config_of(limit_val_batches=-1, val_samples=3), report=quiet) as data:
+        assert len(data.held_out()) >= 3
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+
+def test_states_of_other_streams_are_refused(folder: Path, config_of: Callable[..., Config]) -> None:
+    config = config_of(lanes=2)
+    with open_run(config, report=quiet) as data:
+        steps_of(data, [1, 2])
+        states = saved(data, 2)
+
+    def refused(config: Config, match: str, states: dict[str, bytes] = states, step: int = 2) -> None:
+        with open_run(config, step + 1, report=quiet) as data, pytest.raises(InputError, match=match):
+            data.restore_streams(step, states.get, 0, 1)
+
+    refused(config, r"^data/stream-0-lane-0\.json\.gz: missing in the checkpoint of step 2", {})
+    refused(config, "expected a lane that gave 6 samples, found 4", step=3)
+    refused(config_of(lanes=2, buffer=11), "shuffle_buffer is 10 there and 11 in this run")
+    swapped = dict(zip(states, reversed(states.values())))
+    refused(config, "lane is 1 there and 0 in this run", swapped)
+    refused(config, "not the state of a stream", dict.fromkeys(states, b"rubbish"))
+    with (folder / "a.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "one more"}) + "\n")
+    refused(config, "the state of another stream: files is")
+
+
+def test_lanes_beyond_the_files_and_keys_of_the_cached_mode_are_refused(folder: Path, tokenizer: Tokenizer) -> None:
+    with pytest.raises(InputError, match=r"^dataset\.streaming\.lanes: .*found 7 lanes for the 6 files of"):
+        stream_of(texts_of(folder), tokenizer, lanes=7)
+    hub = {"hf_dataset_or_datasets": "a/b", "streaming": {}}
+    with pytest.raises(InputError, match="dataset_overwrite_cache"):
+        run_config(hub | {"dataset_overwrite_cache": True})
+
+
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        ("cut", r"c\.jsonl\.gz: damaged gzip file, near byte \d+"),
+        ("bytes", r"b\.jsonl:2: not UTF-8"),
+        ("gone", r"a\.jsonl: cannot read: No such file"),
+        ("grown", r"a\.jsonl: has changed while the run reads it"),
+        ("vocabulary", r"token \d+ is not below model\.model_config\.vocab_size = 200"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_with_its_place(
+    folder: Path, tokenizer: Tokenizer, damage: str, line: str
+) -> None:
+    texts = texts_of(folder)
+    if damage == "cut":
+        data = (folder / "c.jsonl.gz").read_bytes()
+        (folder / "c.jsonl.gz").write_bytes(data[: len(data) // 2])
+        texts = texts_of(folder)
+    elif damage == "bytes":
+        lines = (folder / "b.jsonl").read_bytes().split(b"\n")
+        (folder / "b.jsonl").write_bytes(b"\n".join([lines[0], b'{"text": "\xff"}', *lines[1:]]))
+        texts = texts_of(folder)
+    elif damage == "gone":
+        (folder / "a.jsonl").unlink()
+    elif damage == "grown":
+        (folder / "a.jsonl").open("a").write("{}\n")
+    stream = stream_of(texts, tokenizer, buffer=3, vocab_size=200 if damage == "vocabulary" else 300)
+    with pytest.raises(InputError, match=line) as caught:
+        stream.samples(np.arange(3000))
+    assert "\n" not in str(caught.value)
+
+
+# ---- memory and long texts ---------------------------------------------------------------------------------
+
+
+def test_a_long_text_is_encoded_in_parts_without_changing_a_token(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kenotron.data.stream.WORDS_AT_ONCE", 100)
+    text = words(random.Random(3), 3000)
+    encode = DocumentEncoder("test", tokenizer, EncodeRules(0, None), 300)
+    assert encode.words is not None
+    assert encode([[text]])[0].tolist() == [*tokenizer.encode(text), 0]
+    monkeypatch.setattr("kenotron.data.stream.LONGEST_WHOLE", 1000)
+    with pytest.raises(InputError, match=r"a document of 3,000 characters, 'xxxx.*has to encode at once"):
+        encode([["x" * 3000]])
+
+
+def test_memory_is_bounded_on_a_long_stream(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    generator = random.Random(2)
+    some = [words(generator, 200) for _ in range(50)]
+    folder = tmp_path / "long"
+    folder.mkdir()
+    for number in range(2):
+        rows = (json.dumps({"text": f"{i} {some[i % 50]}"}) + "\n" for i in range(6000))
+        (folder / f"{number}.jsonl").write_text("".join(rows))
+    stream = stream_of(texts_of(folder), tokenizer, buffer=100)
+    stream.samples(np.arange(2))
+    tracemalloc.start()
+    first, peak = 2, []
+    for step in range(1, 25):
+        indices = np.arange(first, first + 400)
+        stream.samples(indices)
+        stream.settle(step, first := first + 400, indices)
+        peak.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.reset_peak()
+    tracemalloc.stop()
+    assert max(peak[12:]) < 1.3 * max(peak[4:12])
+    assert max(peak) < 40e6
