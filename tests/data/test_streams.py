@@ -22,6 +22,7 @@ from kenotron.config import Config, InputError
 from kenotron.data import RunData, TokenBatch, open_run
 from kenotron.data.cache import open_tokens
 from kenotron.data.encode import EncodeRules
+from kenotron.data.hub_texts import HubTexts
 from kenotron.data.lanes import Lane, LaneRules, epoch_order, from_bytes, to_bytes
 from kenotron.data.split import is_held_out, share_of_hashes
 from kenotron.data.stream import DocumentEncoder, Stream
@@ -452,3 +453,24 @@ def test_memory_is_bounded_on_a_long_stream(tmp_path: Path, tokenizer: Tokenizer
     tracemalloc.stop()
     assert max(peak[12:]) < 1.3 * max(peak[4:12])
     assert max(peak) < 40e6
+
+
+def test_a_hugging_face_folder_is_streamed_by_its_files_and_goes_on_anywhere(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    import datasets
+
+    generator = random.Random(7)
+    rows = [words(generator, 20) for _ in range(60)]
+    (tmp_path / "files").mkdir()
+    for number in range(3):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in rows[number::3])
+        (tmp_path / "files" / f"{number}.jsonl").write_text(lines)
+    datasets.Dataset.from_dict({"text": rows}).save_to_disk(tmp_path / "saved", num_shards=3)
+    for name in ("files", "saved"):
+        texts = HubTexts(str(tmp_path / name), streaming=True)
+        assert texts.parts == 3
+        assert sorted(piece.text for part in range(3) for piece in texts.pieces_from(part, 0)) == sorted(rows)
+        rest = [piece.text for piece in texts.pieces_from(1, 7)]
+        assert rest == [piece.text for piece in texts.pieces_from(1, 0)][7:]
+        assert stream_of(texts, tokenizer, lanes=3).samples(np.arange(9)).shape == (9, LENGTH + 1)
