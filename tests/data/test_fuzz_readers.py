@@ -93,10 +93,17 @@ def write_text(folder: Path, name: str) -> None:
                 stream.write_table(table, max_chunksize=2)
         return
     raw = lines_of(TEXTS) if "jsonl" in name else "\n\n".join(TEXTS).encode()
-    (folder / name).write_bytes(gzip.compress(raw[:40]) + gzip.compress(raw[40:]) if name.endswith(".gz") else raw)
+    pack = {".gz": gzip.compress, ".zst": zstd}.get(Path(name).suffix)
+    (folder / name).write_bytes(pack(raw[:40]) + pack(raw[40:]) if pack else raw)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.gz", "a.parquet", "a.arrow"])
+def zstd(content: bytes) -> bytes:
+    import pyarrow
+
+    return pyarrow.Codec("zstd").compress(content, asbytes=True)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow"])
 @FUZZ
 @given(damage=damages(), skip_bad=st.booleans(), size=st.integers(1, 300))
 def test_texts(name: str, damage: Callable, skip_bad: bool, size: int) -> None:

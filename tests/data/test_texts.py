@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 
+import pyarrow
 import pytest
 
 from kenotron.config.errors import InputError
@@ -45,14 +46,29 @@ def test_one_endless_line_is_cut_without_breaking_a_character(tmp_path):
     assert "".join(pieces) == "é漢" * 200_000
 
 
-def test_jsonl_gives_the_text_column_also_gzipped(tmp_path):
+def zstd(content: bytes) -> bytes:
+    return pyarrow.Codec("zstd").compress(content, asbytes=True)
+
+
+def test_jsonl_gives_the_text_column_also_packed(tmp_path):
     rows = [{"id": 1, "body": "first"}, {"id": 2, "body": "zweiter ß"}]
-    plain, packed = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
-    lines = "\n".join(map(json.dumps, rows)) + "\n\n"
-    plain.write_text(lines)
-    with gzip.open(packed, "wt") as stream:
-        stream.write(lines)
-    assert read(FileTexts("x", [plain, packed], "body")) == ["first", "zweiter ß"] * 2
+    lines = ("\n".join(map(json.dumps, rows)) + "\n\n").encode()
+    middle = len(lines) // 2
+    members = zstd(lines[:middle]) + zstd(lines[middle:])  # as `cat a.zst b.zst` and parallel packers leave them
+    contents = {"a.jsonl": lines, "b.jsonl.gz": gzip.compress(lines), "c.jsonl.zst": members}
+    files = [tmp_path / name for name in contents]
+    for file in files:
+        file.write_bytes(contents[file.name])
+    assert read(FileTexts("x", files, "body")) == ["first", "zweiter ß"] * 3
+
+
+def test_a_text_packed_with_zstd_is_that_text(tmp_path):
+    text = "".join(f"Line {number} of the façade.\n" * (number % 7) + "\n" for number in range(20_000))
+    (tmp_path / "a.md").write_text(text)
+    (tmp_path / "b.md.zst").write_bytes(zstd(text.encode()))
+    plain, packed = (read(FileTexts("x", [file])) for file in find_files(tmp_path, "text_files"))
+    assert packed == plain
+    assert "".join(packed) == text
 
 
 def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path):
@@ -88,6 +104,9 @@ def test_a_folder_of_other_files_gives_all_of_them(tmp_path):
         ("a.txt.gz", b"no gzip at all", r"a\.txt\.gz: damaged gzip file"),
         ("a.txt.gz", gzip.compress(b"x" * 9999, mtime=0)[:-12], r"a\.txt\.gz: damaged gzip file"),
         ("a.txt.gz", gzip.compress(b"x" * 9999, mtime=0)[:20] + b"\x00" * 20, r"a\.txt\.gz: damaged gzip file"),
+        ("a.txt.zst", b"no zstd at all", r"a\.txt\.zst: damaged zstd file, near byte"),
+        ("a.jsonl.zst", zstd(b'{"text": "x"}\n' * 999)[:-3], r"a\.jsonl\.zst: damaged zstd file, near byte"),
+        ("a.txt.zst", zstd(b"good \xe9t\xe9"), r"a\.txt\.zst: not UTF-8 \(byte 0xe9 at 5"),
     ],
 )
 def test_bad_content_is_named_in_one_line(tmp_path, name, content, message):

@@ -9,7 +9,7 @@ A dataset is one of these, told apart by the key that stands first here:
     {dataset_folder: [a, b], dataset_weights: [1, 2], …}     folders of .ds files (Nanoset)
     {tokens: {code: 3, prose.bin: 1}}                        tokenized files of any format            (ours)
     {corpus: python-stdlib}                                  the embedded corpus                      (ours)
-    {text_files: texts/}                                     txt, jsonl, jsonl.gz files and folders   (ours)
+    {text_files: texts/}                                     txt, jsonl files and folders, packed or not (ours)
     {source: package.module.make, kwargs: {}}                a token source of your own               (ours)
     {mixture: [{weight: 3, corpus: python-stdlib}, …]}       several of the above                     (ours)
 """
@@ -223,7 +223,8 @@ class TextFiles(_PackedDataset, _Streamed):
     """Text on this machine."""
 
     text_files: Names = key(
-        "Files (txt, jsonl, jsonl.gz) or folders of them, a list, or a map path → share.", mark=OURS
+        "Files (txt, jsonl, .gz or .zst of them, parquet, arrow) or folders of them, a list, or a map path → share.",
+        mark=OURS,
     )
     text_column_name: Annotated[str, null_means("text")] = key(
         "Field of a jsonl line that holds the text.", "text", mark=OURS
@@ -233,7 +234,7 @@ class TextFiles(_PackedDataset, _Streamed):
 class SFTFiles(_Examples):
     """Prompts and answers in files on this machine."""
 
-    text_files: NameOrNames = key("Files (jsonl, jsonl.gz, parquet, arrow) or folders of them.", mark=OURS)
+    text_files: NameOrNames = key("Files (jsonl, .gz or .zst of it, parquet, arrow) or folders of them.", mark=OURS)
 
 
 class CustomSource(Dataset):

@@ -1,11 +1,11 @@
-"""Documents of files: text, jsonl, gzipped or not, parquet, arrow, folders of them, and Python's own library.
+"""Documents of files: text, jsonl, packed or not, parquet, arrow, folders of them, and Python's own library.
 
 What a document is:
 
-    .jsonl .json .ndjson (.gz)    the text column of a line
-    .parquet .arrow               the text column of a row
-    any other file (.gz)          the file; a long one comes in pieces of about 64 KiB, cut at blank lines, else line
-                                  ends: memory stays bounded, part of a book can be held out
+    .jsonl .json .ndjson (.gz .zst)    the text column of a line
+    .parquet .arrow                    the text column of a row
+    any other file (.gz .zst)          the file; a long one comes in pieces of about 64 KiB, cut at blank lines, else
+                                       line ends: memory stays bounded, part of a book can be held out
 
 A line or row of more than half a million characters comes in pieces, too.
 
@@ -14,7 +14,7 @@ Every set of texts answers the same few questions: what it is (`name`), whether 
 read span by span, each of which can be found without reading those before it:
 
     a.jsonl   |--------|--------|----|      cut at line ends near multiples of the size asked for
-    b.jsonl.gz, c.txt                       one span each
+    b.jsonl.gz, b.jsonl.zst, c.txt          one span each
     d.parquet |------------|---------|      cut between row groups
 """
 
@@ -54,10 +54,11 @@ LONGEST_LINE = 64 << 20
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TABLE_SUFFIXES = (".parquet", ".arrow")
-FOREIGN_SUFFIXES = (".zst", ".xz", ".bz2", ".zip", ".tar", ".tgz")
+PACKED_SUFFIXES = (".gz", ".zst")
+FOREIGN_SUFFIXES = (".xz", ".bz2", ".zip", ".tar", ".tgz")
 TEXT_SUFFIXES = (".txt", ".md", ".text", *JSON_SUFFIXES, *TABLE_SUFFIXES)
 
-GZIP_DAMAGE = (gzip.BadGzipFile, zlib.error, EOFError)
+DAMAGE = (gzip.BadGzipFile, zlib.error, EOFError)
 
 RowHook = Callable[[dict[str, Any], str], list[str]]
 """The documents of a row (all its columns) of the file so named."""
@@ -210,7 +211,7 @@ class FileTexts:
             yield from self._table(span, file)
             return
         with _readable(file), file.open("rb") as raw:
-            stream: IO[bytes] = gzip.GzipFile(fileobj=raw) if file.suffix == ".gz" else raw  # type: ignore
+            stream = _unpacked(raw, file.suffix)
             for text, last in self._rows(stream, file, span) if _is_json(file) else self._pieces(stream, raw, file):
                 yield Piece(text, min(raw.tell() - span.start, span.size), last)
 
@@ -281,8 +282,9 @@ class FileTexts:
     def _damage_told(self, raw: IO[bytes], file: AnyPath) -> Iterator[None]:
         try:
             yield
-        except GZIP_DAMAGE as error:
-            self._bad(f"{file}: damaged gzip file, near byte {raw.tell():,}: {error}")
+        except DAMAGE as error:
+            form = "zstd" if file.suffix == ".zst" else "gzip"
+            self._bad(f"{file}: damaged {form} file, near byte {raw.tell():,}: {error}")
 
     def _bad(self, problem: str) -> None:
         if not self.skip_bad:
@@ -413,7 +415,9 @@ def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
     root = as_path(path)
     if root.is_file():
         if root.suffix in FOREIGN_SUFFIXES:
-            raise InputError(f"{key}: expected text, jsonl, jsonl.gz, parquet or arrow, found {path}; unpack it first")
+            raise InputError(
+                f"{key}: expected text, jsonl, .gz or .zst of them, parquet or arrow, found {path}; unpack it first"
+            )
         return [root]
     if not root.is_dir():
         raise InputError(f"{key}: no such file or folder: {path}")
@@ -429,7 +433,7 @@ def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
     found = [file for file in found if file.suffix not in FOREIGN_SUFFIXES and not file.name.startswith(".")]
     if not found:
         raise InputError(f"{key}: folder {path} holds no text file")
-    return [file for file in found if file.name.removesuffix(".gz").endswith(TEXT_SUFFIXES)] or found
+    return [file for file in found if _unpacked_name(file).endswith(TEXT_SUFFIXES)] or found
 
 
 def python_stdlib() -> FileTexts:
@@ -459,7 +463,45 @@ def _walk(root: Path, is_outside: Callable[[str], bool]) -> Iterator[tuple[str, 
 
 
 def _is_json(file: AnyPath) -> bool:
-    return file.name.removesuffix(".gz").endswith(JSON_SUFFIXES)
+    return _unpacked_name(file).endswith(JSON_SUFFIXES)
+
+
+def _unpacked_name(file: AnyPath) -> str:
+    return file.name.removesuffix(file.suffix) if file.suffix in PACKED_SUFFIXES else file.name
+
+
+def _unpacked(raw: IO[bytes], suffix: str) -> IO[bytes]:
+    """The content of a file that its suffix says is packed, as a stream; damage raises one of `DAMAGE`."""
+    if suffix == ".gz":
+        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
+    return io.BufferedReader(_Zstd(raw), 1 << 17) if suffix == ".zst" else raw  # type: ignore[return-value]
+
+
+class _Zstd(io.RawIOBase):
+    """What a zstd file unpacks to, by Arrow (Python has zstd from 3.14 on)."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        import pyarrow
+
+        self._stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._stream.read(len(buffer))
+        except OSError as error:
+            if error.errno is not None:  # the disk's, not Arrow's
+                raise
+            raise EOFError(str(error)) from None
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._place
 
 
 def _stat(file: AnyPath) -> os.stat_result | RemoteStat:
