@@ -30,6 +30,7 @@ bench: $(VENV)/.installed-dev  ## measure against the peers, on this machine, in
 	$(BIN)/python benchmarks/layouts.py
 	$(BIN)/python benchmarks/zero_memory.py
 	$(BIN)/python benchmarks/one_rank.py
+	$(BIN)/python benchmarks/data_wait.py
 
 reference: $(VENV)/.installed  ## write docs/config-reference.md and the JSON schema anew
 	$(BIN)/kenotron config reference > docs/config-reference.md
