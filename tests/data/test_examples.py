@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_runs import run_config
+from data_runs import run_config, write_texts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -193,6 +193,20 @@ def test_every_answer_is_learnt_and_no_prompt(form: str, tmp_path: Path) -> None
         assert data.compression_baselines() == {}
     of_answers = sum(len(pair["completion"].encode()) for pair in PAIRS)
     assert 0 < size < of_answers  # bytes of the answers that are held out, not of their prompts
+
+
+def test_a_stage_without_answers_is_masked_as_the_model_says(tmp_path: Path) -> None:
+    """Whatever comes after it, so that a stage of answers may be added to a run that has begun."""
+    text = {"text_files": str(write_texts(tmp_path / "texts"))}
+    answers = {"text_files": write_rows(tmp_path / "rows.jsonl", PAIRS), "sft_dataloader": True}
+    config = config_of(tmp_path, text)
+    both = config.model_copy(update={"data_stages": run_config(text, answers).data_stages})
+    with open_run(config, 1, quiet) as alone, open_run(both, 1, quiet) as data:
+        for one, other in ((alone.batch(1), data.batch(1)), *zip(alone.validation(), data.validation())):
+            assert one[0].documents is None
+            assert other[0].documents is None
+            assert np.array_equal(one[0].labels, other[0].labels)
+        assert data.batch(7)[0].documents is not None
 
 
 def test_long_examples_are_cut_and_rows_without_an_answer_left_out(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Every step's samples are compared with a plain reading of the config: lists of d
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from data_runs import run_config, write_texts
 
 from kenotron.config import Config
 from kenotron.config.errors import InputError
-from kenotron.data import RunData, open_run
+from kenotron.data import RunData, open_run, stages
 from kenotron.data.order import counts, huffman
 from kenotron.data.plan import plan_stages
 from kenotron.data.provenance import step_origins
@@ -231,6 +232,36 @@ def test_a_later_stage_is_planned_by_sources_that_an_earlier_one_had_to_measure(
         assert data.stage_of(8).order.mixing.offsets == (given,)
         assert of(data, range(8, 13), "a") == whole[given + BATCH :]
     assert sorted(whole[:19]) == list(range(19))
+
+
+def test_a_resumed_run_does_not_wait_for_its_next_stage(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What earlier stages and validation need is open before the next stage takes its time in the background."""
+    begun, go_on, open_folder = threading.Event(), threading.Event(), stages.open_folder
+
+    def slow(wanted: Any, *rest: Any) -> Any:
+        if wanted.path == files["c"]:
+            begun.set()
+            assert go_on.wait(60)
+        return open_folder(wanted, *rest)
+
+    monkeypatch.setattr(stages, "open_folder", slow)
+    later = [{"dataset": {"tokens": files[name]}, "start": start} for name, start in (("b", 7), ("c", 10))]
+    values = {"train_steps": 12, "sequence_length": L, "arch__vocab_size": 4096, **VAL}
+    config = run_config({"tokens": files["a"]}, *later, **values)
+    said: list[Any] = []
+
+    def resume() -> None:
+        with open_run(config, 8, quiet) as data:
+            assert begun.wait(60)
+            said.extend([data.exhausted(8), len(list(data.validation())), len(data.batch(8))])
+            go_on.set()
+            said.append(len(data.batch(10)))
+
+    thread = threading.Thread(target=resume, daemon=True)
+    thread.start()
+    thread.join(20)
+    go_on.set()
+    assert said == [None, 1, 2, 2]
 
 
 def test_a_source_that_comes_again_with_other_windows_is_told(files: dict[str, str]) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from data_runs import run_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -163,25 +164,28 @@ def test_a_ramped_run_reads_the_samples_of_a_run_without_in_their_order(
         assert data.samples_before(99) == taken
 
 
-def test_no_stage_trains_on_what_is_validated_on_whatever_its_length(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["windows", "best_fit"])
+def test_no_stage_trains_on_what_is_validated_on_whatever_its_length_and_packing(first: str, tmp_path: Path) -> None:
     """Every token is its own number: what was trained on and what is held out share none as an input."""
     for file in range(3):
         write_ds(tmp_path / "ds" / f"{file}.ds", counting(file * 700, [350, 350]), tokenizer=None)
     np.arange(2100, 3500).astype("<u2").tofile(tmp_path / "raw.bin")
-    for dataset in (
-        {"dataset_folder": str(tmp_path / "ds")},
-        {"tokens": str(tmp_path / "raw.bin"), "token_dtype": "uint16"},
-    ):
-        stages = [{"dataset": dataset, "length": length, "start": 1 + i} for i, length in enumerate((32, 7, 50, 32))]
+    other = {"windows": "best_fit", "best_fit": "windows"}[first]
+    folder = {"dataset_folder": str(tmp_path / "ds")}
+    packed = [{**folder, "packing": packing} for packing in (first, other, other, first)]
+    raw = [{"tokens": str(tmp_path / "raw.bin"), "token_dtype": "uint16"}] * 4
+    for datasets in (packed, raw):
+        shapes = list(zip(datasets, (32, 7, 50, 32)))
+        stages = [{"dataset": data, "length": length, "start": 1 + i} for i, (data, length) in enumerate(shapes)]
         config = run_config(*stages, train_steps=4, arch__vocab_size=4096, val_fraction=0.3)
         with open_run(config, 1, quiet) as data:
             held_out = {int(t) for batch, *_ in data.validation() for t in batch.tokens.ravel()}
             assert len(held_out) > 350
-            for step, length in enumerate((32, 7, 50, 32), 1):
+            for step, (_, length) in enumerate(shapes, 1):
                 source = data.stage_of(step).sources[0].train
                 inputs = source.samples(np.arange(len(source)))[:, :-1]
                 assert inputs.shape[1] == length
-                assert not held_out & set(inputs.ravel().tolist())
+                assert not (held_out - {2}) & set(inputs.ravel().tolist())  # 2 ends texts, and fills packed rows up
                 assert len(source) * length > 850  # nearly all that is not held out
 
 
@@ -196,13 +200,3 @@ def test_a_stage_says_what_shape_it_comes_to() -> None:
             "sequence length 32 (8 at first, whole from step 7 on), 4 samples a step (2 at first, all from step 4 on)",
             "sequence length 64",
         ]
-
-
-def test_rows_packed_anew_for_another_length_are_told(tmp_path: Path) -> None:
-    write_ds(tmp_path / "ds" / "0.ds", counting(0, [90] * 20), tokenizer=None)
-    said: list[str] = []
-    dataset = {"tokens": str(tmp_path / "ds"), "packing": "best_fit"}
-    config = run_config(dataset, {"dataset": dataset, "length": 64}, arch__vocab_size=4096)
-    with open_run(config, 1, said.append) as data:
-        data.batch(7)
-    assert len([line for line in said if "rows of 64 tokens are packed anew" in line]) == 1

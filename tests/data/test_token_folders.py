@@ -164,7 +164,8 @@ def test_a_sample_is_the_window_that_a_plain_loop_finds(files: Any, length: int,
 
 
 def test_a_step_is_the_same_on_every_layout_and_after_a_resume(folder: Path) -> None:
-    dataset = {"mixture": [{"weight": 3, "dataset_folder": str(folder)}, {"weight": 1, "tokens": str(folder / "a.ds")}]}
+    parts = {"dataset_folder": str(folder / "b")}, {"tokens": str(folder / "a.ds")}
+    dataset = {"mixture": [{"weight": 3 - 2 * i, **part} for i, part in enumerate(parts)]}
     with opened(dataset) as data:
         steps = [windows(data.batch(step)) for step in range(1, 13)]
     found = []
@@ -176,6 +177,29 @@ def test_a_step_is_the_same_on_every_layout_and_after_a_resume(folder: Path) -> 
     assert found == steps
     with opened(dataset, start_step=7) as data:
         assert [windows(data.batch(step)) for step in range(7, 13)] == steps[6:]
+
+
+@pytest.mark.parametrize("both", ["one stage", "two stages"])
+def test_files_whose_held_out_end_another_path_trains_on_are_refused(folder: Path, both: str) -> None:
+    whole, part = {"tokens": str(folder)}, {"tokens": str(folder / "b")}  # 10% of all is more than 10% of b
+    message = r"data/b would train on tokens of .*b/a.ds from 144 on, which .*data holds out .* give the same path"
+
+    def run(**changes: Any) -> RunData:
+        if both == "two stages":
+            return opened(whole, {"dataset": part, "start": 2}, start_step=2, **changes)
+        return opened({"mixture": [{"weight": 1, **whole}, {"weight": 1, **part}]}, **changes)
+
+    with pytest.raises(InputError, match=message):
+        run()
+    run(val_check_interval=-1).close()
+
+
+def test_another_order_of_files_would_hold_others_out(folder: Path) -> None:
+    for name in "cdefgh":
+        write_ds(folder / f"{name}.ds", counting(2000, LENGTHS))
+    dataset = {"dataset_folder": str(folder)}
+    with pytest.raises(InputError, match=r"would train on tokens of .*h.ds from .*same shuffle_files"):
+        opened(dataset, {"dataset": {**dataset, "shuffle_files": True}, "start": 2}, start_step=2)
 
 
 # ---- shares ------------------------------------------------------------------------------------------------
@@ -191,7 +215,7 @@ def shares_hold(data: RunData, shares: list[float], n: int = 600) -> None:
 
 
 def test_weights_of_folders_are_kept_in_every_prefix(folder: Path) -> None:
-    folders = [str(folder), str(folder / "b")]
+    folders = [str(folder / "a.ds"), str(folder / "b")]
     with opened({"dataset_folder": folders, "dataset_weights": [5, 2.5]}) as data:
         assert [source.train.name for source in data.stage_of(1).sources] == folders
         shares_hold(data, [2, 1])
@@ -211,8 +235,8 @@ def test_folders_without_weights_share_by_their_samples(folder: Path, key: str) 
 
 
 def test_a_share_in_a_mixture_is_divided_among_the_folders(folder: Path) -> None:
-    inner = {"dataset_folder": [str(folder / "b"), str(folder)], "dataset_weights": [3, 1]}
-    with opened({"mixture": [{"weight": 2, **inner}, {"weight": 2, "tokens": str(folder)}]}) as data:
+    inner = {"dataset_folder": [str(folder / "b"), str(folder / "a.ds")], "dataset_weights": [3, 1]}
+    with opened({"mixture": [{"weight": 2, **inner}, {"weight": 2, "tokens": str(folder / "b")}]}) as data:
         shares_hold(data, [3, 1, 4])
 
 

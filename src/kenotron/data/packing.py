@@ -112,7 +112,7 @@ def pack(starts: Int64, lengths: Int64, sequence_length: int, keep_rest: bool = 
     """Rows of documents that begin at `starts` and have `lengths` ``[documents]``: starts and lengths of their pieces
     in order of rows, and the number of pieces in each row.
 
-    Rows are in an order drawn from their numbers, so that those at the end, which are held out, are of the same kind of
+    Rows are in an order drawn from their numbers, so that the first ones, which a cap leaves, are of the same kind of
     lengths as the rest; the pieces of a row are in the order of the data.
     """
     starts, lengths = cut_long(starts, lengths, sequence_length, keep_rest)

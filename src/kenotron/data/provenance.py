@@ -116,24 +116,20 @@ def _origin(sample: int, opened: OpenSource, index: int) -> SampleOrigin:
 
 def _pieces(source: PackedRows, opened: OpenSource, index: int) -> list[PieceOrigin]:
     _, files, starts, lengths = source.pieces(np.array([index]))
-    names = _file_names(source, opened)
-    return [
-        PieceOrigin(names[file], _document_at(source, file, start), start, start + length)
-        for file, start, length in zip(files.tolist(), starts.tolist(), lengths.tolist())
-    ]
+    known, found = _files(opened), []
+    for file, start, length in zip(files.tolist(), starts.tolist(), lengths.tolist()):
+        name, ends = known[file]
+        assert ends is not None  # nothing is packed without them
+        document = int(np.searchsorted(ends, np.uint64(start), side="right"))
+        found.append(PieceOrigin(name, document, start, start + length))
+    return found
 
 
-def _document_at(source: PackedRows, file: int, token: int) -> int:
-    ends = source.parts[file].ends
-    assert ends is not None  # nothing is packed without them
-    return int(np.searchsorted(ends, np.uint64(token), side="right"))
-
-
-def _file_names(source: PackedRows, opened: OpenSource) -> list[str]:
-    """What the files of a packed source are called: those of a folder by their paths, a cache by its own."""
+def _files(opened: OpenSource) -> list[tuple[str, NDArray[np.uint64] | None]]:
+    """Name and ends of documents of the files of a packed source: of a folder its own, of a cache the training side."""
     if opened.cache is not None:
-        return [str(opened.cache.path)]
-    return [str(file.path) for file in opened.folder.files] if opened.folder is not None else []
+        return [(str(opened.cache.path), opened.cache.train.ends)]
+    return [(str(file.path), file.ends) for file in opened.folder.files] if opened.folder is not None else []
 
 
 @dataclass(frozen=True)
@@ -229,9 +225,9 @@ def _places(opened: OpenSource) -> Iterator[_Place]:
     if isinstance(source, Part):
         begin, end, source = source.start, source.stop, source.whole
     if isinstance(source, PackedRows):
-        trained, names = range(begin, end), _file_names(source, opened)
-        for name, part, base in zip(names, source.parts, source.bases.tolist()):
-            yield _RowsOfFile(name, part.ends, source.plan, base, trained)
+        trained = range(begin, end)
+        for (name, ends), base in zip(_files(opened), source.bases.tolist()):
+            yield _RowsOfFile(name, ends, source.plan, base, trained)
     elif isinstance(source, TokenFolder):
         for number, file in enumerate(source.files):
             first, after = int(source.first[number]), int(source.first[number + 1])

@@ -34,7 +34,7 @@ from .stages import OpenStage, Sources, describe_tokenizer, open_stage, validati
 from .stream import Stream
 from .tokenizer import Tokenizer, end_of_text
 from .trained import tokenizer_of
-from .validation import BASELINE_LIMIT, HeldOut, HeldOutWindows, compression_baselines, held_out_texts
+from .validation import BASELINE_LIMIT, HeldOut, compression_baselines, held_out_texts
 
 AHEAD = 16
 """Steps whose blocks of remote files are fetched while the steps before them run."""
@@ -49,8 +49,6 @@ class RunData:
     def __init__(self, config: Any, tokenizer: Tokenizer | None, stages: list[Stage], report: Report) -> None:
         self.config, self.tokenizer, self.stages = config, tokenizer, stages
         self._report = report
-        answers = any(has_answers(source.dataset) for stage in stages for source in stage.sources)
-        self._masking = answers or bool(getattr(config.model, "document_masking", False))
         self._pool = ThreadPoolExecutor(1, "kenotron-stage")
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._opened: dict[int, Future[OpenStage]] = {}
@@ -114,13 +112,17 @@ class RunData:
         if (why := self.exhausted(step)) is not None:
             raise InputError(f"step {step} is not in the run: {why}")
         positions = opened.stage.samples_before(step) + in_batch
-        whole = opened.read(positions, self.samples_before(step) + in_batch, self._masking)
+        whole = opened.read(positions, self.samples_before(step) + in_batch, self._masks(opened.stage))
         given = opened.order.mixing.given(opened.stage.samples_before(step + 1))
         for number, source in enumerate(opened.sources):
             if source.stream is not None:
                 source.stream.settle(step, given[number], opened.draws(positions, number))
         length = opened.stage.length_at(step)
         return [fold(whole[first : first + micro], length) for first in range(0, len(positions), micro)]
+
+    def _masks(self, stage: Stage) -> bool:
+        """Whether a stage's documents are masked from each other: as the model says, and wherever there are answers."""
+        return self.config.model.document_masking or any(has_answers(source.dataset) for source in stage.sources)
 
     def stage_of(self, step: int) -> OpenStage:
         """The stage that `step` belongs to, open."""
@@ -278,7 +280,7 @@ class RunData:
                 "no document is left for validation (tokens.val_check_interval): give two documents or more, or raise "
                 f"tokens.val_fraction (now {self.config.tokens.val_fraction})"
             )
-        splits = [source.held_out.split for source in sources if isinstance(source.held_out, HeldOutWindows)]
+        splits = [text for source in sources if (text := source.held_out_text) is not None]
         all_text = len(splits) == len(sources)  # bytes of a part of the tokens would say nothing of the whole
         return HeldOut(
             sources=[source.held_out for source in sources],
@@ -286,7 +288,7 @@ class RunData:
             sequence_length=opened.stage.sequence_length,
             token_bytes=self._token_bytes() if all_text else None,
             bytes_per_token=[s.bytes / len(s.tokens) for s in splits] if all_text else [0.0] * len(sources),
-            document_masking=self._masking,
+            document_masking=self._masks(opened.stage),
         )
 
     def validation_texts(self) -> Iterator[str]:
@@ -432,11 +434,13 @@ def open_run(config: Any, start_step: int = 1, report: Report = print, tokenizer
         first: Future[OpenStage] = Future()
         first.set_result(data._open_now(number))  # in this thread: it may show a progress bar, and be interrupted
         data._opened[number] = first
-        data._stage(number)
-        if start_step == 1 and (why := data.exhausted(1)) is not None:
+        # All that earlier stages have to be asked for, before the next one may take its time in the background.
+        why = data.exhausted(min(start_step, config.tokens.train_steps))
+        if start_step == 1 and why is not None:
             raise InputError(f"no sample for a single step: {why}")
         if config.tokens.validates:
             data.held_out()  # now, not at the first validation
+        data._stage(number)
     except BaseException:
         data.close()
         raise

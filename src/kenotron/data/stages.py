@@ -21,7 +21,7 @@ import numpy as np
 from kenotron.config.errors import InputError
 
 from .batch import Int64, TokenBatch, TokenSource, make_batch
-from .cache import TokenCache, open_tokens
+from .cache import SplitTokens, TokenCache, open_tokens
 from .encode import EncodeRules
 from .order import Mixing, Order
 from .packing import PackedRows, packed_rows
@@ -30,7 +30,7 @@ from .progress import Report
 from .sources import Part, RandomTokens, TokenWindows, UserSource, held_out_samples, user_object
 from .stream import Stream, first_held_out
 from .texts import StreamTexts
-from .token_folder import TokenFolder, TokenPath, check_fit, first_length, open_folder, open_samples, training_samples
+from .token_folder import TokenFolder, TokenPath, check_apart, check_fit, open_folder, split_samples
 from .tokenizer import Tokenizer, end_of_text
 from .validation import HeldOutWindows
 
@@ -62,6 +62,13 @@ class OpenSource:
         """The rows of whole documents that are trained on; None where it is windows."""
         whole = self.train.whole if isinstance(self.train, Part) else self.train
         return whole if isinstance(whole, PackedRows) else None
+
+    @property
+    def held_out_text(self) -> SplitTokens | None:
+        """The tokens of held-out text, with its bytes; None where there are no texts."""
+        if self.cache is not None:
+            return self.cache.validation
+        return self.held_out.split if isinstance(self.held_out, HeldOutWindows) else None
 
     def measure(self, unit: str) -> int:
         """What is trained on, in samples ("tokens": all have the same number), or its bytes ("size").
@@ -197,6 +204,20 @@ class Sources:
                 self._open[place] = opened
             return self._open[place]
 
+    def check_held_out(self, stage: Stage) -> None:
+        """Error (InputError): a stage would train on tokens of files that the first one, and so validation, holds out.
+
+        Text is held out by its hash, wherever it stands.
+        """
+        if not self._config.tokens.validates:
+            return
+        validated, trained = (
+            [self.source(each, n).folder for n, s in enumerate(each.sources) if kind(s.dataset) == "tokens"]
+            for each in (self.stages[0], stage)
+        )
+        for folder in filter(None, trained):
+            check_apart(folder, [other for other in validated if other is not None], self._config)
+
     def mixing(self, stage: Stage) -> Mixing:
         """Which source gives which sample of a stage."""
         if stage.number in self._mixings:
@@ -228,6 +249,7 @@ class Sources:
 def open_stage(sources: Sources, stage: Stage) -> OpenStage:
     """A stage with all of its sources open."""
     opened = [sources.source(stage, number) for number in range(len(stage.sources))]
+    sources.check_held_out(stage)
     keys = [planned.key for planned in stage.sources]
     lengths = [None if source.stream else len(source.train) for source in opened]
     return OpenStage(stage, opened, Order(lengths, keys, sources.mixing(stage)))
@@ -276,14 +298,8 @@ def open_source(
     if isinstance(planned.dataset, TokenPath):
         folder = open_folder(planned.dataset, length, vocab_size, config.general.seed, config.remote_data)
         check_fit(folder, planned.dataset, config, tokenizer, report)
-        samples = open_samples(folder, planned.dataset, padding, report)
-        if config.tokens.validates and isinstance(samples, PackedRows) and length != first_length(config):
-            report(
-                f"warning: {folder.name}: rows of {length} tokens are packed anew, so that this stage also trains on "
-                f"documents that the first stage, with another sequence length, holds out of the same files"
-            )
-        last, border = training_samples(samples, planned.dataset, config)
-        return OpenSource(Part(samples, 0, last), Part(samples, border, len(samples)), folder=folder)
+        train, held_out = split_samples(folder, planned.dataset, config, padding, report)
+        return OpenSource(train, held_out, folder=folder)
     if kind(planned.dataset) == "null":
         whole: RandomTokens | UserSource = RandomTokens(vocab_size, length, stage.seed)
         held = RANDOM_HELD_OUT

@@ -37,7 +37,7 @@ from .order import permute
 from .packing import PackedRows, packed_rows
 from .progress import Report
 from .remote import AnyPath, RemoteArray, as_path, fetch_ahead, is_remote, read_rows
-from .sources import document_numbers, held_out_samples
+from .sources import Part, document_numbers, held_out_samples
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -349,27 +349,26 @@ def _local_copy(file: TokenFile, folder: Any, copies: Path) -> TokenFile:
     return replace(file, path=copy, tokens=np.asarray(np.memmap(copy, dtype=file.tokens.dtype, mode="r")))
 
 
-def open_samples(folder: TokenFolder, wanted: TokenPath, padding: int, report: Report) -> TokenFolder | PackedRows:
-    """The samples of a folder as they are packed: its own windows, or rows of whole documents."""
-    if wanted.packing == "windows":
-        return folder
-    return packed_rows(folder.name, folder.files, folder.sequence_length, padding, report, folder.check)
+def split_samples(
+    folder: TokenFolder, wanted: TokenPath, config: Any, padding: int, report: Report
+) -> tuple[Part, Part]:
+    """What is trained on, windows or rows of whole documents as `wanted` says, and the held-out windows.
 
-
-def training_samples(source: TokenFolder | PackedRows, wanted: TokenPath, config: Any) -> tuple[int, int]:
-    """`(stop, border)`: samples below `stop` are trained on, those from `border` on are held out.
-
-    What is held out are tokens, whatever a stage's sequence length: the last windows of the first stage's length, from
-    which every validation reads. The cap lies only on training, so that no stage trains on what another validates on.
+    What is held out are tokens, whatever a stage's sequence length and packing (`training_ends`). The cap lies only on
+    training, so that no stage trains on what another validates on.
     """
-    border = _border(source, first_length(config), config.tokens.val_fraction)
-    if wanted.max_tokens is None:
-        return border, border
-    if isinstance(source, PackedRows):
-        most = count_windows(wanted.max_tokens, "datatrove", source.sequence_length)  # side by side, as rows are
-    else:
-        most = max(count_windows(wanted.max_tokens, file.format, source.sequence_length) for file in source.files)
-    return min(border, most), border
+    length, ends = folder.sequence_length, training_ends(folder, config)
+    border = sum(count_windows(end, file.format, length) for file, end in zip(folder.files, ends))
+    held_out = Part(folder, border, len(folder))
+    whole: TokenFolder | PackedRows = folder
+    if wanted.packing == "best_fit":
+        files = [_documents_before(file, end) for file, end in zip(folder.files, ends)]
+        whole = packed_rows(folder.name, files, length, padding, report, folder.check)
+        border = len(whole)
+    if wanted.max_tokens is not None:
+        formats = ["datatrove"] if isinstance(whole, PackedRows) else [file.format for file in folder.files]
+        border = min(border, max(count_windows(wanted.max_tokens, each, length) for each in formats))
+    return Part(whole, 0, border), held_out
 
 
 def first_length(config: Any) -> int:
@@ -377,25 +376,51 @@ def first_length(config: Any) -> int:
     return next(iter(config.sequence_lengths.values()))
 
 
-def _border(folder: TokenFolder | PackedRows, length: int, fraction: float) -> int:
-    """Samples of `folder` before the held-out part, the last `fraction` of its windows of `length`.
+def training_ends(folder: TokenFolder, config: Any) -> list[int]:
+    """Of each file the tokens before the held-out part, the last `tokens.val_fraction` of the windows of all files.
 
-    Rows of documents lie in no order of tokens: of them it is the last `fraction` itself.
+    They are windows of the first stage's length, from which every validation reads.
     """
-    if isinstance(folder, PackedRows):
-        return len(folder) - held_out_samples(len(folder), fraction)
+    length = first_length(config)
     counts = [count_windows(len(file.tokens), file.format, length) for file in folder.files]
-    left, border = sum(counts) - held_out_samples(sum(counts), fraction), 0
-    for file, count in zip(folder.files, counts):
-        trained = min(left, count)
-        end = len(file.tokens)
-        if trained < count:  # the held-out part begins here: up to the last token of the last window trained on
-            end = (trained - 1) * window_step(file.format, length) + length + 1 if trained else 0
-        border += count_windows(end, file.format, folder.sequence_length)
-        left -= trained
-        if trained < count:
+    left = sum(counts) - held_out_samples(sum(counts), config.tokens.val_fraction)
+    ends = [0] * len(counts)
+    for number, (file, count) in enumerate(zip(folder.files, counts)):
+        if left < count:  # up to the last token of the last window trained on
+            ends[number] = (left - 1) * window_step(file.format, length) + length + 1 if left else 0
             break
-    return border
+        ends[number], left = len(file.tokens), left - count
+    return ends
+
+
+def _documents_before(file: TokenFile, end: int) -> TokenFile:
+    """A file with its documents up to the token `end` and no others; one that goes on behind it is cut there."""
+    if file.ends is None or end == len(file.tokens):
+        return file
+    whole = file.ends[: np.searchsorted(file.ends, np.uint64(end), side="right")]
+    is_cut = end > (whole[-1] if len(whole) else 0)
+    return replace(file, ends=np.append(whole, np.uint64(end)) if is_cut else whole)
+
+
+def check_apart(folder: TokenFolder, validated: Sequence[TokenFolder], config: Any) -> None:
+    """Error (InputError): a training token of `folder` is one that one of the folders `validated` holds out.
+
+    The same path holds the same tokens out wherever it stands; a folder and a file in it, or the same files in another
+    order, do not.
+    """
+    trained = dict(zip(map(_place, folder.files), training_ends(folder, config)))
+    for other in validated:
+        for file, end in zip(other.files, training_ends(other, config)):
+            if trained.get(_place(file), 0) > end:
+                raise InputError(
+                    f"{folder.name} would train on tokens of {file.path} from {end} on, which {other.name} holds out "
+                    "for validation; give the same path, with the same shuffle_files, in both places (each path of a "
+                    "list holds out of its own), or leave validation out (tokens.val_check_interval: -1)"
+                )
+
+
+def _place(file: TokenFile) -> str:
+    return str(file.path) if is_remote(file.path) else os.path.realpath(str(file.path))
 
 
 def check_fit(folder: TokenFolder, wanted: TokenPath, config: Any, run: Tokenizer | None, report: Report) -> None:
