@@ -48,6 +48,9 @@ plain = st.recursive(
 )
 
 
+NOT_OF_STREAMS = ("packing", "max_epochs", "dataset_processing_num_proc_per_process", "dataset_overwrite_cache")
+
+
 def configs() -> st.SearchStrategy[Config]:
     """Valid configs over the whole schema, variants that no code serves yet included."""
     return _section(Config).map(_agree).map(Config.model_validate)
@@ -174,6 +177,9 @@ def _stages(stages: list[dict[str, Any]]) -> None:
         for part in [dataset, *dataset.get("mixture", [])]:
             if "dataset_folder" in part:
                 part.update(dataset_weights=None, dataset_read_path=None, dataset_max_tokens=None)
+            if part.get("streaming") is not None:
+                for name in NOT_OF_STREAMS:
+                    part.pop(name, None)
         for part in dataset.get("mixture", []):
             part["weight"] = 2.0
         if not any(part.get("max_epochs") for part in [dataset, *dataset.get("mixture", [])]):

@@ -116,5 +116,5 @@ def test_the_time_left_counts_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_another_ramp_is_another_run(tmp_path: Path) -> None:
     train_quietly(tiny_config(tmp_path, *RAMPS, "tokens.train_steps=2"))
-    with pytest.raises(InputError, match=r"batch_size_ramp\.samples is 12 there and 24 in this config"):
+    with pytest.raises(InputError, match=r"batch_size_ramp\.samples of stage 'only' is 12 there and 24 in this config"):
         train_quietly(tiny_config(tmp_path, *RAMPS, "data_stages.0.batch_size_ramp.samples=24"))
