@@ -1,0 +1,94 @@
+"""Data that are no plain windows, on ranks: answers only, packed rows, several sources, an end before the last step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hub_cache import make_tokenizer_repository
+from layout_runs import Problem, prepared, steps, train_alone, train_on_layout
+from ranks import run_ranks
+from test_matrix import expect_the_same
+from written_tokens import write_ds
+
+from kenotron.parallel.mesh import AXES, Mesh, axes, build_mesh
+from kenotron.train.validation import validate
+
+DATASET = "data_stages.0.data.dataset"
+
+
+def answers(folder: Path) -> Problem:
+    """Prompts and answers of many lengths: labels lie unevenly over micro-batches and ranks."""
+    rows = [{"prompt": "word1 " * (a + 1), "completion": "word2 word3 " * (b * b)} for a in range(8) for b in range(4)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows if row["completion"]))
+    words = make_tokenizer_repository(folder / "hub", "robot/words")
+    overrides = (
+        f"{DATASET}={{text_files: {folder / 'rows.jsonl'}, sft_dataloader: true}}",
+        f"tokenizer.tokenizer_name_or_path={words}",
+        "model.model_config.eos_token_id=2",
+    )
+    return Problem("answers", overrides, steps=3, model={"vocab_size": 200})
+
+
+def packed(folder: Path) -> Problem:
+    path = write_ds(folder / "a" / "0.ds", [[(i * 7 + j) % 60 for j in range(1 + i * 11 % 37)] for i in range(150)])
+    overrides = (f"{DATASET}={{tokens: {path.parent}, packing: best_fit}}", "model.document_masking=true")
+    return Problem("packed", overrides, steps=3)
+
+
+LAYOUTS = [
+    (answers, "dp=2 accum=4"),
+    (packed, "pp=2 engine=1f1b accum=4"),
+    pytest.param(answers, "cp=2", marks=pytest.mark.slow),
+    pytest.param(answers, "tp=2 mode=REDUCE_SCATTER", marks=pytest.mark.slow),
+    pytest.param(packed, "dp=2 zero=3", marks=pytest.mark.slow),
+    pytest.param(packed, "cp=2 method=ulysses", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("problem", "layout"), LAYOUTS)
+def test_masked_labels_mean_the_same_on_every_layout(
+    problem: Callable[[Path], Problem], layout: str, tmp_path: Path
+) -> None:
+    given = problem(tmp_path)
+    reference = train_alone(given, tmp_path)
+    expect_the_same(run_ranks(2, train_on_layout, given, layout, tmp_path, reference), reference)
+
+
+def validated(rank: int, problem: Problem, layout: str, folder: Path) -> tuple[int, str | None, dict[str, float]]:
+    """Steps done, why no more, and what validation found."""
+    config = problem.config(layout, folder)
+    alone = not layout
+    mesh = Mesh(dict.fromkeys(AXES, 1)) if alone else build_mesh(axes(config), config.parallelism.world_size, "cpu")
+    with prepared(config, mesh) as run:
+        steps(run)
+        found = validate(run)
+        assert found is not None
+        fields = found.metrics()
+        del fields["val_seconds"]
+        return run.step, run.data.exhausted(run.step + 1), fields
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "pp=2"])
+def test_an_early_end_and_the_losses_of_sources_are_the_same_on_every_layout(layout: str, tmp_path: Path) -> None:
+    paths = []
+    for name, count in (("a", 40), ("b", 90)):
+        documents = [[(i * 5 + j) % 60 for j in range(1 + i * 13 % 29)] for i in range(count)]
+        paths.append(write_ds(tmp_path / name / "0.ds", documents).parent)
+    parts = f"{{weight: 1, tokens: {paths[0]}, max_epochs: 1}}, {{weight: 2, tokens: {paths[1]}}}"
+    overrides = (
+        f"{DATASET}={{mixture: [{parts}]}}",
+        "tokens.val_check_interval=1",
+        "tokens.limit_val_batches=-1",
+        "tokens.val_fraction=0.2",
+    )
+    problem = Problem("early", overrides, steps=50)
+    done, why, expected = validated(0, problem, "", tmp_path)
+    assert 0 < done < 50
+    assert why == "'a' has given its 1 epochs"
+    assert {"val_loss", "val_tokens", "val_loss/a", "val_loss/b"} <= set(expected)
+    for found in run_ranks(2, validated, problem, layout, tmp_path):
+        assert found[:2] == (done, why)
+        assert found[2] == pytest.approx(expected, rel=1e-5)
