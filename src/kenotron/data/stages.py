@@ -211,12 +211,15 @@ class Sources:
         """
         if not self._config.tokens.validates:
             return
-        validated, trained = (
-            [self.source(each, n).folder for n, s in enumerate(each.sources) if kind(s.dataset) == "tokens"]
-            for each in (self.stages[0], stage)
+        trained, validated = (
+            [
+                folder
+                for number, planned in enumerate(each.sources)
+                if isinstance(planned.dataset, TokenPath) and (folder := self.source(each, number).folder) is not None
+            ]
+            for each in (stage, self.stages[0])
         )
-        for folder in filter(None, trained):
-            check_apart(folder, [other for other in validated if other is not None], self._config)
+        check_apart(trained, validated, self._config)
 
     def mixing(self, stage: Stage) -> Mixing:
         """Which source gives which sample of a stage."""

@@ -402,18 +402,23 @@ def _documents_before(file: TokenFile, end: int) -> TokenFile:
     return replace(file, ends=np.append(whole, np.uint64(end)) if is_cut else whole)
 
 
-def check_apart(folder: TokenFolder, validated: Sequence[TokenFolder], config: Any) -> None:
-    """Error (InputError): a training token of `folder` is one that one of the folders `validated` holds out.
+def check_apart(trained: Sequence[TokenFolder], validated: Sequence[TokenFolder], config: Any) -> None:
+    """Error (InputError): a training token of the folders `trained` is one that one of `validated` holds out.
 
     The same path holds the same tokens out wherever it stands; a folder and a file in it, or the same files in another
     order, do not.
     """
-    trained = dict(zip(map(_place, folder.files), training_ends(folder, config)))
-    for other in validated:
-        for file, end in zip(other.files, training_ends(other, config)):
-            if trained.get(_place(file), 0) > end:
+    borders: dict[str, tuple[int, str]] = {}  # of a file: the first token that is held out, by which folder
+    for folder in validated:
+        for file, end in zip(folder.files, training_ends(folder, config)):
+            here = end, folder.name
+            borders[_place(file)] = min(borders.get(_place(file), here), here)
+    for folder in trained:
+        for file, end in zip(folder.files, training_ends(folder, config)):
+            border, other = borders.get(_place(file), (end, ""))
+            if border < end:
                 raise InputError(
-                    f"{folder.name} would train on tokens of {file.path} from {end} on, which {other.name} holds out "
+                    f"{folder.name} would train on tokens of {file.path} from {border} on, which {other} holds out "
                     "for validation; give the same path, with the same shuffle_files, in both places (each path of a "
                     "list holds out of its own), or leave validation out (tokens.val_check_interval: -1)"
                 )
