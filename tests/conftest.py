@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
+
+# How long an example takes says more about the machine's other work than about the code.
+hypothesis.settings.register_profile("kenotron", deadline=None)
+hypothesis.settings.load_profile("kenotron")
 
 for shared in ("data", "interop", "layouts", "train"):  # folders with modules that tests of other rooms import
     sys.path.insert(0, str(Path(__file__).parent / shared))

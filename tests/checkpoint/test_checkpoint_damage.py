@@ -58,7 +58,7 @@ def assert_found_and_skipped(root: Path, name: str) -> None:
             read_tensors(root / "20")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(FILES), st.floats(0, 1, exclude_max=True), st.integers(1, 255))
 @example("model/rank0.safetensors", 0.0, 1)
 @example("model/rank0.safetensors", 0.999999, 128)

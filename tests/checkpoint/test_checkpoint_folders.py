@@ -133,7 +133,7 @@ def test_a_trailing_newline_in_latest_does_no_harm(tmp_path: Path) -> None:
 STEPS = st.lists(st.integers(0, 60), unique=True, max_size=12)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     STEPS,
     st.integers(1, 5),

@@ -57,7 +57,7 @@ def save_plain(root: Path, step: int, model: dict, optimizer: dict | None = None
     return save(root, step, model=model, optimizer=optimizer, **arguments).path
 
 
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(
         st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),

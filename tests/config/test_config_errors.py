@@ -286,7 +286,7 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
     assert message(path) == f"{path}: expected text in UTF-8"
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(config=configs(), junk=plain | st.just({"mixture": 3, "path": 1, "std": 2}), data=st.data())
 def test_whatever_is_wrong_somewhere_ends_in_a_clear_error_or_a_config(config: Config, junk: Any, data: Any) -> None:
     values = to_dict(config)

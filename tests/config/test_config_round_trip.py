@@ -15,21 +15,21 @@ from kenotron.config.document import parse
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=SLOW)
+@settings(max_examples=40, suppress_health_check=SLOW)
 @given(configs())
 def test_a_dumped_config_loads_to_an_equal_one(config: Config) -> None:
     for comments in (False, True):
         assert Config.model_validate(parse(dump(config, comments)).data) == config
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=SLOW)
+@settings(max_examples=20, suppress_health_check=SLOW)
 @given(configs())
 def test_a_config_survives_as_plain_data_and_a_plain_yaml_reader_sees_the_same(config: Config) -> None:
     assert load(to_dict(config)) == config
     assert yaml.safe_load(dump(config)) == to_dict(config)  # PyYAML's own rules, independent of our reader
 
 
-@settings(deadline=None, max_examples=20, suppress_health_check=SLOW)
+@settings(max_examples=20, suppress_health_check=SLOW)
 @given(configs(), configs())
 def test_two_configs_are_equal_exactly_when_nothing_differs(a: Config, b: Config) -> None:
     assert diff(a, a) == []

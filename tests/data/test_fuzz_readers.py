@@ -29,7 +29,7 @@ from kenotron.data.prepare.merge import merge
 from kenotron.data.texts import FileTexts, find_files
 from kenotron.data.token_folder import TokenPath, open_folder, read_mix
 
-FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 MOST_MEMORY = 64 << 20
 
 TEXTS = ["one two", "été 漢字 🙂", "", "three\nfour " * 20]

@@ -23,7 +23,7 @@ def document_of(lengths, token):
 streams = st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(sum)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(streams, st.integers(1, 9))
 def test_windows_share_one_token_and_only_the_tail_is_left_out(lengths, size):
     source = TokenWindows("made", made_split(lengths), size)
@@ -33,7 +33,7 @@ def test_windows_share_one_token_and_only_the_tail_is_left_out(lengths, size):
         assert row == list(range(i * size, i * size + size + 1))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(streams, st.integers(1, 9), st.randoms())
 def test_documents_number_every_token_also_past_empty_documents(lengths, size, random):
     source = TokenWindows("made", made_split(lengths), size)
@@ -44,7 +44,7 @@ def test_documents_number_every_token_also_past_empty_documents(lengths, size, r
     assert source.documents(indices).tolist() == expected
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(streams, st.integers(1, 9))
 def test_held_out_windows_hold_every_token_and_fill_up_the_last(lengths, size):
     source = HeldOutWindows("made", made_split(lengths), size)
@@ -57,7 +57,7 @@ def test_held_out_windows_hold_every_token_and_fill_up_the_last(lengths, size):
     assert documents[real].tolist() == [document_of(lengths, t) for t in rows[real].tolist()]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(streams, st.integers(1, 9))
 def test_batches_with_documents_restart_positions_and_mask_borders(lengths, size):
     source = TokenWindows("made", made_split(lengths), size)

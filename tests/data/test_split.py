@@ -5,7 +5,7 @@ import json
 import pytest
 import tokenizers
 from data_runs import write_texts
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.data.cache import EncodeRules, open_tokens
@@ -31,7 +31,6 @@ def quiet(line):
     return None
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(), min_size=1), st.floats(1e-9, 0.5))
 def test_something_is_held_out_and_something_left_of_any_two_texts(texts, fraction):
     limit = held_out_limit((Piece(text, 0) for text in texts), fraction)

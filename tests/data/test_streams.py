@@ -184,7 +184,7 @@ documents = st.lists(st.text("abcdefgh", min_size=0, max_size=9), min_size=4, ma
 
 
 @given(st.lists(documents, min_size=1, max_size=4), st.integers(1, 12), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_lane_against_a_plain_loop_and_put_down_anywhere(
     parts: list[list[str]], buffer: int, data: st.DataObject
 ) -> None:

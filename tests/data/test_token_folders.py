@@ -121,7 +121,7 @@ def test_files_of_different_widths_may_lie_in_one_folder(folder: Path) -> None:
         assert sorted(epoch(data) + held_out(data)) == [row for rows in expected for row in rows]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=6),
     st.integers(1, 9),

@@ -67,7 +67,7 @@ def test_the_cache_gives_what_reading_the_whole_text_again_gives(model):
     assert completion.tokens == text[len(prompt) :]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=6),
     st.sampled_from([0.0, 1.0]),

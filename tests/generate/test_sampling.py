@@ -10,7 +10,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from kenotron.config.errors import InputError
 from kenotron.generate.sampling import NOT_FINITE, Sampling, cut, draw, next_tokens
 
-quick = settings(deadline=None, max_examples=60)
+quick = settings(max_examples=60)
 logit_rows = st.lists(st.integers(-8, 8).map(lambda n: n / 2), min_size=2, max_size=12)  # ties are likely
 
 

@@ -36,7 +36,7 @@ def pieces_of(tokenizer, prompt, tokens):
     return [*[stream.push(token) for token in tokens], stream.finish()]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(texts, texts)
 @example("", "é中😀")
 @example("中", "\n\n 中")
@@ -46,7 +46,7 @@ def test_pieces_joined_are_the_text_and_none_holds_half_a_character(prompt, text
     assert not any(UNFINISHED in piece for piece in pieces)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 255), max_size=30))
 def test_bytes_that_are_no_text_come_out_as_decoding_at_once_shows_them(tokens):
     assert "".join(pieces_of(BYTES, [], tokens)) == BYTES.decode(tokens)

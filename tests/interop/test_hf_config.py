@@ -149,7 +149,7 @@ architectures = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(architectures, st.sampled_from(["float32", "bfloat16"]))
 def test_an_architecture_survives_the_way_to_transformers_and_back(values, dtype):
     architecture = LlamaArchitecture.model_validate(values)

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.kernels import quantiles, random
@@ -25,7 +25,6 @@ def splitmix64_with_a_key_in_the_middle(key, counter):
 
 
 @given(key=words, counter=words)
-@settings(deadline=None)
 def test_integers_numpy_and_torch_give_the_same_bits(key, counter):
     expected = splitmix64_with_a_key_in_the_middle(key, counter)
     signed = counter - 2**64 if counter >= 2**63 else counter
@@ -151,7 +150,6 @@ def test_tails_hold_as_many_draws_as_they_should():
 
 
 @given(key=words, start=st.integers(0, 2**40), count=st.integers(0, 300))
-@settings(deadline=None)
 def test_numpy_twin_gives_the_same_normals_bit_for_bit(key, start, count):
     drawn = random.normal(key, start, count).numpy()
     twin = quantiles.normal_array(key, np.arange(start, start + count))

@@ -392,7 +392,7 @@ def test_no_rank_holds_more_than_its_stages() -> None:
     assert bytes0 + bytes1 == sum(gradient.numel() * 4 for gradient in gradients.values()) + copy
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=8),
     st.integers(1, 8),

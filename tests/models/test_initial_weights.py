@@ -100,7 +100,7 @@ def test_the_order_in_which_weights_are_filled_does_not_matter() -> None:
     assert all(torch.equal(parameter, expected[name]) for name, parameter in parameters)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_shard_holds_the_bits_of_the_whole(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))

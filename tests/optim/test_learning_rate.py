@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.config.optimizer import LearningRateScheduler
@@ -144,7 +144,6 @@ def schedules(draw, styles):
 ALL = ["linear", "cosine", "1-sqrt", "sqrt", "step", "constant"]
 
 
-@settings(deadline=None)
 @given(schedules(ALL))
 def test_every_rate_lies_between_zero_and_the_peak_and_above_the_floor_after_warmup(case):
     schedule, train_steps = case
@@ -155,7 +154,6 @@ def test_every_rate_lies_between_zero_and_the_peak_and_above_the_floor_after_war
             assert rate >= (schedule.min_decay_lr or 0.0) * (1 - 1e-12)
 
 
-@settings(deadline=None)
 @given(schedules(ALL))
 def test_the_rate_rises_through_warmup_and_never_again(case):
     schedule, train_steps = case
@@ -165,7 +163,6 @@ def test_the_rate_rises_through_warmup_and_never_again(case):
     assert all(after <= before * (1 + 1e-12) for before, after in zip(rates[top - 1 :], rates[top:], strict=False))
 
 
-@settings(deadline=None)
 @given(schedules(["linear", "cosine", "1-sqrt", "sqrt", "constant"]))
 def test_the_joints_are_continuous(case):
     """Warm-up meets the plateau at the peak; the decay leaves it and meets its end without a jump."""
@@ -179,7 +176,6 @@ def test_the_joints_are_continuous(case):
         assert end == pytest.approx(schedule.final_lr, rel=1e-12)
 
 
-@settings(deadline=None)
 @given(schedules(ALL), st.floats(1e-3, 1e3))
 def test_the_curve_scales_with_its_rates(case, factor):
     """What a group with a learning-rate scale relies on: scaling the curve is scaling peak and floor."""

@@ -330,7 +330,7 @@ def test_numbers_are_shown_as_in_the_seeds_log(number: float, shown: str) -> Non
     assert human_format(number) == shown
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(st.floats(min_value=-9e17, max_value=9e17).filter(lambda x: abs(x) > 1e-300))
 def test_what_is_shown_is_the_number_to_three_digits(number: float) -> None:
     shown = human_format(number)

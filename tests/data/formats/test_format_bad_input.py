@@ -233,7 +233,7 @@ def test_a_folder_is_walked_in_order_of_path_and_links_do_not_loop(tmp_path: Pat
 
 
 @pytest.mark.parametrize("format", WRITERS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(data=st.data())
 def test_no_damage_is_another_exception(format: str, data: st.DataObject) -> None:
     """A byte is changed, a file is cut, grown or removed: an InputError, or as many tokens as there were."""

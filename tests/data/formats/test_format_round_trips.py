@@ -30,7 +30,7 @@ def flat(docs: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(("format", "dtype"), [(f, d) for f, dtypes in WRITABLE.items() for d in dtypes])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(batches=st.lists(documents, max_size=3))
 def test_what_is_written_is_read(format: str, dtype: str, batches: list[list[list[int]]]) -> None:
     with TemporaryDirectory() as folder:
@@ -53,7 +53,7 @@ def test_what_is_written_is_read(format: str, dtype: str, batches: list[list[lis
         assert not list(Path(folder).rglob("*.partial"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(batches=st.lists(st.tuples(documents, st.booleans()), max_size=4), seed=st.integers(0, 99))
 def test_a_loss_mask_may_begin_late_and_pause(batches: list[tuple[list[list[int]], bool]], seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -75,7 +75,7 @@ def test_a_loss_mask_may_begin_late_and_pause(batches: list[tuple[list[list[int]
 
 @pytest.mark.parametrize("to", ["datatrove", "megatron", "numpy"])
 @pytest.mark.parametrize("source", ["datatrove", "megatron"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(docs=documents, piece=st.integers(1, 7))
 def test_convert_keeps_ids_and_documents_at_any_piece_size(source: str, to: str, docs: list, piece: int) -> None:
     before = converting.PIECE
@@ -132,7 +132,7 @@ def test_a_loss_mask_is_never_dropped(tmp_path: Path) -> None:
     assert (tmp_path / "c.ds.loss").read_bytes() == b"\1\0\1"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(docs=documents, longest=st.integers(1, 5))
 def test_a_document_longer_than_a_megatron_sequence_is_several(docs: list, longest: int) -> None:
     before = megatron.LONGEST_SEQUENCE
@@ -150,7 +150,7 @@ def test_a_document_longer_than_a_megatron_sequence_is_several(docs: list, longe
     assert file.ends.tolist() == np.cumsum([len(d) for d in docs]).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(docs=documents, start=st.integers(0, 70), length=st.integers(0, 70), size=st.integers(1, 9))
 def test_documents_between_and_pieces_by_a_plain_loop(docs: list, start: int, length: int, size: int) -> None:
     with TemporaryDirectory() as folder:

@@ -100,7 +100,7 @@ def test_every_order_is_about_equally_likely(tmp_path, monkeypatch):
     assert sum((count - 100) ** 2 / 100 for count in counts.values()) < 25  # chi², 5 degrees: 1 in 7,000
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=30),
     cuts=st.lists(st.integers(0, 200), max_size=8),

@@ -48,7 +48,7 @@ PARTS = st.sampled_from(
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(texts=st.lists(st.one_of(st.lists(PARTS, max_size=25).map("".join), st.text(max_size=40)), max_size=4))
 def test_ids_are_the_librarys(name, texts):
     assert ENCODERS[name].encode(texts) == by_library(BACKENDS[name], texts)
