@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 
 # How long an example takes says more about the machine's other work than about the code.
-hypothesis.settings.register_profile("kenotron", deadline=None)
+hypothesis.settings.register_profile("kenotron", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("kenotron")
 
 for shared in ("data", "interop", "layouts", "train"):  # folders with modules that tests of other rooms import
