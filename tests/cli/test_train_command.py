@@ -127,7 +127,7 @@ def test_the_end_of_a_run_names_commands_that_work(tmp_path: Path, nursery: Nurs
         (["train", "{file}", "general.hooks=[user_parts.counting]"], "general.hooks"),
         (["train", "{file}", "general.hooks=[{path: user_parts.Poison, kwargs: {wrong: 1}}]"], "general.hooks"),
         (["train", "{file}", "model.model_config.hidden_size=17"], "num_attention_heads"),
-        (["train"], "Missing parameter: file"),
+        (["train"], "Missing argument 'file'"),
         (["trane"], "No such command"),
         (["train", "{file}", "--frehs"], "No such option"),
     ],

@@ -164,7 +164,7 @@ def test_a_dataset_is_known_by_its_keys(minimal: dict[str, Any], keys: Any, vari
         ({"hf_dataset_or_datasets": {}}, "hf_dataset_or_datasets: expected a map of at least 1"),
         (HF | {"hf_dataset_splits": []}, "hf_dataset_splits: expected a list of at least 1"),
         (HF | {"sft_dataloader": True, "text_column_name": "t"}, "belongs to the variant pretrain"),
-        (HF | {"sft_dataloader": False}, "sft_dataloader: expected True, found false"),
+        (HF | {"sft_dataloader": False}, "sft_dataloader: expected true, found false"),
         (HF | {"corpus": "python-stdlib"}, "'corpus' belongs to the variant corpus"),
         ({"hf_dataset_or_datasets": 3}, "expected a name, a list of names"),
         ("org/name", "expected a dataset: null, or a map with one of the keys hf_dataset_or_datasets"),

@@ -240,6 +240,10 @@ def test_debug_max_samples_and_columns(tmp_path: Path) -> None:
         assert sum(text.count("<|im_start|>assistant") for text in texts) == 2
     with pytest.raises(InputError, match=r"rows.jsonl, row 1: expected text in the columns 'prompt' and 'completion'"):
         open_run(config_of(tmp_path, {"text_files": file, "sft_dataloader": True}), 1, quiet)
+    write_rows(tmp_path / "questions.jsonl", [{"prompt": "a", "completion": ""}] * 3)
+    asked = {"text_files": str(tmp_path / "questions.jsonl"), "sft_dataloader": True}
+    with pytest.raises(InputError, match=r"questions.jsonl: no text in it \(no row has an answer\)"):
+        open_run(config_of(tmp_path, asked), 1, quiet)
 
 
 def test_workers_make_the_same_tokens(tmp_path: Path) -> None:

@@ -275,6 +275,13 @@ def test_a_source_that_comes_again_with_other_windows_is_told(files: dict[str, s
         assert not [line for line in data.describe() if "comes again" in line]
 
 
+def test_a_stage_behind_the_last_step_is_told(files: dict[str, str]) -> None:
+    alone = {"tokens": files["b"]}
+    config = config_of(alone, {"dataset": {"tokens": "nowhere"}, "start": 50}, train_steps=12, **VAL)
+    with opened(config) as data:
+        assert data.describe()[-1] == "[stage 1] from step 50 on: not reached, the run has 12 steps"
+
+
 def test_labels_are_as_short_as_tells_sources_apart(tmp_path: Path) -> None:
     def labels(*paths: str) -> list[str]:
         return [s.label for s in plan_stages(config_of({"tokens": list(paths)}))[0].sources]

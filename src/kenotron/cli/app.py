@@ -40,7 +40,7 @@ def build_app() -> Callable[[list[str]], int]:
         try:
             code = app(arguments, prog_name="kenotron", standalone_mode=False)
         except TyperException as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error.format_message()}", file=sys.stderr)  # names the option
             print("Try 'kenotron --help'.", file=sys.stderr)
             return 2
         if code == 130:  # typer makes an exit code of Ctrl-C

@@ -101,12 +101,19 @@ def convert(
     """Change the format of token files; ids and documents stay exactly what they are."""
     from kenotron.data.prepare.convert import convert as work
 
+    on_this_machine(dst, "DST")
     done = work(src, dst, to, dtype, source_dtype, report=lambda line: print(line, file=sys.stderr))
     if as_json:
         print(json.dumps(done, indent=2))
         return
     documents = "ends of documents not kept" if done["documents"] is None else f"{done['documents']:,} documents"
     print(f"{dst}: {done['tokens']:,} tokens, {documents}, {done['dtype']}, {len(done['files'])} files ({to})")
+
+
+def on_this_machine(output: Path, name: str) -> None:
+    """Errors (InputError): `output` is a URL, which `Path` has made a folder called `s3:` of."""
+    if output.parts and output.parts[0].endswith(":"):
+        raise InputError(f"{name}: expected a path on this machine, found {output}; only what is read may be elsewhere")
 
 
 def _load(tokenizer: str | None) -> Tokenizer | None:

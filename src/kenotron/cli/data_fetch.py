@@ -60,9 +60,14 @@ def _line(found: Found) -> str:
     if need.bring is None:
         told = "read while training" if need.kind == "remote" else "your own, not looked at"
         return f"{need.kind} {need.name}: {told}"
-    brought = f"brought {_bytes(found.brought)}" if found.brought else "was here"
-    of = f" of {_bytes(found.size)}" if found.brought < found.size else ""
-    return f"{need.kind} {need.name}: {brought}{of}, {found.place}"
+    size = _bytes(found.size)
+    if not found.brought:
+        told = f"was here, {size}"
+    elif found.brought < found.size:
+        told = f"brought {_bytes(found.brought)} of {size}"
+    else:
+        told = f"brought {size}"
+    return f"{need.kind} {need.name}: {told}, {found.place}"
 
 
 def _bytes(size: int) -> str:

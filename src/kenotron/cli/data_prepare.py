@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kenotron.cli.data import app
+from kenotron.cli.data import app, on_this_machine
 from kenotron.config.errors import InputError, nearest
 
 Inputs = Annotated[
@@ -37,7 +37,7 @@ def tokenize(
     ] = None,
     workers: Annotated[int, typer.Option(help="Processes that tokenize; 0: one a core.", min=0)] = 0,
     shuffle_documents: Annotated[bool, typer.Option(help="Shuffle the documents of each shard.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the shuffle.", min=0)] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the shuffle; default: 0.", min=0)] = None,
     shard_size: Annotated[float, typer.Option(help="MB of input that become one file.", min=0.001)] = 256,
     filter: Annotated[
         str | None, typer.Option(help="module.function(row) -> bool, text or list of texts: the documents of a row.")
@@ -61,6 +61,8 @@ def tokenize(
     from kenotron.data.tokenizer import load_tokenizer
 
     _check_format(format)
+    on_this_machine(output, "--output")
+    _check_seed(seed, shuffle_documents, "--shuffle-documents")
     options = TokenizeOptions(
         format=format,
         column=column,
@@ -69,7 +71,7 @@ def tokenize(
         eos=eos,
         bos=bos,
         shuffle_documents=shuffle_documents,
-        seed=seed,
+        seed=seed or 0,
         shard_megabytes=shard_size,
         filter=filter,
         repeat=repeat,
@@ -101,7 +103,7 @@ def merge(
         str | None, typer.Option(help="datatrove or megatron; default: the output's or sources'.")
     ] = None,
     shuffle: Annotated[bool, typer.Option(help="Shuffle documents over all sources.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the shuffle.", min=0)] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the shuffle; default: 0.", min=0)] = None,
     max_tokens_per_file: Annotated[int | None, typer.Option(help="Begin another file before this.", min=1)] = None,
 ) -> None:
     """Files of tokens become one, or a few, end to end or shuffled."""
@@ -109,7 +111,9 @@ def merge(
 
     if format is not None:
         _check_format(format)
-    made = work(sources, output, format, shuffle, seed, max_tokens_per_file, _say)
+    on_this_machine(output, "--output")
+    _check_seed(seed, shuffle, "--shuffle")
+    made = work(sources, output, format, shuffle, seed or 0, max_tokens_per_file, _say)
     print(f"{output}: {made['documents']:,} documents, {made['tokens']:,} tokens in {len(made['files'])} file(s)")
 
 
@@ -129,6 +133,7 @@ def train_tokenizer(
     from kenotron.data.prepare.inputs import first_texts, open_input
     from kenotron.data.tokenizer import train_byte_level_bpe
 
+    on_this_machine(output, "--output")
     if output.exists():
         raise InputError(f"--output: {output} is there already; choose another one or remove it")
     texts = [open_input(name, column, split, config_name) for name in inputs]
@@ -151,6 +156,11 @@ def _pairs(texts: list[str], option: str) -> dict[str, str]:
         if "=" not in text.strip("="):
             raise InputError(f"{option}: expected NAME=VALUE, found '{text}'")
     return {name.lstrip("-"): value for name, _, value in (text.partition("=") for text in texts)}
+
+
+def _check_seed(seed: int | None, shuffled: bool, option: str) -> None:
+    if seed is not None and not shuffled:
+        raise InputError(f"--seed: expected only with {option}")
 
 
 def _check_format(format: str) -> None:

@@ -111,7 +111,8 @@ def _expected(error: dict[str, Any], context: dict[str, Any]) -> str:
         hint = next(filter(None, (nearest(str(name), context["keys"]) for name in _names(found))), "")
     elif kind == "string_type" and isinstance(found, int | float):
         hint = " (write it in quotes)"
-    return f"expected {_EXPECTED[kind].format(**context)}, found {shown(found)}{hint}"
+    wanted = _EXPECTED[kind].format(**context)
+    return f"expected {'true' if wanted == 'True' else wanted}, found {shown(found)}{hint}"
 
 
 def _names(found: dict[str, Any] | str) -> list[str]:

@@ -235,7 +235,8 @@ def _tokenize(
             update(part.done)
     sides = {split: writer.side for split, writer in writers.items()}
     if not any(side.documents for side in sides.values()):
-        raise InputError(f"{texts.name}: no text in it (every file or row is empty)")
+        why = "no row has an answer" if rules.examples else "every file or row is empty"
+        raise InputError(f"{texts.name}: no text in it ({why})")
     meta: dict[str, Any] = {split: asdict(side) for split, side in sides.items()}
     meta |= {
         "format": FORMAT,

@@ -129,10 +129,11 @@ class ExampleTexts:
             return Example(chat_segments(row[columns.messages], self.tokenizer, where), special=False)
         for column in (columns.prompt, columns.completion):
             if not isinstance(row.get(column), str):
-                found = f"found {type(row[column]).__name__}" if column in row else f"found {', '.join(sorted(row))}"
+                there = column in row
+                found = type(row[column]).__name__ if there else f"{', '.join(sorted(row))}{nearest(column, row)}"
                 raise InputError(
                     f"{where}: expected text in the columns '{columns.prompt}' and '{columns.completion}', or a list "
-                    f"'{columns.messages}'; {found} for '{column}'{nearest(column, row)}"
+                    f"'{columns.messages}'; for '{column}' found {found}"
                 )
         return Example([(row[columns.prompt], False), (row[columns.completion], True)], special=True)
 

@@ -60,7 +60,8 @@ def hub_file(repo: str, file: str, revision: str | None, key: str, optional: boo
             if optional:
                 return None
             raise InputError(
-                f"{key}: cannot reach the Hugging Face hub for '{repo}', and it is not cached here ({reason})"
+                f"{key}: cannot reach the Hugging Face hub for '{repo}', and it is not cached here ({reason}); "
+                "no folder here has that name"
             )
         return Path(hub.hf_hub_download(repo, file, revision=revision))
     except errors.LocalEntryNotFoundError:

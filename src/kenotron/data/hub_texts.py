@@ -268,7 +268,8 @@ def _explained(name: str, *library_errors: type[Exception]) -> Iterator[None]:
             ) from None
         if reason := unreachable():
             raise InputError(
-                f"{key}: cannot reach the Hugging Face hub for '{name}', and it is not cached here ({reason})"
+                f"{key}: cannot reach the Hugging Face hub for '{name}', and it is not cached here ({reason}); "
+                "no folder here has that name"
             ) from None
         raise InputError(f"{key}: cannot load '{name}': {first_line(error)}") from None
 

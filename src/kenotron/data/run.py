@@ -324,6 +324,10 @@ class RunData:
         """What is read, for the console."""
         lines = [f"tokenizer: {describe_tokenizer(self.config, self.tokenizer)}"]
         for stage in self.stages:
+            if stage.stop <= stage.start:
+                steps = self.config.tokens.train_steps
+                lines.append(f"[{stage.name}] from step {stage.start} on: not reached, the run has {steps} steps")
+                continue
             future = self._opened.get(stage.number)
             head = f"[{stage.name}] steps {stage.start}-{stage.stop - 1}, {stage.describe_shape()}"
             if future is None or not future.done() or future.exception():

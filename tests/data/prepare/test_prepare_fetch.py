@@ -48,11 +48,11 @@ def test_what_is_in_the_caches_is_found_without_a_hub(config: Path, hub_home: Pa
     done = command(config.parent, str(config), HF_HOME=str(hub_home), HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith(f"tokenizer {TOKENIZER}: was here of ")
+    assert lines[0].startswith(f"tokenizer {TOKENIZER}: was here, ")
     assert str(hub_home / "hub") in lines[0]
-    assert lines[1].startswith(f"dataset {DATASET} (train): was here of ")
+    assert lines[1].startswith(f"dataset {DATASET} (train): was here, ")
     assert str(hub_home / "datasets") in lines[1]
-    assert lines[2].startswith("path texts: was here of ")
+    assert lines[2].startswith("path texts: was here, ")
     assert lines[3] == "Ready: with HF_HUB_OFFLINE=1 the run asks nothing of the hub"
 
 
@@ -122,7 +122,7 @@ def test_what_a_hub_has_is_brought_and_then_no_hub_is_needed(tmp_path: Path) -> 
     assert first.stdout.startswith(f"tokenizer someone/words: brought {size / 1000:.3g} kB, {home}/hub/models--someone")
     again = command(tmp_path, str(config), HF_HOME=home, HF_HUB_OFFLINE="1")
     assert again.returncode == 0, again.stderr
-    assert again.stdout.startswith("tokenizer someone/words: was here of ")
+    assert again.stdout.startswith("tokenizer someone/words: was here, ")
 
 
 def test_every_path_that_is_missing_is_named_by_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,15 +122,15 @@ def test_a_finished_folder_says_so_and_other_work_in_it_is_refused(corpus, token
     assert tokenize([str(folder)], tokenizer, tmp_path / "out", SMALL, 1, said.append) == first
     assert "done already" in said[-1]
     other = train_byte_level_bpe(["some other words"], 300)
-    with pytest.raises(InputError, match="begun with another tokenizer"):
+    with pytest.raises(InputError, match="begun with tokenizer"):
         tokenize([str(folder)], other, tmp_path / "out", SMALL, 1, quiet)
-    with pytest.raises(InputError, match=r"another options\.eos: true there, false now"):
+    with pytest.raises(InputError, match=r"with options\.eos true, found false now"):
         tokenize(
             [str(folder)], tokenizer, tmp_path / "out", TokenizeOptions(eos=False, shard_megabytes=0.002), 1, quiet
         )
     with open(folder / "a.jsonl", "a") as stream:
         stream.write('{"text": "more"}\n')
-    with pytest.raises(InputError, match="another content"):
+    with pytest.raises(InputError, match="begun with content"):
         tokenize([str(folder)], tokenizer, tmp_path / "out", SMALL, 1, quiet)
     assert bytes_of(tmp_path / "out") == before
     (tmp_path / "mine").mkdir()
@@ -292,9 +292,27 @@ def test_from_text_to_a_merged_file_on_the_command_line(tmp_path, monkeypatch, c
     assert call("tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "out", "--workers", "1")[0] == 0
     assert call("merge", "out", "--shuffle", "--output", "all.ds")[0] == 0
     assert sorted(written(tmp_path)) == sorted(plain_loop(load_tokenizer("tok"), texts))
+    before = {file.name for file in tmp_path.iterdir()}
     code, said = call("tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "x", "--format", "megatrom")
     assert (code, said.err.count("\n")) == (2, 1)
     assert "did you mean 'megatron'?" in said.err
+    for arguments, line in (
+        (["tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "s3://b/x"], "--output: expected a path on this"),
+        (["merge", "out", "--output", "s3://b/x"], "--output: expected a path on this machine, found s3:/b/x"),
+        (["convert", "out", "s3://b/x", "--to", "numpy"], "DST: expected a path on this machine, found s3:/b/x"),
+        (["train-tokenizer", "a.jsonl", "--vocab-size", "300", "--output", "s3://b/x"], "--output: expected a path"),
+        (["tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "x", "--seed", "1"], "only with --shuffle-doc"),
+        (["merge", "out", "--output", "x", "--seed", "1"], "--seed: expected only with --shuffle"),
+        (["merge", "out", "--output", "x.npy"], "--output: expected a folder, or a file that ends in .ds"),
+        (["convert", "out", "x.ds", "--to", "megatron"], "DST: expected a folder, or a file that ends in .bin"),
+        (["tokenize", "nowhere/", "--tokenizer", "tok", "--output", "x"], "INPUT: no such file or folder: nowhere/"),
+        (["tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "a.jsonl/x"], "--output: cannot make a.jsonl/x"),
+        (["show", "out", "--sequence-length", "0"], "Invalid value for '--sequence-length'"),
+    ):
+        code, said = call(*arguments)
+        assert (code, said.err.splitlines()[0].startswith("error: ")) == (2, True), arguments
+        assert line in said.err.splitlines()[0]
+    assert {file.name for file in tmp_path.iterdir()} == before
 
 
 def test_an_endless_line_is_refused_in_bounded_memory_or_left_out(tmp_path, monkeypatch):

@@ -35,6 +35,7 @@ __all__ = [
     "TokenWriter",
     "documents_between",
     "find_token_files",
+    "is_file_of",
     "open_token_files",
     "open_writer",
     "pieces",
@@ -90,8 +91,18 @@ def open_writer(path: Path, format: str, dtype: np.dtype, tokenizer: str | None 
 def written_suffix(format: str) -> str:
     """What files of `format` are called. Errors (InputError): it is not written."""
     if format not in SUFFIXES:
-        raise InputError(f"cannot write '{format}'; expected one of {', '.join(SUFFIXES)}{nearest(format, SUFFIXES)}")
+        raise InputError(
+            f"--to: cannot write '{format}'; expected one of {', '.join(SUFFIXES)}{nearest(format, SUFFIXES)}"
+        )
     return SUFFIXES[format]
+
+
+def is_file_of(path: Path, format: str, key: str) -> bool:
+    """Whether `path` names one file of `format`, not a folder. Errors (InputError): a file of another format."""
+    suffix = written_suffix(format)
+    if path.suffix in SUFFIXES.values() and path.suffix != suffix:
+        raise InputError(f"{key}: expected a folder, or a file that ends in {suffix} ({format}), found {path}")
+    return path.suffix == suffix
 
 
 def _module(format: str) -> ModuleType:

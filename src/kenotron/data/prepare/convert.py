@@ -16,7 +16,7 @@ import numpy as np
 
 from kenotron.config.errors import InputError
 
-from ..formats import TokenFile, open_token_files, open_writer, pieces, written_suffix
+from ..formats import TokenFile, is_file_of, open_token_files, open_writer, pieces, written_suffix
 from ..formats.token_file import check_range, integer_dtype
 from ..progress import Report, progress
 from ..remote import AnyPath, as_path
@@ -48,7 +48,7 @@ def convert(
             for piece in pieces(file, PIECE):
                 if len(piece.ids):
                     check_range(file.path, piece.ids, wanted, piece.start)
-    targets = _targets(as_path(source), target, files, suffix)
+    targets = _targets(as_path(source), target, files, suffix, is_file_of(target, to, "DST"))
     total, documents = 0, 0
     with progress("converting", sum(len(file.tokens) for file in files), report) as update:
         for file, path in zip(files, targets, strict=True):
@@ -82,9 +82,11 @@ def _dtype(files: Sequence[TokenFile], to: str) -> np.dtype:
     return np.dtype("<u4")
 
 
-def _targets(source: Any, target: Path, files: Sequence[TokenFile], suffix: str) -> list[Path]:
+def _targets(source: Any, target: Path, files: Sequence[TokenFile], suffix: str, one_file: bool) -> list[Path]:
     """The files to write, in an order of path that is the sources' order."""
-    if len(files) == 1 and target.suffix == suffix:
+    if one_file and len(files) > 1:
+        raise InputError(f"DST: expected a folder for {len(files)} files, found {target}")
+    if one_file:
         targets = [target]
     elif files[0].format == "litdata":  # whose order is the index's, not the names'
         targets = [target / f"{number:06d}{suffix}" for number in range(len(files))]

@@ -141,7 +141,10 @@ def _rows(key: str, name: str, config_name: str | None, split: str) -> list[Path
 
     if not offline_variable() and cached_revision(name, None, "dataset") is None and (reason := unreachable()):
         # Now: the library would find that out by trying again and again.
-        raise InputError(f"{key}: cannot reach the Hugging Face hub for '{name}', and it is not cached here ({reason})")
+        raise InputError(
+            f"{key}: cannot reach the Hugging Face hub for '{name}', and it is not cached here ({reason}); "
+            "no folder here has that name"
+        )
     rows = load_rows(name, config_name, split)
     return [Path(file["filename"]) for file in rows.cache_files]
 

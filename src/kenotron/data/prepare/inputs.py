@@ -53,7 +53,9 @@ def open_input(
     saved = any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
     if path.exists() and not saved:
         return FileTexts(name, find_files(path, "INPUT"), column, LONGEST_PIECE, skip_bad, hook)
-    if not saved and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.suffix):
+    if not saved and (
+        path.is_absolute() or name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1 or path.suffix
+    ):
         raise InputError(f"INPUT: no such file or folder: {name}")
     return HubTexts(name, split, config_name, column, hook)
 

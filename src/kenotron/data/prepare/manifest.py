@@ -31,7 +31,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
     """None where there is no such file. Errors (InputError): damaged."""
     try:
         return json.loads(file.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: damaged, remove it and the work is done again: {error}") from None
@@ -70,7 +70,7 @@ def refuse_other_work(folder: Path, known: dict[str, Any], wanted: dict[str, Any
             refuse_other_work(folder, old, new, f"{where}{key}.")
         elif old != new:
             raise InputError(
-                f"{folder} was begun with another {where}{key}: {_short(old)} there, {_short(new)} now; "
+                f"{folder} was begun with {where}{key} {_short(old)}, found {_short(new)} now; "
                 "choose another --output, or remove the folder"
             )
 

@@ -85,7 +85,10 @@ def filesystem(url: str) -> Any:
 
     Errors (InputError): no such protocol; its driver is not installed.
     """
-    return _filesystem(url.partition("://")[0])
+    protocol, _, place = url.partition("://")
+    if not place:
+        raise InputError(f"{url}: names no place; expected a path behind {protocol}://")
+    return _filesystem(protocol)
 
 
 @lru_cache
