@@ -103,6 +103,7 @@ def live(request: dict[str, Any]) -> None:
     """The whole life of a child."""
     from kenotron.cli import main
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     code: Any = 1
     try:
         os.chdir(request["folder"])

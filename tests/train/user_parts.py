@@ -191,7 +191,7 @@ class Recorder(Hook):
 def slowly(sequence_length: int, seed: int) -> list[np.ndarray]:
     """A token source that takes its time to open, and leaves the file `opening` when it begins."""
     Path("opening").touch()
-    time.sleep(300)
+    time.sleep(60)
     return counting(sequence_length, seed)
 
 
