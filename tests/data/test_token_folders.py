@@ -530,6 +530,13 @@ def test_two_bytes_are_too_few_for_the_runs_tokenizer(folder: Path, tmp_path: Pa
         opened({"dataset_folder": str(folder)}, **run)
 
 
+@pytest.fixture
+def every_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are looked at before every read, however soon it follows on the last."""
+    monkeypatch.setattr("kenotron.data.token_folder.CHECK_EVERY", 0.0)
+
+
+@pytest.mark.usefixtures("every_look")
 @pytest.mark.parametrize("change", ["truncate", "replace", "vanish"])
 def test_a_file_that_changes_while_training_is_named(folder: Path, change: str) -> None:
     with opened({"dataset_folder": str(folder)}) as data:
@@ -594,6 +601,7 @@ def read_steps(data: RunData, steps: range) -> None:
         data.batch(step)
 
 
+@pytest.mark.usefixtures("every_look")
 @pytest.mark.parametrize("kind", ["index", "loss"])
 @pytest.mark.parametrize("packing", [None, "best_fit"])
 def test_what_lies_beside_the_tokens_may_not_change_either(tmp_path: Path, kind: str, packing: str | None) -> None:

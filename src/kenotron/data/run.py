@@ -113,10 +113,10 @@ class RunData:
             raise InputError(f"step {step} is not in the run: {why}")
         positions = opened.stage.samples_before(step) + in_batch
         whole = opened.read(positions, self.samples_before(step) + in_batch, self._masks(opened.stage))
-        given = opened.order.mixing.given(opened.stage.samples_before(step + 1))
         for number, source in enumerate(opened.sources):
             if source.stream is not None:
-                source.stream.settle(step, given[number], opened.draws(positions, number))
+                given = opened.order.mixing.given(opened.stage.samples_before(step + 1))[number]
+                source.stream.settle(step, given, opened.draws(positions, number))
         length = opened.stage.length_at(step)
         return [fold(whole[first : first + micro], length) for first in range(0, len(positions), micro)]
 

@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 
 HASHED = 64 * 1024
 """Bytes of a file's head, and of its tail, that its fingerprint is made of."""
+
+CHECK_EVERY = 0.01
+"""Seconds for which a file that was looked at counts as unchanged: less than a step, more than many reads."""
 
 
 # ---- what the config asks for ------------------------------------------------------------------------------
@@ -160,6 +164,7 @@ class TokenFolder:
         self.dtype = types.pop() if len(types) == 1 else np.dtype(np.int64)  # the narrower, the less memory moves
         self._read = [[path for path in (f.path, f.index_path, f.loss_path) if path is not None] for f in self.files]
         self._states = [[_state(path) for path in paths] for paths in self._read]
+        self._checked = [-math.inf] * len(self.files)
         self.is_remote = any(isinstance(file.tokens, RemoteArray) for file in self.files)
         self._masked = any(file.loss is not None for file in self.files)
 
@@ -244,6 +249,9 @@ class TokenFolder:
         return f"{sum(len(file.ends) for file in self.files if file.ends is not None):,} documents, {tokens}"
 
     def _check_unchanged(self, number: int) -> None:
+        if time.monotonic() - self._checked[number] < CHECK_EVERY:
+            return
+        self._checked[number] = time.monotonic()
         for path, state in zip(self._read[number], self._states[number]):
             if _state(path) != state:
                 raise InputError(f"{path}: the file has changed or vanished since the run opened it")

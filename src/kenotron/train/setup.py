@@ -87,8 +87,7 @@ def resolve_architecture(config: Config) -> Config:
 
 def make_parts(config: Config, mesh: Mesh, device: torch.device) -> tuple[list[LanguageModel], Pipeline | None]:
     """The model in memory on `device`, weights undefined: whole, or with pp this rank's parts and what runs them."""
-    if device.type == "cpu":
-        keep_freed_memory()  # a step's tensors are those of the last: no page faults for them
+    keep_freed_memory()  # a step's batches, and on a CPU its tensors, are those of the last: no page faults for them
     if mesh.degree("pp") == 1:
         parts = [_on_meta(config, mesh, None)]
         _shard(config, mesh, parts[0], parts[0], device)
