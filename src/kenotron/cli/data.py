@@ -93,7 +93,9 @@ def inspect(
 def convert(
     src: Source,
     dst: Annotated[Path, typer.Argument(help="A folder, or a file with the format's suffix.")],
-    to: Annotated[str, typer.Option(help="datatrove (.ds), megatron (.bin, .idx) or numpy (.npy).")],
+    to: Annotated[
+        str, typer.Option(help="datatrove (.ds), megatron (.bin, .idx), litdata (a folder of chunks) or numpy (.npy).")
+    ],
     dtype: Annotated[str | None, typer.Option(help="Type of the ids that are written; default: the source's.")] = None,
     source_dtype: RawDtype = None,
     as_json: AsJson = False,

@@ -25,7 +25,7 @@ FORMATS = ("datatrove", "megatron", "litdata", "numpy")
 """Every format is a module of this folder."""
 
 SUFFIXES = {"datatrove": ".ds", "megatron": ".bin", "numpy": ".npy"}
-"""The formats that are written, too."""
+"""The formats that are written as files. (litdata's is a folder.)"""
 
 EXPECTED = ".ds, .bin with .idx, litdata's index.json, .npy, raw .bin"
 
@@ -78,10 +78,12 @@ def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str
 
 
 def open_writer(path: Path, format: str, dtype: np.dtype, tokenizer: str | None = None) -> TokenWriter:
-    """A writer of one file of `format`; its suffix is added to `path` where it is missing.
+    """A writer of one file of `format`, whose suffix is added to `path` where it is missing, or of litdata's folder.
 
     Errors (InputError): an unknown format, or one that cannot hold `dtype`; the folder cannot be written.
     """
+    if format == "litdata":  # a folder
+        return _module(format).Writer(path, dtype, tokenizer)
     suffix = written_suffix(format)
     return _module(format).Writer(
         path if path.suffix == suffix else path.with_name(path.name + suffix), dtype, tokenizer

@@ -1,6 +1,7 @@
 """From one token format to another, file by file, in bounded memory.
 
     data/a.ds, data/b/c.ds  --to megatron→  out/a.bin, out/a.idx, out/b/c.bin, out/b/c.idx
+                            --to litdata→   out/a/index.json, out/a/chunk-0-0.bin, …, out/b/c/index.json, …
 
 Ids, documents and, in `.ds`, loss masks come out as they went in. A type that cannot hold the largest id is refused
 before anything is written.
@@ -34,13 +35,14 @@ def convert(
     report: Report = print,
 ) -> dict[str, Any]:
     """Write the token files of `source` as `to` under `target`, a file where it has the format's suffix, else a folder.
+    For litdata each file becomes a folder of chunks.
 
     `dtype` of the ids is the source's where the format holds it, else the narrowest. Returns what was written.
 
     Errors (InputError): what is wrong with a source file; a type too narrow; a file that is there already; a loss mask
     for a format that has none.
     """
-    suffix = written_suffix(to)
+    suffix = "" if to == "litdata" else written_suffix(to)
     files = open_token_files(source, "SRC", source_dtype)
     wanted = integer_dtype(dtype, "--dtype") if dtype else _dtype(files, to)
     for file in files:
@@ -48,7 +50,7 @@ def convert(
             for piece in pieces(file, PIECE):
                 if len(piece.ids):
                     check_range(file.path, piece.ids, wanted, piece.start)
-    targets = _targets(as_path(source), target, files, suffix, is_file_of(target, to, "DST"))
+    targets = _targets(as_path(source), target, files, suffix, bool(suffix) and is_file_of(target, to, "DST"))
     total, documents = 0, 0
     with progress("converting", sum(len(file.tokens) for file in files), report) as update:
         for file, path in zip(files, targets, strict=True):
@@ -70,14 +72,18 @@ def convert(
 
 def _dtype(files: Sequence[TokenFile], to: str) -> np.dtype:
     """The sources' common type where `to` holds it, else uint16 if the largest id fits, else its wider one."""
-    held = {"datatrove": ("uint16", "uint32"), "megatron": ("uint16", "int32", "int64", "uint8", "int8", "int16")}
+    held = {
+        "datatrove": ("uint16", "uint32"),
+        "litdata": ("uint16", "int32", "int64"),
+        "megatron": ("uint16", "int32", "int64", "uint8", "int8", "int16"),
+    }
     own = {file.tokens.dtype for file in files}
     if len(own) == 1 and (to not in held or next(iter(own)).name in held[to]):
         return next(iter(own)).newbyteorder("<")
     largest = max((int(p.ids.max()) for file in files for p in pieces(file, PIECE) if len(p.ids)), default=0)
     if largest < 1 << 16:
         return np.dtype("<u2")
-    if to == "megatron":
+    if to in ("litdata", "megatron"):
         return np.dtype("<i4" if largest < 1 << 31 else "<i8")
     return np.dtype("<u4")
 
