@@ -82,21 +82,18 @@ def open_writer(path: Path, format: str, dtype: np.dtype, tokenizer: str | None 
 
     Errors (InputError): an unknown format, or one that cannot hold `dtype`; the folder cannot be written.
     """
-    if format == "litdata":  # a folder
-        return _module(format).Writer(path, dtype, tokenizer)
-    suffix = written_suffix(format)
+    suffix = written_suffix(format, folders=True)
     return _module(format).Writer(
         path if path.suffix == suffix else path.with_name(path.name + suffix), dtype, tokenizer
     )
 
 
-def written_suffix(format: str) -> str:
-    """What files of `format` are called. Errors (InputError): it is not written."""
-    if format not in SUFFIXES:
-        raise InputError(
-            f"--to: cannot write '{format}'; expected one of {', '.join(SUFFIXES)}{nearest(format, SUFFIXES)}"
-        )
-    return SUFFIXES[format]
+def written_suffix(format: str, folders: bool = False) -> str:
+    """What files of `format` are called; with `folders` also litdata's, nothing. Errors (InputError): not written."""
+    known = SUFFIXES | ({"litdata": ""} if folders else {})
+    if format not in known:
+        raise InputError(f"--to: cannot write '{format}'; expected one of {', '.join(known)}{nearest(format, known)}")
+    return known[format]
 
 
 def is_file_of(path: Path, format: str, key: str) -> bool:

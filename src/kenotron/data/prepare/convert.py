@@ -42,7 +42,7 @@ def convert(
     Errors (InputError): what is wrong with a source file; a type too narrow; a file that is there already; a loss mask
     for a format that has none.
     """
-    suffix = "" if to == "litdata" else written_suffix(to)
+    suffix = written_suffix(to, folders=True)
     files = open_token_files(source, "SRC", source_dtype)
     wanted = integer_dtype(dtype, "--dtype") if dtype else _dtype(files, to)
     for file in files:
