@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ from .batch import Int64
 from .cache import cache_root, cached_folder, map_array
 from .order import mix64
 from .progress import Report, progress
+from .remote import RemoteArray, fetch_ahead
 
 FORMAT = 1
 AT_ONCE = 1 << 20
@@ -278,6 +280,7 @@ class PackedRows:
     ) -> None:
         self.name, self.parts, self.plan, self.sequence_length = name, list(parts), plan, sequence_length
         self.padding, self._check = padding, check
+        self._is_remote = any(isinstance(part.tokens, RemoteArray) for part in parts)
         self.bases = np.concatenate([[0], np.cumsum([len(part.tokens) for part in parts])]).astype(np.int64)
 
     def __len__(self) -> int:
@@ -294,7 +297,16 @@ class PackedRows:
         file = np.searchsorted(self.bases, starts, side="right") - 1
         return row, file, starts - self.bases[file], lengths
 
+    def fetch_ahead(self, indices: Int64) -> list[Future[bytes]]:
+        """Begin to fetch what `samples` and `loss` will need of remote files."""
+        _, files, starts, lengths = (each.tolist() for each in self.pieces(indices))
+        read = [self.parts[number] for number in files]
+        arrays = [part.tokens for part in read] + [part.loss for part in read]
+        return fetch_ahead(arrays, 2 * starts, 2 * lengths)
+
     def samples(self, indices: Int64) -> NDArray[np.integer]:
+        if self._is_remote:
+            self.fetch_ahead(indices)  # side by side; each piece then waits for its own
         rows = np.full((len(indices), self.sequence_length + 1), self.padding, dtype=np.int64)
         for row, place, file, start, length in self._placed(indices):
             ids = self.parts[file].tokens[start : start + length]

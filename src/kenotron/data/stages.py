@@ -87,8 +87,8 @@ class OpenSource:
 
     @property
     def fetches_ahead(self) -> bool:
-        """Whether windows are read of files on other machines."""
-        return self.folder is not None and self.folder.is_remote and self.packed is None
+        """Whether files on other machines are read."""
+        return self.folder is not None and self.folder.is_remote
 
     def describe(self) -> str:
         """One line for the console."""
@@ -132,16 +132,12 @@ class OpenStage:
 
     def fetch_ahead(self, positions: Int64) -> list[Future[bytes]]:
         """Begin to fetch what `read` will need of files on other machines."""
-        remote = [(number, source.folder) for number, source in enumerate(self.sources) if source.fetches_ahead]
+        remote = [(number, source) for number, source in enumerate(self.sources) if source.fetches_ahead]
         if not remote:
             return []
         source_of, index = self.order.locate(positions)
-        return [
-            future
-            for number, folder in remote
-            if folder is not None
-            for future in folder.fetch_ahead(index[source_of == number])
-        ]
+        read = [(source.packed or source.folder, index[source_of == number]) for number, source in remote]
+        return [future for files, indices in read if files is not None for future in files.fetch_ahead(indices)]
 
     def read(self, positions: Int64, sample_ids: Int64, document_masking: bool) -> TokenBatch:
         """The samples at `positions` ``[n]`` of the stage, as one batch of n sequences."""

@@ -198,8 +198,9 @@ class TokenFolder:
     def fetch_ahead(self, indices: Int64) -> list[Future[bytes]]:
         """Begin to fetch what `samples` will need of remote files."""
         files, _, starts = self.locate(indices)
-        arrays = [self.files[number].tokens for number in files.tolist()]
-        return fetch_ahead(arrays, starts.tolist(), self.sequence_length + 1)
+        read = [self.files[number] for number in files.tolist()]
+        arrays = [file.tokens for file in read] + [file.loss for file in read]
+        return fetch_ahead(arrays, 2 * starts.tolist(), [self.sequence_length + 1] * len(arrays))
 
     def documents(self, indices: Int64) -> Int64 | None:
         if not self.boundaries:

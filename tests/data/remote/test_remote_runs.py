@@ -125,15 +125,16 @@ def test_commands(tmp_path: Path, upload: Upload) -> None:
     assert len(open_token_files(tmp_path / "all.ds", "PATH")[0].tokens) == told["tokens"]
 
 
+@pytest.mark.parametrize("packing", ["windows", "best_fit"])
 def test_blocks_are_there_when_their_step_comes(
-    tmp_path: Path, upload: Upload, server: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, upload: Upload, server: Any, monkeypatch: pytest.MonkeyPatch, packing: str
 ) -> None:
     """50 ms a request, blocks of one sample's size, steps of 20 ms: without fetching ahead each waits 100 ms."""
     from kenotron.data.remote import paths
 
     monkeypatch.setattr(paths, "BLOCK", 256)
-    url = upload(write_folder(tmp_path / "tokens", 2, loss=False), "tokens")
-    config = run_config({"tokens": url}, train_steps=30, val_check_interval=-1)
+    url = upload(write_folder(tmp_path / "tokens", 2, tokens=10_000), "tokens")  # with masks
+    config = run_config({"tokens": url, "packing": packing}, train_steps=30, val_check_interval=-1)
     waits = []
     with open_run(config, report=lambda line: None) as data:
         server.latency = 0.05

@@ -85,12 +85,13 @@ def test_raw_and_single_file(tmp_path: Path, upload: Upload) -> None:
         open_token_files("s3://robots/nothing", "PATH")
 
 
-def test_run_and_resume(tmp_path: Path, upload: Upload) -> None:
+@pytest.mark.parametrize("packing", ["windows", "best_fit"])
+def test_run_and_resume(tmp_path: Path, upload: Upload, packing: str) -> None:
     here = write_folder(tmp_path / "tokens")
     there = upload(here, "tokens")
     batches: dict[str, list[Any]] = {}
     for name, path in (("local", str(here)), ("remote", there)):
-        config = run_config({"dataset_folder": path}, data__num_loading_workers=2)
+        config = run_config({"dataset_folder": path, "packing": packing}, data__num_loading_workers=2)
         with open_run(config, report=lambda line: None) as data, data.loader(1) as loader:
             batches[name] = [batch for step in loader for batch in step]
             batches[name] += [batch for batch, *_ in data.validation()]

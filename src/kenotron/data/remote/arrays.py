@@ -2,7 +2,7 @@
 
 tokens[8000:8100]            the block that holds them is fetched, kept, and read from the disk next time
 read_rows(arrays, starts, rows)      the blocks of a whole batch are fetched side by side
-fetch_ahead(arrays, starts, length)  the same, not waited for
+fetch_ahead(arrays, starts, lengths) the same, not waited for
 """
 
 from __future__ import annotations
@@ -118,13 +118,13 @@ def read_rows(arrays: Sequence[Array], starts: Sequence[int], rows: NDArray[Any]
             rows[number] = array.copy(start, start + length, fetched)
 
 
-def fetch_ahead(arrays: Sequence[Array], starts: Sequence[int], length: int) -> list[Future[bytes]]:
-    """Have the blocks of these rows fetched; a read that fails is met again by who reads the row."""
+def fetch_ahead(arrays: Sequence[Any], starts: Sequence[int], lengths: Sequence[int]) -> list[Future[bytes]]:
+    """Have the blocks of these slices fetched; a read that fails is met again by who reads the slice."""
     wanted = (
         block
-        for array, start in zip(arrays, starts, strict=True)
+        for array, start, length in zip(arrays, starts, lengths, strict=True)
         if isinstance(array, RemoteArray)
-        for block in array.blocks(int(start), int(start) + length)
+        for block in array.blocks(start, start + length)
     )
     return list(_ask_all(wanted).values())
 
