@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kenotron.config import Config, load
+from kenotron.data import RunData, TokenBatch, open_run
 
 
 def run_config(*stages: Any, **changes: Any) -> Config:
@@ -84,3 +86,17 @@ def write_texts(folder: Path, count: int = 40, words: int = 60, seed: int = 0, a
         )
         (folder / f"{number:03}.txt").write_text(text + "\n", encoding="utf-8")
     return folder
+
+
+def quiet(line: str) -> None:
+    """What a run that says nothing reports to."""
+
+
+def opened(*stages: Any, start_step: int = 1, **changes: Any) -> RunData:
+    """The data of such a run."""
+    return open_run(run_config(*stages, **changes), start_step, quiet)
+
+
+def rows(batches: Sequence[TokenBatch]) -> dict[int, list[int]]:
+    """Number of each sample in the run → its tokens."""
+    return {int(i): row.tolist() for batch in batches for i, row in zip(batch.sample_ids, batch.tokens)}

@@ -27,7 +27,8 @@ from kenotron.data import open_run
 from kenotron.data.prepare.manifest import read_json
 from kenotron.data.prepare.merge import merge
 from kenotron.data.texts import FileTexts, find_files
-from kenotron.data.token_folder import TokenPath, open_folder, read_mix
+from kenotron.data.token_folder import open_folder
+from kenotron.data.token_paths import TokenPath, read_mix
 
 FUZZ = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 MOST_MEMORY = 64 << 20

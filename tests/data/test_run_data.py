@@ -8,17 +8,13 @@ import time
 
 import numpy as np
 import pytest
-from data_runs import run_config, write_texts
+from data_runs import opened, quiet, rows, run_config, write_texts
 
 from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS, compression_baselines, open_run
 from kenotron.data.loader import Prefetcher
 from kenotron.data.split import is_held_out, share_of_hashes, text_hash
 from kenotron.data.tokenizer import train_byte_level_bpe
-
-
-def quiet(line):
-    return None
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +25,6 @@ def texts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def other_texts(tmp_path_factory):
     return write_texts(tmp_path_factory.mktemp("run") / "others", count=30, words=40, seed=9)
-
-
-def opened(*datasets, start_step=1, **changes):
-    return open_run(run_config(*datasets, **changes), start_step, quiet)
-
-
-def rows(batches):
-    return {int(i): row.tolist() for batch in batches for i, row in zip(batch.sample_ids, batch.tokens)}
 
 
 # ---- which sample goes where -------------------------------------------------------------------------------
@@ -383,14 +371,6 @@ def test_of_a_folder_of_few_files_one_is_held_out_and_the_console_says_so(tmp_pa
         assert "the one with the smallest hash" in data.describe()[1]
 
 
-def test_bits_per_byte_are_unknown_where_a_source_of_the_mixture_is_no_text(texts, my_module):
-    parts = [{"weight": 1, "text_files": str(texts)}, {"weight": 1, "source": f"{my_module}.Squares"}]
-    with opened({"mixture": parts}, tokenizer__train={"vocab_size": 300}) as data:
-        batches = list(data.validation())
-        assert len(batches) > 3
-        assert {size for _, size, _ in batches} == {0.0}
-
-
 # ---- a run that continues ----------------------------------------------------------------------------------
 
 
@@ -458,116 +438,6 @@ def test_random_tokens_are_uniform_the_same_everywhere_and_need_no_tokenizer():
     assert ids.max() < 100
     counts = np.bincount(ids.reshape(-1), minlength=100)
     assert ((counts - ids.size / 100) ** 2 / (ids.size / 100)).sum() < 149  # 99.9% quantile, 99 degrees
-
-
-SOURCE = """
-import numpy as np
-
-class Squares:
-    def __init__(self, sequence_length, seed, scale=1):
-        self.size, self.seed, self.scale = sequence_length + 1, seed, scale
-    def __len__(self):
-        return 50
-    def __getitem__(self, i):
-        return {"input_ids": [(i * self.scale + n) % 100 for n in range(self.size)]}
-
-def lists(sequence_length, seed):
-    return [np.full(sequence_length + 1, i) for i in range(40)]
-
-class AtOnce:
-    def __init__(self, sequence_length, seed):
-        self.size = sequence_length + 1
-    def __len__(self):
-        return 1000
-    def samples(self, indices):
-        return (indices[:, None] + np.arange(self.size)).astype(np.uint16) % 500
-    def documents(self, indices):
-        return np.broadcast_to(np.arange(self.size) // 10, (len(indices), self.size))
-
-def short(sequence_length, seed):
-    return [[1, 2, 3]] * 10
-
-def beyond(sequence_length, seed):
-    return [[600] * (sequence_length + 1)] * 10
-
-def wrong_key(sequence_length, seed):
-    return [{"ids": [1]}] * 10
-
-def nothing(sequence_length, seed):
-    return []
-
-def generator(sequence_length, seed):
-    yield 1
-
-class Broken(Squares):
-    def __getitem__(self, i):
-        raise RuntimeError("boom")
-
-class BrokenAtOnce(AtOnce):
-    def samples(self, indices):
-        raise KeyError("boom")
-
-def cannot_open(sequence_length, seed):
-    raise FileNotFoundError("no such shard")
-"""
-
-
-@pytest.fixture
-def my_module(tmp_path, monkeypatch):
-    (tmp_path / "my_sources.py").write_text(SOURCE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "my_sources", raising=False)
-    return "my_sources"
-
-
-def test_a_source_of_ones_own_is_read_by_dotted_path(my_module):
-    dataset = {"source": f"{my_module}.Squares", "kwargs": {"scale": 3}}
-    with opened(dataset) as data:
-        first = {row[0] for step in range(1, 11) for row in rows(data.batch(step)).values()}
-        assert first == {3 * i % 100 for i in range(40)}  # 50 samples, the last 20% held out
-        held = [row[0] for batch, *_ in data.validation() for row in batch.tokens.tolist()]
-        assert sorted(held) == sorted(3 * i % 100 for i in range(40, 50))
-    with opened({"source": f"{my_module}.lists"}) as data:
-        assert all(len(set(row)) == 1 for row in rows(data.batch(1)).values())
-
-
-def test_a_source_of_ones_own_may_answer_many_samples_at_once_with_documents(my_module):
-    with opened({"source": f"{my_module}.AtOnce"}, model__document_masking=True) as data:
-        for batch in data.batch(3):
-            assert ((batch.tokens[:, 1:] - batch.tokens[:, :-1]) % 500 == 1).all()
-            assert batch.documents.tolist() == [[t // 10 for t in range(32)]] * 2
-            assert (batch.labels[:, 9] == NO_LOSS).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("short", r"short\[\d+\]: expected 33 integer ids \(sequence_length \+ 1\), found int64 of shape \(3,\)"),
-        ("beyond", r"beyond\[\d+\]: token 600 is not in \[0, vocab_size = 512\)"),
-        ("wrong_key", r"no key 'input_ids'; found ids"),
-        ("nothing", r"nothing: expected at least 33 tokens to train on .* found no sample"),
-        ("generator", r"gave a generator, which has no __len__ and no __getitem__"),
-        ("Broken", r"dataset\.source: my_sources\.Broken\[\d+\] raised RuntimeError: boom"),
-        ("BrokenAtOnce", r"dataset\.source: my_sources\.BrokenAtOnce\.samples\(\[.*\]\) raised KeyError: 'boom'"),
-        ("cannot_open", r"dataset\.source: my_sources\.cannot_open\(.*\) raised FileNotFoundError: no such shard"),
-        ("Square", r"has no 'Square'; did you mean 'Squares'\?"),
-        ("Squares", r"unexpected keyword argument 'colour'"),
-    ],
-)
-def test_a_bad_source_of_ones_own_is_named(my_module, name, message):
-    kwargs = {"colour": 1} if name == "Squares" else {}
-
-    def read():
-        with opened({"source": f"{my_module}.{name}", "kwargs": kwargs}) as data:
-            data.batch(1)
-
-    with pytest.raises(InputError, match=message):
-        read()
-
-
-def test_a_module_that_is_not_there_is_named():
-    with pytest.raises(InputError, match=r"dataset\.source: cannot import 'no_such_module_at_all'"):
-        opened({"source": "no_such_module_at_all.Source"})
 
 
 def test_shares_of_paths_are_kept_in_every_prefix(tmp_path):

@@ -311,9 +311,13 @@ class Order:
 
         Error (IndexError): there is no such sample, as sources are exhausted.
         """
+        block_of = positions // BLOCK
+        if len(positions) and (block_of == block_of[0]).all():  # so it is nearly always
+            sources, indices = self._block(int(block_of[0]))
+            inside = positions % BLOCK
+            return sources[inside], indices[inside]
         source = np.empty(len(positions), dtype=np.int64)
         index = np.empty(len(positions), dtype=np.int64)
-        block_of = positions // BLOCK
         for block in np.unique(block_of):
             where = np.flatnonzero(block_of == block)
             inside = positions[where] - block * BLOCK

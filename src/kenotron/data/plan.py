@@ -25,7 +25,7 @@ from .examples import Columns, ExampleTexts
 from .ramps import Level, length_of_step, lengths, level_of_sample, level_of_step, levels
 from .remote import as_path
 from .texts import FileTexts, RowHook, Texts, find_files, python_stdlib
-from .token_folder import TokenPath, token_paths
+from .token_paths import TokenPath, token_paths
 from .tokenizer import Tokenizer
 
 Measure = Callable[[int, str], float]

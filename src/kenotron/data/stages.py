@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -30,7 +31,8 @@ from .progress import Report
 from .sources import Part, RandomTokens, TokenWindows, UserSource, held_out_samples, user_object
 from .stream import Stream, first_held_out
 from .texts import StreamTexts
-from .token_folder import TokenFolder, TokenPath, check_apart, check_fit, open_folder, split_samples
+from .token_folder import TokenFolder, check_apart, check_fit, open_folder, split_samples
+from .token_paths import TokenPath
 from .tokenizer import Tokenizer, end_of_text
 from .validation import HeldOutWindows
 
@@ -139,13 +141,27 @@ class OpenStage:
         read = [(source.packed or source.folder, index[source_of == number]) for number, source in remote]
         return [future for files, indices in read if files is not None for future in files.fetch_ahead(indices)]
 
+    @cached_property
+    def _joined(self) -> tuple[TokenSource, Int64] | None:
+        """What can be read as one source, and where the samples of each source ``[sources]`` begin in it: one source
+        alone, or windows of tokenized files. None: the sources are read one after the other."""
+        if len(self.sources) == 1:
+            return self.sources[0].train, np.zeros(1, dtype=np.int64)
+        folders = [source.folder for source in self.sources if source.folder is not None and source.packed is None]
+        whole = TokenFolder.join(folders) if len(folders) == len(self.sources) else None
+        if whole is None:
+            return None
+        before = np.cumsum([0, *map(len, folders[:-1])])
+        return whole, before + [cast(Part, source.train).start for source in self.sources]
+
     def read(self, positions: Int64, sample_ids: Int64, document_masking: bool) -> TokenBatch:
         """The samples at `positions` ``[n]`` of the stage, as one batch of n sequences."""
         source_of, index = self.order.locate(positions)
-        if len(self.sources) == 1:
-            source = self.sources[0].train
-            documents = source.documents(index) if document_masking else None
-            return make_batch(source.samples(index), sample_ids, documents, source.loss(index))
+        if self._joined is not None:
+            whole, first = self._joined
+            index = index + first[source_of]
+            documents = whole.documents(index) if document_masking else None
+            return make_batch(whole.samples(index), sample_ids, documents, whole.loss(index))
         parts = [(self.sources[s].train, np.flatnonzero(source_of == s)) for s in sorted(set(source_of.tolist()))]
         drawn = [source.samples(index[where]) for source, where in parts]
         types = {rows.dtype for rows in drawn}

@@ -14,13 +14,12 @@ however long it is. Tokens are checked when they are read: an id that the model 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +38,7 @@ from .packing import PackedRows, packed_rows
 from .progress import Report
 from .remote import AnyPath, RemoteArray, as_path, fetch_ahead, is_remote, read_rows
 from .sources import Part, document_numbers, held_out_samples
+from .token_paths import TokenPath
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -49,101 +49,6 @@ HASHED = 64 * 1024
 
 CHECK_EVERY = 0.01
 """Seconds for which a file that was looked at counts as unchanged: less than a step, more than many reads."""
-
-
-# ---- what the config asks for ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TokenPath:
-    """One path of `dataset_folder` or `tokens` (`key` says which), with what is asked of it."""
-
-    key: str
-    path: str
-    dtype: str | None = None
-    read_path: str | None = None
-    max_tokens: int | None = None
-    shuffle_files: bool = False
-    return_positions: bool = True
-    tokenizer_name: str | None = None
-    vocab_size: int | None = None
-    packing: str = "windows"
-
-
-def token_paths(dataset: Any) -> list[tuple[float | None, TokenPath]] | None:
-    """The paths of a dataset of tokenized files with their shares (None: by their length); None for other datasets.
-
-    Errors (InputError): a mix file that cannot be read.
-    """
-    if getattr(dataset, "dataset_folder", None) is not None:
-        return _nanoset(dataset)
-    if (paths := getattr(dataset, "tokens", None)) is None:
-        return None
-    if isinstance(paths, str) and paths.endswith(".json"):
-        paths = read_mix(as_path(paths))
-    if isinstance(paths, dict):
-        shares: list[tuple[float | None, str]] = [(share, path) for path, share in paths.items()]
-    else:
-        shares = [(None, path) for path in ([paths] if isinstance(paths, str) else paths)]
-    return [
-        (share, TokenPath("dataset.tokens", path, dataset.token_dtype, packing=dataset.packing))
-        for share, path in shares
-    ]
-
-
-def _nanoset(dataset: Any) -> list[tuple[float | None, TokenPath]]:
-    folders, copies = dataset.folders, dataset.dataset_read_path
-    shares = dataset.dataset_weights or [None] * len(folders)
-    caps = dataset.dataset_max_tokens or [None] * len(folders)
-    copies = [copies] if isinstance(copies, str) else copies or [None] * len(folders)
-    size = dataset.token_size_in_bytes
-    return [
-        (
-            share,
-            TokenPath(
-                key="dataset.dataset_folder",
-                path=folder,
-                dtype=f"uint{8 * size}" if size else None,
-                read_path=copy,
-                max_tokens=cap,
-                shuffle_files=dataset.shuffle_files,
-                return_positions=dataset.return_positions,
-                tokenizer_name=dataset.tokenizer_name,
-                vocab_size=dataset.vocab_size,
-                packing=dataset.packing,
-            ),
-        )
-        for folder, share, cap, copy in zip(folders, shares, caps, copies, strict=True)
-    ]
-
-
-def read_mix(file: AnyPath) -> dict[str, float]:
-    """A mix ``{path: weight}`` from a JSON file; its relative paths are relative to the file's folder."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if repeated := sorted({name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1}):
-            raise InputError(f"dataset.tokens: {file} has {repeated[0]!r} twice")
-        return dict(pairs)
-
-    try:
-        mix = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique)
-    except OSError as error:
-        raise InputError(f"dataset.tokens: cannot read {file}: {error.strerror or 'no such file'}") from None
-    except ValueError as error:
-        raise InputError(f"dataset.tokens: {file} is not JSON: {error}") from None
-    if not isinstance(mix, dict) or not mix:
-        raise InputError(f"dataset.tokens: {file}: expected a map path → weight, found {json.dumps(mix):.40}")
-    for path, weight in mix.items():
-        number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not (number and weight > 0 and math.isfinite(weight)):
-            raise InputError(
-                f"dataset.tokens: {file}: the weight of {path!r} must be a number above 0, found {weight!r}"
-            )
-    return {_from(file.parent, path): float(weight) for path, weight in mix.items()}
-
-
-def _from(folder: AnyPath, path: str) -> str:
-    return path if is_remote(path) else str(folder / os.path.expanduser(path))
 
 
 # ---- the samples -------------------------------------------------------------------------------------------
@@ -162,11 +67,26 @@ class TokenFolder:
         self.first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         types = {file.tokens.dtype for file in self.files}
         self.dtype = types.pop() if len(types) == 1 else np.dtype(np.int64)  # the narrower, the less memory moves
-        self._read = [[path for path in (f.path, f.index_path, f.loss_path) if path is not None] for f in self.files]
-        self._states = [[_state(path) for path in paths] for paths in self._read]
+        self._states = [
+            {path: _state(path) for path in (file.path, file.index_path, file.loss_path) if path is not None}
+            for file in self.files
+        ]
         self._checked = [-math.inf] * len(self.files)
         self.is_remote = any(isinstance(file.tokens, RemoteArray) for file in self.files)
         self._masked = any(file.loss is not None for file in self.files)
+
+    @staticmethod
+    def join(folders: Sequence[TokenFolder]) -> TokenFolder | None:
+        """The samples of all `folders`, one after the other: a batch of several is one read. None where they allow
+        different ids.
+        """
+        first = folders[0]
+        if any(folder.vocab_size != first.vocab_size for folder in folders):
+            return None
+        files = [file if folder.boundaries else replace(file, ends=None) for folder in folders for file in folder.files]
+        joined = TokenFolder(first.name, files, first.sequence_length, first.vocab_size)
+        joined._states = [state for folder in folders for state in folder._states]  # as they were opened
+        return joined
 
     def __len__(self) -> int:
         return int(self.first[-1])
@@ -253,7 +173,7 @@ class TokenFolder:
         if time.monotonic() - self._checked[number] < CHECK_EVERY:
             return
         self._checked[number] = time.monotonic()
-        for path, state in zip(self._read[number], self._states[number]):
+        for path, state in self._states[number].items():
             if _state(path) != state:
                 raise InputError(f"{path}: the file has changed or vanished since the run opened it")
 

@@ -16,7 +16,8 @@ from kenotron.config.remote import RemoteData
 from kenotron.data import open_run
 from kenotron.data.formats import open_token_files, open_writer
 from kenotron.data.remote import as_path, paths
-from kenotron.data.token_folder import TokenPath, open_folder
+from kenotron.data.token_folder import open_folder
+from kenotron.data.token_paths import TokenPath
 
 Upload = Callable[[Path, str], str]
 

@@ -23,7 +23,7 @@ from kenotron.config.errors import InputError, nearest
 
 from ..hub import cached_revision, offline_variable, unreachable
 from ..progress import Report
-from ..token_folder import token_paths
+from ..token_paths import token_paths
 
 REMOTE = "://"
 
