@@ -66,7 +66,8 @@ class TokenFolder:
         counts = [count_windows(len(file.tokens), file.format, sequence_length) for file in self.files]
         self.first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         types = {file.tokens.dtype for file in self.files}
-        self.dtype = types.pop() if len(types) == 1 else np.dtype(np.int64)  # the narrower, the less memory moves
+        # The narrower, the less memory moves; in this machine's order of bytes, which a `.npy` need not have.
+        self.dtype = types.pop().newbyteorder("=") if len(types) == 1 else np.dtype(np.int64)
         self._states = [
             {path: _state(path) for path in (file.path, file.index_path, file.loss_path) if path is not None}
             for file in self.files
@@ -252,12 +253,10 @@ def open_folder(
 
 
 def _check_guessed_width(file: TokenFile, vocab_size: int) -> None:
-    """A `.ds` alone, without index and metadata, is read as two bytes a token; what speaks against that is an error."""
+    """A `.ds` alone, without index and metadata, is read as two bytes a token, which a large vocabulary contradicts."""
     if file.format != "datatrove" or file.ends is not None or file.tokenizer is not None:
         return
-    head = file.tokens[: HASHED // 2]
-    upper = head[1::2]  # of small ids in four bytes, every second pair is 0
-    if vocab_size > 1 << 16 or (len(upper) and not upper.any() and head[::2].any()):
+    if vocab_size > 1 << 16:
         raise InputError(
             f"{file.path}: nothing says whether a token has 2 or 4 bytes, and it may well be 4: give "
             f"dataset.token_size_in_bytes (or token_dtype beside 'tokens')"

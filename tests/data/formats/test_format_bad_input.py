@@ -119,6 +119,20 @@ def test_raw_ids_need_a_dtype(tmp_path: Path) -> None:
         open_token_files(tmp_path, "--dtype", "unit16")
 
 
+@pytest.mark.parametrize("name", ["a.ds", "a.bin", "a.npy"])
+def test_halves_of_ids_are_not_taken_for_ids(tmp_path: Path, name: str) -> None:
+    """Files that do not tell their width and are read with half of it, guessed or given."""
+    np.arange(1, 41, dtype="<u4").tofile(tmp_path / name)
+    with pytest.raises(InputError, match=rf"{name}: every second id is 0 .* 2 bytes \(uint16\).* seems to have 4"):
+        open_token_files(tmp_path, "PATH", None if name == "a.ds" else "uint16")
+    assert open_token_files(tmp_path, "PATH", "uint32")[0].tokens.tolist() == list(range(1, 41))
+    np.arange(1, 41, dtype="<i8").tofile(tmp_path / name)
+    with pytest.raises(InputError, match="seems to have 8"):
+        open_token_files(tmp_path, "PATH", "uint32")
+    np.arange(1, 41, dtype="<u2").tofile(tmp_path / name)
+    assert len(open_token_files(tmp_path, "PATH", "uint16")[0].tokens) == 40
+
+
 @pytest.mark.parametrize("metadata", [True, False])
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
 def test_a_ds_knows_its_width_by_metadata_or_index(tmp_path: Path, metadata: bool, dtype: str) -> None:

@@ -16,6 +16,7 @@ from kenotron.data.formats import documents_between, litdata, megatron, open_tok
 from kenotron.data.formats.token_file import pieces
 from kenotron.data.prepare import convert as converting
 from kenotron.data.prepare.convert import convert
+from kenotron.data.prepare.merge import merge
 
 documents = st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=8)
 WRITABLE = {
@@ -148,8 +149,11 @@ def test_convert_refuses_a_narrow_type_before_writing_anything(tmp_path: Path) -
 def test_a_loss_mask_is_never_dropped(tmp_path: Path) -> None:
     with open_writer(tmp_path / "a.ds", "datatrove", np.dtype("uint16")) as writer:
         writer.write(*flat([[1, 2, 3]]), np.array([True, False, True]))
+    for target, to in (("b.bin", "megatron"), ("b", "litdata"), ("deep/b.npy", "numpy")):
+        with pytest.raises(InputError, match=r"a\.ds\.loss: \w+ files hold no loss mask"):
+            convert(tmp_path / "a.ds", tmp_path / target, to)
     with pytest.raises(InputError, match="no loss mask"):
-        convert(tmp_path / "a.ds", tmp_path / "b.bin", "megatron")
+        merge([str(tmp_path / "a.ds")], tmp_path / "b.bin")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.ds", "a.ds.index", "a.ds.loss", "a.ds.metadata"]
     convert(tmp_path / "a.ds", tmp_path / "c.ds", "datatrove")
     assert (tmp_path / "c.ds.loss").read_bytes() == b"\1\0\1"

@@ -9,7 +9,7 @@ A folder may be nested; its files come in order of path. What a file is, its suf
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +33,7 @@ __all__ = [
     "FORMATS",
     "TokenFile",
     "TokenWriter",
+    "check_holds_loss",
     "documents_between",
     "find_token_files",
     "is_file_of",
@@ -86,6 +87,14 @@ def open_writer(path: Path, format: str, dtype: np.dtype, tokenizer: str | None 
     return _module(format).Writer(
         path if path.suffix == suffix else path.with_name(path.name + suffix), dtype, tokenizer
     )
+
+
+def check_holds_loss(files: Sequence[TokenFile], format: str) -> None:
+    """Error (InputError): one of `files` has a loss mask, and `format` has no place for it."""
+    masked = [file for file in files if file.loss is not None]
+    if masked and not _module(format).Writer.holds_loss:
+        name = masked[0].loss_path or masked[0].path
+        raise InputError(f"{name}: {format} files hold no loss mask; write datatrove's .ds instead")
 
 
 def written_suffix(format: str, folders: bool = False) -> str:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kenotron.config.errors import InputError
 
 from ..remote import AnyPath
-from .token_file import PartialFile, TokenFile, TokenWriter, check_ends, map_array, readable
+from .token_file import PartialFile, TokenFile, TokenWriter, check_ends, check_width, map_array, readable
 
 WIDTHS: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
@@ -34,6 +34,8 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
     index = _beside(path, "index")
     ends = map_array(index, np.dtype("<u8"), whole=True) if index.exists() else None
     tokens = map_array(path, _width(path, ends, metadata, where, dtype))
+    if ends is None and (metadata is None or metadata.width is None):
+        check_width(path, tokens, where)
     if metadata and metadata.tokens is not None and metadata.tokens != len(tokens):
         raise InputError(
             f"{path}: holds {len(tokens)} tokens of {tokens.itemsize} bytes, up to byte {tokens.nbytes}; "

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kenotron.config.errors import InputError
 
 from ..remote import AnyPath
-from .token_file import PartialFile, TokenFile, TokenWriter, map_array, readable
+from .token_file import PartialFile, TokenFile, TokenWriter, check_width, map_array, readable
 
 SUFFIX = ".npy"
 HEADER_BYTES = 128
@@ -38,6 +38,7 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
         raise InputError(f"{where}: {path} {missing}; to read it as raw ids, give their dtype (uint16 as a rule)")
     else:
         tokens = map_array(path, dtype)
+        check_width(path, tokens, where)
     return [TokenFile(path, "numpy", tokens, None, None, None)]
 
 

@@ -214,6 +214,23 @@ def check_ends(path: AnyPath, ends: NDArray[np.uint64], tokens: int, token_path:
         )
 
 
+HEAD = 1 << 15
+"""Tokens of a file that are looked at for their width."""
+
+
+def check_width(path: AnyPath, tokens: NDArray[np.integer], where: str) -> None:
+    """Error (InputError): `tokens`, whose width the file itself does not tell, are halves of wider ones: every second
+    is 0, as it is where small ids have twice as many bytes."""
+    head = np.asarray(tokens[:HEAD])
+    if len(head) >= 16 and not head[1::2].any() and head[::2].any():
+        size = tokens.itemsize
+        raise InputError(
+            f"{where}: {path}: every second id is 0 when a token is read as {size} bytes ({tokens.dtype.name}), from "
+            f"byte {size} on, so it seems to have {2 * size}: give its "
+            "type (token_size_in_bytes or token_dtype in a config, --dtype or --source-dtype of a command)"
+        )
+
+
 INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", "uint64")
 
 

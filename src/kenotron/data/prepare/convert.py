@@ -17,7 +17,7 @@ import numpy as np
 
 from kenotron.config.errors import InputError
 
-from ..formats import TokenFile, is_file_of, open_token_files, open_writer, pieces, written_suffix
+from ..formats import TokenFile, check_holds_loss, is_file_of, open_token_files, open_writer, pieces, written_suffix
 from ..formats.token_file import check_range, integer_dtype
 from ..progress import Report, progress
 from ..remote import AnyPath, as_path
@@ -44,6 +44,7 @@ def convert(
     """
     suffix = written_suffix(to, folders=True)
     files = open_token_files(source, "SRC", source_dtype)
+    check_holds_loss(files, to)
     wanted = integer_dtype(dtype, "--dtype") if dtype else _dtype(files, to)
     for file in files:
         if np.iinfo(wanted).max < np.iinfo(file.tokens.dtype).max:

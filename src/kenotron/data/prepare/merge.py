@@ -19,7 +19,15 @@ from numpy.typing import NDArray
 from kenotron.config.errors import InputError
 
 from ..cache import sync_folder
-from ..formats import TokenFile, TokenWriter, is_file_of, open_token_files, open_writer, written_suffix
+from ..formats import (
+    TokenFile,
+    TokenWriter,
+    check_holds_loss,
+    is_file_of,
+    open_token_files,
+    open_writer,
+    written_suffix,
+)
 from ..formats.token_file import checked_loss, release
 from ..progress import Report, progress
 from .manifest import MANIFEST, checksums, read_json, token_dtype, write_json
@@ -49,6 +57,7 @@ def merge(
     files = [file for source in sources for file in open_token_files(source, "SRC")]
     known = _common(sources, files)
     format = format or _format_of(output, files)
+    check_holds_loss(files, format)
     as_file = is_file_of(output, format, "--output")
     if output.exists():
         raise InputError(f"--output: {output} is there already; choose another one or remove it")
