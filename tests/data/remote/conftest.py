@@ -1,4 +1,4 @@
-"""A real S3 server, moto's, and a proxy in front of it that can be slow, break and vanish."""
+"""Real servers of S3 (moto's) and of Google's storage, and proxies in front that can be slow, break and vanish."""
 
 from __future__ import annotations
 
@@ -11,22 +11,33 @@ from pathlib import Path
 
 import boto3
 import pytest
+import requests
 from moto.server import ThreadedMotoServer
 
-from kenotron.data.remote import fetching
+from kenotron.data.remote import drivers, fetching
 from kenotron.data.remote.blocks import block_store
 
 
 class Proxy(ThreadingHTTPServer):
-    """Passes requests on to moto. `breaks(handler)` may answer in its place, and returns whether it did."""
+    """Passes requests on. `breaks(handler)` may answer in place of the server, and returns whether it did."""
 
     daemon_threads = True
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, at_once: int = 64) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.port, self.latency = port, 0.0
         self.breaks: Callable[[BaseHTTPRequestHandler], bool] = lambda handler: False
         self.reads: list[str] = []
+        self.at_once = threading.Semaphore(at_once)
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    def mend(self) -> None:
+        """Whole and fast again."""
+        self.latency, self.breaks = 0.0, lambda handler: False
+        self.reads.clear()
+
+    def handle_error(self, *_: object) -> None:
+        """A client that went away is no error."""
 
     @property
     def url(self) -> str:
@@ -44,9 +55,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         upstream = http.client.HTTPConnection("127.0.0.1", self.server.port)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        upstream.request(self.command, self.path, body, dict(self.headers))
-        answer = upstream.getresponse()
-        data = answer.read()
+        with self.server.at_once:
+            upstream.request(self.command, self.path, body, dict(self.headers))
+            answer = upstream.getresponse()
+            data = answer.read()
         self.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in ("transfer-encoding", "connection", "server", "date"):
@@ -69,7 +81,6 @@ def proxy() -> Iterator[Proxy]:
     moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     moto.start()
     made = Proxy(moto.get_host_and_port()[1])
-    threading.Thread(target=made.serve_forever, args=(0.05,), daemon=True).start()
     yield made
     made.shutdown()
     made.server_close()
@@ -88,11 +99,9 @@ def server(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
         monkeypatch.setenv(name, value)
     for name in ("AWS_PROFILE", "HTTP_PROXY", "http_proxy"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(fetching, "FIRST_WAIT", 0.01)
-    proxy.latency, proxy.breaks = 0.0, lambda handler: False
-    proxy.reads.clear()
+    proxy.mend()
     yield proxy
-    proxy.latency, proxy.breaks = 0.0, lambda handler: False
+    proxy.mend()
 
 
 @pytest.fixture
@@ -118,8 +127,50 @@ def upload(server: Proxy, bucket: str) -> Callable[[Path, str], str]:
     return put
 
 
+@pytest.fixture(scope="session")
+def google_proxy() -> Iterator[Proxy]:
+    emulator = pytest.importorskip("gcp_storage_emulator.server")
+    server = emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket="robots")
+    server.start()
+    made = Proxy(server._api._httpd.server_address[1], at_once=4)  # its backlog is 5
+    yield made
+    made.shutdown()
+    made.server_close()
+    server.stop()
+
+
+@pytest.fixture
+def google(google_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy of the emulator of Google's storage, with an empty bucket `robots`."""
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_GCE_CHECK", "true")  # which takes seconds
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", google_proxy.url)
+    requests.get(f"{google_proxy.url}/wipe?keep-buckets=1", timeout=10)
+    google_proxy.mend()
+    drivers.forget()
+    yield google_proxy
+    google_proxy.mend()
+
+
+@pytest.fixture
+def google_upload(google: Proxy) -> Callable[[Path, str], str]:
+    """Puts a file or folder into the bucket; returns its URL."""
+
+    def put(path: Path, key: str) -> str:
+        for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+            name = key if path.is_file() else f"{key}/{file.relative_to(path).as_posix()}"
+            address = f"{google.url}/upload/storage/v1/b/robots/o"
+            about = {"uploadType": "media", "name": name}
+            requests.post(address, params=about, data=file.read_bytes(), timeout=10).raise_for_status()
+        return f"gs://robots/{key}"
+
+    return put
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(fetching, "FIRST_WAIT", 0.01)
     monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
     block_store.cache_clear()
     return tmp_path / "cache"

@@ -145,4 +145,4 @@ def test_blocks_are_there_when_their_step_comes(
                 waits.append(time.perf_counter() - start)
                 time.sleep(0.02)
         server.latency = 0.0
-    assert np.median(waits[5:]) < 0.02
+    assert np.median(waits[5:]) < 0.05

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from kenotron.config import InputError
 from kenotron.config.remote import RemoteData
 from kenotron.data import open_run
 from kenotron.data.formats import open_token_files, open_writer
-from kenotron.data.remote import as_path, paths
+from kenotron.data.remote import as_path, drivers, paths
 from kenotron.data.token_folder import open_folder
 from kenotron.data.token_paths import TokenPath
 
@@ -116,17 +118,29 @@ def test_local_copy_is_read(tmp_path: Path, upload: Upload, server: Any) -> None
         open_folder(TokenPath("dataset.dataset_folder", wanted.path, read_path=wanted.path), 32, 512, 0)
 
 
-def test_missing_driver_and_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fsspec
+@pytest.mark.parametrize(
+    ("url", "module", "extra"),
+    [
+        ("s3://bucket/x", "s3fs", "s3"),
+        ("gs://bucket/x", "gcsfs.core", "gcs"),
+        ("https://host/x", "fsspec.implementations.http", "http"),
+    ],
+)
+def test_a_missing_driver_names_its_extra(url: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # importing it fails
+    protocol = url.partition("://")[0]
+    known = import_module("fsspec.registry")._registry
+    monkeypatch.delitem(known, protocol, raising=False)  # it may be imported already
+    drivers.forget()
+    with pytest.raises(
+        InputError, match=rf"^{protocol}://: its driver is not installed: pip install kenotron\[{extra}\]$"
+    ):
+        as_path(url)
 
-    def absent(*_: object, **__: object) -> None:
-        raise ImportError("Install s3fs to access S3")
 
-    with pytest.raises(InputError, match=r"s4://: no such protocol"):
+def test_an_unknown_protocol() -> None:
+    with pytest.raises(InputError, match=r"^s4://: no such protocol"):
         as_path("s4://bucket/x")
-    monkeypatch.setattr(fsspec, "filesystem", absent)
-    with pytest.raises(InputError, match=r"pip install kenotron\[gcs\]"):
-        as_path("gs://bucket/x")
 
 
 def test_cache_folder_and_cap(tmp_path: Path, upload: Upload, own_cache: Path) -> None:

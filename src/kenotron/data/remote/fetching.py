@@ -19,11 +19,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
-from kenotron.config.errors import InputError, nearest
+from kenotron.config.errors import InputError
 from kenotron.config.remote import RemoteData
 
 from ..hub import first_line
+from . import drivers
 from .blocks import block_store
+from .drivers import CREDENTIALS, filesystem, read_range
 
 T = TypeVar("T")
 
@@ -32,27 +34,6 @@ AT_ONCE = 32
 
 FIRST_WAIT = 0.5
 """Seconds before the second try, doubled before every later one, each times a random number around 1."""
-
-_ONE_TRY: dict[str, Any] = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
-OPTIONS = {"s3": _ONE_TRY, "s3a": _ONE_TRY}
-"""What drivers are opened with: retries of botocore would multiply ours and say nothing."""
-
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
-"""Protocols whose driver is an extra of this package."""
-
-VERSIONS = (
-    "ETag",
-    "etag",
-    "generation",
-    "md5Hash",
-    "blob_id",
-    "oid",
-    "mtime",
-    "LastModified",
-    "last_modified",
-    "created",
-)
-"""What drivers call the thing that changes with a file."""
 
 
 class RemoteFile(NamedTuple):
@@ -77,50 +58,13 @@ class Block(NamedTuple):
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-# ---- drivers -----------------------------------------------------------------------------------------------
-
-
-def filesystem(url: str) -> Any:
-    """fsspec's file system for `url`, one a process and protocol.
-
-    Errors (InputError): no such protocol; its driver is not installed.
-    """
-    protocol, _, place = url.partition("://")
-    if not place:
-        raise InputError(f"{url}: names no place; expected a path behind {protocol}://")
-    return _filesystem(protocol)
-
-
-@lru_cache
-def _filesystem(protocol: str) -> Any:
-    import fsspec
-
-    try:
-        found = fsspec.filesystem(protocol, use_listings_cache=False, **OPTIONS.get(protocol, {}))
-    except ValueError:
-        known = fsspec.available_protocols()
-        raise InputError(f"{protocol}://: no such protocol{nearest(protocol, known)}") from None
-    except ImportError as error:
-        extra = EXTRAS.get(protocol)
-        hint = f"pip install kenotron[{extra}]" if extra else first_line(error)
-        raise InputError(f"{protocol}://: its driver is not installed: {hint}") from None
-    if protocol in OPTIONS:
-        found.retries = 1  # s3fs's own
-    return found
-
-
-def version_of(info: dict[str, Any]) -> str:
-    """What changes with the content of a file."""
-    return next((str(info[name]) for name in VERSIONS if info.get(name)), "")
+# ---- retries -----------------------------------------------------------------------------------------------
 
 
 def look(url: str, settings: RemoteData) -> dict[str, Any]:
     """What the driver knows of a file or folder now. Errors: FileNotFoundError; InputError as in `attempt`."""
     fs = filesystem(url)
     return attempt(url, settings.tries, lambda: fs.info(url))
-
-
-# ---- retries -----------------------------------------------------------------------------------------------
 
 
 def attempt(what: str, tries: int, read: Callable[[], T]) -> T:
@@ -136,7 +80,9 @@ def attempt(what: str, tries: int, read: Callable[[], T]) -> T:
         except Exception as error:  # drivers raise whatever their libraries do
             words = f"{type(error).__name__}: {first_line(error)}"
             if _is_final(error):
-                raise InputError(f"{what}: cannot be read ({words})") from None
+                known = CREDENTIALS.get(what.partition("://")[0]) if _is_denied(error) else None
+                hint = f"; access comes from {known}" if known else ""
+                raise InputError(f"{what}: cannot be read ({words}){hint}") from None
             if number == tries:
                 raise InputError(f"{what}: cannot be read, tried {tries} times ({words})") from None
             if number > 1:
@@ -151,16 +97,25 @@ PASSING = (408, 425, 429)
 
 def _is_final(error: BaseException) -> bool:
     """Whether another try would fail in the same way: not allowed, no credentials, no such request."""
-    response = getattr(error, "response", None)
-    status = getattr(error, "status", None) or getattr(response, "status_code", None)
-    if isinstance(status, int) and 400 <= status < 500:
+    status = _status(error)
+    if 400 <= status < 500:
         return status not in PASSING
-    if isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError):
-        return True
+    final = (IsADirectoryError, NotADirectoryError, ValueError, TypeError, AttributeError)
+    return _is_denied(error) or isinstance(error, (*final, NotImplementedError, ImportError))
+
+
+def _is_denied(error: BaseException) -> bool:
+    """Whether who asks may not read it, or is not known."""
     name = type(error).__name__
-    if "Credential" in name or "Profile" in name or "Token" in name:  # botocore's
-        return True
-    return isinstance(error, ValueError | TypeError | AttributeError | NotImplementedError | ImportError)
+    botocore = "Credential" in name or "Profile" in name or "Token" in name
+    return botocore or isinstance(error, PermissionError) or _status(error) in (401, 403)
+
+
+def _status(error: BaseException) -> int:
+    """The answer of HTTP that an error of some library tells; 0 where it tells none."""
+    response = getattr(error, "response", None)
+    told = (getattr(error, "status", None), getattr(response, "status_code", None), getattr(error, "code", None))
+    return next((status for status in told if isinstance(status, int)), 0)
 
 
 # ---- blocks ------------------------------------------------------------------------------------------------
@@ -183,7 +138,7 @@ def _flights() -> _Flights:
 def _forget() -> None:
     """A forked process has none of its parent's threads and connections."""
     _flights.cache_clear()
-    _filesystem.cache_clear()
+    drivers.forget()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -215,15 +170,11 @@ def _fetch(block: Block) -> bytes:
     where = f"{file.url}, bytes {block.start}-{block.stop - 1}"
 
     def read() -> bytes:
-        try:
-            data = fs.cat_file(file.url, start=block.start, end=block.stop)
-        except Exception as error:
-            if "range" not in str(error).lower():
-                raise
-            data = b""  # the file ends before: it has changed, or the error below is tried again
-        found = fs.info(file.url)
-        if (found["size"], version_of(found)) != (file.size, file.version):
+        data, found = read_range(fs, file.url, block.start, block.stop)
+        if found != (file.size, file.version):
             raise InputError(f"{file.url}: the file has changed since it was opened")
+        if len(data) == file.size > expected:
+            raise InputError(f"{file.url}: its server sends the whole file for a part of it; bring the file here first")
         if len(data) != expected:
             raise OSError(f"expected {expected} bytes, got {len(data)}")
         return data

@@ -18,7 +18,8 @@ from typing import IO, Any, NamedTuple, TypeAlias
 from kenotron.config.errors import InputError
 from kenotron.config.remote import RemoteData
 
-from .fetching import Block, RemoteFile, attempt, filesystem, look, read_block, version_of
+from .drivers import filesystem, version_of
+from .fetching import Block, RemoteFile, attempt, look, read_block
 
 BLOCK = 1 << 22
 """Bytes that are fetched at once where files are read from end to end, or fit in the cache."""
