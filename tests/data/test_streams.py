@@ -260,7 +260,7 @@ def by_sample(batches: dict[int, list[TokenBatch]]) -> dict[int, tuple[list[int]
 
 
 def saved(data: RunData, step: int) -> dict[str, bytes]:
-    return {name: make() for name, make in data.stream_states(step).items()}
+    return {name: make() for name, make in data.streams.states(step).items()}
 
 
 @pytest.mark.parametrize(("lanes", "masking"), [(1, True), (3, False), (4, True), (6, False)])
@@ -284,7 +284,7 @@ def test_samples_do_not_depend_on_ranks_and_resume_anywhere_on_another_layout(
             again: dict[int, Any] = {}
             for rank in range(ranks):
                 with open_run(config, resume + 1, report=quiet) as data:
-                    data.restore_streams(resume, states.get, rank, ranks)
+                    data.streams.restore(resume, states.get, rank, ranks)
                     again |= by_sample(steps_of(data, range(resume + 1, 13), rank, ranks))
             assert again == {sample: found for sample, found in whole.items() if sample >= 4 * resume}
 
@@ -295,7 +295,7 @@ def test_aligned_lanes_are_read_by_one_rank_each(config_of: Callable[..., Config
     for rank, own in ((0, {0, 1}), (1, {2, 3})):
         with open_run(config, report=said.append) as data, data.loader(1, 4, rank, 2) as loader:
             list(loader)
-            names = data.stream_states(3)
+            names = data.streams.states(3)
             assert names.keys() == {f"stream-0-lane-{lane}.json.gz" for lane in own}
     assert not any("several ranks" in line for line in said)
     with open_run(config_of(lanes=1), report=said.append) as data, data.loader(1, 4, 0, 2) as loader:
@@ -328,7 +328,7 @@ def test_mixtures_and_stages_go_on_with_the_same_stream(folder: Path, tmp_path: 
             states = saved(data, resume)
         assert len(states) == (3 if resume < 7 else 2)
         with open_run(config, resume + 1, report=quiet) as data:
-            data.restore_streams(resume, states.get, 0, 1)
+            data.streams.restore(resume, states.get, 0, 1)
             assert by_sample(steps_of(data, range(resume + 1, 13))).items() <= whole.items()
 
 
@@ -363,7 +363,7 @@ def test_states_of_other_streams_are_refused(folder: Path, config_of: Callable[.
 
     def refused(config: Config, match: str, states: dict[str, bytes] = states, step: int = 2) -> None:
         with open_run(config, step + 1, report=quiet) as data, pytest.raises(InputError, match=match):
-            data.restore_streams(step, states.get, 0, 1)
+            data.streams.restore(step, states.get, 0, 1)
 
     refused(config, r"^data/stream-0-lane-0\.json\.gz: missing in the checkpoint of step 2", {})
     refused(config, "expected a lane that gave 6 samples, found 4", step=3)

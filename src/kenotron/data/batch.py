@@ -67,6 +67,15 @@ def fold(batch: TokenBatch, length: int) -> TokenBatch:
     return TokenBatch(tokens, labels, np.repeat(batch.sample_ids, old // length), positions, documents)
 
 
+def batch_places(total: int, micro_batch_size: int, dp_rank: int, dp_size: int) -> Int64:
+    """Places ``[total / dp_size]`` in the global batch of `total` samples that one data-parallel rank reads.
+
+    Sample j goes to micro-batch m, data-parallel rank r and row k, with
+    ``j = (m * dp_size + r) * micro_batch_size + k``.
+    """
+    return np.arange(total, dtype=np.int64).reshape(-1, dp_size, micro_batch_size)[:, dp_rank].reshape(-1)
+
+
 class TokenSource(Protocol):
     """Random access to samples: all that the order and the loader ask of data.
 

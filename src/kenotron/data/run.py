@@ -5,19 +5,14 @@
             for batch in batches: ...                                           # this rank's micro-batches
 
 A step takes the next samples of its stage, as many as its global batch has: which, is arithmetic (`plan.Stage`).
-Sample j of the global batch goes to micro-batch m and data-parallel rank r, row k, with
-
-    j = (m * dp_size + r) * micro_batch_size + k
-
-so the set of samples of a step never depends on the layout.
+Which of them a rank reads, `batch.batch_places` says: the set of samples of a step never depends on the layout.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -26,12 +21,12 @@ import numpy as np
 
 from kenotron.config.errors import InputError
 
-from .batch import Int64, TokenBatch, fold
+from .batch import TokenBatch, batch_places, fold
 from .loader import Prefetcher
 from .plan import Stage, has_answers, plan_stages, streams, texts_of
 from .progress import Report
 from .stages import OpenStage, Sources, describe_tokenizer, open_stage, validation_samples
-from .stream import Stream
+from .streams import RunStreams
 from .tokenizer import Tokenizer, end_of_text
 from .trained import tokenizer_of
 from .validation import BASELINE_LIMIT, HeldOut, compression_baselines, held_out_texts
@@ -53,6 +48,7 @@ class RunData:
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._opened: dict[int, Future[OpenStage]] = {}
         self._sources = Sources(config, stages, tokenizer, report, self._stop)
+        self.streams = RunStreams(stages, self._sources, config.tokens.micro_batch_size)
         self._asked = 0  # the step up to which blocks of remote files were asked for
         self._flying: WeakSet[Future[bytes]] = WeakSet()  # weak: a block lies in memory until it is on the disk
 
@@ -73,10 +69,11 @@ class RunData:
         """
         stop = self.config.tokens.train_steps + 1 if stop_step is None else stop_step
         workers = max(stage.workers for stage in self.stages) if start_step < stop else 0
-        if self.has_streams and start_step < stop:
+        if self.streams and start_step < stop:
             workers = min(workers, 1)  # a stream is read in order
             if dp_rank == 0 and dp_size > 1:
-                self._tell_shared_lanes(start_step, dp_size)
+                for line in self.streams.shared_lanes(self.stage_at(start_step), start_step, dp_size):
+                    self._report(line)
 
         def make(step: int) -> list[TokenBatch]:
             if workers:
@@ -94,7 +91,7 @@ class RunData:
             self._asked = max(first, last)
         for ahead in range(first, last):
             total = opened.stage.batch_size(ahead)
-            in_batch = _share(total, self.config.tokens.micro_batch_size, dp_rank, dp_size)
+            in_batch = batch_places(total, self.config.tokens.micro_batch_size, dp_rank, dp_size)
             futures = opened.fetch_ahead(opened.stage.samples_before(ahead) + in_batch)
             with self._lock:
                 self._flying.update(futures)
@@ -108,7 +105,7 @@ class RunData:
                 f"the global batch of {total} samples does not divide into micro-batches of {micro} "
                 f"on {dp_size} data-parallel ranks"
             )
-        in_batch = _share(total, micro, dp_rank, dp_size)
+        in_batch = batch_places(total, micro, dp_rank, dp_size)
         if (why := self.exhausted(step)) is not None:
             raise InputError(f"step {step} is not in the run: {why}")
         positions = opened.stage.samples_before(step) + in_batch
@@ -172,90 +169,6 @@ class RunData:
     def _spent(self, stage: Stage, number: int) -> str:
         source = stage.sources[number]
         return f"'{source.label}' has given its {source.max_epochs:g} epochs"
-
-    # ---- streams ----
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether a stage of the run reads a stream: where that stands is more than a step."""
-        return any(streams(planned.dataset) for stage in self.stages for planned in stage.sources)
-
-    def stream_states(self, step: int) -> dict[str, Callable[[], bytes]]:
-        """Name → state after `step` of the lanes that this process has there; each is made when it is called.
-
-        All ranks together have every lane that gave a sample so far, of all streams that may be read from now on.
-        """
-        found: dict[str, Callable[[], bytes]] = {}
-        for number, stream, draws in self._streams_from(step):
-            for lane, place in stream.places_after(step, draws).items():
-                found[f"stream-{number}-lane-{lane}.json.gz"] = partial(stream.to_bytes, lane, place)
-        return found
-
-    def restore_streams(self, step: int, read: Callable[[str], bytes | None], dp_rank: int, dp_size: int) -> None:
-        """Put the lanes that this rank reads down where `step` left them; `read` gives a state by its name.
-
-        Errors (InputError): a state is missing, or another stream's.
-        """
-        for number, stream, draws in self._streams_from(step):
-            for lane in self._lanes_read(stream, draws, dp_rank, dp_size):
-                name = f"stream-{number}-lane-{lane}.json.gz"
-                if not stream.given_by(lane, draws):
-                    continue
-                if (data := read(name)) is None:
-                    raise InputError(
-                        f"data/{name}: missing in the checkpoint of step {step}; without the state of the stream "
-                        f"{stream.name} its data cannot go on: start over (--fresh), or set "
-                        "checkpoints.load_lr_scheduler: false to start them anew"
-                    )
-                stream.restore(step, draws, lane, data, f"data/{name} of the checkpoint of step {step}")
-
-    def _streams_from(self, step: int) -> Iterator[tuple[int, Stream, int]]:
-        """Number, stream, and samples so far of every stream of the stage of `step` and later ones that was read."""
-        drawn = self._drawn(step)
-        for number, key in enumerate(drawn):
-            for stage in self.stages:
-                keys = [planned.key for planned in stage.sources]
-                if stage.stop > step and key in keys and drawn[key]:
-                    stream = self._sources.source(stage, keys.index(key)).stream
-                    assert stream is not None
-                    yield number, stream, drawn[key]
-                    break
-
-    def _drawn(self, step: int) -> dict[int, int]:
-        """Key of every stream of the run, in the order of the stages → its samples in the steps up to `step`."""
-        found: dict[int, int] = {}
-        for stage in self.stages:
-            for number, planned in enumerate(stage.sources):
-                if streams(planned.dataset):
-                    found.setdefault(planned.key, 0)
-                    if stage.start <= step:
-                        found[planned.key] = self._sources.mixing(stage).given(stage.samples_before(step + 1))[number]
-        return found
-
-    def _lanes_read(self, stream: Stream, draws: int, dp_rank: int, dp_size: int) -> list[int]:
-        """The lanes that a rank reads from so many samples on: its own where batches are whole rounds, else all."""
-        lanes, size = stream.rules.lanes, 0
-        for stage in self.stages:
-            if stream.key in (planned.key for planned in stage.sources):
-                sizes = [level.size for level in stage.levels]
-                if len(stage.sources) > 1 or any(each % lanes for each in sizes):
-                    return list(range(lanes))
-                size = max(size, *sizes)
-        places = _share(size, self.config.tokens.micro_batch_size, dp_rank, dp_size)
-        return np.unique((draws + places) % lanes).tolist()
-
-    def _tell_shared_lanes(self, step: int, dp_size: int) -> None:
-        """A line for every stream that is tokenized on several ranks, for the steps from `step` on."""
-        opened = [source.stream for source in self.stage_of(step).sources if source.stream is not None]
-        for stream in opened:
-            draws = self._drawn(step - 1)[stream.key]
-            read = [self._lanes_read(stream, draws, rank, dp_size) for rank in range(dp_size)]
-            if sum(map(len, read)) > stream.rules.lanes:
-                self._report(
-                    f"{stream.name}: several ranks read the same lanes, and tokenize them each for itself; with "
-                    f"dataset.streaming.lanes = {self.config.tokens.micro_batch_size * dp_size} (micro batch x dp, "
-                    f"now {stream.rules.lanes}) and no mixture every rank reads a part of its own"
-                )
 
     # ---- validation ----
 
@@ -416,11 +329,6 @@ class RunData:
 
     def _open_now(self, number: int) -> OpenStage:
         return open_stage(self._sources, self.stages[number])
-
-
-def _share(total: int, micro: int, dp_rank: int, dp_size: int) -> Int64:
-    """Places in the global batch of `total` samples that one rank reads, see the module."""
-    return np.arange(total, dtype=np.int64).reshape(-1, dp_size, micro)[:, dp_rank].reshape(-1)
 
 
 def open_run(config: Any, start_step: int = 1, report: Report = print, tokenizer_folder: Path | None = None) -> RunData:

@@ -91,7 +91,7 @@ def save(run: Run) -> Path:
             config_yaml=dump(_stamped(run)),
             model_config=run.config.model.architecture.model_dump(mode="json", by_alias=True),
             save_tokenizer=run.tokenizer.save if run.tokenizer is not None else None,
-            data=run.data.stream_states(run.step) if run.data.has_streams else None,
+            data=run.data.streams.states(run.step) if run.data.streams else None,
         )
     except checkpoint.CheckpointError as error:
         raise RunFailed(f"step {run.step}: {error}; earlier checkpoints are as they were") from error
@@ -358,9 +358,9 @@ def _check_data(run: Run, saved: dict[str, str], start: Start) -> None:
 
 def _restore_streams(run: Run, path: Path) -> None:
     mesh = run.mesh
-    if run.data.has_streams:
+    if run.data.streams:
         together(
-            lambda: run.data.restore_streams(
+            lambda: run.data.streams.restore(
                 run.step, partial(checkpoint.read_data, path), mesh.dp_rank, mesh.dp_degree
             )
         )
