@@ -23,9 +23,12 @@ from hypothesis import strategies as st
 from written_tokens import counting, write_ds
 
 from kenotron.config.errors import InputError
-from kenotron.data import open_run
+from kenotron.data import load_tokenizer, open_run
+from kenotron.data.encode import EncodeRules, encode_documents
+from kenotron.data.lanes import LaneState, Place, from_bytes, to_bytes
 from kenotron.data.prepare.manifest import read_json
 from kenotron.data.prepare.merge import merge
+from kenotron.data.split import Marked
 from kenotron.data.texts import FileTexts, find_files
 from kenotron.data.token_folder import open_folder
 from kenotron.data.token_paths import TokenPath, read_mix
@@ -128,6 +131,15 @@ def test_texts(name: str, damage: Callable, skip_bad: bool, size: int) -> None:
                 text.encode()
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_column_whose_name_is_no_text(tmp_path: Path, name: str) -> None:
+    write_text(tmp_path, name)
+    raw = (tmp_path / name).read_bytes().replace(b"text", b"te\xff\xff")
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(InputError, match=f"{name}: damaged"):
+        list(FileTexts("a", [tmp_path / name]).documents())
+
+
 # ---- tokens ------------------------------------------------------------------------------------------------
 
 
@@ -173,6 +185,13 @@ def test_merging(damage: Callable, shuffle: bool, victim: str) -> None:
             assert (folder / "out.ds").stat().st_size == size == 2 * made["tokens"]
 
 
+def test_an_array_of_the_other_byte_order_is_checked_as_the_numbers_it_holds(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(83, dtype=">u2"))
+    assert open_folder(TokenPath("k", str(tmp_path)), 8, 83, 1).samples(np.arange(10)).ravel()[-1] == 80
+    with pytest.raises(InputError, match=r"a.npy: token 80 at offset 80 is not below the vocabulary of 80"):
+        open_folder(TokenPath("k", str(tmp_path)), 8, 80, 1).samples(np.arange(10))
+
+
 # ---- JSON --------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +204,51 @@ def test_mixes(damage: Callable) -> None:
         mix = harmless(lambda: read_mix(file))
         if mix is not None:
             assert all(0 < weight < float("inf") for weight in mix.values())
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("content", [f'{{"a": 1{"0" * 400}}}', '{"a": 1e999}', DEEP, '{"a": NaN}', "[1]"])
+def test_weights_that_are_no_numbers_to_reckon_with(tmp_path: Path, content: str) -> None:
+    (tmp_path / "mix.json").write_text(content)
+    assert harmless(lambda: read_mix(tmp_path / "mix.json")) is None
+
+
+@pytest.mark.parametrize("content", [DEEP, "1", "[]", "{}", '{"made_by": 1}'])
+def test_a_manifest_without_what_it_is_read_for(tmp_path: Path, content: str) -> None:
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(InputError, match=r"manifest.json: damaged, remove it"):
+        read_json(tmp_path / "manifest.json", made_by=dict)
+
+
+FACTS = {"lanes": 1}
+STATE = to_bytes(
+    Place(LaneState(0, 1, 2, 3, 4, (("a", "b"), ("c",)), np.arange(9, dtype=np.uint32), np.array([4, 9])), 1), FACTS
+)
+
+
+@FUZZ
+@given(damage=damages(), inside=st.booleans())
+def test_states_of_streams(damage: Callable, inside: bool) -> None:
+    """Damage to the file, and to the JSON in it."""
+    damaged = gzip.compress(damage(gzip.decompress(STATE))) if inside else damage(STATE)
+    place = harmless(lambda: from_bytes(damaged, FACTS, "state"))
+    if place is not None:
+        assert place.given >= 0
+        assert all(isinstance(text, str) for document in place.state.buffer for text in document)
+        assert (np.diff(place.state.ends, prepend=0, append=len(place.state.ids)) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [('"ids": [0', '"ids": [-1'), ("[4, 9]", "[9, 4]"), ('["a", "b"]', '"ab"'), ('"drawn": 3', '"drawn": null')],
+)
+def test_a_state_that_no_stream_was_in(was: str, now: str) -> None:
+    text = gzip.decompress(STATE).decode()
+    assert was in text
+    with pytest.raises(InputError, match="not the state of a stream"):
+        from_bytes(gzip.compress(text.replace(was, now).encode()), FACTS, "state")
 
 
 JSON = st.recursive(
@@ -214,6 +278,45 @@ def test_manifests(damage: Callable) -> None:
         file.write_bytes(damage(json.dumps({"made_by": {"inputs": ["a"]}, "files": []}).encode()))
         found = harmless(lambda: read_json(file))
         assert found is None or isinstance(found, dict)
+
+
+# ---- tokenizers --------------------------------------------------------------------------------------------
+
+
+def test_tokenizers_that_cannot_tokenize(tmp_path: Path) -> None:
+    words = {
+        "type": "WordPiece",
+        "unk_token": "[UNK]",
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 9,
+    }
+
+    def opened(vocab: dict, config: str = "{}") -> list[int]:
+        spec = {"version": "1.0", "added_tokens": [], "model": words | {"vocab": vocab}}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+        (tmp_path / "tokenizer_config.json").write_text(config)
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer.chat_template is None
+        return tokenizer.encode("a b")
+
+    assert opened({"a": 0, "[UNK]": 1}) == [1]
+    for vocab, config, why in [
+        ({"a": 0}, "{}", "cannot encode a text: WordPiece error: Missing"),
+        ({}, "{}", "tokenizer.json has no token"),
+        ({"a": 0}, "[]", "tokenizer_config.json: expected a JSON object, found list"),
+        ({"a": 0}, DEEP, "tokenizer_config.json is not JSON"),
+        ({"a": 0}, '{"chat_template": {}}', "chat_template: expected text, found dict"),
+    ]:
+        with pytest.raises(InputError, match=why):
+            opened(vocab, config)
+
+
+def test_a_worker_whose_tokenizer_fails_tells_why() -> None:
+    spec = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "unk_token": "?", "vocab": {"a": 0}}}
+    pieces = [Marked("b", 1, False, True, True)]
+    for processes in (1, 2):
+        with pytest.raises(InputError, match="tokenizer: cannot encode a text: WordLevel error"):
+            list(encode_documents(pieces, json.dumps(spec), EncodeRules(0, None), processes))
 
 
 # ---- what is cached ----------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 import tokenizers
-from data_runs import write_texts
+from data_runs import run_config, write_texts
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kenotron.data import open_run
 from kenotron.data.cache import EncodeRules, open_tokens
 from kenotron.data.split import held_out_limit, is_held_out, share_of_hashes, text_hash
 from kenotron.data.texts import FileTexts, Piece, find_files
@@ -94,3 +96,29 @@ def test_a_piece_inside_a_document_gets_no_start_token_of_the_tokenizer(folder, 
     stream = [*tokens.train.tokens.tolist()]
     assert len(list(texts.documents())) > 5
     assert [place for place, token in enumerate(stream) if token == 0] == [0, len(stream) - 1]
+
+
+@pytest.mark.parametrize("streaming", [None, {"shuffle_buffer": 1}])
+@pytest.mark.parametrize("later", [False, True])
+def test_what_a_small_set_holds_out_no_other_text_of_the_run_trains_on(tmp_path, monkeypatch, streaming, later):
+    """Of `small` the second document has the smallest hash, of `other`, which holds it too, the first."""
+    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
+    words = sorted((f"document {number} of nothing much" for number in range(40)), key=text_hash)
+    held, texts = words[1], {"small": words[1:20], "other": words[:2] + words[20:]}
+    for name, documents in texts.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    small, other = ({"text_files": str(tmp_path / f"{name}.jsonl")} for name in texts)
+    other = other | {"streaming": streaming}
+    stages = [small, other] if later else [{"mixture": [{"weight": 1} | small, {"weight": 1} | other]}]
+    with open_run(run_config(*stages, val_fraction=1e-12, val_samples=4), report=quiet) as data:
+        opened = data.stage_of(12).sources[-1]
+        read = opened.cache.train.tokens if opened.cache else opened.train.samples(np.arange(30))[:, :-1].ravel()
+        text = data.tokenizer.decode(read)
+        assert held not in text
+        assert sum(other in text for other in words[20:]) == 20  # all the others are trained on
+        validated = data.stage_of(1).sources[0].cache.validation.tokens
+        assert data.tokenizer.decode(validated, skip_special_tokens=True) == held
+        if streaming is None:  # what is held out for another's sake is validated on where that is done
+            side = opened.cache.validation
+            assert len(side.ends) == 2
+            assert len(list(data.validation_texts())) == (1 if later else 3)

@@ -27,7 +27,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,8 +98,11 @@ def open_tokens(
     overwrite: bool = False,
     report: Report = print,
     stop: threading.Event | None = None,
+    chosen: Collection[int] = (),
 ) -> TokenCache:
     """The tokens of `texts`, from the cache, or made now by `processes` processes and kept.
+
+    `chosen` are hashes of texts that are held out whatever `val_fraction` says (split.py).
 
     Where `stop` is set meanwhile, by another thread, this raises Stopped and leaves nothing behind.
 
@@ -107,10 +110,12 @@ def open_tokens(
     """
     content = texts.content_hash() if overwrite else content_hash(texts)
     recipe = f"tokens {FORMAT} {content} {tokenizer.hash} {rules.eos} {rules.max_tokens} {val_fraction!r}"
+    if chosen:
+        recipe += f" {sorted(chosen)}"
     path = cache_root() / "tokens" / _digest(recipe)
 
     def build(folder: Path) -> None:
-        _tokenize(folder, texts, tokenizer, rules, val_fraction, processes, report, stop)
+        _tokenize(folder, texts, tokenizer, rules, val_fraction, chosen, processes, report, stop)
 
     cached_folder(path, build, report, f"tokenizing {texts.name}", overwrite, lambda folder: _meta(folder) is not None)
     return _read(path, content)
@@ -207,6 +212,7 @@ def _tokenize(
     tokenizer: Tokenizer,
     rules: EncodeRules,
     val_fraction: float,
+    chosen: Collection[int],
     processes: int,
     report: Report,
     stop: threading.Event | None,
@@ -229,7 +235,7 @@ def _tokenize(
             split: stack.enter_context(contextlib.closing(_SplitWriter(folder, split, dtype, rules.examples)))
             for split in SPLITS
         }
-        for part in encode_documents(marked(watched(), limit), tokenizer.to_json(), rules, processes):
+        for part in encode_documents(marked(watched(), limit, chosen), tokenizer.to_json(), rules, processes):
             writers["train"].write(part, ~part.held_out)
             writers["validation"].write(part, part.held_out)
             update(part.done)
@@ -266,15 +272,32 @@ def content_hash(texts: Texts) -> str:
             return known
     content = texts.content_hash()
     if texts.signature() == signature:
-        with _writable(note.parent):
-            note.parent.mkdir(parents=True, exist_ok=True)
-            temporary = note.with_name(f"{note.name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
-            with open(temporary, "w") as stream:
-                stream.write(content + "\n")
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(temporary, note)
+        _remember(note, content)
     return content
+
+
+def chosen_hash(texts: Texts, val_fraction: float) -> int | None:
+    """The hash of the one document that is held out because none falls below `val_fraction`; None where one does, or
+    where there is but one. Remembered by content.
+    """
+    note = cache_root() / "known" / _digest(f"limit {content_hash(texts)} {val_fraction!r}")
+    try:
+        limit = int(note.read_text())
+    except (OSError, ValueError):  # not known, or a crash of the machine has left it empty
+        limit = held_out_limit(texts.documents(), val_fraction)
+        _remember(note, str(limit))
+    return limit - 1 if limit > share_of_hashes(val_fraction) else None
+
+
+def _remember(note: Path, text: str) -> None:
+    with _writable(note.parent):
+        note.parent.mkdir(parents=True, exist_ok=True)
+        temporary = note.with_name(f"{note.name}.tmp-{os.getpid()}-{time.monotonic_ns()}")
+        with open(temporary, "w") as stream:
+            stream.write(text + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, note)
 
 
 def _digest(text: str) -> str:

@@ -32,6 +32,7 @@ from kenotron.config.errors import InputError
 
 from .examples import encode_examples
 from .split import Marked
+from .tokenizer import library_ids
 from .words import WordEncoder
 
 BATCH_CHARACTERS = 1 << 20
@@ -185,7 +186,7 @@ def _end_to_end(parts: list[list[int]]) -> Answer:
 
 def _answer(backend, texts: list[str], starts: list[bool], ends: list[bool], rules: EncodeRules) -> Answer:
     if not rules.examples:
-        return encode_pieces(partial(_by_library, backend), texts, starts, ends, rules)
+        return encode_pieces(partial(library_ids, backend), texts, starts, ends, rules)
     found = encode_examples(backend, texts, rules.eos, rules.max_tokens)
     ids, lengths, *_ = _end_to_end([example.ids for example in found])
     sizes = np.array([example.bytes for example in found], dtype=np.int64)
@@ -254,7 +255,7 @@ def _ask(idle: queue.Queue[subprocess.Popen], texts: tuple[list[str], list[bool]
     worker = idle.get()
     try:
         _send(worker.stdin, texts)
-        return pickle.load(worker.stdout)  # type: ignore[arg-type]
+        answer = pickle.load(worker.stdout)  # type: ignore[arg-type]
     except (EOFError, BrokenPipeError, pickle.UnpicklingError):
         code = worker.wait()
         raise InputError(
@@ -263,6 +264,9 @@ def _ask(idle: queue.Queue[subprocess.Popen], texts: tuple[list[str], list[bool]
         ) from None
     finally:
         idle.put(worker)
+    if isinstance(answer, InputError):
+        raise answer
+    return answer
 
 
 def _send(pipe, message: object) -> None:
@@ -284,12 +288,13 @@ def main() -> None:
             texts, starts, ends = pickle.load(requests)
         except EOFError:
             return
-        if rules.bare:
-            encode = words.encode if words else partial(_by_library, backend, special=False)
-            _send(answers, encode_bare(encode, texts, starts, ends, rules))
-        else:
-            _send(answers, _answer(backend, texts, starts, ends, rules))
-
-
-def _by_library(backend, texts: list[str], special: bool) -> list[list[int]]:
-    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)]
+        answer: Answer | InputError
+        try:
+            if rules.bare:
+                encode = words.encode if words else partial(library_ids, backend, special=False)
+                answer = encode_bare(encode, texts, starts, ends, rules)
+            else:
+                answer = _answer(backend, texts, starts, ends, rules)
+        except InputError as error:
+            answer = error
+        _send(answers, answer)

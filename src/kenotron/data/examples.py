@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from kenotron.config.errors import InputError, nearest
 
 from .texts import Piece, RowHook, Span, Texts
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, encoding_told
 
 FORMAT = 1
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -222,7 +222,8 @@ def encode_examples(backend: Any, texts: list[str], eos: int | None, max_tokens:
     encodings: list[Any] = [None] * len(examples)
     for special in (True, False):
         chosen = [place for place, example in enumerate(examples) if example.special == special]
-        found = backend.encode_batch([examples[place].text for place in chosen], add_special_tokens=special)
+        with encoding_told():
+            found = backend.encode_batch([examples[place].text for place in chosen], add_special_tokens=special)
         for place, encoding in zip(chosen, found):
             encodings[place] = encoding
     return [_learnt(*pair, eos, max_tokens) for pair in zip(examples, encodings)]

@@ -27,7 +27,7 @@ from kenotron.kernels.hashing import derive_key, hash64
 from .batch import Int64
 from .sources import document_numbers
 from .split import marked
-from .texts import Piece, StreamTexts
+from .texts import DAMAGE, Piece, StreamTexts
 
 BLOCK_CHARACTERS = 1 << 17
 """Text that is tokenized at once; a matter of speed and memory only."""
@@ -46,8 +46,8 @@ Document = tuple[str, ...]
 class LaneRules:
     """What the lanes of a stream share.
 
-    `encode` makes ids of documents; texts with a hash below `held_out` are left out; `single_pieces`: every
-    piece counts as a document.
+    `encode` makes ids of documents; texts with a hash below `held_out`, or among `chosen`, are left out;
+    `single_pieces`: every piece counts as a document.
     """
 
     texts: StreamTexts
@@ -58,6 +58,7 @@ class LaneRules:
     lanes: int
     held_out: int
     single_pieces: bool
+    chosen: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class Lane:
         parts = epoch_order(self.rules, self._epoch)[self.number :: self.rules.lanes]
         while self._turn < len(parts):
             waiting: list[str] = []
-            for piece in marked(self._pieces(parts[self._turn]), self.rules.held_out):
+            for piece in marked(self._pieces(parts[self._turn]), self.rules.held_out, self.rules.chosen):
                 if piece.held_out:
                     continue
                 waiting.append(piece.text)
@@ -225,11 +226,8 @@ def from_bytes(data: bytes, facts: dict[str, Any], where: str) -> Place:
     """What `to_bytes` wrote. Errors (InputError, with `where`): no such state, or one of another stream."""
     try:
         told = json.loads(gzip.decompress(data))
-        state, after = told["state"], int(told["after"])
-        arrays = {"ids": np.array(state["ids"], np.uint32), "ends": np.array(state["ends"], np.int64)}
-        buffer = tuple(map(tuple, state["buffer"]))
-        place = Place(LaneState(**state | arrays | {"buffer": buffer}), after)
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        place = _checked(told["state"], told["after"])
+    except (*DAMAGE, OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{where}: not the state of a stream ({type(error).__name__}: {error})") from None
     for name, value in {"format": FORMAT, **facts}.items():
         if told.get(name) != value:
@@ -238,3 +236,18 @@ def from_bytes(data: bytes, facts: dict[str, Any], where: str) -> Place:
                 "put the old value or files back, or start over (--fresh, checkpoints.load_lr_scheduler: false)"
             )
     return place
+
+
+def _checked(state: dict[str, Any], after: int) -> Place:
+    """A place as JSON holds it; any of the usual errors for one that no lane was ever in."""
+    ids, ends = np.array(state["ids"], np.uint32), np.array(state["ends"], np.int64)
+    buffer = tuple(map(tuple, state["buffer"]))
+    numbers = [after, *(state[name] for name in ("epoch", "turn", "place", "drawn", "given"))]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"expected counts, found {numbers}")
+    kinds = {type(document) for document in state["buffer"]}, {type(text) for each in buffer for text in each}
+    if kinds[0] - {list} or kinds[1] - {str}:
+        raise ValueError("expected lists of texts in its buffer")
+    if ids.ndim != 1 or (np.diff(ends, prepend=0, append=len(ids)) < 0).any():
+        raise ValueError("the ends of its documents do not ascend to the last of its tokens")
+    return Place(LaneState(**state | {"ids": ids, "ends": ends, "buffer": buffer}), after)

@@ -208,7 +208,7 @@ class RunData:
         """The held-out documents of the first stage as text."""
         for source in self.stages[0].sources:
             if (texts := texts_of(source.dataset, self.config.remote_data)) is not None:
-                yield from held_out_texts(texts, self.config.tokens.val_fraction)
+                yield from held_out_texts(texts, self.config.tokens.val_fraction, self._sources.chosen)
 
     def compression_baselines(self) -> dict[str, float]:
         """Bits per byte of gzip and xz on the very text that `validation` reads.

@@ -6,6 +6,8 @@ be that none does; then it is the one with the smallest hash, as long as another
     fraction 0.05        0.31  0.87  0.04  0.52      the third
     fraction 0.05        0.31  0.87        0.52      the first
 
+That one was chosen in its set alone, so a run holds it out of all of its texts: their hashes are `chosen`.
+
 A long text comes in pieces (texts.py), each of which is held out or not by itself. It is one document still, but where
 its next piece goes to the other side it ends, since what would come next there does not follow:
 
@@ -16,7 +18,7 @@ its next piece goes to the other side it ends, since what would come next there 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import xxhash
@@ -59,17 +61,18 @@ def held_out_limit(pieces: Iterable[Piece], fraction: float) -> int:
     return smallest + 1 if smallest < largest else limit
 
 
-def is_held_out(text: str, limit: int) -> bool:
+def is_held_out(text: str, limit: int, chosen: Collection[int] = ()) -> bool:
     """Does this text belong to validation?"""
-    return text_hash(text) < limit
+    value = text_hash(text)
+    return value < limit or value in chosen
 
 
-def marked(pieces: Iterable[Piece], limit: int) -> Iterator[Marked]:
+def marked(pieces: Iterable[Piece], limit: int, chosen: Collection[int] = ()) -> Iterator[Marked]:
     """Every piece with its side, and where documents start and end."""
     waiting: Marked | None = None  # `ends` is known once the next piece is
     last = True
     for piece in pieces:
-        side = is_held_out(piece.text, limit)
+        side = is_held_out(piece.text, limit, chosen)
         if waiting is not None:
             waiting = waiting._replace(ends=last or side != waiting.held_out)
             yield waiting

@@ -22,11 +22,11 @@ import numpy as np
 from kenotron.config.errors import InputError
 
 from .batch import Int64, TokenBatch, TokenSource, make_batch
-from .cache import SplitTokens, TokenCache, open_tokens
+from .cache import SplitTokens, TokenCache, chosen_hash, open_tokens
 from .encode import EncodeRules
 from .order import Mixing, Order
 from .packing import PackedRows, packed_rows
-from .plan import SourcePlan, Stage, has_answers, kind, streams, texts_of
+from .plan import TEXT_KINDS, SourcePlan, Stage, has_answers, kind, streams, texts_of
 from .progress import Report
 from .sources import Part, RandomTokens, TokenWindows, UserSource, held_out_samples, user_object
 from .stream import Stream, first_held_out
@@ -210,11 +210,26 @@ class Sources:
             return self._open[place]
         with self._lock:
             if place not in self._open:
-                opened = open_source(self._config, stage, stage.sources[number], *self._how, self._streams)
+                opened = open_source(self._config, stage, stage.sources[number], *self._how, self.chosen, self._streams)
                 if not len(opened.train):
                     raise InputError(too_small(opened, stage.sequence_length))
                 self._open[place] = opened
             return self._open[place]
+
+    @cached_property
+    def chosen(self) -> frozenset[int]:
+        """Hashes of the documents that are validated on because their set is small, and so trained on in no other one.
+
+        In a run with one text there is no other.
+        """
+        tokens = self._config.tokens
+        texts = {s.name: s.dataset for stage in self.stages for s in stage.sources if kind(s.dataset) in TEXT_KINDS}
+        if not tokens.validates or len(texts) < 2:
+            return frozenset()
+        validated = [texts.get(s.name) for s in self.stages[0].sources]
+        kept = [texts_of(each, self._config.remote_data, self._how[0]) for each in validated if not streams(each)]
+        hashes = [chosen_hash(each, tokens.val_fraction) for each in kept if each is not None]
+        return frozenset(each for each in hashes if each is not None)
 
     def check_held_out(self, stage: Stage) -> None:
         """Error (InputError): a stage would train on tokens of files that the first one, and so validation, holds out.
@@ -277,9 +292,13 @@ def open_source(
     tokenizer: Tokenizer | None,
     report: Report,
     stop: threading.Event | None,
+    chosen: frozenset[int],
     known: dict[int, Stream],
 ) -> OpenSource:
-    """Open one source; `known` are the run's streams by key: one that comes again is the same one, and goes on."""
+    """Open one source, whose texts with a hash among `chosen` are held out.
+
+    `known` are the run's streams by key: one that comes again is the same one, and goes on.
+    """
     vocab_size, length = config.model.architecture.vocab_size, stage.sequence_length
     eos = end_of_text(tokenizer, config.model.architecture)
     padding = eos if 0 <= eos < vocab_size else 0
@@ -289,7 +308,9 @@ def open_source(
             raise InputError(f"{texts.name} is text, but the run has no tokenizer")
         rules = EncodeRules(eos, config.tokenizer.tokenizer_max_length, examples=has_answers(planned.dataset))
         if streams(planned.dataset):
-            return open_stream(config, stage, planned, cast(StreamTexts, texts), tokenizer, rules, report, known)
+            return open_stream(
+                config, stage, planned, cast(StreamTexts, texts), tokenizer, rules, report, chosen, known
+            )
         cache = open_tokens(
             texts,
             tokenizer,
@@ -299,6 +320,7 @@ def open_source(
             getattr(planned.dataset, "dataset_overwrite_cache", False),
             report,
             stop,
+            chosen - {chosen_hash(texts, config.tokens.val_fraction)} if chosen else (),
         )
         check_ids(texts.name, cache, vocab_size, tokenizer)
         train: TokenSource = TokenWindows(texts.name, cache.train, length)
@@ -335,6 +357,7 @@ def open_stream(
     tokenizer: Tokenizer,
     rules: EncodeRules,
     report: Report,
+    chosen: frozenset[int],
     known: dict[int, Stream],
 ) -> OpenSource:
     """Open a stream. Held-out documents are read only for the first stage of a run that validates."""
@@ -349,6 +372,7 @@ def open_stream(
         shuffle_buffer=settings.shuffle_buffer,
         lanes=settings.lanes,
         val_fraction=tokens.val_fraction,
+        chosen=chosen,
         report=report,
     )
     known[planned.key] = stream

@@ -28,7 +28,7 @@ from .lanes import START, Lane, LaneRules, Place, from_bytes, to_bytes
 from .progress import Report
 from .split import marked, share_of_hashes
 from .texts import Piece, StreamTexts
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, library_ids
 from .words import BORDER, WordEncoder
 
 ENDLESS = 1 << 48
@@ -62,6 +62,7 @@ class Stream:
         shuffle_buffer: int,
         lanes: int,
         val_fraction: float,
+        chosen: frozenset[int] = frozenset(),
         report: Report = print,
     ) -> None:
         if lanes > texts.parts:
@@ -80,6 +81,7 @@ class Stream:
             lanes=lanes,
             held_out=share_of_hashes(val_fraction),
             single_pieces=rules.max_tokens is not None,
+            chosen=chosen,
         )
         self._facts: dict[str, Any] = {
             "files": texts.fingerprint(times=False),
@@ -91,6 +93,7 @@ class Stream:
             "seed": seed,
             "shuffle_buffer": shuffle_buffer,
             "lanes": lanes,
+            **({"chosen": sorted(chosen)} if chosen else {}),
         }
         self._lanes: dict[int, Lane] = {}
         self._places: dict[int, dict[int, Place]] = {}  # step → lane → where it stood after the step
@@ -171,6 +174,8 @@ class Stream:
         place = from_bytes(data, self._facts | {"lane": lane}, where)
         if place.given != (expected := self.given_by(lane, draws)):
             raise InputError(f"{where}: expected a lane that gave {expected:,} samples, found {place.given:,}")
+        if (largest := int(place.state.ids.max(initial=0))) >= self.encode.vocab_size:
+            raise InputError(f"{where}: token {largest} is not below the vocabulary of {self.encode.vocab_size:,}")
         with self._lock:
             self._lanes[lane] = Lane(self.rules, lane, place)
             self._places.setdefault(step, {})[lane] = place
@@ -212,8 +217,7 @@ class DocumentEncoder:
         if self.words is None:
             for text in texts:
                 self._check(text)
-            found = self.tokenizer.backend.encode_batch_fast(texts, add_special_tokens=special)
-            return [encoding.ids for encoding in found]
+            return library_ids(self.tokenizer.backend, texts, special)
         if max(map(len, texts), default=0) <= WORDS_AT_ONCE:
             return self.words.encode(texts)
         return [list(chain.from_iterable(self.words.encode([part])[0] for part in self._cut(text))) for text in texts]

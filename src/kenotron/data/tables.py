@@ -166,5 +166,5 @@ def _explained(file: AnyPath) -> Iterator[None]:
 
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names of columns
         raise InputError(f"{file}: damaged {file.suffix[1:]} file: {first_line(error)}") from None

@@ -8,8 +8,8 @@ tokens: mix.json    {"a": 3, "b": 1} ┘
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,15 +93,15 @@ def read_mix(file: AnyPath) -> dict[str, float]:
         mix = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except OSError as error:
         raise InputError(f"dataset.tokens: cannot read {file}: {error.strerror or 'no such file'}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"dataset.tokens: {file} is not JSON: {error}") from None
     if not isinstance(mix, dict) or not mix:
         raise InputError(f"dataset.tokens: {file}: expected a map path → weight, found {json.dumps(mix):.40}")
     for path, weight in mix.items():
         number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not (number and weight > 0 and math.isfinite(weight)):
+        if not (number and 0 < weight <= sys.float_info.max):
             raise InputError(
-                f"dataset.tokens: {file}: the weight of {path!r} must be a number above 0, found {weight!r}"
+                f"dataset.tokens: {file}: the weight of {path!r} must be a number above 0, found {weight!r:.40}"
             )
     return {_from(file.parent, path): float(weight) for path, weight in mix.items()}
 

@@ -77,7 +77,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of every text, with the special tokens that the tokenizer adds by itself."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts))]
+        return library_ids(self.backend, texts, special=True)
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -124,10 +124,16 @@ class Tokenizer:
         """The jinja template by which a conversation becomes text; of several the default. None: it has none."""
         file = self.folder / "chat_template.jinja" if self.folder else None
         if file is not None and file.is_file():
-            return file.read_text(encoding="utf-8")
+            try:
+                return file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise InputError(f"tokenizer: {file} cannot be read as text: {error}") from None
         known = self.config.get("chat_template")
         if isinstance(known, list):  # [{name, template}, …]
-            known = {each["name"]: each["template"] for each in known}.get("default")
+            named = [each for each in known if isinstance(each, dict)]
+            known = {str(each.get("name")): each.get("template") for each in named}.get("default")
+        if known is not None and not isinstance(known, str):
+            raise InputError(f"tokenizer: {self.folder}: chat_template: expected text, found {type(known).__name__}")
         return known
 
     @property
@@ -141,6 +147,24 @@ class Tokenizer:
         token = self.config.get(key)
         text = token.get("content") if isinstance(token, dict) else token
         return self.backend.token_to_id(text) if isinstance(text, str) else None
+
+
+def library_ids(backend: tokenizers.Tokenizer, texts: Sequence[str], special: bool) -> list[list[int]]:
+    """Ids of every text, with `special` also what the tokenizer puts around a text by itself.
+
+    Errors (InputError): a text that the tokenizer has no ids for.
+    """
+    with encoding_told():
+        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=special)]
+
+
+@contextmanager
+def encoding_told() -> Iterator[None]:
+    """One line for what `tokenizers` raises while it encodes, plain Exception for everything."""
+    try:
+        yield
+    except Exception as error:
+        raise InputError(f"tokenizer: cannot encode a text: {first_line(error)}") from None
 
 
 class HasEndOfText(Protocol):
@@ -189,17 +213,23 @@ def _read(file: Path, folder: Path) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception for everything
-        raise InputError(f"tokenizer: {file} is not a tokenizer.json that `tokenizers` reads: {error}") from None
+        why = first_line(error)
+        raise InputError(f"tokenizer: {file} is not a tokenizer.json that `tokenizers` reads: {why}") from None
+    if not backend.get_vocab_size(with_added_tokens=True):
+        raise InputError(f"tokenizer: {file} has no token")
     backend.no_truncation()
     backend.no_padding()
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         try:
-            config |= json.loads((folder / name).read_text(encoding="utf-8"))
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue
-        except ValueError as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"tokenizer: {folder / name} is not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise InputError(f"tokenizer: {folder / name}: expected a JSON object, found {type(found).__name__}")
+        config |= found
     return Tokenizer(backend, config, folder)
 
 

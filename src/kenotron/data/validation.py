@@ -18,7 +18,7 @@ import gzip
 import io
 import lzma
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,10 +126,10 @@ class HeldOut:
         return batch, float(real.sum()) * self.bytes_per_token[number]
 
 
-def held_out_texts(texts: Texts, fraction: float) -> Iterator[str]:
+def held_out_texts(texts: Texts, fraction: float, chosen: Collection[int]) -> Iterator[str]:
     """The documents that validation reads, as text."""
     limit = held_out_limit(texts.documents(), fraction)
-    return (piece.text for piece in texts.documents() if is_held_out(piece.text, limit))
+    return (piece.text for piece in texts.documents() if is_held_out(piece.text, limit, chosen))
 
 
 def compression_baselines(texts: Iterable[str]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from .tokenizer import SPLIT_PATTERN
+from .tokenizer import SPLIT_PATTERN, library_ids
 
 KEPT_WORDS = 1 << 18
 LONGEST_KEPT = 40
@@ -92,7 +92,7 @@ class WordEncoder:
         return ids
 
     def _by_library(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return library_ids(self.backend, texts, special=False)
 
     def _cut(self, text: str) -> list[str]:
         """Words and stretches whose ids, end to end, are those of `text`."""

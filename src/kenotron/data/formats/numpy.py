@@ -47,6 +47,8 @@ def _npy(path: AnyPath, where: str, dtype: np.dtype | None) -> NDArray[np.intege
         size = path.stat().st_size
         try:
             version = npy.read_magic(file)
+            if version not in ((1, 0), (2, 0), (3, 0)):
+                raise ValueError(f"unknown version {version}")
             read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
             shape, _, found = read(file)
         except Exception as error:  # numpy parses the header as Python, so a damaged one raises anything

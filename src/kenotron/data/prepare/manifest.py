@@ -27,14 +27,24 @@ from ..cache import sync_folder
 MANIFEST = "manifest.json"
 
 
-def read_json(file: Path) -> dict[str, Any] | None:
-    """None where there is no such file. Errors (InputError): damaged."""
+def read_json(file: Path, **expected: type) -> dict[str, Any] | None:
+    """The object in `file`; None where there is no such file. `expected`: keys that it must have, and their types.
+
+    Errors (InputError): damaged.
+    """
     try:
-        return json.loads(file.read_text())
+        found = json.loads(file.read_text(encoding="utf-8"))
+        for key, kind in expected.items():
+            if not isinstance(found[key], kind):
+                raise ValueError(f"'{key}' holds {type(found[key]).__name__}, expected {kind.__name__}")
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an object, found {type(found).__name__}")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file}: damaged, remove it and the work is done again: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        why = f"no key {error}" if isinstance(error, KeyError) else error
+        raise InputError(f"{file}: damaged, remove it and the work is done again: {why}") from None
+    return found
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

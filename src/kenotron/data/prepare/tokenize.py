@@ -92,7 +92,7 @@ def tokenize(
 
 def finished(work: Work, output: Path) -> dict[str, Any] | None:
     """The manifest, if there is one. Errors (InputError): it is of other work."""
-    done = read_json(output / MANIFEST)
+    done = read_json(output / MANIFEST, made_by=dict)
     if done is not None:
         refuse_other_work(output, done["made_by"], work.made_by)
     return done
@@ -101,7 +101,7 @@ def finished(work: Work, output: Path) -> dict[str, Any] | None:
 def begin(work: Work, output: Path) -> None:
     """Leave the plan in `output`. Errors (InputError): other work was begun there."""
     plan = output / UNFINISHED / "plan.json"
-    begun = read_json(plan)
+    begun = read_json(plan, options=dict)
     if begun is not None:
         if work.options.skip_bad:  # what is finished had nothing to skip, or skipped it
             begun["options"]["skip_bad"] = True
@@ -193,8 +193,9 @@ def _refuse_changed(work: Work) -> None:
 
 
 def _manifest(work: Work, notes: Path) -> dict[str, Any]:
-    shards = [read_json(_note(notes, shard)) or {} for shard in work.shards]
-    totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "tokens", "bytes", "skipped")}
+    counts = {"documents": int, "tokens": int, "bytes": int, "skipped": int}
+    shards = [read_json(_note(notes, shard), **counts) or {} for shard in work.shards]
+    totals = {key: sum(shard[key] for shard in shards) for key in counts}
     if not totals["tokens"]:
         raise InputError(f"{', '.join(work.made_by['inputs'])}: no text in it (every file or row is empty)")
     return {
