@@ -332,6 +332,28 @@ def test_mixtures_and_stages_go_on_with_the_same_stream(folder: Path, tmp_path: 
             assert by_sample(steps_of(data, range(resume + 1, 13))).items() <= whole.items()
 
 
+def test_a_stream_goes_on_behind_a_stage_that_reads_others(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Its state is in the checkpoints of the stage between, though nothing reads it there; batches are made ahead."""
+    other = {"text_files": str(shutil.copytree(folder, tmp_path / "other")), "streaming": {"shuffle_buffer": 1}}
+    first = {"text_files": str(folder), "streaming": {"shuffle_buffer": 5, "lanes": 2}}
+    named = {"tokenizer__tokenizer_name_or_path": str(tokenizer.folder)}
+    config = run_config(first, other, {"dataset": first, "start": 13}, train_steps=16, limit_val_batches=1, **named)
+    with open_run(config, report=quiet) as data:
+        whole = by_sample(steps_of(data, range(1, 17)))
+    for resume in (7, 12):
+        with open_run(config, report=quiet) as data:
+            steps_of(data, range(1, resume + 3))
+            states = saved(data, resume)
+        assert len(states) == 3
+        with open_run(config, resume + 1, report=quiet) as data:  # and put down once more before it is read
+            data.streams.restore(resume, states.get, 0, 1)
+            assert by_sample(steps_of(data, range(resume + 1, 13))).items() <= whole.items()
+            states = saved(data, 12)
+        with open_run(config, 13, report=quiet) as data:
+            data.streams.restore(12, states.get, 0, 1)
+            assert by_sample(steps_of(data, range(13, 17))).items() <= whole.items()
+
+
 def test_validation_is_the_first_held_out_documents_and_knows_their_bytes(
     folder: Path, config_of: Callable[..., Config]
 ) -> None:

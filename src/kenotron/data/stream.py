@@ -153,13 +153,15 @@ class Stream:
             for number in np.unique(used % self.rules.lanes).tolist():
                 self._lane_at(number, self.given_by(number, draws))
             self._places[step] = {number: lane.place for number, lane in self._lanes.items()}
-            for old in [known for known in self._places if known <= step - KEPT_STEPS or known > step]:
-                del self._places[old]
+            kept = sorted(known for known in self._places if known <= step)[-KEPT_STEPS:]
+            self._places = {known: self._places[known] for known in kept}
 
     def places_after(self, step: int, draws: int) -> dict[int, Place]:
-        """The lanes that this process has where `step`, which ends at `draws`, leaves them."""
+        """The lanes that this process has where `step`, which ends at `draws`, leaves them: where the last step that
+        read the stream did, if its stage reads other data."""
         with self._lock:
-            places = dict(self._places.get(step, {}))
+            last = max((known for known in self._places if known <= step), default=step)
+            places = dict(self._places.get(last, {}))
         return {lane: place for lane, place in places.items() if place.given == self.given_by(lane, draws)}
 
     def to_bytes(self, lane: int, place: Place) -> bytes:
