@@ -23,11 +23,12 @@ import xxhash
 from kenotron.config.errors import InputError
 
 from ..cache import sync_folder
+from ..remote import AnyPath
 
 MANIFEST = "manifest.json"
 
 
-def read_json(file: Path, **expected: type) -> dict[str, Any] | None:
+def read_json(file: AnyPath, **expected: type) -> dict[str, Any] | None:
     """The object in `file`; None where there is no such file. `expected`: keys that it must have, and their types.
 
     Errors (InputError): damaged.

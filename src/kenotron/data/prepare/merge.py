@@ -30,6 +30,7 @@ from ..formats import (
 )
 from ..formats.token_file import checked_loss, release
 from ..progress import Report, progress
+from ..remote import as_path
 from .manifest import MANIFEST, checksums, read_json, token_dtype, write_json
 from .shuffle import TOKENS_AT_ONCE, DocumentShuffle, Loss, some_documents
 from .tokenize import FORMATS
@@ -127,7 +128,8 @@ def _common(sources: Sequence[str], files: Sequence[TokenFile]) -> dict[str, Any
         if file.tokenizer is not None:
             agree("tokenizer", file.tokenizer, str(file.path))
     for source in sources:
-        manifest = read_json(Path(source) / MANIFEST) if Path(source).is_dir() else None
+        folder = as_path(source)
+        manifest = read_json(folder / MANIFEST) if folder.is_dir() else None
         for key in MANIFEST_KEYS if manifest else ():
             if key in (manifest or {}):
                 agree(key, (manifest or {})[key], source)

@@ -113,8 +113,8 @@ def _is_denied(error: BaseException) -> bool:
 
 def _status(error: BaseException) -> int:
     """The answer of HTTP that an error of some library tells; 0 where it tells none."""
-    response = getattr(error, "response", None)
-    told = (getattr(error, "status", None), getattr(response, "status_code", None), getattr(error, "code", None))
+    named = ((error, "status"), (getattr(error, "response", None), "status_code"), (error, "code"))
+    told = (getattr(holder, name, None) for holder, name in named)
     return next((status for status in told if isinstance(status, int)), 0)
 
 

@@ -58,12 +58,14 @@ class RemotePath:
     # ---- names ----
 
     @cached_property
-    def _parts(self) -> tuple[str, PurePosixPath]:
+    def _parts(self) -> tuple[str, PurePosixPath, str]:
+        """Protocol, path, and of a web address the query with its question mark."""
         protocol, _, rest = self.url.partition("://")
-        return protocol, PurePosixPath(rest)
+        path, mark, query = rest.partition("?") if protocol in ("http", "https") else (rest, "", "")
+        return protocol, PurePosixPath(path), mark + query
 
     def _at(self, path: PurePosixPath) -> RemotePath:
-        return replace(self, url=f"{self._parts[0]}://{path}")
+        return replace(self, url=f"{self._parts[0]}://{path}{self._parts[2]}")
 
     @property
     def name(self) -> str:
