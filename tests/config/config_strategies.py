@@ -127,6 +127,8 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
     if config["parallelism"]:
         _layout(config)
     config["tokenizer"] = {"tokenizer_name_or_path": "some/tokenizer"}
+    if config.get("remote_data"):
+        config["data_stages"][0]["data"]["dataset"] = {"tokens": ["s3://a/b", "c"]}
     _stages(config["data_stages"])
     _ramps(config)
     if config["tokens"].get("val_samples"):
@@ -176,7 +178,9 @@ def _stages(stages: list[dict[str, Any]]) -> None:
         dataset.pop("weight", None)
         for part in [dataset, *dataset.get("mixture", [])]:
             if "dataset_folder" in part:
-                part.update(dataset_weights=None, dataset_read_path=None, dataset_max_tokens=None)
+                part.update(
+                    dataset_weights=None, dataset_read_path=None, dataset_max_tokens=None, return_positions=True
+                )
             if part.get("streaming") is not None:
                 for name in NOT_OF_STREAMS:
                     part.pop(name, None)
@@ -184,6 +188,11 @@ def _stages(stages: list[dict[str, Any]]) -> None:
             part["weight"] = 2.0
         if not any(part.get("max_epochs") for part in [dataset, *dataset.get("mixture", [])]):
             stage["data"].pop("when_exhausted", None)
+        if len(dataset.get("mixture", [])) < 2:
+            stage["data"].pop("temperature", None)
+            if stage["data"].get("when_exhausted") == "renormalise":
+                stage["data"]["when_exhausted"] = "repeat"
+    stages[-1]["data"].pop("restart", None)  # the first one in order
 
 
 def _ramps(config: dict[str, Any]) -> None:

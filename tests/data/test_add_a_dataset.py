@@ -89,7 +89,8 @@ def failure(dataset: dict) -> str:
 
 def test_names_that_are_not_registered_twice_or_broken_are_told(beside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = failure({"source": "file-bites"})
-    assert line.startswith("dataset.source: expected a dotted path such as my_module.name, or a name that")
+    expected = "expected a dotted path such as my_module.name, or a name that"
+    assert line.startswith(f"data_stages.0.data.dataset.source: {expected}")
     assert line.endswith("kenotron.datasets (none), found 'file-bites'")
     more = '[project.entry-points."kenotron.datasets"]\nfile-bytes = "my_bytes:Other"\nbroken = "no_such:Thing"'
     register(beside, "my-bytes", blocks("toml")[0], monkeypatch)

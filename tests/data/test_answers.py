@@ -214,7 +214,7 @@ def test_long_examples_are_cut_and_rows_without_an_answer_left_out(tmp_path: Pat
     dataset = {"text_files": write_rows(tmp_path / "rows.jsonl", rows), "sft_dataloader": True}
     with open_run(config_of(tmp_path, dataset, val_fraction=0.01), 1, quiet) as data:
         (source,) = data.stage_of(1).sources
-        assert "1 rows without an answer left out" in source.describe()
+        assert "1 row left out without an answer" in source.describe()
         assert f"1 of {len(rows) - 1 - len(source.cache.validation.ends)} documents cut" in source.describe()
         longest = source.train.loss(np.arange(len(source.train))).sum(axis=1).max()
         assert longest == 24  # all of a row but the prompt's token, and nothing of the rest elsewhere

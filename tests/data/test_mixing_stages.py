@@ -84,13 +84,15 @@ def test_the_run_stops_before_the_batch_that_a_source_may_not_fill(files: dict[s
             assert data.exhausted(step) is None
             drawn = wanted
         assert len(of(data, range(1, step), "a")) == drawn <= allowed
-        assert data.exhausted(step) == data.exhausted(40) == f"'a.npy' has given its {epochs:g} epochs"
+        assert (
+            data.exhausted(step) == data.exhausted(40) == f"'a.npy' has given its {epochs:g} epoch{'s' * (epochs != 1)}"
+        )
         for ask in (data.batch, lambda step: step_origins(data, step)):
             with pytest.raises(InputError, match=rf"step {step} is not in the run: 'a.npy' has given its"):
                 ask(step)
         (line,) = [line for line in data.describe() if "reaches" in line]
         assert line.endswith(f"the run ends after step {step - 1}")
-        assert f"a.npy reaches its {epochs:g} epochs at step {step}" in line
+        assert f"a.npy reaches its {epochs:g} epoch{'s' * (epochs != 1)} at step {step}" in line
         assert max(seen.step for seen in sightings(data, files, "b")) == step - 1
 
 
@@ -143,7 +145,7 @@ def test_a_source_that_repeats_is_told_and_goes_on(files: dict[str, str]) -> Non
     ):
         assert read(data, range(1, 41)) == read(plain, range(1, 41))
         (line,) = [line for line in data.describe() if "reaches" in line]
-        assert line.endswith("a.npy reaches its 1 epochs at step 10: it is repeated")
+        assert line.endswith("a.npy reaches its 1 epoch at step 10: it is repeated")
 
 
 def test_epochs_of_earlier_stages_count_and_what_was_read_is_not_read_again(files: dict[str, str]) -> None:
@@ -155,7 +157,7 @@ def test_epochs_of_earlier_stages_count_and_what_was_read_is_not_read_again(file
         assert (len(before), len(after)) == (12, 6)
         assert len(set(before + after)) == 18
         assert data.exhausted(8) is None
-        assert data.exhausted(9) == "'a.npy' has given its 1 epochs"
+        assert data.exhausted(9) == "'a.npy' has given its 1 epoch"
         assert data.consumption(8)["a.npy"] == (18 * L, 18 / 19)
         assert data.consumption(6)["a.npy"] == (12 * L, 12 / 19)
 

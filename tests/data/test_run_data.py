@@ -367,7 +367,7 @@ def test_of_a_folder_of_few_files_one_is_held_out_and_the_console_says_so(tmp_pa
         (held,) = data.validation_texts()
         assert held == min((file.read_text() for file in folder.iterdir()), key=text_hash)
         assert sum(size for _, size, _ in data.validation()) > 0
-        assert "held out: 1 documents" in data.describe()[1]
+        assert "held out: 1 document, " in data.describe()[1]
         assert "the one with the smallest hash" in data.describe()[1]
 
 

@@ -64,7 +64,7 @@ def test_no_folder_no_file_and_too_few_tokens_are_named(folder: Path, tmp_path: 
         opened({"tokens": str(tmp_path / "empty")})
     write_ds(tmp_path / "short" / "a.ds", [[1, 2, 3]])
     for paths in (str(tmp_path / "short"), [str(folder), str(tmp_path / "short")]):
-        message = r"short: expected at least 9 tokens to train on \(sequence_length \+ 1\), found 1 documents, 3 tokens"
+        message = r"short: expected at least 9 tokens to train on \(sequence_length \+ 1\), found 1 document, 3 tokens"
         with pytest.raises(InputError, match=message):
             opened({"dataset_folder": paths})
 

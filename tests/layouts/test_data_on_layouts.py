@@ -87,7 +87,7 @@ def test_an_early_end_and_the_losses_of_sources_are_the_same_on_every_layout(lay
     problem = Problem("early", overrides, steps=50)
     done, why, expected = validated(0, problem, "", tmp_path)
     assert 0 < done < 50
-    assert why == "'a' has given its 1 epochs"
+    assert why == "'a' has given its 1 epoch"
     assert {"val_loss", "val_tokens", "val_loss/a", "val_loss/b"} <= set(expected)
     for found in run_ranks(2, validated, problem, layout, tmp_path):
         assert found[:2] == (done, why)

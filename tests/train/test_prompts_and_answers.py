@@ -58,3 +58,21 @@ def test_a_run_goes_on_exactly(tmp_path: Path) -> None:
     again = tiny_config(tmp_path / "again", *given, f"checkpoints.resume_checkpoint_path={whole}/checkpoints/2")
     train_quietly(again)
     assert equal_bits(saved_weights(whole / "checkpoints" / "4"), saved_weights(tmp_path / "again/checkpoints/4"))
+
+
+def test_what_is_exported_is_that_of_a_run_on_plain_text(tmp_path: Path) -> None:
+    """Byte for byte where both have the same weights, before the first step; after the last one, what was saved."""
+    from safetensors.torch import load_file
+
+    from kenotron.interop import to_hf
+
+    given, found = overrides(tmp_path), []
+    plain = f"{DATASET}={{text_files: {tmp_path}/rows.jsonl, text_column_name: prompt}}"
+    for name, dataset in (("answers", given[0]), ("text", plain)):
+        train_quietly(tiny_config(tmp_path / name, *given[1:], dataset, "tokens.train_steps=1"))
+        exported = to_hf(tmp_path / name / "checkpoints" / "0", tmp_path / name / "hf").path
+        found.append({file.name: file.read_bytes() for file in sorted(exported.iterdir())})
+    assert found[0] == found[1]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(found[0])
+    last = to_hf(tmp_path / "answers" / "checkpoints" / "1", tmp_path / "last", dtype="float32").path
+    assert equal_bits(load_file(last / "model.safetensors"), saved_weights(tmp_path / "answers" / "checkpoints" / "1"))

@@ -126,6 +126,7 @@ def test_micro_batches_with_uneven_real_tokens_weigh_every_token_the_same(packin
     """Document masking takes the loss from the last token of each document, here and there."""
     overrides = [*text_overrides(tmp_path), "model.document_masking=true", "tokens.sequence_length=24"]
     overrides.append(f"data_stages.0.data.dataset.packing={packing}")
+    overrides.append("general.hooks=[user_parts.Gradients]")
     runs = splits(tmp_path, *overrides, "checkpoints.save_initial_state=true", "optimizer.clip_grad=null")
     per_micro_batch = [int((batch.labels != -100).sum()) for batch in runs[2].data.batch(1)]
     assert len(set(per_micro_batch)) > 1, "the micro-batches are even: nothing is tested"
@@ -133,16 +134,23 @@ def test_micro_batches_with_uneven_real_tokens_weigh_every_token_the_same(packin
 
     config = runs[0].config
     model = hf_model(config, saved_weights(Path(config.checkpoints.checkpoints_path) / "0"))
-    total, count = 0.0, 0
+    total, count = torch.zeros(()), 0
     for batch in runs[0].data.batch(1):
         for tokens, labels, documents in zip(batch.tokens, batch.labels, batch.documents, strict=True):
             for document in sorted(set(documents)):  # each alone
                 where = documents == document
                 logits = model(torch.from_numpy(tokens[where])[None]).logits[0]
-                total += F.cross_entropy(logits, torch.from_numpy(labels[where]), reduction="sum").item()
+                total = total + F.cross_entropy(logits, torch.from_numpy(labels[where]), reduction="sum")
         count += int((batch.labels != -100).sum())
     assert count == metrics(config)[0]["real_tokens"]
-    assert losses(config)[0] == pytest.approx(total / count, rel=1e-6)
+    assert losses(config)[0] == pytest.approx(total.item() / count, rel=1e-6)
+
+    (total / count).backward()
+    given = next(hook for hook in runs[0].hooks if isinstance(hook, user_parts.Gradients)).first
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert wanted.keys() == given.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(given[name], gradient, rtol=2e-5, atol=1e-6 * float(gradient.abs().max()), msg=name)
 
 
 def test_bf16_computes_in_bf16_and_keeps_fp32_masters(tmp_path: Path) -> None:

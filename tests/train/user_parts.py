@@ -75,6 +75,16 @@ class Spy(Hook):
         self.rates.append(sorted(group["lr"] for group in run.optimizer.param_groups))
 
 
+class Gradients(Hook):
+    """Keeps the gradients of the first step that it sees."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, torch.Tensor] = {}
+
+    def before_update(self, run: Any) -> None:
+        self.first = self.first or {name: weight.grad.clone() for name, weight in run.model.named_parameters()}
+
+
 class PoisonWeight(Hook):
     """Puts NaN into a weight after the given step: every later loss is NaN."""
 

@@ -25,7 +25,7 @@ from kenotron.checkpoint.index import DTYPES, Index, read_index
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.checkpoint.retention import prune as prune_checkpoints
 from kenotron.checkpoint.retention import to_prune
-from kenotron.config.errors import nearest
+from kenotron.config.errors import counted, nearest
 
 app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, prove them whole, let old ones go.")
 
@@ -109,7 +109,7 @@ def prune(
         return
     for entry in doomed:
         print(f"{'would remove' if dry_run else 'removed'} {entry.path}")
-    print(f"{len(doomed)} checkpoints, {_human(freed)}")
+    print(f"{counted(len(doomed), 'checkpoint')}, {_human(freed)}")
 
 
 def _all_in(folder: Path) -> list[Found]:

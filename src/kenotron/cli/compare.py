@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, counted
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -48,7 +48,10 @@ def compare(
         runs += [(" ".join(overrides), other, 0)]
         for number, (name, config, order) in enumerate(runs):
             ranks = config.parallelism.world_size
-            print(f"run {number + 1} of {len(runs)}: {name}, {steps} steps on {ranks} rank(s)", file=sys.stderr)
+            print(
+                f"run {number + 1} of {len(runs)}: {name}, {counted(steps, 'step')} on {counted(ranks, 'rank')}",
+                file=sys.stderr,
+            )
             work_on_ranks(config, WORK, steps=steps, order=order, folder=str(folder / str(number)))
         a, *others, b = (folder / str(number) for number in range(len(runs)))
         comparison = measure(a, [(at, each.safety) for at, each in zip(others, rounding)], b, plain)

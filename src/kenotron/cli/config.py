@@ -15,6 +15,7 @@ import typer
 
 from kenotron.config import diff as differences
 from kenotron.config import dump, load, refuse_unsupported
+from kenotron.config.errors import counted
 
 app = typer.Typer(help="Check, show and compare configs.", no_args_is_help=True)
 
@@ -39,7 +40,7 @@ def check(file: File, overrides: Overrides = None) -> None:
         length = f"up to {length}"
     typer.echo(
         f"{file}: valid: {config.tokens.train_steps} steps of {samples} sequences of {length} tokens, "
-        f"{len(stages)} stage{'s' if len(stages) > 1 else ''}"
+        f"{counted(len(stages), 'stage')}"
     )
 
 

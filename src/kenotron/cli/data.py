@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, counted
 
 if TYPE_CHECKING:
     from kenotron.data.tokenizer import Tokenizer
@@ -108,8 +108,10 @@ def convert(
     if as_json:
         print(json.dumps(done, indent=2))
         return
-    documents = "ends of documents not kept" if done["documents"] is None else f"{done['documents']:,} documents"
-    print(f"{dst}: {done['tokens']:,} tokens, {documents}, {done['dtype']}, {len(done['files'])} files ({to})")
+    documents = "ends of documents not kept" if done["documents"] is None else counted(done["documents"], "document")
+    print(
+        f"{dst}: {done['tokens']:,} tokens, {documents}, {done['dtype']}, {counted(len(done['files']), 'file')} ({to})"
+    )
 
 
 def on_this_machine(output: Path, name: str) -> None:
@@ -127,7 +129,8 @@ def _load(tokenizer: str | None) -> Tokenizer | None:
 def _print_report(report: dict[str, Any]) -> None:
     documents = "not known" if report["documents"] is None else f"{report['documents']:,}"
     print(
-        f"{report['path']}: {report['format']}, {report['files']} files, {report['bytes']:,} bytes of {report['dtype']}"
+        f"{report['path']}: {report['format']}, {counted(report['files'], 'file')}, {report['bytes']:,} bytes of "
+        f"{report['dtype']}"
     )
     print(f"tokens: {report['tokens']:,}   documents: {documents}   largest id: {report['largest_id']}")
     print(f"tokenizer: {report['tokenizer'] or 'not told'}   tokens without loss: {report['no_loss_tokens']:,}")

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kenotron.cli.data import app, on_this_machine
-from kenotron.config.errors import InputError, nearest
+from kenotron.config.errors import InputError, counted, nearest
 
 Inputs = Annotated[
     list[str], typer.Argument(metavar="INPUT...", help="text, jsonl(.gz), parquet, arrow files; folders; HF datasets.")
@@ -90,8 +90,8 @@ def tokenize(
         made = given
     left_out = f"; {made['skipped']:,} left out, which cannot be read" if made["skipped"] else ""
     print(
-        f"{output}: {made['documents']:,} documents, {made['tokens']:,} tokens of {made['dtype']} in "
-        f"{len(made['files'])} file(s), from {made['bytes'] / 1e6:.1f} MB of text{left_out}"
+        f"{output}: {counted(made['documents'], 'document')}, {made['tokens']:,} tokens of {made['dtype']} in "
+        f"{counted(len(made['files']), 'file')}, from {made['bytes'] / 1e6:.1f} MB of text{left_out}"
     )
 
 
@@ -114,7 +114,8 @@ def merge(
     on_this_machine(output, "--output")
     _check_seed(seed, shuffle, "--shuffle")
     made = work(sources, output, format, shuffle, seed or 0, max_tokens_per_file, _say)
-    print(f"{output}: {made['documents']:,} documents, {made['tokens']:,} tokens in {len(made['files'])} file(s)")
+    documents, files = counted(made["documents"], "document"), counted(len(made["files"]), "file")
+    print(f"{output}: {documents}, {made['tokens']:,} tokens in {files}")
 
 
 @app.command("train-tokenizer")

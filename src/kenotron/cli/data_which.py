@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kenotron.cli.data import app
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, counted
 
 if TYPE_CHECKING:
     from kenotron.data import RunData
@@ -49,7 +49,7 @@ def _of_step(data: RunData, step: int | None) -> tuple[dict[str, Any], list[str]
     assert step is not None
     stage, origins = data.stage_at(step).name, step_origins(data, step)
     told = {"step": step, "stage": stage, "samples": [asdict(origin) for origin in origins]}
-    return told, [f"step {step} of stage '{stage}': {len(origins)} samples", *map(_line, origins)]
+    return told, [f"step {step} of stage '{stage}': {counted(len(origins), 'sample')}", *map(_line, origins)]
 
 
 def _of_document(data: RunData, document: str) -> tuple[dict[str, Any], list[str]]:
@@ -61,7 +61,7 @@ def _of_document(data: RunData, document: str) -> tuple[dict[str, Any], list[str
     found = document_sightings(data, file, int(number))
     told = {"file": file, "document": int(number), "seen": [asdict(each) for each in found]}
     steps = len({each.step for each in found})
-    head = f"document {number} of {file}: in {len(found)} samples of {steps} steps"
+    head = f"document {number} of {file}: in {counted(len(found), 'sample')} of {counted(steps, 'step')}"
     return told, [
         head,
         *(f"step {each.step}: sample {each.sample}, tokens {each.first_token}-{each.end_token - 1}" for each in found),

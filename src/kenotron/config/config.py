@@ -16,7 +16,7 @@ from kenotron.config.architecture import (
     odd_head_dim,
 )
 from kenotron.config.checkpoints import Checkpoints
-from kenotron.config.data import SFT_DATASETS, TEXT_DATASETS, DataStage, MixtureDataset
+from kenotron.config.data import SFT_DATASETS, TEXT_DATASETS, DataStage, MixtureDataset, PlainDataset, paths_of
 from kenotron.config.errors import nearest
 from kenotron.config.general import General
 from kenotron.config.lighteval import Lighteval
@@ -87,6 +87,12 @@ class Config(Section):
             at = "tokens" if stage.sequence_length is None else f"data_stages.{i}"
             found[f"{at}.sequence_length"] = stage.sequence_length or tokens.sequence_length
         return found
+
+    @property
+    def datasets(self) -> list[PlainDataset | None]:
+        """The datasets of all stages, those of mixtures one by one."""
+        found = [stage.data.dataset for stage in self.data_stages]
+        return [part for each in found for part in (each.mixture if isinstance(each, MixtureDataset) else [each])]
 
     @property
     def zero_stage(self) -> int | str:
@@ -347,6 +353,11 @@ def _check_company(config: Config) -> Iterator[Problem]:
         yield "tokens.limit_val_batches", "expected -1 or a number above 0 beside tokens.val_samples, found 0"
     if checkpoints.keep_every is not None and checkpoints.keep_last is None:
         yield "checkpoints.keep_last", "missing: checkpoints.keep_every keeps some of what keep_last would delete"
+    if config.data_stages[0].data.restart:
+        yield "data_stages.0.data.restart", "expected false: no stage comes before the first"
+    paths = [path for dataset in config.datasets for path in paths_of(dataset)]
+    if config.remote_data != RemoteData() and not any("://" in path or path.endswith(".json") for path in paths):
+        yield "remote_data", "expected a path on another machine (s3://, gs://, hf://, https://), found none"
 
 
 def _check_evaluation(config: Config) -> Iterator[Problem]:

@@ -190,6 +190,8 @@ class NanosetDataset(_PackedDataset):
         for name, values in (lists | {"dataset_max_tokens": self.dataset_max_tokens}).items():
             if values is not None and len(values) != folders:
                 raise problem(name, f"expected one entry per folder ({folders}), found {len(values)}")
+        if self.packing == "best_fit" and not self.return_positions:
+            raise problem("return_positions", "expected true beside packing: best_fit, which needs them")
         return self
 
 
@@ -222,7 +224,7 @@ class EmbeddedCorpus(_PackedDataset, _Streamed):
 class TextFiles(_PackedDataset, _Streamed):
     """Text on this machine."""
 
-    text_files: Names = key(
+    text_files: PathsOrShares = key(
         "Files (txt, jsonl, .gz or .zst of them, parquet, arrow) or folders of them, a list, or a map path → share.",
         mark=OURS,
     )
@@ -327,10 +329,32 @@ SFT_DATASETS = (SFTDataset, SFTFiles)
 TEXT_DATASETS = (PretrainDataset, EmbeddedCorpus, TextFiles, *SFT_DATASETS)
 
 
+def paths_of(dataset: Any) -> list[str]:
+    """The paths of files that a plain dataset names, here or on other machines; none where it reads no files."""
+    found = (getattr(dataset, name, None) for name in ("dataset_folder", "tokens", "text_files"))
+    paths: str | list[str] | dict[str, float] = next((each for each in found if each is not None), [])
+    return as_list(paths) if isinstance(paths, str) else list(paths)
+
+
+def _most_sources(dataset: Any) -> int:
+    """How many sources a plain dataset has at most, each with a share: a mix file may hold any number."""
+    if isinstance(dataset, NanosetDataset | TokenFilesDataset) or isinstance(
+        getattr(dataset, "text_files", None), dict
+    ):
+        paths = paths_of(dataset)
+        return 2 if paths[0].endswith(".json") else len(paths)
+    return 1
+
+
 class Data(Section):
     dataset: AnyDataset | None = key("What is read; null: synthetic random tokens.")
     seed: Annotated[int, null_means(42)] = key("Seed of the data order.", 42, ge=0)
-    num_loading_workers: int = key("Threads that read ahead; 0: the training thread reads.", 1, ge=0)
+    num_loading_workers: int = key(
+        "Threads that read ahead, as many as the stage with the most asks for, one where a stage is a stream; 0: the "
+        "training thread reads.",
+        1,
+        ge=0,
+    )
     temperature: float = key(
         "Shares are proportional to weight^(1 / temperature): above 1 they grow alike.", 1.0, gt=0, mark=OURS
     )
@@ -352,6 +376,11 @@ class Data(Section):
         limited = any(dataset is not None and dataset.max_epochs is not None for dataset in datasets)
         if self.when_exhausted != "stop" and not limited:
             raise problem("when_exhausted", "expected max_epochs of a dataset with it, which none has here")
+        if sum(map(_most_sources, datasets)) == 1:
+            if self.when_exhausted == "renormalise":
+                raise problem("when_exhausted", "expected stop or repeat: there is no other source to share on")
+            if self.temperature != 1:
+                raise problem("temperature", f"expected 1 with a single source, found {self.temperature:g}")
         return self
 
 

@@ -30,3 +30,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """A "did you mean" suffix for an unknown `name`, or nothing when no valid name is near."""
     match = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
     return f"; did you mean '{match[0]}'?" if match else ""
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 file``, ``1,200 files``: a count as the console tells it."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

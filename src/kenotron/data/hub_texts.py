@@ -46,7 +46,8 @@ class HubTexts:
         for name, fraction in self.fractions.items():
             if not 0 < fraction <= 1:
                 raise InputError(
-                    f"hf_dataset_or_datasets: the fraction of '{name}' must be above 0 and at most 1, found {fraction}"
+                    f"dataset.hf_dataset_or_datasets: the fraction of '{name}' must be above 0 and at most 1, found "
+                    f"{fraction}"
                 )
         self.splits = [splits] if isinstance(splits, str) else list(splits)
         self.config_name, self.column = config_name, column
@@ -114,7 +115,9 @@ class HubTexts:
             for number, row in enumerate(rows.skip(place), start=place + 1):
                 if not isinstance(text := row.get(self.column), str):
                     problem = missing_column(self.column, row)
-                    raise InputError(f"text_column_name: dataset {self.name}, shard {part}, row {number}: {problem}")
+                    raise InputError(
+                        f"dataset.text_column_name: dataset {self.name}, shard {part}, row {number}: {problem}"
+                    )
                 yield Piece(whole_characters(text), number)
 
     def fingerprint(self, times: bool) -> str:
@@ -145,7 +148,7 @@ class HubTexts:
             return
         if self.column not in rows.column_names:
             row = dict.fromkeys(rows.column_names)
-            raise InputError(f"text_column_name: dataset {self.name}: {missing_column(self.column, row)}")
+            raise InputError(f"dataset.text_column_name: dataset {self.name}: {missing_column(self.column, row)}")
         number = 0
         each = rows.data.nbytes // max(len(rows), 1)
         at_once = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // max(each, 1)))
@@ -154,7 +157,7 @@ class HubTexts:
                 number += 1
                 if not isinstance(text, str):
                     problem = missing_column(self.column, {self.column: text})
-                    raise InputError(f"text_column_name: dataset {self.name}, row {number}: {problem}")
+                    raise InputError(f"dataset.text_column_name: dataset {self.name}, row {number}: {problem}")
                 yield number, text
 
     @cached_property
@@ -167,8 +170,8 @@ class HubTexts:
                     rows = rows.select(range(int(fraction * len(rows))))
                 elif fraction != 1:
                     raise InputError(
-                        f"hf_dataset_or_datasets: a fraction of '{name}' ({fraction}) is not known before all of it is "
-                        "read; expected 1 with dataset.streaming"
+                        f"dataset.hf_dataset_or_datasets: a fraction of '{name}' ({fraction}) is not known before all "
+                        "of it is read; expected 1 with dataset.streaming"
                     )
                 parts.append(rows)
         return parts
@@ -194,15 +197,17 @@ def load_rows(name: str, config_name: str | None, split: str, streaming: bool = 
         if (folder / "state.json").is_file():
             saved = datasets.load_from_disk(name)
             if saved.split is not None and str(saved.split) != split:
-                raise InputError(f"hf_dataset_splits: '{name}' has no split '{split}'; it has {saved.split}")
+                raise InputError(f"dataset.hf_dataset_splits: '{name}' has no split '{split}'; it has {saved.split}")
             return _of_configuration(saved, name, config_name)
         if (folder / "dataset_dict.json").is_file():
             saved = datasets.load_from_disk(name)
             if split not in saved:
-                raise InputError(f"hf_dataset_splits: '{name}' has no split '{split}'; it has {', '.join(saved)}")
+                raise InputError(
+                    f"dataset.hf_dataset_splits: '{name}' has no split '{split}'; it has {', '.join(saved)}"
+                )
             return _of_configuration(saved[split], name, config_name)
         if name.startswith(("/", ".", "~")) and not folder.is_dir():
-            raise InputError(f"hf_dataset_or_datasets: no such folder: {name}")
+            raise InputError(f"dataset.hf_dataset_or_datasets: no such folder: {name}")
         try:
             return datasets.load_dataset(name, config_name, split=split, streaming=streaming)
         except OSError:
@@ -216,7 +221,7 @@ def _of_configuration(rows: Any, name: str, config_name: str | None) -> Any:
     """The rows of a folder that `save_to_disk` wrote, if they are of the configuration asked for."""
     if config_name is not None and rows.info.config_name != config_name:
         raise InputError(
-            f"hf_dataset_config_name: '{name}' was saved from the configuration {rows.info.config_name!r}, "
+            f"dataset.hf_dataset_config_name: '{name}' was saved from the configuration {rows.info.config_name!r}, "
             f"not '{config_name}'"
         )
     return rows
@@ -259,7 +264,7 @@ def _explained(name: str, *library_errors: type[Exception]) -> Iterator[None]:
     try:
         yield
     except failures as error:
-        key = "hf_dataset_or_datasets"
+        key = "dataset.hf_dataset_or_datasets"
         if Path(name).exists() or not isinstance(error, OSError):
             raise InputError(f"{key}: cannot load '{name}': {first_line(error)}") from None
         if offline := offline_variable():

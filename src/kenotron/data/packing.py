@@ -31,7 +31,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, counted
 
 from .batch import Int64
 from .cache import cache_root, cached_folder, map_array
@@ -159,7 +159,7 @@ class PackingPlan:
     def describe(self, sequence_length: int) -> str:
         """How full the rows are, for the console."""
         filled = self.tokens / max((len(self.first) - 1) * (sequence_length + 1), 1)
-        return f"packed best-fit: {filled:.1%} filled, {self.cut:,} of {self.documents:,} documents cut"
+        return f"packed best-fit: {filled:.1%} filled, {self.cut:,} of {counted(self.documents, 'document')} cut"
 
 
 def open_plan(

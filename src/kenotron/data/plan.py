@@ -12,7 +12,8 @@ nothing is read twice before all was read once; `restart` of a stage begins anew
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from kenotron.kernels.hashing import derive_key
 from .examples import Columns, ExampleTexts
 from .ramps import Level, length_of_step, lengths, level_of_sample, level_of_step, levels
 from .remote import as_path
-from .texts import FileTexts, RowHook, Texts, find_files, python_stdlib
+from .texts import FileTexts, RowHook, Texts, find_files, has_rows, python_stdlib
 from .token_paths import TokenPath, token_paths
 from .tokenizer import Tokenizer
 
@@ -37,12 +38,14 @@ class SourcePlan:
     """One source of a stage.
 
     `name` is equal wherever later stages go on with it; `label` is what people call it, short and unique in the run.
-    `dataset` is its config, the number `group` of a mixture's; `share` is its part of that, a number or a measure.
+    `at` is the whole key of its dataset, `dataset` what stands there or one path of it, the number `group` of a
+    mixture's; `share` is its part of that, a number or a measure.
     `key` seeds its shuffling.
     """
 
     name: str
     label: str
+    at: str
     dataset: Any
     key: int
     group: int
@@ -142,8 +145,11 @@ def plan_stages(config: Any) -> list[Stage]:
     """The stages of `config` in order of their start."""
     tokens, stages = config.tokens, sorted(config.data_stages, key=lambda stage: stage.start_training_step)
     starts = [stage.start_training_step for stage in stages] + [tokens.train_steps + 1]
-    groups = [getattr(stage.data.dataset, "mixture", None) or [stage.data.dataset] for stage in stages]
-    parts = [[(g, d, *part) for g, d in enumerate(datasets) for part in split(d)] for datasets in groups]
+    groups = [datasets_of(stage.data.dataset, number) for number, stage in enumerate(stages)]
+    parts = [
+        [(g, at, dataset, *part) for g, (at, dataset) in enumerate(group) for part in split(dataset, at)]
+        for group in groups
+    ]
     labels = iter(short_labels([[source for *_, source in those] for those in parts]))
     numbers: dict[str, int] = {}
     planned: list[Stage] = []
@@ -154,9 +160,14 @@ def plan_stages(config: Any) -> list[Stage]:
         # Shuffling depends on the place of a source in the config, not on its path: data may move.
         keys = [derive_key("order", data.seed, numbers.setdefault(name, len(numbers))) for name in names]
         sources = tuple(
-            SourcePlan(name, next(labels), source, key, group, share, getattr(dataset, "max_epochs", None))
-            for name, key, (group, dataset, share, source) in zip(names, keys, parts[number])
+            SourcePlan(name, next(labels), at, source, key, group, share, getattr(dataset, "max_epochs", None))
+            for name, key, (group, at, dataset, share, source) in zip(names, keys, parts[number])
         )
+        earlier = {source.label for stage in planned for source in stage.sources}
+        if data.restart and earlier.isdisjoint(source.label for source in sources):
+            raise InputError(
+                f"data_stages.{number}.data.restart: expected false: no earlier stage reads of its sources"
+            )
         planned.append(
             Stage(
                 number=number,
@@ -169,7 +180,7 @@ def plan_stages(config: Any) -> list[Stage]:
                 seed=data.seed,
                 workers=data.num_loading_workers,
                 sources=sources,
-                weights=tuple(getattr(dataset, "weight", None) for dataset in groups[number]),
+                weights=tuple(getattr(dataset, "weight", None) for _, dataset in groups[number]),
                 temperature=data.temperature,
                 when_exhausted=data.when_exhausted,
                 restart=data.restart,
@@ -184,15 +195,33 @@ def identities(datasets: Sequence[Any], seed: int, sequence_length: int) -> list
     return [f"{text} {texts[:number].count(text)}" for number, text in enumerate(texts)]
 
 
-def split(dataset: Any) -> list[tuple[float | str, Any]]:
-    """The sources of one dataset of a mixture, each with its share of it, or the measure that it shares by."""
-    if (paths := token_paths(dataset)) is not None:
+def datasets_of(dataset: Any, stage: int) -> list[tuple[str, Any]]:
+    """The datasets of a stage, those of its mixture or the one it has, each with its whole key in the config."""
+    at = f"data_stages.{stage}.data.dataset"
+    if (mixture := getattr(dataset, "mixture", None)) is None:
+        return [(at, dataset)]
+    return [(f"{at}.mixture.{number}", each) for number, each in enumerate(mixture)]
+
+
+@contextmanager
+def whole_keys(at: str) -> Iterator[None]:
+    """What is wrong with ``dataset.some_key`` is told with the dataset's whole key `at` in that place."""
+    try:
+        yield
+    except InputError as error:
+        if not str(error).startswith("dataset."):
+            raise
+        raise InputError(at + str(error).removeprefix("dataset")) from error
+
+
+def split(dataset: Any, at: str) -> list[tuple[float | str, Any]]:
+    """The sources of the dataset `at` a key, each with its share of it, or the measure that it shares by."""
+    with whole_keys(at):
+        paths = token_paths(dataset)
+    if paths is not None:
         unknown: float | str = "tokens" if len(paths) > 1 else 1.0
         return [(unknown if share is None else share, path) for share, path in paths]
     if isinstance(getattr(dataset, "text_files", None), dict):
-        for path, weight in dataset.text_files.items():
-            if not weight > 0:
-                raise InputError(f"dataset.text_files: the share of '{path}' must be above 0, found {weight}")
         return [
             (weight, _OnePath(path, dataset.text_column_name, dataset.packing, dataset.streaming))
             for path, weight in dataset.text_files.items()
@@ -306,6 +335,8 @@ def _rows_of(dataset: Any, remote: RemoteData | None, hook: RowHook | None) -> A
         paths = dataset.text_files
         names: Sequence[str] = [paths] if isinstance(paths, str) else list(paths)
         files = [file for path in names for file in find_files(as_path(path, remote), "dataset.text_files")]
+        if column != "text" and not any(map(has_rows, files)):
+            raise InputError(f"dataset.text_column_name: expected files with columns for '{column}', found text alone")
         return FileTexts(", ".join(map(str, names)), files, column, hook=hook)
     if variant == "hf_dataset_or_datasets":
         from .hub_texts import HubTexts

@@ -19,11 +19,11 @@ from weakref import WeakSet
 
 import numpy as np
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, counted
 
 from .batch import TokenBatch, batch_places, fold
 from .loader import Prefetcher
-from .plan import Stage, has_answers, plan_stages, streams, texts_of
+from .plan import SourcePlan, Stage, has_answers, plan_stages, streams, texts_of
 from .progress import Report
 from .stages import OpenStage, Sources, describe_tokenizer, open_stage, validation_samples
 from .streams import RunStreams
@@ -70,7 +70,9 @@ class RunData:
         stop = self.config.tokens.train_steps + 1 if stop_step is None else stop_step
         workers = max(stage.workers for stage in self.stages) if start_step < stop else 0
         if self.streams and start_step < stop:
-            workers = min(workers, 1)  # a stream is read in order
+            if workers > 1 and dp_rank == 0:
+                self._report(f"num_loading_workers: a stream is read in order, so 1 thread reads ahead, not {workers}")
+            workers = min(workers, 1)
             if dp_rank == 0 and dp_size > 1:
                 for line in self.streams.shared_lanes(self.stage_at(start_step), start_step, dp_size):
                     self._report(line)
@@ -140,6 +142,14 @@ class RunData:
         """Tokens of the run's steps before `step`."""
         return sum(stage.tokens_before(step) for stage in self.stages)
 
+    def last_step(self, step: int) -> int:
+        """The last step there are samples for, as the stages up to that of `step` tell; a later one may end earlier."""
+        for stage in self.stages[: self.stage_at(step).number + 1]:
+            end = self._sources.mixing(stage).end
+            if end is not None and end < stage.samples:
+                return stage.step_of(end) - 1
+        return self.config.tokens.train_steps
+
     def exhausted(self, step: int) -> str | None:
         """Why there are no samples for `step`: sources that have given all that they may. None where there are."""
         for stage in self.stages[: self.stage_at(step).number + 1]:
@@ -168,7 +178,7 @@ class RunData:
 
     def _spent(self, stage: Stage, number: int) -> str:
         source = stage.sources[number]
-        return f"'{source.label}' has given its {source.max_epochs:g} epochs"
+        return f"'{source.label}' has given its {_epochs(source)}"
 
     # ---- validation ----
 
@@ -239,7 +249,9 @@ class RunData:
         for stage in self.stages:
             if stage.stop <= stage.start:
                 steps = self.config.tokens.train_steps
-                lines.append(f"[{stage.name}] from step {stage.start} on: not reached, the run has {steps} steps")
+                lines.append(
+                    f"[{stage.name}] from step {stage.start} on: not reached, the run has {counted(steps, 'step')}"
+                )
                 continue
             future = self._opened.get(stage.number)
             head = f"[{stage.name}] steps {stage.start}-{stage.stop - 1}, {stage.describe_shape()}"
@@ -263,7 +275,7 @@ class RunData:
                 ends = mixing.end is not None and source == mixing.reached[-1][0]
                 goes_on = "it is repeated" if stage.when_exhausted == "repeat" else "the others share on"
                 then = f"the run ends after step {opened.stop - 1}" if ends else goes_on
-                yield f"{planned.label} reaches its {planned.max_epochs:g} epochs at step {step}: {then}"
+                yield f"{planned.label} reaches its {_epochs(planned)} at step {step}: {then}"
 
     def _begun_anew(self) -> Iterator[str]:
         """Sources that come again and cannot go on, as their windows are others."""
@@ -329,6 +341,11 @@ class RunData:
 
     def _open_now(self, number: int) -> OpenStage:
         return open_stage(self._sources, self.stages[number])
+
+
+def _epochs(source: SourcePlan) -> str:
+    """``1 epoch``, ``2.5 epochs``: the limit of a source."""
+    return f"{source.max_epochs:g} epoch{'s' * (source.max_epochs != 1)}"
 
 
 def open_run(config: Any, start_step: int = 1, report: Report = print, tokenizer_folder: Path | None = None) -> RunData:

@@ -108,23 +108,23 @@ class UserSource:
     it has them, as in `batch.TokenSource`.
     """
 
-    def __init__(self, name: str, items: Any, sequence_length: int, vocab_size: int) -> None:
-        self.name, self.items = name, items
+    def __init__(
+        self, name: str, items: Any, sequence_length: int, vocab_size: int, key: str = "dataset.source"
+    ) -> None:
+        self.name, self.items, self.key = name, items, key
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
         needed = ["__len__"] if callable(getattr(items, "samples", None)) else ["__len__", "__getitem__"]
         missing = [method for method in needed if not hasattr(items, method)]
         if missing:
-            raise InputError(
-                f"dataset.source: {name} gave a {type(items).__name__}, which has no {' and no '.join(missing)}"
-            )
+            raise InputError(f"{key}: {name} gave a {type(items).__name__}, which has no {' and no '.join(missing)}")
 
     def __len__(self) -> int:
-        with _named(f"len({self.name})"):
+        with _named(self.key, f"len({self.name})"):
             return len(self.items)
 
     def samples(self, indices: Int64) -> NDArray[np.integer]:
         if callable(getattr(self.items, "samples", None)):
-            with _named(f"{self.name}.samples({indices.tolist()})"):
+            with _named(self.key, f"{self.name}.samples({indices.tolist()})"):
                 found = np.asarray(self.items.samples(indices))
             rows = list(found) if found.ndim == 2 and len(found) == len(indices) else [found] * len(indices)
         else:
@@ -137,7 +137,7 @@ class UserSource:
         found = self._beside("documents", indices, "iu", "integer document numbers")
         if found is not None and (row := np.flatnonzero((found[:, 1:] < found[:, :-1]).any(axis=1))).size:
             index = int(indices[row[0]])
-            raise InputError(f"dataset.source: {self.name}: the document numbers of sample {index} do not ascend")
+            raise InputError(f"{self.key}: {self.name}: the document numbers of sample {index} do not ascend")
         return None if found is None else found.astype(np.int64)
 
     def loss(self, indices: Int64) -> NDArray[np.bool_] | None:
@@ -149,20 +149,19 @@ class UserSource:
         if known is None:
             return None
         call = f"{self.name}.{method}({indices.tolist()})"
-        with _named(call):
+        with _named(self.key, call):
             answer = known(indices)
         if answer is None:
             return None
         found, shape = np.asarray(answer), (len(indices), self.sequence_length + 1)
         if found.shape != shape or found.dtype.kind not in kinds:
             raise InputError(
-                f"dataset.source: {call}: expected {expected} of shape {shape}, found {found.dtype} of shape "
-                f"{found.shape}"
+                f"{self.key}: {call}: expected {expected} of shape {shape}, found {found.dtype} of shape {found.shape}"
             )
         return found
 
     def _item(self, index: int) -> NDArray:
-        with _named(f"{self.name}[{index}]"):
+        with _named(self.key, f"{self.name}[{index}]"):
             item = self.items[index]
         if isinstance(item, dict):
             if "input_ids" not in item:
@@ -188,26 +187,28 @@ def user_object(path: str, kwargs: dict[str, Any], sequence_length: int, seed: i
     and the config's `kwargs`."""
     factory = import_registered(path, "dataset.source", DATASETS)
     if not callable(factory):
+        if kwargs:
+            raise InputError(f"dataset.kwargs: {path} is a {type(factory).__name__}, which is not called with any")
         return factory
     try:
         return factory(sequence_length=sequence_length, seed=seed, **kwargs)
     except TypeError as error:
         raise InputError(f"dataset.source: {path}(sequence_length, seed, **kwargs): {error}") from error
     except Exception as error:
-        raise _raised(f"{path}(sequence_length, seed, **kwargs)", error) from error
+        raise _raised("dataset.source", f"{path}(sequence_length, seed, **kwargs)", error) from error
 
 
 @contextmanager
-def _named(call: str) -> Iterator[None]:
+def _named(key: str, call: str) -> Iterator[None]:
     """What a user's own code raises, as one line that names the call."""
     try:
         yield
     except Exception as error:
-        raise _raised(call, error) from error
+        raise _raised(key, call, error) from error
 
 
-def _raised(call: str, error: Exception) -> InputError:
-    return InputError(f"dataset.source: {call} raised {type(error).__name__}: {error}")
+def _raised(key: str, call: str, error: Exception) -> InputError:
+    return InputError(f"{key}: {call} raised {type(error).__name__}: {error}")
 
 
 class Part:

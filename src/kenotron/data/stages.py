@@ -14,19 +14,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy as np
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, counted
 
 from .batch import Int64, TokenBatch, TokenSource, make_batch
 from .cache import SplitTokens, TokenCache, chosen_hash, open_tokens
 from .encode import EncodeRules
 from .order import Mixing, Order
 from .packing import PackedRows, packed_rows
-from .plan import TEXT_KINDS, SourcePlan, Stage, has_answers, kind, streams, texts_of
+from .plan import TEXT_KINDS, SourcePlan, Stage, has_answers, kind, streams, texts_of, whole_keys
 from .progress import Report
 from .sources import Part, RandomTokens, TokenWindows, UserSource, held_out_samples, user_object
 from .stream import Stream, first_held_out
@@ -95,20 +95,20 @@ class OpenSource:
     def describe(self) -> str:
         """One line for the console."""
         if self.stream is not None:
-            return f"{self.stream.describe()}; held out for validation: {len(self.held_out):,} samples"
+            return f"{self.stream.describe()}; held out for validation: {counted(len(self.held_out), 'sample')}"
         packing = f"; {self.packed.plan.describe(self.packed.sequence_length)}" if self.packed else ""
         if self.cache is None:
-            samples = f"{len(self.train):,} samples, {len(self.held_out):,} held out{packing}"
+            samples = f"{counted(len(self.train), 'sample')}, {len(self.held_out):,} held out{packing}"
             return f"{self.train.name}: {f'{self.folder.describe()}, ' if self.folder else ''}{samples}"
         train, held = self.cache.train, self.cache.validation
-        reason = "files left out as no UTF-8" if train.loss is None else "rows without an answer left out"
-        skipped = f", {self.cache.skipped} {reason}" if self.cache.skipped else ""
+        noun, reason = ("file", "as no UTF-8") if train.loss is None else ("row", "without an answer")
+        skipped = f", {counted(self.cache.skipped, noun)} left out {reason}" if self.cache.skipped else ""
         learnt = "" if train.loss is None else f" ({np.count_nonzero(train.loss):,} learnt)"
         rule = " (the one with the smallest hash: none below tokens.val_fraction)" if self.cache.smallest_hash else ""
         return (
-            f"{self.train.name}: {len(train.ends):,} documents, {len(train.tokens):,} tokens{learnt}, "
+            f"{self.train.name}: {counted(len(train.ends), 'document')}, {len(train.tokens):,} tokens{learnt}, "
             f"{train.bytes:,} bytes, "
-            f"{len(self.train):,} samples{packing}; held out: {len(held.ends):,} documents, "
+            f"{counted(len(self.train), 'sample')}{packing}; held out: {counted(len(held.ends), 'document')}, "
             f"{len(held.tokens):,} tokens, {held.bytes:,} bytes{rule}{skipped}; cache: {self.cache.path}"
         )
 
@@ -210,7 +210,9 @@ class Sources:
             return self._open[place]
         with self._lock:
             if place not in self._open:
-                opened = open_source(self._config, stage, stage.sources[number], *self._how, self.chosen, self._streams)
+                planned = stage.sources[number]
+                with whole_keys(planned.at):
+                    opened = open_source(self._config, stage, planned, *self._how, self.chosen, self._streams)
                 if not len(opened.train):
                     raise InputError(too_small(opened, stage.sequence_length))
                 self._open[place] = opened
@@ -226,9 +228,12 @@ class Sources:
         texts = {s.name: s.dataset for stage in self.stages for s in stage.sources if kind(s.dataset) in TEXT_KINDS}
         if not tokens.validates or len(texts) < 2:
             return frozenset()
-        validated = [texts.get(s.name) for s in self.stages[0].sources]
-        kept = [texts_of(each, self._config.remote_data, self._how[0]) for each in validated if not streams(each)]
-        hashes = [chosen_hash(each, tokens.val_fraction) for each in kept if each is not None]
+        hashes = []
+        for source in self.stages[0].sources:
+            if source.name in texts and not streams(source.dataset):
+                with whole_keys(source.at):
+                    kept = texts_of(source.dataset, self._config.remote_data, self._how[0])
+                    hashes.append(None if kept is None else chosen_hash(kept, tokens.val_fraction))
         return frozenset(each for each in hashes if each is not None)
 
     def check_held_out(self, stage: Stage) -> None:
@@ -255,12 +260,16 @@ class Sources:
         with self._lock:
             numbers = range(len(stage.sources))
             self._mixings[stage.number] = Mixing(
-                stage.shares(lambda i, unit: self.source(stage, i).measure(unit)),
+                stage.shares(partial(self._measure, stage)),
                 [self._offset(stage, i) for i in numbers],
                 [self._limit(stage, i) for i in numbers],
                 stage.when_exhausted,
             )
             return self._mixings[stage.number]
+
+    def _measure(self, stage: Stage, number: int, unit: str) -> int:
+        with whole_keys(stage.sources[number].at):
+            return self.source(stage, number).measure(unit)
 
     def _offset(self, stage: Stage, number: int) -> int:
         """How many samples the stages before have drawn of a source."""
@@ -343,7 +352,7 @@ def open_source(
     else:
         path = planned.dataset.source
         items = user_object(path, dict(planned.dataset.kwargs), length, stage.seed)
-        whole = UserSource(path, items, length, vocab_size)
+        whole = UserSource(path, items, length, vocab_size, f"{planned.at}.source")
         held = held_out_samples(len(whole), fraction)
     border = len(whole) - held
     return OpenSource(Part(whole, 0, border), Part(whole, border, len(whole)))
@@ -401,12 +410,14 @@ def too_small(source: OpenSource, sequence_length: int) -> str:
     line = f"{source.train.name}: expected at least {sequence_length + 1} tokens to train on (sequence_length + 1), "
     if source.folder is not None:
         held = len(source.held_out)
-        return line + f"found {source.folder.describe()}" + (f" (and {held} sample held out)" if held else "")
+        return (
+            line + f"found {source.folder.describe()}" + (f" (and {counted(held, 'sample')} held out)" if held else "")
+        )
     if source.cache is None:
         return line + "found no sample"
     held = len(source.cache.validation.ends)
-    line += f"found {len(source.cache.train.tokens):,} in {len(source.cache.train.ends):,} documents"
-    return line + (f" (and {held:,} documents held out by tokens.val_fraction)" if held else "")
+    line += f"found {len(source.cache.train.tokens):,} in {counted(len(source.cache.train.ends), 'document')}"
+    return line + (f" (and {counted(held, 'document')} held out by tokens.val_fraction)" if held else "")
 
 
 def check_ids(name: str, cache: TokenCache, vocab_size: int, tokenizer: Tokenizer) -> None:

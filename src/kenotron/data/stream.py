@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, counted
 
 from .batch import Int64
 from .cache import SplitTokens
@@ -67,8 +67,8 @@ class Stream:
     ) -> None:
         if lanes > texts.parts:
             raise InputError(
-                f"dataset.streaming.lanes: expected at most one lane a file; found {lanes} lanes for the {texts.parts} "
-                f"file{'s' * (texts.parts != 1)} of {texts.name}"
+                f"dataset.streaming.lanes: expected at most one lane a file; found {counted(lanes, 'lane')} for the "
+                f"{counted(texts.parts, 'file')} of {texts.name}"
             )
         self.name, self.texts, self.key, self._report = texts.name, texts, seed, report
         self.encode = DocumentEncoder(texts.name, tokenizer, rules, vocab_size)
@@ -136,7 +136,9 @@ class Stream:
             place = max(behind, key=lambda place: place.given, default=START)
             lane = self._lanes[number] = Lane(self.rules, number, place)
             if (missing := given - place.given) > TOLD:
-                self._report(f"{self.name}: lane {number} is read again, {missing:,} samples, to where the run is")
+                self._report(
+                    f"{self.name}: lane {number} is read again, {counted(missing, 'sample')}, to where the run is"
+                )
         while lane.place.given < given:
             lane.skip()
         return lane
@@ -186,8 +188,8 @@ class Stream:
         """One line for the console."""
         rules = self.rules
         order = f"shuffled over {rules.shuffle_buffer:,} documents" if rules.shuffle_buffer > 1 else "in their order"
-        lanes = f"{rules.lanes} lane{'s' * (rules.lanes != 1)}"
-        return f"{self.name}: streamed from {self.texts.parts:,} files, {order}, {lanes}"
+        parts, lanes = counted(self.texts.parts, "file"), counted(rules.lanes, "lane")
+        return f"{self.name}: streamed from {parts}, {order}, {lanes}"
 
 
 class DocumentEncoder:

@@ -157,7 +157,7 @@ class FileTexts:
         self._sizes = {file: _stat(file).st_size for file in self.files}
         self.size = sum(self._sizes.values())
         for file in self.files:
-            if hook is not None and not (_is_json(file) or file.suffix in TABLE_SUFFIXES):
+            if hook is not None and not has_rows(file):
                 raise InputError(
                     f"{file}: a text file has no rows (--filter, --repeat, sft_dataloader); expected jsonl or parquet"
                 )
@@ -460,6 +460,11 @@ def _walk(root: Path, is_outside: Callable[[str], bool]) -> Iterator[tuple[str, 
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not is_outside(name)]
         yield folder, names
+
+
+def has_rows(file: AnyPath) -> bool:
+    """Whether a file holds rows with columns, not one text."""
+    return _is_json(file) or file.suffix in TABLE_SUFFIXES
 
 
 def _is_json(file: AnyPath) -> bool:

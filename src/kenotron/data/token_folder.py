@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, counted
 from kenotron.config.remote import RemoteData
 from kenotron.kernels.hashing import derive_key
 
@@ -165,10 +165,11 @@ class TokenFolder:
 
     def describe(self) -> str:
         """Files, documents and tokens, for the console."""
-        tokens = f"{sum(len(file.tokens) for file in self.files):,} tokens in {len(self.files):,} files"
+        tokens = f"{sum(len(file.tokens) for file in self.files):,} tokens in {counted(len(self.files), 'file')}"
         if any(file.ends is None for file in self.files):
             return f"{tokens} (ends of documents not known)"
-        return f"{sum(len(file.ends) for file in self.files if file.ends is not None):,} documents, {tokens}"
+        documents = sum(len(file.ends) for file in self.files if file.ends is not None)
+        return f"{counted(documents, 'document')}, {tokens}"
 
     def _check_unchanged(self, number: int) -> None:
         if time.monotonic() - self._checked[number] < CHECK_EVERY:
@@ -361,6 +362,9 @@ def check_fit(folder: TokenFolder, wanted: TokenPath, config: Any, run: Tokenize
 
     Error (InputError): tokens too narrow for the run's tokenizer.
     """
+    copies = wanted.read_path and Path(wanted.read_path).expanduser()
+    if copies and not any(Path(str(file.path)).is_relative_to(copies) for file in folder.files):
+        report(f"warning: {copies} (dataset_read_path) has none of the files of {folder.name}: they are read there")
     unknown = [str(file.path) for file in folder.files if file.ends is None]
     if config.model.document_masking and wanted.return_positions and unknown:
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""

@@ -10,7 +10,7 @@ from typing import Any, cast
 from kenotron.config.errors import InputError
 
 from .cache import cache_root, cached_folder, content_hash
-from .plan import TEXT_KINDS, Stage, kind, streams, texts_of
+from .plan import TEXT_KINDS, Stage, kind, streams, texts_of, whole_keys
 from .progress import Report
 from .split import held_out_limit, is_held_out, share_of_hashes
 from .stream import all_parts
@@ -34,12 +34,13 @@ def tokenizer_of(config: Any, stages: Sequence[Stage], report: Report, folder: P
         return load_tokenizer(folder)
     has_text = any(kind(source.dataset) in TEXT_KINDS for stage in stages for source in stage.sources)
     if section.train is not None:
-        texts = [
-            (found, streams(source.dataset))
-            for source in stages[0].sources
-            if (found := texts_of(source.dataset, config.remote_data)) is not None
-        ]
-        return trained_tokenizer(texts, section.train.vocab_size, config.tokens.val_fraction, report)
+        texts = []
+        for source in stages[0].sources:
+            with whole_keys(source.at):
+                if (found := texts_of(source.dataset, config.remote_data)) is not None:
+                    texts.append((found, streams(source.dataset)))
+        with whole_keys("data_stages.0.data.dataset"):
+            return trained_tokenizer(texts, section.train.vocab_size, config.tokens.val_fraction, report)
     if section.tokenizer_name_or_path is None:
         return None
     try:

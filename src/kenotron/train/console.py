@@ -84,9 +84,9 @@ class _EveryLine(logging.Formatter):
         return lines + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
 
 
-def iteration_line(fields: dict[str, Any], train_steps: int) -> str:
+def iteration_line(fields: dict[str, Any], last_step: int) -> str:
     """``iteration: 5 / 15 | consumed_tokens: 2.56K | …`` from raw `fields`, in their order."""
-    shown = [f"iteration: {fields['iteration']} / {train_steps}"]
+    shown = [f"iteration: {fields['iteration']} / {last_step}"]
     shown += [f"{name}: {human_format(value)}" for name, value in fields.items() if name != "iteration"]
     return " | ".join(shown)
 

@@ -101,7 +101,7 @@ class Metrics(Hook):
             self._tensorboard(run, raw)
         interval = run.config.logging.iteration_step_info_interval
         if (run.step - 1) % interval == 0 or run.finished:
-            logger.info("%s", console.iteration_line(shown, run.config.tokens.train_steps))
+            logger.info("%s", console.iteration_line(shown, run.last_step))
 
     def on_close(self, run: Run) -> None:
         if self.file is not None:

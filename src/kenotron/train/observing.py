@@ -42,7 +42,7 @@ class Progress(Hook):
             TextColumn("ETA"),
             TimeRemainingColumn(),
         )
-        self.task = self.bar.add_task("", total=run.total_tokens, steps="", loss="-")
+        self.task = self.bar.add_task("", steps="", loss="-")
         self._show(run, "-")
         self.bar.start()
 
@@ -50,8 +50,8 @@ class Progress(Hook):
         self._show(run, human_format(result.lm_loss))
 
     def _show(self, run: Run, loss: str) -> None:
-        steps = f"{run.step}/{run.config.tokens.train_steps}"
-        self.bar.update(self.task, completed=run.consumed_tokens, steps=steps, loss=loss)
+        steps = f"{run.step}/{run.last_step}"
+        self.bar.update(self.task, total=run.total_tokens, completed=run.consumed_tokens, steps=steps, loss=loss)
 
     def on_train_end(self, run: Run) -> None:
         self.on_close(run)

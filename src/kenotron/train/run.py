@@ -74,8 +74,13 @@ class Run:
         return self.data.tokens_before(self.step + 1)
 
     @property
+    def last_step(self) -> int:
+        """Where the run ends: after `train_steps`, or where the data of the stages so far allow no further step."""
+        return self.data.last_step(max(self.step, 1))
+
+    @property
     def total_tokens(self) -> int:
-        return self.data.tokens_before(self.config.tokens.train_steps + 1)
+        return self.data.tokens_before(self.last_step + 1)
 
     @property
     def step_tokens(self) -> int:

@@ -152,7 +152,7 @@ def evaluate(run: Run, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Ten
 
 def validation_line(run: Run, result: ValidationResult) -> str:
     fields = [
-        f"validation: {run.step} / {run.config.tokens.train_steps}",
+        f"validation: {run.step} / {run.last_step}",
         f"val_loss: {result.loss:.4g}",
         f"val_perplexity: {human_format(math.exp(min(result.loss, 700)))}",
     ]

@@ -82,7 +82,7 @@ def test_what_a_task_left_undone_the_plain_command_makes(corpus: Path) -> None:
     assert sorted(file.name for file in output.glob("*.ds")) == ["00001.ds", "00003.ds"]
     lines: list[str] = []
     tokenize(["corpus.jsonl"], load_tokenizer("tokenizer"), output, OPTIONS, 1, lines.append)
-    assert "2 of 5 shards are done already" in lines
+    assert "2 of 5 shards done already" in lines
     assert bytes_of(output) == bytes_of(corpus / "plain")
 
 

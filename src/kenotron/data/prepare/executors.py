@@ -23,7 +23,7 @@ from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
-from kenotron.config.errors import InputError, nearest
+from kenotron.config.errors import InputError, counted, nearest
 
 from ..cache import locked
 from ..progress import Report
@@ -72,7 +72,7 @@ def tokenize_on(
     _check(cluster)
     work = Work.plan(inputs, load_tokenizer(tokenizer), output, options)
     if (done := finished(work, output)) is not None:
-        report(f"{output} is done already: {done['documents']:,} documents, {done['tokens']:,} tokens")
+        report(f"{output} is done already: {counted(done['documents'], 'document')}, {done['tokens']:,} tokens")
         return done
     make_folder(output)
     with locked(output / UNFINISHED / "lock", report, f"tokenizing into {output}"):
@@ -82,11 +82,13 @@ def tokenize_on(
     executor = _executor(cluster, step, tasks, output.absolute().with_name(f"{output.name}.logs"))
     executor.run()
     if cluster.executor == "slurm":
-        report(f"{tasks} tasks are handed to Slurm; {output}/manifest.json is there when all are done")
+        report(f"{counted(tasks, 'task')} handed to Slurm; {output}/manifest.json is there when all are done")
         return None
     if (done := finished(work, output)) is None:
         missing = len(missing_shards(work, output))
-        raise InputError(f"{output}: {missing} of {len(work.shards)} shards are not made; the same command goes on")
+        raise InputError(
+            f"{output}: {missing} of {counted(len(work.shards), 'shard')} not made; the same command goes on"
+        )
     return done
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from kenotron.config.errors import InputError, nearest
 
 from ..hub import cached_revision, offline_variable, unreachable
+from ..plan import datasets_of, whole_keys
 from ..progress import Report
 from ..token_paths import token_paths
 
@@ -89,9 +90,9 @@ def data_needs(config: Any) -> Iterator[Need]:
         bring = partial(_tokenizer, name, config.tokenizer.tokenizer_revision)
         yield Need("tokenizer", name, "tokenizer.tokenizer_name_or_path", bring)
     for number, stage in enumerate(config.data_stages):
-        dataset = stage.data.dataset
-        for part in getattr(dataset, "mixture", None) or [dataset]:
-            yield from _dataset_needs(part, f"data_stages.{number}.data.dataset")
+        for key, dataset in datasets_of(stage.data.dataset, number):
+            with whole_keys(key):
+                yield from _dataset_needs(dataset, key)
 
 
 def _dataset_needs(dataset: Any, key: str) -> Iterator[Need]:
@@ -145,7 +146,8 @@ def _rows(key: str, name: str, config_name: str | None, split: str) -> list[Path
             f"{key}: cannot reach the Hugging Face hub for '{name}', and it is not cached here ({reason}); "
             "no folder here has that name"
         )
-    rows = load_rows(name, config_name, split)
+    with whole_keys(key.removesuffix(".hf_dataset_or_datasets")):
+        rows = load_rows(name, config_name, split)
     return [Path(file["filename"]) for file in rows.cache_files]
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, counted
 
 from ..cache import locked, sync_folder
 from ..encode import BATCH_CHARACTERS, EncodeRules, encode_batches
@@ -76,7 +76,7 @@ def tokenize(
     """
     work = Work.plan(inputs, tokenizer, output, options)
     if (done := finished(work, output)) is not None:
-        report(f"{output} is done already: {done['documents']:,} documents, {done['tokens']:,} tokens")
+        report(f"{output} is done already: {counted(done['documents'], 'document')}, {done['tokens']:,} tokens")
         return done
     make_folder(output)
     with locked(output / UNFINISHED / "lock", report, f"tokenizing into {output}"):
@@ -85,7 +85,7 @@ def tokenize(
         begin(work, output)
         todo = missing_shards(work, output)
         if len(todo) < len(work.shards):
-            report(f"{len(work.shards) - len(todo)} of {len(work.shards)} shards are done already")
+            report(f"{len(work.shards) - len(todo)} of {counted(len(work.shards), 'shard')} done already")
         make_shards(work, output, todo, workers, report)
         return finish(work, output)
 

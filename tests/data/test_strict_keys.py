@@ -1,0 +1,171 @@
+"""Keys of `data_stages` that could change nothing are refused, and what is wrong is named by the whole key.
+
+A key that another file may need, nanotron's or a mix file's, is taken where it means what it always means.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_runs import run_config
+from written_tokens import write_ds
+
+from kenotron.config import Config, InputError, load, to_dict
+from kenotron.data import open_run
+
+AT = "data_stages.0.data"
+TOKENS = {"tokens": "a"}
+TWO = {"mixture": [{"weight": 1, "tokens": "a"}, {"weight": 2, "tokens": "b"}]}
+ONE = {"mixture": [{"weight": 1, "tokens": "a"}]}
+EPOCHS = {"max_epochs": 2}
+
+
+def of(dataset: Any, **data: Any) -> dict[str, Any]:
+    """A config whose first stage has these keys of `data`."""
+    content = to_dict(run_config(None, tokenizer__tokenizer_name_or_path="gpt2"))
+    content["data_stages"][0]["data"] |= {"dataset": dataset, **data}
+    return content
+
+
+REFUSED = {
+    "temperature of a path": (of(TOKENS, temperature=2), f"{AT}.temperature: expected 1 with a single source, found 2"),
+    "temperature of nothing": (of(None, temperature=0.5), f"{AT}.temperature: expected 1 with a single source"),
+    "temperature of a list that is one text": (of({"text_files": ["a", "b"]}, temperature=2), f"{AT}.temperature: "),
+    "temperature of one dataset": (of(ONE, temperature=2), f"{AT}.temperature: expected 1 with a single source"),
+    "nobody shares on": (of(TOKENS | EPOCHS, when_exhausted="renormalise"), f"{AT}.when_exhausted: expected stop or"),
+    "no limit": (of(TWO, when_exhausted="repeat"), f"{AT}.when_exhausted: expected max_epochs of a dataset"),
+    "nothing to restart": (of(TOKENS, restart=True), f"{AT}.restart: expected false: no stage comes before the first"),
+    "weight alone": (of(TOKENS | {"weight": 1}), f"{AT}.dataset.weight: expected only inside a mixture"),
+    "rows without ends": (
+        of({"dataset_folder": "a", "packing": "best_fit", "return_positions": False}),
+        f"{AT}.dataset.return_positions: expected true beside packing: best_fit",
+    ),
+    "no share": (of({"text_files": {"a": 0}}), f"{AT}.dataset.text_files.a: expected a number above 0, found 0"),
+    "nothing is remote": (
+        of(TOKENS) | {"remote_data": {"tries": 2}},
+        "remote_data: expected a path on another machine",
+    ),
+    "a stream of tokens": (of(TOKENS | {"streaming": {}}), f"{AT}.dataset"),
+    "a type where files tell": (of({"dataset_folder": "a", "token_dtype": "uint16"}), f"{AT}.dataset"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_could_change_nothing_is_refused_by_its_whole_key(case: str) -> None:
+    content, message = REFUSED[case]
+    with pytest.raises(InputError) as caught:
+        load(content)
+    (line,) = str(caught.value).splitlines()
+    assert message in line
+
+
+TAKEN = {
+    "shares of a list": of({"tokens": ["a", "b"]}, temperature=2),
+    "shares of a map": of({"text_files": {"a": 1, "b": 2}}, temperature=2),
+    "a mix file may hold any number": of({"tokens": "mix.json"}, temperature=2),
+    "shares of a mixture": of(TWO, temperature=2),
+    "repeat tells": of(TOKENS | EPOCHS, when_exhausted="repeat"),
+    "remote": of({"tokens": ["a", "s3://b/c"]}) | {"remote_data": {"tries": 2}},
+    "a mix file may name remote paths": of({"tokens": "mix.json"}) | {"remote_data": {"tries": 2}},
+    "written defaults": of(TOKENS) | {"remote_data": {"cache_gb": 20.0, "tries": 5, "cache_folder": None}},
+    "nanotron's for one folder": of({"dataset_folder": ["a"], "dataset_weights": [1], "shuffle_files": True}),
+}
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_what_may_change_something_is_taken(case: str) -> None:
+    load(TAKEN[case])
+
+
+# ---- found while opening and reading -----------------------------------------------------------------------
+
+
+class Rows(list):
+    """Ten samples, of which the last cannot be read."""
+
+    def __init__(self, sequence_length: int, seed: int) -> None:
+        super().__init__([[3] * (sequence_length + 1)] * 10)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise OSError(f"row {index} is gone")
+
+
+rows = [[3] * 33] * 40
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_ds(tmp_path / "ds" / "0.ds", [np.arange(100)] * 40, tokenizer=None)
+    np.save(tmp_path / "ids.npy", np.arange(500, dtype=np.uint16) % 300)
+    (tmp_path / "a.txt").write_text("some words " * 200)
+    (tmp_path / "mix.json").write_text(json.dumps({"ds": 0}))
+    return tmp_path
+
+
+DS = {"tokens": "ds"}
+D = "data_stages.0.data.dataset"
+FOUND = {
+    "a path": ([{"tokens": "nowhere"}], f"{D}.tokens: no such file or folder: nowhere"),
+    "a folder": ([{"dataset_folder": "ids.npy"}], f"{D}.dataset_folder: expected .ds files, found ids.npy"),
+    "a text": ([{"text_files": "a.text"}], f"{D}.text_files: no such file or folder: a.text"),
+    "a mix file": ([{"tokens": "mixes.json"}], f"{D}.tokens: cannot read mixes.json"),
+    "a weight in it": ([{"tokens": "mix.json"}], f"{D}.tokens: mix.json: the weight of 'ds' must be a number above 0"),
+    "a hub's rows": ([{"hf_dataset_or_datasets": {"a": 0}}], f"{D}.hf_dataset_or_datasets: the fraction of 'a'"),
+    "a mixture's": (
+        [{"mixture": [DS | {"weight": 1}, {"tokens": "no", "weight": 1}]}],
+        f"{D}.mixture.1.tokens: no such file or folder: no",
+    ),
+    "a size": (
+        [{"mixture": [DS | {"weight": "size"}, {"source": "test_strict_keys.rows", "weight": "size"}]}],
+        f"{D}.mixture.1.weight: size: test_strict_keys.rows has no size in bytes",
+    ),
+    "a column of text": (
+        [{"text_files": "a.txt", "text_column_name": "body"}],
+        f"{D}.text_column_name: expected files",
+    ),
+    "arguments of what is there": (
+        [{"source": "test_strict_keys.rows", "kwargs": {"n": 2}}],
+        f"{D}.kwargs: test_strict_keys.rows is a list, which is not called with any",
+    ),
+    "own code": ([{"source": "test_strict_keys.Rows"}], f"{D}.source: test_strict_keys.Rows["),
+    "lanes": ([{"text_files": "a.txt", "streaming": {"lanes": 2}}], f"{D}.streaming.lanes: expected at most one lane"),
+    "ends": ([{"tokens": "ids.npy", "packing": "best_fit"}], f"{D}.packing: best_fit needs the ends of documents"),
+    "a later stage": ([DS, {"source": "no.such"}], "data_stages.1.data.dataset.source: "),
+}
+
+
+def first_failure(config: Config) -> str:
+    with pytest.raises(InputError) as caught, open_run(config, report=lambda line: None) as data:
+        [data.batch(step) for step in (1, 7)]
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_what_is_wrong_with_the_data_is_named_by_the_whole_key(here: Path, case: str) -> None:
+    stages, message = FOUND[case]
+    assert first_failure(run_config(*stages, val_samples=32)).startswith(message)
+
+
+def test_a_stage_that_restarts_what_nobody_read_is_refused(here: Path) -> None:
+    content = to_dict(run_config(DS, {"tokens": "ids.npy"}))
+    content["data_stages"][1]["data"]["restart"] = True
+    assert first_failure(load(content)) == (
+        "data_stages.1.data.restart: expected false: no earlier stage reads of its sources"
+    )
+
+
+def test_what_a_stream_or_a_missing_copy_leave_undone_is_told(here: Path) -> None:
+    lines: list[str] = []
+    stream = run_config({"text_files": "a.txt", "streaming": {}}, data__num_loading_workers=3, val_check_interval=-1)
+    copies = run_config({"dataset_folder": "ds", "dataset_read_path": "copies"})
+    for config in (stream, copies):
+        with open_run(config, report=lines.append) as data:
+            data.loader(1, 2).close()
+    assert "num_loading_workers: a stream is read in order, so 1 thread reads ahead, not 3" in lines
+    assert "warning: copies (dataset_read_path) has none of the files of ds: they are read there" in lines
