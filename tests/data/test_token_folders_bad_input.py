@@ -102,6 +102,29 @@ def test_another_tokenizer_is_told_by_name_once_for_a_folder(folder: Path, tmp_p
     assert len(read_all({"dataset_folder": str(folder)}, **run)) == 1
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_another_tokenizer_than_the_manifests_is_refused_whatever_its_name(tmp_path: Path, merged: bool) -> None:
+    """The metadata of both folders name a folder `tokenizer`."""
+    from kenotron.data.prepare.merge import merge
+    from kenotron.data.prepare.tokenize import TokenizeOptions, tokenize
+    from kenotron.data.tokenizer import load_tokenizer, train_byte_level_bpe
+
+    for name, text in (("a", "some words"), ("b", "other text")):
+        train_byte_level_bpe([text], 258).save(tmp_path / name / "tokenizer")
+    (tmp_path / "a.txt").write_text("some words and other text\n\n" * 40)
+    made_with = load_tokenizer(str(tmp_path / "a" / "tokenizer"))
+    tokens = tmp_path / "tokens"
+    tokenize([str(tmp_path / "a.txt")], made_with, tokens, TokenizeOptions(), 1, lambda line: None)
+    manifest = tokens / "manifest.json"
+    if merged:
+        merge([str(tokens)], tmp_path / "all.ds")
+        tokens, manifest = tmp_path / "all.ds", tmp_path / "all.ds.manifest.json"
+    assert read_all({"tokens": str(tokens)}, tokenizer__tokenizer_name_or_path=made_with.name) == []
+    (tmp_path / "manifest.json").write_text("[another program's")
+    with pytest.raises(InputError, match=rf"{manifest.name}: its tokens were made with .*a/tok.* run is .*b/tok"):
+        read_all({"tokens": str(tokens)}, tokenizer__tokenizer_name_or_path=str(tmp_path / "b" / "tokenizer"))
+
+
 def test_two_bytes_are_too_few_for_the_runs_tokenizer(folder: Path, tmp_path: Path) -> None:
     import tokenizers
 

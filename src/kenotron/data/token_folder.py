@@ -14,6 +14,7 @@ however long it is. Tokens are checked when they are read: an id that the model 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import time
@@ -32,7 +33,7 @@ from kenotron.config.remote import RemoteData
 from kenotron.kernels.hashing import derive_key
 
 from .batch import Int64
-from .formats.token_file import check_loss, checked_loss
+from .formats.token_file import check_loss, checked_loss, readable
 from .order import permute
 from .packing import PackedRows, packed_rows
 from .progress import Report
@@ -360,8 +361,10 @@ def _place(file: TokenFile) -> str:
 def check_fit(folder: TokenFolder, wanted: TokenPath, config: Any, run: Tokenizer | None, report: Report) -> None:
     """Tell what fits ill in one line each: other names of tokenizers, documents that are to be masked and not known.
 
-    Error (InputError): tokens too narrow for the run's tokenizer.
+    Errors (InputError): tokens too narrow for the run's tokenizer; a manifest beside them with another one's hash.
     """
+    if run is not None:
+        _check_manifests(folder, run)
     copies = wanted.read_path and Path(wanted.read_path).expanduser()
     if copies and not any(Path(str(file.path)).is_relative_to(copies) for file in folder.files):
         report(f"warning: {copies} (dataset_read_path) has none of the files of {folder.name}: they are read there")
@@ -388,6 +391,28 @@ def check_fit(folder: TokenFolder, wanted: TokenPath, config: Any, run: Tokenize
     for name in made_with:
         if _short(name) != _short(expected):
             report(f"warning: {folder.name} was tokenized with '{name}', and the tokenizer of the run is '{expected}'")
+
+
+def _check_manifests(folder: TokenFolder, run: Tokenizer) -> None:
+    """Error (InputError): a manifest of `kenotron data` beside the files has the hash of another tokenizer."""
+    from .prepare.manifest import MANIFEST
+
+    names = ((file.path, name) for file in folder.files for name in (MANIFEST, f"{file.path.name}.{MANIFEST}"))
+    for place in dict.fromkeys(path.with_name(name) for path, name in names):
+        if not place.is_file():
+            continue
+        try:
+            with readable(place):
+                made = json.loads(place.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):  # another program's
+            continue
+        found = made.get("tokenizer_hash") if isinstance(made, dict) else None
+        if found not in (None, run.hash):
+            raise InputError(
+                f"{place}: its tokens were made with {made.get('tokenizer')} (hash {found}), and the tokenizer of the "
+                f"run is {run.name} (hash {run.hash}): give that one as tokenizer.tokenizer_name_or_path (or, if ids "
+                f"mean the same in both, take tokenizer_hash out of the manifest)"
+            )
 
 
 def _short(name: str) -> str:
