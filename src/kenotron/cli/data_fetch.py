@@ -58,7 +58,7 @@ def _model_needs(config: Any) -> Iterator[Need]:
 def _line(found: Found) -> str:
     need = found.need
     if need.bring is None:
-        told = "read while training" if need.kind == "remote" else "your own, not looked at"
+        told = f"{_bytes(found.size)}, read while training" if need.look else "your own, not looked at"
         return f"{need.kind} {need.name}: {told}"
     size = _bytes(found.size)
     if not found.brought:

@@ -27,6 +27,7 @@ from kenotron.config.errors import InputError
 
 from .batch import Int64
 from .hub import first_line, hub_file, settle_hub
+from .remote import is_remote
 
 if TYPE_CHECKING:
     import tokenizers
@@ -185,6 +186,11 @@ def load_tokenizer(name_or_path: str | Path, revision: str | None = None) -> Tok
 
     Errors (InputError): nothing there, not readable, hub unreachable.
     """
+    if is_remote(name_or_path):
+        raise InputError(
+            "tokenizer.tokenizer_name_or_path: expected a folder or tokenizer.json on this machine, or a name of the "
+            f"Hugging Face hub, found {name_or_path}; bring it here first"
+        )
     path = Path(name_or_path).expanduser()
     if path.is_file():
         return _read(path, path.parent)

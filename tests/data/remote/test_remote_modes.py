@@ -20,7 +20,7 @@ from kenotron.cli import main
 from kenotron.config import Config, InputError
 from kenotron.data import open_run
 from kenotron.data.remote import paths
-from kenotron.data.tokenizer import train_byte_level_bpe
+from kenotron.data.tokenizer import load_tokenizer, train_byte_level_bpe
 
 Upload = Callable[[Path, str], str]
 
@@ -151,3 +151,35 @@ def test_merging_tokens_of_two_tokenizers_is_refused(tmp_path: Path, upload: Upl
         main(["data", "merge", *folders, "--output", str(tmp_path / "all.ds")])
     assert stop.value.code == 2
     assert "tokenizer is 'robot/sounds', but 'robot/words' in s3://robots/m0/part 0/0.ds" in capsys.readouterr().err
+
+
+def test_fetch_looks_at_what_is_read_elsewhere(tmp_path: Path, upload: Upload, capsys: Any) -> None:
+    here = write_folder(tmp_path / "tokens", loss=False)
+    size = sum(file.stat().st_size for file in here.rglob("*") if file.is_file() and ".hidden" not in file.parts)
+    upload(here, "tokens")
+    config = run_config({"tokens": ["s3://robots/tokens", "s3://robots/tokens/part 0/0.ds"]}).model_dump(mode="json")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    told = run("fetch", str(tmp_path / "run.yaml"))
+    assert f"remote s3://robots/tokens: {size / 1000:.3g} kB, read while training" in told
+    assert "remote s3://robots/tokens/part 0/0.ds: 10 kB, read while training" in told
+    with pytest.raises(SystemExit) as stop:
+        main(
+            [
+                "data",
+                "fetch",
+                str(tmp_path / "run.yaml"),
+                "data_stages.0.data.dataset={tokens: [s3://robots/x, s3://no/y]}",
+            ]
+        )
+    assert stop.value.code == 2
+    said = capsys.readouterr()
+    assert "Ready" not in said.out
+    for path in ("s3://robots/x", "s3://no/y"):
+        assert f"data_stages.0.data.dataset.tokens: no such file or folder: {path}" in said.err
+
+
+def test_a_tokenizer_elsewhere_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"a folder or tokenizer\.json on this machine, .* found s3://robots/tok; bring"
+    ):
+        load_tokenizer("s3://robots/tok")

@@ -3,7 +3,7 @@
     tokenizer    gpt2                      hub    fetched into the hub's cache
     dataset      org/corpus (train)        hub    fetched, and prepared as `datasets` reads it
     path         data/code                 here   has to exist
-    remote       s3://bucket/tokens               read while training; only named
+    remote       s3://bucket/tokens               has to exist; read while training
 
 The needs are read off the config; each is met by the very function that the run itself calls, so that what worked here
 works there, with HF_HUB_OFFLINE=1. With that variable set already, nothing is fetched: it is a check.
@@ -24,9 +24,8 @@ from kenotron.config.errors import InputError, nearest
 from ..hub import cached_revision, offline_variable, unreachable
 from ..plan import datasets_of, whole_keys
 from ..progress import Report
+from ..remote import RemotePath, as_path, is_remote
 from ..token_paths import token_paths
-
-REMOTE = "://"
 
 CLOCK = 0.02
 """Seconds by which the times of files may lag behind the clock."""
@@ -34,13 +33,14 @@ CLOCK = 0.02
 
 @dataclass(frozen=True)
 class Need:
-    """One thing that a run needs. `bring` fetches it where it is missing and returns the files that it lies in; it is
-    None for what is read where it is."""
+    """One thing that a run needs. `bring` fetches it where it is missing and returns the files that it lies in; what
+    is read where it is has none, and `look` tells its bytes."""
 
     kind: str
     name: str
     key: str
     bring: Callable[[], Iterable[Path]] | None = field(default=None, compare=False)
+    look: Callable[[], int] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ def fetch(needs: Iterable[Need], report: Report) -> list[Found]:
     """
     found, problems = [], []
     for need in dict.fromkeys(needs):
-        if need.bring is None:
-            found.append(Found(need, None, 0, 0))
-            continue
-        if need.kind != "path":
+        if need.kind != "path" and (need.bring or need.look):
             report(f"{need.kind} {need.name} …")
         start = time.time() - CLOCK
         try:
+            if need.bring is None:
+                found.append(Found(need, None, need.look() if need.look else 0, 0))
+                continue
             files = sorted({file.resolve(): file for file in need.bring()}.values())
         except InputError as error:
             problems.append(str(error))
@@ -120,8 +120,8 @@ def _rows_need(name: str, split: str, config_name: str | None, key: str) -> Need
 
 def path_need(path: str, key: str) -> Need:
     """A file or folder that the config names by `key`."""
-    if REMOTE in path:
-        return Need("remote", path, key)
+    if is_remote(path):
+        return Need("remote", path, key, look=partial(_bytes_elsewhere, path, key))
     return Need("path", path, key, partial(_existing, path, key))
 
 
@@ -162,6 +162,13 @@ def _existing(path: str, key: str) -> list[Path]:
     if not any(file.is_file() for file in found):
         raise InputError(f"{key}: folder {path} is empty")
     return [file for file in found if file.is_file()]
+
+
+def _bytes_elsewhere(path: str, key: str) -> int:
+    place = as_path(path)
+    if not isinstance(place, RemotePath) or not place.exists():
+        raise InputError(f"{key}: no such file or folder: {path}")
+    return sum(file.stat().st_size for file in ([place] if place.is_file() else place.walk()))
 
 
 def _snapshot_files(name: str, revision: str | None) -> list[Path]:
