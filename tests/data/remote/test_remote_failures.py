@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import boto3
+import fsspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from kenotron.config import InputError
 from kenotron.config.remote import RemoteData
 from kenotron.data.formats import open_token_files
-from kenotron.data.remote import RemoteArray, as_path, paths, read_rows
+from kenotron.data.remote import RemoteArray, as_path, drivers, paths, read_rows
 from kenotron.data.remote.blocks import BlockStore, block_store
 
 Upload = Callable[[Path, str], str]
@@ -105,6 +107,26 @@ def test_what_no_retry_mends_is_told_at_once(server: Any, tokens: Any, status: i
     with pytest.raises(InputError, match="has vanished since" if status == 404 else "cannot be read \\(Permission"):
         array[:]
     assert len([read for read in server.reads if "GET" in read]) == 1
+
+
+def test_without_credentials(
+    server: Any, tokens: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    url, ids = tokens
+    request.addfinalizer(drivers.forget)
+    boto3.client("s3", endpoint_url=server.url).put_object_acl(Bucket="robots", Key="ids.npy", ACL="public-read")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, "/nowhere")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    drivers.forget()
+    access = "access comes from AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+    with pytest.raises(InputError, match=rf"^{url}: cannot be read \(NoCredentialsError: [^\n]*\); {access}$"):
+        open_token_files(url, "PATH")
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"anon": True})  # which FSSPEC_S3_ANON=true sets
+    drivers.forget()
+    np.testing.assert_array_equal(drivers.filesystem(url).cat_file(url, start=128), ids.view(np.uint8).tobytes())
 
 
 def test_a_changed_file_is_an_error(tmp_path: Path, tokens: Any, upload: Upload, monkeypatch: Any) -> None:

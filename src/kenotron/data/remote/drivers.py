@@ -64,7 +64,8 @@ def _filesystem(protocol: str) -> Any:
     import fsspec
 
     try:
-        return MADE.get(protocol, fsspec.filesystem)(protocol, use_listings_cache=False)
+        options = {"use_listings_cache": False, "skip_instance_cache": True}  # kept here, until `forget`
+        return MADE.get(protocol, fsspec.filesystem)(protocol, **options)
     except ValueError:
         known = fsspec.available_protocols()
         raise InputError(f"{protocol}://: no such protocol{nearest(protocol, known)}") from None
