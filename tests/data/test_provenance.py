@@ -175,3 +175,31 @@ def test_the_command_prints_lines_and_json(
     assert run() == (2, "", "error: expected --step or --document, one of the two\n")
     code, _, err = run("--step", "13")
     assert (code, err) == (2, "error: step 13 is not in the run: its steps are 1 to 12\n")
+
+
+def test_beside_a_stream_the_other_sources_are_told(mixed, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
+    stream = {"text_files": str(write_texts(tmp_path / "texts", 8)), "streaming": {"shuffle_buffer": 2}}
+    path = str(tmp_path / "run.yaml")
+
+    def which(dataset: Any, *arguments: str) -> tuple[int, str, str]:
+        config = config_of(dataset, val_samples=4, tokenizer__train={"vocab_size": 300})
+        Path(path).write_text(dump(config))
+        with pytest.raises(SystemExit) as ended:
+            main(["data", "which", path, *arguments])
+        return ended.value.code, *capsys.readouterr()
+
+    both = {"mixture": [{"weight": 1} | mixed, {"weight": 1} | stream]}
+    code, out, _ = which(both, "--step", "2", "--json")
+    samples = json.loads(out)["samples"]
+    assert code == 0
+    assert [sample["stream"] for sample in samples].count(True) == 2
+    assert all((sample["file"] is None) == sample["stream"] for sample in samples)
+    assert "texts[2], of a stream: documents not known" in which(both, "--step", "2")[1]
+    assert ": in 1 samples of 1 steps" in which(both, "--document", f"{tmp_path / 'a' / '0.ds'}:2")[1]
+    code, _, error = which(both, "--document", "x:2")
+    assert code == 2
+    assert "no source of this run reads x (what the streams" in error
+    code, _, error = which(stream, "--step", "2")
+    assert code == 2
+    assert "a stream is shuffled while it is read" in error

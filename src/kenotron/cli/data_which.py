@@ -74,7 +74,7 @@ def _line(origin: SampleOrigin) -> str:
         parts = (f"{p.file} document {p.document} ({p.first_token}-{p.end_token - 1})" for p in origin.pieces)
         return f"{head}row {origin.index} of {origin.source}: {', '.join(parts)}"
     if origin.file is None or origin.first_token is None or origin.end_token is None:
-        return f"{head}{origin.source}[{origin.index}]"
+        return f"{head}{origin.source}[{origin.index}]{', of a stream: documents not known' if origin.stream else ''}"
     line = f"{head}{origin.file} window {origin.window}, tokens {origin.first_token}-{origin.end_token - 1}"
     if origin.documents is None:
         return f"{line}, documents not known"

@@ -56,7 +56,8 @@ class SampleOrigin:
 
     `sample` is its position in the run, `index` its number in its source. `file`, `window` (its number in the file) and
     the tokens [first_token, end_token) are None where the samples are made up or come from a user's own source;
-    `documents` is None where it is not known where documents end. Of a packed row there are `pieces` instead.
+    `documents` is None where it is not known where documents end. Of a packed row there are `pieces` instead. Of a
+    `stream` it is not known what it holds.
     """
 
     sample: int
@@ -68,15 +69,16 @@ class SampleOrigin:
     end_token: int | None = None
     documents: list[DocumentRange] | None = None
     pieces: list[PieceOrigin] | None = None
+    stream: bool = False
 
 
 def step_origins(data: RunData, step: int) -> list[SampleOrigin]:
     """The samples of the global batch of `step` (from 1), in their order.
 
-    Errors (InputError): no such step in the run.
+    Errors (InputError): no such step in the run; all of it is of streams.
     """
     opened = data.stage_of(step)
-    _refuse_streams(opened)
+    _refuse_streams_alone(opened)
     if (why := data.exhausted(step)) is not None:
         raise InputError(f"step {step} is not in the run: {why}")
     positions = opened.stage.samples_before(step) + np.arange(opened.stage.batch_size(step), dtype=np.int64)
@@ -87,12 +89,14 @@ def step_origins(data: RunData, step: int) -> list[SampleOrigin]:
     ]
 
 
-def _refuse_streams(opened: OpenStage) -> None:
-    for source in opened.sources:
-        if source.stream is not None:
-            raise InputError(
-                f"{source.stream.name}: what a step reads is not known for streams, only for the cached mode"
-            )
+def _refuse_streams_alone(opened: OpenStage) -> None:
+    """Error (InputError): all sources are streams. What these give nobody knows before it is read."""
+    names = [source.stream.name for source in opened.sources if source.stream is not None]
+    if len(names) == len(opened.sources):
+        raise InputError(
+            f"{', '.join(names)}: a stream is shuffled while it is read, so what a step reads of it is not known "
+            "beforehand; without dataset.streaming, tokenized once and kept, it is"
+        )
 
 
 def _origin(sample: int, opened: OpenSource, index: int) -> SampleOrigin:
@@ -108,7 +112,7 @@ def _origin(sample: int, opened: OpenSource, index: int) -> SampleOrigin:
     elif isinstance(source, TokenWindows) and opened.cache is not None:
         name, ends, window, start = str(opened.cache.path), source.split.ends, index, index * source.sequence_length
     else:
-        return SampleOrigin(sample, source.name, index)
+        return SampleOrigin(sample, source.name, index, stream=opened.stream is not None)
     stop = start + source.sequence_length + 1
     documents = None if ends is None else document_ranges(ends, start, stop)
     return SampleOrigin(sample, source.name, index, name, window, start, stop, documents)
@@ -145,15 +149,16 @@ class Sighting:
 def document_sightings(data: RunData, file: str, document: int) -> list[Sighting]:
     """Every sample of the run, in order, that holds a part of this document of `file`, as `step_origins` names it.
 
-    Errors (InputError): no such file, or no such document in it; ends of documents are not known.
+    Streams are left out. Errors (InputError): no such file, or no such document in it; ends of documents are not known.
     """
     found: list[Sighting] = []
     known: set[str] = set()
+    streamed: set[str] = set()
     for stage in data.stages:
         if not stage.steps:
             continue
         opened, before = data.stage_of(stage.start), data.samples_before(stage.start)
-        _refuse_streams(opened)
+        streamed |= {source.stream.name for source in opened.sources if source.stream is not None}
         for number, source in enumerate(opened.sources):
             for place in _places(source):
                 known.add(place.name)
@@ -166,7 +171,8 @@ def document_sightings(data: RunData, file: str, document: int) -> list[Sighting
         if opened.stop < stage.stop:  # the run ends there
             break
     if file not in known:
-        raise InputError(f"--document: no source of this run reads {file}{nearest(file, known)}")
+        unknown = f" (what the streams {', '.join(sorted(streamed))} read is not known beforehand)" if streamed else ""
+        raise InputError(f"--document: no source of this run reads {file}{unknown}{nearest(file, known)}")
     return sorted(found, key=lambda each: (each.sample, each.first_token))
 
 
