@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from nursery import Finished, Nursery
 from tiny_run import REPOSITORY, environment, tiny_yaml
@@ -51,6 +53,41 @@ def test_a_rank_that_is_killed_ends_all_and_is_named_with_the_signal(tmp_path: P
     assert finished.stderr.splitlines()[0] == "error: rank 1 was killed by SIGKILL; out of memory?"
     assert len(errors(finished)) == 1
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.slow
+def test_a_mapped_file_that_is_cut_short_while_it_is_read_is_named(tmp_path: Path, nursery: Nursery) -> None:
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.arange(50_000, dtype=np.uint16) % 50)
+    data = f"data_stages.0.data={{seed: 3, num_loading_workers: 0, dataset: {{tokens: {path}}}}}"
+    hook = f"general.hooks=[{{path: user_parts.CutShort, kwargs: {{path: {path}}}}}]"
+    finished, _ = train(nursery, tmp_path, *TWO, data, hook, "tokens.train_steps=2")
+    assert finished.code == 1
+    assert finished.stderr.splitlines()[0] == (
+        "error: rank 1 was killed by SIGBUS: a memory-mapped file was cut short while it was read: "
+        f"{path}: 50000 ids of uint16 from byte 128 on end at byte 100128, the file at byte 1000"
+    )
+    assert re.search(r"user_parts\.py.* in after_step", finished.stderr)
+
+
+def test_a_command_whose_mapped_file_is_cut_short_says_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.arange(50_000, dtype=np.uint16))
+    cut = f"""
+import os
+from kenotron.cli import main
+from kenotron.data.formats import numpy
+mapped = numpy.map_array
+def cut_short(*arguments):
+    found = mapped(*arguments)
+    os.truncate({str(path)!r}, 1000)
+    return found
+numpy.map_array = cut_short
+main(["data", "show", {str(path)!r}, "--sequence-length", "9", "--sample", "5000"])
+"""
+    finished = subprocess.run([sys.executable, "-c", cut], env=environment(tmp_path), capture_output=True, text=True)
+    assert finished.returncode == -signal.SIGBUS
+    assert finished.stderr.startswith("Fatal Python error: Bus error")
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)  # a crash, or a mapped file that is cut short (SIGBUS), shows where it was
     try:
         code = _exit_code(given, debug)
     except KeyboardInterrupt:  # while modules are being imported, too

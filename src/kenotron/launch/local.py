@@ -67,7 +67,7 @@ def start_ranks(config: Config, work: str, options: dict[str, Any], logs: Path |
                 elastic_launch(settings, sys.executable)(*arguments)
             except ChildFailedError as error:
                 _give_the_cursor_back()
-                raise _cause(error.failures, bool(handed_on), folder, logs) from None
+                raise _cause(error.failures, bool(handed_on), config, folder, logs) from None
             except SignalException:
                 raise KeyboardInterrupt from None
 
@@ -218,7 +218,9 @@ def _give_the_cursor_back() -> None:
 # ---- what went wrong ---------------------------------------------------------------------------------------
 
 
-def _cause(failures: Mapping[int, ProcessFailure], stopped: bool, folder: Path, logs: Path) -> BaseException:
+def _cause(
+    failures: Mapping[int, ProcessFailure], stopped: bool, config: Config, folder: Path, logs: Path
+) -> BaseException:
     """The failure that made all ranks end, as an error of this process."""
     from kenotron.train import RunFailed
 
@@ -230,8 +232,25 @@ def _cause(failures: Mapping[int, ProcessFailure], stopped: bool, folder: Path, 
     rank = min(failures, key=lambda each: _innocence(failures[each].exitcode))
     code = failures[rank].exitcode
     how = f"was killed by {failures[rank].signal_name()}" if code < 0 else f"ended with exit code {code}"
-    memory = "; out of memory?" if code == -signal.SIGKILL else ""
-    return RunFailed(f"rank {rank} {how}{memory}{_last_words(rank, folder, logs)}")
+    why = "; out of memory?" if code == -signal.SIGKILL else _cut_short(config) if code == -signal.SIGBUS else ""
+    return RunFailed(f"rank {rank} {how}{why}{_last_words(rank, folder, logs)}")
+
+
+def _cut_short(config: Config) -> str:
+    """Why a process gets SIGBUS, and the file of tokens that shows it: what is mapped and no longer there was read."""
+    from kenotron.data.formats import open_token_files
+    from kenotron.data.plan import plan_stages
+    from kenotron.data.token_paths import TokenPath
+
+    why = ": a memory-mapped file was cut short while it was read"
+    datasets = [source.dataset for stage in plan_stages(config) for source in stage.sources]
+    try:
+        for dataset in datasets:
+            if isinstance(dataset, TokenPath):
+                open_token_files(dataset.path, dataset.key, dataset.dtype)
+    except InputError as error:
+        return f"{why}: {error}"
+    return why
 
 
 def _told(rank: int, message: dict[str, Any], folder: Path, logs: Path) -> Exception:
