@@ -196,7 +196,7 @@ def test_beside_a_stream_the_other_sources_are_told(mixed, tmp_path, monkeypatch
     assert [sample["stream"] for sample in samples].count(True) == 2
     assert all((sample["file"] is None) == sample["stream"] for sample in samples)
     assert "texts[2], of a stream: documents not known" in which(both, "--step", "2")[1]
-    assert ": in 1 samples of 1 steps" in which(both, "--document", f"{tmp_path / 'a' / '0.ds'}:2")[1]
+    assert ": in 1 sample of 1 step" in which(both, "--document", f"{tmp_path / 'a' / '0.ds'}:2")[1]
     code, _, error = which(both, "--document", "x:2")
     assert code == 2
     assert "no source of this run reads x (what the streams" in error
