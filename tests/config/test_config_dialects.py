@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from kenotron.config import Config, InputError, dump, fill_run_name, load
+from kenotron.config import Config, InputError, dump, fill_run_name, load, refuse_unsupported, to_dict
 from kenotron.config.data import NanosetDataset
 from kenotron.config.optimizer import AdamW
 
@@ -51,6 +52,52 @@ def test_a_map_of_folders_becomes_folders_and_weights(minimal: dict[str, Any], i
     assert isinstance(found, NanosetDataset)
     assert (found.folders, found.dataset_weights) == (["a", "b"], [3.0, 0.5])
     assert lines == ["dataset_folder {folder: weight} is now dataset_folder and dataset_weights"]
+
+
+# Datasets as nanotron's, Kénotron's and Gapetron's documents and examples write them.
+FOLDERS = "dataset_folder: [datasets/a, datasets/b]"
+SEEDS = {
+    "nothing": ("null", None),
+    "a folder": ("{dataset_folder: datasets/a}", (["datasets/a"], None)),
+    "folders": (f"{{{FOLDERS}}}", (["datasets/a", "datasets/b"], None)),
+    "a map": ("{dataset_folder: {datasets/a: 0.8, datasets/b: 0.2}}", (["datasets/a", "datasets/b"], [0.8, 0.2])),
+    "weights": (f"{{{FOLDERS}, dataset_weights: [8, 2]}}", (["datasets/a", "datasets/b"], [8, 2])),
+    "one weight": ("{dataset_folder: [datasets/a], dataset_weights: [1]}", (["datasets/a"], [1])),
+    "local copies": (
+        f"{{{FOLDERS}, dataset_read_path: [/scratch/a, /scratch/b]}}",
+        (["datasets/a", "datasets/b"], None),
+    ),
+    "a local copy": ("{dataset_folder: [datasets/a], dataset_read_path: /scratch/a}", (["datasets/a"], None)),
+    "caps": (f"{{{FOLDERS}, dataset_max_tokens: [1000, 2000]}}", (["datasets/a", "datasets/b"], None)),
+    "all of nanotron's": (
+        """{dataset_folder: [datasets/a], dataset_weights: [1.0], dataset_read_path: null, tokenizer_name: gpt2,
+        vocab_size: 256, token_size_in_bytes: 2, return_positions: false, skip_in_stream: true, shuffle_files: true,
+        pad_samples_to_global_batch_size: true, dataset_max_tokens: null, use_old_brrr_dataloader: true}""",
+        (["datasets/a"], [1.0]),
+    ),
+    "rows": (
+        """{hf_dataset_or_datasets: {org/a: 1.0, org/b: 0.1}, hf_dataset_splits: null, hf_dataset_config_name: null,
+        dataset_processing_num_proc_per_process: 12, dataset_overwrite_cache: false, text_column_name: null}""",
+        None,
+    ),
+    "prompts": ("{hf_dataset_or_datasets: org/a, sft_dataloader: true, debug_max_samples: null}", None),
+    "Gapetron's mix": ("{tokens: mix.json}", None),
+}
+
+
+@pytest.mark.parametrize("form", SEEDS)
+def test_every_dataset_of_the_seeds_loads_unchanged(form: str, minimal: dict[str, Any]) -> None:
+    text, expected = SEEDS[form]
+    minimal["data_stages"][0]["data"] = {"dataset": yaml.safe_load(text), "seed": None, "num_loading_workers": 4}
+    minimal["tokenizer"] = {"tokenizer_name_or_path": "gpt2"}
+    config, lines = upgraded(minimal)
+    refuse_unsupported(config)
+    assert len(lines) == (form == "a map")
+    dataset = config.data_stages[0].data.dataset
+    assert isinstance(dataset, NanosetDataset) == (expected is not None)
+    if isinstance(dataset, NanosetDataset):
+        assert (dataset.folders, dataset.dataset_weights) == expected
+    assert load(to_dict(config)) == config
 
 
 def test_data_without_stages_becomes_one_stage(minimal: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import environment, losses, metrics, tiny_config, tiny_dict, tiny_yaml, train_quietly
+from tiny_run import REPOSITORY, environment, losses, metrics, tiny_config, tiny_dict, tiny_yaml, train_quietly
 
 import kenotron as kn
 from kenotron.config import InputError, NotSupportedYet
@@ -141,3 +141,16 @@ def test_an_environment_that_does_not_fit_the_layout_is_said(
 def test_importing_kenotron_imports_nothing_heavy() -> None:
     code = "import sys, kenotron; assert not {'torch', 'pydantic', 'numpy', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_script_with_data_of_its_own_trains_on_them(tmp_path: Path) -> None:
+    """As docs/coming-from-nanotron.md has it: its squares mod 64 are few and soon known, random tokens never are."""
+    page = (REPOSITORY / "docs" / "coming-from-nanotron.md").read_text()
+    (tmp_path / "train_squares.py").write_text(page.split("```python\n")[1].split("```")[0])
+    path = tiny_yaml(tmp_path, tokens=tiny_dict(tmp_path)["tokens"] | {"train_steps": 40})
+    assert kn.load(path).data_stages[0].data.dataset is None
+    command = [sys.executable, "train_squares.py", path.name]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "train_squares.Squares: 9,9" in done.stdout
+    assert losses(kn.load(path))[-1] < 3.0 < losses(kn.load(path))[0]

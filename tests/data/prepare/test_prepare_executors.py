@@ -1,4 +1,4 @@
-"""Tokenizing by datatrove's tasks: the plain command's bytes, on processes and on a Slurm that is played here."""
+"""Tokenizing by datatrove's tasks: the plain command's bytes, on processes, and on a Slurm and a Ray played here."""
 
 from __future__ import annotations
 
@@ -114,6 +114,88 @@ def test_slurm_gets_one_array_whose_tasks_make_the_tokens(corpus: Path, monkeypa
     assert f'export PATH="{Path(sys.executable).parent}:$PATH"' in script
     assert (corpus / "tokens" / "manifest.json").exists(), (corpus / "task0").read_text()
     assert bytes_of(corpus / "tokens") == bytes_of(corpus / "plain")
+
+
+# Ray's part, of which datatrove's executor needs no more: actors whose calls are done at once, here.
+RAY = """
+import sys, types
+
+def init(**options):
+    started.append(options)
+
+started, left = [], []
+put = lambda value: value
+
+class Task:
+    def __init__(self, work, arguments):
+        try:
+            self.value, self.error = work(*arguments), None
+        except Exception as error:
+            self.value, self.error = None, error
+
+def get(task):
+    if isinstance(task, list):
+        return [get(each) for each in task]
+    if task.error is not None:
+        raise task.error
+    return task.value
+
+def wait(tasks, num_returns=1, timeout=None):
+    return tasks[:num_returns], tasks[num_returns:]
+
+class Method:
+    def __init__(self, work):
+        self.work = work
+    def remote(self, *arguments):
+        return Task(self.work, arguments)
+
+class Actor:
+    def __init__(self, made):
+        self._made = made
+    def __getattr__(self, name):
+        return Method(getattr(self._made, name))
+
+class remote:
+    def __init__(self, kind):
+        self.kind = kind
+    def options(self, **options):
+        assert options["num_cpus"] == 1
+        return self
+    def remote(self):
+        return Actor(self.kind())
+
+class Group:
+    def ready(self):
+        return Task(lambda: None, ())
+
+util = types.SimpleNamespace(
+    placement_group=lambda bundles: Group(),
+    remove_placement_group=left.append,
+    get_node_ip_address=lambda: "127.0.0.1",
+)
+exceptions = types.ModuleType("ray.exceptions")
+for name in ("ObjectLostError", "RayActorError", "TaskCancelledError", "WorkerCrashedError"):
+    setattr(exceptions, name, type(name, (Exception,), {}))
+sys.modules["ray.exceptions"] = exceptions
+"""
+
+
+def test_ray_actors_write_the_plain_command_s_bytes(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = corpus / "path" / "ray-1.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Name: ray\nVersion: 1\n")
+    (corpus / "path" / "ray.py").write_text(RAY)
+    monkeypatch.syspath_prepend(str(corpus / "path"))
+    for name in ("ray", "ray.exceptions"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    made = run_on(Cluster("ray", tasks=3, workers=2), "tokens")
+    import ray
+
+    assert ray.started == [{"ignore_reinit_error": True}]
+    assert len(ray.left) == 3  # every task gave its place back
+    assert bytes_of(corpus / "tokens") == bytes_of(corpus / "plain")
+    assert made == json.loads((corpus / "plain" / "manifest.json").read_text())
+    assert len(list((corpus / "tokens.logs" / "stats").iterdir())) == 3
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def _check(cluster: Cluster) -> None:
     if name == "slurm" and shutil.which("sbatch") is None:
         raise InputError("--executor slurm: there is no sbatch on this machine; run it where jobs are submitted")
     if name == "ray" and find_spec("ray") is None:
-        raise InputError("--executor ray: ray is not installed; pip install 'ray[default]'")
+        raise InputError("--executor ray: ray is not installed; pip install ray")
 
 
 def _executor(cluster: Cluster, step: PipelineStep, tasks: int, logs: Path) -> PipelineExecutor:
