@@ -529,10 +529,10 @@ OWN = {
     "PretrainDataset.dataset_processing_num_proc_per_process": "test_every_key.py",
     "PretrainDataset.dataset_overwrite_cache": "test_every_key.py",
     "SFTDataset.hf_dataset_config_name": "test_every_key.py",
-    "SFTDataset.dataset_processing_num_proc_per_process": "test_examples.py",
-    "SFTDataset.dataset_overwrite_cache": "test_examples.py",
-    "SFTDataset.messages_column_name": "test_examples.py",
-    "SFTFiles.messages_column_name": "test_examples.py",
+    "SFTDataset.dataset_processing_num_proc_per_process": "test_answers.py",
+    "SFTDataset.dataset_overwrite_cache": "test_answers.py",
+    "SFTDataset.messages_column_name": "test_answers.py",
+    "SFTFiles.messages_column_name": "test_answers.py",
     "NanosetDataset.vocab_size": "test_token_folders.py",
     "NanosetDataset.token_size_in_bytes": "test_token_folders.py",
     "NanosetDataset.skip_in_stream": "test_token_folders.py",
@@ -552,7 +552,7 @@ OWN = {
     "Parallelism.cpu_offload": "test_data_parallel.py",
     "Parallelism.pp_stages_per_rank": "test_pipeline.py",
     "Parallelism.pp_layers": "test_pipeline.py",
-    "Parallelism.timeout_seconds": "test_failures.py",
+    "Parallelism.timeout_seconds": "test_failing_ranks.py",
 }
 
 # Sections: what their keys do is what they do.

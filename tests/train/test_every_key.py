@@ -19,7 +19,7 @@ import user_parts
 from every_key import EXPORTED, HUB, OWN, REFUSED, REFUSED_SECTIONS, ROWS, SAME, Outcome, Row
 from hub_cache import TOKENIZER, make_tokenizer_repository, offline_environment
 from nursery import Nursery
-from tiny_run import TEXTS, tiny_config, tiny_dict, train_and_listen, train_quietly, weights
+from tiny_run import REPOSITORY, TEXTS, tiny_config, tiny_dict, train_and_listen, train_quietly, weights
 from written_tokens import write_ds
 
 from kenotron.config import InputError, NotSupportedYet, load
@@ -152,6 +152,13 @@ def test_every_key_of_the_schema_stands_in_the_table() -> None:
     assert known - listed == set(), "keys without a row"
     assert listed - known == set(), "rows without a key"
     assert not (set(ROWS) & set(SAME)) | (set(ROWS) & set(REFUSED))
+
+
+def test_the_tests_that_the_table_names_are_there_and_know_the_key() -> None:
+    files = {path.name: path for path in (REPOSITORY / "tests").rglob("test_*.py")}
+    for key, file in OWN.items():
+        by_short_names = files[file].parent.name == "layouts"  # "cp=2"
+        assert by_short_names or key.split(".")[1] in files[file].read_text(), key
 
 
 def test_what_is_marked_for_the_export_is_in_its_list() -> None:
