@@ -9,18 +9,28 @@ are found in the row that has them.
 
 from __future__ import annotations
 
+import codecs
+import io
+import mmap
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import IO, Any, NamedTuple
 
 from kenotron.config.errors import InputError
 
 from .hub import first_line
+from .parquet_pages import column_pages
 from .remote import AnyPath, RemotePath
-from .texts import RowHook, missing_column, whole_characters
+from .texts import RowHook, cut, missing_column, whole_characters
 
 ROWS_AT_ONCE, BYTES_AT_ONCE = 256, 1 << 25
 """Rows that are in memory at a time: at most so many, and of about so many bytes."""
+
+LARGEST_PAGE = 1 << 27
+"""Bytes of a page of a parquet file, unpacked. It lies in memory packed, unpacked and as values; a text within one page
+cannot be read in pieces."""
 
 
 def row_group_spans(file: AnyPath, whole: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -49,40 +59,79 @@ def row_group_of(file: AnyPath, row: int) -> tuple[int, int]:
     return 0, 0
 
 
-def table_documents(
-    file: AnyPath, column: str, start: int, stop: int | None, hook: RowHook | None, bad: Callable[[str], None]
-) -> Iterator[tuple[str, float]]:
-    """Every document of the rows of row groups `start` to `stop`, with the share of the rows done.
+class Cell(NamedTuple):
+    """A document or a piece of one, whether it is the document's last, the number of its row in the file, and the share
+    of the rows done before."""
 
-    `bad` is told what is wrong with a row; where it returns, the row is left out.
+    text: str
+    last: bool
+    row: int
+    share: float
+
+
+def table_documents(
+    file: AnyPath,
+    column: str,
+    start: int,
+    stop: int | None,
+    hook: RowHook | None,
+    bad: Callable[[str], None],
+    longest: int,
+) -> Iterator[Cell]:
+    """Every document of the rows of row groups `start` to `stop`, one of more than `longest` bytes in pieces.
+
+    `bad` is told what is wrong with a row, or with a row group that memory does not hold; where it returns, the row or
+    the group is left out.
     """
     with _explained(file):
-        for first, done, batch in _batches(file, column if hook is None else None, start, stop):
+        for some in _batches(file, column if hook is None else None, start, stop, bad):
             if hook is None:
-                values = _bytes_of(batch, column, file)
-                for row, value in enumerate(values, start=first):
-                    text = _decoded(value, column, f"{file}, row {row:,}", bad)
-                    if text is not None:
-                        yield text, done
+                for row, value in enumerate(_values_of(some.batch, column, file), start=some.first):
+                    for text, last in _decoded(value, column, f"{file}, row {row:,}", bad, longest, some.release):
+                        yield Cell(text, last, row, some.share)
             else:
-                batch.validate(full=True)
-                for record in batch.to_pylist():
+                some.batch.validate(full=True)
+                for row, record in enumerate(some.batch.to_pylist(), start=some.first):
                     for text in hook(record, str(file)):
-                        yield whole_characters(text), done
+                        yield Cell(whole_characters(text), True, row, some.share)
+            some.release()
 
 
-def _decoded(value: bytes | None, column: str, where: str, bad: Callable[[str], None]) -> str | None:
-    if value is None:
-        bad(f"{where}: {missing_column(column, {column: value})}")
-        return None
+def _decoded(
+    value: Any, column: str, where: str, bad: Callable[[str], None], longest: int, release: Callable[[], None]
+) -> Iterator[tuple[str, bool]]:
+    """The text of a value, in pieces where it is long, each with whether it is the last."""
+    data = value.as_buffer()
+    if data is None:
+        bad(f"{where}: {missing_column(column, {column: None})}")
+        return
+    done = 0
     try:
-        return value.decode()
+        if data.size <= longest:
+            yield str(data, "utf-8"), True
+            return
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        for start in range(0, data.size, longest):  # all of it, before a piece of it is given away
+            done = start - len(decoder.getstate()[0])
+            decoder.decode(data[start : start + longest], final=start + longest >= data.size)
+            release()
     except UnicodeDecodeError as error:
-        bad(f"{where}: not UTF-8 (byte {error.start} of the text: {error.reason})")
-        return None
+        bad(f"{where}: not UTF-8 (byte {done + error.start} of the text: {error.reason})")
+        return
+    import pyarrow as pa
+
+    waiting = ""
+    lines = io.TextIOWrapper(pa.BufferReader(data), encoding="utf-8", newline="")
+    for text in cut(iter(partial(lines.readline, longest), ""), longest):
+        if waiting:
+            yield waiting, False
+            release()
+        waiting = text
+    yield waiting, True
 
 
-def _bytes_of(batch: Any, column: str, file: AnyPath) -> list[bytes | None]:
+def _values_of(batch: Any, column: str, file: AnyPath) -> Any:
+    """The column as bytes."""
     import pyarrow as pa
 
     kind = batch.schema.field(column).type
@@ -90,25 +139,50 @@ def _bytes_of(batch: Any, column: str, file: AnyPath) -> list[bytes | None]:
         raise InputError(f"{file}: column '{column}' must hold text, found {kind}")
     values = batch.column(column).view(pa.binary() if pa.types.is_string(kind) else pa.large_binary())
     values.validate(full=True)  # that its texts lie within the file: reading others would end the process
-    return values.to_pylist()
+    return values
 
 
-def _batches(file: AnyPath, column: str | None, start: int, stop: int | None) -> Iterator[tuple[int, float, Any]]:
-    """Number of the first row, share of the rows done before it, and a few rows."""
+class _Rows(NamedTuple):
+    """A few rows: the number of the first one, the share of the rows done before it, and how to let go of the memory
+    that their reading took."""
+
+    first: int
+    share: float
+    batch: Any
+    release: Callable[[], None]
+
+
+def _batches(
+    file: AnyPath, column: str | None, start: int, stop: int | None, bad: Callable[[str], None]
+) -> Iterator[_Rows]:
     if file.suffix == ".parquet":
-        yield from _parquet_batches(file, column, start, stop)
+        yield from _parquet_batches(file, column, start, stop, bad)
         return
-    import pyarrow as pa
-
-    opened = pa.PythonFile(file.open(), "r") if isinstance(file, RemotePath) else pa.memory_map(str(file))
-    with opened as source:
+    with _mapped(file) as (source, release):
         row, size = 0, max(source.size(), 1)
         for batch in _arrow_batches(source):
             _check_column(file, column, batch.schema.names)
             step = _rows_at_once(batch.nbytes, batch.num_rows)
             for first in range(0, batch.num_rows, step):
-                yield row + first, source.tell() / size, batch.slice(first, step)
+                yield _Rows(row + first, source.tell() / size, batch.slice(first, step), release)
             row += batch.num_rows
+
+
+@contextmanager
+def _mapped(file: AnyPath) -> Iterator[tuple[Any, Callable[[], None]]]:
+    """A file as pyarrow reads it, one of this machine memory-mapped, and how to let go of what was read of it."""
+    import pyarrow as pa
+
+    if isinstance(file, RemotePath):
+        with pa.PythonFile(file.open(), "r") as source:
+            yield source, lambda: None
+        return
+    with file.open("rb") as stream:
+        if not os.fstat(stream.fileno()).st_size:
+            raise pa.ArrowInvalid("it is empty")
+        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    # Never closed: batches of it may be in use still. It goes with the last of them.
+    yield pa.BufferReader(pa.py_buffer(mapped)), partial(mapped.madvise, mmap.MADV_DONTNEED)
 
 
 def _arrow_batches(source: Any) -> Iterator[Any]:
@@ -125,9 +199,9 @@ def _arrow_batches(source: Any) -> Iterator[Any]:
 
 
 def _parquet_batches(
-    file: AnyPath, column: str | None, start: int, stop: int | None
-) -> Iterator[tuple[int, float, Any]]:
-    with _parquet(file) as opened:
+    file: AnyPath, column: str | None, start: int, stop: int | None, bad: Callable[[str], None]
+) -> Iterator[_Rows]:
+    with _parquet(file) as opened, file.open("rb") as raw:
         _check_column(file, column, opened.schema_arrow.names)
         counts = [opened.metadata.row_group(group).num_rows for group in range(opened.metadata.num_row_groups)]
         first = row = sum(counts[:start])
@@ -135,11 +209,43 @@ def _parquet_batches(
         groups = list(range(len(counts)))[start:stop]
         columns = None if column is None else [column]
         for group in groups:
-            found = opened.metadata.row_group(group)
-            step = _rows_at_once(found.total_byte_size, found.num_rows)
+            step = _step_of_group(raw, opened.metadata.row_group(group), column, f"{file}, row {row:,}", bad)
+            if step is None:
+                row += counts[group]
+                continue
             for batch in opened.iter_batches(step, [group], columns, use_threads=False):
-                yield row, (row - first) / rows, batch
+                yield _Rows(row, (row - first) / rows, batch, lambda: None)
                 row += batch.num_rows
+
+
+def _step_of_group(
+    raw: IO[bytes], group: Any, column: str | None, where: str, bad: Callable[[str], None]
+) -> int | None:
+    """How many rows of a group to decode at once, by the sizes of its pages; None where a page is too large.
+
+    A batch holds whole pages and parts of two, and each of its rows may be the largest entry of a dictionary.
+    """
+    step = _rows_at_once(group.total_byte_size, group.num_rows)
+    for number in range(group.num_columns):
+        chunk = group.column(number)
+        if column is not None and chunk.path_in_schema != column:
+            continue
+        begin = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)), default=0)
+        try:
+            for page in column_pages(raw, begin, begin + chunk.total_compressed_size):
+                if page.size > LARGEST_PAGE:
+                    bad(
+                        f"{where}: a page of column '{chunk.path_in_schema}' holds {page.size / 2**20:,.0f} MiB, and a "
+                        f"page is read whole; expected at most {LARGEST_PAGE >> 20} MiB: write it anew with fewer "
+                        "rows a row group; a text longer than that in several rows, or as .txt"
+                    )
+                    return None
+                fair = LARGEST_PAGE if page.is_dictionary else BYTES_AT_ONCE * page.values
+                step = min(step, fair // max(page.size, 1))
+        except (ValueError, OverflowError) as error:
+            bad(f"{where}: damaged parquet file: {error}")
+            return None
+    return max(step, 1)
 
 
 def _rows_at_once(size: int, rows: int) -> int:

@@ -25,14 +25,16 @@ import hashlib
 import io
 import json
 import os
+import re
 import sysconfig
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol, TextIO
+from typing import IO, Any, NamedTuple, Protocol
 
 import xxhash
 
@@ -49,14 +51,19 @@ LONGEST_PIECE = 1 << 19
 YOUNG = 2.0
 """Seconds within which a second change of a file may leave its time unchanged, so that the time proves nothing."""
 
-LONGEST_LINE = 64 << 20
+LONGEST_LINE = 32 << 20
 """Bytes of a JSON line; it is parsed as a whole, in several times its memory."""
+
+ROW = 1 << 24
+"""More pieces than a row has."""
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 TABLE_SUFFIXES = (".parquet", ".arrow")
 PACKED_SUFFIXES = (".gz", ".zst")
 FOREIGN_SUFFIXES = (".xz", ".bz2", ".zip", ".tar", ".tgz")
 TEXT_SUFFIXES = (".txt", ".md", ".text", *JSON_SUFFIXES, *TABLE_SUFFIXES)
+
+LINE_END = re.compile(r"\r\n|\r|\n")
 
 DAMAGE = (gzip.BadGzipFile, zlib.error, EOFError)
 
@@ -223,7 +230,7 @@ class FileTexts:
 
     def pieces_from(self, part: int, place: int) -> Iterator[Piece]:
         """The pieces of a file from `place` on, which `Piece.done` of the piece before told: a byte of an unpacked
-        jsonl file, else the number of a piece.
+        jsonl file, a row and its pieces of a table, else the number of a piece.
 
         Errors (InputError): besides those of reading, the file has another size than when it was opened first.
         """
@@ -233,15 +240,22 @@ class FileTexts:
         if file.suffix in JSON_SUFFIXES:
             for piece in self.read(Span(part, place, None, size)):
                 yield piece._replace(done=place + piece.done)
-            return
-        first, before = 0, 0
-        if file.suffix == ".parquet" and place:
-            from .tables import row_group_of
+        elif file.suffix in TABLE_SUFFIXES:
+            yield from self._table_from(file, place)
+        else:
+            for number, piece in enumerate(islice(self.read(Span(part, 0, None, size)), place, None), start=place + 1):
+                yield piece._replace(done=number)
 
-            first, before = row_group_of(file, place)
-        pieces = enumerate(self.read(Span(part, first, None, size)), start=before + 1)
-        for number, piece in islice(pieces, place - before, None):
-            yield piece._replace(done=number)
+    def _table_from(self, file: AnyPath, place: int) -> Iterator[Piece]:
+        """Of a table a place is a row times `ROW`, and how many pieces of the row were read."""
+        from .tables import row_group_of, table_documents
+
+        first = row_group_of(file, place // ROW)[0] if file.suffix == ".parquet" and place else 0
+        done = 0
+        for cell in table_documents(file, self.column, first, None, self.hook, self._bad, LONGEST_PIECE):
+            done = max(done, cell.row * ROW) + 1
+            if done > place:
+                yield Piece(cell.text, done, cell.last)
 
     def fingerprint(self, times: bool) -> str:
         digest = hashlib.blake2b(self._rules(), digest_size=16)
@@ -254,8 +268,8 @@ class FileTexts:
     def _table(self, span: Span, file: AnyPath) -> Iterator[Piece]:
         from .tables import table_documents
 
-        for text, share in table_documents(file, self.column, span.start, span.stop, self.hook, self._bad):
-            yield Piece(text, int(share * span.size))
+        for cell in table_documents(file, self.column, span.start, span.stop, self.hook, self._bad, LONGEST_PIECE):
+            yield Piece(cell.text, int(cell.share * span.size), cell.last)
 
     def _rows(self, stream: IO[bytes], file: AnyPath, span: Span) -> Iterator[tuple[str, bool]]:
         with self._damage_told(stream, file):
@@ -268,7 +282,10 @@ class FileTexts:
         reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")  # closes `stream` with its own end
         with self._damage_told(raw, file):
             try:
-                for text in cut(reader, self.piece):
+                whole = iter(reader.read, "")
+                for text in (
+                    whole if self.piece is None else cut(iter(partial(reader.readline, self.piece), ""), self.piece)
+                ):
                     if waiting is not None:
                         yield waiting, False
                     waiting = text
@@ -295,23 +312,29 @@ class FileTexts:
         return f"files {self.column} {self.piece} {LONGEST_PIECE} {self.skip_bad}".encode()
 
 
-def cut(stream: TextIO, piece: int | None) -> Iterator[str]:
+def cut(lines: Iterable[str], piece: int) -> Iterator[str]:
     """Cut a text after `piece` characters at a blank line, after twice as many at any line end, and never inside a
-    line shorter than `piece`. Empty pieces are left out."""
-    if piece is None:
-        if text := stream.read():
-            yield text
-        return
-    lines: list[str] = []
+    line shorter than `piece`. `lines` keep their ends; a longer one than `piece` comes in parts of that length."""
+    waiting: list[str] = []
     length = 0
-    while line := stream.readline(piece):
-        lines.append(line)
+    for line in lines:
+        waiting.append(line)
         length += len(line)
         if length >= 2 * piece or (length >= piece and line.isspace()):
-            yield "".join(lines)
-            lines, length = [], 0
-    if lines:
-        yield "".join(lines)
+            yield "".join(waiting)
+            waiting, length = [], 0
+    if waiting:
+        yield "".join(waiting)
+
+
+def _lines_of(text: str, longest: int) -> Iterator[str]:
+    """The lines of `text`, as a stream's `readline(longest)` gives them; a stream would copy all of it."""
+    start = 0
+    while start < len(text):
+        end = LINE_END.search(text, start, start + longest)
+        stop = end.end() if end else min(start + longest, len(text))
+        yield text[start:stop]
+        start = stop
 
 
 def short_pieces(piece: Piece, longest: int) -> Iterator[Piece]:
@@ -320,7 +343,7 @@ def short_pieces(piece: Piece, longest: int) -> Iterator[Piece]:
         yield piece
         return
     waiting = ""
-    for text in cut(io.StringIO(piece.text, newline=""), longest):
+    for text in cut(_lines_of(piece.text, longest), longest):
         if waiting:
             yield Piece(waiting, piece.done, last=False)
         waiting = text

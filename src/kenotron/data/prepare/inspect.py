@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kenotron.config.errors import InputError
 
 from ..formats import TokenFile, documents_between, open_token_files, pieces
+from ..formats.token_file import release
 from ..remote import AnyPath
 from ..token_folder import count_windows, window_step
 
@@ -34,8 +35,15 @@ class Duplicates:
         self._counts = np.empty(0, np.int64)
         self._waiting: list[int] = []
 
-    def add(self, ids: NDArray[np.integer]) -> None:
-        found = xxhash.xxh3_64_intdigest(ids.tobytes())
+    def add(self, tokens: NDArray[np.integer], start: int = 0, stop: int | None = None) -> None:
+        """Count what tokens [start, stop) are, read in pieces."""
+        stop = len(tokens) if stop is None else stop
+        digest = xxhash.xxh3_64()
+        for first in range(start, stop, PIECE):
+            digest.update(tokens[first : min(first + PIECE, stop)].tobytes())
+            if stop - start > PIECE:
+                release(tokens)
+        found = digest.intdigest()
         if found < 1 << (64 - self.halvings):
             self._waiting.append(found)
             if len(self._waiting) >= max(self.kept // 4, 1):
@@ -87,10 +95,12 @@ def inspect(
                 ends = piece.ends + piece.start
                 lengths.add(np.diff(ends, prepend=before))
                 for end in ends.tolist():
-                    documents.add(file.tokens[before:end])
+                    documents.add(file.tokens, before, end)
                     before = end
         for start in range(0, len(file.tokens) - window + 1, window):
-            windows.add(file.tokens[start : start + window])
+            windows.add(file.tokens, start, start + window)
+            if start % PIECE < window:
+                release(file.tokens)
     known = all(file.ends is not None for file in files)
     return {
         "path": str(path),

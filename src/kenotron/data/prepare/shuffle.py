@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -28,9 +29,6 @@ TOKENS_AT_ONCE = 1 << 20
 KEPT = 1 << 28
 """Bytes up to which a bucket stays in memory while it is written."""
 
-LONGEST_DOCUMENT = 1 << 26
-"""Tokens after which a document that comes in pieces is ended, since it is held until it is whole."""
-
 Loss = NDArray[np.bool_] | None
 
 
@@ -38,6 +36,14 @@ class DocumentSink(Protocol):
     def write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss = None) -> None:
         """Documents end to end ``[tokens]``, the tokens of each ``[documents]``."""
         ...
+
+
+@dataclass
+class _Long:
+    """A document that is written to its bucket while it comes."""
+
+    bucket: int
+    tokens: int = 0
 
 
 class DocumentShuffle:
@@ -51,6 +57,7 @@ class DocumentShuffle:
         self.random = np.random.Generator(np.random.PCG64(seed))
         self.buckets = min(1 + tokens // BUCKET_TOKENS, MOST_BUCKETS)
         self._waiting: list[NDArray[np.integer]] = []  # of a document that goes on
+        self._long: _Long | None = None
         folder.mkdir(parents=True)
         kinds = ("tokens", "lengths", *(("loss",) if with_loss else ()))
         self.files = [
@@ -69,6 +76,10 @@ class DocumentShuffle:
 
     def append(self, ids: NDArray[np.integer], ends: NDArray[np.integer]) -> None:
         """A piece that may begin and end within a document; `ends` counts from the piece's first token."""
+        if self._long is not None:
+            stop = int(ends[0]) if len(ends) else len(ids)
+            self._go_on(ids[:stop], whole=len(ends) > 0)
+            ids, ends = ids[stop:], ends[1:] - stop
         held = sum(map(len, self._waiting))
         whole = int(ends[-1]) if len(ends) else 0
         if len(ends):
@@ -76,9 +87,23 @@ class DocumentShuffle:
             self._waiting, held = [], 0
         if whole < len(ids):
             self._waiting.append(ids[whole:].astype(self.dtype))  # the narrower type, and not a view of all of `ids`
-        if held + len(ids) - whole > LONGEST_DOCUMENT:
-            self.write(np.concatenate(self._waiting), np.array([held + len(ids) - whole]))
+        if held + len(ids) - whole > TOKENS_AT_ONCE:
+            self._long = _Long(self._bucket())
+            self._go_on(np.concatenate(self._waiting), whole=False)
             self._waiting = []
+
+    def _go_on(self, ids: NDArray[np.integer], whole: bool) -> None:
+        """More of the document that is too long to wait for its end."""
+        assert self._long is not None
+        files = self.files[self._long.bucket]
+        files["tokens"].write(ids.astype(self.dtype).tobytes())
+        self._long.tokens += len(ids)
+        if whole:
+            files["lengths"].write(np.array([self._long.tokens], "<i8").tobytes())
+            self._long = None
+
+    def _bucket(self) -> int:
+        return int(self.random.integers(self.buckets, size=1)[0])
 
     def write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss = None) -> None:
         """Documents end to end ``[tokens]``, the tokens of each ``[documents]``."""
@@ -90,7 +115,7 @@ class DocumentShuffle:
 
     def _write_one(self, ids: NDArray[np.integer], loss: Loss) -> None:
         """One document, which may be longer than memory holds indices of."""
-        files = self.files[int(self.random.integers(self.buckets, size=1)[0])]
+        files = self.files[self._bucket()]
         for start in range(0, len(ids), TOKENS_AT_ONCE):
             part = ids[start : start + TOKENS_AT_ONCE]
             files["tokens"].write(part.astype(self.dtype).tobytes())

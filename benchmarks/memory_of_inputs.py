@@ -1,0 +1,300 @@
+"""Peak memory of everything that reads or writes data, on inputs of which one document, line or cell is all there is.
+
+    python benchmarks/memory_of_inputs.py [--only inspect] [--gigabytes 2] [--folder BIG]    an hour, 12 GB of disk
+
+Each command runs in processes of its own, two workers where it has workers. What counts is the largest sum, looked at
+every 20 ms, of the proportional set sizes (Linux's PSS: shared pages once, pages of mapped files too) of all of them.
+The bar is 1 GiB, whatever the input; a command that refuses its input says so in one line, within the same bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import yaml
+
+import kenotron as kn
+from kenotron.data.formats import FORMATS, open_writer
+from kenotron.data.texts import LONGEST_LINE, python_stdlib
+from kenotron.data.tokenizer import train_byte_level_bpe
+
+BAR = 1024
+"""MiB."""
+
+SHOWN = ["--sequence-length", "2048", "--sample", "7", "--json"]
+CLI = [sys.executable, "-c", "from kenotron.cli import main; main()"]
+READ = """
+import sys
+from kenotron.config import load
+from kenotron.data import open_run
+with open_run(load(sys.argv[1]), 1, lambda line: None) as data:
+    for step in range(1, 41):
+        data.batch(step)
+        if step % 20 == 0:
+            [write() for write in data.stream_states(step).values()]
+"""
+
+
+class Inputs:
+    """Files of about `size` bytes, each made when it is first asked for."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder, self.size = folder, size
+        self.words = " ".join(piece.text for piece in python_stdlib().documents())[: 64 << 20].replace("\n", " ")
+        self.solid = "a" * (1 << 20)
+
+    def __call__(self, name: str) -> str:
+        path = self.folder / name
+        if not path.exists():
+            stem, _, suffix = name.partition(".")
+            getattr(self, f"_{suffix.removesuffix('.gz').removesuffix('.zst')}")(path, stem)
+        return str(path)
+
+    def _text(self, stem: str, size: int | None = None) -> Iterator[str]:
+        """One line: of `words`, of a single word (`solid`), or of words that take four bytes a character (`wide`)."""
+        text = self.solid if stem == "solid" else self.words
+        left = size or self.size
+        while left > 0:
+            yield text[:left]
+            left -= len(text)
+
+    def _txt(self, path: Path, stem: str) -> None:
+        with _packed(path) as file:
+            for text in self._text(stem):
+                file.write(text.encode("ascii", "replace"))
+
+    def _jsonl(self, path: Path, stem: str) -> None:
+        """`longest`, `wide`: eight lines of the most bytes that are read; else one line of `size`."""
+        size = LONGEST_LINE - 100 if stem in ("longest", "wide") else self.size
+        with _packed(path) as file:
+            for _ in range(8 if stem in ("longest", "wide") else 1):
+                file.write(b'{"text": "')
+                for text in self._text(stem, size):
+                    file.write(text.encode("ascii", "replace").replace(b"\\", b"/").replace(b'"', b"'"))
+                file.write(("🙂" if stem == "wide" else "").encode() + b'"}\n')
+
+    def _parquet(self, path: Path, stem: str) -> None:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        with parquet.ParquetWriter(path, pa.schema([("text", pa.large_string())]), compression="zstd") as writer:
+            writer.write_table(
+                pa.table({"text": pa.array(self._cells(stem), pa.large_string())}), row_group_size=1 << 30
+            )
+
+    def _arrow(self, path: Path, stem: str) -> None:
+        import pyarrow as pa
+
+        table = pa.table({"text": pa.array(self._cells(stem), pa.large_string())})
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+
+    def _cells(self, stem: str) -> list[str]:
+        """`cell`: one row; `books`: rows of half a megabyte; `rows`: of 4 kB."""
+        text = "".join(self._text("words", self.size - 1000)).encode("ascii", "replace").decode()
+        step = {"cell": len(text), "books": 500_000, "rows": 4000}[stem]
+        return [text[start : start + step] for start in range(0, len(text), step)]
+
+    def tokens(self, format: str) -> str:
+        """One document of size / 2 ids of two bytes."""
+        suffix = {"datatrove": ".ds", "megatron": ".bin", "litdata": "", "numpy": ".npy"}[format]
+        path = self.folder / f"document-{format}{suffix}"
+        if not path.exists():
+            block = np.random.default_rng(0).integers(0, 32000, 1 << 22).astype(np.uint16)
+            left = self.size // 2
+            with open_writer(path, format, np.dtype("<u2")) as writer:
+                while left:
+                    ids = block[:left]
+                    left -= len(ids)
+                    writer.append(ids, np.array([len(ids)] if not left and format != "numpy" else [], np.int64))
+        return str(path)
+
+
+def _packed(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "wb", compresslevel=1)  # type: ignore[return-value]
+    if path.suffix == ".zst":
+        import pyarrow
+
+        return pyarrow.CompressedOutputStream(str(path), "zstd")
+    return open(path, "wb")
+
+
+def run_of(folder: Path, dataset: dict[str, Any], tokenizer: str) -> str:
+    """A config of a run over `dataset`; what it reads at sequence length 1024, 8 samples a step."""
+    path = folder / "run.yaml"
+    starter = {
+        "general": {"project": "benchmark", "run": "memory", "seed": 0},
+        "model": {"init_method": {"std": 0.02}, "model_config": {"is_llama_config": True, "vocab_size": 32768}},
+        "tokenizer": {"tokenizer_name_or_path": tokenizer},
+        "tokens": {
+            "sequence_length": 1024,
+            "micro_batch_size": 8,
+            "batch_accumulation_per_replica": 1,
+            "train_steps": 10**6,
+            "val_check_interval": -1,
+        },
+        "optimizer": {
+            "optimizer_factory": {"name": "adamW"},
+            "learning_rate_scheduler": {"learning_rate": 1e-3},
+            "weight_decay": 0.0,
+            "clip_grad": 1.0,
+            "accumulate_grad_in_fp32": True,
+        },
+        "checkpoints": {"checkpoint_interval": 10**6, "checkpoints_path": "unused"},
+        "data_stages": [{"name": "all", "start_training_step": 1, "data": {"dataset": dataset}}],
+    }
+    kn.load(starter)
+    path.write_text(yaml.safe_dump(starter))
+    return str(path)
+
+
+Case = tuple[str, Callable[[], list[str]]]
+
+
+def cases(folder: Path, inputs: Inputs, tokenizer: str) -> Iterator[Case]:
+    """A name, and what makes the inputs and gives the command. `out` is an empty place."""
+    out = str(folder / "out")
+    texts = [
+        *("line.txt", "line.txt.gz", "line.txt.zst", "solid.txt.zst", "longest.jsonl", "wide.jsonl", "line.jsonl"),
+        *(
+            "line.jsonl.gz",
+            "line.jsonl.zst",
+            "cell.parquet",
+            "books.parquet",
+            "rows.parquet",
+            "cell.arrow",
+            "rows.arrow",
+        ),
+    ]
+    for text in texts:
+        options = ["--tokenizer", tokenizer, "--output", out, "--workers", "2"]
+        yield f"tokenize {text}", lambda text=text, o=options: [*CLI, "data", "tokenize", inputs(text), *o]
+    yield (
+        "tokenize --shuffle-documents line.txt",
+        lambda: [*CLI, "data", "tokenize", inputs("line.txt"), *options, "--shuffle-documents"],
+    )
+    for mode, extra in (
+        ("cached", {}),
+        ("streamed", {"streaming": {"shuffle_buffer": 10000}}),
+    ):
+        for text in ("line.txt", "solid.txt.zst", "wide.jsonl", "line.jsonl", "cell.parquet", "rows.parquet"):
+            yield (
+                f"{mode} {text}",
+                lambda text=text, extra=extra: [
+                    *(sys.executable, "-c", READ),
+                    run_of(folder, {"text_files": inputs(text), **extra}, tokenizer),
+                ],
+            )
+    for source in FORMATS:
+        yield f"inspect {source}", lambda s=source: [*CLI, "data", "inspect", inputs.tokens(s)]
+        yield f"show {source}", lambda s=source: [*CLI, "data", "show", inputs.tokens(s), *SHOWN]
+        for to in FORMATS:
+            yield (
+                f"convert {source} to {to}",
+                lambda s=source, to=to: [*CLI, "data", "convert", inputs.tokens(s), out, "--to", to],
+            )
+    for source in ("datatrove", "megatron", "litdata"):
+        for how in ((), ("--shuffle",)):
+            yield (
+                " ".join(("merge", source, *how)),
+                lambda s=source, how=how: [*CLI, "data", "merge", inputs.tokens(s), "--output", out, *how],
+            )
+        for packing in ("windows", "best_fit"):
+            for asked in (("--step", "1000"), ("--document", "0")):
+
+                def which(s: str = source, packing: str = packing, asked: tuple[str, str] = asked) -> list[str]:
+                    path = inputs.tokens(s)
+                    if asked[0] == "--document":
+                        chunk = f"{path}/chunk-0-0.bin" if s == "litdata" else path
+                        asked = ("--document", f"{chunk}:0")
+                    return [
+                        *CLI,
+                        "data",
+                        "which",
+                        run_of(folder, {"tokens": path, "packing": packing}, tokenizer),
+                        *asked,
+                    ]
+
+                yield f"which {source} {packing} {asked[0]}", which
+
+
+def measure(command: list[str], environment: dict[str, str]) -> tuple[float, float, int, str]:
+    """Peak MiB of the process and its descendants, seconds, exit code, last line of its errors."""
+    began, peak = time.monotonic(), 0
+    with tempfile.TemporaryFile("w+") as errors:
+        child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+        while child.poll() is None:
+            peak = max(peak, sum(map(_pss, _tree(child.pid))))
+            time.sleep(0.02)
+        errors.seek(0)
+        lines = errors.read().strip().splitlines()
+    return peak / 1024, time.monotonic() - began, child.returncode, lines[-1] if lines else ""
+
+
+def _tree(process: int) -> Iterator[int]:
+    yield process
+    try:
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                yield from _tree(int(child))
+    except OSError:  # it has ended
+        return
+
+
+def _pss(process: int) -> int:
+    try:
+        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1])
+    except OSError:
+        pass
+    return 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--gigabytes", type=float, default=2)
+    parser.add_argument("--folder", type=Path, help="where inputs are kept for the next time")
+    parser.add_argument("--json", type=Path, help="where results are added, an object a line")
+    given = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = given.folder or Path(name)
+        folder.mkdir(exist_ok=True)
+        tokenizer = folder / "tokenizer"
+        if not tokenizer.exists():
+            train_byte_level_bpe((piece.text for piece in python_stdlib().documents()), 32_000).save(tokenizer)
+        environment = os.environ | {"KENOTRON_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+        print("| | peak, MiB | s | |\n|---|---:|---:|---|")
+        inputs = Inputs(folder, int(given.gigabytes * 1e9))
+        for what, make in cases(folder, inputs, str(tokenizer)):
+            if given.only not in what:
+                continue
+            command = make()
+            peak, seconds, code, said = measure(command, environment)
+            verdict = "pass" if peak <= BAR and code in (0, 2) else "FAIL"
+            failed += verdict == "FAIL"
+            said = said.replace(f"{folder}/", "") if code else ""
+            print(f"| {what} | {peak:,.0f} | {seconds:.0f} | {verdict}{said and ': ' + said[:300]} |", flush=True)
+            if given.json:
+                with open(given.json, "a") as file:
+                    file.write(json.dumps({"case": what, "mib": peak, "seconds": seconds, "said": said}) + "\n")
+            subprocess.run(["rm", "-rf", *map(str, folder.glob("out*")), str(folder / "cache")], check=True)
+    sys.exit(f"{failed} above {BAR} MiB or broken" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
