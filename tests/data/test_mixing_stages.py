@@ -273,8 +273,12 @@ def test_a_source_that_comes_again_with_other_windows_is_told(files: dict[str, s
         (line,) = [line for line in data.describe() if "comes again" in line]
         assert line.startswith("[stage 1] b.npy comes again with sequence length 4, not 8")
         assert data.consumption(12) == {"b.npy": (24 * L + 24 * 4, 24 / len(data.stage_of(7).sources[0].train))}
-    with opened(config_of(alone, alone, train_steps=12, **VAL)) as data:
-        assert not [line for line in data.describe() if "comes again" in line]
+    for again in (alone, {"tokens": f"{Path(files['b']).parent}/./b.npy"}):  # however the path is written
+        with opened(config_of(alone, again, train_steps=12, **VAL)) as data:
+            assert not [line for line in data.describe() if "comes again" in line]
+            assert data.consumption(12) == {"b.npy": (48 * L, 48 / len(data.stage_of(7).sources[0].train))}
+    with opened(config_of(alone, alone | {"token_dtype": "uint16"}, train_steps=12, **VAL)) as data:
+        assert [line for line in data.describe() if "comes again with dtype uint16, not None" in line]
 
 
 def test_a_stage_behind_the_last_step_is_told(files: dict[str, str]) -> None:

@@ -12,6 +12,7 @@ nothing is read twice before all was read once; `restart` of a stage begins anew
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,7 +25,7 @@ from kenotron.kernels.hashing import derive_key
 
 from .examples import Columns, ExampleTexts
 from .ramps import Level, length_of_step, lengths, level_of_sample, level_of_step, levels
-from .remote import as_path
+from .remote import as_path, is_remote
 from .texts import FileTexts, RowHook, Texts, find_files, has_rows, python_stdlib
 from .token_paths import TokenPath, token_paths
 from .tokenizer import Tokenizer
@@ -191,8 +192,30 @@ def plan_stages(config: Any) -> list[Stage]:
 
 def identities(datasets: Sequence[Any], seed: int, sequence_length: int) -> list[str]:
     """A name for each dataset: equal across stages for equal data, seed and sequence length, unique within one."""
-    texts = [json.dumps([describe(d), seed, sequence_length], sort_keys=True, default=str) for d in datasets]
+    manner = {"seed": seed, "sequence_length": sequence_length}
+    texts = [json.dumps((describe(d) or {}) | manner, sort_keys=True, default=str) for d in datasets]
     return [f"{text} {texts[:number].count(text)}" for number, text in enumerate(texts)]
+
+
+MANNER = (
+    "dtype",
+    "max_tokens",
+    "shuffle_files",
+    "packing",
+    "streaming",
+    "debug_max_samples",
+    "seed",
+    "sequence_length",
+)
+"""What `identities` hold of how data are read; all else says which data they are."""
+
+
+def differences(new: SourcePlan, old: SourcePlan) -> list[str]:
+    """Why `new` does not go on where `old` stopped, ``seed 7, not 42``; none where it does, or is other data."""
+    now, then = (json.loads(source.name[: source.name.rindex(" ")]) for source in (new, old))
+    if new.dataset is None or {k: v for k, v in (now | then).items() if now.get(k) != then.get(k) and k not in MANNER}:
+        return []
+    return [f"{key.replace('_', ' ')} {now[key]}, not {then[key]}" for key in MANNER if now.get(key) != then.get(key)]
 
 
 def datasets_of(dataset: Any, stage: int) -> list[tuple[str, Any]]:
@@ -275,7 +298,8 @@ def describe(dataset: Any) -> dict[str, Any] | None:
         return None
     if isinstance(dataset, TokenPath):
         told = asdict(dataset)
-        return {key: told[key] for key in ("key", "path", "dtype", "max_tokens", "shuffle_files", "packing")}
+        told["path"] = _place(dataset.path)
+        return {key: told[key] for key in ("path", "dtype", "max_tokens", "shuffle_files", "packing")}
     keys = {
         "corpus": ["corpus", "streaming"],
         "text_files": ["text_files", "text_column_name", "streaming"],
@@ -290,7 +314,16 @@ def describe(dataset: Any) -> dict[str, Any] | None:
     }
     sft = ["debug_max_samples", "prompt_column_name", "completion_column_name", "messages_column_name"]
     named = [*keys[kind(dataset)], "packing", *(sft if has_answers(dataset) else [])]
-    return {key: getattr(dataset, key, None) for key in named}
+    told = {key: getattr(dataset, key, None) for key in named}
+    if kind(dataset) == "text_files":
+        paths = dataset.text_files
+        told["text_files"] = _place(paths) if isinstance(paths, str) else [_place(path) for path in paths]
+    return told
+
+
+def _place(path: str) -> str:
+    """One name for a path, however it is written."""
+    return path.rstrip("/") if is_remote(path) else os.path.abspath(os.path.expanduser(path))
 
 
 TEXT_KINDS = ("corpus", "text_files", "hf_dataset_or_datasets")

@@ -23,7 +23,7 @@ from kenotron.config.errors import InputError, counted
 
 from .batch import TokenBatch, batch_places, fold
 from .loader import Prefetcher
-from .plan import SourcePlan, Stage, has_answers, plan_stages, streams, texts_of
+from .plan import SourcePlan, Stage, differences, has_answers, plan_stages, streams, texts_of
 from .progress import Report
 from .stages import OpenStage, Sources, describe_tokenizer, open_stage, validation_samples
 from .streams import RunStreams
@@ -278,15 +278,16 @@ class RunData:
                 yield f"{planned.label} reaches its {_epochs(planned)} at step {step}: {then}"
 
     def _begun_anew(self) -> Iterator[str]:
-        """Sources that come again and cannot go on, as their windows are others."""
+        """Sources that come again and cannot go on, as they are read in another manner."""
         for stage in self.stages[1:]:
-            before = [(e, s) for e in self.stages[: stage.number] for s in e.sources if e.seed == stage.seed]
-            for source in stage.sources:
-                lengths = [str(e.sequence_length) for e, s in before if s.label == source.label]
-                if lengths and not stage.restart and source.name not in [s.name for _, s in before]:
+            before = [source for earlier in self.stages[: stage.number] for source in earlier.sources]
+            for source in stage.sources if not stage.restart else ():
+                if source.name in [other.name for other in before]:
+                    continue
+                if why := min(filter(None, (differences(source, other) for other in before)), key=len, default=None):
                     yield (
-                        f"[{stage.name}] {source.label} comes again with sequence length {stage.sequence_length}, not "
-                        f"{' or '.join(lengths)}: its windows are others, so it is read from its beginning"
+                        f"[{stage.name}] {source.label} comes again with {' and '.join(why)}: its samples or their "
+                        "order are others, so it is read from its beginning"
                     )
 
     def fingerprints(self) -> dict[str, str]:
