@@ -2,7 +2,7 @@
 
     "s3://bucket/code/0.ds" ──as_path──▶ RemotePath ──▶ RemoteArray ──▶ tokens
                                           paths.py       arrays.py        ▲
-                       blocks of the file, fetched side by side ─────────┤  fetching.py
+                       blocks of the file, fetched side by side ─────────┤  fetching.py, drivers.py
                        the same blocks on this machine's disk, bounded ──┘  blocks.py
 
 Whatever fsspec opens is read: s3, gs, hf, https. A `RemotePath` has those methods of `pathlib.Path` that readers of

@@ -1,4 +1,4 @@
-"""Reading from another machine: drivers, retries, and blocks that are fetched once however many ask.
+"""Reading from another machine: retries, and blocks that are fetched once however many ask.
 
     try 1 ✗   0.5 s   try 2 ✗ (told)   1 s   try 3 ✓          a failure that no retry mends is told at once
 
