@@ -242,7 +242,13 @@ def test_states_of_streams(damage: Callable, inside: bool) -> None:
 
 @pytest.mark.parametrize(
     ("was", "now"),
-    [('"ids": [0', '"ids": [-1'), ("[4, 9]", "[9, 4]"), ('["a", "b"]', '"ab"'), ('"drawn": 3', '"drawn": null')],
+    [
+        ('"ids": [0', '"ids": [-1'),
+        ("[4, 9]", "[9, 4]"),
+        ('["a", "b"]', '"ab"'),
+        ('"drawn": 3', '"drawn": null'),
+        ('"place": 2', f'"place": {2**70}'),
+    ],
 )
 def test_a_state_that_no_stream_was_in(was: str, now: str) -> None:
     text = gzip.decompress(STATE).decode()

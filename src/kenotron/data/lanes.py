@@ -243,7 +243,7 @@ def _checked(state: dict[str, Any], after: int) -> Place:
     ids, ends = np.array(state["ids"], np.uint32), np.array(state["ends"], np.int64)
     buffer = tuple(map(tuple, state["buffer"]))
     numbers = [after, *(state[name] for name in ("epoch", "turn", "place", "drawn", "given"))]
-    if not all(type(number) is int and number >= 0 for number in numbers):
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
         raise ValueError(f"expected counts, found {numbers}")
     kinds = {type(document) for document in state["buffer"]}, {type(text) for each in buffer for text in each}
     if kinds[0] - {list} or kinds[1] - {str}:
