@@ -41,8 +41,8 @@ from kenotron.data import open_run
 with open_run(load(sys.argv[1]), 1, lambda line: None) as data:
     for step in range(1, 41):
         data.batch(step)
-        if step % 20 == 0:
-            [write() for write in data.stream_states(step).values()]
+        if data.streams and step % 20 == 0:
+            [write() for write in data.streams.states(step).values()]
 """
 
 

@@ -35,7 +35,7 @@ BLOCK_CHARACTERS = 1 << 17
 LONGEST_DOCUMENT = 1 << 22
 """Characters from which a text that comes in pieces is cut: what follows is another document."""
 
-BUFFER_CHARACTERS = 1 << 28
+BUFFER_CHARACTERS = 1 << 26
 """Text at which a shuffle buffer counts as full, however few its documents."""
 
 Document = tuple[str, ...]
