@@ -67,7 +67,10 @@ def inspect(
     dtype: RawDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """What token files hold: counts, document lengths, duplicates, samples. Exit code 2 if an id is out of range."""
+    """What token files hold: counts, document lengths, duplicates, samples.
+
+    Exit code 2 if an id is out of range, or a file differs from its manifest's checksum.
+    """
     from kenotron.data.formats import open_token_files
     from kenotron.data.prepare.inspect import inspect as look
     from kenotron.data.prepare.inspect import starts_of_documents
@@ -81,12 +84,19 @@ def inspect(
         print(json.dumps(report, indent=2))
     else:
         _print_report(report)
+    problems = [
+        f"{each['file']}: XXH3 of {each['expected']} in its manifest, found {each['found'] or 'no such file'}: changed "
+        "since it was made"
+        for each in (report["checksums"] or {}).get("different", [])
+    ]
     if first := report["first_beyond_vocab"]:
-        raise InputError(
+        problems.append(
             f"{first['file']}: token {first['token']} is {first['id']}, beyond the vocabulary of "
             f"{report['vocab_size']} ({report['beyond_vocab']} such tokens); another tokenizer, or another width "
             f"than {report['dtype']}"
         )
+    if problems:
+        raise InputError("\n".join(problems))
 
 
 @app.command()
@@ -138,6 +148,8 @@ def _print_report(report: dict[str, Any]) -> None:
     if report["duplicate_documents"] is not None:
         print(f"duplicate documents: {about}{report['duplicate_documents']:,}")
     print(f"duplicate windows of {report['window']} tokens: {about}{report['duplicate_windows']:,}")
+    if sums := report["checksums"]:
+        print(f"checksums: {sums['files'] - len(sums['different'])} of {counted(sums['files'], 'file')} as recorded")
     if lengths := report["document_lengths"]:
         print(f"document lengths: {lengths['shortest']} to {lengths['longest']} tokens, mean {lengths['mean']:.1f}")
         most = max(bucket["documents"] for bucket in lengths["histogram"])

@@ -14,7 +14,6 @@ however long it is. Tokens are checked when they are read: an id that the model 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import time
@@ -33,7 +32,7 @@ from kenotron.config.remote import RemoteData
 from kenotron.kernels.hashing import derive_key
 
 from .batch import Int64
-from .formats.token_file import check_loss, checked_loss, readable
+from .formats.token_file import check_loss, checked_loss
 from .order import permute
 from .packing import PackedRows, packed_rows
 from .progress import Report
@@ -395,18 +394,10 @@ def check_fit(folder: TokenFolder, wanted: TokenPath, config: Any, run: Tokenize
 
 def _check_manifests(folder: TokenFolder, run: Tokenizer) -> None:
     """Error (InputError): a manifest of `kenotron data` beside the files has the hash of another tokenizer."""
-    from .prepare.manifest import MANIFEST
+    from .prepare.manifest import manifests_beside
 
-    names = ((file.path, name) for file in folder.files for name in (MANIFEST, f"{file.path.name}.{MANIFEST}"))
-    for place in dict.fromkeys(path.with_name(name) for path, name in names):
-        if not place.is_file():
-            continue
-        try:
-            with readable(place):
-                made = json.loads(place.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError):  # another program's
-            continue
-        found = made.get("tokenizer_hash") if isinstance(made, dict) else None
+    for place, made in manifests_beside(folder.files):
+        found = made.get("tokenizer_hash")
         if found not in (None, run.hash):
             raise InputError(
                 f"{place}: its tokens were made with {made.get('tokenizer')} (hash {found}), and the tokenizer of the "

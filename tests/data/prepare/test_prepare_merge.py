@@ -5,9 +5,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kenotron.cli import main
 from kenotron.config.errors import InputError
 from kenotron.data.formats import open_token_files, open_writer
 from kenotron.data.prepare import shuffle as shuffle_module
@@ -58,6 +60,30 @@ def test_end_to_end_is_the_order_of_the_sources(sources, tmp_path):
     assert read(tmp_path / "all.ds")[0] == ALL
     assert (made["documents"], made["tokens"]) == (60, sum(map(len, ALL)))
     assert json.loads((tmp_path / "all.ds.manifest.json").read_text()) == made
+
+
+@pytest.mark.parametrize(
+    ("output", "kind"), [("all", ".ds"), ("all", ".index"), ("all", ".metadata"), ("all.bin", ".bin")]
+)
+def test_inspect_holds_files_to_their_manifest(sources, tmp_path, capsys, output, kind):
+    merge(sources, tmp_path / output, max_tokens=25 if output == "all" else None, report=quiet)
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "inspect", str(tmp_path / output), "--json"])
+    sums = json.loads(capsys.readouterr().out)["checksums"]
+    made = sorted((tmp_path / "all").glob("*.ds*")) if output == "all" else [tmp_path / "all.bin", tmp_path / "all.idx"]
+    assert (ended.value.code, sums) == (0, {"files": len(made), "different": []})
+    file = next(file for file in made if file.suffix == kind)
+    before = file.read_bytes()
+    damaged = bytearray(before)
+    damaged[8 if kind == ".index" else -1] ^= 1  # a sorted index stays so
+    file.write_bytes(damaged)
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "inspect", str(tmp_path / output), "--json"])
+    out, err = capsys.readouterr()
+    expected, found = (xxhash.xxh3_128_hexdigest(bytes(each)) for each in (before, damaged))
+    assert ended.value.code == 2
+    assert json.loads(out)["checksums"]["different"] == [{"file": str(file), "expected": expected, "found": found}]
+    assert f"{file}: XXH3 of {expected} in its manifest, found {found}" in err
 
 
 def test_files_hold_at_most_what_is_asked_for_and_documents_stay_whole(sources, tmp_path):

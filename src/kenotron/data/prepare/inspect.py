@@ -20,6 +20,7 @@ from ..formats import TokenFile, documents_between, open_token_files, pieces
 from ..formats.token_file import release
 from ..remote import AnyPath
 from ..token_folder import count_windows, window_step
+from .manifest import checksums, recorded_checksums
 
 PIECE = 1 << 20
 HASHES = 1 << 22
@@ -77,9 +78,13 @@ def inspect(
     largest, beyond, first = -1, 0, None
     lengths = _Lengths()
     documents, windows = Duplicates(), Duplicates()
+    recorded, found = recorded_checksums(files), {}
     for file in files:
         before = 0
+        digest = xxhash.xxh3_128() if file.path in recorded else None
         for piece in pieces(file, PIECE):
+            if digest:
+                digest.update(piece.ids.tobytes())
             if len(piece.ids):
                 if piece.ids.min() < 0:
                     at = piece.start + int(np.flatnonzero(piece.ids < 0)[0])
@@ -97,6 +102,8 @@ def inspect(
                 for end in ends.tolist():
                     documents.add(file.tokens, before, end)
                     before = end
+        if digest and file.tokens.nbytes == file.path.stat().st_size:  # its bytes are the ids, and nothing else
+            found[file.path] = digest.hexdigest()
         for start in range(0, len(file.tokens) - window + 1, window):
             windows.add(file.tokens, start, start + window)
             if start % PIECE < window:
@@ -121,9 +128,23 @@ def inspect(
         "document_lengths": lengths.summary() if known and lengths.documents else None,
         "duplicate_documents": documents.count() if known else None,
         "duplicate_windows": windows.count(),
+        "checksums": _compared(recorded, found) if recorded else None,
         "duplicates_exact": not (documents.halvings or windows.halvings),
         "window": window,
     }
+
+
+def _compared(recorded: dict[AnyPath, str], found: dict[AnyPath, str]) -> dict[str, Any]:
+    """How many checksums of manifests there are, and the files that have others; what is not in `found` is read now."""
+    different = []
+    for path, expected in recorded.items():
+        try:
+            here = found.get(path) or checksums([path])[path.name]
+        except FileNotFoundError:
+            here = None
+        if here != expected:
+            different.append({"file": str(path), "expected": expected, "found": here})
+    return {"files": len(recorded), "different": different}
 
 
 class _Lengths:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import xxhash
 from kenotron.config.errors import InputError
 
 from ..cache import sync_folder
+from ..formats.token_file import TokenFile, readable
 from ..remote import AnyPath
 
 MANIFEST = "manifest.json"
@@ -48,6 +49,36 @@ def read_json(file: AnyPath, **expected: type) -> dict[str, Any] | None:
     return found
 
 
+def manifests_beside(files: Iterable[TokenFile]) -> Iterator[tuple[AnyPath, dict[str, Any]]]:
+    """Each manifest beside `files`, with its path; what is no JSON object is another program's, and left out.
+
+    Errors (InputError): cannot be read.
+    """
+    names = ((file.path, name) for file in files for name in (MANIFEST, f"{file.path.name}.{MANIFEST}"))
+    for place in dict.fromkeys(path.with_name(name) for path, name in names):
+        if not place.is_file():
+            continue
+        try:
+            with readable(place):
+                made = json.loads(place.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(made, dict):
+            yield place, made
+
+
+def recorded_checksums(files: Sequence[TokenFile]) -> dict[AnyPath, str]:
+    """What the manifests beside `files` say of them, and of the index, loss and metadata made with them."""
+    paths = {file.path for file in files}
+    recorded: dict[AnyPath, str] = {}
+    for place, made in manifests_beside(files):
+        for entry in found if isinstance(found := made.get("files"), list) else ():
+            sums = entry.get("xxh3") if isinstance(entry, dict) else None
+            if isinstance(sums, dict) and any(place.parent / name in paths for name in sums):
+                recorded |= {place.parent / name: str(digest) for name, digest in sums.items()}
+    return recorded
+
+
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Whole or not there, whoever else writes it."""
     temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
@@ -59,12 +90,12 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     sync_folder(file.parent)
 
 
-def checksums(files: Iterable[Path]) -> dict[str, str]:
+def checksums(files: Iterable[AnyPath]) -> dict[str, str]:
     """XXH3 (128 bits) of every file by its name."""
     found = {}
     for file in sorted(files):
         digest = xxhash.xxh3_128()
-        with open(file, "rb") as stream:
+        with file.open("rb") as stream:
             while block := stream.read(1 << 22):
                 digest.update(block)
         found[file.name] = digest.hexdigest()
