@@ -67,10 +67,21 @@ def test_a_wrong_byte_of_a_long_text_is_named_before_a_piece_of_it_is_read(tmp_p
 
 
 def test_a_page_larger_than_memory_should_hold_is_one_line_or_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr("kenotron.data.tables.LARGEST_PAGE", 1 << 20)
-    texts = write(tmp_path / "rows.parquet", ["a", "b", "c", "d" * (5 << 20), "e", "f"])
-    with pytest.raises(InputError, match=r"rows\.parquet, row 2: a page of column 'text' holds 5 MiB.* at most 1 MiB"):
+    monkeypatch.setenv("KENOTRON_PARQUET_PAGE_MIB", "1")
+    rows = ["a", "b", "c", "d" * (5 << 20), "e", "f"]
+    texts = write(tmp_path / "rows.parquet", rows)
+    message = (
+        r"rows\.parquet, row 2: a page of column 'text' holds 6 MiB.* at most 1 MiB: set KENOTRON_PARQUET_PAGE_MIB=6 "
+        r"\(reading it takes up to 30 MiB\)"
+    )
+    with pytest.raises(InputError, match=message):
         list(texts.documents())
+    monkeypatch.setenv("KENOTRON_PARQUET_PAGE_MIB", "6")
+    assert "".join(piece.text for piece in texts.documents()) == "".join(rows)
+    monkeypatch.setenv("KENOTRON_PARQUET_PAGE_MIB", "one")
+    with pytest.raises(InputError, match="KENOTRON_PARQUET_PAGE_MIB: expected a number of MiB above 0, found 'one'"):
+        list(texts.documents())
+    monkeypatch.setenv("KENOTRON_PARQUET_PAGE_MIB", "1")
     texts.skip_bad = True
     assert [piece.text for piece in texts.documents()] == ["a", "b", "e", "f"]
     assert texts.skipped == 1

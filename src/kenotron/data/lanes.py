@@ -13,6 +13,7 @@ Both are cheap, since texts are shared, not copied; and whoever takes a lane up 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -219,7 +220,13 @@ def to_bytes(place: Place, facts: dict[str, Any]) -> bytes:
     state = {name: getattr(place.state, name) for name in (field.name for field in fields(LaneState))}
     state |= {"ids": place.state.ids.tolist(), "ends": place.state.ends.tolist()}
     told = {"format": FORMAT, **facts, "after": place.after, "state": state}
-    return gzip.compress(json.dumps(told, ensure_ascii=False).encode(), 1, mtime=0)
+    packed = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=1, mtime=0) as bytes_of,
+        io.TextIOWrapper(bytes_of, encoding="utf-8") as text,
+    ):
+        json.dump(told, text, ensure_ascii=False)  # as it is made: as one text, a buffer with a wide character is large
+    return packed.getvalue()
 
 
 def from_bytes(data: bytes, facts: dict[str, Any], where: str) -> Place:

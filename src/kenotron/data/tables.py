@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -28,9 +29,17 @@ from .texts import RowHook, cut, missing_column, whole_characters
 ROWS_AT_ONCE, BYTES_AT_ONCE = 256, 1 << 25
 """Rows that are in memory at a time: at most so many, and of about so many bytes."""
 
-LARGEST_PAGE = 1 << 27
-"""Bytes of a page of a parquet file, unpacked. It lies in memory packed, unpacked and as values; a text within one page
-cannot be read in pieces."""
+LARGEST_PAGE, LARGEST_PAGE_VARIABLE = 128, "KENOTRON_PARQUET_PAGE_MIB"
+"""MiB of a page of a parquet file, unpacked, and the environment variable that says another number. A page lies in
+memory packed, unpacked and as values; a text within one cannot be read in pieces."""
+
+
+def largest_page() -> int:
+    """Bytes. Error (InputError): the variable holds no number."""
+    told = os.environ.get(LARGEST_PAGE_VARIABLE) or str(LARGEST_PAGE)
+    if not told.isdecimal() or not int(told):
+        raise InputError(f"{LARGEST_PAGE_VARIABLE}: expected a number of MiB above 0, found {told!r}")
+    return int(told) << 20
 
 
 def row_group_spans(file: AnyPath, whole: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -225,7 +234,7 @@ def _step_of_group(
 
     A batch holds whole pages and parts of two, and each of its rows may be the largest entry of a dictionary.
     """
-    step = _rows_at_once(group.total_byte_size, group.num_rows)
+    step, largest = _rows_at_once(group.total_byte_size, group.num_rows), largest_page()
     for number in range(group.num_columns):
         chunk = group.column(number)
         if column is not None and chunk.path_in_schema != column:
@@ -233,14 +242,15 @@ def _step_of_group(
         begin = min(filter(None, (chunk.dictionary_page_offset, chunk.data_page_offset)), default=0)
         try:
             for page in column_pages(raw, begin, begin + chunk.total_compressed_size):
-                if page.size > LARGEST_PAGE:
+                if page.size > largest:
+                    size = math.ceil(page.size / 2**20)
                     bad(
-                        f"{where}: a page of column '{chunk.path_in_schema}' holds {page.size / 2**20:,.0f} MiB, and a "
-                        f"page is read whole; expected at most {LARGEST_PAGE >> 20} MiB: write it anew with fewer "
-                        "rows a row group; a text longer than that in several rows, or as .txt"
+                        f"{where}: a page of column '{chunk.path_in_schema}' holds {size:,} MiB, and a page is read "
+                        f"whole; expected at most {largest >> 20} MiB: set {LARGEST_PAGE_VARIABLE}={size} (reading it "
+                        f"takes up to {5 * size:,} MiB), or write the file anew with fewer rows a row group"
                     )
                     return None
-                fair = LARGEST_PAGE if page.is_dictionary else BYTES_AT_ONCE * page.values
+                fair = largest if page.is_dictionary else BYTES_AT_ONCE * page.values
                 step = min(step, fair // max(page.size, 1))
         except (ValueError, OverflowError) as error:
             bad(f"{where}: damaged parquet file: {error}")
