@@ -301,7 +301,7 @@ def test_aligned_lanes_are_read_by_one_rank_each(config_of: Callable[..., Config
     with open_run(config_of(lanes=1), report=said.append) as data, data.loader(1, 4, 0, 2) as loader:
         list(loader)
     (line,) = [line for line in said if "several ranks" in line]
-    assert "dataset.streaming.lanes = 4" in line
+    assert "with data_stages.0.data.dataset.streaming.lanes = 4" in line
 
 
 def test_going_back_reads_again_what_was_read(config_of: Callable[..., Config]) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -130,10 +132,33 @@ def on_this_machine(output: Path, name: str) -> None:
         raise InputError(f"{name}: expected a path on this machine, found {output}; only what is read may be elsewhere")
 
 
+OPTIONS = {
+    "tokenizer.tokenizer_name_or_path": "--tokenizer",
+    "dataset.hf_dataset_or_datasets": "INPUT",
+    "dataset.hf_dataset_splits": "--split",
+    "dataset.hf_dataset_config_name": "--config-name",
+    "dataset.text_column_name": "--column",
+}
+"""What a command calls that which a config has these keys for."""
+
+
+@contextmanager
+def options_named() -> Iterator[None]:
+    """What is wrong is told by the command's option in place of the config's key."""
+    try:
+        yield
+    except InputError as error:
+        key, colon, what = str(error).partition(":")
+        if key not in OPTIONS:
+            raise
+        raise InputError(OPTIONS[key] + colon + what) from error
+
+
 def _load(tokenizer: str | None) -> Tokenizer | None:
     from kenotron.data.tokenizer import load_tokenizer
 
-    return load_tokenizer(tokenizer) if tokenizer else None
+    with options_named():
+        return load_tokenizer(tokenizer) if tokenizer else None
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from kenotron.cli.data import app, on_this_machine
+from kenotron.cli.data import app, on_this_machine, options_named
 from kenotron.config.errors import InputError, counted, nearest
 
 Inputs = Annotated[
@@ -22,6 +22,7 @@ ConfigName = Annotated[str | None, typer.Option(help="The configuration of a Hug
 
 
 @app.command()
+@options_named()
 def tokenize(
     inputs: Inputs,
     tokenizer: Annotated[str, typer.Option(help="A folder, a tokenizer.json or a Hugging Face name.")],
@@ -119,6 +120,7 @@ def merge(
 
 
 @app.command("train-tokenizer")
+@options_named()
 def train_tokenizer(
     inputs: Inputs,
     vocab_size: Annotated[int, typer.Option(help="Most entries of the vocabulary.")],

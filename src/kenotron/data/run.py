@@ -23,7 +23,7 @@ from kenotron.config.errors import InputError, counted
 
 from .batch import TokenBatch, batch_places, fold
 from .loader import Prefetcher
-from .plan import SourcePlan, Stage, differences, has_answers, plan_stages, streams, texts_of
+from .plan import SourcePlan, Stage, differences, has_answers, plan_stages, streams, texts_of, whole_keys
 from .progress import Report
 from .stages import OpenStage, Sources, describe_tokenizer, open_stage, validation_samples
 from .streams import RunStreams
@@ -217,8 +217,9 @@ class RunData:
     def validation_texts(self) -> Iterator[str]:
         """The held-out documents of the first stage as text."""
         for source in self.stages[0].sources:
-            if (texts := texts_of(source.dataset, self.config.remote_data)) is not None:
-                yield from held_out_texts(texts, self.config.tokens.val_fraction, self._sources.chosen)
+            with whole_keys(source.at):
+                if (texts := texts_of(source.dataset, self.config.remote_data)) is not None:
+                    yield from held_out_texts(texts, self.config.tokens.val_fraction, self._sources.chosen)
 
     def compression_baselines(self) -> dict[str, float]:
         """Bits per byte of gzip and xz on the very text that `validation` reads.

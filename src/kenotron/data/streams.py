@@ -61,14 +61,15 @@ class RunStreams:
 
     def shared_lanes(self, stage: Stage, step: int, dp_size: int) -> Iterator[str]:
         """A line for every stream of `stage` that is tokenized on several ranks, for the steps from `step` on."""
-        opened = [self._sources.source(stage, number).stream for number in range(len(stage.sources))]
-        for stream in [stream for stream in opened if stream is not None]:
+        for number, planned in enumerate(stage.sources):
+            if (stream := self._sources.source(stage, number).stream) is None:
+                continue
             draws = self._drawn(step - 1)[stream.key]
             read = [self._lanes_read(stream, draws, rank, dp_size) for rank in range(dp_size)]
             if sum(map(len, read)) > stream.rules.lanes:
                 yield (
                     f"{stream.name}: several ranks read the same lanes, and tokenize them each for itself; with "
-                    f"dataset.streaming.lanes = {self.micro_batch_size * dp_size} (micro batch x dp, "
+                    f"{planned.at}.streaming.lanes = {self.micro_batch_size * dp_size} (micro batch x dp, "
                     f"now {stream.rules.lanes}) and no mixture every rank reads a part of its own"
                 )
 
