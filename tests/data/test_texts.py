@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import random
 
 import pyarrow
 import pytest
@@ -115,6 +116,21 @@ def test_bad_content_is_named_in_one_line(tmp_path, name, content, message):
     with pytest.raises(InputError, match=message) as caught:
         read(FileTexts("x", [file]))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+@pytest.mark.parametrize("packed", ["gz", "zst"])
+def test_damage_is_placed_in_the_packed_file(tmp_path, name, packed):
+    noise = random.Random(0)
+    lines = "".join(json.dumps({"text": f"{noise.getrandbits(8000):x}"}) + "\n" for _ in range(800)).encode()
+    whole = gzip.compress(lines) if packed == "gz" else zstd(lines)
+    for damage in (0, 200_000, len(whole) * 3 // 4):
+        file = tmp_path / f"{name}.{packed}"
+        file.write_bytes(whole[:damage] if damage else bytes(4) + whole[4:])
+        with pytest.raises(InputError, match=r"damaged .* file, near byte [\d,]+: ") as caught:
+            read(FileTexts("x", [file]))
+        place = int(str(caught.value).split("near byte ")[1].split(":")[0].replace(",", ""))
+        assert damage <= place <= damage + (1 << 17)
 
 
 def test_missing_and_empty_places_are_named(tmp_path):

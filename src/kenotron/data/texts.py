@@ -219,7 +219,7 @@ class FileTexts:
             return
         with _readable(file), file.open("rb") as raw:
             stream = _unpacked(raw, file.suffix)
-            for text, last in self._rows(stream, file, span) if _is_json(file) else self._pieces(stream, raw, file):
+            for text, last in (self._rows if _is_json(file) else self._pieces)(stream, raw, file, span):
                 yield Piece(text, min(raw.tell() - span.start, span.size), last)
 
     # ---- part by part, for a stream ----
@@ -271,12 +271,12 @@ class FileTexts:
         for cell in table_documents(file, self.column, span.start, span.stop, self.hook, self._bad, LONGEST_PIECE):
             yield Piece(cell.text, int(cell.share * span.size), cell.last)
 
-    def _rows(self, stream: IO[bytes], file: AnyPath, span: Span) -> Iterator[tuple[str, bool]]:
-        with self._damage_told(stream, file):
+    def _rows(self, stream: IO[bytes], raw: IO[bytes], file: AnyPath, span: Span) -> Iterator[tuple[str, bool]]:
+        with self._damage_told(raw, file):
             for text in json_documents(stream, self.column, file, span.start, span.stop, self.hook, self._bad):
                 yield text, True
 
-    def _pieces(self, stream: IO[bytes], raw: IO[bytes], file: AnyPath) -> Iterator[tuple[str, bool]]:
+    def _pieces(self, stream: IO[bytes], raw: IO[bytes], file: AnyPath, _: Span) -> Iterator[tuple[str, bool]]:
         """The pieces of a text file, each with whether it is the last."""
         waiting: str | None = None
         reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")  # closes `stream` with its own end
@@ -297,6 +297,7 @@ class FileTexts:
 
     @contextmanager
     def _damage_told(self, raw: IO[bytes], file: AnyPath) -> Iterator[None]:
+        """The place told is how far the packed file was read, 128 KiB at most behind the damage."""
         try:
             yield
         except DAMAGE as error:
