@@ -53,6 +53,8 @@ def test_a_long_text_comes_in_pieces_and_a_stream_goes_on_after_any_of_them(tmp_
     assert max(len(piece.text) for piece in pieces) < 150
     for number, piece in enumerate(pieces, start=1):
         assert list(texts.pieces_from(0, piece.done)) == pieces[number:]
+    with pytest.raises(InputError, match=rf"rows\{suffix}: no text in it ends at place 12, which the state"):
+        list(texts.pieces_from(0, 12))  # twelve pieces read, as states told once
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])

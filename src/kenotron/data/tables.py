@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import IO, Any, NamedTuple
 
 from kenotron.config.errors import InputError
@@ -56,16 +57,12 @@ def row_group_spans(file: AnyPath, whole: int, size: int) -> Iterator[tuple[int,
     yield first, len(sizes), held
 
 
-def row_group_of(file: AnyPath, row: int) -> tuple[int, int]:
-    """The row group that holds a row (the last one for rows beyond it), and how many rows lie before the group."""
+def row_group_of(file: AnyPath, row: int) -> int:
+    """The row group that holds a row, the last one for rows beyond it."""
     with _explained(file), _parquet(file) as opened:
-        before = 0
-        for group in range(opened.metadata.num_row_groups):
-            rows = opened.metadata.row_group(group).num_rows
-            if row < before + rows or group == opened.metadata.num_row_groups - 1:
-                return group, before
-            before += rows
-    return 0, 0
+        groups = opened.metadata.num_row_groups
+        ends = accumulate(opened.metadata.row_group(group).num_rows for group in range(groups))
+        return next((group for group, end in enumerate(ends) if row < end), max(groups - 1, 0))
 
 
 class Cell(NamedTuple):

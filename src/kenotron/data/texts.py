@@ -250,12 +250,18 @@ class FileTexts:
         """Of a table a place is a row times `ROW`, and how many pieces of the row were read."""
         from .tables import row_group_of, table_documents
 
-        first = row_group_of(file, place // ROW)[0] if file.suffix == ".parquet" and place else 0
-        done = 0
+        first = row_group_of(file, place // ROW) if file.suffix == ".parquet" and place else 0
+        before = 0
         for cell in table_documents(file, self.column, first, None, self.hook, self._bad, LONGEST_PIECE):
-            done = max(done, cell.row * ROW) + 1
+            done = max(before, cell.row * ROW) + 1
+            if before < place < done:
+                raise InputError(
+                    f"{file}: no text in it ends at place {place}, which the state of its stream names, as another "
+                    "version wrote it: start over (--fresh, or checkpoints.load_lr_scheduler: false)"
+                )
             if done > place:
                 yield Piece(cell.text, done, cell.last)
+            before = done
 
     def fingerprint(self, times: bool) -> str:
         digest = hashlib.blake2b(self._rules(), digest_size=16)

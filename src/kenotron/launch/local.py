@@ -243,11 +243,10 @@ def _cut_short(config: Config) -> str:
     from kenotron.data.token_paths import TokenPath
 
     why = ": a memory-mapped file was cut short while it was read"
-    datasets = [source.dataset for stage in plan_stages(config) for source in stage.sources]
     try:
-        for dataset in datasets:
-            if isinstance(dataset, TokenPath):
-                open_token_files(dataset.path, dataset.key, dataset.dtype)
+        for source in (source for stage in plan_stages(config) for source in stage.sources):
+            if isinstance(source.dataset, TokenPath):
+                open_token_files(source.dataset.path, source.dataset.key, source.dataset.dtype)
     except InputError as error:
         return f"{why}: {error}"
     return why
