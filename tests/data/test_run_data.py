@@ -166,19 +166,21 @@ def test_closing_stops_a_tokenization_in_the_background(texts, tmp_path, monkeyp
     from kenotron.data.texts import FileTexts
 
     many = write_texts(tmp_path / "many", count=500, words=5)
-    original = FileTexts.documents
+    original, read, began = FileTexts.documents, [], threading.Event()
 
     def slow(self):
         for pair in original(self):
-            time.sleep(0.05 if len(self.files) == 500 else 0)
+            if len(self.files) == 500:
+                read.append(pair)
+                began.set()
+                time.sleep(0.05)
             yield pair
 
     monkeypatch.setattr(FileTexts, "documents", slow)
     data = opened({"text_files": str(texts)}, {"text_files": str(many)})
-    time.sleep(0.2)
-    started = time.perf_counter()
+    assert began.wait(60)
     data.close()
-    assert time.perf_counter() - started < 5
+    assert len(read) < 500
 
 
 # ---- the loader --------------------------------------------------------------------------------------------
@@ -208,18 +210,16 @@ def test_the_loader_has_the_threads_of_the_stage_that_asks_for_most():
 
 
 def test_batches_are_made_ahead_so_that_the_step_does_not_wait():
+    made = [threading.Event() for _ in range(10)]
+
     def make(step):
-        time.sleep(0.02)
+        made[step].set()
         return step
 
     with Prefetcher(make, 0, 10, 2) as loader:
-        waited = 0.0
-        for _ in range(10):
-            time.sleep(0.05)
-            started = time.perf_counter()
-            next(loader)
-            waited += time.perf_counter() - started
-        assert waited < 0.1  # made one by one: 0.2
+        for step in range(10):
+            assert made[step].wait(60)  # before it is asked for
+            assert next(loader) == step
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -1,10 +1,9 @@
-"""Whole runs from an S3 server: losses, resume, texts, commands, and how long a step waits."""
+"""Whole runs from an S3 server: losses, resume, texts, commands, and how early blocks are asked for."""
 
 from __future__ import annotations
 
 import io
 import json
-import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -22,6 +21,9 @@ from written_tokens import write_ds
 from kenotron.cli import main
 from kenotron.data import open_run
 from kenotron.data.formats import open_token_files
+from kenotron.data.remote import arrays
+from kenotron.data.remote.fetching import Block
+from kenotron.data.run import AHEAD
 from kenotron.data.texts import FileTexts, find_files
 
 Upload = Callable[[Path, str], str]
@@ -126,23 +128,34 @@ def test_commands(tmp_path: Path, upload: Upload) -> None:
 
 
 @pytest.mark.parametrize("packing", ["windows", "best_fit"])
-def test_blocks_are_there_when_their_step_comes(
-    tmp_path: Path, upload: Upload, server: Any, monkeypatch: pytest.MonkeyPatch, packing: str
+def test_blocks_are_asked_for_steps_before_they_are_read(
+    tmp_path: Path, upload: Upload, monkeypatch: pytest.MonkeyPatch, packing: str
 ) -> None:
-    """50 ms a request, blocks of one sample's size, steps of 20 ms: without fetching ahead each waits 100 ms."""
-    from kenotron.data.remote import paths
-
-    monkeypatch.setattr(paths, "BLOCK", 256)
+    monkeypatch.setattr("kenotron.data.remote.paths.BLOCK", 256)  # of one sample's size
     url = upload(write_folder(tmp_path / "tokens", 2, tokens=10_000), "tokens")  # with masks
     config = run_config({"tokens": url, "packing": packing}, train_steps=30, val_check_interval=-1)
-    waits = []
-    with open_run(config, report=lambda line: None) as data:
-        server.latency = 0.05
+    asked: dict[str, int] = {}
+    leads: dict[int, list[int]] = {}
+    with open_run(config, report=lambda line: None) as data, monkeypatch.context() as watched:
+        fetch_ahead, ask = data._fetch_ahead, arrays.ask
+        now: list[int] = []
+
+        def fetch_for(step: int, *rest: int) -> None:
+            now[:] = [step]
+            leads[step] = []
+            fetch_ahead(step, *rest)
+            now.append(step)
+
+        def asking(block: Block) -> Any:
+            lead = now[0] - asked.setdefault(block.name, now[0])
+            if len(now) > 1:  # it is being read
+                leads[now[0]].append(lead)
+            return ask(block)
+
+        watched.setattr(data, "_fetch_ahead", fetch_for)
+        watched.setattr(arrays, "ask", asking)
         with data.loader(1) as loader:
-            for _ in range(30):
-                start = time.perf_counter()
-                next(loader)
-                waits.append(time.perf_counter() - start)
-                time.sleep(0.02)
-        server.latency = 0.0
-    assert np.median(waits[5:]) < 0.05
+            steps = list(loader)
+    assert len(steps) == 30
+    assert all(leads.values())
+    assert min(lead for step in range(AHEAD, 31) for lead in leads[step]) == AHEAD - 1

@@ -227,8 +227,8 @@ def check_width(path: AnyPath, tokens: NDArray[np.integer], where: str) -> None:
         raise InputError(
             f"{where}: {path}: every second id is 0 when a token is read as {size} bytes ({tokens.dtype.name}), from "
             f"byte {size} on, so it seems to have {2 * size}: give its "
-            "type (token_size_in_bytes or token_dtype in a config, --dtype or --source-dtype of a command), or, if they "
-            "are 0 indeed, write a file that tells it (.npy by numpy.save, a .ds with its .index)"
+            "type (token_size_in_bytes or token_dtype in a config, --dtype or --source-dtype of a command), or, if "
+            "they are 0 indeed, write a file that tells it (.npy by numpy.save, a .ds with its .index)"
         )
 
 
