@@ -1,8 +1,7 @@
 """A server with the answers of the Hugging Face hub that reading needs (huggingface.co/docs/hub/api).
 
 GET  /api/datasets/o/n[/revision/R]           the commit of a revision
-GET  /api/datasets/o/n/tree/R/path            what a folder holds
-POST /api/datasets/o/n/paths-info/R           what some paths are
+GET  /api/datasets/o/n/tree/R/path            what a folder holds, page by page
 GET  /datasets/o/n/resolve/R/path             the bytes; of a large file (here .ds, .npy, .parquet) the address
 GET  /cdn/…                                   of its bytes, elsewhere
 """
@@ -39,6 +38,7 @@ class Hub(ThreadingHTTPServer):
 
     def mend(self) -> None:
         self.reads: list[str] = []
+        self.page = 1000
         self.breaks: Callable[[BaseHTTPRequestHandler], bool] = lambda handler: False
 
     def push(self, name: str, files: dict[str, bytes]) -> str:
@@ -58,8 +58,6 @@ class _Handler(BaseHTTPRequestHandler):
     server: Hub
 
     def do_GET(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        self.form = parse_qs(self.rfile.read(length).decode())
         self.server.reads.append(f"{self.command} {self.path} {self.headers.get('Range', '')}")
         if self.server.breaks(self):
             return
@@ -71,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._resolve(path.removeprefix("datasets/").split("/", 4))
 
-    do_HEAD = do_POST = do_GET
+    do_HEAD = do_GET
 
     def _tree(self, name: str, revision: str) -> dict[str, bytes] | None:
         """The files of a revision; None where an error was answered."""
@@ -91,14 +89,15 @@ class _Handler(BaseHTTPRequestHandler):
         path = parts[4] if len(parts) > 4 else ""
         if what == "revision":
             self._json({"id": name, "sha": self._commit(name, revision), "private": False, "tags": [], "downloads": 0})
-        elif what == "paths-info":
-            wanted = self.form["paths"]
-            self._json([entry for entry in self._entries(tree) if entry["path"] in wanted])
         else:
             below = [entry for entry in self._entries(tree) if entry["path"].startswith(f"{path}/" if path else "")]
             missing = not below and path
             error = ({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
-            self._json(*error) if missing else self._json(below)
+            query = parse_qs(urlsplit(self.path).query)
+            start = int(query.get("cursor", ["0"])[0])
+            page, rest = below[start : start + self.server.page], below[start + self.server.page :]
+            after = f"{self.server.url}{self.path.split('&cursor')[0]}&cursor={start + len(page)}"
+            self._json(*error) if missing else self._json(page, 200, {"Link": f'<{after}>; rel="next"'} if rest else {})
 
     def _entries(self, tree: dict[str, bytes]) -> list[dict[str, Any]]:
         folders = {path[:at] for path in tree for at, letter in enumerate(path) if letter == "/"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from kenotron.config import InputError
 from kenotron.config.remote import RemoteData
 from kenotron.data.formats import open_token_files
-from kenotron.data.remote import RemoteArray, as_path, drivers, paths, read_rows
+from kenotron.data.remote import RemoteArray, as_path, drivers, fetching, paths, read_rows
 from kenotron.data.remote.blocks import BlockStore, block_store
 
 Upload = Callable[[Path, str], str]
@@ -36,7 +37,7 @@ def opened(url: str, **changes: Any) -> RemoteArray:
     return found
 
 
-def failing(times: int, status: int = 500) -> Callable[[Any], bool]:
+def failing(times: int, status: int = 500, **headers: str) -> Callable[[Any], bool]:
     """The first `times` reads of bytes are answered with `status`."""
     left = [times]
 
@@ -45,6 +46,8 @@ def failing(times: int, status: int = 500) -> Callable[[Any], bool]:
             return False
         left[0] -= 1
         handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name.replace("_", "-"), value)
         handler.send_header("Content-Length", "0")
         handler.end_headers()
         return True
@@ -59,6 +62,24 @@ def test_two_failures_then_an_answer(server: Any, tokens: Any, capsys: pytest.Ca
     said = capsys.readouterr().err
     assert said.count("warning") == 1  # from the second failure on
     assert f"warning: {url}, bytes 0-40127: try 2 of 5 failed (" in said
+
+
+@pytest.mark.parametrize(("asked", "waited"), [("7", 7.0), ("3600", 60.0), ("Fri, 31 Dec 1999 23:59:59 GMT", None)])
+def test_a_server_may_ask_to_be_waited_for(
+    server: Any, tokens: Any, asked: str, waited: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, ids = tokens
+    slept = waits_of(monkeypatch)
+    server.breaks = failing(1, 503, Retry_After=asked)
+    np.testing.assert_array_equal(opened(url)[:], ids)
+    assert slept == ([waited] if waited else [pytest.approx(0.01, rel=0.3)])
+
+
+def waits_of(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Instead of the waits between tries."""
+    slept: list[float] = []
+    monkeypatch.setattr(fetching, "time", SimpleNamespace(sleep=slept.append))
+    return slept
 
 
 def test_a_short_answer_is_tried_again(server: Any, tokens: Any) -> None:

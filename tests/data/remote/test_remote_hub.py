@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,17 @@ import pytest
 from data_runs import run_config
 from hub_server import Hub
 from huggingface_hub import constants
-from test_remote_failures import failing, opened
+from test_remote_failures import failing, opened, waits_of
 from test_remote_runs import write_texts
 from test_remote_tokens import write_folder
+from written_tokens import write_ds
 
 from kenotron.config import InputError
+from kenotron.config.remote import RemoteData
 from kenotron.data import open_run
 from kenotron.data.formats import open_token_files
 from kenotron.data.hub import OFFLINE_VARIABLES
-from kenotron.data.remote import drivers, paths
+from kenotron.data.remote import RemotePath, as_path, drivers, paths
 from kenotron.data.texts import FileTexts, find_files
 
 Push = Callable[[Path, str], str]
@@ -142,6 +145,50 @@ def test_failures_are_tried_again_then_named(hub: Hub, tokens: Any, monkeypatch:
     with pytest.raises(InputError, match=r"ids\.npy, bytes 30000-39999: cannot be read, tried 3 times \(HfHub.*503"):
         array[15_000:15_010]
     assert len(hub.reads) == 3
+
+
+def test_the_hub_may_ask_to_be_waited_for(hub: Hub, tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, ids = tokens
+    slept = waits_of(monkeypatch)
+    hub.breaks = failing(1, 429, Retry_After="7")
+    np.testing.assert_array_equal(opened(url)[:], ids)
+    assert slept == [7.0]
+
+
+@pytest.mark.parametrize("stalls", ["/tree/", "/resolve/"])
+def test_a_hub_that_does_not_answer_is_named(
+    tmp_path: Path, hub: Hub, push: Push, stalls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_ds(tmp_path / "f" / "0.ds", [range(5)], tokenizer=None)
+    url = push(tmp_path / "f", "tokens")
+    monkeypatch.setattr(drivers, "WAIT", 0.2)
+    mended, asked = threading.Event(), []
+
+    def stalling(handler: Any) -> bool:
+        if stalls in handler.path:
+            asked.append(handler.path)
+            mended.wait(20)
+        return False
+
+    hub.breaks = stalling
+    with pytest.raises(InputError, match=rf"^{url}: cannot be read, tried 2 times \(ReadTimeout: "):
+        open_token_files(as_path(url, RemoteData(tries=2)), "PATH")
+    mended.set()
+    assert len(asked) == 2
+    assert len(open_token_files(url, "PATH")) == 1
+
+
+def test_a_listing_in_pages_is_read_to_its_end(hub: Hub) -> None:
+    files = {f"a folder/{number}.txt": b"x" * number for number in range(1, 8)}
+    hub.push("stas/robots", files | {"a folder too/no.txt": b"x"})
+    hub.page = 3
+    folder = as_path("hf://datasets/stas/robots/a folder")
+    assert isinstance(folder, RemotePath)
+    found = {file.name: file.stat().st_size for file in folder.walk()}
+    assert found == {f"{number}.txt": number for number in range(1, 8)}
+    assert [read.split("?")[0] for read in hub.reads if "/tree/" in read] == [
+        "GET /api/datasets/stas/robots/tree/main/a%20folder"
+    ] * 3
 
 
 def test_what_is_not_there_or_not_for_us(hub: Hub, tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:

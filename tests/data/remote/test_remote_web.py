@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from data_runs import run_config
-from test_remote_failures import opened
+from test_remote_failures import opened, waits_of
 from written_tokens import write_ds
 
 from kenotron.config import InputError
@@ -54,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
         data, status = web.files.get(path, b""), 200 if path in web.files else 404
         headers = {}
         if web.status:
-            data, status = b"", web.status
+            data, status, headers = b"", web.status, {"Retry-After": "7"}
         elif path in web.moved:
             data, status, headers = b"", 302, {"Location": web.moved[path]}
         elif status == 200:
@@ -142,12 +142,14 @@ def test_a_server_that_does_not_tell_the_length(web: Web) -> None:
         opened(f"{web.url}/ids.npy")
 
 
-def test_a_failing_server_is_no_missing_file(web: Web) -> None:
+def test_a_failing_server_is_no_missing_file(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss mask that is not there is none; one that cannot be asked for is an error."""
+    slept = waits_of(monkeypatch)
     web.status = 503
     url = f"{web.url}/ids.npy"
     with pytest.raises(InputError, match=rf"^{url}: cannot be read, tried 5 times \(ClientResponseError: 503"):
         open_token_files(url, "PATH")
+    assert slept == [7.0] * 4  # as it asks for
     web.status = 403
     with pytest.raises(InputError, match=rf"^{url}: cannot be read \(ClientResponseError: 403"):
         open_token_files(url, "PATH")

@@ -11,8 +11,10 @@ A driver's listing and `info` tell how long a file is, and its version: what cha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
+from urllib.parse import quote
 
 from kenotron.config.errors import InputError, nearest
 
@@ -182,18 +184,33 @@ def _hub(protocol: str, **options: Any) -> Any:
                 found = get_hf_file_metadata(self._url(at), timeout=WAIT)
                 return {"name": path, "type": "file", "size": found.size, "etag": found.etag}
             except EntryNotFoundError:
-                if not self._api.get_paths_info(
-                    at.repo_id, at.path_in_repo, revision=at.revision, repo_type=at.repo_type
-                ):
-                    raise FileNotFoundError(path) from None
+                next(self._listed(at, recursive=False), None)  # raises where there is no such folder either
                 return {"name": path, "type": "directory", "size": 0}
 
         def find(self, path: str, *args: Any, **kwargs: Any) -> Any:
-            found: Any = super().find(path, *args, **kwargs | {"refresh": True})
-            for info in found.values() if isinstance(found, dict) else ():
-                if lfs := info.get("lfs"):
-                    info["etag"] = lfs["sha256"]  # as `info` and every read tell it
+            at = self.resolve_path(path)
+            if not hasattr(at, "path_in_repo"):
+                return super().find(path, *args, **kwargs | {"refresh": True})
+            root, below = self._strip_protocol(path).rstrip("/"), len(at.path_in_repo)
+            found = {}
+            for entry in self._listed(at, recursive=True):
+                name = f"{root}/{entry['path'][below:].lstrip('/')}"
+                etag = entry.get("lfs", entry)["oid"]  # as `info` and every read tell it
+                found[name] = {"name": name, "type": entry["type"], "size": entry["size"], "etag": etag}
             return found
+
+        def _listed(self, at: Any, recursive: bool) -> Iterator[dict[str, Any]]:
+            """What a folder holds, as the hub's API tells it. (HfApi's waits for an answer however long it takes.)"""
+            place = f"{at.repo_type}s/{at.repo_id}/tree/{quote(at.revision, safe='')}/{quote(at.path_in_repo)}"
+            url: str | None = f"{self.endpoint}/api/{place.rstrip('/')}?recursive={str(recursive).lower()}"
+            while url:
+                answer = get_session().get(url, headers=build_hf_headers(), timeout=WAIT)
+                try:
+                    hf_raise_for_status(answer)
+                except EntryNotFoundError:
+                    raise FileNotFoundError(at.unresolve()) from None
+                yield from answer.json()
+                url = answer.links.get("next", {}).get("url")
 
         def read_range(self, path: str, start: int, stop: int) -> tuple[bytes, tuple[int, str]]:
             at = self.resolve_path(path)

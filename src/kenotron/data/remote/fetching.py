@@ -35,6 +35,9 @@ AT_ONCE = 32
 FIRST_WAIT = 0.5
 """Seconds before the second try, doubled before every later one, each times a random number around 1."""
 
+LONGEST_WAIT = 60.0
+"""Most seconds that a server may ask to wait for, by `Retry-After`."""
+
 
 class RemoteFile(NamedTuple):
     """One version of a file on another machine."""
@@ -87,7 +90,7 @@ def attempt(what: str, tries: int, read: Callable[[], T]) -> T:
                 raise InputError(f"{what}: cannot be read, tried {tries} times ({words})") from None
             if number > 1:
                 print(f"warning: {what}: try {number} of {tries} failed ({words})", file=sys.stderr, flush=True)
-            time.sleep(FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.75, 1.25))
+            time.sleep(max(FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.75, 1.25), _asked_wait(error)))
     raise AssertionError("unreachable")
 
 
@@ -116,6 +119,18 @@ def _status(error: BaseException) -> int:
     named = ((error, "status"), (getattr(error, "response", None), "status_code"), (error, "code"))
     told = (getattr(holder, name, None) for holder, name in named)
     return next((status for status in told if isinstance(status, int)), 0)
+
+
+def _asked_wait(error: BaseException) -> float:
+    """Seconds to wait before another try, as the `Retry-After` of an answer asks for; at most `LONGEST_WAIT`."""
+    for each in (error, error.__cause__):  # s3fs raises its own from botocore's, whose answer is a dictionary
+        answer = getattr(each, "response", None)
+        told = answer.get("ResponseMetadata", {}) if isinstance(answer, dict) else {}
+        headers = told.get("HTTPHeaders") or getattr(each, "headers", None) or getattr(answer, "headers", None) or {}
+        text = next((str(headers[name]) for name in headers if name.lower() == "retry-after"), "")
+        if text.strip().isdigit():
+            return min(float(text), LONGEST_WAIT)
+    return 0.0
 
 
 # ---- blocks ------------------------------------------------------------------------------------------------
