@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kenotron.config.errors import InputError, nearest
+from kenotron.config.errors import InputError, counted, nearest
 
 from ..remote import AnyPath, RemoteArray, RemotePath
 from ..remote.arrays import whole_array
@@ -225,10 +225,10 @@ def check_width(path: AnyPath, tokens: NDArray[np.integer], where: str) -> None:
     if len(head) >= 16 and not head[1::2].any() and head[::2].any():
         size = tokens.itemsize
         raise InputError(
-            f"{where}: {path}: every second id is 0 when a token is read as {size} bytes ({tokens.dtype.name}), from "
-            f"byte {size} on, so it seems to have {2 * size}: give its "
-            "type (token_size_in_bytes or token_dtype in a config, --dtype or --source-dtype of a command), or, if "
-            "they are 0 indeed, write a file that tells it (.npy by numpy.save, a .ds with its .index)"
+            f"{where}: {path}: every second id is 0 when a token is read as {counted(size, 'byte')} "
+            f"({tokens.dtype.name}), from byte {size} on, so it seems to have {2 * size}: give its type "
+            "(token_size_in_bytes or token_dtype in a config, --dtype or --source-dtype of a command), or, if they are "
+            "0 indeed, write a file that tells it (.npy by numpy.save, a .ds with its .index)"
         )
 
 
