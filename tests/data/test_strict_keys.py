@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from data_runs import run_config
 from written_tokens import write_ds
 
+from kenotron.cli import main
 from kenotron.config import Config, InputError, load, to_dict
 from kenotron.data import open_run
 
@@ -48,6 +50,10 @@ REFUSED = {
     "nothing is remote": (
         of(TOKENS) | {"remote_data": {"tries": 2}},
         "remote_data: expected a path on another machine",
+    ),
+    "a revision of nothing": (
+        of(None) | {"tokenizer": {"tokenizer_revision": "main"}},
+        "tokenizer.tokenizer_revision: expected only beside tokenizer_name_or_path",
     ),
     "a stream of tokens": (of(TOKENS | {"streaming": {}}), f"{AT}.dataset"),
     "a type where files tell": (of({"dataset_folder": "a", "token_dtype": "uint16"}), f"{AT}.dataset"),
@@ -152,20 +158,25 @@ def test_what_is_wrong_with_the_data_is_named_by_the_whole_key(here: Path, case:
     assert first_failure(run_config(*stages, val_samples=32)).startswith(message)
 
 
-def test_a_stage_that_restarts_what_nobody_read_is_refused(here: Path) -> None:
+def test_a_stage_that_restarts_what_nobody_read_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = to_dict(run_config(DS, {"tokens": "ids.npy"}))
     content["data_stages"][1]["data"]["restart"] = True
-    assert first_failure(load(content)) == (
-        "data_stages.1.data.restart: expected false: no earlier stage reads of its sources"
-    )
+    message = "data_stages.1.data.restart: expected false: no earlier stage reads of its sources"
+    assert first_failure(load(content)) == message
+    (here / "my.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(SystemExit) as ended:
+        main(["config", "check", "my.yaml"])
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"error: {message}\n")
 
 
 def test_what_a_stream_or_a_missing_copy_leave_undone_is_told(here: Path) -> None:
     lines: list[str] = []
     stream = run_config({"text_files": "a.txt", "streaming": {}}, data__num_loading_workers=3, val_check_interval=-1)
     copies = run_config({"dataset_folder": "ds", "dataset_read_path": "copies"})
-    for config in (stream, copies):
+    tokens = run_config(DS, tokenizer__tokenizer_max_length=8)
+    for config in (stream, copies, tokens):
         with open_run(config, report=lines.append) as data:
             data.loader(1, 2).close()
     assert "num_loading_workers: a stream is read in order, so 1 thread reads ahead, not 3" in lines
+    assert "warning: tokenizer.tokenizer_max_length cuts nothing: no stage reads text" in lines
     assert "warning: copies (dataset_read_path) has none of the files of ds: they are read there" in lines

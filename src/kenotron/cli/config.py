@@ -13,8 +13,9 @@ from typing import Annotated
 
 import typer
 
+from kenotron.config import Config, dump, load, refuse_unsupported
 from kenotron.config import diff as differences
-from kenotron.config import dump, load, refuse_unsupported
+from kenotron.config.data import paths_of
 from kenotron.config.errors import counted
 
 app = typer.Typer(help="Check, show and compare configs.", no_args_is_help=True)
@@ -32,6 +33,7 @@ def check(file: File, overrides: Overrides = None) -> None:
     """Check a config: keys, types, cross-checks, and whether everything it asks for is supported."""
     config = load(file, overrides or [], report=_say)
     refuse_unsupported(config)
+    _plan_stages(config)
     stages, lengths = config.data_stages, set(config.sequence_lengths.values())
     samples, length = f"{config.global_batch_size}", f"{max(lengths)}"
     if any(stage.batch_size_ramp for stage in stages):
@@ -42,6 +44,15 @@ def check(file: File, overrides: Overrides = None) -> None:
         f"{file}: valid: {config.tokens.train_steps} steps of {samples} sequences of {length} tokens, "
         f"{counted(len(stages), 'stage')}"
     )
+
+
+def _plan_stages(config: Config) -> None:
+    """Errors (InputError): what several stages say of each other's sources. (A mix file may lie on another machine.)"""
+    paths = [path for dataset in config.datasets for path in paths_of(dataset)]
+    if len(config.data_stages) > 1 and not any(path.endswith(".json") for path in paths):
+        from kenotron.data.plan import plan_stages
+
+        plan_stages(config)
 
 
 @app.command()

@@ -33,4 +33,6 @@ class Tokenizer(Section):
     def _one_origin(self) -> Self:
         if self.train and self.tokenizer_name_or_path:
             raise problem("train", "expected either tokenizer_name_or_path or train, found both")
+        if self.tokenizer_revision and not self.tokenizer_name_or_path:
+            raise problem("tokenizer_revision", "expected only beside tokenizer_name_or_path, which is null")
         return self

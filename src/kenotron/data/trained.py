@@ -30,9 +30,11 @@ def tokenizer_of(config: Any, stages: Sequence[Stage], report: Report, folder: P
     Errors (InputError): not found; hub unreachable.
     """
     section = config.tokenizer
+    has_text = any(kind(source.dataset) in TEXT_KINDS for stage in stages for source in stage.sources)
+    if section.tokenizer_max_length is not None and not has_text:
+        report("warning: tokenizer.tokenizer_max_length cuts nothing: no stage reads text")
     if folder is not None and folder.is_dir():
         return load_tokenizer(folder)
-    has_text = any(kind(source.dataset) in TEXT_KINDS for stage in stages for source in stage.sources)
     if section.train is not None:
         texts = []
         for source in stages[0].sources:
