@@ -33,7 +33,7 @@ def check(file: File, overrides: Overrides = None) -> None:
     """Check a config: keys, types, cross-checks, and whether everything it asks for is supported."""
     config = load(file, overrides or [], report=_say)
     refuse_unsupported(config)
-    _plan_stages(config)
+    _check_restarts(config)
     stages, lengths = config.data_stages, set(config.sequence_lengths.values())
     samples, length = f"{config.global_batch_size}", f"{max(lengths)}"
     if any(stage.batch_size_ramp for stage in stages):
@@ -46,11 +46,11 @@ def check(file: File, overrides: Overrides = None) -> None:
     )
 
 
-def _plan_stages(config: Config) -> None:
-    """Errors (InputError): what several stages say of each other's sources. (A mix file may lie on another machine.)"""
+def _check_restarts(config: Config) -> None:
+    """Errors (InputError): a stage restarts what no earlier one read. (A mix file may lie where the run will be.)"""
     paths = [path for dataset in config.datasets for path in paths_of(dataset)]
-    if len(config.data_stages) > 1 and not any(path.endswith(".json") for path in paths):
-        from kenotron.data.plan import plan_stages
+    if any(stage.data.restart for stage in config.data_stages) and not any(path.endswith(".json") for path in paths):
+        from kenotron.data.plan import plan_stages  # half a second: only where it can tell something
 
         plan_stages(config)
 
