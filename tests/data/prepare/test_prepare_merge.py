@@ -190,8 +190,8 @@ def test_what_is_in_memory_at_a_time_decides_nothing(tmp_path, monkeypatch, shuf
     lengths = [3, 0, 40, 1, 0, 0, 7, 25, 2, 90, 1, 1]
     documents = [[100 * number + n for n in range(length)] for number, length in enumerate(lengths, start=1)]
     write(tmp_path / "a.ds", documents, [np.array(ids, int) % 3 > 0 for ids in documents])
-    for module in ("merge", "shuffle"):
-        monkeypatch.setattr(f"kenotron.data.prepare.{module}.TOKENS_AT_ONCE", 8)
+    for module in ("formats.token_file", "prepare.shuffle"):
+        monkeypatch.setattr(f"kenotron.data.{module}.TOKENS_AT_ONCE", 8)
     monkeypatch.setattr("kenotron.data.prepare.merge.DOCUMENTS_AT_ONCE", 5)
     monkeypatch.setattr("kenotron.data.prepare.shuffle.BUCKET_TOKENS", 50)
     merge([str(tmp_path / "a.ds")], tmp_path / "m.ds", shuffle=shuffle, seed=4, report=quiet)

@@ -278,6 +278,10 @@ class PartialFile:
         self.partial.unlink(missing_ok=True)
 
 
+TOKENS_AT_ONCE = 1 << 20
+"""Tokens that are read, moved and written at a time, where there are many."""
+
+
 class TokenWriter(ABC):
     """Writes one token file, piece by piece, in bounded memory.
 
@@ -303,7 +307,13 @@ class TokenWriter(ABC):
 
         Errors (InputError): an id that the dtype cannot hold; a loss in a format that has none; the disk is full.
         """
-        self.append(ids, np.cumsum(lengths), loss)
+        ends, done = np.cumsum(lengths), 0
+        for start in range(0, max(len(ids), 1), TOKENS_AT_ONCE):  # `ids` may be mapped, and larger than memory
+            part = slice(start, start + TOKENS_AT_ONCE)
+            last = int(np.searchsorted(ends, part.stop, side="right"))
+            self.append(ids[part], ends[done:last] - start, None if loss is None else loss[part])
+            done = last
+            release(ids)
 
     def append(
         self, ids: NDArray[np.integer], ends: NDArray[np.integer], loss: NDArray[np.bool_] | None = None

@@ -32,7 +32,7 @@ from ..formats.token_file import checked_loss, release
 from ..progress import Report, progress
 from ..remote import as_path
 from .manifest import MANIFEST, checksums, read_json, token_dtype, write_json
-from .shuffle import TOKENS_AT_ONCE, DocumentShuffle, Loss, some_documents
+from .shuffle import DocumentShuffle, Loss, some_documents
 from .tokenize import FORMATS
 
 DOCUMENTS_AT_ONCE = 1 << 20
@@ -226,15 +226,7 @@ class _Files:
     def _write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss) -> None:
         if self._writer is None:
             self._writer = open_writer(self._path(), self.format, self.dtype, self.tokenizer)
-        ends, done = np.cumsum(lengths), 0
-        for start in range(0, max(len(ids), 1), TOKENS_AT_ONCE):
-            part = slice(start, start + TOKENS_AT_ONCE)
-            last = int(np.searchsorted(ends, part.stop, side="right"))
-            self._writer.append(
-                ids[part].astype(self.dtype), ends[done:last] - start, None if loss is None else loss[part]
-            )
-            done = last
-            release(ids)
+        self._writer.write(ids, lengths, loss)
         self._documents += len(lengths)
         self._tokens += len(ids)
 

@@ -20,11 +20,10 @@ from typing import Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ..formats.token_file import release
+from ..formats.token_file import TOKENS_AT_ONCE, release
 
 BUCKET_TOKENS = 1 << 24
 MOST_BUCKETS = 256
-TOKENS_AT_ONCE = 1 << 20
 
 KEPT = 1 << 28
 """Bytes up to which a bucket stays in memory while it is written."""
