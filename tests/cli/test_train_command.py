@@ -141,7 +141,7 @@ def test_wrong_input_is_one_error_line_and_exit_code_2(
     first, *rest = finished.stderr.splitlines()
     assert first.startswith("error: ")
     assert said in first
-    assert rest in ([], ["Try 'kenotron --help'."])
+    assert rest in ([], [f"Try 'kenotron{' train' if arguments[0] == 'train' else ''} --help'."])
     assert "Traceback" not in finished.stderr
     assert not (tmp_path / "checkpoints" / "3").exists()
 

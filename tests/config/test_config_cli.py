@@ -85,7 +85,7 @@ def test_schema_and_reference_are_printed() -> None:
 
 def test_init_lists_the_starters_with_what_they_are_for() -> None:
     listed = runner.invoke(starter, []).stdout
-    assert [line.split()[0] for line in listed.splitlines()] == ["hf-finetune", "text-folder", "tiny-llama"]
+    assert [line.split()[0] for line in listed.splitlines()] == ["hf-finetune", "text-folder", "tiny-llama", "tokens"]
     assert "your own folder of text files" in listed
 
 

@@ -13,6 +13,9 @@ import pytest
 from hub_cache import made_documents, offline_environment
 from tiny_llamas import hf_llama, save_hf, small_tokenizer
 
+from kenotron.data.prepare.tokenize import TokenizeOptions, tokenize
+from kenotron.data.tokenizer import load_tokenizer, train_byte_level_bpe
+
 SMALL = (
     "tokens.sequence_length=32",
     "tokens.micro_batch_size=2",
@@ -55,6 +58,16 @@ def test_text_folder_on_a_folder_of_few_files(tmp_path: Path, files: int) -> Non
     assert all(step["val_bits_per_byte"] > 0 for step in steps[1:])
     said = kenotron("generate", "checkpoints/text-folder/3", "--prompt", "sea", folder=tmp_path, home=tmp_path)
     assert said.startswith("sea")
+
+
+def test_tokens_on_files_that_data_tokenize_wrote(tmp_path: Path) -> None:
+    texts = made_documents(40)
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    train_byte_level_bpe(texts, 400).save(tmp_path / "my-tokenizer")
+    tokenizer = load_tokenizer(tmp_path / "my-tokenizer")
+    tokenize([str(tmp_path / "texts.jsonl")], tokenizer, tmp_path / "tokens", TokenizeOptions())
+    steps = train("tokens", tmp_path, tmp_path, "model.model_config.num_hidden_layers=1", *SMALL)
+    assert validated(steps) == [2, 3]
 
 
 def test_hf_finetune_on_a_folder_of_hugging_face(tmp_path: Path) -> None:

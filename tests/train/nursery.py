@@ -51,12 +51,14 @@ class Nursery:
     """One child at a time."""
 
     def __init__(self, **more: str) -> None:
+        here, outer = str(Path(__file__).parent), os.environ.get("PYTHONPATH")  # a checkout that is not installed
+        paths = os.pathsep.join(filter(None, [here, outer]))
         self.process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment(Path.cwd(), **more) | {"PYTHONPATH": str(Path(__file__).parent)},
+            env=environment(Path.cwd(), **more) | {"PYTHONPATH": paths},
         )
 
     def __enter__(self) -> Self:

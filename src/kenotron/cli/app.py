@@ -41,7 +41,8 @@ def build_app() -> Callable[[list[str]], int]:
             code = app(arguments, prog_name="kenotron", standalone_mode=False)
         except TyperException as error:
             print(f"error: {error.format_message()}", file=sys.stderr)  # names the option
-            print("Try 'kenotron --help'.", file=sys.stderr)
+            context = getattr(error, "ctx", None)
+            print(f"Try '{context.command_path if context else 'kenotron'} --help'.", file=sys.stderr)
             return 2
         if code == 130:  # typer makes an exit code of Ctrl-C
             raise KeyboardInterrupt

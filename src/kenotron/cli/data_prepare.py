@@ -94,6 +94,8 @@ def tokenize(
         f"{output}: {counted(made['documents'], 'document')}, {made['tokens']:,} tokens of {made['dtype']} in "
         f"{counted(len(made['files']), 'file')}, from {made['bytes'] / 1e6:.1f} MB of text{left_out}"
     )
+    print(f"Next: kenotron data inspect {output} --tokenizer {tokenizer}")
+    print("      kenotron init tokens > my.yaml    # then set dataset, tokenizer and vocab_size in it")
 
 
 @app.command()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class InputError(Exception):
@@ -30,6 +31,11 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """A "did you mean" suffix for an unknown `name`, or nothing when no valid name is near."""
     match = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
     return f"; did you mean '{match[0]}'?" if match else ""
+
+
+def nearest_sibling(path: Path) -> str:
+    """`nearest` of what lies in the folder where `path` is not."""
+    return nearest(path.name, [sibling.name for sibling in path.absolute().parent.glob("*")])
 
 
 def counted(number: int, noun: str) -> str:

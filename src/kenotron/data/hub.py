@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, nearest_sibling
 
 OFFLINE_VARIABLES = ("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")
 PROXY_VARIABLES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
@@ -61,7 +61,7 @@ def hub_file(repo: str, file: str, revision: str | None, key: str, optional: boo
                 return None
             raise InputError(
                 f"{key}: cannot reach the Hugging Face hub for '{repo}', and it is not cached here ({reason}); "
-                "no folder here has that name"
+                f"no folder here has that name{nearest_sibling(Path(repo))}"
             )
         return Path(hub.hf_hub_download(repo, file, revision=revision))
     except errors.LocalEntryNotFoundError:

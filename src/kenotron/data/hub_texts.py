@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, nearest_sibling
 
 from .hub import cached_revision, first_line, offline_variable, settle_hub, unreachable
 from .texts import LONGEST_PIECE, YOUNG, Piece, RowHook, Span, missing_column, short_pieces, whole_characters
@@ -274,7 +274,7 @@ def _explained(name: str, *library_errors: type[Exception]) -> Iterator[None]:
         if reason := unreachable():
             raise InputError(
                 f"{key}: cannot reach the Hugging Face hub for '{name}', and it is not cached here ({reason}); "
-                "no folder here has that name"
+                f"no folder here has that name{nearest_sibling(Path(name))}"
             ) from None
         raise InputError(f"{key}: cannot load '{name}': {first_line(error)}") from None
 

@@ -38,7 +38,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import xxhash
 
-from kenotron.config.errors import InputError, nearest
+from kenotron.config.errors import InputError, nearest, nearest_sibling
 
 from .remote import AnyPath, RemotePath, RemoteStat, as_path
 
@@ -450,7 +450,8 @@ def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
             )
         return [root]
     if not root.is_dir():
-        raise InputError(f"{key}: no such file or folder: {path}")
+        near = nearest_sibling(root) if isinstance(root, Path) else ""
+        raise InputError(f"{key}: no such file or folder: {path}{near}")
     found: list[AnyPath]
     if isinstance(root, RemotePath):
         found = list(root.walk())

@@ -277,6 +277,19 @@ def test_a_run_that_met_damage_goes_on_once_told_to_skip_it(tokenizer, tmp_path)
     assert (tmp_path / "out" / "00000.ds").stat().st_ino == first.st_ino
 
 
+def test_a_mistake_leaves_nothing_that_the_corrected_command_is_refused_for(tokenizer, tmp_path):
+    (tmp_path / "texts").mkdir()
+    write_jsonl(tmp_path / "texts" / "a.jsonl", ["a b"])
+    texts, output = str(tmp_path / "texts"), tmp_path / "tokens"
+    with pytest.raises(InputError, match="no text column 'txt'"):
+        tokenize([texts], tokenizer, output, TokenizeOptions(column="txt"))
+    made = tokenize([texts], tokenizer, output, TokenizeOptions())
+    assert made["documents"] == 1
+    assert tokenize([texts + "/"], tokenizer, output, TokenizeOptions()) == made  # the same folder
+    with pytest.raises(InputError, match="given twice"):
+        tokenize([texts, texts + "/"], tokenizer, output, TokenizeOptions())
+
+
 def test_from_text_to_a_merged_file_on_the_command_line(tmp_path, monkeypatch, capsys):
     from kenotron.cli import main
 
@@ -289,7 +302,8 @@ def test_from_text_to_a_merged_file_on_the_command_line(tmp_path, monkeypatch, c
     texts = made_texts(50)
     write_jsonl(tmp_path / "a.jsonl", texts)
     assert call("train-tokenizer", "a.jsonl", "--vocab-size", "300", "--output", "tok")[0] == 0
-    assert call("tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "out", "--workers", "1")[0] == 0
+    code, said = call("tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "out", "--workers", "1")
+    assert (code, "Next: kenotron data inspect out --tokenizer tok" in said.out) == (0, True)
     assert call("merge", "out", "--shuffle", "--output", "all.ds")[0] == 0
     assert sorted(written(tmp_path)) == sorted(plain_loop(load_tokenizer("tok"), texts))
     before = {file.name for file in tmp_path.iterdir()}

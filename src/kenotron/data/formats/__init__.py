@@ -16,7 +16,7 @@ from types import ModuleType
 
 import numpy as np
 
-from kenotron.config.errors import InputError, nearest
+from kenotron.config.errors import InputError, nearest, nearest_sibling
 
 from ..remote import AnyPath, RemotePath, as_path
 from .token_file import TokenFile, TokenWriter, documents_between, integer_dtype, pieces
@@ -65,11 +65,12 @@ def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str
     """
     path = as_path(path)
     if not path.exists():
-        siblings = [sibling.name for sibling in path.absolute().parent.glob("*")] if isinstance(path, Path) else []
-        raise InputError(f"{where}: no such file or folder: {path}{nearest(path.name, siblings)}")
+        near = nearest_sibling(path) if isinstance(path, Path) else ""
+        raise InputError(f"{where}: no such file or folder: {path}{near}")
     found = sorted(set(filter(None, map(_recognised, _walk(path) if path.is_dir() else [path]))))
     if not found:
-        raise InputError(f"{where}: no token file {'in' if path.is_dir() else 'is'} {path}; expected {EXPECTED}")
+        none = f"no token file in {path}" if path.is_dir() else f"{path} is no token file"
+        raise InputError(f"{where}: {none}; expected {EXPECTED}")
     formats = sorted({name for _, name in found})
     if len(formats) > 1:
         raise InputError(

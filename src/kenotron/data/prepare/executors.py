@@ -72,7 +72,7 @@ def tokenize_on(
     _check(cluster)
     work = Work.plan(inputs, load_tokenizer(tokenizer), output, options)
     if (done := finished(work, output)) is not None:
-        report(f"{output} is done already: {counted(done['documents'], 'document')}, {done['tokens']:,} tokens")
+        report(f"{output} is done already")
         return done
     make_folder(output)
     with locked(output / UNFINISHED / "lock", report, f"tokenizing into {output}"):

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kenotron.config.errors import InputError, nearest
+from kenotron.config.errors import InputError, nearest_sibling
 
 from ..hub import cached_revision, offline_variable, unreachable
 from ..plan import datasets_of, whole_keys
@@ -156,8 +156,7 @@ def _existing(path: str, key: str) -> list[Path]:
     if place.is_file():
         return [place]
     if not place.is_dir():
-        siblings = [sibling.name for sibling in place.absolute().parent.glob("*")]
-        raise InputError(f"{key}: no such file or folder: {path}{nearest(place.name, siblings)}")
+        raise InputError(f"{key}: no such file or folder: {path}{nearest_sibling(place)}")
     found = [Path(folder, name) for folder, _, names in os.walk(place, followlinks=True) for name in names]
     if not any(file.is_file() for file in found):
         raise InputError(f"{key}: folder {path} is empty")

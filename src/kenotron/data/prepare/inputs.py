@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kenotron.config.dotted import import_dotted
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, nearest_sibling
 
 from ..hub_texts import HubTexts
 from ..remote import RemoteStat, is_remote
@@ -48,15 +48,15 @@ def open_input(
     Errors (InputError): nothing of that name.
     """
     if is_remote(name):
-        return FileTexts(name, find_files(name, "INPUT"), column, LONGEST_PIECE, skip_bad, hook)
+        return FileTexts(name.rstrip("/"), find_files(name, "INPUT"), column, LONGEST_PIECE, skip_bad, hook)
     path = Path(name).expanduser()
     saved = any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
     if path.exists() and not saved:
-        return FileTexts(name, find_files(path, "INPUT"), column, LONGEST_PIECE, skip_bad, hook)
+        return FileTexts(str(Path(name)), find_files(path, "INPUT"), column, LONGEST_PIECE, skip_bad, hook)
     if not saved and (
         path.is_absolute() or name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1 or path.suffix
     ):
-        raise InputError(f"INPUT: no such file or folder: {name}")
+        raise InputError(f"INPUT: no such file or folder: {name}{nearest_sibling(path)}")
     return HubTexts(name, split, config_name, column, hook)
 
 

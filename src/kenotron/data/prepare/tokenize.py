@@ -36,6 +36,7 @@ from .manifest import MANIFEST, checksums, read_json, refuse_other_work, token_d
 from .shuffle import DocumentShuffle
 
 UNFINISHED = ".unfinished"
+PLAN = "plan.json"
 WORK = "work-"
 """So begin the folders in which processes work; one that was killed leaves its own until all is done."""
 
@@ -76,7 +77,7 @@ def tokenize(
     """
     work = Work.plan(inputs, tokenizer, output, options)
     if (done := finished(work, output)) is not None:
-        report(f"{output} is done already: {counted(done['documents'], 'document')}, {done['tokens']:,} tokens")
+        report(f"{output} is done already")
         return done
     make_folder(output)
     with locked(output / UNFINISHED / "lock", report, f"tokenizing into {output}"):
@@ -86,7 +87,12 @@ def tokenize(
         todo = missing_shards(work, output)
         if len(todo) < len(work.shards):
             report(f"{len(work.shards) - len(todo)} of {counted(len(work.shards), 'shard')} done already")
-        make_shards(work, output, todo, workers, report)
+        try:
+            make_shards(work, output, todo, workers, report)
+        except BaseException:
+            if len(missing_shards(work, output)) == len(work.shards):  # nothing done: another command may begin here
+                (output / UNFINISHED / PLAN).unlink(missing_ok=True)
+            raise
         return finish(work, output)
 
 
@@ -100,7 +106,7 @@ def finished(work: Work, output: Path) -> dict[str, Any] | None:
 
 def begin(work: Work, output: Path) -> None:
     """Leave the plan in `output`. Errors (InputError): other work was begun there."""
-    plan = output / UNFINISHED / "plan.json"
+    plan = output / UNFINISHED / PLAN
     begun = read_json(plan, options=dict)
     if begun is not None:
         if work.options.skip_bad:  # what is finished had nothing to skip, or skipped it
@@ -148,21 +154,22 @@ class Work:
 
     @classmethod
     def plan(cls, inputs: Sequence[str], tokenizer: Tokenizer, output: Path, options: TokenizeOptions) -> Work:
-        if doubled := [name for name in inputs if list(inputs).count(name) > 1]:
-            raise InputError(f"INPUT: {doubled[0]} is given twice; --repeat writes documents more than once")
         rules = _encode_rules(tokenizer, options)
         hook = row_hook(options.column, options.filter, options.repeat)
         texts = [
             open_input(name, options.column, options.split, options.config_name, options.skip_bad, hook)
             for name in inputs
         ]
+        names = [source.name for source in texts]
+        if doubled := [name for name in names if names.count(name) > 1]:
+            raise InputError(f"INPUT: {doubled[0]} is given twice; --repeat writes documents more than once")
         vocab_size = max(tokenizer.vocab_size, (rules.eos or 0) + 1, (rules.bos or 0) + 1)
         hooks = {
             "filter": describe_hook(options.filter, "--filter"),
             "repeat": describe_hook(options.repeat, "--repeat"),
         }
         made_by = {
-            "inputs": list(inputs),
+            "inputs": names,
             "content": describe_inputs(texts),
             "tokenizer": {"name": tokenizer.name, "hash": tokenizer.hash},
             "options": asdict(options) | hooks | {"bos": rules.bos is not None},
