@@ -77,6 +77,10 @@ def test_a_run_may_change_its_length_layout_and_what_it_reports(minimal: dict[st
             ("optimizer.learning_rate_scheduler.lr_decay_steps", None, 5),
         ),
         (["data_stages.0.data.seed=1"], ("data_stages.0.data.seed", 42, 1)),
+        (
+            ["data_stages.0.data.dataset={tokens: b}"],
+            ("data_stages.0.data.dataset", {"text_files": "a", "text_column_name": "text"}, {"tokens": "b"}),
+        ),
         (["model.model_config.hidden_size=32"], ("model.model_config.hidden_size", 16, 32)),
         (["checkpoints.resume_checkpoint_path=another"], ("checkpoints.resume_checkpoint_path", None, "another")),
     ],
@@ -84,7 +88,9 @@ def test_a_run_may_change_its_length_layout_and_what_it_reports(minimal: dict[st
 def test_another_run_is_told_by_its_first_other_key(
     minimal: dict[str, Any], overrides: list[str], difference: tuple[str, Any, Any]
 ) -> None:
-    assert same_run_difference(to_dict(load(minimal)), load(minimal, overrides)) == difference
+    text = ["data_stages.0.data.dataset={text_files: a}", "tokenizer.tokenizer_name_or_path=t"]
+    saved = to_dict(load(minimal, text))
+    assert same_run_difference(saved, load(minimal, [*text, *overrides])) == difference
 
 
 def test_validation_is_free_for_the_share_held_out_is_the_same_without_it(minimal: dict[str, Any]) -> None:

@@ -125,6 +125,14 @@ def test_another_tokenizer_than_the_manifests_is_refused_whatever_its_name(tmp_p
         read_all({"tokens": str(tokens)}, tokenizer__tokenizer_name_or_path=str(tmp_path / "b" / "tokenizer"))
 
 
+def test_a_tokenizer_that_is_not_there_is_an_error_by_path_and_told_by_name(folder: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InputError, match=r"tokenizer_name_or_path: no such file or folder: \./words"):
+        read_all({"dataset_folder": str(folder)}, tokenizer__tokenizer_name_or_path="./words")
+    (line,) = read_all({"dataset_folder": str(folder)}, tokenizer__tokenizer_name_or_path="robot/words")
+    assert line.startswith("warning: no tokenizer in this run, which its data do not need: ")
+
+
 def test_two_bytes_are_too_few_for_the_runs_tokenizer(folder: Path, tmp_path: Path) -> None:
     import tokenizers
 

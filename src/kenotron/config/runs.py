@@ -128,6 +128,9 @@ def _first_difference(before: Stages, now: Stages) -> Difference | None:
             old, new = (start if start in side else None for side in (before, now))
             return f"data_stages.{number}.start_training_step", old, new
         number, _ = before[start]
+        saved, given = before[start][1], now[start][1]
+        if (kind := _of_its_kind(saved, given)) and (other := _of_its_kind(given, saved)):
+            return f"data_stages.{number}.data.dataset", kind, other
         left, right = (dict(flatten(side[start][1], f"data_stages.{number}")) for side in (before, now))
         for path in dict.fromkeys([*left, *right]):
             if left.get(path, ABSENT) != right.get(path, ABSENT) and not _is_free(path):
@@ -142,3 +145,9 @@ def _is_free(path: str) -> bool:
 def _within(path: object, folder: str) -> bool:
     """Resuming by name from the run's own checkpoints is what the run does anyway."""
     return isinstance(path, str) and Path(path).absolute().is_relative_to(Path(folder).absolute())
+
+
+def _of_its_kind(stage: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What a stage's dataset says by keys that the other's, of another kind, has not."""
+    mine, others = stage["data"]["dataset"] or {}, other["data"]["dataset"] or {}
+    return {key: value for key, value in mine.items() if key not in others and value is not None}

@@ -181,6 +181,12 @@ def end_of_text(tokenizer: HasEndOfText | None, architecture: Any) -> int:
     return architecture.eos_token_id if eos is None else eos
 
 
+def is_a_path(name_or_path: str | Path) -> bool:
+    """Whether it can be no name of the hub, by its form alone."""
+    name = str(name_or_path)
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
 def load_tokenizer(name_or_path: str | Path, revision: str | None = None) -> Tokenizer:
     """Load from a folder, a tokenizer.json, or a Hugging Face repository.
 
@@ -198,7 +204,7 @@ def load_tokenizer(name_or_path: str | Path, revision: str | None = None) -> Tok
         if (path / "tokenizer.json").is_file():
             return _read(path / "tokenizer.json", path)
         return _from_transformers(str(path), None)
-    if path.is_absolute() or str(name_or_path).count("/") > 1 or str(name_or_path).startswith("."):
+    if is_a_path(name_or_path):
         raise InputError(f"tokenizer.tokenizer_name_or_path: no such file or folder: {name_or_path}")
     name = str(name_or_path)
     key = "tokenizer.tokenizer_name_or_path"

@@ -15,7 +15,7 @@ from .progress import Report
 from .split import held_out_limit, is_held_out, share_of_hashes
 from .stream import all_parts
 from .texts import StreamTexts, Texts
-from .tokenizer import SPLIT_PATTERN, Tokenizer, load_tokenizer, train_byte_level_bpe
+from .tokenizer import SPLIT_PATTERN, Tokenizer, is_a_path, load_tokenizer, train_byte_level_bpe
 
 TRAINING_CHARACTERS = 200_000_000
 """Most text that a tokenizer is trained on; more changes little and costs memory."""
@@ -27,7 +27,8 @@ def tokenizer_of(config: Any, stages: Sequence[Stage], report: Report, folder: P
     A run that continues gives the `folder` its tokenizer was saved in: it is loaded from there, whatever the data or
     the place that it first came from have become since. No such folder: the run had none, and nothing changes.
 
-    Errors (InputError): not found; hub unreachable.
+    Errors (InputError): not found; hub unreachable. Where all data are tokens, a name of the hub that cannot be had is
+    told, no more: nanotron's files name one in any case.
     """
     section = config.tokenizer
     has_text = any(kind(source.dataset) in TEXT_KINDS for stage in stages for source in stage.sources)
@@ -48,9 +49,9 @@ def tokenizer_of(config: Any, stages: Sequence[Stage], report: Report, folder: P
     try:
         return load_tokenizer(section.tokenizer_name_or_path, section.tokenizer_revision)
     except InputError as error:
-        if has_text:
+        if has_text or is_a_path(section.tokenizer_name_or_path):
             raise
-        report(f"no tokenizer in this run, which its data do not need: {error}")
+        report(f"warning: no tokenizer in this run, which its data do not need: {error}")
         return None
 
 
