@@ -13,6 +13,7 @@ from data_runs import opened, quiet, rows, run_config, write_texts
 from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS, compression_baselines, open_run
 from kenotron.data.loader import Prefetcher
+from kenotron.data.plan import check_paths
 from kenotron.data.split import is_held_out, share_of_hashes, text_hash
 from kenotron.data.tokenizer import train_byte_level_bpe
 
@@ -484,3 +485,17 @@ def test_the_console_lines_say_what_is_read(texts):
     assert "documents" in lines[1]
     assert "cache: " in lines[1]
     assert lines[2].startswith("[stage 1] steps 5-12, sequence length 32: 100.00% random tokens")
+
+
+def test_a_path_that_is_not_there_is_named_before_anything_is_opened(texts):
+    config = run_config({"mixture": [{"weight": 1, "text_files": str(texts)}, {"weight": 1, "tokens": f"{texts}x"}]})
+    with pytest.raises(
+        InputError, match=r"^data_stages\.0\.data\.dataset\.mixture\.1\.tokens: .*did you mean 'texts'\?"
+    ):
+        check_paths(config, 1)
+    later = run_config({"text_files": str(texts)}, {"text_files": "not yet there"})
+    check_paths(later, 6)
+    with pytest.raises(
+        InputError, match=r"^data_stages\.1\.data\.dataset\.text_files: no such file or folder: not yet"
+    ):
+        check_paths(later, 7)

@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.config.data import paths_of
+from kenotron.config.errors import InputError, NotSupportedYet, nearest_sibling
 from kenotron.config.remote import RemoteData
 from kenotron.kernels.hashing import derive_key
 
@@ -188,6 +190,22 @@ def plan_stages(config: Any) -> list[Stage]:
             )
         )
     return planned
+
+
+def check_paths(config: Any, step: int) -> None:
+    """Whether the paths on this machine that the stage of `step` reads are there: at once, as nothing is opened.
+
+    Error (InputError): one is not.
+    """
+    stage = next(stage for stage in plan_stages(config) if stage.start <= step < stage.stop)
+    for source in stage.sources:
+        dataset = source.dataset
+        is_tokens = isinstance(dataset, TokenPath)
+        paths, key = ([dataset.path], dataset.key) if is_tokens else (paths_of(dataset), "dataset.text_files")
+        with whole_keys(source.at):
+            for path in paths:
+                if not is_remote(path) and not (place := Path(path).expanduser()).exists():
+                    raise InputError(f"{key}: no such file or folder: {path}{nearest_sibling(place)}")
 
 
 def identities(datasets: Sequence[Any], seed: int, sequence_length: int) -> list[str]:

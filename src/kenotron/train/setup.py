@@ -1,4 +1,7 @@
-"""Preparing a run: hooks → model → weights → optimizer → data. Data last: to tokenize may take an hour."""
+"""Preparing a run: hooks → model → weights → optimizer → data.
+
+Data last, as to tokenize may take an hour. Whether their paths are there is looked at first: weights may take minutes.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from kenotron.config import dump
 from kenotron.config.architecture import HFArchitecture
 from kenotron.config.errors import InputError
 from kenotron.config.model import ExistingCheckpointInit, RandomInit
+from kenotron.data.plan import check_paths
 from kenotron.kernels.host_memory import keep_freed_memory
 from kenotron.models import (
     LanguageModel,
@@ -51,6 +55,7 @@ def prepare(config: Config, mesh: Mesh, device: torch.device, start: Start) -> R
     if mesh.is_first:
         warn_of_length(config)
     hooks = make_hooks(config, mesh)
+    check_paths(config, start.step + 1)
     parts, pipeline = make_parts(config, mesh, device)
     if start.path is None:
         fill_weights(parts, config)
