@@ -215,7 +215,7 @@ SFT = (f"{DATASET}={{hf_dataset_or_datasets: '{{folder}}/rows', {ANSWERS}}}", *L
 SFT_FILES = (f"{DATASET}={{text_files: '{{folder}}/a.jsonl', {ANSWERS}}}", *LETTERS)
 NANOSET = (f"{DATASET}={{dataset_folder: ['{{folder}}/ds/a', '{{folder}}/ds/b']}}",)
 TOKENS = (f"{DATASET}={{tokens: '{{folder}}/ds/a'}}",)
-RAW = (f"{DATASET}={{tokens: '{{folder}}/raw.bin', token_dtype: uint16}}",)
+RAW = (f"{DATASET}={{tokens: '{{folder}}/raw.bin', token_dtype: uint16}}", "model.model_config.vocab_size=512")
 RAMPED = (  # 4, 8 and 16 samples in the first three steps
     "tokens.batch_accumulation_per_replica=6",
     "data_stages.0.batch_size_ramp={start: 4, increment: 4, samples: 20}",

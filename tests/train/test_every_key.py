@@ -46,7 +46,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for file in range(3):
             ids = np.random.default_rng([seed, file]).integers(0, 64, 1200)
             write_ds(folder / name / f"{file}.ds", np.split(ids, range(7, 1200, 7)), tokenizer=None)
-    np.random.default_rng(2).integers(0, 64, 3000).astype("<u2").tofile(folder / "raw.bin")
+    # No upper byte is 0: that would be noticed where they are read as single bytes.
+    np.random.default_rng(2).integers(256, 320, 3000).astype("<u2").tofile(folder / "raw.bin")
     from kenotron.data.tokenizer import train_byte_level_bpe
 
     train_byte_level_bpe(TEXTS, 300).save(folder / "letters")
