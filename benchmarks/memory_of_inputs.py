@@ -36,13 +36,17 @@ SHOWN = ["--sequence-length", "2048", "--sample", "7", "--json"]
 CLI = [sys.executable, "-c", "from kenotron.cli import main; main()"]
 READ = """
 import sys
-from kenotron.config import load
+from kenotron.config import InputError, load
 from kenotron.data import open_run
-with open_run(load(sys.argv[1]), 1, lambda line: None) as data:
-    for step in range(1, 41):
-        data.batch(step)
-        if data.streams and step % 20 == 0:
-            [write() for write in data.streams.states(step).values()]
+try:
+    with open_run(load(sys.argv[1]), 1, lambda line: None) as data:
+        for step in range(1, 41):
+            data.batch(step)
+            if data.streams and step % 20 == 0:
+                [write() for write in data.streams.states(step).values()]
+except InputError as error:
+    print(error, file=sys.stderr)
+    sys.exit(2)
 """
 
 

@@ -8,12 +8,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from kenotron.config.errors import InputError
 from kenotron.data.parquet_pages import column_pages
 from kenotron.data.prepare.inspect import Duplicates
 from kenotron.data.prepare.shuffle import DocumentShuffle
+from kenotron.data.tables import _bytes_of
 from kenotron.data.texts import FileTexts, Piece
 
 ROWS = ["short", "", "one line of é and 🙂\n" * 30, "x" * 333, "a\n\nb\r\n" * 40, "end"]
@@ -134,3 +137,12 @@ def test_copies_of_documents_longer_than_a_piece_are_found(monkeypatch):
     for start, stop in ((0, 25), (30, 55), (60, 85), (0, 24), (31, 56)):
         counted.add(ids, start, stop)
     assert counted.count() == 2
+
+
+@given(st.lists(st.none() | st.binary(max_size=5), max_size=9), st.data())
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary()], ids=str)
+def test_values_of_a_slice_are_found_where_they_lie(kind, rows, data):
+    first = data.draw(st.integers(0, len(rows)))
+    last = data.draw(st.integers(first, len(rows)))
+    found = _bytes_of(pa.array(rows, kind).slice(first, last - first))
+    assert [None if each is None else each.to_pybytes() for each in found] == rows[first:last]

@@ -17,8 +17,10 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import IO, Any, NamedTuple
+
+import numpy as np
 
 from kenotron.config.errors import InputError
 
@@ -92,8 +94,8 @@ def table_documents(
     with _explained(file):
         for some in _batches(file, column if hook is None else None, start, stop, bad):
             if hook is None:
-                for row, value in enumerate(_values_of(some.batch, column, file), start=some.first):
-                    for text, last in _decoded(value, column, f"{file}, row {row:,}", bad, longest, some.release):
+                for row, data in enumerate(_bytes_of(_values_of(some.batch, column, file)), start=some.first):
+                    for text, last in _decoded(data, column, f"{file}, row {row:,}", bad, longest, some.release):
                         yield Cell(text, last, row, some.share)
             else:
                 some.batch.validate(full=True)
@@ -104,10 +106,9 @@ def table_documents(
 
 
 def _decoded(
-    value: Any, column: str, where: str, bad: Callable[[str], None], longest: int, release: Callable[[], None]
+    data: Any, column: str, where: str, bad: Callable[[str], None], longest: int, release: Callable[[], None]
 ) -> Iterator[tuple[str, bool]]:
     """The text of a value, in pieces where it is long, each with whether it is the last."""
-    data = value.as_buffer()
     if data is None:
         bad(f"{where}: {missing_column(column, {column: None})}")
         return
@@ -146,6 +147,18 @@ def _values_of(batch: Any, column: str, file: AnyPath) -> Any:
     values = batch.column(column).view(pa.binary() if pa.types.is_string(kind) else pa.large_binary())
     values.validate(full=True)  # that its texts lie within the file: reading others would end the process
     return values
+
+
+def _bytes_of(values: Any) -> Iterator[Any]:
+    """Where each value lies, None for one that is missing. Asking the array for a value would copy it."""
+    import pyarrow as pa
+
+    _, ends, data = values.buffers()
+    width = np.dtype("<i4" if pa.types.is_binary(values.type) else "<i8")
+    count = len(values) + 1 if len(values) else 0
+    bounds = np.frombuffer(ends or b"", width, count, values.offset * width.itemsize if count else 0).tolist()
+    for valid, (start, stop) in zip(values.is_valid().to_pylist(), pairwise(bounds)):
+        yield (pa.py_buffer(b"") if data is None else data.slice(start, stop - start)) if valid else None
 
 
 class _Rows(NamedTuple):
