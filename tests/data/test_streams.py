@@ -183,6 +183,18 @@ def naive_tokens(rules: LaneRules, lane: int, epochs: int) -> list[int]:
 documents = st.lists(st.text("abcdefgh", min_size=0, max_size=9), min_size=4, max_size=30)
 
 
+def test_an_epoch_in_which_a_lane_has_no_document_is_passed_over() -> None:
+    """The empty text is held out here; which lane reads the part of nothing else varies with the epoch."""
+    rules = lane_rules(ListTexts([["", "", "a", "a"], ["", "", "", ""]]), 2, 2)
+    assert is_held_out("", rules.held_out)
+    number = next(each for each in range(2) if naive_tokens(rules, each, 1))
+    epochs = [len(naive_tokens(rules, number, count)) for count in range(1, 9)]
+    assert len(set(epochs)) < len(epochs)  # some give nothing
+    expected, lane = naive_tokens(rules, number, 8), Lane(rules, number)
+    for window in range((len(expected) - 1) // 3):
+        assert lane.next()[0].tolist() == expected[window * 3 : window * 3 + 4]
+
+
 @given(st.lists(documents, min_size=1, max_size=4), st.integers(1, 12), st.data())
 @settings(max_examples=60)
 def test_a_lane_against_a_plain_loop_and_put_down_anywhere(

@@ -39,6 +39,9 @@ LONGEST_DOCUMENT = 1 << 22
 BUFFER_CHARACTERS = 1 << 26
 """Text at which a shuffle buffer counts as full, however few its documents."""
 
+EMPTY_EPOCHS = 1000
+"""Epochs without a document after which a lane gives up."""
+
 Document = tuple[str, ...]
 """The pieces of a document, end to end."""
 
@@ -148,18 +151,22 @@ class Lane:
         self._ids = np.concatenate([self._ids, ids])
 
     def _draw(self) -> Document:
-        """A document of the buffer at random. An epoch ends when the buffer is empty and its files are read."""
+        """A document of the buffer at random. An epoch ends when the buffer is empty and its files are read.
+
+        The files of a lane are others in every epoch: it may be that one holds out all of them.
+        """
         self._fill()
-        if not self._buffer:
-            if not self._drawn:
+        empty = 0
+        while not self._buffer:
+            if (self._epoch, self._drawn) == (0, 0):
                 raise InputError(
                     f"{self.rules.texts.name}: lane {self.number} of {self.rules.lanes} has no document to train on"
                 )
+            if (empty := empty + 1) > EMPTY_EPOCHS:
+                raise InputError(f"{self.rules.texts.name}: lane {self.number} finds no document any more")
             self._epoch, self._turn, self._at, self._drawn = self._epoch + 1, 0, 0, 0
             self._reader = self._documents()
             self._fill()
-            if not self._buffer:
-                raise InputError(f"{self.rules.texts.name}: lane {self.number} finds no document any more")
         key = derive_key("shuffle buffer", self.rules.seed, self.number, self._epoch)
         chosen = (hash64(key, self._drawn) * len(self._buffer)) >> 64
         document, last = self._buffer[chosen], self._buffer.pop()
