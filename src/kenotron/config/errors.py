@@ -38,6 +38,12 @@ def nearest_sibling(path: Path) -> str:
     return nearest(path.name, [sibling.name for sibling in path.absolute().parent.glob("*")])
 
 
+def no_such_path(where: str, path: object) -> InputError:
+    """The error for a `path` that is not there, which `where` names; nothing is listed on other machines."""
+    near = "" if "://" in str(path) else nearest_sibling(Path(str(path)).expanduser())
+    return InputError(f"{where}: no such file or folder: {path}{near}")
+
+
 def counted(number: int, noun: str) -> str:
     """``1 file``, ``1,200 files``: a count as the console tells it."""
     return f"{number:,} {noun}{'s' * (number != 1)}"

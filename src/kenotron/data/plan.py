@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kenotron.config.data import paths_of
-from kenotron.config.errors import InputError, NotSupportedYet, nearest_sibling
+from kenotron.config.errors import InputError, NotSupportedYet, no_such_path
 from kenotron.config.remote import RemoteData
 from kenotron.kernels.hashing import derive_key
 
@@ -204,8 +204,8 @@ def check_paths(config: Any, step: int) -> None:
         paths, key = ([dataset.path], dataset.key) if is_tokens else (paths_of(dataset), "dataset.text_files")
         with whole_keys(source.at):
             for path in paths:
-                if not is_remote(path) and not (place := Path(path).expanduser()).exists():
-                    raise InputError(f"{key}: no such file or folder: {path}{nearest_sibling(place)}")
+                if not is_remote(path) and not Path(path).expanduser().exists():
+                    raise no_such_path(key, path)
 
 
 def identities(datasets: Sequence[Any], seed: int, sequence_length: int) -> list[str]:

@@ -38,7 +38,7 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import xxhash
 
-from kenotron.config.errors import InputError, nearest, nearest_sibling
+from kenotron.config.errors import InputError, nearest, no_such_path
 
 from .remote import AnyPath, RemotePath, RemoteStat, as_path
 
@@ -450,8 +450,7 @@ def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
             )
         return [root]
     if not root.is_dir():
-        near = nearest_sibling(root) if isinstance(root, Path) else ""
-        raise InputError(f"{key}: no such file or folder: {path}{near}")
+        raise no_such_path(key, path)
     found: list[AnyPath]
     if isinstance(root, RemotePath):
         found = list(root.walk())

@@ -16,7 +16,7 @@ from types import ModuleType
 
 import numpy as np
 
-from kenotron.config.errors import InputError, nearest, nearest_sibling
+from kenotron.config.errors import InputError, nearest, no_such_path
 
 from ..remote import AnyPath, RemotePath, as_path
 from .token_file import TokenFile, TokenWriter, documents_between, integer_dtype, pieces
@@ -65,8 +65,7 @@ def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str
     """
     path = as_path(path)
     if not path.exists():
-        near = nearest_sibling(path) if isinstance(path, Path) else ""
-        raise InputError(f"{where}: no such file or folder: {path}{near}")
+        raise no_such_path(where, path)
     found = sorted(set(filter(None, map(_recognised, _walk(path) if path.is_dir() else [path]))))
     if not found:
         none = f"no token file in {path}" if path.is_dir() else f"{path} is no token file"

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kenotron.config.errors import InputError, nearest_sibling
+from kenotron.config.errors import InputError, no_such_path
 
 from ..hub import cached_revision, offline_variable, unreachable
 from ..plan import datasets_of, whole_keys
@@ -156,7 +156,7 @@ def _existing(path: str, key: str) -> list[Path]:
     if place.is_file():
         return [place]
     if not place.is_dir():
-        raise InputError(f"{key}: no such file or folder: {path}{nearest_sibling(place)}")
+        raise no_such_path(key, path)
     found = [Path(folder, name) for folder, _, names in os.walk(place, followlinks=True) for name in names]
     if not any(file.is_file() for file in found):
         raise InputError(f"{key}: folder {path} is empty")
@@ -166,7 +166,7 @@ def _existing(path: str, key: str) -> list[Path]:
 def _bytes_elsewhere(path: str, key: str) -> int:
     place = as_path(path)
     if not isinstance(place, RemotePath) or not place.exists():
-        raise InputError(f"{key}: no such file or folder: {path}")
+        raise no_such_path(key, path)
     return sum(file.stat().st_size for file in ([place] if place.is_file() else place.walk()))
 
 

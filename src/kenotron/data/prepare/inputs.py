@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from kenotron.config.dotted import import_dotted
-from kenotron.config.errors import InputError, nearest_sibling
+from kenotron.config.errors import InputError, no_such_path
 
 from ..hub_texts import HubTexts
 from ..remote import RemoteStat, is_remote
@@ -56,7 +56,7 @@ def open_input(
     if not saved and (
         path.is_absolute() or name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1 or path.suffix
     ):
-        raise InputError(f"INPUT: no such file or folder: {name}{nearest_sibling(path)}")
+        raise no_such_path("INPUT", name)
     return HubTexts(name, split, config_name, column, hook)
 
 
