@@ -58,7 +58,13 @@ class TokenFolder:
     """Samples of tokenized files, end to end (`batch.TokenSource`). Reads come from several threads at once."""
 
     def __init__(
-        self, name: str, files: Sequence[TokenFile], sequence_length: int, vocab_size: int, boundaries: bool = True
+        self,
+        name: str,
+        files: Sequence[TokenFile],
+        sequence_length: int,
+        vocab_size: int,
+        boundaries: bool = True,
+        states: list[dict[AnyPath, tuple[int, int] | None]] | None = None,
     ) -> None:
         self.name, self.files, self.sequence_length, self.vocab_size = name, list(files), sequence_length, vocab_size
         self.boundaries = boundaries and any(file.ends is not None for file in self.files)
@@ -68,7 +74,7 @@ class TokenFolder:
         types = {file.tokens.dtype for file in self.files}
         # The narrower, the less memory moves; in this machine's order of bytes, which a `.npy` need not have.
         self.dtype = types.pop().newbyteorder("=") if len(types) == 1 else np.dtype(np.int64)
-        self._states = [
+        self._states = states or [
             {path: _state(path) for path in (file.path, file.index_path, file.loss_path) if path is not None}
             for file in self.files
         ]
@@ -85,9 +91,8 @@ class TokenFolder:
         if any(folder.vocab_size != first.vocab_size for folder in folders):
             return None
         files = [file if folder.boundaries else replace(file, ends=None) for folder in folders for file in folder.files]
-        joined = TokenFolder(first.name, files, first.sequence_length, first.vocab_size)
-        joined._states = [state for folder in folders for state in folder._states]  # as they were opened
-        return joined
+        states = [state for folder in folders for state in folder._states]  # as they were opened
+        return TokenFolder(first.name, files, first.sequence_length, first.vocab_size, states=states)
 
     def __len__(self) -> int:
         return int(self.first[-1])
