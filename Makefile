@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 THREADS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow lint bench reference docs clean
+.PHONY: help setup train test slow mutants lint bench reference docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -17,10 +17,15 @@ train: setup  ## train a small Llama on text that every machine has: at most 5 m
 	$(BIN)/kenotron train examples/quickstart.yaml
 
 test: $(VENV)/.installed-test  ## run the test suite
-	$(BIN)/python -m pytest -n $(THREADS) --dist worksteal -m "not slow" tests
+	$(BIN)/python -m pytest -n $(THREADS) --dist loadfile -m "not slow" --ignore=tests/layouts tests
+	$(BIN)/python -m pytest -m "not slow" tests/layouts
 
-slow: $(VENV)/.installed-test  ## run the tests that take minutes each
-	$(BIN)/python -m pytest -n $(THREADS) --dist worksteal -m slow tests
+slow: $(VENV)/.installed-test  ## run the slow tests, and the properties on many more examples
+	$(BIN)/python -m pytest -n $(THREADS) --dist loadfile -m "slow or hypothesis" --hypothesis-profile=thorough --ignore=tests/layouts tests
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=thorough tests/layouts
+
+mutants: $(VENV)/.installed-test  ## see which of the field's bugs the quick tests would miss; ONLY=name for one
+	PYTHONPATH=tests $(BIN)/python -m mutants.run --workers $(THREADS) --only $(ONLY)
 
 lint: $(VENV)/.installed-dev  ## formatting, lint, types, layering, generated docs
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files --show-diff-on-failure

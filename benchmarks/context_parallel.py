@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kenotron.kernels.attention import Borders, attention
 from kenotron.parallel import context
-from kenotron.parallel.tiles import Pieces, contiguous, earlier_tiles, own_tiles, zigzag
+from kenotron.parallel.cp_schedule import Chunks, contiguous, earlier_blocks, local_blocks, zigzag
 
 Documents = tuple[int, ...] | None
 
@@ -43,8 +43,8 @@ def main() -> None:
     documents = drawn_documents(arguments.length, arguments.documents)
     for name, borders in (("one document", None), (f"{arguments.documents} documents", documents)):
         print(f"{name}: work of the busiest rank over the mean, at 2, 4, 8 ranks")
-        for kind, pieces in (("zig-zag", zigzag), ("contiguous", contiguous)):
-            print(f"  {kind:11s}", *(f"{imbalance(pieces, arguments.length, n, borders):5.2f}" for n in (2, 4, 8)))
+        for kind, chunks in (("zig-zag", zigzag), ("contiguous", contiguous)):
+            print(f"  {kind:11s}", *(f"{imbalance(chunks, arguments.length, n, borders):5.2f}" for n in (2, 4, 8)))
     with tempfile.TemporaryDirectory() as folder:
         processes.spawn(measure, (arguments, documents, folder), nprocs=arguments.ranks)
 
@@ -55,12 +55,12 @@ def drawn_documents(length: int, count: int) -> tuple[int, ...]:
     return (0, *sorted(inner.tolist()), length)
 
 
-def imbalance(pieces: Callable[[int, int, int], Pieces], length: int, ranks: int, borders: Documents) -> float:
+def imbalance(chunks: Callable[[int, int, int], Chunks], length: int, ranks: int, borders: Documents) -> float:
     work = []
     for rank in range(ranks):
-        ours = pieces(length, ranks, rank)
-        tiles = own_tiles(ours, 1, length, borders) + earlier_tiles(ours, ((0, length),), 1, length, borders)
-        areas = [(t.q.stop - t.q.start) * (t.k.stop - t.k.start) / (2 if t.causal else 1) for t in tiles]
+        ours = chunks(length, ranks, rank)
+        blocks = local_blocks(ours, 1, length, borders) + earlier_blocks(ours, ((0, length),), 1, length, borders)
+        areas = [(t.q.stop - t.q.start) * (t.k.stop - t.k.start) / (2 if t.causal else 1) for t in blocks]
         work.append(sum(areas))
     return max(work) / (sum(work) / ranks)
 

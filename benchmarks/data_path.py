@@ -21,12 +21,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from kenotron.data.cache import SplitTokens, TokenCache
+from kenotron.data.open_stage import OpenStage
 from kenotron.data.order import Mixing, Order
-from kenotron.data.plan import Stage
 from kenotron.data.ramps import lengths, levels
-from kenotron.data.sources import TokenWindows
-from kenotron.data.stages import OpenSource, OpenStage
-from kenotron.data.validation import HeldOutWindows
+from kenotron.data.sources.text import CachedText
+from kenotron.data.sources.windows import HeldOutWindows, TokenWindows
+from kenotron.data.stage_plan import StagePlan
 from kenotron.kernels.hashing import derive_key
 
 TOKENS = 64 * 2**20
@@ -51,13 +51,15 @@ def open_sources(split: SplitTokens, folder: Path, sequence_length: int, sources
     """A stage of `sources` equal sources on the same file."""
     cache = TokenCache(folder, "made", split, split, 0, False)
     held_out = HeldOutWindows("made", split, sequence_length)
-    opened = [OpenSource(TokenWindows("made", split, sequence_length), held_out, cache) for _ in range(sources)]
+    opened = [CachedText(TokenWindows("made", split, sequence_length), held_out, cache, False) for _ in range(sources)]
     order = Order(
-        [len(source.train) for source in opened],
+        [len(source) for source in opened],
         [derive_key("bench", number) for number in range(sources)],
         Mixing([1.0 + number for number in range(sources)]),
     )
-    stage = Stage(0, "bench", 1, 10**12, sequence_length, levels(None, 1), lengths(None, sequence_length), 42, 1, ())
+    stage = StagePlan(
+        0, "bench", 1, 10**12, sequence_length, levels(None, 1), lengths(None, sequence_length), 42, 1, ()
+    )
     return OpenStage(stage, opened, order)
 
 

@@ -22,7 +22,7 @@ import yaml
 
 import kenotron as kn
 from kenotron.config import dump
-from kenotron.data.texts import python_stdlib
+from kenotron.text.file_documents import python_stdlib
 
 BARS = {"cached": 0.005, "streamed": 0.05}
 STREAMED = {"streaming": {"shuffle_buffer": 1000}}

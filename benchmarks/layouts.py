@@ -230,7 +230,7 @@ def kenotron(layout: Layout, work: Work) -> Step:
     from kenotron.config import dump, load
     from kenotron.data import TokenBatch
     from kenotron.parallel.mesh import axes, build_mesh
-    from kenotron.train.step import train_step
+    from kenotron.training.step import train_step
 
     accumulation = f"tokens.batch_accumulation_per_replica={layout.micro_batches}"
     config = load(yaml.safe_load(dump(configure(work, compiled=False))), [accumulation, *layout.overrides])
@@ -240,7 +240,7 @@ def kenotron(layout: Layout, work: Work) -> Step:
     def step() -> float:
         batches = []
         for _ in range(layout.micro_batches):
-            tokens = draw(work, len(batches) * mesh.dp_degree + mesh.dp_rank)
+            tokens = draw(work, len(batches) * mesh.degree("batch") + mesh.rank("batch"))
             batches.append(TokenBatch(tokens[:, :-1], tokens[:, 1:], np.arange(len(tokens))))
         return train_step(run, batches).lm_loss
 
@@ -254,11 +254,12 @@ def torch_ddp(rank: int, work: Work) -> Step:
     from kenotron.kernels.attention import attention
     from kenotron.models import Context
     from kenotron.parallel.mesh import build_mesh
-    from kenotron.train.setup import fill_weights, make_parts
+    from kenotron.training.initial_weights import fill_weights
+    from kenotron.training.model_parts import build_parts
 
     config = configure(work, compiled=False)
-    parts, _ = make_parts(config, build_mesh({}, 1, "cpu"), torch.device("cpu"))
-    fill_weights(parts, config)
+    parts, _ = build_parts(config, build_mesh({}, 1, "cpu"), torch.device("cpu"))
+    fill_weights(parts, config.model.init_method, config.general.seed)
     model = DistributedDataParallel(parts[0], gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(
         model.parameters(), work.learning_rate, work.betas, work.eps, work.weight_decay, fused=True

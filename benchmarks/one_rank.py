@@ -31,7 +31,7 @@ from work import SIZES, Work  # noqa: E402
 
 from kenotron.data import TokenBatch  # noqa: E402
 from kenotron.parallel.mesh import build_mesh  # noqa: E402
-from kenotron.train.step import train_step  # noqa: E402
+from kenotron.training.step import train_step  # noqa: E402
 from layouts import draw  # noqa: E402
 
 BAR = 1.03

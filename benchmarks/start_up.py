@@ -20,9 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "data"))
+sys.path.insert(0, str(ROOT / "tests"))
 
-from hub_cache import make_hub_cache, offline_environment  # noqa: E402
+from support.hub_cache import make_hub_cache, offline_environment  # noqa: E402
 
 CONFIG = ROOT / "examples" / "llama" / "config_tiny_llama.yaml"
 KENOTRON = str(Path(sys.executable).with_name("kenotron"))

@@ -48,8 +48,8 @@ from kenotron.config import dump, load
 from kenotron.data import TokenBatch
 from kenotron.parallel import data
 from kenotron.parallel.mesh import axes, build_mesh
-from kenotron.train.run import Run
-from kenotron.train.step import train_step
+from kenotron.training.run import Run
+from kenotron.training.step import train_step
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))

@@ -1,8 +1,12 @@
-"""Fixtures for every test: a cache of its own, a Hugging Face home that is made here, one nursery of processes."""
+"""Fixtures for every test: a temporary cache, a Hugging Face home made here, one nursery of processes.
+
+`make test` gives every file to one pytest worker (`--dist loadfile`), and runs the layouts afterwards in a single
+process: eight ranks fill the machine, and a second pool beside them makes collectives time out.
+"""
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,15 +14,38 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-# How long an example takes says more about the machine's other work than about the code.
-hypothesis.settings.register_profile("kenotron", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("kenotron")
+from support import budget
 
-for shared in ("data", "interop", "layouts", "train"):  # folders with modules that tests of other rooms import
-    sys.path.insert(0, str(Path(__file__).parent / shared))
+# Two workers share two cores, and tiny models gain nothing from more threads. Set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# `make test` tries the same few examples each time, `make slow` many new ones (--hypothesis-profile=thorough).
+# No deadline: how long an example takes says more about the machine's other work than about the code.
+UNTIMED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True)
+hypothesis.settings.register_profile("quick", UNTIMED, max_examples=20, derandomize=True, database=None)
+hypothesis.settings.register_profile("thorough", UNTIMED, max_examples=100)
+hypothesis.settings.load_profile("quick")
 
 if TYPE_CHECKING:
-    from nursery import Nursery
+    from support.nursery import Nursery
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--budget`, see support/budget.py."""
+    parser.addoption("--budget", action="store_true", help="fail a quick test that takes longer than its budget")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that takes longer than its budget."""
+    if not item.config.getoption("--budget"):
+        return (yield)
+    charge = budget.Charge()
+    result = yield
+    seconds, allowed = charge.seconds(), budget.allowed(item)
+    if seconds > budget.TOLERANCE * allowed:
+        pytest.fail(f"took {seconds:.1f} s, its budget is {allowed:g} s: see tests/support/budget.py", pytrace=False)
+    return result
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -36,7 +63,7 @@ def hub_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     For a subprocess: ``env=os.environ | hub_cache.offline_environment(hub_home)``.
     """
-    from hub_cache import make_hub_cache
+    from support.hub_cache import make_hub_cache
 
     return make_hub_cache(tmp_path_factory.mktemp("hf-home"))
 
@@ -45,7 +72,8 @@ def hub_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def group_of_one() -> Iterator[None]:
     """A gloo process group of this process alone; it needs no port."""
     import torch.distributed as dist
-    from ranks import forget_meshes
+
+    from support.ranks import forget_meshes
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -56,7 +84,7 @@ def group_of_one() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def nursery(private_cache: Path) -> Iterator[Nursery]:
     """One nursery for all tests of a session that start processes."""
-    from nursery import Nursery
+    from support.nursery import Nursery
 
     with Nursery(KENOTRON_CACHE=str(private_cache)) as made:
         yield made

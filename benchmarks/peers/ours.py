@@ -15,9 +15,10 @@ from kenotron.models import named_parameters
 from kenotron.optim.build import build_optimizer
 from kenotron.parallel.mesh import Mesh, build_mesh
 from kenotron.parallel.shards import shard_of
-from kenotron.train.run import Run
-from kenotron.train.setup import fill_weights, make_parts
-from kenotron.train.step import train_step
+from kenotron.training.initial_weights import fill_weights
+from kenotron.training.model_parts import build_parts
+from kenotron.training.run import Run
+from kenotron.training.step import train_step
 
 
 def configure(work: Work, compiled: bool) -> Config:
@@ -77,24 +78,24 @@ def configure(work: Work, compiled: bool) -> Config:
 def build_run(config: Config, mesh: Mesh) -> Run:
     """Model, first weights and optimizer as the trainer makes them on this rank of a CPU layout; no data."""
     device = torch.device("cpu")
-    parts, pipeline = make_parts(config, mesh, device)
-    fill_weights(parts, config)
+    parts, pipeline = build_parts(config, mesh, device)
+    fill_weights(parts, config.model.init_method, config.general.seed)
     optimizer = build_optimizer(named_parameters(*parts), config.optimizer)
-    return Run(config, mesh, device, parts, optimizer, data=None, tokenizer=None, pipeline=pipeline)  # type: ignore
+    return Run(config, mesh, device, parts[0], parts, optimizer, data=None, pipeline=pipeline)  # type: ignore
 
 
 def train(job: Job, pace: Pace) -> None:
     device = torch.device(job.work.device)
     config = configure(job.work, job.compiled)
     mesh = build_mesh({}, 1, device.type)
-    parts, _ = make_parts(config, mesh, device)
+    parts, _ = build_parts(config, mesh, device)
     (model,) = parts
     weights = job.weights()
     with torch.no_grad():
         for name, parameter in named_parameters(model):
             shard_of(parameter).tensor.copy_(weights.pop(name))
     optimizer = build_optimizer(named_parameters(model), config.optimizer)
-    run = Run(config, mesh, device, parts, optimizer, data=None, tokenizer=None)  # type: ignore[arg-type]
+    run = Run(config, mesh, device, parts[0], parts, optimizer, data=None)  # type: ignore[arg-type]
     for batch in job.batches():
         tokens = batch.numpy()
         sample_ids = np.arange(run.step * len(tokens), (run.step + 1) * len(tokens))

@@ -1,6 +1,6 @@
-"""A token source of your own: anything with `__len__` and `__getitem__`.
+"""A token source of your own: any object with `__len__` and `__getitem__`.
 
-Sample i counts up from a random number in steps of 1 to 3, so there is something to learn:
+Sample i counts up from a random number in steps of 1 to 3, so that there is something to learn:
 
     41 43 45 47 49 …          31 32 33 34 35 …
 

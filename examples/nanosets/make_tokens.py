@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from kenotron.data.formats import open_writer
-from kenotron.data.tokenizer import Tokenizer, train_byte_level_bpe
+from kenotron.text.tokenizer import TextTokenizer, train_byte_level_bpe
 
 FOLDER = Path("tokens")
 PACKAGES = ("json", "email", "http", "logging", "unittest")
@@ -28,7 +28,7 @@ def read_texts() -> dict[str, list[str]]:
     return {"code": code, "prose": [text for node in nodes if (text := ast.get_docstring(node))]}
 
 
-def write_files(folder: Path, texts: list[str], tokenizer: Tokenizer, files: int = 2) -> None:
+def write_files(folder: Path, texts: list[str], tokenizer: TextTokenizer, files: int = 2) -> None:
     """`texts` in so many `.ds` files."""
     for number in range(files):
         path = folder / f"{number:05}.ds"

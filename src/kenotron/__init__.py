@@ -9,18 +9,16 @@ print(run.last_metrics["lm_loss"])
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kenotron.config import Config
-    from kenotron.train import Run
+    from kenotron.training import Hook, Run
 
 __version__ = "0.1.0.dev0"
-__all__ = ["load", "train"]
+__all__ = ["Hook", "load", "train"]
 
 # Everything is imported where it is used: `import kenotron` costs nothing.
 
@@ -44,31 +42,17 @@ def train(config: Config, *, fresh: bool = False) -> Run | None:
     (model, metrics of the last step, data), or None when the checkpoint already has all steps. A layout of more starts
     its ranks on this machine, waits for them, and returns None: what they did is in the run's log folder and its
     checkpoints. `fresh` sets earlier checkpoints aside. Raises `kenotron.config.InputError` when the input is wrong,
-    `kenotron.train.RunFailed` when a rank failed.
+    `kenotron.config.errors.RunFailed` when a rank failed.
     """
     from kenotron.launch import launch
 
     return launch(config, fresh=fresh)
 
 
-_train = train
+def __getattr__(name: str) -> type[Hook]:
+    """`kn.Hook`, imported when it is first asked for: a hook of one's own derives from it."""
+    if name == "Hook":
+        from kenotron.training.hooks import Hook
 
-
-class _CallableRoom(ModuleType):
-    def __call__(self, config: Config, *, fresh: bool = False) -> Run | None:
-        return _train(config, fresh=fresh)
-
-
-class _Package(ModuleType):
-    """`kenotron.train` names a function and a room; Python puts the room in the function's place on import.
-
-    So the room is made callable there: ``kn.train(config)`` and ``kn.train.Hook`` both work, always.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "train" and isinstance(value, ModuleType):
-            value.__class__ = _CallableRoom
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+        return Hook
+    raise AttributeError(f"module 'kenotron' has no attribute {name!r}")

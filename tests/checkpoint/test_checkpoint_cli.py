@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoint_states import save_step
 from typer.testing import CliRunner
 
 from kenotron.cli.checkpoint import app
 from kenotron.config.errors import InputError
+from support.checkpoint_states import save_step
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_list_prints_a_line_a_checkpoint(root: Path) -> None:
     lines = [line.split() for line in text.splitlines()]
     assert lines[0] == ["step", "saved", "size", "state"]
     assert {line[0] for line in lines[1:]} == {"10", "20", "30"}
-    assert [line[-1] for line in lines if line[0] == "30"] == ["whole"]
+    assert [line[-1] for line in lines if line[0] == "30"] == ["complete"]
     assert [line[-3:] for line in lines if line[0] == "20"] == [[str(root / "20" / "config.yaml"), "is", "missing"]]
     code, text = run("list", root, "--json")
     found = {entry["step"]: entry for entry in json.loads(text)}
@@ -64,7 +64,7 @@ def test_show_prints_tensors_with_their_sizes(root: Path) -> None:
 
 
 def test_verify_exits_with_1_and_names_the_file(root: Path) -> None:
-    assert run("verify", root) == (0, "".join(f"{root / str(step)} is whole\n" for step in (10, 20, 30)))
+    assert run("verify", root) == (0, "".join(f"{root / str(step)} is intact\n" for step in (10, 20, 30)))
     file = root / "20" / "model" / "rank0.safetensors"
     data = bytearray(file.read_bytes())
     data[3000] ^= 4
@@ -72,7 +72,7 @@ def test_verify_exits_with_1_and_names_the_file(root: Path) -> None:
     code, text = run("verify", root)
     assert code == 1
     assert f"{file} is damaged" in text
-    assert f"{root / '30'} is whole" in text
+    assert f"{root / '30'} is intact" in text
     assert run("verify", root / "10")[0] == 0
     code, text = run("verify", root / "20", "--json")
     assert code == 1
@@ -126,4 +126,4 @@ def test_on_a_terminal_it_draws_a_table(root: Path) -> None:
         text += chunk
     os.close(leader)
     assert "┃" in text.decode()
-    assert "whole" in text.decode()
+    assert "complete" in text.decode()

@@ -1,4 +1,4 @@
-"""A save may be killed, or fail, at any moment: what stands in the folder under its own name is always whole.
+"""A save may be killed, or fail, at any moment: a step's folder is complete at every moment.
 
 The moments are not sampled but counted: every call of the operating system that changes the disk is one, and
 the process dies, or the call fails, at each of them in turn. Real SIGKILLs at random moments come on top.
@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from checkpoint_states import load_and_compare, save_step, weights
 
-from kenotron.checkpoint import CheckpointError, list_checkpoints, newest_whole, prune, resolve, save, tidy
+from kenotron.checkpoint import CheckpointError, list_checkpoints, newest_complete, prune, resolve, save, tidy
 from kenotron.checkpoint.durable import locked
+from support.checkpoint_states import load_and_compare, save_step, weights
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
@@ -98,7 +98,7 @@ def test_a_process_killed_at_any_call_leaves_the_old_state_or_the_new_one(folder
         shutil.copytree(folder / "pattern", root)
         assert killed_at(number, lambda: work(root)), f"call {number} was never reached"
         tidy(root)
-        newest = newest_whole(root)
+        newest = newest_complete(root)
         assert newest is not None, f"nothing is left after a kill at call {number}, {call}"
         state = load_and_compare(newest)
         assert resolve(root) == newest or state == 2
@@ -117,7 +117,7 @@ def test_a_process_killed_at_any_call_leaves_the_old_state_or_the_new_one(folder
     assert set(states) == {1, 2}
 
 
-def test_a_prune_killed_at_any_call_leaves_every_other_checkpoint_whole(folder: Path) -> None:
+def test_a_prune_killed_at_any_call_leaves_every_other_checkpoint_intact(folder: Path) -> None:
     for step in (10, 20, 30):
         save_step(folder / "pattern", step)
 
@@ -126,7 +126,7 @@ def test_a_prune_killed_at_any_call_leaves_every_other_checkpoint_whole(folder: 
         shutil.copytree(folder / "pattern", root)
         assert killed_at(number, lambda: prune(root, keep_last=1))
         lines: list[str] = []
-        assert newest_whole(root, lines.append) == root / "30"
+        assert newest_complete(root, lines.append) == root / "30"
         assert [entry.problem for entry in list_checkpoints(root) if entry.problem] == lines == []
         prune(root, keep_last=1)
         tidy(root)
@@ -162,7 +162,7 @@ def test_a_save_that_fails_at_any_call_says_so_in_one_line_and_leaves_nothing(fo
             assert "\n" not in str(error)
         left = entries(root)
         assert set(left) <= {"10", "20", "latest.txt"}, left
-        newest = newest_whole(root)
+        newest = newest_complete(root)
         assert newest is not None
         assert load_and_compare(newest) == (2 if "20" in left else 1)
         assert load_and_compare(root / "10") == 1
@@ -190,7 +190,7 @@ def test_a_step_that_is_saved_again_is_never_lost_to_an_error(folder: Path) -> N
         with pytest.MonkeyPatch.context() as monkeypatch:
             count_calls(monkeypatch, fail)
             error = error_of(lambda: save_step(root, 10, seed=2))
-        newest = newest_whole(root)
+        newest = newest_complete(root)
         assert newest is not None
         assert load_and_compare(newest) in ((1, 2) if error else (2,))
         assert not [name for name in entries(root) if "tmp" in name or "replaced" in name]
@@ -209,7 +209,7 @@ def test_a_file_size_limit_stops_the_save_and_the_last_checkpoint_stays(tmp_path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert entries(tmp_path) == ["10", "latest.txt"]
-    assert load_and_compare(newest_whole(tmp_path)) == 10
+    assert load_and_compare(newest_complete(tmp_path)) == 10
 
 
 @contextmanager
@@ -239,7 +239,7 @@ def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
                 save_step(Path(folder) / "other", 20)
             with pytest.raises(CheckpointError, match=rf"cannot create {root}/.*: Permission denied"):
                 tidy(root)
-            assert newest_whole(root) == root / "10"
+            assert newest_complete(root) == root / "10"
         os.chmod(root, 0o755)
 
 
@@ -318,7 +318,7 @@ def test_real_kills_at_random_moments_never_cost_more_than_the_save_they_hit(fol
         finished = reached + (os.read(progress, 100) or b"\0")[-1]
         os.close(progress)
         tidy(root)
-        newest = newest_whole(root)
+        newest = newest_complete(root)
         assert newest is not None
         reached = int(newest.name)
         assert finished <= reached <= finished + 1
@@ -348,4 +348,4 @@ def test_two_processes_do_not_save_into_one_folder_at_once(tmp_path: Path, monke
     with locked(tmp_path), pytest.raises(CheckpointError, match=f"another process is saving into {tmp_path}"):
         save_step(tmp_path, 20)
     save_step(tmp_path, 20)
-    assert newest_whole(tmp_path) == tmp_path / "20"
+    assert newest_complete(tmp_path) == tmp_path / "20"

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_states import assert_same, empty_like
-from ranks import run_ranks
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from kenotron.checkpoint import CheckpointError, load, newest_whole, read_tensors, save, verify
+from kenotron.checkpoint import CheckpointError, load, newest_complete, read_tensors, save, verify
+from support.checkpoint_states import assert_same, empty_like
+from support.ranks import run_ranks
 
 LAYOUT = {
     "rows.uneven": [Shard(0)],  # 5 rows: 3 and 2
@@ -165,7 +165,7 @@ def test_a_full_disk_on_one_rank_stops_all_and_leaves_nothing(saved: Path, tmp_p
             assert f"rank {failing}: cannot write" in message
             assert "No space left on device" in message
         assert sorted(path.name for path in root.iterdir()) == [".lock", "10", "5", "latest.txt"]
-        assert newest_whole(root) == root / "10"
+        assert newest_complete(root) == root / "10"
 
 
 def refuse_state(rank: int, root: Path) -> str:
@@ -174,7 +174,7 @@ def refuse_state(rank: int, root: Path) -> str:
     return str(error.value)
 
 
-def test_an_error_of_rank_0_is_told_to_all(tmp_path: Path) -> None:
+def test_an_error_of_rank_0_is_raised_on_all(tmp_path: Path) -> None:
     first, second = run_ranks(2, refuse_state, tmp_path)
     assert "state.x is object" in first
     assert second == f"rank 0: {first}"
@@ -187,7 +187,7 @@ def find_damage(rank: int, roots: dict[str, Path]) -> dict[str, tuple]:
     found = {}
     for name, root in roots.items():
         lines: list[str] = []
-        newest = newest_whole(root, lines.append)
+        newest = newest_complete(root, lines.append)
         with pytest.raises(CheckpointError) as error:
             load_on_rank(rank, root / "10", [LAYOUT])
         found[name] = (str(newest), str(error.value), lines)
@@ -203,7 +203,7 @@ def test_all_ranks_agree_about_damage_though_each_reads_a_share(saved: Path, tmp
         (root / "10" / name).write_bytes(data)
     first, second = run_ranks(2, find_damage, roots)
     for name, (newest, message, lines) in first.items():
-        assert second[name] == (newest, message, [])  # rank 0 alone tells it
+        assert second[name] == (newest, message, [])  # rank 0 alone reports it
         assert newest == str(roots[name] / "5")
         assert f"10/{name} is damaged" in message
         assert lines == [f"skipping checkpoint 10: {message}"]

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_states import assert_same, empty_like, load_and_compare, moments, save_step, weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from kenotron.checkpoint import CheckpointError, load, read_manifest, read_tensors, save
+from support.checkpoint_states import assert_same, empty_like, load_and_compare, moments, save_step, weights
 
 DTYPES = [
     torch.float32,
@@ -57,7 +57,7 @@ def save_plain(root: Path, step: int, model: dict, optimizer: dict | None = None
     return save(root, step, model=model, optimizer=optimizer, **arguments).path
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(
         st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20),

@@ -11,13 +11,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from hub_cache import offline_environment
-from tiny_run import REPOSITORY, TEXTS, command
+
+from support.hub_cache import offline_environment
+from support.nursery import Finished, Nursery
+from support.tiny_run import REPOSITORY, TEXTS
+
+pytestmark = pytest.mark.budget(15, reason="each README's commands run in full, some as processes that import torch")
 
 ITERATION = re.compile(r"iteration: \d+ / \d+ \|.*")
 
 
-def run_readme(folder: Path, root: Path, **more: str) -> list[subprocess.CompletedProcess[str]]:
+def run_readme(folder: Path, root: Path, nursery: Nursery, **more: str) -> list[Finished]:
     """Run every ``kenotron …``, ``python …`` and ``cd …`` of a README's bash blocks, from `root` on."""
     done = []
     for block in re.findall(r"```bash\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL):
@@ -27,10 +31,11 @@ def run_readme(folder: Path, root: Path, **more: str) -> list[subprocess.Complet
             if program == "cd":
                 where = root / arguments[0]
             elif program == "kenotron":  # torchrun's are those of test_walkthrough
-                done.append(command(*arguments, folder=where, **more))
+                done.append(nursery.run(*arguments, folder=where, env=more))
             elif program == "python":
                 line = [sys.executable, *arguments]
-                done.append(subprocess.run(line, cwd=where, capture_output=True, text=True, check=False))
+                process = subprocess.run(line, cwd=where, capture_output=True, text=True, check=False)
+                done.append(Finished(process.returncode, process.stdout, process.stderr))
     return done
 
 
@@ -58,7 +63,7 @@ def compare(readme: Path, said: str) -> None:
 
 def others(readme: Path) -> list[str]:
     """What else the README shows of the log, without its prefix."""
-    block = re.findall(r"```\n(.*?)```", readme.read_text().split("## What you see")[1], re.DOTALL)[0]
+    block = re.findall(r"```\n(.*?)```", readme.read_text().split("## Output")[1], re.DOTALL)[0]
     lines = [line.split("]: ")[-1] for line in block.splitlines()]
     return [line for line in lines if line and line != "…" and not ITERATION.match(line)]
 
@@ -70,11 +75,11 @@ def examples(tmp_path: Path) -> Path:
     return Path(shutil.copytree(REPOSITORY / "examples", tmp_path / "examples", ignore=ignored))
 
 
-def test_the_tiny_llama_runs_by_its_readme(examples: Path, hub_home: Path) -> None:
+def test_the_tiny_llama_runs_by_its_readme(examples: Path, hub_home: Path, nursery: Nursery) -> None:
     readme = examples / "llama" / "README.md"
-    trained, generated = run_readme(examples / "llama", examples.parent, **offline_environment(hub_home))
-    assert (trained.returncode, trained.stderr) == (0, "")
-    assert (generated.returncode, generated.stderr) == (0, "")
+    trained, generated = run_readme(examples / "llama", examples.parent, nursery, **offline_environment(hub_home))
+    assert (trained.code, trained.stderr) == (0, "")
+    assert (generated.code, generated.stderr) == (0, "")
     assert generated.stdout.startswith("Once upon a time")
     compare(readme, trained.stdout)
     for line in others(readme):
@@ -83,20 +88,20 @@ def test_the_tiny_llama_runs_by_its_readme(examples: Path, hub_home: Path) -> No
     assert [path.name.startswith("tiny_llama_") for path in (examples.parent / "logs").iterdir()] == [True]
 
 
-def test_the_custom_dataloader_runs_by_its_readme(examples: Path) -> None:
+def test_the_custom_dataloader_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
     readme = examples / "custom-dataloader" / "README.md"
-    (trained,) = run_readme(examples / "custom-dataloader", examples.parent)
-    assert (trained.returncode, trained.stderr) == (0, "")
+    (trained,) = run_readme(examples / "custom-dataloader", examples.parent, nursery)
+    assert (trained.code, trained.stderr) == (0, "")
     compare(readme, trained.stdout)
     for line in others(readme):
         assert line in trained.stdout
 
 
-def test_the_nanosets_run_by_their_readme(examples: Path) -> None:
+def test_the_nanosets_run_by_their_readme(examples: Path, nursery: Nursery) -> None:
     readme = examples / "nanosets" / "README.md"
-    made, trained, which = run_readme(examples / "nanosets", examples.parent)
+    made, trained, which = run_readme(examples / "nanosets", examples.parent, nursery)
     for process in (made, trained, which):
-        assert (process.returncode, process.stderr) == (0, "")
+        assert (process.code, process.stderr) == (0, "")
     assert len(list((examples / "nanosets" / "tokens").glob("*/*.ds"))) == 4
     compare(readme, trained.stdout)
     for line in others(readme):
@@ -104,12 +109,12 @@ def test_the_nanosets_run_by_their_readme(examples: Path) -> None:
     assert len(re.findall(r"^sample 15\d\d: tokens/code/0000[01]\.ds window", which.stdout, re.MULTILINE)) == 12
 
 
-def test_the_quickstart_trains_on_a_few_files(examples: Path) -> None:
+def test_the_quickstart_trains_on_a_few_files(examples: Path, nursery: Nursery) -> None:
     texts = examples.parent / "texts"
     texts.mkdir()
     for number in range(8):
         (texts / f"{number}.txt").write_text("".join(TEXTS[number::8]) * 4)
-    process = command(
+    process = nursery.run(
         "train",
         examples / "quickstart.yaml",
         "data_stages.0.data.dataset={text_files: texts}",
@@ -119,7 +124,7 @@ def test_the_quickstart_trains_on_a_few_files(examples: Path) -> None:
         "logging.iteration_step_info_interval=1",
         folder=examples.parent,
     )
-    assert (process.returncode, process.stderr) == (0, "")
+    assert (process.code, process.stderr) == (0, "")
     steps = [
         json.loads(line)
         for line in (examples.parent / "logs" / "quickstart" / "metrics.jsonl").read_text().splitlines()

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from nursery import Nursery
-from tiny_run import KENOTRON, REPOSITORY, command, environment, tiny_dict, tiny_yaml, write_texts
+
+from support.nursery import Nursery
+from support.tiny_run import KENOTRON, REPOSITORY, command, environment, tiny_dict, tiny_yaml, write_texts
 
 
 def relative_yaml(folder: Path) -> Path:
@@ -27,8 +28,9 @@ def relative_yaml(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.budget(10, reason="a process that imports torch, TensorBoard and the profiler, as a user's first does")
 def test_a_fresh_process_with_everything_on_says_nothing_on_stderr(tmp_path: Path) -> None:
-    """bf16, text, TensorBoard, validation, samples, profiler: whatever a third party has to say, nobody hears it."""
+    """bf16, text, TensorBoard, validation, samples, profiler: no library prints anything besides."""
     content = tiny_dict(tmp_path)
     content["model"]["dtype"] = "bfloat16"
     content["model"]["document_masking"] = True
@@ -63,18 +65,18 @@ def test_a_run_from_another_folder_puts_its_files_there(tmp_path: Path, nursery:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "my.yaml"]
 
 
-def test_run_train_takes_the_seeds_spelling_and_overrides(tmp_path: Path) -> None:
-    relative_yaml(tmp_path)
-    for given in (["--config-file", "my.yaml"], ["--config-file=my.yaml", "tokens.train_steps=5"]):
-        process = subprocess.run(
-            [KENOTRON[0], str(REPOSITORY / "run_train.py"), *given],
-            cwd=tmp_path,
-            env=environment(tmp_path),
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-        assert (process.returncode, process.stderr) == (0, "")
+@pytest.mark.budget(10, reason="a script of its own, which imports torch, after a run")
+def test_run_train_takes_the_seeds_spelling_and_overrides(tmp_path: Path, nursery: Nursery) -> None:
+    assert nursery.run("train", relative_yaml(tmp_path), folder=tmp_path).code == 0
+    process = subprocess.run(
+        [KENOTRON[0], str(REPOSITORY / "run_train.py"), "--config-file=my.yaml", "tokens.train_steps=5"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert (process.returncode, process.stderr) == (0, "")
     assert (tmp_path / "checkpoints" / "latest.txt").read_text().strip() == "5"
     assert "start_iteration_step: 3 " in process.stdout
 
@@ -123,9 +125,9 @@ def test_the_end_of_a_run_names_commands_that_work(tmp_path: Path, nursery: Nurs
         ),
         (["train", "{file}", "data_stages.0.data.dataset={text_files: nowhere}"], "tokenizer"),
         (["train", "{file}", "general.hooks=[nowhere.Hook]"], "general.hooks: cannot import 'nowhere'"),
-        (["train", "{file}", "general.hooks=[user_parts.Spi]"], "did you mean 'Spy'?"),
-        (["train", "{file}", "general.hooks=[user_parts.counting]"], "general.hooks"),
-        (["train", "{file}", "general.hooks=[{path: user_parts.Poison, kwargs: {wrong: 1}}]"], "general.hooks"),
+        (["train", "{file}", "general.hooks=[support.user_parts.Spi]"], "did you mean 'Spy'?"),
+        (["train", "{file}", "general.hooks=[support.user_parts.counting]"], "general.hooks"),
+        (["train", "{file}", "general.hooks=[{path: support.user_parts.Poison, kwargs: {wrong: 1}}]"], "general.hooks"),
         (["train", "{file}", "model.model_config.hidden_size=17"], "num_attention_heads"),
         (["train"], "Missing argument 'file'"),
         (["trane"], "No such command"),
@@ -154,7 +156,7 @@ def test_debug_shows_the_traceback(tmp_path: Path, nursery: Nursery) -> None:
 
 
 def test_a_bug_in_a_users_hook_is_a_traceback_and_exit_code_1(tmp_path: Path, nursery: Nursery) -> None:
-    finished = nursery.run("train", tiny_yaml(tmp_path), "general.hooks=[user_parts.Broken]", folder=tmp_path)
+    finished = nursery.run("train", tiny_yaml(tmp_path), "general.hooks=[support.user_parts.Broken]", folder=tmp_path)
     assert finished.code == 1
     assert "Traceback (most recent call last)" in finished.stderr
     assert "RuntimeError: this hook is broken" in finished.stderr
@@ -196,6 +198,7 @@ def test_help_names_every_command_without_torch(tmp_path: Path) -> None:
         assert re.search(rf"\b{name}\b", shown.stdout)
 
 
+@pytest.mark.budget(8, reason="a process of its own, which imports torch for 5 s: a terminal cannot be given to a fork")
 def test_on_a_terminal_log_lines_scroll_above_a_bar_with_the_time_left(tmp_path: Path) -> None:
     import os
     import pty
@@ -240,7 +243,7 @@ def test_the_end_of_a_run_without_a_tokenizer_names_commands_that_work(tmp_path:
 
 
 def test_a_program_that_is_not_on_path_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kenotron.train.report import program
+    from kenotron.training.report import program
 
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     for name in ("python", "kenotron"):
@@ -255,12 +258,12 @@ def test_a_program_that_is_not_on_path_is_named_by_its_path(tmp_path: Path, monk
 
 
 def test_ctrl_c_before_the_first_step_is_said(tmp_path: Path, nursery: Nursery) -> None:
-    """While the data are opened, which may take an hour, nobody but the command line hears it."""
-    slow = "data_stages.0.data.dataset={source: user_parts.slowly}"
+    """While the data are opened, which may take an hour, only the command line reports anything."""
+    slow = "data_stages.0.data.dataset={source: support.user_parts.slowly}"
     child = nursery.start("train", tiny_yaml(tmp_path), slow, folder=tmp_path)
-    for _ in range(600):
-        if (tmp_path / "opening").exists():
-            break
+    until = time.monotonic() + 120
+    while not (tmp_path / "opening").exists():
+        assert time.monotonic() < until, "no data were opened in two minutes"
         time.sleep(0.05)
     os.kill(child.pid, signal.SIGINT)
     finished = child.wait()

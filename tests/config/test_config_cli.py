@@ -64,7 +64,7 @@ def test_show_prints_a_config_that_loads_to_the_same(path: Path, comments: list[
 def test_upgraded_keys_are_told_on_stderr_not_in_the_output(path: Path) -> None:
     path.write_text(path.read_text().replace("  dp: 1\n", "  dp: 1\n  moe_layer_recompute: false\n", 1))
     result = runner.invoke(command.app, ["show", str(path)])
-    assert "moe_layer_recompute is dropped" in result.stderr
+    assert "moe_layer_recompute is ignored" in result.stderr
     assert "moe_layer_recompute" not in result.stdout
 
 

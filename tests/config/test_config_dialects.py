@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kenotron.config import Config, InputError, dump, fill_run_name, load, refuse_unsupported, to_dict
+from kenotron.config import Config, InputError, NotSupportedYet, dump, fill_run_name, load, refuse_unsupported, to_dict
 from kenotron.config.data import NanosetDataset
 from kenotron.config.optimizer import AdamW
 
@@ -37,7 +37,7 @@ def test_flat_adam_keys_move_into_the_factory(minimal: dict[str, Any]) -> None:
 def test_a_flat_adam_key_beside_the_same_in_the_factory_is_an_error(minimal: dict[str, Any]) -> None:
     minimal["optimizer"]["optimizer_factory"]["adam_eps"] = 1e-8
     minimal["optimizer"]["adam_eps"] = 1e-6
-    with pytest.raises(InputError, match="adam_eps stands beside an optimizer_factory that has it"):
+    with pytest.raises(InputError, match="adam_eps is also set in optimizer"):
         load(minimal)
 
 
@@ -109,34 +109,18 @@ def test_data_without_stages_becomes_one_stage(minimal: dict[str, Any]) -> None:
     assert len(lines) == 1
 
 
-def test_top_level_datastates_moves_to_checkpoints(minimal: dict[str, Any]) -> None:
-    minimal["datastates"] = {"host_cache_size": 16, "parser_threads": 2, "pin_host_cache": True}
-    config, lines = upgraded(minimal)
-    assert config.checkpoints.datastates is not None
-    assert config.checkpoints.datastates.host_cache_size == 16
-    assert lines == ["datastates is now checkpoints.datastates"]
-
-
 @pytest.mark.parametrize("value", [True, False])
-def test_moe_layer_recompute_is_dropped_aloud(minimal: dict[str, Any], value: bool) -> None:
+def test_moe_layer_recompute_is_ignored_with_a_message(minimal: dict[str, Any], value: bool) -> None:
     minimal["parallelism"] = {"dp": 1, "pp": 1, "tp": 1, "moe_layer_recompute": value}
     lines = upgraded(minimal)[1]
     assert len(lines) == 1
-    assert "moe_layer_recompute is dropped" in lines[0]
+    assert "moe_layer_recompute is ignored" in lines[0]
 
 
-def test_kenotrons_lighteval_keys_load_beside_nanotrons(minimal: dict[str, Any]) -> None:
-    minimal["lighteval"] = {
-        "slurm_template": "t.jinja",
-        "checkpoints_path": "c",
-        "tasks": {"tasks": "early-signal", "max_samples": 1000},
-        "generation": {"greedy": {"sampler": "GREEDY", "seed": None}, "warm": {"temperature": 0.5}},
-        "wandb": {"wandb_project": "p"},
-    }
-    evaluation = load(minimal).lighteval
-    assert evaluation is not None
-    assert evaluation.generation["greedy"].sampler == "greedy"  # type: ignore[index]
-    assert evaluation.slurm_script_dir == "eval_results/launch-config"
+def test_kenotrons_lighteval_keys_are_refused_by_name(minimal: dict[str, Any]) -> None:
+    minimal["lighteval"] = {"slurm_template": "t.jinja", "generation": {"greedy": {"sampler": "GREEDY", "seed": None}}}
+    with pytest.raises(NotSupportedYet, match=r"^not supported yet: lighteval$"):
+        load(minimal)
 
 
 def test_upgraded_lines_name_file_and_line(minimal: dict[str, Any], write: Callable[[str], Path]) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from config_strategies import configs, plain
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kenotron.config import Config, InputError, dump, load, to_dict
 from kenotron.config.writing import flatten
+from support.config_strategies import configs, plain
 
 
 def message(source: Any, overrides: tuple[str, ...] = ()) -> str:
@@ -67,7 +67,6 @@ def test_a_key_in_the_wrong_section_is_told_where_it_belongs(minimal: dict[str, 
         ("logging.sample_prompts=hello", "expected a list, found 'hello'"),
         ("tokens=null", "tokens: expected a map of keys, found null"),
         ("data_stages=[]", "expected a list of at least 1"),
-        ("metrics_logging.log_level=2", "expected 0 or 1, found 2"),
         ("model.model_config.rope_scaling={rope_type: yarn}", "expected the key 'factor' beside rope_type: yarn"),
         ("model.model_config.rope_scaling={rope_type: foo}", "expected a rope_type among default, linear"),
         ("model.model_config.rope_scaling={rope_type: [1]}", "expected a rope_type among default, linear"),
@@ -95,7 +94,7 @@ def test_a_wrong_value_says_what_was_expected(minimal: dict[str, Any], override:
             "model.model_config={hidden_size: 12, num_attention_heads: 4}",
             "hidden_size: expected an even hidden_size / num_attention_heads, found 3",
         ),
-        ("tokens.val_samples=4", "tokens.limit_val_batches: expected -1 or a number above 0 beside tokens.val_samples"),
+        ("tokens.val_samples=4", "tokens.limit_val_batches: expected -1 or a number above 0 with tokens.val_samples"),
         ("checkpoints.keep_every=4", "checkpoints.keep_last: missing"),
         ("parallelism.tp=3", "parallelism.tp: expected a divisor of num_attention_heads 4, found 3"),
         ("parallelism.tp=8", "parallelism.tp: expected a divisor of num_attention_heads 4, found 8"),
@@ -105,9 +104,11 @@ def test_a_wrong_value_says_what_was_expected(minimal: dict[str, Any], override:
         ("profiler={profiler_export_path: p, skip_first: 20}", "expected tokens.train_steps of at least 23"),
         ("data_stages.0.start_training_step=2", "expected one stage that starts at 1, found 2"),
         ("data_stages.0.data.dataset={corpus: python-stdlib}", "tokenizer.tokenizer_name_or_path: missing"),
-        ("tokenizer={train: {vocab_size: 300}}", "tokenizer.train: expected text in the first stage"),
+        (
+            "tokenizer={train: {vocab_size: 300}}",
+            "tokenizer.train: expected the first stage, 'all', to read text to train on",
+        ),
         ("tokenizer={train: {vocab_size: 300}, tokenizer_name_or_path: x}", "tokenizer.train: expected either"),
-        ("lighteval={upload_to_wandb: true, s3_save_path: s, wandb_entity: e}", "lighteval.wandb_project: missing"),
     ],
 )
 def test_sections_are_checked_against_each_other(minimal: dict[str, Any], override: str, expected: str) -> None:
@@ -132,7 +133,7 @@ def test_kv_heads_that_neither_split_nor_repeat_over_tp_are_refused(minimal: dic
         ),
         (
             ("parallelism.context_parallel_size=4", "tokens.sequence_length=20"),
-            "ring cuts a sequence into 8 pieces; expected tokens.sequence_length 20 to divide by that",
+            "ring splits a sequence into 8 parts; expected tokens.sequence_length to be a multiple of 8, found 20",
         ),
         (
             ("parallelism={context_parallel_size: 2, tp: 4, context_parallel_method: ulysses}",),
@@ -144,19 +145,21 @@ def test_kv_heads_that_neither_split_nor_repeat_over_tp_are_refused(minimal: dic
                 "tokens.sequence_length=64",
                 "model.model_config={rope_scaling: {rope_type: dynamic, factor: 2.0}, max_position_embeddings: 32}",
             ),
-            "parallelism.context_parallel_size: rope_scaling dynamic grows with a batch's longest position",
+            "parallelism.context_parallel_size: rope_scaling dynamic depends on the longest position of a batch",
         ),
         (
             ("parallelism.tp=4", "parallelism.tp_mode=REDUCE_SCATTER", "tokens.sequence_length=9"),
-            "parallelism.tp_mode: REDUCE_SCATTER splits a micro-batch's",
+            "parallelism.tp_mode: REDUCE_SCATTER splits the 18 tokens of a micro-batch over tp 4; expected a "
+            "multiple of 4",
         ),
         (
             ("parallelism.context_parallel_size=4", "data_stages.0.sequence_length=20"),
-            "ring cuts a sequence into 8 pieces; expected data_stages.0.sequence_length 20 to divide by that",
+            "ring splits a sequence into 8 parts; expected data_stages.0.sequence_length to be a multiple of 8, "
+            "found 20",
         ),
         (
             ("parallelism.context_parallel_size=4", "data_stages.0.sequence_length_ramp={start: 4, steps: 9}"),
-            "into 8 pieces; expected data_stages.0.sequence_length_ramp.start 4 to divide by that",
+            "into 8 parts; expected data_stages.0.sequence_length_ramp.start to be a multiple of 8, found 4",
         ),
         (("parallelism.pp=64",), "parallelism.pp: expected at most num_hidden_layers"),
         (("parallelism.pp=2", "parallelism.pp_layers=[1]"), "parallelism.pp_layers: expected 2 numbers of at least 1"),
@@ -183,12 +186,12 @@ def test_a_layout_is_checked_before_anything_starts(
         ),
         (
             "batch_size_ramp={start: 8, increment: 16, samples: 9}",
-            "increment: expected a divisor of 24, the global batch of 32 samples less start 8, found 16",
+            "increment: expected a divisor of 24, the global batch of 32 samples minus start 8, found 16",
         ),
         ("batch_size_ramp={start: 8, increment: 8}", "missing key 'data_stages.0.batch_size_ramp.samples'"),
         (
             "batch_size_ramp={start: 12, increment: 4, samples: 9}",
-            "batch_size_ramp: expected a multiple of 2 micro-batches, which pp_engine interleaved_1f1b cuts into 2 "
+            "batch_size_ramp: expected a multiple of 2 micro-batches, which pp_engine interleaved_1f1b splits into 2 "
             "rounds of at least pp 2, found 5 in a step of 20 samples",
         ),
         (
@@ -219,30 +222,12 @@ def test_a_trained_vocabulary_must_fit_the_model(minimal: dict[str, Any]) -> Non
 def test_stages_have_names_and_starts_of_their_own(minimal: dict[str, Any], key: str, value: object) -> None:
     other = {"name": "other", "start_training_step": 5, "data": {"dataset": None}} | {key: value}
     minimal["data_stages"].append(other)
-    assert message(minimal) == f"data_stages.1.{key}: expected one that no other stage has, found {value!r} twice"
+    assert message(minimal) == f"data_stages.1.{key}: expected a value that no other stage has, found {value!r} twice"
 
 
 def test_stages_are_sorted_by_their_start(minimal: dict[str, Any]) -> None:
     minimal["data_stages"].insert(0, {"name": "late", "start_training_step": 5, "data": {"dataset": None}})
     assert [stage.start_training_step for stage in load(minimal).data_stages] == [1, 5]
-
-
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ({"flex_attention_mask": "document"}, "flex_attention_mask: expected _attn_implementation: flex_attention"),
-        ({"sliding_window_size": 8, "_attn_implementation": "sdpa"}, "sliding_window_size: sdpa has no sliding"),
-        ({"ring_attn_heads_k_stride": 1}, "expected with llama3_ring_attention and only there"),
-        ({"_attn_implementation": "llama3_ring_attention"}, "expected with llama3_ring_attention and only there"),
-        ({"no_rope_layer": 3}, "no_rope_layer: expected a divisor of num_hidden_layers 32"),
-        ({"moe_config": {"top_k": 9}}, "moe_config.top_k: expected at most num_experts 8"),
-    ],
-)
-def test_qwen2_keys_are_checked_against_each_other(
-    minimal: dict[str, Any], keys: dict[str, Any], expected: str
-) -> None:
-    minimal["model"]["model_config"] = {"is_qwen2_config": True} | keys
-    assert expected in message(minimal)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +237,7 @@ def test_qwen2_keys_are_checked_against_each_other(
         ("- a\n", ": expected a map of sections at the top"),
         ("a: 1\nb: [1\n", ":3: not valid YAML: "),
         ("a:\n\tb: 1\n", ":2: not valid YAML: "),
-        ("a: 1\nb: 2\na: 3\n", ":3: the key 'a' stands here again (first on line 1)"),
+        ("a: 1\nb: 2\na: 3\n", ":3: duplicate key 'a' (first on line 1)"),
         ("a: !!python/object:os.system x\n", ":1: expected plain YAML, found the tag"),
         ("a: !!int many\n", ":1: cannot read 'many' as int"),
         ("1: a\n", ":1: expected text as a key, found 1 (quote it)"),
@@ -271,7 +256,7 @@ def test_yaml_that_cannot_be_read_names_the_line(write: Callable[[str], Path], t
 def test_aliases_that_multiply_without_end_are_stopped(write: Callable[[str], Path]) -> None:
     levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     levels += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
-    assert "values, aliases written out" in message(write("\n".join(levels)))
+    assert "values with aliases expanded" in message(write("\n".join(levels)))
 
 
 def test_a_missing_file_suggests_its_neighbour(write: Callable[[str], Path]) -> None:
@@ -286,7 +271,7 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
     assert message(path) == f"{path}: expected text in UTF-8"
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(config=configs(), junk=plain | st.just({"mixture": 3, "path": 1, "std": 2}), data=st.data())
 def test_whatever_is_wrong_somewhere_ends_in_a_clear_error_or_a_config(config: Config, junk: Any, data: Any) -> None:
     values = to_dict(config)

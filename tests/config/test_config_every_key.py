@@ -1,4 +1,4 @@
-"""No key is accepted and then forgotten: each is read by another room, refused, or stands in a list with its reason."""
+"""No key is accepted and then forgotten: each is read by another package, refused, or listed here with its reason."""
 
 from __future__ import annotations
 
@@ -6,36 +6,28 @@ import re
 from pathlib import Path
 
 import kenotron.config
-from kenotron.config import unsupported
-from kenotron.config.architecture import MoeConfig, Qwen2Architecture, Starcoder2Architecture
-from kenotron.config.checkpoints import Datastates
+from kenotron.config import decoder
 from kenotron.config.schema import rows
-from kenotron.config.section import NO_EFFECT
+from kenotron.config.section import EXPORT, NO_EFFECT
 
 CONFIG = Path(kenotron.config.__file__).parent
 
-# Refused whole by refuse_unsupported, so that no code reads their keys.
-REFUSED_SECTIONS = (Datastates, MoeConfig, Qwen2Architecture, Starcoder2Architecture)
-REFUSED_PATHS = ("lighteval", "s3_upload")
 
 NOT_READ = {
     "pp_stages_per_rank": "read through Parallelism.stages_per_rank",
-    "log_detail_interval": "counts at log_level 1, which is refused",
     "is_llama_config": "a marker",
+    "is_mistral_config": "a marker",
+    "is_qwen2_config": "a marker",
     "lr_decay_steps": "read through LearningRateScheduler.decay_steps",
     "lr_decay_starting_step": "read through LearningRateScheduler.decay_start",
 }
 
 
 def unread() -> set[str]:
-    """Keys of served sections that no file outside of the schema names."""
-    files = [f for f in CONFIG.parent.rglob("*.py") if CONFIG not in f.parents] + [Path(unsupported.__file__)]
+    """Keys that no file outside of the schema names; an architecture refuses what it does not support itself."""
+    files = [f for f in CONFIG.parent.rglob("*.py") if CONFIG not in f.parents] + [Path(decoder.__file__)]
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    served = [
-        row.name
-        for row in rows()
-        if row.section not in REFUSED_SECTIONS and not row.path.startswith(REFUSED_PATHS) and row.mark != NO_EFFECT
-    ]
+    served = [row.name for row in rows() if row.mark not in (NO_EFFECT, EXPORT)]
     return {name for name in served if not re.search(rf"\.{name.lstrip('_')}\b|\"{name}\"", text)}
 
 

@@ -80,15 +80,15 @@ def test_what_is_not_an_override_is_said_so(minimal: dict[str, Any], override: s
 def test_a_key_of_another_variant_says_how_to_switch(minimal: dict[str, Any]) -> None:
     assert message(minimal, "model.init_method.path=x").endswith(
         "model.init_method: 'std' belongs to the variant random, but 'path' makes this existing; "
-        "to switch, give it whole: model.init_method={path: x}"
+        "to switch, set the complete map: model.init_method={path: x}"
     )
     minimal["optimizer"]["optimizer_factory"] |= {"adam_eps": 1e-8, "adam_beta1": 0.9}
     assert message(minimal, "optimizer.optimizer_factory.name=sgd").endswith(
         "'adam_eps', 'adam_beta1' belong to the variant adamW, but 'name' makes this sgd; "
-        "to switch, give it whole: optimizer.optimizer_factory={name: sgd}"
+        "to switch, set the complete map: optimizer.optimizer_factory={name: sgd}"
     )
     minimal["data_stages"][0]["data"]["dataset"] = {"hf_dataset_or_datasets": "org/name"}
     assert message(minimal, "data_stages.0.data.dataset.corpus=python-stdlib").endswith(
         "'corpus' belongs to the variant corpus, but 'hf_dataset_or_datasets' makes this pretrain; "
-        "to switch, give it whole: data_stages.0.data.dataset={corpus: python-stdlib}"
+        "to switch, set the complete map: data_stages.0.data.dataset={corpus: python-stdlib}"
     )

@@ -6,30 +6,31 @@ from typing import Any
 
 import pytest
 import yaml
-from config_strategies import configs
 from hypothesis import HealthCheck, given, settings
 
 from kenotron.config import ABSENT, Config, diff, dump, load, to_dict
+from kenotron.config.commented import dump_commented
 from kenotron.config.document import parse
+from support.config_strategies import configs
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
 
-@settings(max_examples=40, suppress_health_check=SLOW)
+@settings(suppress_health_check=SLOW)
 @given(configs())
 def test_a_dumped_config_loads_to_an_equal_one(config: Config) -> None:
-    for comments in (False, True):
-        assert Config.model_validate(parse(dump(config, comments)).data) == config
+    for text in (dump(config), dump_commented(config)):
+        assert Config.model_validate(parse(text).data) == config
 
 
-@settings(max_examples=20, suppress_health_check=SLOW)
+@settings(suppress_health_check=SLOW)
 @given(configs())
 def test_a_config_survives_as_plain_data_and_a_plain_yaml_reader_sees_the_same(config: Config) -> None:
     assert load(to_dict(config)) == config
     assert yaml.safe_load(dump(config)) == to_dict(config)  # PyYAML's own rules, independent of our reader
 
 
-@settings(max_examples=20, suppress_health_check=SLOW)
+@settings(suppress_health_check=SLOW)
 @given(configs(), configs())
 def test_two_configs_are_equal_exactly_when_nothing_differs(a: Config, b: Config) -> None:
     assert diff(a, a) == []
@@ -58,6 +59,6 @@ def test_text_that_looks_like_something_else_stays_text(minimal: dict[str, Any],
 
 
 def test_comments_hold_each_keys_sentence(minimal: dict[str, Any]) -> None:
-    lines = dump(load(minimal), comments=True).splitlines()
+    lines = dump_commented(load(minimal)).splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("  train_steps:"))
     assert lines[at - 1] == "  # Optimizer steps of the whole run."

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from kenotron.config import load, same_run_difference, to_dict
 
@@ -15,8 +17,8 @@ from kenotron.config import load, same_run_difference, to_dict
         [],
         ["tokens.train_steps=30"],
         ["general.run=other", "general.step=10", "general.consumed_train_samples=20"],
-        ["general.hooks=[my.Hook]", "general.benchmark_csv_path=b.csv", "general.ignore_sanity_checks=false"],
-        ["logging.log_dir=elsewhere", "logging.sample_prompts=[a]", "metrics_logging.log_detail_interval=3"],
+        ["general.hooks=[my.Hook]", "general.ignore_sanity_checks=false"],
+        ["logging.log_dir=elsewhere", "logging.sample_prompts=[a]"],
         ["checkpoints.checkpoint_interval=3", "checkpoints.keep_last=2", "checkpoints.keep_every=100"],
         ["checkpoints.save_final_state=false", "checkpoints.checkpoints_path=moved"],
         ["checkpoints.resume_checkpoint_path=checkpoints"],
@@ -140,7 +142,6 @@ def test_a_tilde_is_the_home_folder_in_every_path(minimal: dict[str, Any], monke
         "checkpoints.checkpoints_path",
         "checkpoints.resume_checkpoint_path",
         "logging.log_dir",
-        "general.benchmark_csv_path",
         "tokenizer.tokenizer_name_or_path",
     ]
     config = load(
@@ -158,3 +159,12 @@ def test_a_tilde_is_the_home_folder_in_every_path(minimal: dict[str, Any], monke
     assert config.data_stages[0].data.dataset.text_files[::3] == ["/home/someone/x", "x"]  # type: ignore[union-attr]
     mapped = load(minimal, ["data_stages.0.data.dataset={text_files: {~/x: 2}}", "tokenizer.tokenizer_name_or_path=t"])
     assert mapped.data_stages[0].data.dataset.text_files == {"/home/someone/x": 2}  # type: ignore[union-attr]
+
+
+def test_a_config_that_an_earlier_version_resolved_is_the_same_run() -> None:
+    """Its checkpoints name keys with their defaults that the schema has no more, such as `lighteval: null`."""
+    text = (Path(__file__).parent / "resolved_before_unserved.yaml").read_text(encoding="utf-8")
+    saved = yaml.safe_load(text)
+    assert saved["lighteval"] is None
+    assert saved["parallelism"]["expert_parallel_size"] == 1
+    assert same_run_difference(saved, load(Path(__file__).parents[2] / "examples" / "quickstart.yaml"), 5) is None

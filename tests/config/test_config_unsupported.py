@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kenotron.config import NotSupportedYet, load, refuse_unsupported
-from kenotron.config.architecture import ACTIVATIONS
+from kenotron.config import NotSupportedYet, dump, load, refuse_unsupported
+from kenotron.config.decoder import ACTIVATIONS
 
 DATASET = "data_stages.0.data.dataset"
 
@@ -17,17 +19,26 @@ DATASET = "data_stages.0.data.dataset"
     [
         (["parallelism.expert_parallel_size=2"], "parallelism.expert_parallel_size: 2"),
         (["lighteval={}"], "lighteval"),
+        (["datastates={host_cache_size: 1}"], "datastates"),
+        (["checkpoints.datastates={host_cache_size: 1}"], "checkpoints.datastates"),
         (["s3_upload={upload_s3_path: 's3://a/b', remove_after_upload: false}"], "s3_upload"),
         (["checkpoints.checkpointing_engine=datastates"], "checkpoints.checkpointing_engine: datastates"),
-        (["checkpoints.resume_checkpoint_path=s3://a/b"], "checkpoints.resume_checkpoint_path on s3"),
-        (["model.model_config={is_qwen2_config: true}"], "family Qwen2"),
-        (["model.model_config={is_starcoder2_config: true}"], "family Starcoder2"),
+        (["checkpoints.resume_checkpoint_path=s3://a/b"], "checkpoints.resume_checkpoint_path: s3://a/b"),
+        (["model.model_config={is_starcoder2_config: true, anything: 1}"], "family Starcoder2"),
+        (["model.model_config={is_mamba_config: true, ssm_cfg: {d_state: 16}}"], "family Mamba"),
+        (["model.model_config={is_qwen2_config: true, moe_config: {num_experts: 4}}"], "model_config.moe_config: "),
+        (["model.model_config={is_qwen2_config: true, no_rope_layer: 4}"], "model_config.no_rope_layer: 4"),
+        (["model.model_config={is_qwen2_config: true, _use_doc_masking: true}"], "model_config._use_doc_masking: True"),
+        (["model.model_config={is_qwen2_config: true, sliding_window_size: 8}"], "sliding_window_size: 8"),
+        (["model.model_config={is_qwen2_config: true, rope_seq_len_interpolation_factor: 2.0}"], "interpolation_fac"),
+        (["model.model_config={is_qwen2_config: true, flex_attention_mask: document}"], "flex_attention_mask: docu"),
+        (["model.model_config={is_qwen2_config: true, ring_attn_heads_k_stride: 1}"], "ring_attn_heads_k_stride: 1"),
         (["model.model_config._attn_implementation=ring"], "_attn_implementation: ring"),
         (["model.model_config={hf: x, _attn_implementation: flex_attention}"], "_attn_implementation: flex_attention"),
         (["model.model_config.hidden_act=sliu"], "hidden_act: sliu; did you mean 'silu'?"),
         (["model.init_method={use_mup: true}"], "model.init_method.use_mup"),
-        (["model.init_method.scaling_method=layer_index"], "scaling_method: LAYER_INDEX"),
-        (["model.init_method.scaling_method=model_scale"], "scaling_method: MODEL_SCALE"),
+        (["model.init_method.scaling_method=layer_index"], "scaling_method: layer_index"),
+        (["model.init_method.scaling_method=model_scale"], "scaling_method: model_scale"),
         (["model.dtype=float16"], "model.dtype: float16"),
         (["optimizer.accumulate_grad_in_fp32=false"], "optimizer.accumulate_grad_in_fp32: false"),
         (["metrics_logging.log_level=1"], "metrics_logging.log_level: 1"),
@@ -49,6 +60,33 @@ def test_everything_unsupported_is_named_at_once(minimal: dict[str, Any]) -> Non
         refuse_unsupported(load(minimal, ["parallelism.expert_parallel_size=2", "lighteval={}"]))
 
 
+OFF = {
+    "general": {"benchmark_csv_path": None},
+    "parallelism": {"expert_parallel_size": 1},
+    "checkpoints": {"checkpointing_engine": "TORCH", "datastates": None},
+    "metrics_logging": {"log_level": 0, "log_detail_interval": 10},
+    "tokens": {"limit_test_batches": 0},
+    "lighteval": None,
+    "s3_upload": None,
+}
+
+
+def test_values_that_ask_for_nothing_are_left_out(minimal: dict[str, Any]) -> None:
+    """Configs that older versions wrote name every key with its default."""
+    expected = load(minimal)
+    for section, keys in OFF.items():
+        minimal[section] = minimal.get(section, {}) | keys if isinstance(keys, dict) else keys
+    assert load(minimal) == expected
+
+
+def test_an_unserved_key_is_named_with_its_line(minimal: dict[str, Any], write: Callable[[str], Path]) -> None:
+    path = write(dump(load(minimal)) + "lighteval:\n  batch_size: 8\ns3_upload: null\n")
+    number = path.read_text().splitlines().index("lighteval:") + 1
+    with pytest.raises(NotSupportedYet) as caught:
+        load(path)
+    assert str(caught.value) == f"not supported yet: lighteval ({path}:{number})"
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -58,6 +96,7 @@ def test_everything_unsupported_is_named_at_once(minimal: dict[str, Any]) -> Non
         ["parallelism.tp_linear_async_communication=true"],
         ["model.model_config._attn_implementation=sdpa"],
         ["model.dtype=float32", "optimizer.accumulate_grad_in_fp32=false"],
+        ["model.model_config={is_qwen2_config: true, attention_bias: true}"],
         ["data_stages.0.sequence_length=128"],
         ["model.init_method.scaling_method=none"],
         ["model.init_method={path: x}", "model.model_config={hf: x}"],

@@ -6,13 +6,8 @@ from typing import Any
 
 import pytest
 
-from kenotron.config import Config, InputError, load, to_dict
-from kenotron.config.architecture import (
-    HFArchitecture,
-    LlamaArchitecture,
-    Qwen2Architecture,
-    Starcoder2Architecture,
-)
+from kenotron.config import Config, InputError, NotSupportedYet, load, to_dict
+from kenotron.config.architecture import HFArchitecture
 from kenotron.config.data import (
     CustomSource,
     EmbeddedCorpus,
@@ -24,8 +19,11 @@ from kenotron.config.data import (
     TextFiles,
     TokenFilesDataset,
 )
-from kenotron.config.model import ExistingCheckpointInit, RandomInit, SpectralMupInit
+from kenotron.config.model import ExistingCheckpointInit, RandomInit
 from kenotron.config.optimizer import SGD, AdamW, CustomOptimizer, Muon
+from kenotron.models.families.llama import LlamaArchitecture
+from kenotron.models.families.mistral import MistralArchitecture
+from kenotron.models.families.qwen2 import Qwen2Architecture
 
 HF = {"hf_dataset_or_datasets": "org/name"}
 
@@ -37,9 +35,13 @@ HF = {"hf_dataset_or_datasets": "org/name"}
         ({"is_llama_config": False}, LlamaArchitecture),  # a marker counts by its presence
         ({}, LlamaArchitecture),
         ({"hidden_size": 64, "rope_interleaved": True}, LlamaArchitecture),
-        ({"is_starcoder2_config": True}, Starcoder2Architecture),
-        ({"grouped_query": True, "num_kv_heads": 2}, Starcoder2Architecture),
+        ({"family": "llama", "hidden_size": 64}, LlamaArchitecture),
         ({"is_qwen2_config": True}, Qwen2Architecture),
+        ({"family": "qwen2"}, Qwen2Architecture),
+        ({"family": "mistral"}, MistralArchitecture),
+        ({"is_mistral_config": True, "sliding_window": 8}, MistralArchitecture),
+        ({"_fused_rotary_emb": False, "_fused_rms_norm": False, "log_attn_probs": False}, Qwen2Architecture),
+        ({"_use_qkv_packed": False, "pretraining_tp": 2}, Qwen2Architecture),
         ({"moe_config": {"num_experts": 4}, "_use_doc_masking": True}, Qwen2Architecture),
         ({"hf": "org/name"}, HFArchitecture),
         ({"hf": "org/name", "rope_theta": 5e5}, HFArchitecture),
@@ -48,6 +50,22 @@ HF = {"hf_dataset_or_datasets": "org/name"}
 def test_an_architecture_is_known_by_its_keys(minimal: dict[str, Any], keys: dict[str, Any], variant: type) -> None:
     minimal["model"]["model_config"] = keys
     assert type(load(minimal).model.architecture) is variant
+
+
+@pytest.mark.parametrize(
+    ("keys", "family"),
+    [
+        ({"is_starcoder2_config": True}, "Starcoder2"),
+        ({"grouped_query": True, "num_kv_heads": 2}, "Starcoder2"),
+        ({"is_mamba_config": True, "d_model": 64}, "Mamba"),
+    ],
+)
+def test_other_families_of_nanotron_are_refused_by_name(
+    minimal: dict[str, Any], keys: dict[str, Any], family: str
+) -> None:
+    minimal["model"]["model_config"] = keys
+    with pytest.raises(NotSupportedYet, match=rf"model\.model_config: the family {family}"):
+        load(minimal)
 
 
 def test_llama_keys_beside_hf_are_overrides(minimal: dict[str, Any]) -> None:
@@ -73,7 +91,6 @@ def test_an_override_of_hf_is_checked_like_a_llama_key(minimal: dict[str, Any]) 
     [
         ({"std": 0.02}, RandomInit),
         ({"std": 0.02, "scaling_method": "none"}, RandomInit),
-        ({"use_mup": True}, SpectralMupInit),
         ({"path": "x"}, ExistingCheckpointInit),
     ],
 )
@@ -155,7 +172,7 @@ def test_a_dataset_is_known_by_its_keys(minimal: dict[str, Any], keys: Any, vari
         ({"tokens": {"a": float("inf")}}, r"tokens\.a: expected a finite number"),
         ({"tokens": {}}, "tokens: expected a map of at least 1"),
         ({"tokens": "a", "token_dtype": "float32"}, "token_dtype: expected 'uint8'"),
-        ({"mixture": [{"corpus": "python-stdlib"}]}, "every dataset of a mixture has a weight"),
+        ({"mixture": [{"corpus": "python-stdlib"}]}, "every dataset of a mixture needs a weight"),
         ({"mixture": []}, "expected a list of at least 1"),
         ({"mixture": [{"weight": 1, "mixture": []}]}, "expected a dataset"),
         ({"weight": 1, "corpus": "python-stdlib"}, "expected only inside a mixture"),

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from data_runs import run_config, write_texts
 
 from kenotron.config.errors import InputError
 from kenotron.data import open_run
 from kenotron.data.batch import NO_LOSS
+from support.data_runs import run_config, write_texts
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "add-a-dataset.md").read_text(encoding="utf-8")
 
@@ -79,6 +79,54 @@ def test_a_registered_name_is_the_same_dataset(beside: Path, monkeypatch: pytest
         with open_run(run_config(yaml.safe_load(block)["dataset"]), report=lambda line: None) as data:
             tokens.append([batch.tokens.tolist() for batch in data.batch(1)])
     assert tokens[0] == tokens[1]
+
+
+def test_the_complete_interface_reads_the_same(beside: Path) -> None:
+    (beside / "my_source.py").write_text(blocks("python")[2])
+    sys.modules.pop("my_source", None)
+    with (beside / "my_source.py").open("a") as file:
+        file.write("\n    fingerprint = 'bytes'\n")
+    found = []
+    for source in ("my_bytes.FileBytes", "my_source.Bytes"):
+        config = run_config({"source": source, "kwargs": {"folder": "texts"}}, model__document_masking=True)
+        with open_run(config, report=lambda line: None) as data:
+            batches = [*data.batch(3), *(batch for batch, *_ in data.validation())]
+            found.append([(batch.labels.tolist(), batch.positions.tolist()) for batch in batches])
+            assert data.fingerprints() == ({"texts": "bytes"} if source == "my_source.Bytes" else {})
+    assert found[0] == found[1]
+
+
+FIRST = """
+class First(Bytes):
+    fingerprint = "the first"
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.all = Bytes(**kwargs)
+
+    def __len__(self):
+        return len(self.all) - 3
+
+    def read(self, indices, document_ids=True):
+        return self.all.read(indices + 3, document_ids)
+
+    @property
+    def held_out(self):
+        return SampleRange(self.all, 0, 3)
+"""
+
+
+def test_a_source_may_hold_out_samples_of_its_own_choice(beside: Path) -> None:
+    (beside / "my_source.py").write_text(
+        blocks("python")[2] + "\nfrom kenotron.data.source import SampleRange\n" + FIRST
+    )
+    sys.modules.pop("my_source", None)
+    config = run_config({"source": "my_source.First", "kwargs": {"folder": "texts"}})
+    with open_run(config, report=lambda line: None) as data:
+        held = [bytes(row.tolist()) for batch, *_ in data.validation() for row in batch.tokens[:, :-1]]
+        assert data.fingerprints() == {"texts": "the first"}
+    everything = b"".join(all_bytes(beside))
+    assert [row for row in held if any(row)] == [everything[33 * n : 33 * n + 31] for n in range(3)]
 
 
 def failure(dataset: dict) -> str:

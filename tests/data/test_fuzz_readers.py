@@ -17,23 +17,22 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from data_runs import run_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from written_tokens import counting, write_ds
 
 from kenotron.config.errors import InputError
 from kenotron.data import load_tokenizer, open_run
-from kenotron.data.encode import EncodeRules, encode_documents
-from kenotron.data.lanes import LaneState, Place, from_bytes, to_bytes
-from kenotron.data.prepare.manifest import read_json
-from kenotron.data.prepare.merge import merge
-from kenotron.data.split import Marked
-from kenotron.data.texts import FileTexts, find_files
-from kenotron.data.token_folder import open_folder
-from kenotron.data.token_paths import TokenPath, read_mix
+from kenotron.data.manifest import read_json
+from kenotron.data.sources.reader_shards import ShardPosition, ShardState, from_bytes, to_bytes
+from kenotron.data.sources.token_files import TokenPath, open_folder, read_mix
+from kenotron.prepare.merge import merge
+from kenotron.text.encode import EncodeRules, encode_documents
+from kenotron.text.file_documents import FileDocuments, find_files
+from kenotron.text.hash_split import AssignedChunk
+from support.data_runs import run_config
+from support.written_tokens import counting, write_ds
 
-FUZZ = settings(max_examples=40, suppress_health_check=list(HealthCheck))
+FUZZ = settings(suppress_health_check=list(HealthCheck))
 MOST_MEMORY = 64 << 20
 
 TEXTS = ["one two", "été 漢字 🙂", "", "three\nfour " * 20]
@@ -118,9 +117,9 @@ def test_texts(name: str, damage: Callable, skip_bad: bool, size: int) -> None:
         (folder / name).write_bytes(damage((folder / name).read_bytes()))
 
         def read() -> tuple[list[str], list[str]]:
-            texts = FileTexts(name, find_files(folder, "INPUT"), skip_bad=skip_bad)
+            texts = FileDocuments(name, find_files(folder, "INPUT"), skip_bad=skip_bad)
             whole = [piece.text for piece in texts.documents()]
-            by_span = [piece.text for span in list(texts.spans(size)) for piece in texts.read(span)]
+            by_span = [piece.text for span in list(texts.byte_ranges(size)) for piece in texts.read(span)]
             return whole, by_span
 
         found = harmless(read)
@@ -137,7 +136,7 @@ def test_a_column_whose_name_is_no_text(tmp_path: Path, name: str) -> None:
     raw = (tmp_path / name).read_bytes().replace(b"text", b"te\xff\xff")
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(InputError, match=f"{name}: damaged"):
-        list(FileTexts("a", [tmp_path / name]).documents())
+        list(FileDocuments("a", [tmp_path / name]).documents())
 
 
 # ---- tokens ------------------------------------------------------------------------------------------------
@@ -155,10 +154,11 @@ def test_samples_documents_and_losses_of_token_files(damage: Callable, victim: s
         def read() -> np.ndarray:
             opened = open_folder(TokenPath("dataset.tokens", str(folder)), 8, 83, 1)
             everything = np.arange(len(opened))
-            documents, loss = opened.documents(everything), opened.loss(everything)
+            samples = opened.read(everything)
+            documents, loss = samples.document_ids, samples.loss_mask
             assert documents is None or (np.diff(documents, axis=1) >= 0).all()
             assert loss is None or set(np.unique(loss.view(np.uint8))) <= {0, 1}
-            return opened.samples(everything)
+            return samples.tokens
 
         found = harmless(read)
         if found is not None:
@@ -187,9 +187,9 @@ def test_merging(damage: Callable, shuffle: bool, victim: str) -> None:
 
 def test_an_array_of_the_other_byte_order_is_checked_as_the_numbers_it_holds(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(83, dtype=">u2"))
-    assert open_folder(TokenPath("k", str(tmp_path)), 8, 83, 1).samples(np.arange(10)).ravel()[-1] == 80
+    assert open_folder(TokenPath("k", str(tmp_path)), 8, 83, 1).read(np.arange(10)).tokens.ravel()[-1] == 80
     with pytest.raises(InputError, match=r"a.npy: token 80 at offset 80 is not below the vocabulary of 80"):
-        open_folder(TokenPath("k", str(tmp_path)), 8, 80, 1).samples(np.arange(10))
+        open_folder(TokenPath("k", str(tmp_path)), 8, 80, 1).read(np.arange(10))
 
 
 # ---- JSON --------------------------------------------------------------------------------------------------
@@ -224,7 +224,8 @@ def test_a_manifest_without_what_it_is_read_for(tmp_path: Path, content: str) ->
 
 FACTS = {"lanes": 1}
 STATE = to_bytes(
-    Place(LaneState(0, 1, 2, 3, 4, (("a", "b"), ("c",)), np.arange(9, dtype=np.uint32), np.array([4, 9])), 1), FACTS
+    ShardPosition(ShardState(0, 1, 2, 3, 4, (("a", "b"), ("c",)), np.arange(9, dtype=np.uint32), np.array([4, 9])), 1),
+    FACTS,
 )
 
 
@@ -235,7 +236,7 @@ def test_states_of_streams(damage: Callable, inside: bool) -> None:
     damaged = gzip.compress(damage(gzip.decompress(STATE))) if inside else damage(STATE)
     place = harmless(lambda: from_bytes(damaged, FACTS, "state"))
     if place is not None:
-        assert place.given >= 0
+        assert place.emitted >= 0
         assert all(isinstance(text, str) for document in place.state.buffer for text in document)
         assert (np.diff(place.state.ends, prepend=0, append=len(place.state.ids)) >= 0).all()
 
@@ -273,7 +274,7 @@ def test_any_json_as_mix_manifest_and_line(content: object) -> None:
         harmless(lambda: read_mix(file))
         harmless(lambda: read_json(file))
         for column in ("text", *(content if isinstance(content, dict) else ())):
-            harmless(lambda column=column: [piece.text for piece in FileTexts("a", [file], column).documents()])
+            harmless(lambda column=column: [piece.text for piece in FileDocuments("a", [file], column).documents()])
 
 
 @FUZZ
@@ -319,7 +320,7 @@ def test_tokenizers_that_cannot_tokenize(tmp_path: Path) -> None:
 
 def test_a_worker_whose_tokenizer_fails_tells_why() -> None:
     spec = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "unk_token": "?", "vocab": {"a": 0}}}
-    pieces = [Marked("b", 1, False, True, True)]
+    pieces = [AssignedChunk("b", 1, False, True, True)]
     for processes in (1, 2):
         with pytest.raises(InputError, match="tokenizer: cannot encode a text: WordLevel error"):
             list(encode_documents(pieces, json.dumps(spec), EncodeRules(0, None), processes))

@@ -13,14 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_runs import run_config, write_texts
 
 from kenotron.config import Config
 from kenotron.config.errors import InputError
-from kenotron.data import RunData, open_run, stages
+from kenotron.data import RunData, open_run
 from kenotron.data.order import counts, huffman
-from kenotron.data.plan import plan_stages
 from kenotron.data.provenance import step_origins
+from kenotron.data.sources import token_files
+from kenotron.data.stage_plan import plan_stages
+from support.data_runs import run_config, write_texts
 
 L = 8
 BATCH = 4
@@ -85,10 +86,12 @@ def test_the_run_stops_before_the_batch_that_a_source_may_not_fill(files: dict[s
             drawn = wanted
         assert len(of(data, range(1, step), "a")) == drawn <= allowed
         assert (
-            data.exhausted(step) == data.exhausted(40) == f"'a.npy' has given its {epochs:g} epoch{'s' * (epochs != 1)}"
+            data.exhausted(step)
+            == data.exhausted(40)
+            == f"'a.npy' is exhausted after {epochs:g} epoch{'s' * (epochs != 1)}"
         )
         for ask in (data.batch, lambda step: step_origins(data, step)):
-            with pytest.raises(InputError, match=rf"step {step} is not in the run: 'a.npy' has given its"):
+            with pytest.raises(InputError, match=rf"step {step} is not in the run: 'a.npy' is exhausted after"):
                 ask(step)
         (line,) = [line for line in data.describe() if "reaches" in line]
         assert line.endswith(f"the run ends after step {step - 1}")
@@ -103,7 +106,7 @@ def sightings(data: RunData, files: dict[str, str], name: str) -> list[Any]:
     found = []
     for stage in data.stages:
         opened_stage = data.stage_of(stage.start)
-        number = [Path(s.train.name).stem for s in opened_stage.sources].index(name)
+        number = [Path(s.name).stem for s in opened_stage.sources].index(name)
         for index in range(LENGTHS[name]):
             for position in opened_stage.order.find(number, index, stage.samples_before(opened_stage.stop)):
                 found.append(SimpleNamespace(step=stage.step_of(position), index=index))
@@ -157,7 +160,7 @@ def test_epochs_of_earlier_stages_count_and_what_was_read_is_not_read_again(file
         assert (len(before), len(after)) == (12, 6)
         assert len(set(before + after)) == 18
         assert data.exhausted(8) is None
-        assert data.exhausted(9) == "'a.npy' has given its 1 epoch"
+        assert data.exhausted(9) == "'a.npy' is exhausted after 1 epoch"
         assert data.consumption(8)["a.npy"] == (18 * L, 18 / 19)
         assert data.consumption(6)["a.npy"] == (12 * L, 12 / 19)
 
@@ -198,7 +201,7 @@ def made(sequence_length: int, seed: int) -> list[list[int]]:
 
 
 def test_a_run_without_data_for_one_step_does_not_begin(files: dict[str, str]) -> None:
-    with pytest.raises(InputError, match=r"no sample for a single step: 'a.npy' has given its 0.1 epochs"):
+    with pytest.raises(InputError, match=r"no sample for a single step: 'a.npy' is exhausted after 0.1 epochs"):
         opened(config_of({"tokens": files["a"], "max_epochs": 0.1}, **VAL))
 
 
@@ -238,7 +241,7 @@ def test_a_later_stage_is_planned_by_sources_that_an_earlier_one_had_to_measure(
 
 def test_a_resumed_run_does_not_wait_for_its_next_stage(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What earlier stages and validation need is open before the next stage takes its time in the background."""
-    begun, go_on, open_folder = threading.Event(), threading.Event(), stages.open_folder
+    begun, go_on, open_folder = threading.Event(), threading.Event(), token_files.open_folder
 
     def slow(wanted: Any, *rest: Any) -> Any:
         if wanted.path == files["c"]:
@@ -246,7 +249,7 @@ def test_a_resumed_run_does_not_wait_for_its_next_stage(files: dict[str, str], m
             assert go_on.wait(60)
         return open_folder(wanted, *rest)
 
-    monkeypatch.setattr(stages, "open_folder", slow)
+    monkeypatch.setattr(token_files, "open_folder", slow)
     later = [{"dataset": {"tokens": files[name]}, "start": start} for name, start in (("b", 7), ("c", 10))]
     values = {"train_steps": 12, "sequence_length": L, "arch__vocab_size": 4096, **VAL}
     config = run_config({"tokens": files["a"]}, *later, **values)
@@ -270,15 +273,15 @@ def test_a_source_that_comes_again_with_other_windows_is_told(files: dict[str, s
     alone = {"tokens": files["b"]}
     config = config_of(alone, {"dataset": alone, "start": 7, "length": 4}, train_steps=12, **VAL)
     with opened(config) as data:
-        (line,) = [line for line in data.describe() if "comes again" in line]
-        assert line.startswith("[stage 1] b.npy comes again with sequence length 4, not 8")
-        assert data.consumption(12) == {"b.npy": (24 * L + 24 * 4, 24 / len(data.stage_of(7).sources[0].train))}
+        (line,) = [line for line in data.describe() if "is read again" in line]
+        assert line.startswith("[stage 1] b.npy is read again with sequence length 4, not 8")
+        assert data.consumption(12) == {"b.npy": (24 * L + 24 * 4, 24 / len(data.stage_of(7).sources[0]))}
     for again in (alone, {"tokens": f"{Path(files['b']).parent}/./b.npy"}):  # however the path is written
         with opened(config_of(alone, again, train_steps=12, **VAL)) as data:
-            assert not [line for line in data.describe() if "comes again" in line]
-            assert data.consumption(12) == {"b.npy": (48 * L, 48 / len(data.stage_of(7).sources[0].train))}
+            assert not [line for line in data.describe() if "is read again" in line]
+            assert data.consumption(12) == {"b.npy": (48 * L, 48 / len(data.stage_of(7).sources[0]))}
     with opened(config_of(alone, alone | {"token_dtype": "uint16"}, train_steps=12, **VAL)) as data:
-        assert [line for line in data.describe() if "comes again with dtype uint16, not None" in line]
+        assert [line for line in data.describe() if "is read again with dtype uint16, not None" in line]
 
 
 def test_a_stage_behind_the_last_step_is_told(files: dict[str, str]) -> None:

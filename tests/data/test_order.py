@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.data.order import (
@@ -15,11 +15,10 @@ from kenotron.data.order import (
     huffman,
     interleave,
     left_count,
-    mix64,
     permute,
     position_of,
 )
-from kenotron.kernels.hashing import derive_key
+from kenotron.kernels.hashing import derive_key, mix64
 
 BOUND = Fraction(168, 100)
 
@@ -32,14 +31,12 @@ def shares(weights):
     return [weight / sum(exact) for weight in exact]
 
 
-@settings(max_examples=60)
 @given(st.integers(1, 3000), keys)
 def test_permute_is_a_bijection(length, key):
     image = permute(np.arange(length), length, np.full(length, key, np.uint64))
     assert sorted(image.tolist()) == list(range(length))
 
 
-@settings(max_examples=30)
 @given(st.integers(2**30, 2**48), keys, st.integers(0, 2**30 - 2000))
 def test_permute_stays_inside_and_repeats_nothing_in_huge_ranges(length, key, start):
     image = permute(np.arange(start, start + 2000), length, np.full(2000, key, np.uint64))
@@ -48,7 +45,6 @@ def test_permute_stays_inside_and_repeats_nothing_in_huge_ranges(length, key, st
     assert len(set(image.tolist())) == 2000
 
 
-@settings(max_examples=60)
 @given(st.integers(1, 2**48), keys, st.integers(0, 2**48))
 def test_the_inverse_of_permute_gives_back_what_was_permuted(length, key, start):
     index = np.arange(start % length, min(start % length + 50, length))
@@ -77,14 +73,12 @@ def test_a_shuffled_order_has_no_trace_of_the_old_one():
     assert ((halves - length / 100) ** 2 / (length / 100)).sum() < 140  # chi-square, about 81 degrees of freedom
 
 
-@settings(max_examples=200)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**64 - 1))
 def test_left_count_is_the_exact_rounded_product(n, ratio):
     expected = (n * ratio + 2**63) >> 64
     assert int(left_count(np.array([n], np.uint64), ratio)[0]) == expected
 
 
-@settings(max_examples=60)
 @given(weight_lists, st.integers(0, 10**12))
 def test_every_prefix_holds_each_source_to_within_two_samples(weights, n):
     tree = huffman(weights)
@@ -92,7 +86,6 @@ def test_every_prefix_holds_each_source_to_within_two_samples(weights, n):
         assert abs(count - shares(weights)[source] * n) <= BOUND + Fraction(1, 100)
 
 
-@settings(max_examples=25)
 @given(weight_lists, st.integers(0, 10**12))
 def test_interleave_gives_the_draws_that_the_counts_promise(weights, start):
     """Walking 500 samples from any start: every source's draws are consecutive, from its count at the start."""
@@ -131,7 +124,6 @@ def test_a_light_source_comes_when_its_share_is_due():
     assert np.diff(places).tolist() == [1000] * 9
 
 
-@settings(max_examples=25)
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=5), keys)
 def test_an_epoch_contains_every_sample_of_a_source_once(lengths, key):
     order = Order(lengths, [key ^ s for s in range(len(lengths))], Mixing([float(length) for length in lengths]))
@@ -143,7 +135,6 @@ def test_an_epoch_contains_every_sample_of_a_source_once(lengths, key):
             assert sorted(drawn[epoch * length : (epoch + 1) * length].tolist()) == list(range(length))
 
 
-@settings(max_examples=60)
 @given(weight_lists, st.integers(0, 10**12))
 def test_the_place_of_a_draw_is_where_interleave_draws_it(weights, start):
     tree = huffman(weights)
@@ -153,7 +144,6 @@ def test_the_place_of_a_draw_is_where_interleave_draws_it(weights, start):
     assert position_of(tree, len(weights), 0) is None
 
 
-@settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 100)), min_size=1, max_size=4), keys, st.integers(0, 400))
 def test_a_sample_is_found_wherever_it_is_drawn(sources, key, stop):
     lengths, offsets = zip(*sources)
@@ -180,7 +170,6 @@ def test_a_source_goes_on_where_an_earlier_stage_stopped():
     assert later.tolist() == whole[150:].tolist()
 
 
-@settings(max_examples=25)
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=40))
 def test_places_do_not_depend_on_what_is_asked_with_them(positions):
     def order():
@@ -237,7 +226,6 @@ def simulated(weights, offsets, limits, policy, n):
     return drawn, reached
 
 
-@settings(max_examples=150)
 @given(limited, st.sampled_from(["stop", "renormalise"]))
 def test_limits_hold_and_phases_are_those_of_a_plain_simulation(sources, policy):
     weights, offsets, limits = map(list, zip(*sources))
@@ -253,7 +241,7 @@ def test_limits_hold_and_phases_are_those_of_a_plain_simulation(sources, policy)
             mixing.draws(np.array([mixing.end]))
     for place in (0, len(expected) // 2, len(expected)):
         so_far = [s for s, _ in expected[:place]]
-        assert mixing.given(place) == [offset + so_far.count(s) for s, offset in enumerate(offsets)]
+        assert mixing.drawn(place) == [offset + so_far.count(s) for s, offset in enumerate(offsets)]
     for place, (s, d) in enumerate(expected):
         assert mixing.position(s, d) == place
     for s, limit in enumerate(limits):
@@ -263,7 +251,6 @@ def test_limits_hold_and_phases_are_those_of_a_plain_simulation(sources, policy)
             assert mixing.position(s, offsets[s] - 1) is None
 
 
-@settings(max_examples=60)
 @given(limited)
 def test_every_prefix_of_a_phase_holds_each_share(sources):
     weights, offsets, limits = map(list, zip(*sources))
@@ -296,4 +283,4 @@ def test_a_source_that_repeats_is_told_and_not_limited():
     mixing = Mixing([1.0, 1.0], limits=[10, None], when_exhausted="repeat")
     assert mixing.end is None
     assert mixing.reached == [(0, position_of(mixing.phases[0].tree, 0, 10))]
-    assert mixing.given(100) == [50, 50]
+    assert mixing.drawn(100) == [50, 50]

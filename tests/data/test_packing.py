@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_runs import run_config, write_texts
 from hypothesis import given
 from hypothesis import strategies as st
-from written_tokens import counting, write_ds
 
 from kenotron.config.errors import InputError
-from kenotron.data import NO_LOSS, open_run, packing
+from kenotron.data import NO_LOSS, open_run
 from kenotron.data.cache import SplitTokens
-from kenotron.data.packing import best_fit_decreasing, open_plan, pack, packed_rows
 from kenotron.data.provenance import document_sightings, step_origins
+from kenotron.data.sources import packed_rows as packing
+from kenotron.data.sources.packed_rows import PackedRows, best_fit_decreasing, open_plan, pack, packed_rows
+from support.data_runs import run_config, write_texts
+from support.written_tokens import counting, write_ds
 
 L = 8
 LENGTHS = (5, 30, 1, 12, 40, 7, 9, 25, 2, 3, 8, 8, 4)
@@ -126,8 +127,10 @@ def test_ends_out_of_order_are_one_line() -> None:
 def test_rows_hold_their_pieces_and_padding_without_loss() -> None:
     source = packed_rows("rows", [split(LENGTHS[:6], 100), split(LENGTHS[6:], 1000)], L, 7, quiet)
     indices = np.arange(len(source))[::-1]
-    row, file, start, length = source.pieces(indices)
-    tokens, documents, loss = source.samples(indices), source.documents(indices), source.loss(indices)
+    origin = source.locate(indices)
+    row, file, start, length = origin.row, origin.file, origin.start, origin.length
+    read = source.read(indices)
+    tokens, documents, loss = read.tokens, read.document_ids, read.loss_mask
     for at in range(len(indices)):
         mine = np.flatnonzero(row == at)
         first = [100, 1000]
@@ -162,14 +165,13 @@ def test_token_files_train_on_packed_rows_and_hold_out_what_windows_do(folder: s
     with open_run(config_of({key: folder}, **values), 1, quiet) as data:
         held = [batch.labels.tolist() for batch, *_ in data.validation()]
         windows = data.fingerprints()[folder]
-        count = len(data.stage_of(1).sources[0].train)
+        count = len(data.stage_of(1).sources[0])
     with open_run(config_of(dataset, **values), 1, quiet) as data:
         (source,) = data.stage_of(1).sources
-        assert source.packed is not None
         assert "packed best-fit: " in source.describe()
         assert [batch.labels.tolist() for batch, *_ in data.validation()] == held
         assert data.fingerprints()[folder] != windows
-        batches = [data.stage_of(1).read(np.arange(len(source.train)), np.arange(len(source.train)), True)]
+        batches = [data.stage_of(1).read(np.arange(len(source)), np.arange(len(source)), True)]
     for batch in batches:
         real = batch.labels != NO_LOSS
         assert (batch.labels[real] == batch.tokens[real] + 1).all()  # never from one document to the next
@@ -189,11 +191,11 @@ def test_texts_are_packed_and_validated_as_before(tmp_path: Path) -> None:
         assert [batch.labels.tolist() for batch, *_ in data.validation()] == held
         (source,) = data.stage_of(1).sources
         split = source.cache.train  # type: ignore[union-attr]
-        loss = source.train.loss(np.arange(len(source.train)))
+        loss = source.read(np.arange(len(source))).loss_mask
         assert loss is not None
         assert loss[:, 1:].sum() == len(split.tokens) - len(split.ends)
-        assert source.packed is not None
-        assert source.packed.padding == 0  # the tokenizer's end of text
+        assert isinstance(source.whole, PackedRows)
+        assert source.whole.padding == 0  # the tokenizer's end of text
         assert "packed best-fit" in source.describe()
 
 
@@ -222,5 +224,5 @@ def test_what_packed_steps_read_is_told_in_both_directions(folder: str) -> None:
 def test_files_without_ends_of_documents_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "b.npy", np.arange(2000, 2300, dtype=np.uint16))
     config = config_of({"tokens": str(tmp_path / "b.npy"), "packing": "best_fit"})
-    with pytest.raises(InputError, match=r"best_fit needs the ends of documents, which .*b.npy does not tell"):
+    with pytest.raises(InputError, match=r"best_fit needs the ends of documents, which .*b.npy does not have"):
         open_run(config, 1, quiet)

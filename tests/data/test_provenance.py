@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from data_runs import run_config, write_texts
 from hypothesis import given
 from hypothesis import strategies as st
-from written_tokens import counting, write_ds
 
 from kenotron.cli import main
 from kenotron.config import dump
 from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS, open_run
 from kenotron.data.provenance import document_ranges, document_sightings, step_origins
+from support.data_runs import run_config, write_texts
+from support.written_tokens import counting, write_ds
 
 L = 8
 LENGTHS = (5, 30, 1, 12, 40, 7, 60, 25)
@@ -82,7 +82,7 @@ def test_a_document_is_seen_where_steps_say_that_they_read_it(mixed: dict[str, A
         for wrong, message in (
             ((f"{folder}/0.dx", 0), r"no source of this run reads .*0.dx; did you mean '.*0.ds'"),
             ((f"{folder}/0.ds", 8), "has documents 0 to 7, found 8"),
-            ((str(tmp_path / "b.npy"), 0), "does not tell where documents end"),
+            ((str(tmp_path / "b.npy"), 0), "does not say where documents end"),
         ):
             with pytest.raises(InputError, match=message):
                 document_sightings(data, *wrong)
@@ -130,9 +130,9 @@ def test_samples_without_a_file_are_told_by_their_number() -> None:
     with open_run(config_of(None), 1, quiet) as data:
         (first, *_) = step_origins(data, 3)
         batch = data.batch(3)[0]
-        source = data.stage_of(3).sources[0].train
+        source = data.stage_of(3).sources[0]
         assert (first.file, first.documents, first.source) == (None, None, "random tokens")
-        assert source.samples(np.array([first.index]))[0, :-1].tolist() == batch.tokens[0].tolist()
+        assert source.read(np.array([first.index])).tokens[0, :-1].tolist() == batch.tokens[0].tolist()
         assert NO_LOSS not in batch.labels
 
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_runs import run_config
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from written_tokens import counting, write_ds
 
 from kenotron.data import open_run
 from kenotron.data.batch import fold, make_batch
-from kenotron.data.plan import Stage
 from kenotron.data.provenance import step_origins
 from kenotron.data.ramps import lengths, levels
+from kenotron.data.stage_plan import StagePlan
+from support.data_runs import run_config
+from support.written_tokens import counting, write_ds
 
 
 def megatron_batch_size(consumed: int, start: int, increment: int, samples: int, size: int) -> int:
@@ -36,11 +36,11 @@ def ramps(draw: st.DrawFn) -> tuple[int, int, int, int]:
     return start, increment, draw(st.integers(1, 400)), start + rises * increment
 
 
-def stage(start: int, stop: int, ramp: tuple[int, int, int, int] | None, size: int = 0, length: int = 7) -> Stage:
+def stage(start: int, stop: int, ramp: tuple[int, int, int, int] | None, size: int = 0, length: int = 7) -> StagePlan:
     given = None
     if ramp is not None:
         given, size = SimpleNamespace(start=ramp[0], increment=ramp[1], samples=ramp[2]), ramp[3]
-    return Stage(0, "one", start, stop, length, levels(given, size), lengths(None, length), 42, 0, ())
+    return StagePlan(0, "one", start, stop, length, levels(given, size), lengths(None, length), 42, 0, ())
 
 
 @given(ramps(), st.integers(1, 50))
@@ -87,7 +87,7 @@ def test_a_ramp_of_a_thousand_billion_samples_is_a_short_table() -> None:
 def test_the_length_is_the_longest_fitting_one_below_the_line(start: int, times: int, steps: int) -> None:
     length = start * times
     table = lengths(SimpleNamespace(start=start, steps=steps), length)
-    one = Stage(0, "one", 4, 4 + 2 * steps, length, levels(None, 3), table, 42, 0, ())
+    one = StagePlan(0, "one", 4, 4 + 2 * steps, length, levels(None, 3), table, 42, 0, ())
     for done in range(2 * steps):
         line = start + Fraction((length - start) * min(done, steps), steps)
         fits = [each for each in range(1, length + 1) if each % start == 0 and length % each == 0 and each <= line]
@@ -130,7 +130,6 @@ def quiet(line: str) -> None:
     micro=st.integers(1, 2),
     short=st.sampled_from([None, (8, 3), (16, 5)]),
 )
-@settings(max_examples=25)
 def test_a_ramped_run_reads_the_samples_of_a_run_without_in_their_order(
     ramp: tuple[int, int, int, int], dp: int, micro: int, short: tuple[int, int] | None
 ) -> None:
@@ -182,8 +181,8 @@ def test_no_stage_trains_on_what_is_validated_on_whatever_its_length_and_packing
             held_out = {int(t) for batch, *_ in data.validation() for t in batch.tokens.ravel()}
             assert len(held_out) > 350
             for step, (_, length) in enumerate(shapes, 1):
-                source = data.stage_of(step).sources[0].train
-                inputs = source.samples(np.arange(len(source)))[:, :-1]
+                source = data.stage_of(step).sources[0]
+                inputs = source.read(np.arange(len(source))).tokens[:, :-1]
                 assert inputs.shape[1] == length
                 assert not (held_out - {2}) & set(inputs.ravel().tolist())  # 2 ends texts, and fills packed rows up
                 assert len(source) * length > 850  # nearly all that is not held out
@@ -197,6 +196,6 @@ def test_a_stage_says_what_shape_it_comes_to() -> None:
     }
     with open_run(run_config(stage, {"dataset": None, "length": 64}), 1, quiet) as data:
         assert [each.describe_shape() for each in data.stages] == [
-            "sequence length 32 (8 at first, whole from step 7 on), 4 samples a step (2 at first, all from step 4 on)",
+            "sequence length 32 (8 at first, all from step 7 on), 4 samples a step (2 at first, all from step 4 on)",
             "sequence length 64",
         ]

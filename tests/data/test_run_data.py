@@ -8,14 +8,14 @@ import time
 
 import numpy as np
 import pytest
-from data_runs import opened, quiet, rows, run_config, write_texts
 
 from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS, compression_baselines, open_run
 from kenotron.data.loader import Prefetcher
-from kenotron.data.plan import check_paths
-from kenotron.data.split import is_held_out, share_of_hashes, text_hash
-from kenotron.data.tokenizer import train_byte_level_bpe
+from kenotron.data.stage_plan import check_paths
+from kenotron.text.hash_split import is_held_out, text_hash, threshold_of_fraction
+from kenotron.text.tokenizer import train_byte_level_bpe
+from support.data_runs import opened, quiet, rows, run_config, write_texts
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_labels_are_the_tokens_one_place_on_and_come_from_the_files(texts):
 def test_an_epoch_trains_on_every_token_once(texts):
     with opened({"text_files": str(texts)}, micro_batch_size=1, batch_accumulation_per_replica=1) as data:
         source = data._open(0).result().sources[0]
-        count = len(source.train)
+        count = len(source)
         stage = data._open(0).result()
         batch = stage.read(np.arange(count), np.arange(count), False)
         wanted = source.cache.train.tokens[1 : count * 32 + 1]
@@ -103,7 +103,7 @@ def test_another_seed_is_another_order_of_the_same_samples(texts):
     def epoch(seed):
         with opened({"text_files": str(texts)}, data__seed=seed) as data:
             stage = data._open(0).result()
-            count = len(stage.sources[0].train)
+            count = len(stage.sources[0])
             return stage.read(np.arange(count), np.arange(count), False).tokens.tolist()
 
     first, second = epoch(1), epoch(2)
@@ -155,7 +155,7 @@ def test_the_next_stage_is_opened_before_its_turn(texts, other_texts, monkeypatc
 def test_what_is_wrong_with_the_next_stage_is_told_long_before_it(texts, tmp_path):
     def start_and_wait_in_step_1():
         with opened({"text_files": str(texts)}, {"text_files": str(tmp_path / "missing")}) as data:
-            for _ in range(50):
+            for _ in range(1200):  # a minute, on a machine that is busy
                 data.batch(1)
                 time.sleep(0.05)
 
@@ -164,10 +164,10 @@ def test_what_is_wrong_with_the_next_stage_is_told_long_before_it(texts, tmp_pat
 
 
 def test_closing_stops_a_tokenization_in_the_background(texts, tmp_path, monkeypatch):
-    from kenotron.data.texts import FileTexts
+    from kenotron.text.file_documents import FileDocuments
 
     many = write_texts(tmp_path / "many", count=500, words=5)
-    original, read, began = FileTexts.documents, [], threading.Event()
+    original, read, began = FileDocuments.documents, [], threading.Event()
 
     def slow(self):
         for pair in original(self):
@@ -177,7 +177,7 @@ def test_closing_stops_a_tokenization_in_the_background(texts, tmp_path, monkeyp
                 time.sleep(0.05)
             yield pair
 
-    monkeypatch.setattr(FileTexts, "documents", slow)
+    monkeypatch.setattr(FileDocuments, "documents", slow)
     data = opened({"text_files": str(texts)}, {"text_files": str(many)})
     assert began.wait(60)
     data.close()
@@ -310,7 +310,7 @@ def test_validation_is_the_same_on_every_layout_and_every_rank_gets_as_many_batc
 
 
 def test_training_never_sees_a_held_out_document_whether_the_run_validates_or_not(texts):
-    held = [t for f in sorted(texts.iterdir()) if is_held_out(t := f.read_text(), share_of_hashes(0.2))]
+    held = [t for f in sorted(texts.iterdir()) if is_held_out(t := f.read_text(), threshold_of_fraction(0.2))]
     assert held
     for interval in (5, -1):
         with opened({"text_files": str(texts)}, val_check_interval=interval) as data:
@@ -340,7 +340,7 @@ def test_several_sources_are_validated_together_each_token_once(texts, other_tex
 
 
 def test_a_tokenizer_that_is_not_byte_level_counts_bytes_by_the_mean(texts, tmp_path):
-    from hub_cache import TOKENIZER, made_documents, make_tokenizer_repository
+    from support.hub_cache import TOKENIZER, made_documents, make_tokenizer_repository
 
     folder = make_tokenizer_repository(tmp_path, TOKENIZER)
     (tmp_path / "words").mkdir()

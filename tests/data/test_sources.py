@@ -1,14 +1,14 @@
 """Windows of a token stream, against the definition read token by token."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.data import NO_LOSS
-from kenotron.data.batch import make_batch
+from kenotron.data.batch import PAD, make_batch
 from kenotron.data.cache import SplitTokens
-from kenotron.data.sources import RandomTokens, TokenWindows
-from kenotron.data.validation import PAD, HeldOutWindows
+from kenotron.data.sources.random_tokens import RandomTokens
+from kenotron.data.sources.windows import HeldOutWindows, TokenWindows
 
 
 def made_split(lengths):
@@ -23,46 +23,42 @@ def document_of(lengths, token):
 streams = st.lists(st.integers(0, 12), min_size=1, max_size=30).filter(sum)
 
 
-@settings(max_examples=100)
 @given(streams, st.integers(1, 9))
 def test_windows_share_one_token_and_only_the_tail_is_left_out(lengths, size):
     source = TokenWindows("made", made_split(lengths), size)
     assert len(source) == (sum(lengths) - 1) // size
-    rows = source.samples(np.arange(len(source)))
+    rows = source.read(np.arange(len(source))).tokens
     for i, row in enumerate(rows.tolist()):
         assert row == list(range(i * size, i * size + size + 1))
 
 
-@settings(max_examples=150)
 @given(streams, st.integers(1, 9), st.randoms())
 def test_documents_number_every_token_also_past_empty_documents(lengths, size, random):
     source = TokenWindows("made", made_split(lengths), size)
     order = list(range(len(source)))
     random.shuffle(order)
     indices = np.array(order, dtype=np.int64)
-    expected = [[document_of(lengths, t) for t in row] for row in source.samples(indices).tolist()]
-    assert source.documents(indices).tolist() == expected
+    expected = [[document_of(lengths, t) for t in row] for row in source.read(indices).tokens.tolist()]
+    assert source.read(indices).document_ids.tolist() == expected
 
 
-@settings(max_examples=100)
 @given(streams, st.integers(1, 9))
 def test_held_out_windows_hold_every_token_and_fill_up_the_last(lengths, size):
     source = HeldOutWindows("made", made_split(lengths), size)
-    rows = source.samples(np.arange(len(source)))
+    rows = source.read(np.arange(len(source))).tokens
     assert rows.shape == (len(source), size + 1)
     labels = rows[:, 1:].reshape(-1)
     assert labels[labels != PAD].tolist() == list(range(1, sum(lengths)))
     real = rows != PAD
-    documents = source.documents(np.arange(len(source)))
+    documents = source.read(np.arange(len(source))).document_ids
     assert documents[real].tolist() == [document_of(lengths, t) for t in rows[real].tolist()]
 
 
-@settings(max_examples=100)
 @given(streams, st.integers(1, 9))
 def test_batches_with_documents_restart_positions_and_mask_borders(lengths, size):
     source = TokenWindows("made", made_split(lengths), size)
     indices = np.arange(len(source))
-    batch = make_batch(source.samples(indices), indices, source.documents(indices))
+    batch = make_batch(source.read(indices).tokens, indices, source.read(indices).document_ids)
     for r in range(len(source)):
         start = 0
         for t in range(size):
@@ -85,12 +81,12 @@ def test_opening_a_large_memory_map_reads_nothing(tmp_path):
     split = SplitTokens(np.memmap(file, "<u2", "r"), np.array([2**35], np.uint64), 0, 0)
     source = TokenWindows("large", split, 4096)
     assert len(source) == (2**35 - 1) // 4096
-    assert source.samples(np.array([0, len(source) - 1])).shape == (2, 4097)
+    assert source.read(np.array([0, len(source) - 1])).tokens.shape == (2, 4097)
 
 
 def test_random_tokens_answer_any_sample_of_an_endless_source():
     source = RandomTokens(1000, 16, seed=1)
-    rows = source.samples(np.array([0, 10**12, 2**47]))
+    rows = source.read(np.array([0, 10**12, 2**47])).tokens
     assert rows.shape == (3, 17)
-    assert source.samples(np.array([10**12])).tolist() == rows[1:2].tolist()
-    assert RandomTokens(1000, 16, seed=2).samples(np.array([0])).tolist() != rows[:1].tolist()
+    assert source.read(np.array([10**12])).tokens.tolist() == rows[1:2].tolist()
+    assert RandomTokens(1000, 16, seed=2).read(np.array([0])).tokens.tolist() != rows[:1].tolist()

@@ -14,21 +14,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_runs import run_config
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.config import Config, InputError
 from kenotron.data import RunData, TokenBatch, open_run
 from kenotron.data.cache import open_tokens
-from kenotron.data.encode import EncodeRules
-from kenotron.data.hub_texts import HubTexts
-from kenotron.data.lanes import Lane, LaneRules, epoch_order, from_bytes, to_bytes
-from kenotron.data.split import is_held_out, share_of_hashes
-from kenotron.data.stream import DocumentEncoder, Stream
-from kenotron.data.texts import FileTexts, Piece, find_files
-from kenotron.data.tokenizer import Tokenizer, load_tokenizer, train_byte_level_bpe
+from kenotron.data.sources.reader_shards import ReaderShard, ShardRules, epoch_order, from_bytes, to_bytes
+from kenotron.data.sources.stream import DocumentEncoder, Stream
 from kenotron.kernels.hashing import derive_key, hash64
+from kenotron.text.documents import DocumentChunk
+from kenotron.text.encode import EncodeRules
+from kenotron.text.file_documents import FileDocuments, find_files
+from kenotron.text.hash_split import is_held_out, threshold_of_fraction
+from kenotron.text.hub_datasets import HubDocuments
+from kenotron.text.tokenizer import TextTokenizer, load_tokenizer, train_byte_level_bpe
+from support.data_runs import run_config
 
 LENGTH = 32
 FRACTION = 0.2
@@ -37,7 +38,7 @@ FRACTION = 0.2
 @pytest.fixture(autouse=True)
 def _small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("kenotron.data.lanes.BLOCK_CHARACTERS", 2000)
+    monkeypatch.setattr("kenotron.data.sources.reader_shards.BLOCK_CHARACTERS", 2000)
 
 
 def words(generator: random.Random, count: int) -> str:
@@ -46,7 +47,7 @@ def words(generator: random.Random, count: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     train_byte_level_bpe([words(random.Random(0), 2000)], 300).save(folder)
     return load_tokenizer(folder)
@@ -77,19 +78,19 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def texts_of(folder: Path) -> FileTexts:
-    return FileTexts(folder.name, find_files(folder, "test"))
+def texts_of(folder: Path) -> FileDocuments:
+    return FileDocuments(folder.name, find_files(folder, "test"))
 
 
-def stream_of(texts: Any, tokenizer: Tokenizer, buffer: int = 10, lanes: int = 1, **changes: Any) -> Stream:
+def stream_of(texts: Any, tokenizer: TextTokenizer, buffer: int = 10, shards: int = 1, **changes: Any) -> Stream:
     settings: dict[str, Any] = {"sequence_length": LENGTH, "vocab_size": 300, "seed": 5, "val_fraction": FRACTION}
     rules = EncodeRules(0, changes.pop("max_tokens", None))
-    return Stream(texts, tokenizer, rules, shuffle_buffer=buffer, lanes=lanes, **settings | changes)
+    return Stream(texts, tokenizer, rules, shuffle_buffer=buffer, shards=shards, **settings | changes)
 
 
-def epoch_of(stream: Stream, lane: int = 0, epoch: int = 0) -> tuple[np.ndarray, list[list[int]]]:
-    """The tokens that a lane draws in one epoch, by its own blocks, and its documents."""
-    one = Lane(stream.rules, lane)
+def epoch_of(stream: Stream, shard: int = 0, epoch: int = 0) -> tuple[np.ndarray, list[list[int]]]:
+    """The tokens that a shard draws in one epoch, by its own blocks, and its documents."""
+    one = ReaderShard(stream.rules, shard)
     documents: list[list[int]] = []
     while True:
         text = one._draw()
@@ -107,29 +108,29 @@ def documents_in(tokens: np.ndarray, ends: np.ndarray) -> list[list[int]]:
 # ---- what is read ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("buffer", [1, 7, 1000])
 @pytest.mark.parametrize("max_tokens", [None, 20])
 def test_an_epoch_is_the_documents_of_the_cached_mode(
-    folder: Path, tokenizer: Tokenizer, lanes: int, buffer: int, max_tokens: int | None
+    folder: Path, tokenizer: TextTokenizer, shards: int, buffer: int, max_tokens: int | None
 ) -> None:
     cached = open_tokens(texts_of(folder), tokenizer, EncodeRules(0, max_tokens), FRACTION, report=lambda line: None)
     expected = Counter(map(tuple, documents_in(cached.train.tokens, cached.train.ends)))
-    stream = stream_of(texts_of(folder), tokenizer, buffer, lanes, max_tokens=max_tokens)
+    stream = stream_of(texts_of(folder), tokenizer, buffer, shards, max_tokens=max_tokens)
     for epoch in (0, 1):
-        found = [document for lane in range(lanes) for document in epoch_of(stream, lane, epoch)[1]]
+        found = [document for shard in range(shards) for document in epoch_of(stream, shard, epoch)[1]]
         assert Counter(map(tuple, found)) == expected
 
 
-def test_a_buffer_of_one_is_the_files_in_their_order_token_for_token(folder: Path, tokenizer: Tokenizer) -> None:
+def test_a_buffer_of_one_is_the_files_in_their_order_token_for_token(folder: Path, tokenizer: TextTokenizer) -> None:
     cached = open_tokens(texts_of(folder), tokenizer, EncodeRules(0, None), FRACTION, report=lambda line: None)
     stream = stream_of(texts_of(folder), tokenizer, buffer=1)
     tokens = np.asarray(cached.train.tokens)
     count = (len(tokens) - 1) // LENGTH
-    windows = stream.samples(np.arange(count))
+    windows = stream.read(np.arange(count)).tokens
     assert np.array_equal(windows, np.stack([tokens[i * LENGTH : i * LENGTH + LENGTH + 1] for i in range(count)]))
     numbers = np.searchsorted(cached.train.ends, np.arange(count * LENGTH + 1, dtype=np.uint64), side="right")
-    found = stream.documents(np.arange(count))
+    found = stream.read(np.arange(count)).document_ids
     for row in range(count):
         expected = numbers[row * LENGTH : row * LENGTH + LENGTH + 1]
         assert np.array_equal(found[row] - found[row][0], expected - expected[0])
@@ -145,31 +146,31 @@ class ListTexts:
     def parts(self) -> int:
         return len(self.lists)
 
-    def pieces_from(self, part: int, place: int) -> Iterator[Piece]:
+    def chunks_from(self, part: int, place: int) -> Iterator[DocumentChunk]:
         for number, text in enumerate(self.lists[part][place:], start=place + 1):
-            yield Piece(text, number)
+            yield DocumentChunk(text, number)
 
     def fingerprint(self, times: bool) -> str:
         return "lists"
 
 
-def lane_rules(texts: Any, buffer: int, lanes: int, length: int = 3) -> LaneRules:
+def shard_rules(texts: Any, buffer: int, shards: int, length: int = 3) -> ShardRules:
     """Every character of a document is its code as a token; 0 ends it."""
 
     def encode(documents: Any) -> Any:
         ids = [[*map(ord, "".join(document)), 0] for document in documents]
         return np.concatenate([np.array(each, np.uint32) for each in ids]), np.array([len(each) for each in ids])
 
-    return LaneRules(texts, encode, length, 3, buffer, lanes, share_of_hashes(FRACTION), False)
+    return ShardRules(texts, encode, length, 3, buffer, shards, threshold_of_fraction(FRACTION), False)
 
 
-def naive_tokens(rules: LaneRules, lane: int, epochs: int) -> list[int]:
+def naive_tokens(rules: ShardRules, shard: int, epochs: int) -> list[int]:
     """The same by a plain loop over whole lists."""
     tokens: list[int] = []
     for epoch in range(epochs):
-        order = epoch_order(rules, epoch)[lane :: rules.lanes]
+        order = epoch_order(rules, epoch)[shard :: rules.shards]
         waiting = [t for p in order for t in rules.texts.lists[p] if not is_held_out(t, rules.held_out)]  # type: ignore
-        key, buffer, drawn = derive_key("shuffle buffer", rules.seed, lane, epoch), [], 0
+        key, buffer, drawn = derive_key("shuffle buffer", rules.seed, shard, epoch), [], 0
         while waiting or buffer:
             while waiting and len(buffer) < rules.shuffle_buffer:
                 buffer.append(waiting.pop(0))
@@ -183,51 +184,50 @@ def naive_tokens(rules: LaneRules, lane: int, epochs: int) -> list[int]:
 documents = st.lists(st.text("abcdefgh", min_size=0, max_size=9), min_size=4, max_size=30)
 
 
-def test_an_epoch_in_which_a_lane_has_no_document_is_passed_over() -> None:
-    """The empty text is held out here; which lane reads the part of nothing else varies with the epoch."""
-    rules = lane_rules(ListTexts([["", "", "a", "a"], ["", "", "", ""]]), 2, 2)
+def test_an_epoch_in_which_a_shard_has_no_document_is_passed_over() -> None:
+    """The empty text is held out here; which shard reads the part of nothing else varies with the epoch."""
+    rules = shard_rules(ListTexts([["", "", "a", "a"], ["", "", "", ""]]), 2, 2)
     assert is_held_out("", rules.held_out)
     number = next(each for each in range(2) if naive_tokens(rules, each, 1))
     epochs = [len(naive_tokens(rules, number, count)) for count in range(1, 9)]
     assert len(set(epochs)) < len(epochs)  # some give nothing
-    expected, lane = naive_tokens(rules, number, 8), Lane(rules, number)
+    expected, shard = naive_tokens(rules, number, 8), ReaderShard(rules, number)
     for window in range((len(expected) - 1) // 3):
-        assert lane.next()[0].tolist() == expected[window * 3 : window * 3 + 4]
+        assert shard.next()[0].tolist() == expected[window * 3 : window * 3 + 4]
 
 
 @given(st.lists(documents, min_size=1, max_size=4), st.integers(1, 12), st.data())
-@settings(max_examples=60)
-def test_a_lane_against_a_plain_loop_and_put_down_anywhere(
+def test_a_shard_against_a_plain_loop_and_put_down_anywhere(
     parts: list[list[str]], buffer: int, data: st.DataObject
 ) -> None:
     block = data.draw(st.sampled_from([1, 30, 1000]))
-    lanes = data.draw(st.integers(1, len(parts)))
-    rules = lane_rules(ListTexts(parts), buffer, lanes)
-    number = data.draw(st.integers(0, lanes - 1))
+    shards = data.draw(st.integers(1, len(parts)))
+    rules = shard_rules(ListTexts(parts), buffer, shards)
+    number = data.draw(st.integers(0, shards - 1))
     expected = naive_tokens(rules, number, 3)
     if not naive_tokens(rules, number, 1):
         with pytest.raises(InputError, match="has no document to train on"):
-            Lane(rules, number).next()
+            ReaderShard(rules, number).next()
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kenotron.data.lanes.BLOCK_CHARACTERS", block)
+        patch.setattr("kenotron.data.sources.reader_shards.BLOCK_CHARACTERS", block)
         check_windows(rules, number, expected, data)
 
 
-def check_windows(rules: LaneRules, number: int, expected: list[int], data: st.DataObject) -> None:
+def check_windows(rules: ShardRules, number: int, expected: list[int], data: st.DataObject) -> None:
     count = min((len(expected) - 1) // 3, 40)
-    lane, put_down = Lane(rules, number), data.draw(st.sets(st.integers(0, max(count - 1, 0))))
+    shard, put_down = ReaderShard(rules, number), data.draw(st.sets(st.integers(0, max(count - 1, 0))))
     for window in range(count):
         if window in put_down:
-            lane = Lane(rules, number, from_bytes(to_bytes(lane.place, {"a": 1}), {"a": 1}, "here"))
-        assert lane.next()[0].tolist() == expected[window * 3 : window * 3 + 4]
-        assert lane.place.given == window + 1
+            shard = ReaderShard(rules, number, from_bytes(to_bytes(shard.position, {"a": 1}), {"a": 1}, "here"))
+        assert shard.next()[0].tolist() == expected[window * 3 : window * 3 + 4]
+        assert shard.position.emitted == window + 1
 
 
 def test_the_buffer_shuffles_within_its_size_and_anew_in_every_epoch() -> None:
     """A document comes at most `buffer` places before its own, and is displaced by about as many on average."""
     texts = ListTexts([[chr(0x4E00 + number) for number in range(2000)]])
-    rules = lane_rules(texts, 100, 1)
+    rules = shard_rules(texts, 100, 1)
     orders = []
     for epoch in range(2):
         tokens = naive_tokens(rules, 0, epoch + 1)
@@ -246,9 +246,9 @@ def test_the_buffer_shuffles_within_its_size_and_anew_in_every_epoch() -> None:
 
 
 @pytest.fixture
-def config_of(folder: Path, tokenizer: Tokenizer) -> Callable[..., Config]:
-    def made(buffer: int = 10, lanes: int = 1, **changes: Any) -> Config:
-        dataset = {"text_files": str(folder), "streaming": {"shuffle_buffer": buffer, "lanes": lanes}}
+def config_of(folder: Path, tokenizer: TextTokenizer) -> Callable[..., Config]:
+    def made(buffer: int = 10, shards: int = 1, **changes: Any) -> Config:
+        dataset = {"text_files": str(folder), "streaming": {"shuffle_buffer": buffer, "lanes": shards}}
         given = {"limit_val_batches": 1, "train_steps": 12, "tokenizer__tokenizer_name_or_path": str(tokenizer.folder)}
         return run_config(dataset, **given | changes)
 
@@ -275,11 +275,11 @@ def saved(data: RunData, step: int) -> dict[str, bytes]:
     return {name: make() for name, make in data.streams.states(step).items()}
 
 
-@pytest.mark.parametrize(("lanes", "masking"), [(1, True), (3, False), (4, True), (6, False)])
+@pytest.mark.parametrize(("shards", "masking"), [(1, True), (3, False), (4, True), (6, False)])
 def test_samples_do_not_depend_on_ranks_and_resume_anywhere_on_another_layout(
-    config_of: Callable[..., Config], lanes: int, masking: bool
+    config_of: Callable[..., Config], shards: int, masking: bool
 ) -> None:
-    config = config_of(lanes=lanes, model__document_masking=masking)
+    config = config_of(shards=shards, model__document_masking=masking)
     with open_run(config, report=quiet) as data:
         whole = by_sample(steps_of(data, range(1, 13)))
     assert len(whole) == 12 * 4
@@ -291,7 +291,7 @@ def test_samples_do_not_depend_on_ranks_and_resume_anywhere_on_another_layout(
                 assert found.items() <= whole.items()
                 for name, state in saved(data, resume).items():
                     assert states.setdefault(name, state) == state
-        assert len(states) == min(lanes, 4 * resume)
+        assert len(states) == min(shards, 4 * resume)
         for ranks in (1, 2):
             again: dict[int, Any] = {}
             for rank in range(ranks):
@@ -301,28 +301,28 @@ def test_samples_do_not_depend_on_ranks_and_resume_anywhere_on_another_layout(
             assert again == {sample: found for sample, found in whole.items() if sample >= 4 * resume}
 
 
-def test_aligned_lanes_are_read_by_one_rank_each(config_of: Callable[..., Config]) -> None:
-    config = config_of(lanes=4)
+def test_aligned_shards_are_read_by_one_rank_each(config_of: Callable[..., Config]) -> None:
+    config = config_of(shards=4)
     said: list[str] = []
     for rank, own in ((0, {0, 1}), (1, {2, 3})):
         with open_run(config, report=said.append) as data, data.loader(1, 4, rank, 2) as loader:
             list(loader)
             names = data.streams.states(3)
-            assert names.keys() == {f"stream-0-lane-{lane}.json.gz" for lane in own}
+            assert names.keys() == {f"stream-0-lane-{shard}.json.gz" for shard in own}
     assert not any("several ranks" in line for line in said)
-    with open_run(config_of(lanes=1), report=said.append) as data, data.loader(1, 4, 0, 2) as loader:
+    with open_run(config_of(shards=1), report=said.append) as data, data.loader(1, 4, 0, 2) as loader:
         list(loader)
     (line,) = [line for line in said if "several ranks" in line]
     assert "with data_stages.0.data.dataset.streaming.lanes = 4" in line
 
 
 def test_going_back_reads_again_what_was_read(config_of: Callable[..., Config]) -> None:
-    with open_run(config_of(lanes=3), report=quiet) as data:
+    with open_run(config_of(shards=3), report=quiet) as data:
         first = by_sample(steps_of(data, range(1, 13)))
         assert by_sample(steps_of(data, [12, 3, 4, 11, 1])).items() <= first.items()
 
 
-def test_mixtures_and_stages_go_on_with_the_same_stream(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_mixtures_and_stages_go_on_with_the_same_stream(folder: Path, tmp_path: Path, tokenizer: TextTokenizer) -> None:
     other = shutil.copytree(folder, tmp_path / "other")
     a = {"text_files": str(folder), "streaming": {"shuffle_buffer": 5, "lanes": 2}}
     b = {"text_files": str(other), "streaming": {"shuffle_buffer": 1}}
@@ -332,7 +332,7 @@ def test_mixtures_and_stages_go_on_with_the_same_stream(folder: Path, tmp_path: 
     with open_run(config, report=quiet) as data:
         whole = by_sample(steps_of(data, range(1, 13)))
     with open_run(config, report=quiet) as data:
-        windows = data.stage_of(7).sources[0].train.samples(np.arange(18, 42))  # stage 0 took 3/4 of its 24 samples
+        windows = data.stage_of(7).sources[0].read(np.arange(18, 42)).tokens  # stage 0 took 3/4 of its 24 samples
         assert [whole[sample][0] for sample in range(24, 48)] == windows[:, :-1].tolist()
     for resume in (3, 6, 7):
         with open_run(config, report=quiet) as data:
@@ -344,7 +344,9 @@ def test_mixtures_and_stages_go_on_with_the_same_stream(folder: Path, tmp_path: 
             assert by_sample(steps_of(data, range(resume + 1, 13))).items() <= whole.items()
 
 
-def test_a_stream_goes_on_behind_a_stage_that_reads_others(folder: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_stream_goes_on_behind_a_stage_that_reads_others(
+    folder: Path, tmp_path: Path, tokenizer: TextTokenizer
+) -> None:
     """Its state is in the checkpoints of the stage between, though nothing reads it there; batches are made ahead."""
     other = {"text_files": str(shutil.copytree(folder, tmp_path / "other")), "streaming": {"shuffle_buffer": 1}}
     first = {"text_files": str(folder), "streaming": {"shuffle_buffer": 5, "lanes": 2}}
@@ -376,11 +378,11 @@ def test_validation_is_the_first_held_out_documents_and_knows_their_bytes(
         assert sum(len(batch.tokens) for batch, *_ in batches) == 4
         assert all(size > 0 for _, size, _ in batches)
         texts = texts_of(folder)
-        limit = share_of_hashes(FRACTION)
-        first = next(p.text for part in range(6) for p in texts.pieces_from(part, 0) if is_held_out(p.text, limit))
+        limit = threshold_of_fraction(FRACTION)
+        first = next(p.text for part in range(6) for p in texts.chunks_from(part, 0) if is_held_out(p.text, limit))
         assert data.tokenizer is not None
-        assert first.startswith(data.tokenizer.decode(held.sources[0].samples(np.array([0]))[0][:5].tolist())[:3])
-    with pytest.raises(InputError, match=r"^tokens\.val_samples: how many"):
+        assert first.startswith(data.tokenizer.decode(held.sources[0].read(np.array([0])).tokens[0][:5].tolist())[:3])
+    with pytest.raises(InputError, match=r"^tokens\.val_samples: expected a number for the stream"):
         open_run(config_of(limit_val_batches=-1), report=quiet)
     with open_run(config_of(limit_val_batches=-1, val_samples=3), report=quiet) as data:
         assert len(data.held_out()) >= 3
@@ -390,7 +392,7 @@ def test_validation_is_the_first_held_out_documents_and_knows_their_bytes(
 
 
 def test_states_of_other_streams_are_refused(folder: Path, config_of: Callable[..., Config]) -> None:
-    config = config_of(lanes=2)
+    config = config_of(shards=2)
     with open_run(config, report=quiet) as data:
         steps_of(data, [1, 2])
         states = saved(data, 2)
@@ -400,8 +402,8 @@ def test_states_of_other_streams_are_refused(folder: Path, config_of: Callable[.
             data.streams.restore(step, states.get, 0, 1)
 
     refused(config, r"^data/stream-0-lane-0\.json\.gz: missing in the checkpoint of step 2", {})
-    refused(config, "expected a lane that gave 6 samples, found 4", step=3)
-    refused(config_of(lanes=2, buffer=11), "shuffle_buffer is 10 there and 11 in this run")
+    refused(config, "expected a reader shard after 6 samples, found 4", step=3)
+    refused(config_of(shards=2, buffer=11), "shuffle_buffer is 10 there and 11 in this run")
     swapped = dict(zip(states, reversed(states.values())))
     refused(config, "lane is 1 there and 0 in this run", swapped)
     refused(config, "not the state of a stream", dict.fromkeys(states, b"rubbish"))
@@ -410,9 +412,11 @@ def test_states_of_other_streams_are_refused(folder: Path, config_of: Callable[.
     refused(config, "the state of another stream: files is")
 
 
-def test_lanes_beyond_the_files_and_keys_of_the_cached_mode_are_refused(folder: Path, tokenizer: Tokenizer) -> None:
-    with pytest.raises(InputError, match=r"^dataset\.streaming\.lanes: .*found 7 lanes for the 6 files of"):
-        stream_of(texts_of(folder), tokenizer, lanes=7)
+def test_shards_beyond_the_files_and_keys_of_the_cached_mode_are_refused(
+    folder: Path, tokenizer: TextTokenizer
+) -> None:
+    with pytest.raises(InputError, match=r"^dataset\.streaming\.lanes: .*found 7 for the 6 files of"):
+        stream_of(texts_of(folder), tokenizer, shards=7)
     hub = {"hf_dataset_or_datasets": "a/b", "streaming": {}}
     with pytest.raises(InputError, match="dataset_overwrite_cache"):
         run_config(hub | {"dataset_overwrite_cache": True})
@@ -429,7 +433,7 @@ def test_lanes_beyond_the_files_and_keys_of_the_cached_mode_are_refused(folder: 
     ],
 )
 def test_what_cannot_be_read_is_one_line_with_its_place(
-    folder: Path, tokenizer: Tokenizer, damage: str, line: str
+    folder: Path, tokenizer: TextTokenizer, damage: str, line: str
 ) -> None:
     texts = texts_of(folder)
     if damage == "cut":
@@ -446,7 +450,7 @@ def test_what_cannot_be_read_is_one_line_with_its_place(
         (folder / "a.jsonl").open("a").write("{}\n")
     stream = stream_of(texts, tokenizer, buffer=3, vocab_size=200 if damage == "vocabulary" else 300)
     with pytest.raises(InputError, match=line) as caught:
-        stream.samples(np.arange(3000))
+        stream.read(np.arange(3000))
     assert "\n" not in str(caught.value)
 
 
@@ -454,19 +458,19 @@ def test_what_cannot_be_read_is_one_line_with_its_place(
 
 
 def test_a_long_text_is_encoded_in_parts_without_changing_a_token(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kenotron.data.stream.WORDS_AT_ONCE", 100)
+    monkeypatch.setattr("kenotron.data.sources.stream.WORDS_AT_ONCE", 100)
     text = words(random.Random(3), 3000)
     encode = DocumentEncoder("test", tokenizer, EncodeRules(0, None), 300)
     assert encode.words is not None
     assert encode([[text]])[0].tolist() == [*tokenizer.encode(text), 0]
-    monkeypatch.setattr("kenotron.data.stream.LONGEST_WHOLE", 1000)
+    monkeypatch.setattr("kenotron.data.sources.stream.LONGEST_WHOLE", 1000)
     with pytest.raises(InputError, match=r"a document of 3,000 characters, 'xxxx.*has to encode at once"):
         encode([["x" * 3000]])
 
 
-def test_memory_is_bounded_on_a_long_stream(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_memory_is_bounded_on_a_long_stream(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     generator = random.Random(2)
     some = [words(generator, 200) for _ in range(50)]
     folder = tmp_path / "long"
@@ -475,13 +479,13 @@ def test_memory_is_bounded_on_a_long_stream(tmp_path: Path, tokenizer: Tokenizer
         rows = (json.dumps({"text": f"{i} {some[i % 50]}"}) + "\n" for i in range(6000))
         (folder / f"{number}.jsonl").write_text("".join(rows))
     stream = stream_of(texts_of(folder), tokenizer, buffer=100)
-    stream.samples(np.arange(2))
+    stream.read(np.arange(2))
     tracemalloc.start()
     first, peak = 2, []
     for step in range(1, 25):
         indices = np.arange(first, first + 400)
-        stream.samples(indices)
-        stream.settle(step, first := first + 400, indices)
+        stream.read(indices)
+        stream.advance(step, first := first + 400, indices)
         peak.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.reset_peak()
     tracemalloc.stop()
@@ -490,7 +494,7 @@ def test_memory_is_bounded_on_a_long_stream(tmp_path: Path, tokenizer: Tokenizer
 
 
 def test_a_hugging_face_folder_is_streamed_by_its_files_and_goes_on_anywhere(
-    tmp_path: Path, tokenizer: Tokenizer
+    tmp_path: Path, tokenizer: TextTokenizer
 ) -> None:
     import datasets
 
@@ -502,9 +506,9 @@ def test_a_hugging_face_folder_is_streamed_by_its_files_and_goes_on_anywhere(
         (tmp_path / "files" / f"{number}.jsonl").write_text(lines)
     datasets.Dataset.from_dict({"text": rows}).save_to_disk(tmp_path / "saved", num_shards=3)
     for name in ("files", "saved"):
-        texts = HubTexts(str(tmp_path / name), streaming=True)
+        texts = HubDocuments(str(tmp_path / name), streaming=True)
         assert texts.parts == 3
-        assert sorted(piece.text for part in range(3) for piece in texts.pieces_from(part, 0)) == sorted(rows)
-        rest = [piece.text for piece in texts.pieces_from(1, 7)]
-        assert rest == [piece.text for piece in texts.pieces_from(1, 0)][7:]
-        assert stream_of(texts, tokenizer, lanes=3).samples(np.arange(9)).shape == (9, LENGTH + 1)
+        assert sorted(piece.text for part in range(3) for piece in texts.chunks_from(part, 0)) == sorted(rows)
+        rest = [piece.text for piece in texts.chunks_from(1, 7)]
+        assert rest == [piece.text for piece in texts.chunks_from(1, 0)][7:]
+        assert stream_of(texts, tokenizer, shards=3).read(np.arange(9)).tokens.shape == (9, LENGTH + 1)

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from data_runs import run_config
-from written_tokens import write_ds
 
 from kenotron.cli import main
 from kenotron.config import Config, InputError, load, to_dict
 from kenotron.data import open_run
+from support.data_runs import run_config
+from support.written_tokens import write_ds
 
 AT = "data_stages.0.data"
 TOKENS = {"tokens": "a"}
@@ -40,20 +40,23 @@ REFUSED = {
     "temperature of one dataset": (of(ONE, temperature=2), f"{AT}.temperature: expected 1 with a single source"),
     "nobody shares on": (of(TOKENS | EPOCHS, when_exhausted="renormalise"), f"{AT}.when_exhausted: expected stop or"),
     "no limit": (of(TWO, when_exhausted="repeat"), f"{AT}.when_exhausted: expected max_epochs of a dataset"),
-    "nothing to restart": (of(TOKENS, restart=True), f"{AT}.restart: expected false: no stage comes before the first"),
+    "nothing to restart": (
+        of(TOKENS, restart=True),
+        f"{AT}.restart: expected false: there is no stage before the first",
+    ),
     "weight alone": (of(TOKENS | {"weight": 1}), f"{AT}.dataset.weight: expected only inside a mixture"),
     "rows without ends": (
         of({"dataset_folder": "a", "packing": "best_fit", "return_positions": False}),
-        f"{AT}.dataset.return_positions: expected true beside packing: best_fit",
+        f"{AT}.dataset.return_positions: expected true with packing: best_fit",
     ),
     "no share": (of({"text_files": {"a": 0}}), f"{AT}.dataset.text_files.a: expected a number above 0, found 0"),
     "nothing is remote": (
         of(TOKENS) | {"remote_data": {"tries": 2}},
-        "remote_data: expected a path on another machine",
+        "remote_data: expected a remote data path",
     ),
     "a revision of nothing": (
         of(None) | {"tokenizer": {"tokenizer_revision": "main"}},
-        "tokenizer.tokenizer_revision: expected only beside tokenizer_name_or_path",
+        "tokenizer.tokenizer_revision: expected null without tokenizer_name_or_path",
     ),
     "a stream of tokens": (of(TOKENS | {"streaming": {}}), f"{AT}.dataset"),
     "a type where files tell": (of({"dataset_folder": "a", "token_dtype": "uint16"}), f"{AT}.dataset"),
@@ -139,7 +142,10 @@ FOUND = {
         f"{D}.kwargs: test_strict_keys.rows is a list, which is not called with any",
     ),
     "own code": ([{"source": "test_strict_keys.Rows"}], f"{D}.source: test_strict_keys.Rows["),
-    "lanes": ([{"text_files": "a.txt", "streaming": {"lanes": 2}}], f"{D}.streaming.lanes: expected at most one lane"),
+    "lanes": (
+        [{"text_files": "a.txt", "streaming": {"lanes": 2}}],
+        f"{D}.streaming.lanes: expected at most one reader shard",
+    ),
     "ends": ([{"tokens": "ids.npy", "packing": "best_fit"}], f"{D}.packing: best_fit needs the ends of documents"),
     "a later stage": ([DS, {"source": "no.such"}], "data_stages.1.data.dataset.source: "),
 }

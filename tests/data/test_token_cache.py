@@ -10,14 +10,14 @@ import time
 import numpy as np
 import pytest
 import tokenizers
-from data_runs import write_texts
 
 from kenotron.config.errors import InputError
 from kenotron.data import cache
 from kenotron.data.cache import EncodeRules, open_tokens
-from kenotron.data.split import is_held_out, share_of_hashes
-from kenotron.data.texts import FileTexts, find_files
-from kenotron.data.tokenizer import Tokenizer, train_byte_level_bpe
+from kenotron.text.file_documents import FileDocuments, find_files
+from kenotron.text.hash_split import is_held_out, text_hash, threshold_of_fraction
+from kenotron.text.tokenizer import TextTokenizer, train_byte_level_bpe
+from support.data_runs import write_texts
 
 RULES = EncodeRules(eos=0, max_tokens=None)
 
@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def texts_in(folder):
-    return FileTexts("texts", find_files(folder, "text_files"))
+    return FileDocuments("texts", find_files(folder, "text_files"))
 
 
 def quiet(line):
@@ -46,7 +46,7 @@ def test_it_holds_every_document_with_its_end_on_the_side_of_its_hash(folder, to
     opened = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
     expected = {"train": [], "validation": []}
     for text, *_ in texts_in(folder).documents():
-        expected["validation" if is_held_out(text, share_of_hashes(0.3)) else "train"].append(text)
+        expected["validation" if is_held_out(text, threshold_of_fraction(0.3)) else "train"].append(text)
     assert len(expected["validation"]) >= 4
     for side, documents in expected.items():
         split = getattr(opened, side)
@@ -59,12 +59,12 @@ def test_it_holds_every_document_with_its_end_on_the_side_of_its_hash(folder, to
 
 
 def test_the_hash_holds_out_the_asked_share():
-    held = sum(is_held_out(f"document {number}", share_of_hashes(0.1)) for number in range(20_000))
+    held = sum(is_held_out(f"document {number}", threshold_of_fraction(0.1)) for number in range(20_000))
     assert abs(held - 2000) < 4 * (20_000 * 0.1 * 0.9) ** 0.5
 
 
 def test_several_processes_make_the_same_bytes_as_one(folder, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("kenotron.data.encode.BATCH_CHARACTERS", 1500)
+    monkeypatch.setattr("kenotron.text.encode.BATCH_CHARACTERS", 1500)
     alone = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, 1, report=quiet)
     monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "other"))
     together = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, 2, report=quiet)
@@ -89,7 +89,7 @@ def test_ids_take_two_bytes_up_to_65536_entries_and_four_beyond(folder, tokenize
     spec = json.loads(large.to_json())
     spec["model"]["vocab"] = {k: v + 70_000 for k, v in spec["model"]["vocab"].items()}
     spec["added_tokens"] = []
-    wide = Tokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)), {})
+    wide = TextTokenizer(tokenizers.Tokenizer.from_str(json.dumps(spec)), {})
     opened = open_tokens(texts_in(folder), wide, RULES, 0.3, report=quiet)
     assert opened.train.tokens.dtype == np.dtype("<u4")
     assert opened.train.max_id > 70_000
@@ -120,18 +120,18 @@ def test_content_is_hashed_once_per_state_of_the_files(folder, tokenizer, monkey
     for file in folder.iterdir():
         os.utime(file, (1_000_000, 1_000_000))
     open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
-    monkeypatch.setattr(FileTexts, "content_hash", lambda self: pytest.fail("read again"))
+    monkeypatch.setattr(FileDocuments, "content_hash", lambda self: pytest.fail("read again"))
     open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
 
 
 def test_overwrite_makes_it_again_but_not_after_another_process_of_this_run_did(folder, tokenizer, monkeypatch):
     lines = []
     open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
-    monkeypatch.setattr(cache, "PROCESS_START", time.time() + 100)
+    monkeypatch.setattr("kenotron.data.cached_folder.PROCESS_START", time.time() + 100)
     again = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, overwrite=True, report=lines.append)
     assert len(lines) == 1
     assert again.train.tokens.size
-    monkeypatch.setattr(cache, "PROCESS_START", time.time() - 100)
+    monkeypatch.setattr("kenotron.data.cached_folder.PROCESS_START", time.time() - 100)
     open_tokens(texts_in(folder), tokenizer, RULES, 0.3, overwrite=True, report=lines.append)
     assert len(lines) == 1
 
@@ -173,7 +173,7 @@ def test_empty_files_are_no_documents_and_nothing_else_is_an_error(tmp_path, tok
     monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(InputError, match=r"a\.txt: no text in it"):
-        open_tokens(FileTexts("a.txt", [tmp_path / "a.txt"]), tokenizer, RULES, 0.3, report=quiet)
+        open_tokens(FileDocuments("a.txt", [tmp_path / "a.txt"]), tokenizer, RULES, 0.3, report=quiet)
     assert list((tmp_path / "cache" / "tokens").glob("*.tmp-*")) == []
 
 
@@ -185,11 +185,26 @@ def test_a_cache_that_cannot_be_written_is_named(folder, tokenizer, tmp_path, mo
 
 
 def test_a_tokenization_process_that_dies_is_named(folder, tokenizer, monkeypatch):
-    monkeypatch.setattr("kenotron.data.encode.BATCH_CHARACTERS", 500)
+    monkeypatch.setattr("kenotron.text.encode.BATCH_CHARACTERS", 500)
     broken = type(tokenizer)(tokenizer.backend, tokenizer.config)
     broken._json = "no tokenizer"
     with pytest.raises(InputError, match="tokenization process ended with code 1"):
         open_tokens(texts_in(folder), broken, RULES, 0.31, 2, report=quiet)
+
+
+def test_runs_that_hold_out_other_documents_share_no_entry(folder, tokenizer):
+    """A document that validation reads for its own set's sake is in no training side, whoever cached the set before."""
+    before = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
+    texts = [text for text, *_ in texts_in(folder).documents()]
+    trained = next(text for text in texts if not is_held_out(text, threshold_of_fraction(0.3)))
+    after = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet, chosen={text_hash(trained)})
+    assert after.path != before.path
+    assert trained in tokenizer.decode(before.train.tokens)
+    assert trained not in tokenizer.decode(after.train.tokens)
+    assert len(after.train.ends) == len(before.train.ends) - 1
+    assert len(after.validation.ends) == len(before.validation.ends) + 1
+    again = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
+    assert again.path == before.path
 
 
 # ---- several processes at once -----------------------------------------------------------------------------
@@ -199,13 +214,13 @@ import sys
 from pathlib import Path
 from kenotron.data import load_tokenizer
 from kenotron.data.cache import EncodeRules, open_tokens
-from kenotron.data.texts import FileTexts, find_files
-from kenotron.data import encode
+from kenotron.text.file_documents import FileDocuments, find_files
+from kenotron.text import encode
 
 folder, tokenizer, mode = sys.argv[1:]
 encode.BATCH_CHARACTERS = 1000
 
-class Texts(FileTexts):
+class SlowDocuments(FileDocuments):
     def documents(self):
         for number, pair in enumerate(super().documents()):
             yield pair
@@ -213,7 +228,7 @@ class Texts(FileTexts):
                 print("half", flush=True)
                 sys.stdin.readline()
 
-texts = Texts("texts", find_files(folder, "text_files"))
+texts = SlowDocuments("texts", find_files(folder, "text_files"))
 report = lambda line: print(line, flush=True)
 opened = open_tokens(texts, load_tokenizer(tokenizer), EncodeRules(0, None), 0.3, report=report)
 print("tokens", int(opened.train.tokens.astype(int).sum()), len(opened.train.tokens))
@@ -255,7 +270,7 @@ def test_a_process_killed_midway_leaves_nothing_that_counts(folder, tokenizer, t
     opened = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet)
     expected = []
     for text, *_ in texts_in(folder).documents():
-        if not is_held_out(text, share_of_hashes(0.3)):
+        if not is_held_out(text, threshold_of_fraction(0.3)):
             expected += [*tokenizer.encode(text), 0]
     assert opened.train.tokens.tolist() == expected
     left = [path.name for path in opened.path.parent.iterdir() if ".tmp-" in path.name]

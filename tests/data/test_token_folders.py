@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from written_tokens import LENGTHS, L, counting, epoch, opened, windows, write_ds
 
 from kenotron.config import InputError
 from kenotron.data import NO_LOSS, RunData
 from kenotron.data.batch import make_batch
 from kenotron.data.formats import TokenFile, open_writer
-from kenotron.data.token_folder import TokenFolder
-from kenotron.data.token_paths import read_mix
+from kenotron.data.sources.token_files import read_mix
+from kenotron.data.sources.token_folder import TokenFolder
+from support.written_tokens import LENGTHS, L, counting, epoch, opened, windows, write_ds
 
 
 def held_out(data: RunData) -> list[list[int]]:
@@ -75,7 +75,7 @@ def test_windows_of_other_formats_share_a_token_so_that_none_is_lost(tmp_path: P
             writer.write(ids, np.array(LENGTHS))
     with opened({"tokens": str(tmp_path), **more}, model__document_masking=kind == "megatron") as data:
         source = data.stage_of(1).sources[0]
-        rows = [*source.train.samples(np.arange(len(source.train))), *source.held_out.samples(np.arange(2))]
+        rows = [*source.read(np.arange(len(source))).tokens, *source.held_out.read(np.arange(2)).tokens]
         assert [row.tolist() for row in rows] == cut(list(range(180)), L)
         assert sorted(label for row in rows for label in row[1:].tolist()) == list(range(1, 177))
         if kind == "megatron":
@@ -91,7 +91,6 @@ def test_files_of_different_widths_may_lie_in_one_folder(folder: Path) -> None:
         assert sorted(epoch(data) + held_out(data)) == [row for rows in expected for row in rows]
 
 
-@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=6),
     st.integers(1, 9),
@@ -115,8 +114,8 @@ def test_a_sample_is_the_window_that_a_plain_loop_finds(files: Any, length: int,
         for at in range(0, count - length, length + disjoint):
             window = range(at, at + length + 1)
             of = [sum(border <= token for border in borders) for token in window]
-            learnt = [made[-1].loss is None or (first + token) % 3 > 0 for token in window]
-            expected.append(([first + token for token in window], of, learnt))
+            carries = [made[-1].loss is None or (first + token) % 3 > 0 for token in window]
+            expected.append(([first + token for token in window], of, carries))
         first += count
     folder = TokenFolder("all", made, length, 1000)
     assert len(folder) == len(expected)
@@ -125,9 +124,9 @@ def test_a_sample_is_the_window_that_a_plain_loop_finds(files: Any, length: int,
     random.shuffle(order)
     if order:
         indices = np.array(order)
-        documents, loss = folder.documents(indices), folder.loss(indices)
+        documents, loss = folder.read(indices).document_ids, folder.read(indices).loss_mask
         assert documents is not None
-        assert folder.samples(indices).tolist() == [expected[i][0] for i in order]
+        assert folder.read(indices).tokens.tolist() == [expected[i][0] for i in order]
         assert documents.tolist() == [expected[i][1] for i in order]
         assert (loss is None) == all(file.loss is None for file in made)
         assert loss is None or loss.tolist() == [expected[i][2] for i in order]
@@ -187,7 +186,7 @@ def shares_hold(data: RunData, shares: list[float], n: int = 600) -> None:
 def test_weights_of_folders_are_kept_in_every_prefix(folder: Path) -> None:
     folders = [str(folder / "a.ds"), str(folder / "b")]
     with opened({"dataset_folder": folders, "dataset_weights": [5, 2.5]}) as data:
-        assert [source.train.name for source in data.stage_of(1).sources] == folders
+        assert [source.name for source in data.stage_of(1).sources] == folders
         shares_hold(data, [2, 1])
     with opened({"tokens": {folders[0]: 1, folders[1]: 4.0}}) as data:
         shares_hold(data, [1, 4])
@@ -214,7 +213,7 @@ def test_a_mix_file_names_paths_beside_itself(folder: Path) -> None:
     mix = folder / "mix.json"
     mix.write_text(json.dumps({"b": 3, str(folder / "a.ds"): 1}))
     with opened({"tokens": str(mix)}) as data:
-        assert [source.train.name for source in data.stage_of(1).sources] == [str(folder / "b"), str(folder / "a.ds")]
+        assert [source.name for source in data.stage_of(1).sources] == [str(folder / "b"), str(folder / "a.ds")]
         shares_hold(data, [3, 1])
 
 
@@ -260,11 +259,11 @@ def test_a_batch_of_several_folders_is_what_each_gives_alone(tmp_path: Path, mas
         at_once = stage.read(positions, positions, masking)
         source_of, index = stage.order.locate(positions)
         for number in positions:
-            source, place = stage.sources[source_of[number]].train, index[number : number + 1]
-            documents = source.documents(place) if masking else None
+            source, place = stage.sources[source_of[number]], index[number : number + 1]
+            documents = source.read(place).document_ids if masking else None
             if masking and documents is None:
                 documents = np.zeros((1, L + 1), dtype=np.int64)
-            alone = make_batch(source.samples(place), place, documents, source.loss(place))
+            alone = make_batch(source.read(place).tokens, place, documents, source.read(place).loss_mask)
             for name in ("tokens", "labels", "positions", "documents"):
                 found, expected = getattr(at_once, name), getattr(alone, name)
                 assert (found is None) == (expected is None) == (name in ("positions", "documents") and not masking)
@@ -347,8 +346,8 @@ def test_shuffled_files_are_other_first_files_and_the_same_in_every_stage(tmp_pa
     with opened(capped | {"shuffle_files": True}, {"dataset": capped | {"shuffle_files": True}, "start": 3}) as data:
         first = {row[0] // 200 for row in epoch(data)}
         assert first != {0, 1}
-        later = data.stage_of(3).sources[0].train
-        assert {int(row[0]) // 200 for row in later.samples(np.arange(len(later)))} == first
+        later = data.stage_of(3).sources[0]
+        assert {int(row[0]) // 200 for row in later.read(np.arange(len(later))).tokens} == first
 
 
 def test_local_copies_are_read_where_they_are(folder: Path, tmp_path: Path) -> None:
@@ -444,7 +443,7 @@ def test_fingerprints_tell_other_data(folder: Path, tmp_path: Path) -> None:
 HUGE = """
 import sys, time
 sys.path[:0] = {path!r}
-from data_runs import run_config
+from support.data_runs import run_config
 from kenotron.data import open_run
 config = run_config({{"dataset_folder": {folder!r}}}, sequence_length=4096, val_fraction=0.005)
 started = time.process_time()  # what other processes do to the clock is not asked
@@ -452,7 +451,7 @@ with open_run(config, 1, print) as data:
     batch = data.batch(1)[0]
     seconds = time.process_time() - started
     assert batch.tokens.shape == (2, 4096)
-    assert abs(len(data.stage_of(1).sources[0].train) - 0.995 * 10**11 / 4097) < 2
+    assert abs(len(data.stage_of(1).sources[0]) - 0.995 * 10**11 / 4097) < 2
     data.batch(12)
 status = open("/proc/self/status").read()  # ru_maxrss would be the parent's, whose memory a fork begins with
 print(seconds, int(status.split("VmHWM:")[1].split()[0]) / 1024, "torch" in sys.modules)
@@ -465,7 +464,7 @@ def test_a_hundred_billion_tokens_open_at_once(tmp_path: Path) -> None:
         with open(tmp_path / name, "wb") as stream:
             stream.truncate(size)  # sparse: no block is written
     np.array([10**11], dtype="<u8").tofile(tmp_path / "a.ds.index")
-    script = HUGE.format(path=[str(Path(__file__).parent)], folder=str(tmp_path))
+    script = HUGE.format(path=[str(Path(__file__).parents[1])], folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     seconds, megabytes, torch = done.stdout.split()[-3:]

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from written_tokens import LENGTHS, L, counting, epoch, opened, write_ds
 
 from kenotron.config import InputError
 from kenotron.data import RunData
 from kenotron.data.formats import TokenFile
-from kenotron.data.token_folder import TokenFolder
+from kenotron.data.sources.token_folder import TokenFolder
+from support.written_tokens import LENGTHS, L, counting, epoch, opened, write_ds
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_width_that_nothing_tells_is_asked_for_where_it_may_be_another(tmp_pat
 
 
 def test_another_tokenizer_is_told_by_name_once_for_a_folder(folder: Path, tmp_path: Path) -> None:
-    from kenotron.data.tokenizer import train_byte_level_bpe
+    from kenotron.text.tokenizer import train_byte_level_bpe
 
     train_byte_level_bpe(["some words"], 300).save(tmp_path / "words")
     run = {"tokenizer__tokenizer_name_or_path": str(tmp_path / "words")}
@@ -105,9 +105,9 @@ def test_another_tokenizer_is_told_by_name_once_for_a_folder(folder: Path, tmp_p
 @pytest.mark.parametrize("merged", [False, True])
 def test_another_tokenizer_than_the_manifests_is_refused_whatever_its_name(tmp_path: Path, merged: bool) -> None:
     """The metadata of both folders name a folder `tokenizer`."""
-    from kenotron.data.prepare.merge import merge
-    from kenotron.data.prepare.tokenize import TokenizeOptions, tokenize
-    from kenotron.data.tokenizer import load_tokenizer, train_byte_level_bpe
+    from kenotron.prepare.merge import merge
+    from kenotron.prepare.tokenize import TokenizeOptions, tokenize
+    from kenotron.text.tokenizer import load_tokenizer, train_byte_level_bpe
 
     for name, text in (("a", "some words"), ("b", "other text")):
         train_byte_level_bpe([text], 258).save(tmp_path / name / "tokenizer")
@@ -149,7 +149,7 @@ def test_two_bytes_are_too_few_for_the_runs_tokenizer(folder: Path, tmp_path: Pa
 @pytest.fixture
 def every_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are looked at before every read, however soon it follows on the last."""
-    monkeypatch.setattr("kenotron.data.token_folder.CHECK_EVERY", 0.0)
+    monkeypatch.setattr("kenotron.data.sources.token_folder.CHECK_EVERY", 0.0)
 
 
 @pytest.mark.usefixtures("every_look")
@@ -171,10 +171,10 @@ def test_an_index_out_of_order_is_named(tmp_path: Path) -> None:
     file = write_ds(tmp_path / "a.ds", [[1] * 9] * 20)
     ends = np.arange(9, 181, 9, dtype=np.uint64)
     folder = TokenFolder("a", [TokenFile(file, "datatrove", np.ones(180, np.uint16), ends, None, None)], L, 10)
-    assert folder.documents(np.arange(20)) is not None
+    assert folder.read(np.arange(20)).document_ids is not None
     ends[5] = 3
     with pytest.raises(InputError, match="the ends of its documents are not in order"):
-        folder.documents(np.arange(20))
+        folder.read(np.arange(20))
 
 
 def read_steps(data: RunData, steps: range) -> None:

@@ -1,10 +1,10 @@
 """A user's own data: by dotted path, an item or many samples at once; all that can be wrong with it."""
 
 import pytest
-from data_runs import opened, rows, write_texts
 
 from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS
+from support.data_runs import opened, rows, write_texts
 
 SOURCE = """
 import numpy as np
@@ -92,7 +92,7 @@ def test_a_source_of_ones_own_may_answer_many_samples_at_once_with_documents(my_
         ("beyond", r"beyond\[\d+\]: token 600 is not in \[0, vocab_size = 512\)"),
         ("wrong_key", r"no key 'input_ids'; found ids"),
         ("nothing", r"nothing: expected at least 33 tokens to train on .* found no sample"),
-        ("generator", r"gave a generator, which has no __len__ and no __getitem__"),
+        ("generator", r"returned a generator, which has no __len__ and no __getitem__"),
         ("Broken", r"dataset\.source: my_sources\.Broken\[\d+\] raised RuntimeError: boom"),
         ("BrokenAtOnce", r"dataset\.source: my_sources\.BrokenAtOnce\.samples\(\[.*\]\) raised KeyError: 'boom'"),
         ("cannot_open", r"dataset\.source: my_sources\.cannot_open\(.*\) raised FileNotFoundError: no such shard"),

@@ -2,9 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from tiny_llamas import (
+
+from kenotron.config.errors import InputError
+from kenotron.generate import generate
+from kenotron.generate.load import load_for_generation
+from kenotron.interop import to_hf
+from support.tiny_llamas import (
     VARIANTS,
     hf_llama,
     load_hf,
@@ -15,10 +20,6 @@ from tiny_llamas import (
     save_ours,
     small_tokenizer,
 )
-
-from kenotron.config.errors import InputError
-from kenotron.generate import generate, load_for_generation
-from kenotron.interop import to_hf
 
 NEW = 12
 
@@ -67,7 +68,6 @@ def test_the_cache_gives_what_reading_the_whole_text_again_gives(model):
     assert completion.tokens == text[len(prompt) :]
 
 
-@settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=6),
     st.sampled_from([0.0, 1.0]),

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_llamas import our_model, save_ours, small_tokenizer
 
 from kenotron.cli import main
 from kenotron.cli.generate import BUILT_IN_PROMPTS, seeds_main
-from kenotron.generate import generate, load_for_generation
+from kenotron.generate import generate
+from kenotron.generate.load import load_for_generation
+from support.tiny_llamas import our_model, save_ours, small_tokenizer
 
 RUN_GENERATE = Path(__file__).parents[2] / "run_generate.py"
 
@@ -184,7 +185,7 @@ def test_degrees_that_do_not_make_torchruns_processes_are_told_once_with_the_ari
         code, _, err = shell("--ckpt-path", path, "--tp", 2, "--pp", 2, command=seeds_main)
         assert code == 2
         said.append(err)
-    assert said == ["error: --dp 1 x --pp 2 x --tp 2 = 4 ranks, but 2 processes were started\n", ""]
+    assert said == ["error: --dp 1 x --pp 2 x --tp 2 needs 4 processes, but 2 were started\n", ""]
 
 
 # On local ranks ---------------------------------------------------------------------------------

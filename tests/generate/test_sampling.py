@@ -3,18 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from kenotron.config.errors import InputError
 from kenotron.generate.sampling import NOT_FINITE, Sampling, cut, draw, next_tokens
 
-quick = settings(max_examples=60)
 logit_rows = st.lists(st.integers(-8, 8).map(lambda n: n / 2), min_size=2, max_size=12)  # ties are likely
 
 
-@quick
 @given(
     logit_rows, st.sampled_from([0.3, 0.8, 1.0, 1.7]), st.integers(0, 13), st.sampled_from([0.1, 0.5, 0.9, 0.95, 1.0])
 )
@@ -58,7 +56,6 @@ def test_drawn_tokens_have_the_frequencies_of_the_float64_formula(temperature, t
     assert (np.abs(found - expected) <= 4.5 * deviation).all()
 
 
-@quick
 @given(
     st.lists(st.sampled_from([0.0, 0.0, 0.1, 0.25, 1e-30, 0.7]), min_size=1, max_size=8).filter(any),
     st.floats(0, 1, exclude_max=True),

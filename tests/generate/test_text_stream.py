@@ -2,12 +2,12 @@
 
 import pytest
 import tokenizers
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from kenotron.data.tokenizer import Tokenizer
 from kenotron.generate.text import UNFINISHED, TextStream
+from kenotron.text.tokenizer import TextTokenizer
 
 
 def byte_tokenizer():
@@ -16,7 +16,7 @@ def byte_tokenizer():
     backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return Tokenizer(backend, {})
+    return TextTokenizer(backend, {})
 
 
 def blank_before_word_tokenizer():
@@ -24,7 +24,7 @@ def blank_before_word_tokenizer():
     words = ["▁the", "▁cat", "▁sat", "s", "▁"]
     backend = tokenizers.Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="▁"))
     backend.decoder = decoders.Metaspace()
-    return Tokenizer(backend, {})
+    return TextTokenizer(backend, {})
 
 
 BYTES = byte_tokenizer()
@@ -36,7 +36,6 @@ def pieces_of(tokenizer, prompt, tokens):
     return [*[stream.push(token) for token in tokens], stream.finish()]
 
 
-@settings(max_examples=100)
 @given(texts, texts)
 @example("", "é中😀")
 @example("中", "\n\n 中")
@@ -46,7 +45,6 @@ def test_pieces_joined_are_the_text_and_none_holds_half_a_character(prompt, text
     assert not any(UNFINISHED in piece for piece in pieces)
 
 
-@settings(max_examples=100)
 @given(st.lists(st.integers(0, 255), max_size=30))
 def test_bytes_that_are_no_text_come_out_as_decoding_at_once_shows_them(tokens):
     assert "".join(pieces_of(BYTES, [], tokens)) == BYTES.decode(tokens)

@@ -6,7 +6,16 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_llamas import (
+
+from kenotron import checkpoint
+from kenotron.config import load
+from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.data import load_tokenizer
+from kenotron.generate.load import load_for_generation
+from kenotron.interop import from_hf, initial_tensors, open_source, to_hf
+from kenotron.models import named_parameters
+from kenotron.models.families.llama import LlamaArchitecture
+from support.tiny_llamas import (
     hf_llama,
     hf_logits,
     load_hf,
@@ -17,15 +26,6 @@ from tiny_llamas import (
     save_ours,
     small_tokenizer,
 )
-
-from kenotron import checkpoint
-from kenotron.config import load
-from kenotron.config.architecture import LlamaArchitecture
-from kenotron.config.errors import InputError, NotSupportedYet
-from kenotron.data import load_tokenizer
-from kenotron.generate import load_for_generation
-from kenotron.interop import from_hf, initial_tensors, open_source, to_hf
-from kenotron.models import named_parameters
 
 
 @pytest.fixture(scope="module")
@@ -337,6 +337,6 @@ def test_an_architecture_of_ours_has_no_field_that_transformers_would_miss(ours,
     """Every key is either carried over, said to be ours alone, or computed: a new one must be decided on."""
     to_hf(ours, tmp_path / "out")
     carried = set(json.loads((tmp_path / "out" / "config.json").read_text())) | {"rope_theta", "rope_scaling"}
-    training_only = {"is_llama_config", "attn_implementation", "z_loss_enabled", "z_loss_coefficient"}
+    training_only = {"family", "is_llama_config", "attn_implementation", "z_loss_enabled", "z_loss_coefficient"}
     baked_into_weights = {"rope_interleaved"}
     assert set(LlamaArchitecture.model_fields) - training_only - baked_into_weights <= carried

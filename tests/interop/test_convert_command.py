@@ -3,9 +3,9 @@
 import shlex
 
 import pytest
-from tiny_llamas import hf_llama, our_model, save_hf, save_ours, small_tokenizer
 
 from kenotron.cli import main
+from support.tiny_llamas import hf_llama, our_model, save_hf, save_ours, small_tokenizer
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_what_is_left_out_is_said_on_stderr(shell, tmp_path):
     code, _, err = shell("convert", "from-hf", tmp_path / "hf", tmp_path / "ours")
     assert code == 0
     dropout, tokenizer = err.splitlines()
-    assert "attention_dropout 0.1 is left out" in dropout
+    assert "attention_dropout 0.1 is ignored" in dropout
     assert "has no tokenizer" in tokenizer
 
 

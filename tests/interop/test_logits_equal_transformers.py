@@ -1,7 +1,10 @@
 """Both directions, every variant: our logits and transformers' agree to 1e-4 of the logit scale, in fp32."""
 
 import pytest
-from tiny_llamas import (
+
+from kenotron.generate.load import load_for_generation
+from kenotron.interop import from_hf, to_hf
+from support.tiny_llamas import (
     VARIANTS,
     hf_llama,
     hf_logits,
@@ -12,9 +15,6 @@ from tiny_llamas import (
     save_hf,
     save_ours,
 )
-
-from kenotron.generate import load_for_generation
-from kenotron.interop import from_hf, to_hf
 
 LENGTH = 40  # beyond the `dynamic` variant's max_position_embeddings and every variant's original context
 

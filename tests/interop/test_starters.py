@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from hub_cache import made_documents, offline_environment
-from tiny_llamas import hf_llama, save_hf, small_tokenizer
 
-from kenotron.data.prepare.tokenize import TokenizeOptions, tokenize
-from kenotron.data.tokenizer import load_tokenizer, train_byte_level_bpe
+from kenotron.prepare.tokenize import TokenizeOptions, tokenize
+from kenotron.text.tokenizer import load_tokenizer, train_byte_level_bpe
+from support.hub_cache import made_documents, offline_environment
+from support.tiny_llamas import hf_llama, save_hf, small_tokenizer
 
 SMALL = (
     "tokens.sequence_length=32",

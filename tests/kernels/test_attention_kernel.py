@@ -97,6 +97,11 @@ def test_a_scale_given_is_the_scale_used(dtype):
     assert max(errors) < (1e-2 if dtype == torch.bfloat16 else 2e-6)
 
 
+def test_without_one_the_scale_is_that_of_a_heads_width():
+    (q, k, v), _ = inputs(1, 4, 2, 20, 16, torch.float32)
+    torch.testing.assert_close(attention(q, k, v, WHOLE), attention(q, k, v, WHOLE, scale=16**-0.5), rtol=0, atol=0)
+
+
 def test_no_gradient_is_made_when_none_is_asked_for():
     (q, k, v), _ = inputs(2, 4, 2, 16, 8, torch.bfloat16)
     with torch.no_grad():

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from layout_runs import Problem
-from nursery import Nursery
-from ranks import run_ranks
-from tiny_run import tiny_yaml
 
 from kenotron.cli.compare import on_layout
 from kenotron.config import load
 from kenotron.data import TokenBatch
 from kenotron.parallel.mesh import axes, build_mesh
-from kenotron.train.compare import Comparison, compare, record, references, reordered
+from kenotron.training.compare import Comparison, compare, record, references, reordered
+from support.layout_runs import Problem
+from support.nursery import Nursery
+from support.ranks import run_ranks
+from support.tiny_run import tiny_yaml
 
 PROBLEM = Problem("compare", steps=4, model={"num_hidden_layers": 2})
 
@@ -64,7 +64,7 @@ def test_what_rounding_explains_is_small(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_layout_that_forgets_a_sum_is_found_at_its_first_parameter(dtype: str, tmp_path: Path) -> None:
-    comparison = run_all("dp=2 parallelism.strategy=user_parts.forgets_to_sum", 2, tmp_path, dtype)
+    comparison = run_all("dp=2 parallelism.strategy=support.user_parts.forgets_to_sum", 2, tmp_path, dtype)
     assert not comparison.agrees
     first = comparison.first_parameter()
     assert first is not None
@@ -98,8 +98,9 @@ def test_micro_batches_are_divided_for_every_step_of_a_ramp(tmp_path: Path) -> N
     assert other.global_batch_size == 12
 
 
+@pytest.mark.budget(20, reason="the command starts ranks for both layouts, real processes that import torch")
 def test_the_command_tells_the_verdict_by_its_exit_code(tmp_path: Path, nursery: Nursery) -> None:
-    layout = ("parallelism.dp=2", "parallelism.strategy=user_parts.forgets_to_sum")
+    layout = ("parallelism.dp=2", "parallelism.strategy=support.user_parts.forgets_to_sum")
     wrong = nursery.run("compare", tiny_yaml(tmp_path), *layout, "--steps", "2", folder=tmp_path)
     assert wrong.code == 1
     assert "The layouts DIFFER: the first parameter whose gradient differs at step 1 is model.embed_" in wrong.stdout

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import ROUNDING, run_ranks
 from torch.distributed.tensor import DTensor
 
-from kenotron.config.architecture import LlamaArchitecture
 from kenotron.config.errors import InputError
 from kenotron.kernels.attention import attention
 from kenotron.models import Context, MicroBatch, initialize_model, materialize
-from kenotron.models.llama import Llama
+from kenotron.models.decoder import Decoder
+from kenotron.models.families.llama import LlamaArchitecture
 from kenotron.parallel import context, ring, tensor
+from kenotron.parallel.cp_schedule import ScoreBlock, contiguous, earlier_blocks, local_blocks, zigzag
 from kenotron.parallel.mesh import Mesh, build_mesh
 from kenotron.parallel.shards import shard_of
-from kenotron.parallel.tiles import Tile, contiguous, earlier_tiles, own_tiles, zigzag
+from support.ranks import ROUNDING, run_ranks
 
 METHODS = ("ring", "ulysses", "allgather")
 
@@ -99,8 +99,8 @@ def formula(case: Case) -> list[torch.Tensor]:
 
 
 def attention_rank(rank: int, method: str, case: Case) -> list[torch.Tensor]:
-    pieces = context.local_pieces(case.length, case.ranks, rank, method)
-    q, k, v, grad = (context.cut(x, pieces, 2) for x in case.tensors())
+    chunks = context.local_chunks(case.length, case.ranks, rank, method)
+    q, k, v, grad = (context.cut(x, chunks, 2) for x in case.tensors())
     inputs = [x.requires_grad_() for x in (q, k, v)]
     assert dist.group.WORLD is not None
     out = context.METHODS[method](q, k, v, dist.group.WORLD, case.cu_seqlens, case.scale)
@@ -112,7 +112,7 @@ def joined(parts: list[torch.Tensor], method: str, length: int, dim: int = 2) ->
     found: dict[int, torch.Tensor] = {}
     for rank, part in enumerate(parts):
         at = 0
-        for begin, end in context.local_pieces(length, len(parts), rank, method):
+        for begin, end in context.local_chunks(length, len(parts), rank, method):
             found[begin] = part.narrow(dim, at, end - begin)
             at += end - begin
     return torch.cat([found[begin] for begin in sorted(found)], dim)
@@ -161,7 +161,7 @@ def users_module(method: str) -> tuple[UsersAttention, torch.Tensor]:
 
 def users_module_rank(rank: int, method: str) -> list[torch.Tensor]:
     module, x = users_module(method)
-    local = context.cut(x, context.local_pieces(24, 2, rank, method))
+    local = context.cut(x, context.local_chunks(24, 2, rank, method))
     (module(local, dist.group.WORLD) ** 2).sum().backward()
     found = [p.grad for p in module.parameters() if p.grad is not None]
     for gradient in found:
@@ -201,8 +201,8 @@ def bytes_sent_rank(rank: int, method: str, case: Case) -> tuple[int, int]:
         patch.setattr(ring, "start_gather", counting(ring.start_gather, 0, n - 1))
         patch.setattr(ring, "start_reduce_scatter", counting(ring.start_reduce_scatter, 0, (n - 1) / n))
         patch.setattr(dist, "all_to_all_single", counting(dist.all_to_all_single, 1, (n - 1) / n))
-        pieces = context.local_pieces(case.length, n, rank, method)
-        q, k, v, grad = (context.cut(x, pieces, 2) for x in case.tensors())
+        chunks = context.local_chunks(case.length, n, rank, method)
+        q, k, v, grad = (context.cut(x, chunks, 2) for x in case.tensors())
         inputs = [x.requires_grad_() for x in (q, k, v)]
         out = context.METHODS[method](q, k, v, dist.group.WORLD, case.cu_seqlens, case.scale)
         forward = sent
@@ -224,10 +224,10 @@ def test_the_bytes_that_travel_are_those_of_the_documented_formula(method: str, 
     assert run_ranks(n, bytes_sent_rank, method, case) == [expected] * n
 
 
-def pairs(tiles: list[Tile]) -> int:
-    """Scores that the tiles compute, of one head."""
+def pairs(blocks: list[ScoreBlock]) -> int:
+    """Scores that the blocks compute, of one head."""
     total = 0
-    for t in tiles:
+    for t in blocks:
         queries, keys, rows = (s.stop - s.start for s in (t.q, t.k, t.rows))
         total += rows * (queries * (queries + 1) // 2 if t.causal else queries * keys)
     return total
@@ -240,12 +240,12 @@ def test_zigzag_gives_every_rank_the_same_work_in_every_step_and_contiguous_part
         found = set()
         for rank in range(degree):
             ours, theirs = zigzag(length, degree, rank), zigzag(length, degree, (rank - step) % degree)
-            tiles = earlier_tiles(ours, theirs, 2, length, None)
-            assert len(tiles) <= 1  # half a block, one call
-            found.add(pairs(tiles) + (pairs(own_tiles(ours, 2, length, None)) if step == 0 else 0))
+            blocks = earlier_blocks(ours, theirs, 2, length, None)
+            assert len(blocks) <= 1  # half a block, one call
+            found.add(pairs(blocks) + (pairs(local_blocks(ours, 2, length, None)) if step == 0 else 0))
         assert len(found) == 1
     last = contiguous(length, degree, degree - 1)
-    most = pairs(own_tiles(last, 1, length, None)) + pairs(earlier_tiles(last, ((0, length),), 1, length, None))
+    most = pairs(local_blocks(last, 1, length, None)) + pairs(earlier_blocks(last, ((0, length),), 1, length, None))
     even = length * (length + 1) / 2 / degree
     assert most / even == pytest.approx(2 - 1 / degree, rel=0.02)
 
@@ -257,9 +257,9 @@ def test_tiles_of_random_documents_cover_each_visible_pair_once() -> None:
         borders = case.cu_seqlens or tuple(range(0, rows * length + 1, length))
         visible = sum((end - begin) * (end - begin + 1) // 2 for begin, end in pairwise(borders))
         everyone = [zigzag(length, 3, rank) for rank in range(3)]
-        own = sum(pairs(own_tiles(pieces, rows, length, case.cu_seqlens)) for pieces in everyone)
+        own = sum(pairs(local_blocks(chunks, rows, length, case.cu_seqlens)) for chunks in everyone)
         earlier = sum(
-            pairs(earlier_tiles(ours, theirs, rows, length, case.cu_seqlens))
+            pairs(earlier_blocks(ours, theirs, rows, length, case.cu_seqlens))
             for ours in everyone
             for theirs in everyone
         )
@@ -270,12 +270,12 @@ def test_pieces_that_share_no_document_are_skipped() -> None:
     whole_chunks = tuple(range(0, 33, 4))  # every document is a chunk
     for rank in range(4):
         for source in range(4):
-            assert earlier_tiles(zigzag(32, 4, rank), zigzag(32, 4, source), 1, 32, whole_chunks) == []
+            assert earlier_blocks(zigzag(32, 4, rank), zigzag(32, 4, source), 1, 32, whole_chunks) == []
 
 
 def test_a_length_that_does_not_divide_and_too_few_heads_are_told_by_their_key() -> None:
-    with pytest.raises(InputError, match=r"context_parallel_size: ring cuts a sequence into 4 pieces; .* found 10"):
-        context.local_pieces(10, 2, 0, "ring")
+    with pytest.raises(InputError, match=r"context_parallel_size: ring cuts a sequence into 4 chunks; .* found 10"):
+        context.local_chunks(10, 2, 0, "ring")
     for message in run_ranks(2, too_few_heads_rank):
         assert message.startswith("parallelism.context_parallel_size: ulysses shares out the 3 query heads of a rank")
 
@@ -307,7 +307,7 @@ class Setting:
     tp_mode: str = "ALL_REDUCE"
 
 
-def small_llama(setting: Setting) -> Llama:
+def small_llama(setting: Setting) -> Decoder:
     config = LlamaArchitecture(
         hidden_size=32,
         intermediate_size=48,
@@ -319,7 +319,7 @@ def small_llama(setting: Setting) -> Llama:
         z_loss_coefficient=0.01,
     )
     with torch.device("meta"):
-        return Llama(config, setting.tp)
+        return Decoder(config, setting.tp)
 
 
 def micro_batch(setting: Setting, seed: int = 0) -> MicroBatch:
@@ -338,7 +338,7 @@ def micro_batch(setting: Setting, seed: int = 0) -> MicroBatch:
     )
 
 
-def prepared(setting: Setting, mesh: Mesh | None = None) -> Llama:
+def prepared(setting: Setting, mesh: Mesh | None = None) -> Decoder:
     model = small_llama(setting)
     if mesh is not None:
         tensor.apply(model, model.plan, mesh, mode=setting.tp_mode)
@@ -352,7 +352,7 @@ def prepared(setting: Setting, mesh: Mesh | None = None) -> Llama:
     return model
 
 
-def gradients(model: Llama, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gradients(model: Decoder, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss, _ = model(batch.tokens, batch.ctx, batch.labels)
     loss.backward()
     found = {name: p.grad for name, p in model.named_parameters()}
@@ -419,6 +419,7 @@ def test_bf16_is_as_near_to_float64_as_one_processs_bf16(method: str) -> None:
         assert total_error(found, exact) < 1.25 * total_error(alone, exact)
 
 
+@pytest.mark.budget(15, reason="every rank compiles the blocks")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_compiled_blocks_mean_the_same(method: str, recompute: bool) -> None:
@@ -439,6 +440,7 @@ def compiled_graphs_rank(rank: int, method: str) -> list[int]:
     return counts
 
 
+@pytest.mark.budget(15, reason="every rank compiles the blocks")
 @pytest.mark.parametrize("method", METHODS)
 def test_new_documents_compile_nothing_anew(method: str) -> None:
     for counts in run_ranks(2, compiled_graphs_rank, method):

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hub_cache import make_tokenizer_repository
-from layout_runs import Problem, prepared, steps, train_alone, train_on_layout
-from ranks import run_ranks
 from test_matrix import expect_the_same
-from written_tokens import write_ds
 
-from kenotron.parallel.mesh import AXES, Mesh, axes, build_mesh
-from kenotron.train.validation import validate
+from kenotron.parallel.mesh import Mesh, axes, build_mesh
+from kenotron.training.validation import validate
+from support.hub_cache import make_tokenizer_repository
+from support.layout_runs import Problem, prepared, steps, train_alone, train_on_layout
+from support.ranks import run_ranks
+from support.written_tokens import write_ds
 
 DATASET = "data_stages.0.data.dataset"
 
@@ -61,7 +61,7 @@ def validated(rank: int, problem: Problem, layout: str, folder: Path) -> tuple[i
     """Steps done, why no more, and what validation found."""
     config = problem.config(layout, folder)
     alone = not layout
-    mesh = Mesh(dict.fromkeys(AXES, 1)) if alone else build_mesh(axes(config), config.parallelism.world_size, "cpu")
+    mesh = Mesh() if alone else build_mesh(axes(config), config.parallelism.world_size, "cpu")
     with prepared(config, mesh) as run:
         steps(run)
         found = validate(run)
@@ -71,7 +71,7 @@ def validated(rank: int, problem: Problem, layout: str, folder: Path) -> tuple[i
         return run.step, run.data.exhausted(run.step + 1), fields
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "pp=2"])
+@pytest.mark.parametrize("layout", ["dp=2", "pp=2", "cp=2", "tp=2 mode=REDUCE_SCATTER", "dp=2 zero=3"])
 def test_an_early_end_and_the_losses_of_sources_are_the_same_on_every_layout(layout: str, tmp_path: Path) -> None:
     paths = []
     for name, count in (("a", 40), ("b", 90)):
@@ -87,7 +87,7 @@ def test_an_early_end_and_the_losses_of_sources_are_the_same_on_every_layout(lay
     problem = Problem("early", overrides, steps=50)
     done, why, expected = validated(0, problem, "", tmp_path)
     assert 0 < done < 50
-    assert why == "'a' has given its 1 epoch"
+    assert why == "'a' is exhausted after 1 epoch"
     assert {"val_loss", "val_tokens", "val_loss/a", "val_loss/b"} <= set(expected)
     for found in run_ranks(2, validated, problem, layout, tmp_path):
         assert found[:2] == (done, why)

@@ -8,17 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from data_parallel_run import Layout, Record, train
-from ranks import ROUNDING, run_ranks
 from torch import Tensor
 
 from kenotron.config.errors import InputError
 from kenotron.config.parallelism import STRATEGIES, Parallelism
 from kenotron.parallel import data
 from kenotron.parallel.mesh import axes, build_mesh
+from support.data_parallel_run import Layout, Record, train
+from support.ranks import ROUNDING, run_ranks
 
 SEQUENCES = 12  # of a step
 STAGES = (0, 1, 2, 3)
+SLOW = pytest.mark.slow
+STAGES_OF_EACH_KIND = [pytest.param(stage, marks=SLOW) if stage in (1, 2) else stage for stage in STAGES]
+ONE_OR_THREE = [pytest.param(1, marks=SLOW), 3]  # three micro-batches meet all that one does, and more
 MESHES = {
     "two ranks": (("dp_shard", 2),),
     "four ranks": (("dp_shard", 4),),
@@ -61,14 +64,14 @@ def same_as_alone(layout: Layout, gradient: float = ROUNDING, loss: float = 1e-6
     return found
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", ONE_OR_THREE)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_stage_on_every_mesh_is_one_process(mesh: str, stage: int, micro_batches: int) -> None:
     same_as_alone(Layout(MESHES[mesh], stage, micro_batches))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", STAGES_OF_EACH_KIND)
 @pytest.mark.parametrize(
     "mesh",
     [(("dp_replicate", 2), ("dp_shard", 2), ("cp", 2)), (("dp_shard", 2), ("cp", 2), ("tp", 2))],
@@ -81,19 +84,26 @@ def test_three_axes_at_once_are_one_process(mesh: tuple[tuple[str, int], ...], s
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    "also", [{"tied": True}, {"even": False}, {"tied": True, "even": False, "recompute": True}], ids=str
+    "also",
+    [
+        pytest.param({"tied": True}, marks=SLOW),
+        pytest.param({"even": False}, marks=SLOW),
+        {"tied": True, "even": False, "recompute": True},
+    ],
+    ids=str,
 )
 def test_tied_weights_uneven_shards_and_recomputation_change_nothing(stage: int, also: dict[str, bool]) -> None:
     """Uneven: 50, 27, 18 and 6 rows over four ranks, so some shards are short and some empty."""
     same_as_alone(Layout(MESHES["four ranks"], stage, micro_batches=3, **also))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.budget(15, reason="every rank compiles the blocks")
+@pytest.mark.parametrize("stage", STAGES_OF_EACH_KIND)
 def test_compiled_blocks_change_nothing(stage: int) -> None:
     same_as_alone(Layout(MESHES["two ranks"], stage, micro_batches=2, compile=True), gradient=2e-6)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", ONE_OR_THREE)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("mesh", ["two ranks", "hybrid"])
 def test_bf16_keeps_fp32_masters_and_fp32_sums(mesh: str, stage: int, micro_batches: int) -> None:
@@ -154,14 +164,14 @@ def test_each_step_trains_on_the_weights_of_the_last(stage: int) -> None:
 @pytest.mark.parametrize("mesh", ["four ranks", "hybrid"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_keeps_between_steps_what_its_stage_says(stage: int, mesh: str) -> None:
-    record, whole = together(Layout(MESHES[mesh], stage)), alone(Layout().alone)
+    record, whole = together(Layout(MESHES[mesh], stage, micro_batches=3)), alone(Layout(micro_batches=3))
     share = 1 if stage == 0 else dict(MESHES[mesh])["dp_shard"]
     for kind in ("weights", "gradients", "state"):  # the vocabulary's 50 rows do not divide by four: 13 of them
         assert whole.bytes[kind] / share <= record.bytes[kind] < 1.06 * whole.bytes[kind] / share, kind
 
 
 def test_a_strategy_of_the_users_own_takes_the_place_of_ours() -> None:
-    layout = Layout(MESHES["two ranks"], 2, micro_batches=3, strategy="data_parallel_run.everything_at_once")
+    layout = Layout(MESHES["two ranks"], 2, micro_batches=3, strategy="support.data_parallel_run.everything_at_once")
     record = same_as_alone(layout)
     assert [len(names) for names in record.collectives] == [2, 2, 2]  # gathered and scattered at once, each time
 
@@ -170,7 +180,7 @@ def test_a_strategy_of_the_users_own_takes_the_place_of_ours() -> None:
     ("path", "message"),
     [
         ("no_such_module.f", "cannot import"),
-        ("data_parallel_run.LENGTH", "expected a function"),
+        ("support.data_parallel_run.LENGTH", "expected a function"),
         ("torch.nope", "nope"),
     ],
 )

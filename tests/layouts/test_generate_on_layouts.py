@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from layout_runs import Problem, prepared, steps
-from ranks import run_ranks
-from tiny_llamas import our_config, our_model, random_tokens, save_ours, small_tokenizer
-from tiny_run import text_overrides
 
 from kenotron import checkpoint
 from kenotron.config import dump, load
-from kenotron.generate import Completion, generate, load_for_generation
-from kenotron.parallel.mesh import AXES, Mesh, axes, build_mesh
-from kenotron.train.observing import Samples
-from kenotron.train.saving import model_tensors
+from kenotron.generate import Completion, generate
+from kenotron.generate.load import load_for_generation
+from kenotron.parallel.mesh import Mesh, axes, build_mesh
+from kenotron.training.observing import SampleCompletions
+from kenotron.training.saved_state import model_tensors
+from support.layout_runs import Problem, prepared, steps
+from support.ranks import run_ranks
+from support.tiny_llamas import our_config, our_model, random_tokens, save_ours, small_tokenizer
+from support.tiny_run import text_overrides
 
 SHAPE = {"num_hidden_layers": 3, "vocab_size": 301}  # neither stages nor vocabulary rows come out even
 LENGTHS = (7, 1, 12, 4, 9)
@@ -28,14 +29,15 @@ PROMPTS = [
 ]
 GREEDY: dict[str, Any] = {"max_new_tokens": 10, "batch_size": 2}
 DRAWN = GREEDY | {"temperature": 1.3, "top_k": 100, "top_p": 0.95, "seed": 5}
+SLOW = pytest.mark.slow  # what the layouts without it meet as well
 LAYOUTS = [
-    {"tp": 2},
-    {"pp": 2},
+    pytest.param({"tp": 2}, marks=SLOW),
+    pytest.param({"pp": 2}, marks=SLOW),
     {"dp_replicate": 2},
     {"tp": 4},  # two key-value heads over four ranks
     {"pp": 2, "tp": 2},
     {"pp": 3},
-    {"dp_replicate": 2, "tp": 2},
+    pytest.param({"dp_replicate": 2, "tp": 2}, marks=SLOW),
     {"pp": 2, "dp_replicate": 2, "tp": 2},
 ]
 
@@ -76,6 +78,7 @@ def decode(
     return [generate(model, None, prompts, **each) for each in options]
 
 
+@pytest.mark.budget(8, reason="up to eight ranks on two cores decode twice")
 @pytest.mark.parametrize("degrees", LAYOUTS, ids=named)
 def test_every_rank_gets_the_tokens_of_one_process_greedy_and_drawn(degrees: dict[str, int], path: Path) -> None:
     greedy, drawn = alone(path, GREEDY, DRAWN)
@@ -189,7 +192,7 @@ def train_with_samples(problem: Problem, layout: str, folder: Path, mesh: Mesh) 
         logger.setLevel(logging.INFO)
         try:
             masters = [parameter for part in run.parts for parameter in part.parameters()]
-            hook = Samples()
+            hook = SampleCompletions()
             hook.on_train_start(run)
             shown = [parameter for part in run.parts for parameter in part.parameters()]
             assert all(one is other for one, other in zip(masters, shown, strict=True)), "copies in their place"
@@ -213,18 +216,18 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Problem, Path, li
     folder = tmp_path_factory.mktemp("samples")
     overrides = (*text_overrides(folder), 'logging.sample_prompts=["The sum", "of 3"]')
     problem = Problem("samples", overrides, steps=2, model={"num_hidden_layers": 4, "num_attention_heads": 4})
-    messages, losses = train_with_samples(problem, "", folder, Mesh(dict.fromkeys(AXES, 1)))
+    messages, losses = train_with_samples(problem, "", folder, Mesh())
     return problem, folder, messages, losses
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp=2",
-        "dp=2 zero=1",
+        pytest.param("dp=2", marks=SLOW),
+        pytest.param("dp=2 zero=1", marks=SLOW),
         "dp=2 zero=3",
-        "tp=2 mode=REDUCE_SCATTER",
-        "pp=2",
+        pytest.param("tp=2 mode=REDUCE_SCATTER", marks=SLOW),
+        pytest.param("pp=2", marks=SLOW),
         "pp=2 engine=zbv_zero_bubble accum=4",
         "cp=2 zero=2",
         "dp=2 tp=2 zero=3 mode=REDUCE_SCATTER",

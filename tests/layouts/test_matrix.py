@@ -1,17 +1,29 @@
-"""One meaning on every layout: the same weights, samples, losses and gradients as one process, to rounding."""
+"""One meaning on every layout: the same weights, samples, losses and gradients as one process, to rounding.
+
+The quick tier trains three steps on a subset in which every pair of options meets, the slow tier ten on every layout.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from layout_runs import SAMPLES, Problem, Seen, train_alone, train_on_layout
-from ranks import run_ranks
+
+from support.layout_runs import SAMPLES, Problem, Seen, train_alone, train_on_layout
+from support.pairwise import covering, options, pairs
+from support.ranks import run_ranks
 
 # 8, 8, 8 and then 16 samples a step, in sequences of 4, 4, 4, 8, 8, 8, 16 and from step 8 on 32 tokens.
 STAGES = """data_stages=[{name: ramped, start_training_step: 1, data: {dataset: null},
     batch_size_ramp: {start: 8, increment: 8, samples: 24}, sequence_length_ramp: {start: 4, steps: 6}},
     {name: longer, start_training_step: 8, sequence_length: 32, data: {dataset: null}}]"""
+
+# The same in four steps: 8 and then 16 samples, in sequences of 4, 8, 16 and 32 tokens.
+QUICK_STAGES = """data_stages=[{name: ramped, start_training_step: 1, data: {dataset: null},
+    batch_size_ramp: {start: 8, increment: 8, samples: 8}, sequence_length_ramp: {start: 4, steps: 2}},
+    {name: longer, start_training_step: 4, sequence_length: 32, data: {dataset: null}}]"""
 
 PROBLEMS = {
     "plain": Problem("plain"),
@@ -81,11 +93,23 @@ LAYOUTS = [
 ]
 
 
+QUICK = {name: replace(problem, steps=3) for name, problem in PROBLEMS.items()}
+QUICK["ramped"] = Problem("ramped", (QUICK_STAGES,), steps=4)
+QUICK_LAYOUTS = [LAYOUTS[i] for i in covering([options(problem, layout) for _, problem, layout in LAYOUTS])]
+
+
 @pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What one process makes of every problem."""
-    folder = tmp_path_factory.mktemp("alone")
-    return {name: train_alone(problem, folder) for name, problem in PROBLEMS.items()}
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Problem], Path]:
+    """What one process makes of a problem, each trained once."""
+    made: dict[tuple[str, int], Path] = {}
+
+    def get(problem: Problem) -> Path:
+        key = problem.name, problem.steps
+        if key not in made:
+            made[key] = train_alone(problem, tmp_path_factory.mktemp("alone"))
+        return made[key]
+
+    return get
 
 
 def expect_the_same(ranks: list[Seen], reference: Path) -> None:
@@ -109,15 +133,37 @@ def expect_the_same(ranks: list[Seen], reference: Path) -> None:
         assert sum(parts) ** 0.5 < 1e-6 * len(parts) ** 0.5, name  # replicas count once each
 
 
-@pytest.mark.parametrize(
-    ("world_size", "problem", "layout"), LAYOUTS, ids=[f"{layout} ({p})" for _, p, layout in LAYOUTS]
-)
+def names(layouts: list[tuple[int, str, str]]) -> list[str]:
+    return [f"{layout} ({problem})" for _, problem, layout in layouts]
+
+
+@pytest.mark.budget(10, reason="eight ranks on two cores train a model of four layers")
+@pytest.mark.parametrize(("world_size", "problem", "layout"), QUICK_LAYOUTS, ids=names(QUICK_LAYOUTS))
 def test_a_layout_means_what_one_process_means(
-    world_size: int, problem: str, layout: str, references: dict[str, Path], tmp_path: Path
+    world_size: int, problem: str, layout: str, reference_of: Callable[[Problem], Path], tmp_path: Path
 ) -> None:
-    seen = run_ranks(world_size, train_on_layout, PROBLEMS[problem], layout, tmp_path, references[problem])
-    expect_the_same(seen, references[problem])
+    reference = reference_of(QUICK[problem])
+    expect_the_same(run_ranks(world_size, train_on_layout, QUICK[problem], layout, tmp_path, reference), reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "problem", "layout"), LAYOUTS, ids=names(LAYOUTS))
+def test_ten_steps_of_every_layout_mean_what_one_process_means(
+    world_size: int, problem: str, layout: str, reference_of: Callable[[Problem], Path], tmp_path: Path
+) -> None:
+    reference = reference_of(PROBLEMS[problem])
+    expect_the_same(run_ranks(world_size, train_on_layout, PROBLEMS[problem], layout, tmp_path, reference), reference)
 
 
 def test_there_are_at_least_forty_layouts() -> None:
     assert len({layout for _, _, layout in LAYOUTS}) >= 40
+
+
+def test_the_quick_layouts_have_every_pair_of_options_that_all_have() -> None:
+    every, quick = (
+        {pair for _, problem, layout in layouts for pair in pairs(options(problem, layout))}
+        for layouts in (LAYOUTS, QUICK_LAYOUTS)
+    )
+    assert quick == every
+    assert len(every) > 100
+    assert len(QUICK_LAYOUTS) <= 28

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from data_parallel_run import Layout, Record, train
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kenotron.optim import muon
-from kenotron.optim.muon import Muon
-from kenotron.optim.owners import balance, in_rounds
+from kenotron.optim.matrix_owners import balance, in_rounds
+from kenotron.optim.muon import MuonWithAdamW
 from kenotron.optim.state import init_state
 from kenotron.parallel.mesh import build_mesh
 from kenotron.parallel.shards import shard_of
+from support.data_parallel_run import Layout, Record, train
+from support.ranks import run_ranks
 
 SHAPES = [(24, 16), (16, 24), (6, 16), (24, 16), (3, 8), (50, 4)]
 STEPS = 3
@@ -50,7 +50,7 @@ def steps(matrices: Matrices, dtype: torch.dtype, batch_elements: int) -> list[t
         by_mesh: dict[Any, list[nn.Parameter]] = {}
         for parameter in matrices.parameters():
             by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-        optimizer = Muon([{"params": some} for some in by_mesh.values()], lr=0.1, weight_decay=0.1)
+        optimizer = MuonWithAdamW([{"params": some} for some in by_mesh.values()], lr=0.1, weight_decay=0.1)
         init_state(optimizer)
         for step in range(STEPS):
             for number, parameter in enumerate(matrices.parameters()):

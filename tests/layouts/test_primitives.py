@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ranks import run_ranks
+from support.ranks import run_ranks
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "primitives.md"
 

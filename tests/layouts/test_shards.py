@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from kenotron.parallel.shards import block_of, shard_of
+from support.ranks import run_ranks
 
 SIZES = (0, 1, 2, 3, 5, 8, 9, 12)
 

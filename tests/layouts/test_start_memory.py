@@ -9,21 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from layout_runs import Problem, prepared
-from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kenotron.config import Config
+from kenotron.interop import initial_tensors
 from kenotron.models import named_parameters
+from kenotron.optim.state import init_state
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.parallel.shards import shard_of
-from kenotron.train import saving
-from kenotron.train.run import Run, close
-from kenotron.train.saving import Start
-from kenotron.train.setup import prepare
+from kenotron.training.build import build_run
+from kenotron.training.checkpoint_hook import save as save_checkpoint
+from kenotron.training.run import Run, close
+from kenotron.training.start import Start
+from support.layout_runs import Problem, prepared
+from support.ranks import run_ranks
 
 ALLOWED = 1.1  # of what is there in the end
 
@@ -97,17 +99,16 @@ def start_fresh(rank: int, name: str, folder: Path) -> tuple[int, int]:
 def save(rank: int, name: str, folder: Path) -> None:
     config, mesh = layout(name, folder)
     with prepared(config, mesh) as run:
-        saving.init_state(run.optimizer)
-        saving.save(run)
+        init_state(run.optimizer)
+        save_checkpoint(run)
 
 
 def resume(rank: int, name: str, folder: Path) -> tuple[int, int]:
     config, mesh = layout(name, folder)
     start = Start(folder / "checkpoints" / "0", True, 0)
     with Peak() as peak:
-        run = prepare(config, mesh, torch.device("cpu"), start)
+        run = build_run(config, mesh, torch.device("cpu"), start, initial_tensors)
         try:
-            saving.restore(run, start)
             return peak.most, left_behind(run)
         finally:
             close(run)

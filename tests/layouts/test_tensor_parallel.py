@@ -10,23 +10,23 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric
-from ranks import ROUNDING, run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kenotron.config.architecture import LlamaArchitecture
 from kenotron.config.errors import InputError
 from kenotron.kernels.attention import attention
 from kenotron.models import Context, Plan, flops_per_token, initialize_model, materialize
-from kenotron.models.llama import Llama
-from kenotron.models.part import Part
+from kenotron.models.decoder import Decoder
+from kenotron.models.families.llama import LlamaArchitecture
+from kenotron.models.part import ModelPart
 from kenotron.optim.clip import clip_gradients
 from kenotron.parallel import data, fused, tensor
-from kenotron.parallel.collectives import whole_tokens
+from kenotron.parallel.collectives import unshard_tokens
 from kenotron.parallel.mesh import build_mesh
 from kenotron.parallel.shards import shard_of
+from support.ranks import ROUNDING, run_ranks
 
 SEQUENCES, LENGTH = 4, 16
 TOKENS = SEQUENCES * LENGTH
@@ -53,7 +53,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     fused: bool = False
 
-    def model(self) -> Llama:
+    def model(self) -> Decoder:
         config = LlamaArchitecture(
             hidden_size=32,
             intermediate_size=48,
@@ -67,7 +67,7 @@ class Case:
             z_loss_coefficient=0.01,
         )
         with torch.device("meta"):
-            model = Llama(config, self.vocab_multiple)
+            model = Decoder(config, self.vocab_multiple)
         model.set_compute_dtype(self.dtype)
         model.set_recompute(self.recompute)
         return model
@@ -94,7 +94,7 @@ def name(options: dict[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in options.items()) or "plain"
 
 
-def fill(model: Llama) -> Llama:
+def fill(model: Decoder) -> Decoder:
     materialize(model, "cpu")
     initialize_model(model, std=0.1, scaling="NUM_LAYERS", seed=7, shard_of=shard_of)
     for parameter_name, parameter in model.named_parameters():
@@ -133,14 +133,14 @@ class Outcome:
     grad_norm: float
 
 
-def gradients_of(model: Llama) -> dict[str, torch.Tensor]:
+def gradients_of(model: Decoder) -> dict[str, torch.Tensor]:
     return {
         name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad) for name, p in model.named_parameters()
     }
 
 
-def step(case: Case, model: Llama, mesh: Any = None) -> Outcome:
-    dp_rank, dp = (0, 1) if mesh is None else (mesh.dp_rank, mesh.dp_degree)
+def step(case: Case, model: Decoder, mesh: Any = None) -> Outcome:
+    dp_rank, dp = (0, 1) if mesh is None else (mesh.rank("batch"), mesh.degree("batch"))
     total = torch.zeros(2)
     for number in range(2):
         data.set_last_micro_batch(model, last=number == 1)
@@ -158,7 +158,7 @@ def one_process(case: Case) -> Outcome:
     return step(case, fill(replace(case, recompute=False).model()))
 
 
-def split_model(case: Case) -> tuple[Llama, Any]:
+def split_model(case: Case) -> tuple[Decoder, Any]:
     degrees = dict(case.layout)
     mesh = build_mesh(degrees, torch.distributed.get_world_size(), "cpu")
     model = case.model()
@@ -428,9 +428,9 @@ def parts_rank(rank: int, case: Case) -> tuple[float, dict[str, torch.Tensor]]:
     mesh = build_mesh({"tp": 2}, 2, "cpu")
     whole = case.model().config
     parts = []
-    for part in (Part((0,), last=False), Part((1,), first=False)):
+    for part in (ModelPart((0,), last=False), ModelPart((1,), first=False)):
         with torch.device("meta"):
-            model = Llama(whole, case.vocab_multiple, part)
+            model = Decoder(whole, case.vocab_multiple, part)
         tensor.apply(model, model.plan, mesh, mode=case.mode)
         parts.append(fill(model))
     total = torch.zeros(())
@@ -458,7 +458,7 @@ def test_parts_of_a_model_are_split_one_by_one(mode: str) -> None:
 class Classifier(nn.Module):
     """A module of nobody's family, with torch's own layers and weights that it has already."""
 
-    plan = Plan(blocks="layers.*", column=("up",), row=("down",), vocab=("embed",), sequence=("norm",))
+    plan = Plan(blocks="", column=("up",), row=("down",), vocab=("embed",), sequence=("norm",))
 
     def __init__(self) -> None:
         super().__init__()
@@ -481,7 +481,7 @@ def classifier_rank(rank: int, mode: str) -> tuple[float, dict[str, torch.Tensor
     model = Classifier()
     tensor.apply(model, model.plan, mesh, mode=mode, asynchronous=True)
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in Classifier().named_parameters()]
-    loss = model(torch.arange(20), lambda x: whole_tokens(x, mesh.group("tp")) if mode == "REDUCE_SCATTER" else x)
+    loss = model(torch.arange(20), lambda x: unshard_tokens(x, mesh.group("tp")) if mode == "REDUCE_SCATTER" else x)
     loss.backward()
     return loss.item(), gradients_of(model)  # type: ignore[arg-type]
 

@@ -8,11 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kenotron.config.architecture import LlamaArchitecture
 from kenotron.models import flops_per_token, named_parameters
 from kenotron.models.blocks.rope import Rope
-from kenotron.models.llama import Llama
+from kenotron.models.decoder import Decoder
+from kenotron.models.families.llama import Llama, LlamaArchitecture
+from kenotron.models.part import ModelPart
 from kenotron.models.plan import matching, modules
+from kenotron.parallel import tensor
+from kenotron.parallel.mesh import AXES, Mesh
 
 SEEDS = {
     "hidden_size": 16,
@@ -33,9 +36,9 @@ GROUPED = {
 }
 
 
-def meta_llama(shapes: dict[str, int], vocab_multiple: int = 1) -> Llama:
+def meta_llama(shapes: dict[str, int], vocab_multiple: int = 1) -> Decoder:
     with torch.device("meta"):
-        return Llama(LlamaArchitecture(**shapes), vocab_multiple)
+        return Decoder(LlamaArchitecture(**shapes), vocab_multiple)
 
 
 def by_hand(shapes: dict[str, int], length: int) -> float:
@@ -89,11 +92,35 @@ def test_the_plan_covers_every_matrix_once() -> None:
     assert [name for name, _ in modules(model, model.plan.blocks)] == [f"model.layers.{i}" for i in range(5)]
 
 
-def test_a_pattern_that_names_nothing_is_an_error() -> None:
+@pytest.mark.parametrize("field", ["column", "kv", "row", "vocab", "sequence"])
+def test_a_pattern_that_names_nothing_is_an_error(field: str) -> None:
     model = meta_llama(GROUPED)
-    broken = replace(model.plan, column=("model.layers.*.self_attn.query",))
-    with pytest.raises(ValueError, match=re.escape("'model.layers.*.self_attn.query' matches no module")):
+    broken = replace(model.plan, **{field: ("model.layers.*.self_attn.query",)})
+    with pytest.raises(ValueError, match=re.escape(f"plan.{field}: 'model.layers.*.self_attn.query' matches no mod")):
         broken.check(model)
+
+
+def test_key_value_heads_that_no_column_splits_are_an_error() -> None:
+    model = meta_llama(GROUPED)
+    with pytest.raises(ValueError, match=r"plan.kv: .* names model.layers.0.self_attn.o_proj, which plan.column does"):
+        replace(model.plan, kv=("model.layers.*.self_attn.o_proj",)).check(model)
+
+
+def test_a_plan_is_checked_when_a_model_is_built_and_when_it_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Llama.plan
+    for broken in (replace(plan, kv=("model.layers.*.self_attn.key",)), replace(plan, row=("model.layers.*.mlp.out",))):
+        with pytest.raises(ValueError, match="matches no module of Decoder"):  # in a part of a pipeline too
+            tensor.apply(part_of_llama(), broken, Mesh(dict.fromkeys(AXES, 1) | {"tp": 2}))
+        monkeypatch.setattr(Llama, "plan", broken)
+        with pytest.raises(ValueError, match="matches no module of Decoder"):
+            meta_llama(GROUPED)
+        monkeypatch.setattr(Llama, "plan", plan)
+
+
+def part_of_llama() -> Decoder:
+    """The first two layers of five, without head."""
+    with torch.device("meta"):
+        return Decoder(LlamaArchitecture(**GROUPED), part=ModelPart((0, 1), last=False))
 
 
 def test_a_star_is_one_name_between_dots() -> None:

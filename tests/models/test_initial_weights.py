@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kenotron.config.architecture import LlamaArchitecture
+from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import initialize_model, materialize, named_parameters
-from kenotron.models.initialization import Constant, InitRule, Normal, Shard, fill, initialize, rule_for
-from kenotron.models.llama import Llama
+from kenotron.models.decoder import Decoder
+from kenotron.models.families.llama import LlamaArchitecture
+from kenotron.models.initialization import Constant, InitRule, Normal, fill, initialize, rule_for
 
 LAYERS = 3
 
@@ -30,7 +31,7 @@ def llama(vocab_multiple: int = 1, scaling: str = "NUM_LAYERS", seed: int = 1, *
         "attention_bias": True,
     }
     with torch.device("meta"):
-        model = Llama(LlamaArchitecture(**(shapes | changes)), vocab_multiple)
+        model = Decoder(LlamaArchitecture(**(shapes | changes)), vocab_multiple)
     materialize(model, "cpu")
     initialize_model(model, std=0.02, scaling=scaling, seed=seed)
     return {name: parameter.detach() for name, parameter in named_parameters(model)}
@@ -100,16 +101,15 @@ def test_the_order_in_which_weights_are_filled_does_not_matter() -> None:
     assert all(torch.equal(parameter, expected[name]) for name, parameter in parameters)
 
 
-@settings(max_examples=60)
 @given(st.data())
 def test_any_shard_holds_the_bits_of_the_whole(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
     first, left = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
     last, right = data.draw(st.integers(first + 1, rows)), data.draw(st.integers(left + 1, columns))
     whole = torch.empty(rows, columns)
-    fill("a.weight", Shard(whole, (rows, columns), (0, 0)), Normal(0.5), seed=11)
+    fill("a.weight", TensorShard(whole, (rows, columns), (0, 0)), Normal(0.5), seed=11)
     part = torch.empty(last - first, right - left)
-    fill("a.weight", Shard(part, (rows, columns), (first, left)), Normal(0.5), seed=11)
+    fill("a.weight", TensorShard(part, (rows, columns), (first, left)), Normal(0.5), seed=11)
     assert torch.equal(part, whole[first:last, left:right])
 
 

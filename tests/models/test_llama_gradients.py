@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_llamas import SHAPES, VARIANTS, hf_llama, random_tokens
 from torch import Tensor
 
-from kenotron.config.architecture import LlamaArchitecture
 from kenotron.kernels.attention import attention
 from kenotron.models import Context, initialize_model, named_parameters
-from kenotron.models.llama import Llama
+from kenotron.models.decoder import Decoder
+from kenotron.models.families.llama import LlamaArchitecture
+from support.tiny_llamas import SHAPES, VARIANTS, hf_llama, random_tokens
 
 SEQUENCES, LENGTH = 3, 40
 EXTRA: dict[str, dict[str, Any]] = {
@@ -32,11 +32,11 @@ EXTRA: dict[str, dict[str, Any]] = {
 }
 
 
-def our_llama(vocab_multiple: int = 1, **changes: Any) -> Llama:
-    return Llama(LlamaArchitecture(**(SHAPES | changes)), vocab_multiple)
+def our_llama(vocab_multiple: int = 1, **changes: Any) -> Decoder:
+    return Decoder(LlamaArchitecture(**(SHAPES | changes)), vocab_multiple)
 
 
-def pair(**changes: Any) -> tuple[Any, Llama]:
+def pair(**changes: Any) -> tuple[Any, Decoder]:
     """A model of transformers and one of ours with its weights, name by name."""
     theirs, ours = hf_llama(**changes), our_llama(**changes)
     given = dict(theirs.named_parameters())
@@ -289,11 +289,11 @@ def test_gradients_of_bf16_micro_batches_add_up_in_fp32() -> None:
     tokens, labels = batch()
     halves = [slice(0, 1), slice(1, SEQUENCES)]
 
-    def backward(model: Llama, part: slice) -> None:
+    def backward(model: Decoder, part: slice) -> None:
         ctx = context(shape=(len(tokens[part]), LENGTH), loss_scale=1e-2)
         model(tokens[part].flatten(), ctx, labels[part].flatten())[0].backward()
 
-    def fresh() -> Llama:
+    def fresh() -> Decoder:
         model = our_llama(tie_word_embeddings=True)
         initialize_model(model, std=0.25, scaling="NUM_LAYERS", seed=3)
         model.set_compute_dtype(torch.bfloat16)

@@ -189,5 +189,5 @@ def test_torchs_muon_is_refused_on_shards(tiny, section):
     parameters = list(tiny().named_parameters())
     parameters[1][1].device_mesh = Mesh()
     config = section({"name": "torch.optim.Muon"}, weight_decay=0.0)
-    with pytest.raises(InputError, match=r"torch.optim.Muon needs whole matrices.*expected muon"):
+    with pytest.raises(InputError, match=r"torch.optim.Muon needs full matrices.*expected muon"):
         build_optimizer(parameters, config)

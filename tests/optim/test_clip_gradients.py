@@ -6,15 +6,17 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from kenotron.optim.clip import all_finite, clip_gradients
+from kenotron.optim import clip
+from kenotron.optim.clip import clip_gradients
+from kenotron.parallel.mesh import build_mesh
+from support.host_reads import HostReads
+from support.ranks import run_ranks
 
 
 def parameters_with_gradients(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -37,7 +39,7 @@ def test_the_norm_is_that_of_all_gradients_together(dtype):
     norm = clip_gradients(parameters, None)
     assert norm.dtype == torch.float32
     assert norm.shape == ()
-    assert norm.item() == pytest.approx(float64_norm(parameters), rel=1e-6)
+    assert norm.item() == pytest.approx(float64_norm(parameters), rel=2e-6)  # one thread's dot of 21,000 is 1.4e-6 off
 
 
 def test_a_long_gradient_keeps_six_digits():
@@ -55,6 +57,24 @@ def test_clipping_scales_as_torch_does():
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=0)
     assert float64_norm(ours) == pytest.approx(1.5, rel=1e-5)
+
+
+@pytest.mark.parametrize("bound", [1.5, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_branch_of_accelerators_reads_nothing_and_clips_the_same(dtype, bound, monkeypatch):
+    """It runs on CPU tensors here: one norm kernel for all, and a scale that the host does not look at."""
+    monkeypatch.setattr(clip, "reads_are_free", lambda x: False)
+    monkeypatch.setattr(clip, "_sum_of_squares", clip._sum_of_squares_by_norm)
+    parameters = parameters_with_gradients(dtype)
+    before, expected = [p.grad.clone() for p in parameters], float64_norm(parameters)
+    with HostReads() as reads:
+        norm = clip_gradients(parameters, bound)
+    assert reads.count == 0
+    assert norm.item() == pytest.approx(expected, rel=1e-5)
+    factor = min(1.0, bound / expected)
+    for parameter, gradient in zip(parameters, before, strict=True):
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 8e-3}[dtype]
+        torch.testing.assert_close(parameter.grad, gradient * factor, rtol=tolerance, atol=0)
 
 
 def test_gradients_within_the_bound_keep_every_bit():
@@ -82,10 +102,7 @@ def test_parameters_without_gradient_do_not_count():
 def test_a_bad_gradient_shows_in_the_norm(bad):
     parameters = parameters_with_gradients()
     parameters[0].grad[3, 4] = bad
-    norm = clip_gradients(parameters, 1.0)
-    assert not all_finite(norm)
-    assert all_finite(torch.tensor(1.0), torch.tensor(2.0, dtype=torch.bfloat16))
-    assert not all_finite(torch.tensor(1.0), norm)
+    assert not math.isfinite(clip_gradients(parameters, 1.0))
 
 
 def test_fsdp_on_one_rank_has_the_plain_models_norm_bit_for_bit(tiny, set_gradients, group_of_one):
@@ -96,19 +113,6 @@ def test_fsdp_on_one_rank_has_the_plain_models_norm_bit_for_bit(tiny, set_gradie
     assert torch.equal(clip_gradients(plain.parameters(), 0.5), clip_gradients(sharded.parameters(), 0.5))
     for a, b in zip(plain.parameters(), sharded.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad.to_local())
-
-
-class Pipeline:
-    """The part of a mesh that clipping asks: two stages, or one."""
-
-    def __init__(self, stages: int) -> None:
-        self.stages = stages
-
-    def degree(self, axis: str) -> int:
-        return self.stages if axis == "pp" else 1
-
-    def group(self, axis: str):
-        return dist.group.WORLD
 
 
 def on_rank(rank: int) -> None:
@@ -133,12 +137,13 @@ def on_rank(rank: int) -> None:
     torch.testing.assert_close(partial.grad.to_local(), torch.full((2,), 4.0 / expected), rtol=1e-6, atol=0)
     torch.testing.assert_close(plain.grad, torch.full((3,), 5.0 / expected), rtol=1e-6, atol=0)
 
+    two_stages, one_stage = build_mesh({"pp": 2}, 2, "cpu"), build_mesh({"dp_shard": 2}, 2, "cpu")
     stage = nn.Parameter(torch.zeros(2))
     stage.grad = torch.full((2,), 3.0 + rank)  # 2 * 9 on one stage, 2 * 16 on the other
-    assert clip_gradients([stage], 5.0, Pipeline(2)).item() == pytest.approx(math.sqrt(50), rel=1e-6)
+    assert clip_gradients([stage], 5.0, two_stages).item() == pytest.approx(math.sqrt(50), rel=1e-6)
     torch.testing.assert_close(stage.grad, torch.full((2,), (3.0 + rank) * 5 / math.sqrt(50)))
     stage.grad = torch.full((2,), 3.0 + rank)
-    assert clip_gradients([stage], None, Pipeline(1)).item() == pytest.approx(math.sqrt(2) * (3 + rank))
+    assert clip_gradients([stage], None, one_stage).item() == pytest.approx(math.sqrt(2) * (3 + rank))
 
 
 def test_two_ranks_agree_on_the_norm_of_sharded_replicated_and_partial_gradients():

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kenotron.config.errors import InputError
 from kenotron.config.optimizer import LearningRateScheduler
-from kenotron.optim.schedule import learning_rate
+from kenotron.optim.schedule import check_schedule, learning_rate
 
 
 def curve(train_steps: int, **keys) -> list[float]:
@@ -185,3 +186,36 @@ def test_the_curve_scales_with_its_rates(case, factor):
     for step in range(1, train_steps + 1):
         expected = factor * learning_rate(schedule, step, train_steps)
         assert learning_rate(scaled, step, train_steps) == pytest.approx(expected, rel=1e-9, abs=1e-15)
+
+
+def test_a_decay_by_dotted_path_is_a_factor_on_the_peak_within_warm_up_end_and_floor():
+    keys = {"learning_rate": 8e-3, "lr_warmup_steps": 2, "lr_decay_starting_step": 3, "lr_decay_steps": 6}
+    rates = curve(10, **keys, lr_decay_style="support.user_parts.half_life")
+    expected = [4e-3, 8e-3, 8e-3, *(8e-3 * 0.5 ** (n / 2) for n in range(1, 7)), 1e-3]
+    assert rates == pytest.approx(expected, rel=1e-12)
+    floored = curve(10, **keys, lr_decay_style="support.user_parts.half_life", min_decay_lr=3e-3)
+    assert floored == [max(rate, 3e-3) for rate in rates]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("support.user_parts.half_lif", r"lr_decay_style: module .* has no 'half_lif'; did you mean 'half_life'\?"),
+        ("support.user_parts.__name__", r"lr_decay_style: expected a function at 'support.user_parts.__name__'"),
+        ("math.log", r"lr_decay_style: math.log\(1, 1\) failed: "),
+        ("builtins.divmod", r"divmod\(1, 1\) returned \(1, 0\); expected the factor on the learning rate"),
+        ("math.copysign", None),
+    ],
+)
+def test_a_decay_that_is_no_function_of_two_counts_is_found_before_training(path, message):
+    schedule = LearningRateScheduler(learning_rate=1.0, lr_decay_style=path)
+    if message is None:
+        check_schedule(schedule)
+        return
+    with pytest.raises(InputError, match=message):
+        check_schedule(schedule)
+
+
+def test_an_unknown_decay_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"expected one of linear, cosine, .* or the dotted path of a function"):
+        LearningRateScheduler(learning_rate=1.0, lr_decay_style="cosin")

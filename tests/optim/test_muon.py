@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kenotron.optim.build import build_optimizer
-from kenotron.optim.muon import COEFFICIENTS, Muon, matmul_dtype, orthogonalize
+from kenotron.optim.muon import COEFFICIENTS, MuonWithAdamW, matmul_dtype, orthogonalize
 
 SHAPES = [(32, 32), (16, 48), (48, 16)]
 
@@ -55,7 +55,7 @@ def test_a_zero_gradient_moves_nothing():
     parameter = nn.Parameter(random((8, 8)))
     before = parameter.detach().clone()
     parameter.grad = torch.zeros_like(parameter)
-    Muon([{"params": [parameter]}], lr=0.1).step()
+    MuonWithAdamW([{"params": [parameter]}], lr=0.1).step()
     assert torch.equal(parameter, before)
 
 
@@ -65,7 +65,7 @@ def test_the_step_has_adamws_size():
         for scale in (1e-4, 1.0, 1e4):
             parameter = nn.Parameter(torch.zeros(shape))
             parameter.grad = random(shape) * scale
-            Muon([{"params": [parameter]}], lr=0.5).step()
+            MuonWithAdamW([{"params": [parameter]}], lr=0.5).step()
             rms = parameter.square().mean().sqrt().item() / 0.5
             assert 0.2 * 0.6 < rms < 0.2 * 1.2
 
@@ -76,7 +76,7 @@ def test_torchs_own_muon_takes_the_same_steps(shape, nesterov):
     """Torch computes in bfloat16; one matrix, several steps, its option of the same scale."""
     ours, theirs = nn.Parameter(random(shape)), nn.Parameter(random(shape))
     settings = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "ns_steps": 4}
-    muon = Muon([{"params": [ours]}], **settings)
+    muon = MuonWithAdamW([{"params": [ours]}], **settings)
     torchs = torch.optim.Muon([theirs], **settings, adjust_lr_fn="match_rms_adamw")
     for step in range(4):
         for parameter, optimizer in ((ours, muon), (theirs, torchs)):
@@ -89,7 +89,7 @@ def test_torchs_own_muon_takes_the_same_steps(shape, nesterov):
 def test_a_step_follows_the_formula_in_float64():
     parameter = nn.Parameter(random((16, 48)))
     weight, momentum = parameter.detach().double(), torch.zeros(16, 48, dtype=torch.float64)
-    optimizer = Muon([{"params": [parameter]}], lr=0.05, weight_decay=0.2, momentum=0.95, ns_steps=5)
+    optimizer = MuonWithAdamW([{"params": [parameter]}], lr=0.05, weight_decay=0.2, momentum=0.95, ns_steps=5)
     for step in range(3):
         parameter.grad = random((16, 48), 20 + step)
         g = parameter.grad.double()
@@ -128,7 +128,7 @@ def test_the_config_keys_reach_muon(tiny, section):
 def test_large_batches_are_cut_without_changing_the_result(monkeypatch):
     def train() -> list[torch.Tensor]:
         parameters = [nn.Parameter(random((8, 8), seed)) for seed in range(5)]
-        optimizer = Muon([{"params": parameters}], lr=0.1)
+        optimizer = MuonWithAdamW([{"params": parameters}], lr=0.1)
         for seed, parameter in enumerate(parameters):
             parameter.grad = random((8, 8), 50 + seed)
         optimizer.step()
@@ -142,4 +142,4 @@ def test_large_batches_are_cut_without_changing_the_result(monkeypatch):
 
 def test_only_matrices_are_accepted():
     with pytest.raises(ValueError, match="expected a matrix"):
-        Muon([{"params": [nn.Parameter(torch.zeros(4))]}])
+        MuonWithAdamW([{"params": [nn.Parameter(torch.zeros(4))]}])

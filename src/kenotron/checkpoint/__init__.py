@@ -1,9 +1,9 @@
-"""Checkpoints: whole or not there, loadable on any layout, and plain files that other tools can read.
+"""Checkpoints: atomic, loadable on any layout, in plain files that other tools can read.
 
     saved = save("checkpoints", 10, model=parameters, optimizer=flat_state, state={"consumed_tokens": 2560},
                  config_yaml=text, model_config={"hidden_size": 64})
     tidy("checkpoints")                                            # at the next start
-    path = newest_whole("checkpoints", report=print)               # names and skips what is damaged
+    path = newest_complete("checkpoints", report=print)               # names and skips what is damaged
     state = load(path, model=parameters, optimizer=flat_state, verify=False)
 
     <root>/latest.txt               the newest step, written last
@@ -15,13 +15,14 @@ Tensors go through `torch.distributed.checkpoint`; everything else is JSON or YA
 Neither torch nor DCP is imported before a tensor is touched.
 """
 
-from kenotron.checkpoint.durable import CheckpointError, in_use
-from kenotron.checkpoint.folders import Found, list_checkpoints, newest_whole, resolve, verify, verify_together
+from kenotron.checkpoint.durable import in_use
+from kenotron.checkpoint.folders import Found, list_checkpoints, newest_complete, resolve, verify, verify_together
 from kenotron.checkpoint.index import Index, read_index
-from kenotron.checkpoint.loading import block_reader, load, read_data, read_tensors
+from kenotron.checkpoint.loading import block_reader, load, read_config, read_data, read_tensors
 from kenotron.checkpoint.manifest import Manifest, read_manifest
 from kenotron.checkpoint.retention import prune, tidy, to_prune
 from kenotron.checkpoint.saving import Saved, save
+from kenotron.config.errors import CheckpointError
 
 __all__ = [
     "CheckpointError",
@@ -33,8 +34,9 @@ __all__ = [
     "in_use",
     "list_checkpoints",
     "load",
-    "newest_whole",
+    "newest_complete",
     "prune",
+    "read_config",
     "read_data",
     "read_index",
     "read_manifest",

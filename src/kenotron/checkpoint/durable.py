@@ -5,36 +5,29 @@
     file.record                                       # FileRecord(bytes=3, xxh3="...")
     replace_text(root / "latest.txt", "10")           # readers see the old text or the new, nothing else
 
-A rename is atomic only towards other processes; towards a power cut it is so only when the file, and
-then the folder that holds its name, were synced. Hence `sync_folder` after every change of names.
+How names become durable and locks are held is `storage.files`; here are the hash and the checkpoint's messages.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import secrets
 import shutil
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 import xxhash
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import CheckpointError
+from kenotron.storage import files
 
 # One write: large enough that system calls cost nothing, small enough that the bytes which were just hashed
 # are still in the processor's cache when the kernel copies them.
 BLOCK_BYTES = 1 << 20
 LOCK_SECONDS = 60.0
-
-
-class CheckpointError(InputError):
-    """A checkpoint cannot be written, found, or trusted; the message is one line that names the file."""
 
 
 class FolderBusy(CheckpointError):
@@ -64,7 +57,7 @@ def refusal(doing: str, path: Path, error: OSError) -> CheckpointError:
 class HashedFile:
     """A new file whose XXH3 is computed from the bytes on their way to the disk, so nothing is read back.
 
-    Leaving the `with` block syncs the file and sets `record`. An error removes nothing: whoever owns the
+    Leaving the `with` block syncs the file and sets `record`. An error removes nothing: the owner of the
     folder does that.
     """
 
@@ -80,7 +73,7 @@ class HashedFile:
             raise refusal("create", path, error) from error
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append all of `data`: a short write (a signal, Linux's limit of 2 GiB) goes on where it stopped."""
+        """Append all of `data`: a short write (a signal, Linux's limit of 2 GiB) is continued."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), BLOCK_BYTES):
             block = view[start : start + BLOCK_BYTES]
@@ -130,67 +123,38 @@ def hash_file(path: Path, sync: bool = False) -> FileRecord:
 
 
 def make_folder(path: Path) -> None:
-    """Create `path` and the folders above it, each one's name synced in the folder that holds it."""
-    if path.is_dir():
-        return
-    make_folder(path.parent)
+    """Create `path` and the folders above it, durably."""
     try:
-        path.mkdir(exist_ok=True)
+        files.make_folder(path)
     except OSError as error:
-        raise refusal("create", path, error) from error
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        raise refusal("create", Path(error.filename or path), error) from error
 
 
 def replace_text(path: Path, text: str) -> None:
     """Put `text` in `path`, atomically and durably."""
-    temporary = temporary_beside(path)
     try:
-        write_file(temporary, text.encode())
-        os.rename(temporary, path)
-        sync_folder(path.parent)
+        files.replace_file(path, text.encode())
     except OSError as error:
         raise refusal("replace", path, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def temporary_beside(path: Path) -> Path:
-    """A name in the same folder that nobody else uses: `10` → `10.tmp-3f9c0a1b`."""
-    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
 
 
 def discard(path: Path) -> None:
     """Remove a checkpoint folder so that no crash leaves half of one behind under its own name."""
-    trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
     try:
-        os.rename(path, trash)
-    except FileNotFoundError:
-        return  # another process was faster
+        files.remove_folder(path)
     except OSError as error:
         raise refusal("remove", path, error) from error
-    sync_folder(path.parent)
-    shutil.rmtree(trash, ignore_errors=True)
 
 
 @contextmanager
 def locked(root: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[bool]:
     """Hold the folder's lock: meanwhile every `*.tmp-*` in `root` but the holder's own is a dead process's.
 
-    The kernel frees the lock when its process dies, by whatever death, so nothing has to be guessed from
-    process ids or clocks. Yields False where the file system has no locks: then nobody's leftovers are
-    touched. Raises FolderBusy after `wait_seconds`.
+    Yields False where the file system has no locks: leftovers are then not touched. Raises FolderBusy after
+    `wait_seconds`.
     """
-    busy = f"another process is saving into {root}; give this run a folder of its own"
-    with _flock(root / ".lock", wait_seconds, busy) as taken:
+    busy = f"another process is saving into {root}; give this run another folder"
+    with _held(root / ".lock", wait_seconds, busy) as taken:
         yield taken
 
 
@@ -200,35 +164,19 @@ def in_use(root: Path) -> Iterator[None]:
 
     As `locked`, it is freed by whatever death. Raises FolderBusy at once when another run has it.
     """
-    busy = f"another run is using {root}; wait until it has ended, or give this run a folder of its own"
-    with _flock(root / ".run", 0.0, busy):
+    busy = f"another run is using {root}; wait until it has ended, or give this run another folder"
+    with _held(root / ".run", 0.0, busy):
         yield
 
 
 @contextmanager
-def _flock(path: Path, wait_seconds: float, busy: str) -> Iterator[bool]:
-    """Hold the lock file `path`; False where the file system has no locks, FolderBusy saying `busy` if taken."""
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise refusal("create", path, error) from error
-    try:
-        yield _take(handle, path, wait_seconds, busy)
-    finally:
-        os.close(handle)
-
-
-def _take(handle: int, path: Path, wait_seconds: float, busy: str) -> bool:
-    deadline = time.monotonic() + wait_seconds
-    while True:
+def _held(path: Path, wait_seconds: float, busy: str) -> Iterator[bool]:
+    """Hold the lock file `path`; FolderBusy saying `busy` if another process has it."""
+    with ExitStack() as stack:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise FolderBusy(busy) from None
-            time.sleep(0.05)
+            taken = stack.enter_context(files.locked(path, wait_seconds))
+        except TimeoutError:
+            raise FolderBusy(busy) from None
         except OSError as error:
-            if error.errno in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
-                return False
-            raise refusal("lock", path, error) from error
+            raise refusal("create" if error.filename else "lock", path, error) from error
+        yield taken

@@ -1,4 +1,4 @@
-"""Finding checkpoints in a folder and proving them whole.
+"""Finding checkpoints in a folder and verifying them.
 
     checkpoints/
     ├── latest.txt      "20", the newest step; written last
@@ -6,7 +6,7 @@
     ├── 20/
     └── 30.tmp-3f9c/    what a killed process left; never looked at
 
-`resolve` is for a user's argument, `newest_whole` for a run that resumes: the one believes `latest.txt` and
+`resolve` is for a user's argument, `newest_complete` for a run that resumes: the one trusts `latest.txt` and
 says what is wrong, the other believes only manifests and checksums.
 """
 
@@ -20,10 +20,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kenotron.checkpoint.durable import CheckpointError, FileRecord, hash_file, replace_text, sync_folder
+from kenotron.checkpoint.durable import FileRecord, hash_file, replace_text
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from kenotron.checkpoint.ranks import gather, on_first, rank_and_size, together
-from kenotron.config.errors import nearest
+from kenotron.config.errors import CheckpointError, nearest
+from kenotron.parallel.ranks import gather, raise_on_any_rank, rank_and_size, run_on_rank0
+from kenotron.storage.files import sync_folder
 
 LATEST = "latest.txt"
 Report = Callable[[str], None]
@@ -36,7 +37,7 @@ def quiet(line: str) -> None:
 
 @dataclass(frozen=True)
 class Found:
-    """A step's folder. `manifest` is None when `problem` says why it cannot be a whole checkpoint."""
+    """A step's folder. `manifest` is None when `problem` says why it cannot be a complete checkpoint."""
 
     step: int
     path: Path
@@ -57,7 +58,7 @@ def list_checkpoints(root: Path | str) -> list[Found]:
 
 
 def look(path: Path, step: int) -> Found:
-    """What stands in the folder `path`, which should hold `step`."""
+    """What is in the folder `path`, which should hold `step`."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -98,10 +99,10 @@ def publish(temporary: Path, final: Path, report: Report = quiet) -> None:
 
 
 def verify(path: Path | str, progress: Progress | None = None) -> list[str]:
-    """Read every byte of a checkpoint and return what is wrong, one line each; nothing if it is whole.
+    """Read every byte of a checkpoint and return what is wrong, one line each; nothing if it is intact.
 
     `progress(done, total)` is called with bytes. This process reads all of it; a run's ranks share the work
-    in `newest_whole` and `load`.
+    in `newest_complete` and `load`.
     """
     path = Path(path)
     try:
@@ -115,7 +116,7 @@ def verify_together(path: Path | str) -> list[str]:
     """As `verify`, called by all ranks of a run, each reading its share; every rank gets all the problems."""
     path = Path(path)
     try:
-        manifest = together(lambda: read_manifest(path))
+        manifest = raise_on_any_rank(lambda: read_manifest(path))
     except CheckpointError as error:
         return [str(error)]
     return check_together(path, manifest.files)
@@ -144,7 +145,7 @@ def check_together(path: Path, files: dict[str, FileRecord]) -> list[str]:
         lightest = loads.index(min(loads))
         shares[lightest][name] = record
         loads[lightest] += record.bytes
-    found = gather(together(lambda: check_files(path, shares[rank])))
+    found = gather(raise_on_any_rank(lambda: check_files(path, shares[rank])))
     return [problem for problems in found for problem in problems]
 
 
@@ -168,13 +169,13 @@ def _wrong_content(path: Path, record: FileRecord) -> str | None:
     return None
 
 
-def newest_whole(root: Path | str, report: Report = quiet) -> Path | None:
-    """The checkpoint that was saved last and is whole to the last byte, or None.
+def newest_complete(root: Path | str, report: Report = quiet) -> Path | None:
+    """The checkpoint that was saved last and is intact to the last byte, or None.
 
     Every damaged one that would have come before it is reported in one line, by rank 0. In a run of several ranks
-    all call it, each reads its share, and all get the same answer. Ranks must see one file system.
+    all call it, each reads its share, and all return the same. Ranks must see one file system.
     """
-    for entry in reversed(_in_order(on_first(lambda: list_checkpoints(root)))):
+    for entry in reversed(_in_order(run_on_rank0(lambda: list_checkpoints(root)))):
         problems = [entry.problem] if entry.problem else check_together(entry.path, _files(entry))
         if not problems:
             return entry.path
@@ -189,12 +190,12 @@ def _files(entry: Found) -> dict[str, FileRecord]:
 
 
 def _in_order(entries: list[Found]) -> list[Found]:
-    """By time of saving; a folder that cannot tell its time stands where its step would."""
-    whole = [entry for entry in entries if entry.manifest]
+    """By time of saving; a folder without a readable manifest is placed by its step."""
+    complete = [entry for entry in entries if entry.manifest]
     for entry in sorted((entry for entry in entries if not entry.manifest), key=lambda entry: entry.step):
-        before = [place for place, other in enumerate(whole) if other.step < entry.step]
-        whole.insert(before[-1] + 1 if before else 0, entry)
-    return whole
+        before = [place for place, other in enumerate(complete) if other.step < entry.step]
+        complete.insert(before[-1] + 1 if before else 0, entry)
+    return complete
 
 
 def resolve(path: Path | str) -> Path:
@@ -206,7 +207,7 @@ def resolve(path: Path | str) -> Path:
     PosixPath('checkpoints/20')
 
     Raises:
-        CheckpointError: names what is there instead.
+        CheckpointError: there is none; the message says what `path` holds.
     """
     path = Path(path)
     if not path.exists():
@@ -215,13 +216,13 @@ def resolve(path: Path | str) -> Path:
         read_manifest(path)
         return path
     steps = [str(entry.step) for entry in list_checkpoints(path) if entry.manifest]
-    have = f"it has {', '.join(steps)}" if steps else "it has no whole checkpoint"
+    have = f"it has {', '.join(steps)}" if steps else "it has no complete checkpoint"
     if not (path / LATEST).exists():
         raise CheckpointError(f"{path} is not a checkpoint: {_looks_like(path) or have}")
     step = (path / LATEST).read_text().strip()
     if step not in steps:
         reason = next((entry.problem for entry in list_checkpoints(path) if str(entry.step) == step), None)
-        raise CheckpointError(f"{path / LATEST} names {step!r}, {reason or 'which is not there'}; {have}")
+        raise CheckpointError(f"{path / LATEST} names {step!r}, {reason or 'which is missing'}; {have}")
     return path / step
 
 
@@ -229,9 +230,9 @@ def _nearby(path: Path) -> str:
     parent = next(parent for parent in path.parents if parent.exists() or parent == parent.parent)
     if parent != path.parent:
         return f"{parent} has no {path.relative_to(parent).parts[0]!r}"
-    whole = [str(entry.step) for entry in list_checkpoints(parent) if entry.manifest]
-    if path.name.isdigit() and whole:
-        return f"{parent} has {', '.join(whole)}"
+    complete = [str(entry.step) for entry in list_checkpoints(parent) if entry.manifest]
+    if path.name.isdigit() and complete:
+        return f"{parent} has {', '.join(complete)}"
     return f"{parent} has no {path.name!r}{nearest(path.name, [entry.name for entry in parent.iterdir()])}"
 
 

@@ -1,4 +1,4 @@
-"""The index of a folder of tensors: what is in it and where each byte lies, as JSON and without torch.
+"""The index of a folder of tensors: what it holds and where each byte is, as JSON and without torch.
 
     {"format": "kenotron-tensors", "version": 1,
      "tensors": {"model.norm.weight": {"dtype": "F32", "shape": [64], "chunks": [
@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kenotron.checkpoint.durable import CheckpointError, FileRecord, refusal
+from kenotron.checkpoint.durable import FileRecord, refusal
+from kenotron.config.errors import CheckpointError
 
 INDEX = "index.json"
 FORMAT = "kenotron-tensors"
@@ -64,6 +65,7 @@ class Entry:
 
     @property
     def bytes(self) -> int:
+        """Size of all elements."""
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
@@ -75,6 +77,7 @@ class Index:
     values: dict[str, Any] = field(default_factory=dict)
 
     def render(self) -> bytes:
+        """The content of `index.json`."""
         return json.dumps({"format": FORMAT, "version": VERSION} | asdict(self)).encode()
 
 
@@ -116,13 +119,13 @@ def _check(name: str, entry: Entry, sizes: dict[str, int]) -> None:
     for chunk in entry.chunks:
         if not len(chunk.offset) == len(chunk.shape) == len(entry.shape):
             raise ValueError(f"{name!r} has a chunk with another number of dimensions")
-        for start, length, whole in zip(chunk.offset, chunk.shape, entry.shape, strict=True):
-            if not 0 <= start <= start + length <= whole:
+        for start, length, size in zip(chunk.offset, chunk.shape, entry.shape, strict=True):
+            if not 0 <= start <= start + length <= size:
                 raise ValueError(f"{name!r} has a chunk beyond its shape")
         if chunk.file not in sizes:
-            raise ValueError(f"{name!r} lies in {chunk.file!r}, which the manifest does not list")
+            raise ValueError(f"{name!r} is in {chunk.file!r}, which the manifest does not list")
         end = chunk.begin + math.prod(chunk.shape) * width
         if chunk.begin < 0 or chunk.begin % width or end > sizes[chunk.file]:
-            raise ValueError(f"{name!r} lies beyond the end of {chunk.file!r}")
+            raise ValueError(f"{name!r} reaches beyond the end of {chunk.file!r}")
     if sum(math.prod(chunk.shape) for chunk in entry.chunks) != math.prod(entry.shape):
         raise ValueError(f"the chunks of {name!r} do not make up its shape")

@@ -1,4 +1,4 @@
-"""Loading: prove the files whole, compare the names, and only then touch a tensor.
+"""Loading: verify the files, compare the names, and only then touch a tensor.
 
     state = load("checkpoints/10", model=dict(module.named_parameters()), optimizer=flat_optimizer_state)
 
@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
+import yaml
 
-from kenotron.checkpoint.durable import CheckpointError, refusal
+from kenotron.checkpoint.durable import refusal
 from kenotron.checkpoint.folders import check_files, check_together
 from kenotron.checkpoint.index import DTYPES, Entry, Index, read_index
 from kenotron.checkpoint.manifest import Manifest, read_manifest
-from kenotron.checkpoint.ranks import gather, together
-from kenotron.config.errors import nearest
+from kenotron.config.errors import CheckpointError, nearest
+from kenotron.parallel.ranks import gather, raise_on_any_rank
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,36 +36,51 @@ def load(
 ) -> dict[str, Any]:
     """Fill `model` and `optimizer` in place from the checkpoint folder `path` and return its `state`.
 
-    Every rank calls it with its own tensors (DTensors or `Shard`s where they are split). Optimizer values that are not
-    tensors are replaced in the dict, tuples staying tuples. `optimizer=None` leaves the optimizer's files
+    Every rank calls it with its own tensors (DTensors or `TensorShard`s where they are split). Optimizer values that
+    are not tensors are replaced in the dict, tuples staying tuples. `optimizer=None` leaves the optimizer's files
     unread.
 
     Args:
-        verify: check the files' checksums first, each rank a share. False only right after `newest_whole`.
+        verify: check the files' checksums first, each rank a share. False only right after `newest_complete`.
         cast: convert where the dtype differs, which is an error otherwise.
 
     Raises:
         CheckpointError: a file is damaged, or a name, shape or dtype does not fit. No tensor was changed.
     """
     path = Path(path)
-    manifest = together(lambda: read_manifest(path))
+    manifest = raise_on_any_rank(lambda: read_manifest(path))
     parts = {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
     if verify:
         _raise_if(check_together(path, manifest.below(*parts)))
-    indexes = together(lambda: {folder: _index(path / folder, manifest) for folder in parts})
+    indexes = raise_on_any_rank(lambda: {folder: _index(path / folder, manifest) for folder in parts})
     named = gather({folder: list(tensors) for folder, tensors in parts.items()})
-    given = {folder: {name for names in named for name in names[folder]} for folder in parts}
+    on_all_ranks = {folder: {name for names in named for name in names[folder]} for folder in parts}
 
     def check() -> None:
         for folder, tensors in parts.items():
-            _check_fit(path / folder, indexes[folder], tensors, given[folder], cast)
+            _check_fit(path / folder, indexes[folder], tensors, on_all_ranks[folder], cast)
 
-    together(check)
+    raise_on_any_rank(check)
     from kenotron.checkpoint.tensors import fill_tensors
 
     for folder, tensors in parts.items():
         fill_tensors(path / folder, indexes[folder], tensors)
     return manifest.state
+
+
+def read_config(path: Path | str) -> dict[str, Any]:
+    """The plain data of the config that the checkpoint folder `path` was saved with.
+
+    Raises:
+        CheckpointError: there is none, or it is no YAML.
+    """
+    file = Path(path) / "config.yaml"
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise refusal("read", file, error) from error
+    except yaml.YAMLError as error:
+        raise CheckpointError(f"{file} is damaged: it is no YAML") from error
 
 
 def read_data(path: Path | str, name: str) -> bytes | None:
@@ -94,7 +110,7 @@ def read_tensors(
     This process alone reads and checks; no process group is used.
 
     Raises:
-        CheckpointError: a file is damaged, or a name is not there.
+        CheckpointError: a file is damaged, or a name is missing.
     """
     path = Path(path)
     manifest = read_manifest(path)
@@ -108,8 +124,8 @@ def read_tensors(
     from kenotron.checkpoint.tensors import MappedFiles
 
     files = MappedFiles(path / folder)
-    whole = {name: index.tensors[name] for name in wanted}
-    return {name: files.block(entry, (0,) * len(entry.shape), entry.shape) for name, entry in whole.items()}
+    entries = {name: index.tensors[name] for name in wanted}
+    return {name: files.block(entry, (0,) * len(entry.shape), entry.shape) for name, entry in entries.items()}
 
 
 def block_reader(
@@ -160,16 +176,16 @@ def _check_fit(folder: Path, index: Index, tensors: dict[str, Any], names: set[s
 def _misfit(name: str, index: Index, value: Any, cast: bool) -> str | None:
     from torch import Tensor
 
-    from kenotron.models.initialization import Shard
+    from kenotron.kernels.tensor_shard import TensorShard
 
     saved: Entry | None = index.tensors.get(name)
-    if not isinstance(value, Tensor | Shard):
+    if not isinstance(value, Tensor | TensorShard):
         return f"{name!r} is a tensor there and {type(value).__name__} here" if saved else None
     if saved is None:
         return f"{name!r} is the value {index.values[name]!r} there and a tensor here"
     if tuple(value.shape) != saved.shape:
         return f"{name!r} has shape {list(saved.shape)} there and {list(value.shape)} here"
-    local = value.tensor if isinstance(value, Shard) else value
+    local = value.tensor if isinstance(value, TensorShard) else value
     dtype = str(local.dtype).removeprefix("torch.")
     if dtype != DTYPES[saved.dtype][0] and not cast:
         return f"{name!r} is {DTYPES[saved.dtype][0]} there and {dtype} here"

@@ -1,4 +1,4 @@
-"""The manifest: one JSON file that says what a checkpoint consists of, and proves that it is whole.
+"""The manifest: one JSON file that says what a checkpoint consists of, and proves that it is complete.
 
 It is written last, so a folder without one is no checkpoint. It holds the size and the XXH3 of every other
 file, every scalar of the run (`state`), and, as its last entry, the XXH3 of itself:
@@ -26,7 +26,8 @@ from typing import Any
 
 import xxhash
 
-from kenotron.checkpoint.durable import CheckpointError, FileRecord, refusal
+from kenotron.checkpoint.durable import FileRecord, refusal
+from kenotron.config.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = "kenotron-checkpoint"
@@ -91,7 +92,7 @@ def read_manifest(path: Path | str) -> Manifest:
     try:
         data = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path} is not a whole checkpoint: it has no {MANIFEST}") from None
+        raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
         raise refusal("read", file, error) from error
     try:
@@ -111,8 +112,8 @@ def read_manifest(path: Path | str) -> Manifest:
     return Manifest(content["step"], content["saved_at"], content["state"], files)
 
 
-def plain(value: Any, where: str) -> Any:
-    """`value` as JSON gives it back (tuples become lists), or an error that names what JSON cannot hold.
+def plain(value: object, where: str) -> Any:
+    """`value` as it comes back from JSON (tuples become lists), or an error that names what JSON cannot hold.
 
     >>> plain({"betas": (0.9, 0.95)}, "state")
     {'betas': [0.9, 0.95]}

@@ -1,4 +1,4 @@
-"""What leaves a checkpoint folder: steps that the retention rule lets go, and what killed processes left.
+"""What leaves a checkpoint folder: steps that the retention rule removes, and what killed processes left.
 
     prune(root, keep_last=2, keep_every=1000)     # of 1000, 1900, 2000, 2100: 1900 goes
     tidy(root)                                    # at the start of a run
@@ -13,8 +13,9 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from kenotron.checkpoint.durable import CheckpointError, FolderBusy, discard, locked
+from kenotron.checkpoint.durable import FolderBusy, discard, locked
 from kenotron.checkpoint.folders import LATEST, Found, Report, list_checkpoints, look, publish, quiet
+from kenotron.config.errors import CheckpointError
 
 _TEMPORARY = re.compile(r"(\d+|latest\.txt)\.tmp-[0-9a-f]{8}")
 _TRASH = re.compile(r"\.trash-\d+-[0-9a-f]{8}")
@@ -36,7 +37,7 @@ def prune(
 def to_prune(
     root: Path | str, keep_last: int | None, keep_every: int | None = None, protect: Iterable[int] = ()
 ) -> list[Found]:
-    """The checkpoints that retention lets go, oldest first.
+    """The checkpoints that retention removes, oldest first.
 
     Kept are the `keep_last` that were saved last (None: all), every step that `keep_every` divides, the steps
     in `protect`, and the one that `latest.txt` names. A damaged folder counts for nothing and is never
@@ -51,16 +52,16 @@ def to_prune(
     latest = Path(root) / LATEST
     if latest.exists() and (text := latest.read_text().strip()).isdigit():
         kept.add(int(text))
-    whole = [entry for entry in list_checkpoints(root) if entry.manifest]
+    complete = [entry for entry in list_checkpoints(root) if entry.manifest]
     return [
         entry
-        for entry in whole[:-keep_last]
+        for entry in complete[:-keep_last]
         if entry.step not in kept and not (keep_every and entry.step % keep_every == 0)
     ]
 
 
 def tidy(root: Path | str, report: Report = quiet) -> None:
-    """Clear what killed processes left in `root`: rank 0 calls it at the start, before `newest_whole`.
+    """Clear what killed processes left in `root`: rank 0 calls it at the start, before `newest_complete`.
 
     A save that was complete but for its rename is finished; other temporary folders and half-removed
     checkpoints are deleted. While another process saves there, nothing is touched.

@@ -25,14 +25,13 @@ from kenotron.checkpoint.durable import (
     locked,
     make_folder,
     refusal,
-    sync_folder,
-    temporary_beside,
     write_file,
 )
 from kenotron.checkpoint.folders import Report, list_checkpoints, publish, quiet
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, plain, render
-from kenotron.checkpoint.ranks import gather, on_first, rank_and_size, together
 from kenotron.checkpoint.retention import clear_leftovers
+from kenotron.parallel.ranks import gather, raise_on_any_rank, rank_and_size, run_on_rank0
+from kenotron.storage.files import sync_folder, temporary_beside
 
 
 @dataclass(frozen=True)
@@ -57,17 +56,17 @@ def save(
     data: dict[str, Callable[[], bytes]] | None = None,
     report: Report = quiet,
 ) -> Saved:
-    """Write checkpoint `<root>/<step>`; it is there, whole and synced, when this returns.
+    """Write checkpoint `<root>/<step>`; it is complete and synced when this returns.
 
     Every rank calls it with its part of `model` and `optimizer`; `state`, the texts and the tokenizer are
-    rank 0's. A whole checkpoint of the same step gives way to the new one once that is complete.
+    rank 0's. A checkpoint of the same step is replaced once the new one is complete.
 
     Args:
-        model: name → tensor, DTensor, or `Shard` (this rank's block of a tensor), any device.
+        model: name → tensor, DTensor, or `TensorShard` (this rank's block of a tensor), any device.
         optimizer: the same, flattened (`flatten_optimizer_state_dict=True`); plain values become JSON.
         state: counters, schedule and hook states: what JSON can hold, with text as keys.
         save_tokenizer: called with a new folder to put the tokenizer's files in.
-        data: name → what makes the file `data/<name>`: where the data stand, if that is more than a step (any rank's;
+        data: name → what makes the file `data/<name>`: the position in the data, if a step does not say it (any rank's;
             of those that have a name the first writes it). None on every rank: there are none.
         report: gets one line when leftovers of a killed process are found.
 
@@ -90,11 +89,11 @@ def save(
 
     try:
         with ExitStack() as cleanup:
-            temporary = on_first(begin)
+            temporary = run_on_rank0(begin)
             files = _write_tensors(temporary, {"model": model, "optimizer": optimizer})
             if data is not None:
                 files |= _write_data(temporary / "data", data)
-            size = on_first(complete)
+            size = run_on_rank0(complete)
     except OSError as error:
         raise refusal("save", final, error) from error
     return Saved(final, size, time.perf_counter() - started)
@@ -129,7 +128,7 @@ def _write_data(folder: Path, makers: dict[str, Callable[[], bytes]]) -> dict[st
         for name in names:
             owner.setdefault(name, number)
     mine = [name for name in makers if owner[name] == rank_and_size()[0]]
-    written = together(lambda: {name: write_file(folder / name, makers[name]()) for name in mine})
+    written = raise_on_any_rank(lambda: {name: write_file(folder / name, makers[name]()) for name in mine})
     return {f"data/{name}": record for files in gather(written) for name, record in files.items()}
 
 

@@ -1,11 +1,11 @@
 """Tensors on disk: one safetensors file a rank and one JSON index, with planning and resharding left to DCP.
 
     model/
-    ├── index.json             name → dtype, shape, and where each chunk lies (file, first byte)
+    ├── index.json             name → dtype, shape, and the place of each chunk (file, first byte)
     ├── rank0.safetensors      what rank 0 wrote
     └── rank1.safetensors
 
-What a rank holds of a logical tensor is a `Shard`: its block, the whole shape, and where in it the block begins.
+What a rank holds of a logical tensor is a `TensorShard`: its block, the tensor's shape, and the block's offset in it.
 `torch.distributed.checkpoint` (DCP) sees nothing but these boxes. It decides which rank writes which chunk
 (replicas once, the load spread) and, when a run comes back on another layout, which bytes of which chunk each
 rank needs:
@@ -66,18 +66,19 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from kenotron.checkpoint.durable import CheckpointError, FileRecord, HashedFile, refusal, write_file
+from kenotron.checkpoint.durable import FileRecord, HashedFile, refusal, write_file
 from kenotron.checkpoint.index import DTYPES, INDEX, Chunk, Entry, Index
 from kenotron.checkpoint.manifest import plain
-from kenotron.checkpoint.ranks import describe, gather, rank_and_size
-from kenotron.models.initialization import Shard
+from kenotron.config.errors import CheckpointError
+from kenotron.kernels.tensor_shard import TensorShard
+from kenotron.parallel.ranks import describe, gather, rank_and_size
 from kenotron.parallel.shards import shard_of
 
 ALIGNMENT = 8
 
 
 def shards(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Every tensor and DTensor of `tensors` as the `Shard` that this rank holds; shards and values as they are."""
+    """Every tensor and DTensor of `tensors` as the `TensorShard` that this rank holds; other values unchanged."""
     return {name: shard_of(value.detach()) if isinstance(value, Tensor) else value for name, value in tensors.items()}
 
 
@@ -104,11 +105,11 @@ def fill_tensors(folder: Path, index: Index, tensors: dict[str, Any]) -> None:
     _through_dcp(
         lambda: dcp.load(pieces, storage_reader=reader, planner=_LoadPlanner(), no_dist=rank_and_size()[1] == 1)
     )
-    tensors.update({name: value for name, value in pieces.items() if not isinstance(value, Shard)})
+    tensors.update({name: value for name, value in pieces.items() if not isinstance(value, TensorShard)})
 
 
 def _through_dcp(call: Callable[[], None]) -> None:
-    """Run a call of DCP; its own exception, which is no `Exception`, gives way to what was raised inside."""
+    """Run a call of DCP; its own exception, which is no `Exception`, is replaced by what was raised inside."""
     try:
         with warnings.catch_warnings():
             # "torch.distributed is disabled, ... assuming the intent is to save in a single process": it is.
@@ -122,7 +123,7 @@ def _through_dcp(call: Callable[[], None]) -> None:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner over `Shard`s and values; the values become JSON where it would pickle.
+    """DCP's planner over `TensorShard`s and values; the values become JSON where it would pickle.
 
     Its global plan keeps one of the equal boxes of all ranks, on the rank that has least to write so far.
     """
@@ -137,13 +138,13 @@ class _SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         value = self.state_dict[write_item.index.fqn]
-        if isinstance(value, Shard):
+        if isinstance(value, TensorShard):
             return value.tensor
         return io.BytesIO(json.dumps(plain(value, write_item.index.fqn)).encode())
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """DCP's planner over `Shard`s and values; the values come from JSON where it would unpickle."""
+    """DCP's planner over `TensorShard`s and values; the values come from JSON where it would unpickle."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -169,8 +170,8 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def _write_item(name: str, value: Any) -> WriteItem | None:
-    """The plan to write `value`; None for a block without elements, unless the whole tensor has none."""
-    if not isinstance(value, Shard):
+    """The plan to write `value`; None for a block without elements, unless the tensor has none."""
+    if not isinstance(value, TensorShard):
         return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
     if value.tensor.numel() == 0 and 0 not in value.shape:
         return None
@@ -185,13 +186,13 @@ def _write_item(name: str, value: Any) -> WriteItem | None:
 
 def _read_items(name: str, saved: Any, value: Any) -> list[ReadItem]:
     """The plan to read `value`: one item for each saved chunk that its box meets."""
-    if isinstance(value, Shard):
+    if isinstance(value, TensorShard):
         return create_read_items_for_chunk_list(name, saved, [_box_of(value)])
     where, nothing = MetadataIndex(name), torch.Size((0,))
     return [ReadItem(LoadItemType.BYTE_IO, where, nothing, where, nothing, nothing)]
 
 
-def _box_of(shard: Shard) -> ChunkStorageMetadata:
+def _box_of(shard: TensorShard) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(shard.offset), shard.tensor.shape)
 
 
@@ -393,7 +394,7 @@ def _header(items: Iterable[WriteItem]) -> tuple[bytes, list[int]]:
     for item in items:
         assert item.tensor_data is not None
         offset = list(_box(item).offsets)
-        # A second chunk of one tensor in one file needs a key of its own; readers of ours go by the index.
+        # A second chunk of one tensor in one file needs another key; our readers use the index.
         key = item.index.fqn if item.index.fqn not in entries else f"{item.index.fqn}@{offset}"
         begin, end = ends[-1], ends[-1] + _size(item)
         dtype = dtype_name(item.tensor_data.properties.dtype)

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _exit_code(arguments: list[str], debug: bool) -> int:
-    from kenotron.config.errors import InputError
+    from kenotron.config.errors import InputError, PeerFailed, RunFailed
 
     try:
         return _run(arguments)
@@ -38,11 +38,12 @@ def _exit_code(arguments: list[str], debug: bool) -> int:
     except BrokenPipeError:  # the reader of a pipe went away: `kenotron config show | head`
         sys.stderr.close()
         return 0
-    except Exception as error:
-        kind = type(error).__name__  # their modules import torch
-        if kind == "PeerFailed" and not debug:  # another rank tells why
-            return 1
-        if debug or kind != "RunFailed":
+    except PeerFailed:
+        if debug:
+            raise
+        return 1  # the rank that failed first reports why
+    except RunFailed as error:
+        if debug:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -17,7 +17,7 @@ from kenotron.cli.generate import generate
 from kenotron.cli.init import init
 from kenotron.cli.train import train
 
-HELP = """Pretrain language models from one YAML file: the same on a laptop and on a cluster.
+HELP = """Pretrain language models from one YAML file, on a laptop or on a cluster.
 
 [dim]kenotron init tiny-llama > my.yaml; kenotron train my.yaml[/dim]"""
 

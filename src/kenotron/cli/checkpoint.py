@@ -1,4 +1,4 @@
-"""`kenotron checkpoint`: look at checkpoints, prove them whole, let old ones go.
+"""`kenotron checkpoint`: list, verify and prune checkpoints.
 
     kenotron checkpoint list checkpoints
     kenotron checkpoint show checkpoints/20
@@ -19,40 +19,37 @@ from typing import Annotated, Any
 
 import typer
 
-from kenotron.checkpoint.durable import CheckpointError
 from kenotron.checkpoint.folders import Found, list_checkpoints, resolve
 from kenotron.checkpoint.index import DTYPES, Index, read_index
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.checkpoint.retention import prune as prune_checkpoints
 from kenotron.checkpoint.retention import to_prune
-from kenotron.config.errors import counted, nearest
+from kenotron.config.errors import CheckpointError, counted, nearest
 
-app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, prove them whole, let old ones go.")
+app = typer.Typer(no_args_is_help=True, help="List, verify and prune checkpoints.")
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")
-def list_(
-    folder: Annotated[Path, typer.Argument(help="The folder that holds the steps.")], as_json: AsJson = False
-) -> None:
-    """The checkpoints of a folder, the newest last. Manifests and sizes are checked, contents by `verify`."""
+def list_(folder: Annotated[Path, typer.Argument(help="The folder of checkpoints.")], as_json: AsJson = False) -> None:
+    """List the checkpoints of a folder, the newest last. `verify` checks their contents."""
     found = _all_in(folder)
     if as_json:
         _print_json([_summary(entry) for entry in found])
         return
     rows = [
-        [str(entry.step), _date(entry.manifest), _size(entry.manifest), entry.problem or "whole"] for entry in found
+        [str(entry.step), _date(entry.manifest), _size(entry.manifest), entry.problem or "complete"] for entry in found
     ]
     _print_table(["step", "saved", "size", "state"], rows)
 
 
 @app.command()
 def show(
-    path: Annotated[Path, typer.Argument(help="A step's folder, or the folder above it for the newest.")],
+    path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or the folder of checkpoints for the newest.")],
     as_json: AsJson = False,
 ) -> None:
-    """What a checkpoint holds: step, counters, files, and each tensor's shape, type and size."""
+    """Print the contents of a checkpoint: step, counters, files, and the shape, dtype and size of each tensor."""
     path = resolve(path)
     manifest = read_manifest(path)
     folders = [folder for folder in ("model", "optimizer") if manifest.below(folder)]
@@ -78,27 +75,27 @@ def verify(
     path: Annotated[Path, typer.Argument(help="A step's folder, or the folder above it for all its steps.")],
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte and compare it with its checksum. Exit code 1 if anything is damaged or missing."""
+    """Compare every file with its checksum. Exit code 1 if anything is damaged or missing."""
     paths = [path] if (path / MANIFEST).exists() else [entry.path for entry in _all_in(path)]
     problems = {str(step): _verify_one(step, show_progress=not as_json) for step in paths}
     if as_json:
         _print_json(problems)
     else:
         for step, lines in problems.items():
-            print("\n".join(lines) if lines else f"{step} is whole")
+            print("\n".join(lines) if lines else f"{step} is intact")
     if any(problems.values()):
         raise typer.Exit(1)
 
 
 @app.command()
 def prune(
-    folder: Annotated[Path, typer.Argument(help="The folder that holds the steps.")],
-    keep_last: Annotated[int, typer.Option(help="Keep this many of the newest.", min=1)],
+    folder: Annotated[Path, typer.Argument(help="The folder of checkpoints.")],
+    keep_last: Annotated[int, typer.Option(help="Number of newest checkpoints to keep.", min=1)],
     keep_every: Annotated[int | None, typer.Option(help="Also keep every step that this divides.", min=1)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old checkpoints. The newest and damaged ones always stay."""
+    """Remove old checkpoints. The newest one and damaged ones are never removed."""
     _all_in(folder)
     doomed = to_prune(folder, keep_last, keep_every)
     freed = sum(entry.manifest.bytes for entry in doomed if entry.manifest)

@@ -19,26 +19,26 @@ from kenotron.config.errors import InputError, counted
 
 if TYPE_CHECKING:
     from kenotron.config import Config
-    from kenotron.train.compare import Comparison
-
-WORK = "kenotron.train.compare.record"
+    from kenotron.training.compare import Comparison
 
 
 def compare(
-    file: Annotated[Path, typer.Argument(help="The run's YAML file.")],
+    file: Annotated[Path, typer.Argument(help="The YAML file of the run.")],
     overrides: Annotated[list[str], typer.Argument(help="The other layout, such as parallelism.tp=2.")],
-    steps: Annotated[int, typer.Option(help="Steps to train on either layout.", min=1)] = 10,
-    picture: Annotated[Path | None, typer.Option(help="Draw both runs into this PNG (needs matplotlib).")] = None,
+    steps: Annotated[int, typer.Option(help="Steps to train on each layout.", min=1)] = 10,
+    picture: Annotated[Path | None, typer.Option(help="Plot both runs to this PNG file (needs matplotlib).")] = None,
 ) -> None:
-    """Train a few steps on two layouts and tell whether they are the same run, but for rounding."""
+    """Train a few steps on two layouts, and check that they agree up to rounding."""
     from kenotron.config import load
 
     plain = load(file)
     other = on_layout(file, plain, overrides)
     _check(plain, other, steps, picture)
+    from kenotron.interop import resolve_architecture
     from kenotron.launch import work_on_ranks
-    from kenotron.train.compare import compare as measure
-    from kenotron.train.compare import draw, references
+    from kenotron.launch.training import record
+    from kenotron.training.compare import compare as measure
+    from kenotron.training.compare import draw, references
 
     with tempfile.TemporaryDirectory(prefix="kenotron-compare-") as temporary:
         folder = Path(temporary)
@@ -52,9 +52,11 @@ def compare(
                 f"run {number + 1} of {len(runs)}: {name}, {counted(steps, 'step')} on {counted(ranks, 'rank')}",
                 file=sys.stderr,
             )
-            work_on_ranks(config, WORK, steps=steps, order=order, folder=str(folder / str(number)))
+            work_on_ranks(config, record, steps=steps, order=order, folder=str(folder / str(number)))
         a, *others, b = (folder / str(number) for number in range(len(runs)))
-        comparison = measure(a, [(at, each.safety) for at, each in zip(others, rounding)], b, plain)
+        comparison = measure(
+            a, [(at, each.safety) for at, each in zip(others, rounding)], b, resolve_architecture(plain)
+        )
     _print(comparison)
     if picture is not None:
         draw(comparison, picture, ("as it is", " ".join(overrides)))
@@ -133,7 +135,7 @@ def _print(comparison: Comparison) -> None:
 
 def _verdict(comparison: Comparison) -> str:
     if comparison.agrees:
-        return "The layouts agree: what is between them is rounding."
+        return "The layouts agree: all differences are within rounding."
     parts = []
     parameter, number = comparison.first_parameter(), comparison.first_number()
     if parameter is not None:

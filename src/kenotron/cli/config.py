@@ -21,7 +21,7 @@ from kenotron.config.errors import counted
 app = typer.Typer(help="Check, show and compare configs.", no_args_is_help=True)
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="A YAML config.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted overrides.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides: dotted.path=value.")]
 
 
 def _say(line: str) -> None:
@@ -30,7 +30,7 @@ def _say(line: str) -> None:
 
 @app.command()
 def check(file: File, overrides: Overrides = None) -> None:
-    """Check a config: keys, types, cross-checks, and whether everything it asks for is supported."""
+    """Check a config: keys, types, cross-checks, and that everything in it is supported."""
     config = load(file, overrides or [], report=_say)
     refuse_unsupported(config)
     _check_restarts(config)
@@ -50,7 +50,7 @@ def _check_restarts(config: Config) -> None:
     """Errors (InputError): a stage restarts what no earlier one read. (A mix file may lie where the run will be.)"""
     paths = [path for dataset in config.datasets for path in paths_of(dataset)]
     if any(stage.data.restart for stage in config.data_stages) and not any(path.endswith(".json") for path in paths):
-        from kenotron.data.plan import plan_stages  # half a second: only where it can tell something
+        from kenotron.data.stage_plan import plan_stages  # half a second: only where it can find an error
 
         plan_stages(config)
 
@@ -59,15 +59,21 @@ def _check_restarts(config: Config) -> None:
 def show(
     file: File,
     overrides: Overrides = None,
-    comments: Annotated[bool, typer.Option("--comments", help="Write what each key does above it.")] = False,
+    comments: Annotated[bool, typer.Option("--comments", help="Write each key's description above it.")] = False,
 ) -> None:
     """Print a config with every default and override filled in; the output is a config again."""
-    typer.echo(dump(load(file, overrides or [], report=_say), comments), nl=False)
+    config = load(file, overrides or [], report=_say)
+    if comments:
+        from kenotron.config.commented import dump_commented
+
+        typer.echo(dump_commented(config), nl=False)
+    else:
+        typer.echo(dump(config), nl=False)
 
 
 @app.command()
 def diff(a: File, b: File) -> None:
-    """Print every key whose value differs between two configs, defaults filled in."""
+    """Print every key whose value differs between two configs, including defaults."""
     for path, old, new in differences(load(a, report=_say), load(b, report=_say)):
         typer.echo(f"{path}: {old!r} -> {new!r}")
 

@@ -10,19 +10,22 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Move a model to or from Hugging Face's form.", no_args_is_help=True)
+app = typer.Typer(help="Convert models to and from Hugging Face's format.", no_args_is_help=True)
 
 
 @app.command("from-hf")
 def from_hf(
     src: Annotated[str, typer.Argument(help="A Hugging Face folder, or a hub name (local cache first).")],
     dst: Annotated[Path, typer.Argument(help="New folder of checkpoints; the model becomes its checkpoint 0.")],
+    family: Annotated[
+        str | None, typer.Option(help="A model family of your own to read it as, such as my_module.MyFamily.")
+    ] = None,
 ) -> None:
-    """A Hugging Face Llama becomes a checkpoint."""
+    """Convert a Hugging Face model to a checkpoint."""
     from kenotron import interop
 
     with _progress("Reading") as progress:
-        saved = interop.from_hf(src, dst, report=_say, progress=progress)
+        saved = interop.from_hf(src, dst, family=family, report=_say, progress=progress)
     print(f"Wrote {saved.path}: {saved.bytes / 1e6:.1f} MB in {saved.seconds:.1f} s")
     print(f'Next: kenotron generate {dst} --prompt "Once upon a time"')
     print(f"  or, in a config: model.model_config: {{hf: {src}}} and model.init_method: {{path: {dst}}}")
@@ -35,9 +38,9 @@ def to_hf(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; default: the config's model.dtype.")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest safetensors file.")] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="Maximum size of a safetensors file.")] = "5GB",
 ) -> None:
-    """A checkpoint becomes a folder that transformers loads."""
+    """Convert a checkpoint to a folder that transformers loads."""
     from kenotron import interop
 
     with _progress("Writing") as progress:

@@ -18,13 +18,17 @@ import typer
 from kenotron.config.errors import InputError, counted
 
 if TYPE_CHECKING:
-    from kenotron.data.tokenizer import Tokenizer
+    from kenotron.text.tokenizer import TextTokenizer
 
-app = typer.Typer(no_args_is_help=True, help="Look at tokens on disk, make them, change their format.")
+app = typer.Typer(no_args_is_help=True, help="Prepare, inspect and convert token files.")
 
 Source = Annotated[str, typer.Argument(help="A token file or a folder: .ds, .bin with .idx, litdata, .npy, raw .bin.")]
-RawDtype = Annotated[str | None, typer.Option(help="Type of the ids in files that do not tell, uint16 for example.")]
-TokenizerName = Annotated[str | None, typer.Option(help="Decode with it: a folder, a tokenizer.json, a name.")]
+RawDtype = Annotated[
+    str | None, typer.Option(help="Dtype of the ids in files that do not declare it, for example uint16.")
+]
+TokenizerName = Annotated[
+    str | None, typer.Option(help="Tokenizer for decoding: a folder, a tokenizer.json or a name.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 BAR = 40
@@ -33,15 +37,17 @@ BAR = 40
 @app.command()
 def show(
     path: Source,
-    sequence_length: Annotated[int, typer.Option(help="Tokens of a sample; one more is shown.", min=1)],
-    sample: Annotated[int, typer.Option(help="Which sample, in file order, from 0.", min=0)] = 0,
+    sequence_length: Annotated[
+        int, typer.Option(help="Sequence length of the sample; one more token is shown.", min=1)
+    ],
+    sample: Annotated[int, typer.Option(help="Index of the sample in file order, from 0.", min=0)] = 0,
     tokenizer: TokenizerName = None,
     dtype: RawDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """The ids of one sample in file order, where documents end in it, and its text."""
+    """Print one sample in file order: its ids, document boundaries and text."""
     from kenotron.data.formats import open_token_files
-    from kenotron.data.prepare.inspect import sample_at
+    from kenotron.prepare.inspect import sample_at
 
     found = sample_at(open_token_files(path, "PATH", dtype), sequence_length, sample)
     loaded = _load(tokenizer)
@@ -62,20 +68,20 @@ def show(
 @app.command()
 def inspect(
     path: Source,
-    vocab_size: Annotated[int | None, typer.Option(help="Ids from here on are wrong.", min=1)] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Size of the vocabulary; ids must be below it.", min=1)] = None,
     tokenizer: TokenizerName = None,
-    samples: Annotated[int, typer.Option(help="Decoded samples to show, with --tokenizer.", min=0)] = 3,
-    window: Annotated[int, typer.Option(help="Tokens of a window that may be there twice.", min=1)] = 2048,
+    samples: Annotated[int, typer.Option(help="Number of decoded samples to show, with --tokenizer.", min=0)] = 3,
+    window: Annotated[int, typer.Option(help="Window size in tokens for finding duplicates.", min=1)] = 2048,
     dtype: RawDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """What token files hold: counts, document lengths, duplicates, samples.
+    """Report on token files: counts, document lengths, duplicates, samples.
 
     Exit code 2 if an id is out of range, or a file differs from its manifest's checksum.
     """
     from kenotron.data.formats import open_token_files
-    from kenotron.data.prepare.inspect import inspect as look
-    from kenotron.data.prepare.inspect import starts_of_documents
+    from kenotron.prepare.inspect import inspect as look
+    from kenotron.prepare.inspect import starts_of_documents
 
     loaded = _load(tokenizer)
     report = look(path, dtype, vocab_size or (loaded.vocab_size if loaded else None), window)
@@ -108,12 +114,12 @@ def convert(
     to: Annotated[
         str, typer.Option(help="datatrove (.ds), megatron (.bin, .idx), litdata (a folder of chunks) or numpy (.npy).")
     ],
-    dtype: Annotated[str | None, typer.Option(help="Type of the ids that are written; default: the source's.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of the written ids; default: that of the source.")] = None,
     source_dtype: RawDtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Change the format of token files; ids and documents stay exactly what they are."""
-    from kenotron.data.prepare.convert import convert as work
+    """Convert token files to another format, without changing ids or documents."""
+    from kenotron.prepare.convert import convert as work
 
     on_this_machine(dst, "DST")
     done = work(src, dst, to, dtype, source_dtype, report=lambda line: print(line, file=sys.stderr))
@@ -129,7 +135,8 @@ def convert(
 def on_this_machine(output: Path, name: str) -> None:
     """Errors (InputError): `output` is a URL, which `Path` has made a folder called `s3:` of."""
     if output.parts and output.parts[0].endswith(":"):
-        raise InputError(f"{name}: expected a path on this machine, found {output}; only what is read may be elsewhere")
+        url = f"{output.parts[0]}//{'/'.join(output.parts[1:])}"
+        raise InputError(f"{name}: expected a local path, found {url}; only inputs may be remote")
 
 
 OPTIONS = {
@@ -139,12 +146,12 @@ OPTIONS = {
     "dataset.hf_dataset_config_name": "--config-name",
     "dataset.text_column_name": "--column",
 }
-"""What a command calls that which a config has these keys for."""
+"""Config keys and the options of commands that stand for them."""
 
 
 @contextmanager
 def options_named() -> Iterator[None]:
-    """What is wrong is told by the command's option in place of the config's key."""
+    """Errors name the option of the command instead of the config key."""
     try:
         yield
     except InputError as error:
@@ -154,8 +161,8 @@ def options_named() -> Iterator[None]:
         raise InputError(OPTIONS[key] + colon + what) from error
 
 
-def _load(tokenizer: str | None) -> Tokenizer | None:
-    from kenotron.data.tokenizer import load_tokenizer
+def _load(tokenizer: str | None) -> TextTokenizer | None:
+    from kenotron.text.tokenizer import load_tokenizer
 
     with options_named():
         return load_tokenizer(tokenizer) if tokenizer else None
@@ -168,7 +175,7 @@ def _print_report(report: dict[str, Any]) -> None:
         f"{report['dtype']}"
     )
     print(f"tokens: {report['tokens']:,}   documents: {documents}   largest id: {report['largest_id']}")
-    print(f"tokenizer: {report['tokenizer'] or 'not told'}   tokens without loss: {report['no_loss_tokens']:,}")
+    print(f"tokenizer: {report['tokenizer'] or 'unknown'}   tokens without loss: {report['no_loss_tokens']:,}")
     about = "" if report["duplicates_exact"] else "about "
     if report["duplicate_documents"] is not None:
         print(f"duplicate documents: {about}{report['duplicate_documents']:,}")

@@ -1,78 +1,87 @@
-"""`kenotron data fetch CONFIG`: the datasets, tokenizers and models of a run, brought here beforehand.
+"""`kenotron data fetch CONFIG`: download the datasets, tokenizers and models of a run ahead of time.
 
 kenotron data fetch my.yaml
-HF_HUB_OFFLINE=1 kenotron data fetch my.yaml        # fetches nothing: is everything here?
+HF_HUB_OFFLINE=1 kenotron data fetch my.yaml        # downloads nothing: checks that everything is here
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kenotron.cli.data import app
+from kenotron.config.errors import counted
 
 if TYPE_CHECKING:
-    from kenotron.data.prepare.fetch import Found, Need
+    from kenotron.prepare.download import RequiredFile, ResolvedFile
 
 
 @app.command()
 def fetch(
     config: Annotated[Path, typer.Argument(help="The YAML file of the run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Keys to change: dotted.path=value.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Overrides: dotted.path=value.")] = None,
 ) -> None:
-    """Bring everything that a run needs from the Hugging Face hub, and check that its local files are there."""
+    """Download everything a run needs from the Hugging Face Hub, and check that its local files exist."""
     from kenotron.config import load
-    from kenotron.data.hub import settle_hub
-    from kenotron.data.prepare.fetch import data_needs
-    from kenotron.data.prepare.fetch import fetch as work
+    from kenotron.prepare.download import data_requirements
+    from kenotron.prepare.download import fetch as work
+    from kenotron.storage.hub import configure_hub
 
     run = load(config, overrides or ())
-    settle_hub()
-    needs = [*data_needs(run), *_model_needs(run)]
-    found = work(needs, lambda line: print(line, file=sys.stderr, flush=True))
+    configure_hub()
+    requirements = [*data_requirements(run), *_model_requirements(run)]
+    found = work(requirements, lambda line: print(line, file=sys.stderr, flush=True))
     for each in found:
         print(_line(each))
-    remote = sum(each.need.kind == "remote" for each in found)
-    later = f"; {remote} of its paths are read over the network while it trains" if remote else ""
-    print(f"Ready: with HF_HUB_OFFLINE=1 the run asks nothing of the hub{later}")
+    remote = sum(each.required.kind == "remote" for each in found)
+    later = f"; {counted(remote, 'path')} will be read over the network during training" if remote else ""
+    print(f"Ready: the run can start offline (HF_HUB_OFFLINE=1){later}")
 
 
-def _model_needs(config: Any) -> Iterator[Need]:
-    """The Hugging Face models that give the shapes or the first weights."""
-    from kenotron.data.prepare.fetch import Need, path_need
+def _model_requirements(config: Any) -> Iterator[RequiredFile]:
+    """The Hugging Face models that provide the shapes or the initial weights."""
     from kenotron.interop.hf_weights import find_config, is_hub_name, locate
+    from kenotron.prepare.download import RequiredFile, required_path
 
     if name := getattr(config.model.architecture, "hf", None):
-        key = "model.model_config.hf"
-        yield Need("model", f"{name} (shapes)", key, lambda: [find_config(name)])
+        yield RequiredFile("model", f"{name} (shapes)", "model.model_config.hf", lambda: [find_config(name)])
     if path := getattr(config.model.init_method, "path", None):
         key = "model.init_method.path"
-        weights = Need("model", f"{path} (weights)", key, lambda: [f for f in locate(path).iterdir() if f.is_file()])
-        yield weights if is_hub_name(path) else path_need(path, key)
+        if is_hub_name(path):
+            files = partial(_files_in, locate, path)
+            yield RequiredFile("model", f"{path} (weights)", key, files)
+        else:
+            yield required_path(path, key)
 
 
-def _line(found: Found) -> str:
-    need = found.need
-    if need.bring is None:
-        told = f"{_bytes(found.size)}, read while training" if need.look else "your own, not looked at"
-        return f"{need.kind} {need.name}: {told}"
+def _files_in(locate: Callable[[str], Path], path: str) -> list[Path]:
+    return [file for file in locate(path).iterdir() if file.is_file()]
+
+
+def _line(found: ResolvedFile) -> str:
+    required = found.required
+    if required.download is None:
+        status = f"{_bytes(found.size)}, read during training" if required.measure else "user code, not checked"
+        return f"{required.kind} {required.name}: {status}"
     size = _bytes(found.size)
-    if not found.brought:
-        told = f"was here, {size}"
-    elif found.brought < found.size:
-        told = f"brought {_bytes(found.brought)} of {size}"
+    if not found.downloaded:
+        status = f"already here, {size}"
+    elif found.downloaded < found.size:
+        status = f"downloaded {_bytes(found.downloaded)} of {size}"
     else:
-        told = f"brought {size}"
-    return f"{need.kind} {need.name}: {told}, {found.place}"
+        status = f"downloaded {size}"
+    return f"{required.kind} {required.name}: {status}, {found.place}"
 
 
 def _bytes(size: int) -> str:
+    number = float(size)
     for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000  # type: ignore[assignment]
-    return f"{size:.3g} TB"
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"

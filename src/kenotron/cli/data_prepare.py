@@ -16,9 +16,9 @@ from kenotron.config.errors import InputError, counted, nearest
 Inputs = Annotated[
     list[str], typer.Argument(metavar="INPUT...", help="text, jsonl(.gz), parquet, arrow files; folders; HF datasets.")
 ]
-Column = Annotated[str, typer.Option(help="The column that holds the text.")]
-Split = Annotated[str, typer.Option(help="The split of a Hugging Face dataset.")]
-ConfigName = Annotated[str | None, typer.Option(help="The configuration of a Hugging Face dataset.")]
+Column = Annotated[str, typer.Option(help="The column that contains the text.")]
+Split = Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")]
+ConfigName = Annotated[str | None, typer.Option(help="Configuration of a Hugging Face dataset.")]
 
 
 @app.command()
@@ -26,40 +26,44 @@ ConfigName = Annotated[str | None, typer.Option(help="The configuration of a Hug
 def tokenize(
     inputs: Inputs,
     tokenizer: Annotated[str, typer.Option(help="A folder, a tokenizer.json or a Hugging Face name.")],
-    output: Annotated[Path, typer.Option(help="Folder for the tokens; what is missing in it is made.")],
+    output: Annotated[Path, typer.Option(help="Output folder; if it has part of the output, the rest is added.")],
     format: Annotated[str, typer.Option(help="datatrove (.ds) or megatron (.bin, .idx).")] = "datatrove",
     column: Column = "text",
     split: Split = "train",
     config_name: ConfigName = None,
-    eos: Annotated[bool, typer.Option("--eos/--no-eos", help="End every document with the tokenizer's eos.")] = True,
+    eos: Annotated[
+        bool, typer.Option("--eos/--no-eos", help="Append the tokenizer's end-of-text token to every document.")
+    ] = True,
     bos: Annotated[
         bool | None,
-        typer.Option("--bos/--no-bos", help="Begin documents with bos; default: as the tokenizer does."),
+        typer.Option("--bos/--no-bos", help="Prepend the bos token to documents; default: as the tokenizer does."),
     ] = None,
-    workers: Annotated[int, typer.Option(help="Processes that tokenize; 0: one a core.", min=0)] = 0,
+    workers: Annotated[int, typer.Option(help="Worker processes; 0: one per core.", min=0)] = 0,
     shuffle_documents: Annotated[bool, typer.Option(help="Shuffle the documents of each shard.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of the shuffle; default: 0.", min=0)] = None,
-    shard_size: Annotated[float, typer.Option(help="MB of input that become one file.", min=0.001)] = 256,
+    shard_size: Annotated[float, typer.Option(help="MB of input per output file.", min=0.001)] = 256,
     filter: Annotated[
         str | None, typer.Option(help="module.function(row) -> bool, text or list of texts: the documents of a row.")
     ] = None,
     repeat: Annotated[
-        str | None, typer.Option(help="module.function(row, file) -> int: how often a row is written.")
+        str | None, typer.Option(help="module.function(row, file) -> int: how often to write a row.")
     ] = None,
-    skip_bad: Annotated[bool, typer.Option(help="Leave out and count what cannot be read.")] = False,
-    executor: Annotated[str | None, typer.Option(help="Run it as datatrove's tasks: local, slurm or ray.")] = None,
-    tasks: Annotated[int, typer.Option(help="Tasks of --executor; 0: one for each file.", min=0)] = 0,
-    partition: Annotated[str | None, typer.Option(help="Slurm's partition.")] = None,
-    time: Annotated[str | None, typer.Option(help="Slurm's time limit of a task, 10:00:00 for example.")] = None,
-    sbatch: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="More options of sbatch.")] = None,
+    skip_bad: Annotated[bool, typer.Option(help="Skip and count rows that cannot be read.")] = False,
+    executor: Annotated[
+        str | None, typer.Option(help="Run as tasks of a datatrove executor: local, slurm or ray.")
+    ] = None,
+    tasks: Annotated[int, typer.Option(help="Number of tasks of --executor; 0: one per file.", min=0)] = 0,
+    partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
+    time: Annotated[str | None, typer.Option(help="Slurm time limit of a task, for example 10:00:00.")] = None,
+    sbatch: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Further sbatch options.")] = None,
 ) -> None:
-    """Text becomes tokens on disk; a killed run goes on where it stopped.
+    """Tokenize text to token files. An interrupted run resumes where it stopped.
 
-    With --executor, --workers are the tasks that run at once (0: all; local: one a core).
+    With --executor, --workers is the number of concurrent tasks (0: all; local: one per core).
     """
-    from kenotron.data.prepare.tokenize import TokenizeOptions
-    from kenotron.data.prepare.tokenize import tokenize as work
-    from kenotron.data.tokenizer import load_tokenizer
+    from kenotron.prepare.tokenize import TokenizeOptions
+    from kenotron.prepare.tokenize import tokenize as work
+    from kenotron.text.tokenizer import load_tokenizer
 
     _check_format(format)
     on_this_machine(output, "--output")
@@ -100,17 +104,19 @@ def tokenize(
 
 @app.command()
 def merge(
-    sources: Annotated[list[str], typer.Argument(metavar="SRC...", help="Files of tokens, or folders of them.")],
+    sources: Annotated[list[str], typer.Argument(metavar="SRC...", help="Token files, or folders of them.")],
     output: Annotated[Path, typer.Option(help="A new file (.ds, .bin) or folder.")],
     format: Annotated[
-        str | None, typer.Option(help="datatrove or megatron; default: the output's or sources'.")
+        str | None, typer.Option(help="datatrove or megatron; default: by the suffix of the output, or as the sources.")
     ] = None,
-    shuffle: Annotated[bool, typer.Option(help="Shuffle documents over all sources.")] = False,
+    shuffle: Annotated[bool, typer.Option(help="Shuffle documents across all sources.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of the shuffle; default: 0.", min=0)] = None,
-    max_tokens_per_file: Annotated[int | None, typer.Option(help="Begin another file before this.", min=1)] = None,
+    max_tokens_per_file: Annotated[
+        int | None, typer.Option(help="Maximum number of tokens per output file.", min=1)
+    ] = None,
 ) -> None:
-    """Files of tokens become one, or a few, end to end or shuffled."""
-    from kenotron.data.prepare.merge import merge as work
+    """Merge token files into one or a few, end to end or shuffled."""
+    from kenotron.prepare.merge import merge as work
 
     if format is not None:
         _check_format(format)
@@ -125,22 +131,22 @@ def merge(
 @options_named()
 def train_tokenizer(
     inputs: Inputs,
-    vocab_size: Annotated[int, typer.Option(help="Most entries of the vocabulary.")],
+    vocab_size: Annotated[int, typer.Option(help="Maximum vocabulary size.")],
     output: Annotated[Path, typer.Option(help="New folder for the tokenizer.")],
     column: Column = "text",
     split: Split = "train",
     config_name: ConfigName = None,
     max_characters: Annotated[
-        int, typer.Option(help="Text to train on: as much from the beginning of each INPUT.", min=1)
+        int, typer.Option(help="Number of characters to train on, from the beginning of each INPUT.", min=1)
     ] = 200_000_000,
 ) -> None:
     """Train a byte-level BPE."""
-    from kenotron.data.prepare.inputs import first_texts, open_input
-    from kenotron.data.tokenizer import train_byte_level_bpe
+    from kenotron.prepare.inputs import first_texts, open_input
+    from kenotron.text.tokenizer import train_byte_level_bpe
 
     on_this_machine(output, "--output")
     if output.exists():
-        raise InputError(f"--output: {output} is there already; choose another one or remove it")
+        raise InputError(f"--output: {output} already exists; choose another one or remove it")
     texts = [open_input(name, column, split, config_name) for name in inputs]
     tokenizer = train_byte_level_bpe(first_texts(texts, max_characters), vocab_size)
     tokenizer.save(output)
@@ -150,7 +156,7 @@ def train_tokenizer(
 
 def _executors() -> ModuleType:
     try:
-        from kenotron.data.prepare import executors
+        from kenotron.prepare import executors
     except ImportError as error:
         raise InputError(f"--executor: needs datatrove ({error}); pip install 'kenotron[cluster]'") from None
     return executors
@@ -169,7 +175,7 @@ def _check_seed(seed: int | None, shuffled: bool, option: str) -> None:
 
 
 def _check_format(format: str) -> None:
-    from kenotron.data.prepare.tokenize import FORMATS
+    from kenotron.prepare.tokenize import FORMATS
 
     if format not in FORMATS:
         raise InputError(f"--format: expected {' or '.join(FORMATS)}, found '{format}'{nearest(format, FORMATS)}")

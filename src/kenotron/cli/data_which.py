@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 @app.command()
 def which(
     config: Annotated[Path, typer.Argument(help="The YAML file of the run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="Keys to change: dotted.path=value.")] = None,
-    step: Annotated[int | None, typer.Option(help="What this step reads, from 1.", min=1)] = None,
-    document: Annotated[str | None, typer.Option(help="FILE:NUMBER: the steps that read this document.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+    overrides: Annotated[list[str] | None, typer.Argument(help="Overrides: dotted.path=value.")] = None,
+    step: Annotated[int | None, typer.Option(help="Print what this step reads; steps count from 1.", min=1)] = None,
+    document: Annotated[str | None, typer.Option(help="FILE:NUMBER: print the steps that read this document.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What a step reads, or when a document is read: from the order alone."""
+    """Print what a step reads, or at which steps a document is read, from the data order alone."""
     from kenotron.config import load, refuse_unsupported
     from kenotron.data import open_run
 
@@ -39,30 +39,30 @@ def which(
     run = load(config, overrides or ())
     refuse_unsupported(run)
     with open_run(run, step or 1, _quiet) as data:
-        told, lines = _of_step(data, step) if document is None else _of_document(data, document)
-    print(json.dumps(told, indent=2) if as_json else "\n".join(lines))
+        record, lines = _of_step(data, step) if document is None else _of_document(data, document)
+    print(json.dumps(record, indent=2) if as_json else "\n".join(lines))
 
 
-def _of_step(data: RunData, step: int | None) -> tuple[dict[str, Any], list[str]]:
+def _of_step(data: RunData, step: int | None) -> tuple[dict[str, object], list[str]]:
     from kenotron.data.provenance import step_origins
 
     assert step is not None
     stage, origins = data.stage_at(step).name, step_origins(data, step)
-    told = {"step": step, "stage": stage, "samples": [asdict(origin) for origin in origins]}
-    return told, [f"step {step} of stage '{stage}': {counted(len(origins), 'sample')}", *map(_line, origins)]
+    record = {"step": step, "stage": stage, "samples": [asdict(origin) for origin in origins]}
+    return record, [f"step {step} of stage '{stage}': {counted(len(origins), 'sample')}", *map(_line, origins)]
 
 
-def _of_document(data: RunData, document: str) -> tuple[dict[str, Any], list[str]]:
+def _of_document(data: RunData, document: str) -> tuple[dict[str, object], list[str]]:
     from kenotron.data.provenance import document_sightings
 
     file, _, number = document.rpartition(":")
     if not file or not number.isdecimal():
         raise InputError(f"--document: expected FILE:NUMBER, such as tokens/0.ds:14, found '{document}'")
     found = document_sightings(data, file, int(number))
-    told = {"file": file, "document": int(number), "seen": [asdict(each) for each in found]}
+    record = {"file": file, "document": int(number), "seen": [asdict(each) for each in found]}
     steps = len({each.step for each in found})
     head = f"document {number} of {file}: in {counted(len(found), 'sample')} of {counted(steps, 'step')}"
-    return told, [
+    return record, [
         head,
         *(f"step {each.step}: sample {each.sample}, tokens {each.first_token}-{each.end_token - 1}" for each in found),
     ]
@@ -83,4 +83,4 @@ def _line(origin: SampleOrigin) -> str:
 
 
 def _quiet(line: str) -> None:
-    """What opening the data has to say is not asked for here."""
+    """What opening the data reports is left out here."""

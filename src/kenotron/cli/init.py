@@ -25,9 +25,9 @@ def starters() -> dict[str, str]:
 
 
 def init(
-    name: Annotated[str | None, typer.Argument(help="A starter; without one they are listed.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of a starter; omit it to list them.")] = None,
 ) -> None:
-    """Print a commented config to start from, or list what there is."""
+    """Print a commented starter config, or list the starters."""
     texts = starters()
     if name is None:
         width = max(map(len, texts))

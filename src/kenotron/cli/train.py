@@ -12,13 +12,13 @@ import typer
 
 
 def train(
-    file: Annotated[Path, typer.Argument(help="The run's YAML file.")],
+    file: Annotated[Path, typer.Argument(help="The YAML file of the run.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Any field by its path, such as tokens.train_steps=100.")
+        list[str] | None, typer.Argument(help="Any key by its dotted path, such as tokens.train_steps=100.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Set earlier checkpoints aside and start at step 0.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move earlier checkpoints aside and start at step 0.")] = False,
 ) -> None:
-    """Train as a YAML file says, in the processes that its layout needs; continues from its newest whole checkpoint."""
+    """Train a config, with as many local processes as its layout needs. Resumes from the newest complete checkpoint."""
     from kenotron.config import load
     from kenotron.launch import launch, leave
 

@@ -1,4 +1,4 @@
-"""The whole config: its sections, what is derived from several of them, and the checks across them."""
+"""The complete config: its sections, values derived from several of them, and checks across sections."""
 
 from __future__ import annotations
 
@@ -8,37 +8,29 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kenotron.config.architecture import (
-    HFArchitecture,
-    LlamaArchitecture,
-    Qwen2Architecture,
-    Starcoder2Architecture,
-    odd_head_dim,
-)
 from kenotron.config.checkpoints import Checkpoints
 from kenotron.config.data import SFT_DATASETS, TEXT_DATASETS, DataStage, MixtureDataset, PlainDataset, paths_of
+from kenotron.config.decoder import DecoderArchitecture, Problem
 from kenotron.config.errors import nearest
 from kenotron.config.general import General
-from kenotron.config.lighteval import Lighteval
-from kenotron.config.logging import Logging, MetricsLogging
+from kenotron.config.logging import Logging
 from kenotron.config.model import Model
 from kenotron.config.optimizer import Optimizer
 from kenotron.config.parallelism import STRATEGIES, V_ENGINES, ZERO_BUBBLE_ENGINES, Parallelism
 from kenotron.config.profiler import Profiler
 from kenotron.config.remote import RemoteData
-from kenotron.config.s3_upload import S3Upload
 from kenotron.config.section import OURS, Section, key, null_means, problem
 from kenotron.config.tokenizer import Tokenizer
 from kenotron.config.tokens import Tokens
 
 
 def _in_order(stages: list[DataStage]) -> list[DataStage]:
-    """The stages sorted by their start, once it is seen that names and starts differ and one starts at 1."""
+    """The stages sorted by their start. Names and starts must be unique, and one must start at 1."""
     for i, stage in enumerate(stages):
         for name in ("name", "start_training_step"):
             value = getattr(stage, name)
             if value in (getattr(other, name) for other in stages[:i]):
-                raise problem(f"{i}.{name}", f"expected one that no other stage has, found {value!r} twice")
+                raise problem(f"{i}.{name}", f"expected a value that no other stage has, found {value!r} twice")
     ordered = sorted(stages, key=lambda stage: stage.start_training_step)
     if ordered and ordered[0].start_training_step != 1:
         first = stages.index(ordered[0])
@@ -48,40 +40,33 @@ def _in_order(stages: list[DataStage]) -> list[DataStage]:
 
 
 class Config(Section):
-    """One run. Attributes are the YAML keys, but for `model.architecture` (YAML: `model.model_config`)."""
+    """The config of a run. Attributes are the YAML keys, except `model.architecture` (YAML: `model.model_config`)."""
 
-    general: General = key("What the run is called, and its seed.")
-    parallelism: Annotated[Parallelism, null_means(Parallelism())] = key(
-        "How many ways each axis splits the run.", Parallelism()
-    )
-    model: Model = key("Architecture, first weights, precision.")
+    general: General = key("Name and seed of the run.")
+    parallelism: Annotated[Parallelism, null_means(Parallelism())] = key("Degrees of the parallel axes.", Parallelism())
+    model: Model = key("Architecture, initial weights, precision.")
     tokenizer: Annotated[Tokenizer, null_means(Tokenizer())] = key("The tokenizer.", Tokenizer())
     checkpoints: Checkpoints = key("Saving and resuming.")
-    logging: Annotated[Logging, null_means(Logging())] = key("What is printed and written down.", Logging())
-    metrics_logging: Annotated[MetricsLogging, null_means(MetricsLogging())] = key(
-        "Statistics of parameters and gradients.", MetricsLogging()
-    )
-    tokens: Tokens = key("Sequence length, batch, steps, validation.")
-    optimizer: Optimizer = key("Update rule and learning rate.")
+    logging: Annotated[Logging, null_means(Logging())] = key("What is printed and logged.", Logging())
+    tokens: Tokens = key("Sequence length, batch size, steps, validation.")
+    optimizer: Optimizer = key("Update rule and learning-rate schedule.")
     data_stages: Annotated[list[DataStage], AfterValidator(_in_order)] = key(
-        "What is read, from which step on.", min_length=1
+        "The data of the run, stage by stage.", min_length=1
     )
     remote_data: Annotated[RemoteData, null_means(RemoteData())] = key(
-        "Data on other machines (s3://, gs://, hf://, https://).", RemoteData(), mark=OURS
+        "Remote data (s3://, gs://, hf://, https://).", RemoteData(), mark=OURS
     )
-    profiler: Profiler | None = key("A torch trace of some steps.", None)
-    lighteval: Lighteval | None = key("Evaluation jobs that follow the checkpoints (not supported yet).", None)
-    s3_upload: S3Upload | None = key("Copies of checkpoints in object storage (not supported yet).", None)
+    profiler: Profiler | None = key("A torch profiler trace of some steps.", None)
 
     @property
     def global_batch_size(self) -> int:
-        """Sequences of one optimizer step."""
+        """Sequences per optimizer step."""
         tokens = self.tokens
         return tokens.micro_batch_size * tokens.batch_accumulation_per_replica * self.parallelism.dp
 
     @property
     def sequence_lengths(self) -> dict[str, int]:
-        """The sequence length of every stage, under the key that says it; the first stage's is the first."""
+        """The sequence length of each stage, in order, by the key that sets it."""
         tokens, found = self.tokens, {}
         for i, stage in enumerate(self.data_stages):
             at = "tokens" if stage.sequence_length is None else f"data_stages.{i}"
@@ -90,13 +75,13 @@ class Config(Section):
 
     @property
     def datasets(self) -> list[PlainDataset | None]:
-        """The datasets of all stages, those of mixtures one by one."""
+        """The datasets of all stages, with mixtures expanded."""
         found = [stage.data.dataset for stage in self.data_stages]
         return [part for each in found for part in (each.mixture if isinstance(each, MixtureDataset) else [each])]
 
     @property
     def zero_stage(self) -> int | str:
-        """0, 1, 2, 3 or "hybrid", from whichever of the two keys says it."""
+        """0, 1, 2, 3 or "hybrid", from `optimizer.zero_stage` or `parallelism.strategy`."""
         by_strategy = STRATEGIES.get(self.parallelism.strategy or "")
         return next((stage for stage in (self.optimizer.zero_stage, by_strategy) if stage is not None), 0)
 
@@ -104,12 +89,12 @@ class Config(Section):
     def _checks(self) -> Self:
         checks = (
             _check_heads,
+            _check_loss,
             _check_layout,
             _check_ramps,
             _check_tokenizer,
             _check_steps,
-            _check_company,
-            _check_evaluation,
+            _check_dependent_keys,
         )
         problems = [problem for check in checks for problem in check(self)]
         if problems:
@@ -117,34 +102,16 @@ class Config(Section):
         return self
 
 
-Problem = tuple[str, str]  # the key to change, and what is wrong
-
-
 def _check_heads(config: Config) -> Iterator[Problem]:
-    model, tp = config.model.architecture, config.parallelism.tp
-    if not isinstance(model, LlamaArchitecture | Qwen2Architecture | Starcoder2Architecture):
-        return
-    heads = model.num_attention_heads
-    if problem := odd_head_dim(model.hidden_size, heads):
-        yield "model.model_config.hidden_size", problem
-    if isinstance(model, Starcoder2Architecture):
-        kv, kv_key = model.num_kv_heads or (1 if not model.grouped_query else heads), "num_kv_heads"
-    else:
-        kv, kv_key = model.num_key_value_heads or heads, "num_key_value_heads"
-    at = "model.model_config."
-    if model.hidden_size % heads:
-        yield (
-            at + "num_attention_heads",
-            f"expected a divisor of hidden_size {model.hidden_size}, found {heads}",
-        )
-    if kv > heads or heads % kv:
-        yield at + kv_key, f"expected a divisor of num_attention_heads {heads}, found {kv}"
-    if heads % tp:
-        yield "parallelism.tp", f"expected a divisor of num_attention_heads {heads}, found {tp}"
-    elif kv % tp and tp % kv:
-        yield "parallelism.tp", f"expected a divisor or a multiple of {kv_key} {kv}, found {tp}"
-    if model.intermediate_size is not None and model.intermediate_size % tp:
-        yield "parallelism.tp", f"expected a divisor of intermediate_size {model.intermediate_size}, found {tp}"
+    model = config.model.architecture
+    if isinstance(model, DecoderArchitecture):
+        yield from ((f"model.model_config.{name}", problem) for name, problem in model.shape_problems())
+        yield from (("parallelism.tp", problem) for problem in model.tp_problems(config.parallelism.tp))
+
+
+def _check_loss(config: Config) -> Iterator[Problem]:
+    if config.model.loss is not None and getattr(config.model.architecture, "z_loss_enabled", False):
+        yield "model.model_config.z_loss_enabled", "is part of cross entropy; expected false with model.loss"
 
 
 def _check_layout(config: Config) -> Iterator[Problem]:
@@ -158,14 +125,15 @@ def _check_layout(config: Config) -> Iterator[Problem]:
     elif strategy in STRATEGIES and zero_stage not in (None, STRATEGIES[strategy]):
         yield (
             "parallelism.strategy",
-            f"{strategy} means optimizer.zero_stage {STRATEGIES[strategy]}, but that is {zero_stage}: drop one of them",
+            f"{strategy} means optimizer.zero_stage {STRATEGIES[strategy]}, but that is {zero_stage}; remove one of "
+            f"them",
         )
     if layout.dp_shard is not None and layout.dp % layout.dp_shard:
         yield "parallelism.dp_shard", f"expected a divisor of dp {layout.dp}, found {layout.dp_shard}"
     elif layout.dp_shard not in (None, layout.dp) and config.zero_stage == 0:
         yield (
             "parallelism.dp_shard",
-            f"expected a zero_stage above 0 with it (at 0 nothing is sharded), found {layout.dp_shard}",
+            f"expected a zero_stage above 0 with dp_shard {layout.dp_shard} (at 0 nothing is sharded)",
         )
     if layout.context_parallel_size > 1:
         yield from _check_context_parallel(config)
@@ -174,7 +142,8 @@ def _check_layout(config: Config) -> Iterator[Problem]:
         if layout.tp > 1 and layout.tp_mode == "REDUCE_SCATTER" and local % layout.tp:
             yield (
                 "parallelism.tp_mode",
-                f"REDUCE_SCATTER splits a micro-batch's {local} tokens over tp {layout.tp}: expected a multiple of it",
+                f"REDUCE_SCATTER splits the {local} tokens of a micro-batch over tp {layout.tp}; expected a multiple "
+                f"of {layout.tp}",
             )
     if layout.pp > 1:
         yield from _check_pipeline(config)
@@ -191,22 +160,27 @@ def _check_context_parallel(config: Config) -> Iterator[Problem]:
     }
     for name, length in (lengths | starts).items():
         if length % parts:
-            yield at, f"{method} cuts a sequence into {parts} pieces; expected {name} {length} to divide by that"
-    if isinstance(model, HFArchitecture):
+            yield (
+                at,
+                f"{method} splits a sequence into {parts} parts; expected {name} to be a multiple of {parts}, found "
+                f"{length}",
+            )
+    if not isinstance(model, DecoderArchitecture):
         return
     heads = model.num_attention_heads
+    if model.attention_window is not None:
+        yield at, f"expected 1 with a sliding window of {model.attention_window} tokens (not supported yet), found {cp}"
     if method == "ulysses" and heads % layout.tp == 0 and heads // layout.tp % cp:
         yield (
             at,
-            f"ulysses shares out a rank's query heads, num_attention_heads {heads} / tp {layout.tp} = "
-            f"{heads // layout.tp}; expected a divisor of that, found {cp} (ring and allgather take any)",
+            f"ulysses splits the query heads of a rank, num_attention_heads {heads} / tp {layout.tp} = "
+            f"{heads // layout.tp}; expected a divisor of that, found {cp} (ring and allgather take any degree)",
         )
-    scaling = getattr(model, "rope_scaling", None) or {}
     for name, length in lengths.items():
-        if scaling.get("rope_type", scaling.get("type")) == "dynamic" and length > model.max_position_embeddings:
+        if model.depends_on_longest and length > model.max_position_embeddings:
             yield (
                 at,
-                "rope_scaling dynamic grows with a batch's longest position, and a rank sees only its own tokens'; "
+                "rope_scaling dynamic depends on the longest position of a batch, and a rank has only its own tokens; "
                 f"expected 1, or {name} of at most max_position_embeddings {model.max_position_embeddings}",
             )
 
@@ -219,7 +193,7 @@ def _check_pipeline(config: Config) -> Iterator[Problem]:
     if layout.pp_engine in V_ENGINES and per_rank != 2:
         yield "parallelism.pp_stages_per_rank", f"expected 2 with pp_engine {layout.pp_engine}, found {per_rank}"
     architecture = config.model.architecture
-    layers = None if isinstance(architecture, HFArchitecture) else architecture.num_hidden_layers
+    layers = architecture.num_hidden_layers if isinstance(architecture, DecoderArchitecture) else None
     if layout.pp_layers is not None:
         given = layout.pp_layers
         if len(given) != stages or min(given, default=0) < 1:
@@ -234,38 +208,38 @@ def _check_pipeline(config: Config) -> Iterator[Problem]:
     if layout.pp_engine in ZERO_BUBBLE_ENGINES and config.zero_stage in (3, "hybrid"):
         yield (
             "optimizer.zero_stage",
-            f"{config.zero_stage} drops gathered weights between the halves of a backward pass that pp_engine "
-            f"{layout.pp_engine} splits; expected 0, 1 or 2, or pp_engine afab, 1f1b or interleaved_1f1b",
+            f"{config.zero_stage} frees gathered weights between the two halves of backward that pp_engine "
+            f"{layout.pp_engine} runs apart; expected 0, 1 or 2, or pp_engine afab, 1f1b or interleaved_1f1b",
         )
     yield from _check_micro_batches(config)
 
 
 def _check_micro_batches(config: Config) -> Iterator[Problem]:
-    """The schedules' own limits, for every batch size of the run."""
+    """Limits of the pipeline schedules, for every batch size of the run."""
     count = config.tokens.batch_accumulation_per_replica
-    if expected := _micro_batches_wanted(config.parallelism, count):
+    if expected := _micro_batches_needed(config.parallelism, count):
         yield "tokens.batch_accumulation_per_replica", f"expected {expected}, found {count}"
     at_once = config.tokens.micro_batch_size * config.parallelism.dp
     for i, stage in enumerate(config.data_stages):
         ramp = stage.batch_size_ramp
         for size in range(ramp.start, config.global_batch_size, ramp.increment) if ramp else ():
-            expected = _micro_batches_wanted(config.parallelism, size // at_once)
+            expected = _micro_batches_needed(config.parallelism, size // at_once)
             if size % at_once == 0 and expected:
                 at = f"data_stages.{i}.batch_size_ramp"
                 yield at, f"expected {expected}, found {size // at_once} in a step of {size} samples"
                 break
 
 
-def _micro_batches_wanted(layout: Parallelism, count: int) -> str | None:
-    """What the schedule needs in the place of `count` micro-batches; None: it can do them."""
+def _micro_batches_needed(layout: Parallelism, count: int) -> str | None:
+    """What the schedule needs instead of `count` micro-batches; None if it can run them."""
     least = 2 * layout.pp if layout.pp_engine == "dualpipev" else 1
     if count < least:
         return f"at least {least} micro-batches with pp_engine {layout.pp_engine} and pp {layout.pp}"
     if layout.pp_engine.startswith("interleaved") and count % max(1, count // layout.pp):
         rounds = count // layout.pp
         return (
-            f"a multiple of {rounds} micro-batches, which pp_engine {layout.pp_engine} cuts into {rounds} rounds of at "
-            f"least pp {layout.pp}"
+            f"a multiple of {rounds} micro-batches, which pp_engine {layout.pp_engine} splits into {rounds} rounds "
+            f"of at least pp {layout.pp}"
         )
     return None
 
@@ -285,7 +259,7 @@ def _check_ramps(config: Config) -> Iterator[Problem]:
             elif (size - ramp.start) % ramp.increment:
                 yield (
                     at + "increment",
-                    f"expected a divisor of {size - ramp.start}, the global batch of {size} samples less start "
+                    f"expected a divisor of {size - ramp.start}, the global batch of {size} samples minus start "
                     f"{ramp.start}, found {ramp.increment}",
                 )
         if shorter := stage.sequence_length_ramp:
@@ -306,17 +280,20 @@ def _check_tokenizer(config: Config) -> Iterator[Problem]:
         if texts and not tokenizer.tokenizer_name_or_path and not tokenizer.train:
             yield (
                 "tokenizer.tokenizer_name_or_path",
-                f"missing: the stage '{stage.name}' reads text (or ask for tokenizer.train)",
+                f"missing: the stage '{stage.name}' reads text (set it, or tokenizer.train)",
             )
             return
         if first and tokenizer.train and not texts:
-            yield "tokenizer.train", f"expected text in the first stage, '{stage.name}', to train on"
+            yield "tokenizer.train", f"expected the first stage, '{stage.name}', to read text to train on"
         if first and tokenizer.train and any(isinstance(part, SFT_DATASETS) for part in parts):
-            yield "tokenizer.train", "expected tokenizer_name_or_path: none is trained on prompts and answers"
+            yield (
+                "tokenizer.train",
+                "expected tokenizer_name_or_path instead: a tokenizer cannot be trained on fine-tuning data",
+            )
         first = False
     architecture = config.model.architecture
     entries = tokenizer.train.vocab_size if tokenizer.train else 0
-    if not isinstance(architecture, HFArchitecture) and entries > architecture.vocab_size:
+    if isinstance(architecture, DecoderArchitecture) and entries > architecture.vocab_size:
         yield (
             "tokenizer.train.vocab_size",
             f"expected at most the model's vocab_size {architecture.vocab_size}, found {entries}",
@@ -327,7 +304,7 @@ def _check_steps(config: Config) -> Iterator[Problem]:
     schedule, steps = config.optimizer.learning_rate_scheduler, config.tokens.train_steps
     at = "optimizer.learning_rate_scheduler."
     if schedule.lr_decay_style == "step" and schedule.lr_step_size is None:
-        yield at + "lr_step_size", "missing: lr_decay_style step drops every lr_step_size steps"
+        yield at + "lr_step_size", "missing: lr_decay_style step needs it"
     if schedule.decay_start < schedule.lr_warmup_steps:
         yield (
             at + "lr_decay_starting_step",
@@ -342,35 +319,19 @@ def _check_steps(config: Config) -> Iterator[Problem]:
     if profiler and profiler.profiler_export_path and steps < profiler.steps:
         yield (
             "profiler",
-            f"expected tokens.train_steps of at least {profiler.steps} for its trace, found {steps}",
+            f"expected tokens.train_steps of at least {profiler.steps} for the trace, found {steps}",
         )
 
 
-def _check_company(config: Config) -> Iterator[Problem]:
-    """Keys that do nothing without another."""
+def _check_dependent_keys(config: Config) -> Iterator[Problem]:
+    """Keys that have no effect without another."""
     tokens, checkpoints = config.tokens, config.checkpoints
     if tokens.val_samples is not None and not tokens.limit_val_batches:
-        yield "tokens.limit_val_batches", "expected -1 or a number above 0 beside tokens.val_samples, found 0"
+        yield "tokens.limit_val_batches", "expected -1 or a number above 0 with tokens.val_samples, found 0"
     if checkpoints.keep_every is not None and checkpoints.keep_last is None:
-        yield "checkpoints.keep_last", "missing: checkpoints.keep_every keeps some of what keep_last would delete"
+        yield "checkpoints.keep_last", "missing: checkpoints.keep_every needs it"
     if config.data_stages[0].data.restart:
-        yield "data_stages.0.data.restart", "expected false: no stage comes before the first"
+        yield "data_stages.0.data.restart", "expected false: there is no stage before the first"
     paths = [path for dataset in config.datasets for path in paths_of(dataset)]
     if config.remote_data != RemoteData() and not any("://" in path or path.endswith(".json") for path in paths):
-        yield "remote_data", "expected a path on another machine (s3://, gs://, hf://, https://), found none"
-
-
-def _check_evaluation(config: Config) -> Iterator[Problem]:
-    evaluation = config.lighteval
-    if not evaluation:
-        return
-    if evaluation.upload_to_wandb:
-        for name in ("s3_save_path", "wandb_project", "wandb_entity"):
-            if getattr(evaluation, name) is None:
-                yield f"lighteval.{name}", "missing: upload_to_wandb needs it"
-    interval, every = evaluation.eval_interval, config.checkpoints.checkpoint_interval
-    if config.s3_upload and interval is not None and interval % every:
-        yield (
-            "lighteval.eval_interval",
-            f"expected a multiple of checkpoint_interval {every}, found {interval}",
-        )
+        yield "remote_data", "expected a remote data path (s3://, gs://, hf://, https://), found none"

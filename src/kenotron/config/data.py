@@ -1,17 +1,17 @@
 """`data_stages`: what the run reads, from which step on.
 
-A dataset is one of these, told apart by the key that stands first here:
+A dataset is one of these, recognized by the key that comes first here:
 
     null                                                     synthetic random tokens
     {hf_dataset_or_datasets: org/name, …}                    Hugging Face `datasets`, packed for pretraining
     {hf_dataset_or_datasets: …, sft_dataloader: true}        their prompts and answers, for fine-tuning
-    {text_files: chats.jsonl, sft_dataloader: true}          the same of files on this machine    (ours)
+    {text_files: chats.jsonl, sft_dataloader: true}          the same from files                  (Kénotron)
     {dataset_folder: [a, b], dataset_weights: [1, 2], …}     folders of .ds files (Nanoset)
-    {tokens: {code: 3, prose.bin: 1}}                        tokenized files of any format            (ours)
-    {corpus: python-stdlib}                                  the embedded corpus                      (ours)
-    {text_files: texts/}                                     txt, jsonl files and folders, packed or not (ours)
-    {source: package.module.make, kwargs: {}}                a token source of your own               (ours)
-    {mixture: [{weight: 3, corpus: python-stdlib}, …]}       several of the above                     (ours)
+    {tokens: {code: 3, prose.bin: 1}}                        tokenized files of any format            (Kénotron)
+    {corpus: python-stdlib}                                  the embedded corpus                      (Kénotron)
+    {text_files: texts/}                                     txt, jsonl files and folders, packed or not (Kénotron)
+    {source: package.module.make, kwargs: {}}                a token source of your own               (Kénotron)
+    {mixture: [{weight: 3, corpus: python-stdlib}, …]}       several of the above                     (Kénotron)
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Dataset(Section):
     """What all variants share."""
 
     weight: Weight | None = key(
-        "Share in a mixture, only there: a number, or as many as it has training tokens, or bytes (size).",
+        "Share in a mixture: a number, or in proportion to its training tokens (tokens) or bytes (size).",
         None,
         mark=OURS,
     )
     max_epochs: float | None = key(
-        "Most epochs that are read of it, or of each of its paths, over all stages; null: no limit.",
+        "Maximum epochs over all stages, for each of its paths; null: no limit.",
         None,
         gt=0,
         mark=OURS,
@@ -87,19 +87,22 @@ class Streaming(Section):
     """Text that is tokenized while the run reads it: nothing is cached, memory is bounded."""
 
     shuffle_buffer: int = key(
-        "Documents among which a lane draws the next one at random; 1: all in the order of the files.",
+        "Size of the shuffle buffer of a reader shard, in documents; 1: file order.",
         10_000,
         ge=1,
         mark=OURS,
     )
     lanes: int = key(
-        "Independent readers, each of every so-many-th file; at most as many as there are files.", 1, ge=1, mark=OURS
+        "Number of reader shards, each with its own files; at most the number of files.",
+        1,
+        ge=1,
+        mark=OURS,
     )
 
 
 class _Streamed(Section):
     streaming: Streaming | None = key(
-        "Tokenize while training reads, and save with each checkpoint how far; null: tokenize once, and keep it.",
+        "Tokenize during training, and save the position in checkpoints; null: tokenize once and cache the tokens.",
         None,
         mark=OURS,
     )
@@ -110,36 +113,34 @@ class _Streamed(Section):
             field = type(self).model_fields.get(name)
             if self.streaming is not None and field is not None and (found := getattr(self, name)) != field.default:
                 raise problem(
-                    name, f"not known for a stream: no cache, no length, windows only; leave it out, found {found}"
+                    name, f"not supported with streaming (no cache, no length, windows only); remove it, found {found}"
                 )
         return self
 
 
 class _HFDataset(_PackedDataset):
-    hf_dataset_or_datasets: Names = key(
-        "Hub name or folder, a list of them, or a map name → fraction of its rows to take."
-    )
+    hf_dataset_or_datasets: Names = key("Hub name or folder, a list of them, or a map name → fraction of its rows.")
     hf_dataset_splits: Annotated[NameOrNames, null_means("train")] = key("Split, or splits, to read.", "train")
     hf_dataset_config_name: str | None = key("Configuration of the dataset.", None)
-    dataset_processing_num_proc_per_process: int = key("Processes that tokenize.", 1, ge=1)
-    dataset_overwrite_cache: bool = key("Tokenize anew even where the result is cached.", False)
+    dataset_processing_num_proc_per_process: int = key("Tokenizing processes.", 1, ge=1)
+    dataset_overwrite_cache: bool = key("Tokenize again even if the result is cached.", False)
 
 
 class PretrainDataset(_HFDataset, _Streamed):
     """Hugging Face datasets, their text column packed into sequences."""
 
-    text_column_name: Annotated[str, null_means("text")] = key("Column that holds the text.", "text")
+    text_column_name: Annotated[str, null_means("text")] = key("Column that contains the text.", "text")
 
 
 class _Examples(_PackedDataset):
-    """Prompts and answers: only answers are learnt, and documents are masked from each other."""
+    """Prompts and answers: only answers carry a loss, and documents are masked from each other."""
 
-    sft_dataloader: Literal[True] = key("Selects fine-tuning.", True)
+    sft_dataloader: Literal[True] = key("Selects supervised fine-tuning.", True)
     debug_max_samples: int | None = key("Cap on the rows; null: all.", None, ge=1)
     prompt_column_name: str = key("Column of the prompt.", "prompt", mark=OURS)
-    completion_column_name: str = key("Column of the answer, which is learnt.", "completion", mark=OURS)
+    completion_column_name: str = key("Column of the answer, which carries the loss.", "completion", mark=OURS)
     messages_column_name: str = key(
-        "Column of a conversation, a list of {role, content}; a row that has it needs no prompt.", "messages", mark=OURS
+        "Column of a conversation, a list of {role, content}; rows with it need no prompt.", "messages", mark=OURS
     )
     packing: Packing = key(_PACKING, "best_fit", mark=OURS)
 
@@ -151,35 +152,38 @@ class SFTDataset(_Examples, _HFDataset):
 class NanosetDataset(_PackedDataset):
     """Folders of tokens in `.ds` files, as datatrove and `kenotron data tokenize` write them (Nanoset)."""
 
-    dataset_folder: NameOrNames = key("Folder, or folders, of `.ds` files; nested folders are read too.")
-    dataset_weights: list[Share] | None = key("Share of each folder; null: as many as it has samples.", None)
+    dataset_folder: NameOrNames = key("Folder, or folders, of `.ds` files, including nested folders.")
+    dataset_weights: list[Share] | None = key("Share of each folder; null: in proportion to its samples.", None)
     dataset_read_path: NameOrNames | None = key(
-        "Folder, or folders, of local copies: a file that is there is read there.", None
+        "Folder, or folders, of local copies: a file that has a copy is read from it.", None
     )
     tokenizer_name: str | None = key(
-        "Tokenizer that made the files, compared with the run's; null: what their metadata say.", None
+        "Tokenizer of the files, compared with that of the run; null: from their metadata.", None
     )
     vocab_size: int | None = key(
-        "Its vocabulary: no token may reach it; null: model.model_config.vocab_size.", None, ge=1
+        "Vocabulary size: ids must be below it; null: model.model_config.vocab_size.", None, ge=1
     )
-    token_size_in_bytes: Literal[2, 4] | None = key("Bytes of one token; null: what the files say.", None)
+    token_size_in_bytes: Literal[2, 4] | None = key("Bytes per token; null: as the files declare.", None)
     return_positions: bool = key(
-        "Read where documents end, for model.document_masking; false: every sequence counts as one document.", True
+        "Read document boundaries, for model.document_masking; false: every sequence counts as one document.", True
     )
     skip_in_stream: bool = key(
-        "Skip by reading on resume; here any sample is found by its number.", False, mark=NO_EFFECT
+        "Skip by reading on resume; not needed, samples are found by index.", False, mark=NO_EFFECT
     )
-    pad_samples_to_global_batch_size: bool = key("Pad the last batch; here every batch is full.", False, mark=NO_EFFECT)
+    pad_samples_to_global_batch_size: bool = key(
+        "Pad the last batch; not needed, every batch is full.", False, mark=NO_EFFECT
+    )
     dataset_max_tokens: list[Annotated[int, Field(ge=1)]] | None = key(
-        "Cap on the tokens of each folder that are trained on; null: all.", None
+        "Cap on the training tokens of each folder; null: all.", None
     )
     shuffle_files: bool = key(
-        "Shuffle the files of each folder by general.seed before the cap; samples are shuffled in any case.", False
+        "Shuffle the files of each folder by general.seed before the cap; samples are always shuffled.", False
     )
-    use_old_brrr_dataloader: bool = key("Nothing, in nanotron too.", False, mark=NO_EFFECT)
+    use_old_brrr_dataloader: bool = key("Has no effect in nanotron either.", False, mark=NO_EFFECT)
 
     @property
     def folders(self) -> list[str]:
+        """The folders, as a list."""
         return as_list(self.dataset_folder)
 
     @model_validator(mode="after")
@@ -191,7 +195,7 @@ class NanosetDataset(_PackedDataset):
             if values is not None and len(values) != folders:
                 raise problem(name, f"expected one entry per folder ({folders}), found {len(values)}")
         if self.packing == "best_fit" and not self.return_positions:
-            raise problem("return_positions", "expected true beside packing: best_fit, which needs them")
+            raise problem("return_positions", "expected true with packing: best_fit, which needs document boundaries")
         return self
 
 
@@ -207,12 +211,10 @@ class TokenFilesDataset(_PackedDataset):
     """Tokenized files of any format that is read here: datatrove, Megatron, litdata, numpy."""
 
     tokens: PathsOrShares = key(
-        "File or folder, a list (shares by their samples), a map path → share, or a .json file that holds one.",
+        "File or folder, a list (in proportion to their samples), a map path → share, or a .json file with such a map.",
         mark=OURS,
     )
-    token_dtype: TokenType | None = key(
-        "Type of one token in files that do not say it themselves (raw .bin).", None, mark=OURS
-    )
+    token_dtype: TokenType | None = key("Dtype of the ids in files that do not declare it (raw .bin).", None, mark=OURS)
 
 
 class EmbeddedCorpus(_PackedDataset, _Streamed):
@@ -222,32 +224,32 @@ class EmbeddedCorpus(_PackedDataset, _Streamed):
 
 
 class TextFiles(_PackedDataset, _Streamed):
-    """Text on this machine."""
+    """Text files."""
 
     text_files: PathsOrShares = key(
-        "Files (txt, jsonl, .gz or .zst of them, parquet, arrow) or folders of them, a list, or a map path → share.",
+        "Files (txt, JSONL, both also .gz or .zst, parquet, arrow) or folders, a list, or a map path → share.",
         mark=OURS,
     )
     text_column_name: Annotated[str, null_means("text")] = key(
-        "Field of a jsonl line that holds the text.", "text", mark=OURS
+        "Field of a JSON line that contains the text.", "text", mark=OURS
     )
 
 
 class SFTFiles(_Examples):
-    """Prompts and answers in files on this machine."""
+    """Files of prompts and answers."""
 
-    text_files: NameOrNames = key("Files (jsonl, .gz or .zst of it, parquet, arrow) or folders of them.", mark=OURS)
+    text_files: NameOrNames = key("Files (JSONL, also .gz or .zst, parquet, arrow) or folders of them.", mark=OURS)
 
 
 class CustomSource(Dataset):
-    """A token source of your own."""
+    """Your own token source."""
 
     source: str = key(
-        "Dotted path of a class or function that gives a token source, or its name as an entry point of "
+        "Dotted path of a class or function that returns a token source, or its name as an entry point of "
         "kenotron.datasets.",
         mark=OURS,
     )
-    kwargs: dict[str, Any] = key("Keyword arguments it is called with.", {}, mark=OURS)
+    kwargs: dict[str, Any] = key("Keyword arguments for it.", {}, mark=OURS)
 
 
 _VARIANTS: dict[str, type[Dataset]] = {
@@ -311,7 +313,7 @@ class MixtureDataset(Section):
     def _weighted(self) -> Self:
         for i, dataset in enumerate(self.mixture):
             if dataset.weight is None:
-                raise problem(f"mixture.{i}.weight", "missing: every dataset of a mixture has a weight")
+                raise problem(f"mixture.{i}.weight", "missing: every dataset of a mixture needs a weight")
         kinds = {dataset.weight if isinstance(dataset.weight, str) else "numbers" for dataset in self.mixture}
         if len(kinds) > 1:
             raise problem("mixture", f"expected weights of one kind, found {' and '.join(sorted(kinds))}")
@@ -324,48 +326,51 @@ AnyDataset = Annotated[
 ]
 
 
-# Those whose text is turned into tokens here.
+# Those whose text this run tokenizes.
 SFT_DATASETS = (SFTDataset, SFTFiles)
 TEXT_DATASETS = (PretrainDataset, EmbeddedCorpus, TextFiles, *SFT_DATASETS)
 
 
-def paths_of(dataset: Any) -> list[str]:
-    """The paths of files that a plain dataset names, here or on other machines; none where it reads no files."""
-    found = (getattr(dataset, name, None) for name in ("dataset_folder", "tokens", "text_files"))
-    paths: str | list[str] | dict[str, float] = next((each for each in found if each is not None), [])
-    return as_list(paths) if isinstance(paths, str) else list(paths)
+def paths_of(dataset: PlainDataset | None) -> list[str]:
+    """The local or remote paths of a plain dataset; none if it reads no files."""
+    if isinstance(dataset, NanosetDataset):
+        return dataset.folders
+    if not isinstance(dataset, TokenFilesDataset | TextFiles | SFTFiles):
+        return []
+    paths = dataset.tokens if isinstance(dataset, TokenFilesDataset) else dataset.text_files
+    return [paths] if isinstance(paths, str) else list(paths)
 
 
-def _most_sources(dataset: Any) -> int:
+def _most_sources(dataset: PlainDataset | None) -> int:
     """How many sources a plain dataset has at most, each with a share: a mix file may hold any number."""
-    if isinstance(dataset, NanosetDataset | TokenFilesDataset) or isinstance(
-        getattr(dataset, "text_files", None), dict
-    ):
+    is_map = isinstance(dataset, TextFiles) and isinstance(dataset.text_files, dict)
+    if is_map or isinstance(dataset, NanosetDataset | TokenFilesDataset):
         paths = paths_of(dataset)
         return 2 if paths[0].endswith(".json") else len(paths)
     return 1
 
 
 class Data(Section):
-    dataset: AnyDataset | None = key("What is read; null: synthetic random tokens.")
+    """What a stage reads, and how its sources are mixed."""
+
+    dataset: AnyDataset | None = key("The data; null: synthetic random tokens.")
     seed: Annotated[int, null_means(42)] = key("Seed of the data order.", 42, ge=0)
     num_loading_workers: int = key(
-        "Threads that read ahead, as many as the stage with the most asks for, one where a stage is a stream; 0: the "
-        "training thread reads.",
+        "Prefetching threads: the maximum over stages, and one if a stage is a stream; 0: read in the training thread.",
         1,
         ge=0,
     )
     temperature: float = key(
-        "Shares are proportional to weight^(1 / temperature): above 1 they grow alike.", 1.0, gt=0, mark=OURS
+        "Shares are proportional to weight^(1 / temperature): above 1 they become more equal.", 1.0, gt=0, mark=OURS
     )
     when_exhausted: Literal["stop", "renormalise", "repeat"] = key(
-        "What happens when a source has given its max_epochs: the run ends, the other sources share on, or it is told "
-        "at the start and the source goes on.",
+        "What happens when a source reaches its max_epochs: the run ends, the other sources continue, or the source is "
+        "repeated.",
         "stop",
         mark=OURS,
     )
     restart: bool = key(
-        "Read every source from its beginning, also one that an earlier stage has read a part of.", False, mark=OURS
+        "Read every source from its beginning, even if an earlier stage has read part of it.", False, mark=OURS
     )
 
     @model_validator(mode="after")
@@ -375,10 +380,10 @@ class Data(Section):
         datasets = self.dataset.mixture if isinstance(self.dataset, MixtureDataset) else [self.dataset]
         limited = any(dataset is not None and dataset.max_epochs is not None for dataset in datasets)
         if self.when_exhausted != "stop" and not limited:
-            raise problem("when_exhausted", "expected max_epochs of a dataset with it, which none has here")
+            raise problem("when_exhausted", "expected max_epochs of a dataset, and none is set")
         if sum(map(_most_sources, datasets)) == 1:
             if self.when_exhausted == "renormalise":
-                raise problem("when_exhausted", "expected stop or repeat: there is no other source to share on")
+                raise problem("when_exhausted", "expected stop or repeat: there is no other source")
             if self.temperature != 1:
                 raise problem("temperature", f"expected 1 with a single source, found {self.temperature:g}")
         return self
@@ -387,22 +392,25 @@ class Data(Section):
 class BatchSizeRamp(Section):
     """A batch that grows by `increment` samples after every equal share of `samples`, up to the global batch size."""
 
-    start: int = key("Samples of the stage's first step.", ge=1, mark=OURS)
-    increment: int = key("Samples that a step takes more after each rise.", ge=1, mark=OURS)
-    samples: int = key("Samples of the stage after which the batch is whole.", ge=1, mark=OURS)
+    start: int = key("Samples of the first step of the stage.", ge=1, mark=OURS)
+    increment: int = key("Samples added to a step at each increase.", ge=1, mark=OURS)
+    samples: int = key("Number of samples after which the batch has its full size.", ge=1, mark=OURS)
 
 
 class SequenceLengthRamp(Section):
-    """Sequences that grow to the stage's length: a step's samples are cut into shorter ones, and no token is lost."""
+    """Sequences that grow to the length of the stage: samples are folded into shorter sequences, and no token is "
+    "lost."""
 
-    start: int = key("Tokens of a sequence at the stage's first step, a divisor of its length.", ge=1, mark=OURS)
-    steps: int = key("Steps of the stage after which sequences have its length.", ge=1, mark=OURS)
+    start: int = key("Sequence length of the first step, a divisor of that of the stage.", ge=1, mark=OURS)
+    steps: int = key("Number of steps after which sequences have the full length.", ge=1, mark=OURS)
 
 
 class DataStage(Section):
+    """A phase of the run: its data from one step on."""
+
     name: str = key("Name of the stage.")
     start_training_step: int = key("First step of the stage; the first stage starts at 1.", ge=1)
-    data: Data = key("What the stage reads.")
+    data: Data = key("The data of the stage.")
     sequence_length: int | None = key("Sequence length of the stage; null: tokens.sequence_length.", None, ge=1)
     batch_size_ramp: BatchSizeRamp | None = key(
         "Smaller batches at the beginning of the stage; null: none.", None, mark=OURS

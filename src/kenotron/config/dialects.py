@@ -1,11 +1,10 @@
-"""Older forms of the schema, rewritten to today's before anything is checked; one line is reported for each.
+"""Older forms of the schema, rewritten to the current one before validation, with one message each.
 
 optimizer:                            optimizer:
   adam_eps: 1.0e-8            →         optimizer_factory: {name: adamW, adam_eps: 1.0e-8, …}
 data: {dataset: …}            →       data_stages: [{name: …, start_training_step: 1, data: {dataset: …}}]
 dataset_folder: {a: 1, b: 2}  →       dataset_folder: [a, b], dataset_weights: [1, 2]
-datastates: {…}               →       checkpoints: {datastates: {…}}
-moe_layer_recompute: false    →       (dropped)
+moe_layer_recompute: false    →       (removed)
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ _FIRST_STAGE = "Training Stage"
 
 
 def upgrade(document: Document) -> Iterator[str]:
-    """Rewrite `document` in place; yields one line per upgraded key."""
-    for rewrite in (_flat_adam, _data_without_stages, _folder_weights, _top_level_datastates, _moe_recompute):
+    """Rewrite `document` in place; yields one message per upgraded key."""
+    for rewrite in (_flat_adam, _data_without_stages, _folder_weights, _moe_recompute):
         yield from rewrite(document)
 
 
@@ -44,7 +43,7 @@ def _flat_adam(document: Document) -> Iterator[str]:
                 _line(
                     document,
                     ("optimizer", name),
-                    f"optimizer.{name} stands beside an optimizer_factory that has it",
+                    f"optimizer.{name} is also set in optimizer.optimizer_factory; remove one of them",
                 )
             )
         yield _line(document, ("optimizer", name), f"optimizer.{name} is now optimizer.optimizer_factory.{name}")
@@ -54,14 +53,14 @@ def _flat_adam(document: Document) -> Iterator[str]:
 def _data_without_stages(document: Document) -> Iterator[str]:
     if not isinstance(document.get("data"), dict) or "data_stages" in document.data:
         return
-    yield _line(document, ("data",), "data is now data_stages, a list of stages (here one, from step 1)")
+    yield _line(document, ("data",), "data is now data_stages, a list of stages (here one, starting at step 1)")
     document.places[("data_stages",)] = document.place(("data",))
     document.data["data_stages"] = [{"name": _FIRST_STAGE, "start_training_step": 1}]
     document.move(("data",), ("data_stages", 0, "data"))
 
 
 def _datasets(document: Document) -> Iterator[Keys]:
-    """Where the datasets stand, those inside mixtures too."""
+    """The paths of all datasets, including those inside mixtures."""
     stages = document.get("data_stages")
     for i in range(len(stages) if isinstance(stages, list) else 0):
         keys: Keys = ("data_stages", i, "data", "dataset")
@@ -77,22 +76,22 @@ def _folder_weights(document: Document) -> Iterator[str]:
         if not isinstance(weights, dict):
             continue
         if document.get(*keys, "dataset_weights") is not None:
-            raise InputError(_line(document, folder, "dataset_folder gives weights, and so does dataset_weights"))
+            raise InputError(
+                _line(document, folder, "dataset_folder has weights, and so has dataset_weights; remove one of them")
+            )
         place = document.place(folder)
         yield _line(document, folder, "dataset_folder {folder: weight} is now dataset_folder and dataset_weights")
         document.put(folder, list(weights), place)
         document.put((*keys, "dataset_weights"), list(weights.values()), place)
 
 
-def _top_level_datastates(document: Document) -> Iterator[str]:
-    if isinstance(document.get("datastates"), dict) and isinstance(document.get("checkpoints"), dict):
-        yield _line(document, ("datastates",), "datastates is now checkpoints.datastates")
-        document.move(("datastates",), ("checkpoints", "datastates"))
-
-
 def _moe_recompute(document: Document) -> Iterator[str]:
     parallelism = document.get("parallelism")
     if isinstance(parallelism, dict) and "moe_layer_recompute" in parallelism:
         keys = ("parallelism", "moe_layer_recompute")
-        yield _line(document, keys, "parallelism.moe_layer_recompute is dropped: no layer with experts is served yet")
+        yield _line(
+            document,
+            keys,
+            "parallelism.moe_layer_recompute is ignored: mixture-of-experts layers are not supported yet",
+        )
         del parallelism["moe_layer_recompute"]

@@ -1,4 +1,4 @@
-"""YAML as plain data that remembers where every key was written, for error messages.
+"""YAML as plain data that keeps the line of every key, for error messages.
 
     tokens:                    >>> document = read("my.yaml")
       train_steps: abc         >>> document.data
@@ -6,13 +6,11 @@
                                >>> document.place(("tokens", "train_steps"))
                                'my.yaml:2'
 
-It is YAML without its surprises: `1e-5` is a float, `12:30:00` and `2026-01-01` are text, `010` is not octal,
-a key that appears twice is an error, and so is every tag beyond plain data.
+Plain scalars follow `scalars`; a duplicate key is an error, and so is every tag other than plain data.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,31 +19,12 @@ from typing import Any
 import yaml
 
 from kenotron.config.errors import InputError, nearest
+from kenotron.config.scalars import Loader
 
 Keys = tuple[str | int, ...]  # ("data_stages", 0, "name")
 
-_LARGEST = 100_000  # nodes of one file, aliases written out: no config comes near, a malicious one is stopped
+_LARGEST = 100_000  # nodes of a file with aliases expanded; stops a malicious one
 
-
-class Loader(yaml.SafeLoader):
-    """SafeLoader with our own rules for plain scalars."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
-
-
-for _tag, _pattern, _first in (
-    ("bool", r"true|True|TRUE|false|False|FALSE|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF", "tTfFyYnNoO"),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F]+|0b[01]+)", "-+0123456789"),
-    (
-        "float",
-        r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+"
-        r"|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)",
-        "-+.0123456789",
-    ),
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("merge", r"<<", "<"),
-):
-    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
 
 _PLAIN = {f"tag:yaml.org,2002:{tag}" for tag in ("bool", "int", "float", "null", "str")}
 _MERGE = "tag:yaml.org,2002:merge"
@@ -54,21 +33,21 @@ _scalars = yaml.constructor.SafeConstructor()
 
 @dataclass
 class Document:
-    """Plain data, and for every key the place it comes from, such as `my.yaml:12` ("" where unknown)."""
+    """Plain data, and the origin of every key, such as `my.yaml:12` ("" if unknown)."""
 
     data: dict[str, Any]
     name: str = ""
     places: dict[Keys, str] = field(default_factory=dict)
 
     def place(self, keys: Keys) -> str:
-        """Where `keys`, or the nearest section around them, was written."""
+        """The origin of `keys`, or of the innermost section around them that has one."""
         for length in range(len(keys), 0, -1):
             if keys[:length] in self.places:
                 return self.places[keys[:length]]
         return self.name
 
     def get(self, *keys: str | int) -> Any:
-        """The value at `keys`, or None where there is none."""
+        """The value at `keys`, or None."""
         value: Any = self.data
         for part in keys:
             if isinstance(value, dict):
@@ -79,8 +58,8 @@ class Document:
                 return None
         return value
 
-    def put(self, keys: Keys, value: Any, place: str | None = None) -> None:
-        """Set `keys` to `value`; maps on the way are made where there are none."""
+    def put(self, keys: Keys, value: object, place: str | None = None) -> None:
+        """Set `keys` to `value`, and create missing maps on the way."""
         target: Any = self.data
         for i, part in enumerate(keys[:-1]):
             if isinstance(target, dict) and target.get(part) is None:
@@ -95,7 +74,7 @@ class Document:
             self.places[keys] = place
 
     def move(self, old: Keys, new: Keys) -> None:
-        """Move a key with all below it, and remember where they were written."""
+        """Move a key with everything below it; origins move along."""
         parent: Any = self.get(*old[:-1])
         self.put(new, parent.pop(old[-1]))
         for keys in [k for k in self.places if k[: len(old)] == old]:
@@ -103,7 +82,7 @@ class Document:
 
 
 def read(source: str | Path | dict[str, Any]) -> Document:
-    """The document of a YAML file, or of plain data that a program made."""
+    """The document of a YAML file, or of plain data from a program. Raises InputError."""
     if isinstance(source, dict):
         return Document(_copy(source))
     path = Path(source)
@@ -122,23 +101,23 @@ def read(source: str | Path | dict[str, Any]) -> Document:
 
 
 def parse(text: str, name: str = "") -> Document:
-    """The document of a YAML text; `name` stands before line numbers."""
+    """The document of a YAML text; `name` precedes line numbers in messages. Raises InputError."""
     node = _compose(text, name)
     if node is None:
         raise InputError(f"{name or 'config'}: expected a config, found nothing")
     if not isinstance(node, yaml.MappingNode):
         raise InputError(f"{name or 'config'}: expected a map of sections at the top")
     document = Document({}, name)
-    document.data = _Reader(document).value(node, ())
+    document.data = _NodeReader(document).value(node, ())
     return document
 
 
 def parse_value(text: str, name: str) -> Any:
-    """The value of a YAML fragment on the command line; what YAML cannot start with (`%date`) is text."""
+    """The value of a YAML fragment on the command line; what cannot start YAML (`%date`) is text."""
     if text.startswith(("%", "@", "`")):
         return text
     node = _compose(text, name)
-    return None if node is None else _Reader(Document({}, name)).value(node, ())
+    return None if node is None else _NodeReader(Document({}, name)).value(node, ())
 
 
 def _compose(text: str, name: str) -> yaml.Node | None:
@@ -153,8 +132,8 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         raise InputError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
 
 
-class _Reader:
-    """Turns nodes into values and notes their lines."""
+class _NodeReader:
+    """Turns nodes into values and records their lines."""
 
     def __init__(self, document: Document) -> None:
         self.document = document
@@ -162,9 +141,10 @@ class _Reader:
         self.count = 0
 
     def value(self, node: yaml.Node, keys: Keys) -> Any:
+        """The plain data of `node`, which is at `keys` of the document."""
         self.count += 1
         if self.count > _LARGEST:
-            raise InputError(f"{self._at(node)}: more than {_LARGEST} values, aliases written out")
+            raise InputError(f"{self._at(node)}: more than {_LARGEST} values with aliases expanded")
         if isinstance(node, yaml.ScalarNode):
             if node.tag not in _PLAIN:
                 raise InputError(f"{self._at(node)}: expected plain YAML, found the tag '{node.tag}'")
@@ -193,7 +173,7 @@ class _Reader:
                 raise InputError(f"{self._at(name_node)}: expected text as a key, found {name_node.value} (quote it)")
             if name in own:
                 first = own[name].start_mark.line + 1
-                raise InputError(f"{self._at(name_node)}: the key '{name}' stands here again (first on line {first})")
+                raise InputError(f"{self._at(name_node)}: duplicate key '{name}' (first on line {first})")
             own[name] = name_node
             result[name] = self._noted(name_node, value_node, (*keys, name))
         for name_node, value_node in self._merged(node):
@@ -203,7 +183,7 @@ class _Reader:
         return result
 
     def _merged(self, node: yaml.Node) -> Iterator[tuple[yaml.Node, yaml.Node]]:
-        """Pairs that `<<:` brings in; the map's own keys win, then the maps that stand first."""
+        """Pairs merged by `<<:`; the map's own keys win, then earlier maps."""
         for name_node, value_node in node.value:
             if name_node.tag != _MERGE:
                 continue
@@ -226,7 +206,7 @@ class _Reader:
 
 
 def _copy(value: Any) -> Any:
-    """A copy of nested maps and lists, so that the caller's stay as they are."""
+    """A copy of nested maps and lists, so that the caller's are not modified."""
     if isinstance(value, dict):
         return {k: _copy(v) for k, v in value.items()}
     return [_copy(v) for v in value] if isinstance(value, list | tuple) else value

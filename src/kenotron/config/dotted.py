@@ -1,7 +1,7 @@
-"""What a dotted path in the YAML names: the one way to plug in a class or function of your own.
+"""Objects named by dotted path or entry point: how a config refers to a user's own class or function.
 
 import_dotted("torch.optim.Adagrad", "optimizer.optimizer_factory.name")      # the class
-import_dotted("counting.CountingTokens", "dataset.source")                    # counting.py beside you
+import_dotted("counting.CountingTokens", "dataset.source")                    # counting.py in the working folder
 import_registered("genomes", "dataset.source", "kenotron.datasets")           # an entry point of an installed package
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Collection
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -33,19 +34,20 @@ def import_dotted(path: str, key: str) -> Any:
     return getattr(module, name)
 
 
-def import_registered(name: str, key: str, group: str) -> Any:
+def import_registered(name: str, key: str, group: str, built_in: Collection[str] = ()) -> Any:
     """The object that an installed package registers as `name` among the entry points of `group`; what has a dot in it
-    is a dotted path. Raises `InputError`.
+    is a dotted path. `built_in` are names that the caller knows itself, for the message. Raises `InputError`.
     """
     if "." in name:
         return import_dotted(name, key)
     registered = entry_points(group=group)
     found = {entry.value: entry for entry in registered.select(name=name)}
     if not found:
-        known = ", ".join(sorted(registered.names)) or "none"
+        names = sorted({*built_in, *registered.names})
+        known = ", ".join(names) or "none"
         raise InputError(
             f"{key}: expected a dotted path such as my_module.name, or a name that an installed package registers "
-            f"under {group} ({known}), found '{name}'{nearest(name, registered.names)}"
+            f"under {group} ({known}), found '{name}'{nearest(name, names)}"
         )
     if len(found) > 1:
         raise InputError(f"{key}: '{name}' is registered under {group} more than once: {', '.join(sorted(found))}")

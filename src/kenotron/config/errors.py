@@ -1,7 +1,7 @@
-"""What went wrong with the user's input, in one line.
+"""Errors that end a command with one line, and the words they share.
 
-Every message names the key or file, says what was expected and what was found, and offers the nearest
-valid name where there is one:
+Every message names the key or file, says what was expected and what was found, and suggests the nearest
+valid name if there is one:
 
     >>> nearest("hiden_size", ["hidden_size", "hidden_act"])
     "; did you mean 'hidden_size'?"
@@ -17,33 +17,46 @@ from pathlib import Path
 
 
 class InputError(Exception):
-    """The input is wrong (config, file, data, argument). The command line prints it and exits with 2."""
+    """The input is wrong (config, file, data, argument). The command line prints the message and exits with 2."""
 
 
 class NotSupportedYet(InputError):
-    """The schema knows this value, but no code serves it yet."""
+    """A known key or value that is not implemented yet."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"not supported yet: {what}")
 
 
+class CheckpointError(InputError):
+    """A checkpoint cannot be written or found, or is damaged; the message is one line that names the file."""
+
+
+class RunFailed(Exception):
+    """The run cannot continue; the message says why and where to look. Exit code 1."""
+
+
+class PeerFailed(Exception):
+    """Another rank failed and reports the cause; this one only exits. Exit code 1."""
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A "did you mean" suffix for an unknown `name`, or nothing when no valid name is near."""
+    """A "did you mean" suffix for an unknown `name`; empty if no valid name is similar."""
     match = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
     return f"; did you mean '{match[0]}'?" if match else ""
 
 
 def nearest_sibling(path: Path) -> str:
-    """`nearest` of what lies in the folder where `path` is not."""
+    """`nearest` among the entries of the folder that `path` is missing from."""
     return nearest(path.name, [sibling.name for sibling in path.absolute().parent.glob("*")])
 
 
 def no_such_path(where: str, path: object) -> InputError:
-    """The error for a `path` that is not there, which `where` names; nothing is listed on other machines."""
+    """The error for a missing `path` that the key or option `where` names. Remote folders are not listed."""
     near = "" if "://" in str(path) else nearest_sibling(Path(str(path)).expanduser())
     return InputError(f"{where}: no such file or folder: {path}{near}")
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 file``, ``1,200 files``: a count as the console tells it."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    """``1 file``, ``1,200 files``, ``2 processes``: a count with its noun in the singular or plural."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"

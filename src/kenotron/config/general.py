@@ -6,16 +6,16 @@ from typing import Annotated, Any
 
 from pydantic import Discriminator, Tag
 
-from kenotron.config.section import OURS, RECORD, LocalPath, Section, by_rule, key, null_means
+from kenotron.config.section import OURS, RECORD, Section, by_rule, key, null_means
 
 DEFAULT_RUN_NAME = "%date_%jobid"
 
 
 class Hook(Section):
-    """A user's own `train.Hook`, with the arguments that it is made with."""
+    """A `kenotron.Hook` of the user's, with its arguments."""
 
-    path: str = key("Dotted path of a `train.Hook` class or a function that returns a hook.", mark=OURS)
-    kwargs: dict[str, Any] = key("Keyword arguments it is called with.", {}, mark=OURS)
+    path: str = key("Dotted path of a `kenotron.Hook` class, or of a function that returns a hook.", mark=OURS)
+    kwargs: dict[str, Any] = key("Keyword arguments for it.", {}, mark=OURS)
 
 
 def _hook_kind(value: Any) -> str | None:
@@ -29,30 +29,29 @@ AnyHook = Annotated[Annotated[str, Tag("(dotted path)")] | Annotated[Hook, Tag("
 
 
 class General(Section):
-    project: str = key("Name of the project: printed when a run starts, and written to its TensorBoard text.")
+    """Name and seed of the run, and its hooks."""
+
+    project: str = key("Name of the project, printed at the start of a run and written to TensorBoard.")
     run: Annotated[str, null_means(DEFAULT_RUN_NAME)] = key(
-        "Name of the run and of its log folder; `%date` and `%jobid` are filled once, when the run first "
-        "starts, and a resumed run keeps its name.",
+        "Name of the run and of its log folder. `%date` and `%jobid` are filled in when the run first starts; a "
+        "resumed run keeps its name.",
         DEFAULT_RUN_NAME,
     )
     seed: Annotated[int, null_means(42)] = key(
-        "Seed of the first weights and of generated samples; the data order has a seed of its own (data.seed).",
+        "Seed of the initial weights and of generated samples; the data order has its own seed (data.seed).",
         42,
         ge=0,
     )
-    step: int | None = key("Step of the checkpoint that this file was saved with; set by a save.", None, mark=RECORD)
+    step: int | None = key("Step of the checkpoint that contains this file; set when it is saved.", None, mark=RECORD)
     consumed_train_samples: int | None = key(
-        "Samples consumed when this file was saved with a checkpoint; set by a save.", None, mark=RECORD
-    )
-    benchmark_csv_path: LocalPath | None = key(
-        "A CSV file that gets one row of speed, memory and layout at the end of the run (not supported yet).", None
+        "Samples consumed up to the checkpoint that contains this file; set when it is saved.", None, mark=RECORD
     )
     ignore_sanity_checks: bool = key(
-        "False: every checkpoint is read back and checked right after it is written.",
+        "False: read every checkpoint back and verify it right after it is written.",
         True,
     )
     hooks: list[AnyHook] | None = key(
-        "Hooks of your own, as dotted paths or {path, kwargs}, called after the built-in ones.",
+        "Your own hooks, as dotted paths or {path, kwargs}; they run after the built-in ones.",
         None,
         mark=OURS,
     )

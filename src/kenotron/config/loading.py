@@ -16,9 +16,10 @@ from pydantic import ValidationError
 
 from kenotron.config.config import Config
 from kenotron.config.dialects import upgrade
-from kenotron.config.document import read
-from kenotron.config.errors import InputError
+from kenotron.config.document import Document, Keys, read
+from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.config.overrides import apply
+from kenotron.config.unserved import named, take_unserved
 
 
 def load(
@@ -31,7 +32,7 @@ def load(
 
     `report` is called with one line for every key of an older form that was upgraded; by default they are
     logged as warnings. `%date` and `%jobid` in the run's name stay until `fill_run_name`. Raises InputError
-    with one line for everything that is wrong.
+    with one line for everything that is wrong, NotSupportedYet for keys that ask for what is not implemented.
     """
     say = report or logging.getLogger("kenotron").warning
     document = read(source)
@@ -39,9 +40,17 @@ def load(
         say(line)
     for text in overrides:
         apply(document, text)
+    if found := take_unserved(document.data):
+        raise NotSupportedYet("; ".join(_with_line(document, keys, value) for keys, value in found))
     try:
         return Config.model_validate(document.data)
     except ValidationError as error:
         from kenotron.config.messages import explain
 
         raise InputError("\n".join(explain(error, document))) from None
+
+
+def _with_line(document: Document, keys: Keys, value: Any) -> str:
+    place = document.place(keys)
+    in_file = document.name and place.startswith(document.name)
+    return f"{named(keys, value)} ({place})" if in_file else named(keys, value)

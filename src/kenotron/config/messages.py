@@ -1,4 +1,4 @@
-"""Pydantic's errors as lines that name the place, the key, what was expected and what was found.
+"""Pydantic's errors as lines that say where, which key, what was expected and what was found.
 
 my.yaml:12: tokens.train_steps: expected an integer, found 'abc'
 my.yaml:30: unknown key 'tokens.trainsteps'; did you mean 'train_steps'?
@@ -37,12 +37,12 @@ _EXPECTED = {
     "literal_error": "{expected}",
     "variant": "{expected}",
     "too_short": "a list of at least {min_length}",
-    "string_too_short": "text that is not empty",
+    "string_too_short": "non-empty text",
 }
 
 
 def explain(error: ValidationError, document: Document) -> list[str]:
-    """One line per error, in the order of the schema."""
+    """One line per error, in schema order."""
     errors: list[dict[str, Any]] = [dict(each) for each in error.errors(include_url=False)]
     extra: list[Location] = [each["loc"] for each in errors if each["type"] == "extra_forbidden"]
     lines: list[str] = []
@@ -80,6 +80,7 @@ def _lines(error: dict[str, Any], extra: list[Location], document: Document) -> 
 
 
 def dotted(keys: Keys) -> str:
+    """Keys as a dotted path; `config` for the root."""
     return ".".join(map(str, keys)) or "config"
 
 
@@ -129,7 +130,7 @@ def _unknown(location: Location) -> str:
 
 
 def _mixed_variants(location: Location, extra: list[Location], document: Document) -> str:
-    """One line for a map that holds keys of two variants, as when an override adds one of another's."""
+    """One line for a map with keys of two variants, for example after an override."""
     around = location[:-1]
     other = owner(around, str(location[-1]))
     foreign = [str(each[-1]) for each in extra if each[:-1] == around and owner(around, str(each[-1])) == other]
@@ -141,13 +142,13 @@ def _mixed_variants(location: Location, extra: list[Location], document: Documen
     message = (
         f"{dotted(keys)}: {theirs} {'belongs' if len(foreign) == 1 else 'belong'} to the variant "
         f"{str(other).strip('()')}, but {ours or 'the rest'} makes this {str(around[-1]).strip('()')}; "
-        f"to switch, give it whole: {dotted(keys)}={inline(keep)}"
+        f"to switch, set the complete map: {dotted(keys)}={inline(keep)}"
     )
     return _at(document, (*keys, foreign[0]), message)
 
 
-def shown(value: Any) -> str:
-    """A value as a reader of YAML knows it, cut short."""
+def shown(value: object) -> str:
+    """A value as written in YAML, abbreviated."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, dict):

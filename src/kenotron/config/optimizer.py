@@ -1,4 +1,4 @@
-"""`optimizer`: the update rule, its learning rate over time, and what is decayed and clipped."""
+"""`optimizer`: the update rule, learning-rate schedule, weight decay and gradient clipping."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Regex = Annotated[str, AfterValidator(_regex)]
 
 
 class _AdamKeys(Section):
-    adam_eps: float = key("Added to the root of the second moment.", 1e-8, ge=0)
+    adam_eps: float = key("Added to the square root of the second moment.", 1e-8, ge=0)
     adam_beta1: float = key("Decay of the first moment.", 0.9, ge=0, lt=1)
     adam_beta2: float = key("Decay of the second moment.", 0.95, ge=0, lt=1)
     torch_adam_is_fused: bool = key("Use torch's fused kernel.", True)
@@ -40,18 +40,18 @@ class SGD(Section):
 
     name: Literal["sgd"] = key("Selects SGD.", "sgd")
     momentum: float = key("Decay of the velocity; 0: plain SGD.", 0.0, ge=0, lt=1, mark=OURS)
-    nesterov: bool = key("Nesterov's form of the momentum.", False, mark=OURS)
+    nesterov: bool = key("Use Nesterov momentum.", False, mark=OURS)
 
 
 class Muon(_AdamKeys):
     """Orthogonalized momentum for hidden matrices (Jordan et al., 2024); AdamW for everything else."""
 
     name: Literal["muon"] = key("Selects Muon.", "muon", mark=OURS)
-    muon_momentum: float = key("Decay of the momentum of hidden matrices.", 0.95, ge=0, lt=1, mark=OURS)
-    muon_nesterov: bool = key("Nesterov's form of that momentum.", True, mark=OURS)
+    muon_momentum: float = key("Momentum decay for hidden matrices.", 0.95, ge=0, lt=1, mark=OURS)
+    muon_nesterov: bool = key("Use Nesterov momentum for hidden matrices.", True, mark=OURS)
     muon_ns_steps: int = key("Newton-Schulz iterations of the orthogonalization.", 5, ge=1, mark=OURS)
     muon_learning_rate_scale: float = key(
-        "Learning rate of hidden matrices over that of the rest.", 1.0, gt=0, mark=OURS
+        "Ratio of the learning rate of hidden matrices to that of all other parameters.", 1.0, gt=0, mark=OURS
     )
 
 
@@ -59,7 +59,7 @@ class CustomOptimizer(Section):
     """Any `torch.optim.Optimizer` class by dotted path."""
 
     name: str = key("Dotted path of the class, such as torch.optim.Adagrad.", mark=OURS)
-    kwargs: dict[str, Any] = key("Keyword arguments beside params, lr and weight_decay.", {}, mark=OURS)
+    kwargs: dict[str, Any] = key("Keyword arguments in addition to params, lr and weight_decay.", {}, mark=OURS)
 
 
 def _choose_factory(value: Any) -> str | None:
@@ -88,6 +88,22 @@ OptimizerFactory = Annotated[
 ]
 
 
+DECAY_STYLES = ("linear", "cosine", "1-sqrt", "sqrt", "constant", "step")
+
+
+def _choose_decay(value: Any) -> str | None:
+    if value in DECAY_STYLES:
+        return "(style)"
+    return "(dotted)" if isinstance(value, str) and "." in value else None
+
+
+DecayStyle = Annotated[
+    Annotated[Literal["linear", "cosine", "1-sqrt", "sqrt", "constant", "step"], Tag("(style)")]
+    | Annotated[str, Tag("(dotted)")],
+    by_rule(_choose_decay, f"one of {', '.join(DECAY_STYLES)}, or the dotted path of a function", DECAY_STYLES),
+]
+
+
 class LearningRateScheduler(Section):
     """Warm up, hold until `lr_decay_starting_step`, decay for `lr_decay_steps`, stay at `min_decay_lr`.
 
@@ -96,17 +112,23 @@ class LearningRateScheduler(Section):
 
     learning_rate: float = key("Highest learning rate.", gt=0)
     lr_warmup_steps: int = key("Steps of the warm-up.", 0, ge=0)
-    lr_warmup_style: Literal["linear", "constant"] = key("Warm-up from zero, or at the full rate.", "linear")
-    lr_decay_style: Literal["linear", "cosine", "1-sqrt", "sqrt", "constant", "step"] = key(
-        "Curve of the decay; of ours are sqrt (inverse square root), constant and step.", "linear"
+    lr_warmup_style: Literal["linear", "constant"] = key(
+        "linear: warm up from zero; constant: the full rate from the start.", "linear"
     )
-    lr_decay_steps: int | None = key("Steps of the decay; null: from its start to the end of the run.", None, ge=0)
-    lr_decay_starting_step: int | None = key("Step that the decay starts at; null: after the warm-up.", None, ge=0)
+    lr_decay_style: DecayStyle = key(
+        "Shape of the decay; sqrt (inverse square root), constant and step are not in nanotron. Or the dotted path of "
+        "a function f(elapsed, decay_steps) that returns the factor on learning_rate `elapsed` steps into the decay.",
+        "linear",
+    )
+    lr_decay_steps: int | None = key("Steps of the decay; null: until the end of the run.", None, ge=0)
+    lr_decay_starting_step: int | None = key("First step of the decay; null: the end of the warm-up.", None, ge=0)
     min_decay_lr: float | None = key(
-        "Learning rate after the decay; null: learning_rate (no decay), or 0 for the styles sqrt and step.", None, ge=0
+        "Learning rate after the decay; null: learning_rate (no decay), or 0 with sqrt, step and a dotted path.",
+        None,
+        ge=0,
     )
-    lr_step_size: int | None = key("Steps between two drops of the step style.", None, ge=1, mark=OURS)
-    lr_step_gamma: float = key("Factor of each drop of the step style.", 0.1, gt=0, le=1, mark=OURS)
+    lr_step_size: int | None = key("Steps between drops, with the style step.", None, ge=1, mark=OURS)
+    lr_step_gamma: float = key("Factor of each drop, with the style step.", 0.1, gt=0, le=1, mark=OURS)
 
     @property
     def decay_start(self) -> int:
@@ -124,35 +146,38 @@ class LearningRateScheduler(Section):
 
 
 class ParamGroup(Section):
-    """Settings of the parameters whose name matches a pattern; the first group that matches wins."""
+    """Settings of the parameters whose name matches a pattern; the first match wins."""
 
-    pattern: Regex = key("Regular expression searched for in the parameter's name.", mark=OURS)
-    learning_rate_scale: float = key("Factor on the learning rate; 0 freezes.", 1.0, ge=0, mark=OURS)
+    pattern: Regex = key("Regular expression that is searched for in the parameter's name.", mark=OURS)
+    learning_rate_scale: float = key("Factor on the learning rate; 0 freezes the parameters.", 1.0, ge=0, mark=OURS)
     weight_decay: float | None = key("Weight decay of the group; null: the optimizer's.", None, ge=0, mark=OURS)
 
 
 class Optimizer(Section):
+    """Update rule, weight decay, clipping and learning-rate schedule."""
+
     optimizer_factory: OptimizerFactory = key("The update rule.")
     zero_stage: Literal[0, 1, 2, 3, "hybrid"] | None = key(
-        "What data-parallel ranks share out: nothing, optimizer state, gradients too, weights too; hybrid: all of it "
-        "within groups of parallelism.dp_shard ranks (at dp 1 all are the same). null: 0, or what "
-        "parallelism.strategy says.",
+        "What is sharded over data-parallel ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights, "
+        "hybrid all of it within groups of parallelism.dp_shard ranks. No effect at dp 1. null: 0, or as set by "
+        "parallelism.strategy.",
         None,
     )
     weight_decay: float = key("Decoupled weight decay.", ge=0)
-    clip_grad: float | None = key("Largest global norm of the gradient; null: no clipping.", gt=0)
+    clip_grad: float | None = key("Maximum global gradient norm; null: no clipping.", gt=0)
     accumulate_grad_in_fp32: bool = key(
-        "Keep weights and gradient sums in fp32 while the model computes in model.dtype."
+        "Keep master weights and accumulate gradients in fp32 while the model computes in model.dtype."
     )
     learning_rate_scheduler: LearningRateScheduler = key("The learning rate over time.")
     weight_decay_exclude_named_params: list[Regex] | None = key(
-        "Parameters without weight decay: regular expressions matched from the start of the name.", None
+        "Regular expressions, matched from the start of the parameter name; matching parameters get no weight decay.",
+        None,
     )
     param_groups: list[ParamGroup] | None = key(
-        "Settings for some parameters only; the first pattern that matches wins.", None, mark=OURS
+        "Settings for groups of parameters; the first pattern that matches wins.", None, mark=OURS
     )
     skip_nonfinite_steps: int = key(
-        "Steps in a row with a non-finite loss or gradient that are skipped before the run stops.",
+        "Consecutive steps with a non-finite loss or gradient that are skipped before the run stops.",
         10,
         ge=0,
         mark=OURS,

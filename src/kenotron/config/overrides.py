@@ -10,7 +10,7 @@ from kenotron.config.errors import InputError
 
 
 def apply(document: Document, text: str) -> None:
-    """Put one `path=value` into `document`; whether path and value are valid is checked with the whole."""
+    """Put one `path=value` into `document`; whether path and value are valid is checked with the complete config."""
     path, equals, value = text.partition("=")
     path = path.strip()
     if not equals or not path or not all(path.split(".")):

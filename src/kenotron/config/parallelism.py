@@ -1,83 +1,104 @@
-"""`parallelism`: how many ways each axis splits the run. The layout never changes what a run means.
+"""`parallelism`: the degree of each parallel axis. The layout does not change the result of a run.
 
-    parallelism: {dp: 4, dp_shard: 2, pp: 2, tp: 2}     16 ranks: two stages, each on two copies of two shards, tp 2
+    parallelism: {dp: 4, dp_shard: 2, pp: 2, tp: 2}     16 ranks: 2 stages x 2 replicas of 2 shards x tp 2
 
-`plan_axes` makes the mesh's axes of it; docs/parallelism.md has a picture of each.
+`parallel.mesh` makes its axes from it; docs/parallelism.md explains each axis.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from math import prod
+from typing import Annotated, Literal, Protocol
 
 from kenotron.config.section import OURS, Section, key, null_means, upper_case
 
 PP_ENGINES = ("afab", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
-V_ENGINES = ("zbv_zero_bubble", "dualpipev")  # a rank holds one stage of the way down and one of the way back up
-ZERO_BUBBLE_ENGINES = ("interleaved_zero_bubble", *V_ENGINES)  # backward in two halves, the second to fill gaps
+V_ENGINES = (
+    "zbv_zero_bubble",
+    "dualpipev",
+)  # each rank holds one stage of the first half of the model and one of the second
+ZERO_BUBBLE_ENGINES = (
+    "interleaved_zero_bubble",
+    *V_ENGINES,
+)  # backward is split in two; the weight gradients fill the bubbles
 STRATEGIES: dict[str, int | str] = {"ddp": 0, "fsdp_grad_op": 2, "fsdp": 3, "fsdp_hybrid": "hybrid"}
 
 
+class HasLayout(Protocol):
+    """A section with a layout: a run's config, or what generation is asked for."""
+
+    @property
+    def parallelism(self) -> Parallelism:
+        """Degrees of every axis."""
+
+    @property
+    def zero_stage(self) -> int | str:
+        """0, 1, 2, 3 or "hybrid"."""
+
+
 class Parallelism(Section):
+    """Degrees and settings of the parallel axes."""
+
     dp: int = key("Data-parallel replicas.", 1, ge=1)
     dp_shard: int | None = key(
-        "Ranks among which zero_stage shares things out; other groups of as many hold the same. null: all of dp "
-        "(with zero_stage hybrid: those of one machine).",
+        "Ranks that zero_stage shards over; the dp / dp_shard groups are replicas of each other. null: all of dp (with "
+        "zero_stage hybrid: the ranks of one machine).",
         None,
         ge=1,
         mark=OURS,
     )
     strategy: str | None = key(
-        "zero_stage by Gapetron's names: ddp 0, fsdp_grad_op 2, fsdp 3, fsdp_hybrid hybrid; or the dotted path of a "
-        "function of yours that makes the model data-parallel.",
+        "zero_stage under Gapetron's names: ddp 0, fsdp_grad_op 2, fsdp 3, fsdp_hybrid hybrid; or the dotted path of "
+        "your own function that makes the model data-parallel.",
         None,
         mark=OURS,
     )
     cpu_offload: bool = key(
-        "Keep sharded weights and optimizer state in host memory and update them there.", False, mark=OURS
+        "Keep sharded weights and optimizer state in host memory, and update them there.", False, mark=OURS
     )
     pp: int = key("Pipeline stages.", 1, ge=1)
-    tp: int = key("Tensor-parallel shards of every split weight.", 1, ge=1)
+    tp: int = key("Tensor-parallel ranks that each split weight is divided over.", 1, ge=1)
     pp_engine: Annotated[
         Literal["afab", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"],
         null_means("afab"),
     ] = key(
-        "Pipeline schedule: all forward then all backward, one forward one backward, or a schedule with several "
-        "stages a rank (at pp 1 all are the same loop).",
+        "Pipeline schedule: all forward then all backward, one forward one backward, or a schedule with several stages "
+        "per rank. No effect at pp 1.",
         "afab",
     )
     pp_stages_per_rank: int | None = key(
-        "Stages that each pipeline rank holds. null: 1 with afab and 1f1b, 2 with the others.", None, ge=1, mark=OURS
+        "Pipeline stages per rank. null: 1 with afab and 1f1b, 2 with the others.", None, ge=1, mark=OURS
     )
     pp_layers: list[int] | None = key(
-        "Layers of each pipeline stage, in the order of the model. null: split by cost, embedding and head counted.",
+        "Number of layers of each pipeline stage, in model order. null: split by cost, counting the embedding and "
+        "the head.",
         None,
         mark=OURS,
     )
     tp_mode: Annotated[Literal["ALL_REDUCE", "REDUCE_SCATTER"], upper_case("ALL_REDUCE")] = key(
-        "Whether activations between split weights are whole or split along the sequence (at tp 1 the same).",
+        "Whether activations between split weights are replicated or split along the sequence. No effect at tp 1.",
         "ALL_REDUCE",
     )
     tp_linear_async_communication: Annotated[bool, null_means(False)] = key(
-        "Overlap tensor-parallel communication with the matrix product (at tp 1 there is none).", False
+        "Overlap tensor-parallel communication with matrix products. No effect at tp 1.", False
     )
     recompute_layer: bool = key(
-        "Forget a layer's activations after forward and compute them again in backward: less memory, about a "
-        "third more time.",
+        "Drop a layer's activations after forward and recompute them in backward: less memory, about a third more "
+        "compute.",
         False,
     )
     tp_recompute_allgather: bool = key(
-        "Gather sequence shards again in backward instead of keeping them (at tp 1 there are none).", True
+        "Gather sequence shards again in backward instead of keeping them. No effect at tp 1.", True
     )
-    expert_parallel_size: int = key("Ranks that share the experts of a layer.", 1, ge=1)
-    context_parallel_size: int = key("Ranks that share one sequence.", 1, ge=1)
+    context_parallel_size: int = key("Ranks that each sequence is divided over.", 1, ge=1)
     context_parallel_method: Literal["ring", "ulysses", "allgather"] = key(
-        "How attention sees a sequence that ranks share: keys and values go round, heads are exchanged for tokens, or "
-        "keys and values are gathered.",
+        "How attention reaches the tokens of other ranks: keys and values go round a ring, an all-to-all exchanges "
+        "heads for tokens, or keys and values are gathered.",
         "ring",
         mark=OURS,
     )
     timeout_seconds: float = key(
-        "A collective that some rank has not joined after this long ends the run, naming those ranks.",
+        "End the run when a collective has waited this long, and name the ranks that did not join it.",
         1800.0,
         gt=0,
         mark=OURS,
@@ -85,8 +106,13 @@ class Parallelism(Section):
 
     @property
     def world_size(self) -> int:
-        """Processes that the layout needs."""
-        return self.dp * self.pp * self.tp * self.context_parallel_size
+        """Number of processes of the layout."""
+        return prod(self.degrees.values())
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """The degrees whose product is the number of processes, by short name."""
+        return {"dp": self.dp, "pp": self.pp, "tp": self.tp, "cp": self.context_parallel_size}
 
     @property
     def stages_per_rank(self) -> int:

@@ -1,16 +1,16 @@
-"""When two configs are one run, and what it is called.
+"""Whether two configs describe the same run, and the name of a run.
 
-A run stopped after step 10 of 15 continues with 30 steps, on another layout or with other intervals, as the
-same run; with another weight decay it would be another run:
+A run that was stopped after step 10 of 15 may resume with 30 steps, on another layout or with other intervals,
+and is the same run; with another weight decay it would be another run:
 
     >>> same_run_difference(to_dict(config), load("my.yaml", ["tokens.train_steps=30"]))
     >>> same_run_difference(to_dict(config), load("my.yaml", ["optimizer.weight_decay=0.1"]))
     ('optimizer.weight_decay', 0.01, 0.1)
 
-The decay of the learning rate ends with the run where `lr_decay_steps` is null: such a run, made longer, gets
-the schedule of the longer run, and stays the same run.
+With `lr_decay_steps: null` the learning rate decays until the end of the run: if such a run is extended, it gets
+the schedule of the longer run, and is still the same run.
 
-Of `data_stages` only those count that have begun at the step where the run goes on: what comes later may be edited.
+Only stages of `data_stages` that have begun at the step of the resume are compared: later ones may be edited.
 """
 
 from __future__ import annotations
@@ -21,33 +21,27 @@ from pathlib import Path
 from typing import Any
 
 from kenotron.config.config import Config
+from kenotron.config.resolved import resolved
 from kenotron.config.writing import ABSENT, diff, flatten, to_dict
 
-# What may differ between the parts of one run.
+# Keys that may change when a run is resumed.
 _FREE = (
     "tokens.train_steps",
     "tokens.val_check_interval",
     "tokens.limit_val_batches",
-    "tokens.limit_test_batches",
     "tokens.val_samples",
     "logging.*",
-    "metrics_logging.*",
     "remote_data.*",
     "profiler*",
-    "lighteval*",
-    "s3_upload*",
     "general.run",
     "general.step",
     "general.consumed_train_samples",
-    "general.benchmark_csv_path",
     "general.ignore_sanity_checks",
     "general.hooks*",
     "checkpoints.checkpoints_path*",
     "checkpoints.checkpoint_interval",
     "checkpoints.save_*",
     "checkpoints.keep_*",
-    "checkpoints.checkpointing_engine",
-    "checkpoints.datastates*",
     # layout
     "parallelism.*",
     "tokens.micro_batch_size",
@@ -72,12 +66,11 @@ Difference = tuple[str, Any, Any]
 
 
 def same_run_difference(saved: dict[str, Any], config: Config, step: int | None = None) -> Difference | None:
-    """The first key, with its saved and its new value, that makes `config` another run than `saved` after `step` steps
-    (None: after all of them).
+    """The first key that makes `config` another run than `saved`, with both values; None if it is the same run.
 
-    None: the same run. `saved` is the plain data of a checkpoint's config.yaml.
+    `saved` is the plain data of a checkpoint's config.yaml; `step` is the step of the checkpoint, None for the last.
     """
-    before = Config.model_validate(saved)
+    before = resolved(saved)
     same_batch = before.global_batch_size == config.global_batch_size
     for path, old, new in diff(before, config):
         if path in ("tokens.micro_batch_size", "tokens.batch_accumulation_per_replica", "parallelism.dp"):
@@ -92,14 +85,14 @@ def same_run_difference(saved: dict[str, Any], config: Config, step: int | None 
 
 
 def past_stage_difference(saved: dict[str, Any], config: Config, step: int) -> Difference | None:
-    """The same, of nothing but the stages that have begun."""
-    before = Config.model_validate(saved)
+    """The first difference between the stages that have begun at `step`, with both values."""
+    before = resolved(saved)
     return _first_difference(_stages(before, step, begun=True), _stages(config, step, begun=True))
 
 
 def edited_stages(saved: dict[str, Any], config: Config, step: int) -> list[str]:
-    """Names of the stages that begin after `step` and are not what they were, or not there in one of the two."""
-    configs = Config.model_validate(saved), config
+    """Names of the stages after `step` that were changed, added or removed."""
+    configs = resolved(saved), config
     before, now = (_stages(each, step, begun=False) for each in configs)
     names = {stage.start_training_step: stage.name for each in configs for stage in each.data_stages}
     starts = sorted({*before, *now})
@@ -111,7 +104,7 @@ Stages = dict[int, tuple[int, dict[str, Any]]]
 
 
 def _stages(config: Config, step: int | None, begun: bool) -> Stages:
-    """First step → (number, what decides its data) of the stages that have begun after `step` steps, or have not."""
+    """Stages that have begun at `step`, or those that have not: first step → (index, what determines their data)."""
     found: Stages = {}
     for number, (stage, content) in enumerate(zip(config.data_stages, to_dict(config)["data_stages"])):
         content["sequence_length"] = stage.sequence_length or config.tokens.sequence_length
@@ -143,11 +136,11 @@ def _is_free(path: str) -> bool:
 
 
 def _within(path: object, folder: str) -> bool:
-    """Resuming by name from the run's own checkpoints is what the run does anyway."""
+    """Whether `path` is among the run's own checkpoints: it resumes from those anyway."""
     return isinstance(path, str) and Path(path).absolute().is_relative_to(Path(folder).absolute())
 
 
 def _of_its_kind(stage: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """What a stage's dataset says by keys that the other's, of another kind, has not."""
+    """The keys of a stage's dataset that the other, a dataset of another kind, does not have."""
     mine, others = stage["data"]["dataset"] or {}, other["data"]["dataset"] or {}
     return {key: value for key, value in mine.items() if key not in others and value is not None}

@@ -1,9 +1,9 @@
-"""The schema as data: every key with its type, default and sentence, by walking the models.
+"""The schema as data: every key with its type, default and description, from the models.
 
     >>> [row.path for row in rows() if row.path.endswith("lr_warmup_steps")]
     ['optimizer.learning_rate_scheduler.lr_warmup_steps']
 
-Error messages take valid names from here, the reference its tables, and tests their lists.
+Error messages take valid names from here, the reference its tables, tests their lists of keys.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import Tag
 from pydantic.fields import FieldInfo
 
-from kenotron.config.architecture import HFArchitecture, LlamaArchitecture, yaml_keys
+from kenotron.config.architecture import HFArchitecture, built_in_sections, yaml_keys
 from kenotron.config.config import Config
 from kenotron.config.section import Section
 
 
 @dataclass(frozen=True)
 class Row:
-    """One key. `path` is dotted, with `<i>` for a place in a list and `<name>` for one in a map."""
+    """One key. `path` is dotted, with `<i>` for an index of a list and `<name>` for a key of a map."""
 
     path: str
     name: str
@@ -33,17 +33,18 @@ class Row:
 
     @property
     def mark(self) -> str | None:
+        """The mark of the key, such as "no effect"; None for most."""
         extra = self.field.json_schema_extra
         return str(extra["mark"]) if isinstance(extra, dict) else None
 
 
 def is_tag(part: str | int) -> bool:
-    """Whether a part of an error's location names a variant, not a key."""
+    """Whether a part of an error's location is the tag of a variant."""
     return isinstance(part, str) and part.startswith("(") and part.endswith(")")
 
 
 def kinds(annotation: Any, tag: str = "") -> Iterator[tuple[str, Any]]:
-    """The alternatives of a type, each with its tag ("" where there is none)."""
+    """The alternatives of a type, each with its tag ("" without one)."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *metadata = get_args(annotation)
@@ -68,14 +69,14 @@ def sections(annotation: Any, below: str = "") -> Iterator[tuple[str, str, type[
 
 
 def fields(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
-    """Keys of one section as YAML spells them."""
+    """The YAML keys of a section, with their fields."""
     for name, field in section.model_fields.items():
         if section is not HFArchitecture or name == "hf":
             yield field.alias or name, field
 
 
 def rows(section: type[Section] = Config, prefix: str = "") -> Iterator[Row]:
-    """Every key below `section`, in reading order."""
+    """Every key below `section`, in schema order."""
     for name, field in fields(section):
         path = prefix + name
         yield Row(path, name, section, field)
@@ -84,7 +85,7 @@ def rows(section: type[Section] = Config, prefix: str = "") -> Iterator[Row]:
 
 
 def section_at(location: Sequence[str | int]) -> type[Section] | None:
-    """The section that a location of pydantic's (keys, indexes and tags) leads to, if it is one."""
+    """The section at one of pydantic's locations (keys, indices and tags), or None."""
     current: Any = Config
     for part in location:
         options = [kind for _, kind in kinds(current)]
@@ -108,12 +109,12 @@ def siblings(location: Sequence[str | int]) -> set[str]:
     """Valid keys of the section at a location."""
     section = section_at(location)
     if section is HFArchitecture:
-        return {"hf"} | yaml_keys(LlamaArchitecture)
+        return {"hf"}.union(*map(yaml_keys, built_in_sections().values()))
     return {name for name, _ in fields(section)} if section else set()
 
 
 def owner(location: Sequence[str | int], name: str) -> str | None:
-    """The tag of another variant, at the same place as the one at `location`, that has the key `name`."""
+    """The tag of another variant of the key at `location` that has the key `name`, or None."""
     if not location or not is_tag(location[-1]):
         return None
     parent = section_at(location[:-2])
@@ -126,7 +127,7 @@ def owner(location: Sequence[str | int], name: str) -> str | None:
 
 @lru_cache(maxsize=1)
 def paths_by_name() -> dict[str, list[str]]:
-    """For every key's name the dotted paths that end in it."""
+    """Key name → the dotted paths that end in it."""
     found: dict[str, list[str]] = {}
     for row in rows():
         if row.path not in found.setdefault(row.name, []):

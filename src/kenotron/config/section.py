@@ -1,18 +1,18 @@
-"""What every section of the schema shares: strict pydantic models whose fields explain themselves.
+"""The base of every section of the schema: strict pydantic models with a description per field.
 
-A section is a frozen model that forbids unknown keys and converts nothing but integers to floats. Its fields
-are made by `key`, which carries the sentence that the generated reference prints, and a mark:
+A section is a frozen model that forbids unknown keys and converts only integers to floats. Its fields are made
+by `key`, which takes the description that the generated reference prints, and a mark:
 
     class Tokens(Section):
         train_steps: int = key("Optimizer steps of the whole run.", ge=1)
         val_samples: int | None = key("Cap on the held-out sequences of one validation.", None, mark=OURS)
 
-A check across several fields raises `problem`, which names the key that should be changed:
+A check across several fields raises `problem`, which names the key to change:
 
     raise problem("train_steps", "expected at least 10 steps, found 5")
 
-Variants of one key (`init_method`, `dataset`, …) are told apart by a function from value to tag, never by
-trying one after the other; tags look like ``(random)``, so that they differ from keys in an error's location.
+Variants of one key (`init_method`, `dataset`, …) are distinguished by a function from value to tag, never by
+trying one after the other. Tags look like ``(random)``, so that they differ from keys in an error's location.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-OURS = "ours"  # not in nanotron
-EXPORT = "export only"  # travels to the Hugging Face export, changes nothing here
-NO_EFFECT = "no effect"  # accepted for old files; this engine has nothing that it could change
-RECORD = "record"  # written into the config that a checkpoint keeps; read by people and tools
+OURS = "Kénotron"  # not in nanotron
+EXPORT = "export only"  # written to the Hugging Face export, no effect on training
+NO_EFFECT = "no effect"  # accepted for nanotron's files; there is nothing here that it could change
+RECORD = "record"  # written to the config in a checkpoint; read by people and tools
 
 
 class Section(BaseModel):
-    """A part of the config: immutable, strict about types, closed to unknown keys."""
+    """A part of the config: immutable, strict about types, without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True, allow_inf_nan=False)
 
 
 def key(description: str, default: Any = ..., *, mark: str | None = None, **rules: Any) -> Any:
-    """A field with its sentence for the reference; without a default it is required."""
+    """A field with its description; without a default it is required."""
     return Field(default, description=description, json_schema_extra={"mark": mark} if mark else None, **rules)
 
 
@@ -62,9 +62,9 @@ class _Context(dict[str, Any]):
 
 
 def by_rule(choose: Callable[[Any], str | None], expected: str, keys: Iterable[str] = ()) -> Discriminator:
-    """Tell variants apart with `choose`; None from it means that the value is none of them.
+    """Choose a variant by its tag from `choose`; None means that the value is none of them.
 
-    `expected` completes the sentence "expected …"; `keys` are the names to suggest from for a misspelt one.
+    `expected` completes the message "expected …"; `keys` are the names to suggest for a misspelt one.
     """
     return Discriminator(
         choose,
@@ -75,7 +75,7 @@ def by_rule(choose: Callable[[Any], str | None], expected: str, keys: Iterable[s
 
 
 class _Spelling:
-    """A value that may be written in other ways than the one it is kept in."""
+    """A value with more spellings than the one that is stored."""
 
     def __init__(self, convert: Callable[[Any], Any], any_case: bool) -> None:
         self.convert, self.any_case = convert, any_case
@@ -90,8 +90,8 @@ class _Spelling:
         return {"anyOf": [inner, {"type": "null"}]}
 
 
-def null_means(default: Any) -> _Spelling:
-    """An explicit null is the default."""
+def null_means(default: object) -> _Spelling:
+    """An explicit null means the default."""
     return _Spelling(lambda value: default if value is None else value, any_case=False)
 
 
@@ -103,11 +103,11 @@ def _expand_home(path: str) -> str:
 
 
 LocalPath = Annotated[str, AfterValidator(_expand_home)]
-"""A path on this machine, or a hub name: `~` is the home folder."""
+"""A local path, where `~` is the home folder, or a Hub name."""
 
 
 def upper_case(default: str) -> _Spelling:
-    """Names that nanotron reads in any case and keeps in upper case; null is the default."""
+    """Names that are accepted in any case and stored in upper case, as in nanotron; null means the default."""
 
     def convert(value: Any) -> Any:
         if value is None:
@@ -118,5 +118,5 @@ def upper_case(default: str) -> _Spelling:
 
 
 def has(value: Any, name: str) -> bool:
-    """Whether a variant's value, a mapping from YAML or a model made in Python, carries this key."""
+    """Whether a variant, as a mapping or as a section, has this key."""
     return name in value if isinstance(value, dict) else name in type(value).model_fields

@@ -1,4 +1,4 @@
-"""`tokenizer`: a tokenizer from the hub or a folder, or one trained on the run's own data."""
+"""`tokenizer`: a tokenizer from the Hub or a folder, or one trained on the data of the run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from kenotron.config.section import OURS, LocalPath, Section, key, problem
 
 
 class TokenizerTraining(Section):
-    """Train a byte-level BPE on the data of the first stage, once; it is cached and saved in checkpoints."""
+    """Train a byte-level BPE on the data of the first stage. It is cached, and saved in checkpoints."""
 
-    vocab_size: int = key(
-        "Entries of the vocabulary, the 256 bytes and the end-of-text token included.", ge=257, mark=OURS
-    )
+    vocab_size: int = key("Vocabulary size, including the 256 bytes and the end-of-text token.", ge=257, mark=OURS)
 
 
 class Tokenizer(Section):
+    """The tokenizer of the run."""
+
     tokenizer_name_or_path: LocalPath | None = key(
-        "Hub name, folder or tokenizer.json of the tokenizer; null where the data needs none.", None
+        "Hub name, folder, or tokenizer.json file; null if the data needs no tokenizer.", None
     )
-    tokenizer_revision: str | None = key("Revision of the hub name.", None)
+    tokenizer_revision: str | None = key("Revision of the Hub repository.", None)
     tokenizer_max_length: int | None = key(
-        "Longest document in tokens; what is beyond is cut off before packing. null: no limit.", None, ge=1
+        "Maximum document length in tokens; longer documents are truncated before packing. null: no limit.", None, ge=1
     )
     train: TokenizerTraining | None = key(
         "Train a tokenizer on the data of the first stage instead of loading one.", None, mark=OURS
@@ -34,5 +34,5 @@ class Tokenizer(Section):
         if self.train and self.tokenizer_name_or_path:
             raise problem("train", "expected either tokenizer_name_or_path or train, found both")
         if self.tokenizer_revision and not self.tokenizer_name_or_path:
-            raise problem("tokenizer_revision", "expected only beside tokenizer_name_or_path, which is null")
+            raise problem("tokenizer_revision", "expected null without tokenizer_name_or_path")
         return self

@@ -1,4 +1,4 @@
-"""`tokens`: how long a sequence is, how many make a step, how many steps make the run, and validation."""
+"""`tokens`: sequence length, batch size, number of steps, and validation."""
 
 from __future__ import annotations
 
@@ -17,28 +17,25 @@ def _never_or_positive(value: int) -> int:
 
 
 class Tokens(Section):
+    """Sequence length, batch size, steps, validation."""
+
     sequence_length: int = key("Tokens of one training sequence.", ge=1)
     train_steps: int = key("Optimizer steps of the whole run.", ge=1)
-    micro_batch_size: int = key("Sequences that go through the model at once on one replica.", ge=1)
-    batch_accumulation_per_replica: int = key("Micro-batches whose gradients are summed into one optimizer step.", ge=1)
+    micro_batch_size: int = key("Sequences per forward pass on one replica.", ge=1)
+    batch_accumulation_per_replica: int = key("Micro-batches accumulated per optimizer step on each replica.", ge=1)
     val_check_interval: Annotated[int, AfterValidator(_never_or_positive)] = key(
-        "Steps between two validations; -1: never.", -1
+        "Steps between validations; -1: never.", -1
     )
-    limit_val_batches: int = key(
-        "Global batches of held-out sequences that one validation runs; 0: none, -1: all.", 0, ge=-1
-    )
-    limit_test_batches: int = key(
-        "Global batches of a test after the run; 0: none, -1: all (only 0 is supported yet).", 0, ge=-1
-    )
+    limit_val_batches: int = key("Global batches of held-out sequences per validation; 0: none, -1: all.", 0, ge=-1)
     val_samples: int | None = key(
-        "Cap on the held-out sequences of one validation, beside limit_val_batches (which is then not 0).",
+        "Maximum number of held-out sequences per validation, in addition to limit_val_batches (which must not be 0).",
         None,
         ge=1,
         mark=OURS,
     )
     val_fraction: float = key(
-        "Share of the documents held out, chosen by their hash (of two or more at least one); also where the run "
-        "never validates.",
+        "Fraction of the documents that is held out, chosen by their hash (at least one of two or more documents). "
+        "They are held out even if the run never validates.",
         0.005,
         gt=0,
         lt=1,
@@ -47,5 +44,5 @@ class Tokens(Section):
 
     @property
     def validates(self) -> bool:
-        """Whether the run validates. Documents are held out in any case: the training data do not depend on it."""
+        """Whether the run validates. Documents are held out either way, so the training data do not depend on it."""
         return self.val_check_interval > 0 and self.limit_val_batches != 0

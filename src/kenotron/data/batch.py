@@ -1,4 +1,4 @@
-"""The two shapes of the data room: what a token source answers, and what a model is fed.
+"""Batches: what a model is fed, made of samples.
 
 A *sample* is `sequence_length + 1` token ids. Its first `sequence_length` are the inputs, its last
 `sequence_length` the labels. With `sequence_length = 4`, the stream 7 8 9 2 5 6 3 1 4 holds two samples:
@@ -12,7 +12,6 @@ Samples share one token, so every token but the first is a label exactly once: n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +20,9 @@ Int64 = NDArray[np.int64]
 
 NO_LOSS = -100
 """Label of a token that carries no loss (the value that torch's cross-entropy ignores)."""
+
+PAD = -1
+"""Where held-out samples are filled up; it becomes a label of `NO_LOSS`."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class TokenBatch:
 def fold(batch: TokenBatch, length: int) -> TokenBatch:
     """The same tokens in sequences of `length`, a divisor of theirs: ``[n, L]`` → ``[n * L / length, length]``.
 
-    Every sequence begins anew: a document that goes on from one to the next counts as another there.
+    A document that continues from one sequence into the next counts as another one there.
     """
     old = batch.tokens.shape[1]
     if length == old:
@@ -76,46 +78,21 @@ def batch_places(total: int, micro_batch_size: int, dp_rank: int, dp_size: int) 
     return np.arange(total, dtype=np.int64).reshape(-1, dp_size, micro_batch_size)[:, dp_rank].reshape(-1)
 
 
-class TokenSource(Protocol):
-    """Random access to samples: all that the order and the loader ask of data.
-
-    Reads come from several threads at once and must not change the source.
-    """
-
-    name: str
-
-    def __len__(self) -> int:
-        """Number of samples."""
-        ...
-
-    def samples(self, indices: Int64) -> NDArray[np.integer]:
-        """Token ids ``[len(indices), sequence_length + 1]``, any integer type."""
-        ...
-
-    def documents(self, indices: Int64) -> Int64 | None:
-        """Document number of every token, same shape, non-decreasing in a row; None: not known."""
-        ...
-
-    def loss(self, indices: Int64) -> NDArray[np.bool_] | None:
-        """Whether each token is to be learnt, same shape; None: all of them."""
-        ...
-
-
 def make_batch(
     windows: NDArray[np.integer],
     sample_ids: Int64,
     documents: Int64 | None = None,
-    loss: NDArray[np.bool_] | None = None,
+    loss_mask: NDArray[np.bool_] | None = None,
 ) -> TokenBatch:
     """Cut samples ``[n, sequence_length + 1]`` into inputs and labels.
 
     With `documents` (same shape), positions restart at every document, and a label that belongs to the
-    next document is masked. With `loss` (same shape), labels that carry none are masked.
+    next document is masked. With `loss_mask` (same shape), labels where it is False are masked.
     """
     tokens = windows[:, :-1].astype(np.int64)
     labels = windows[:, 1:].astype(np.int64)
-    if loss is not None:
-        labels[~loss[:, 1:]] = NO_LOSS
+    if loss_mask is not None:
+        labels[~loss_mask[:, 1:]] = NO_LOSS
     if documents is None:
         return TokenBatch(tokens, labels, sample_ids)
     rows, length = tokens.shape

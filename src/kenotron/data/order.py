@@ -1,7 +1,7 @@
 """The order of the data is arithmetic: sample i of a stage is computed, never stored.
 
 Two pure functions compose. *Interleave* says which source sample i comes from and how many samples that source
-gave before; *permute* says which of its samples the n-th draw is:
+had before; *permute* says which of its samples the n-th draw is:
 
     i ──interleave──▶ (source, n) ──▶ epoch n // length ──permute──▶ index within the source
 
@@ -25,7 +25,7 @@ prefix of i samples, for any number of sources and any weights,
 `length`, applied again while the image falls outside ("cycle walking", Black and Rogaway 2002). Another epoch is
 another key. No sample of a source comes twice before all came once.
 
-**Limits.** A source that may give no more than so many samples reaches its limit at a position that is computed too.
+**Limits.** A source that is limited to so many samples reaches its limit at a position that is computed too.
 There a *phase* ends; the next one shares among the sources that are left, each from its own count on:
 
     A 3, B 1 (at most 2 samples)     A A B A A A B A A A . A A A ...
@@ -45,24 +45,18 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .batch import Int64
+from kenotron.data.batch import Int64
+from kenotron.kernels.hashing import GOLDEN, mix64
 
 UInt64 = NDArray[np.uint64]
 
 BLOCK = 4096
-"""Samples whose places are computed at once; a matter of speed only."""
+"""Samples that are located at once, for speed."""
 
 ROUNDS = 6
 _LOW32 = np.uint64(0xFFFFFFFF)
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN = np.uint64(GOLDEN)
 _ROUND_KEYS = [np.uint64(int(_GOLDEN) * (number + 1) % 2**64) for number in range(ROUNDS)]
-
-
-def mix64(x: UInt64) -> UInt64:
-    """SplitMix64's finalizer (Steele, Lea, Flood 2014): a bijection of 64 bits in which every bit moves every bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 # ---- permute -----------------------------------------------------------------------------------------------
@@ -103,23 +97,23 @@ def _feistel(x: UInt64, keys: UInt64, bits: int, rounds: range) -> UInt64:
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitNode:
     """A node: of the first n samples that reach it, ``round(n * ratio / 2^64)`` go left, the others right."""
 
     ratio: int
-    left: Split | int
-    right: Split | int
+    left: SplitNode | int
+    right: SplitNode | int
 
 
-def huffman(weights: Sequence[float], sources: Sequence[int] | None = None) -> Split | int:
+def huffman(weights: Sequence[float], sources: Sequence[int] | None = None) -> SplitNode | int:
     """The tree of splits for positive `weights`, one leaf (the source's number) for each of `sources` (None: all)."""
     chosen = range(len(weights)) if sources is None else sources
-    heap: list[tuple[Fraction, int, Split | int]] = [(Fraction(weights[s]), s, s) for s in chosen]
+    heap: list[tuple[Fraction, int, SplitNode | int]] = [(Fraction(weights[s]), s, s) for s in chosen]
     heapq.heapify(heap)
     for number in range(len(weights), len(weights) + len(chosen) - 1):
         (light, _, right), (heavy, _, left) = heapq.heappop(heap), heapq.heappop(heap)
         ratio = min(int(heavy * 2**64 / (light + heavy)), 2**64 - 1)
-        heapq.heappush(heap, (light + heavy, number, Split(ratio, left, right)))
+        heapq.heappush(heap, (light + heavy, number, SplitNode(ratio, left, right)))
     return heap[0][2]
 
 
@@ -134,7 +128,7 @@ def left_count(n: UInt64, ratio: int) -> UInt64:
     return high + ((other >> np.uint64(31)) & np.uint64(1))
 
 
-def interleave(tree: Split | int, positions: Int64) -> tuple[Int64, Int64]:
+def interleave(tree: SplitNode | int, positions: Int64) -> tuple[Int64, Int64]:
     """For every position ``[n]``: the source it belongs to, and how many of that source came before it."""
     source = np.empty(len(positions), dtype=np.int64)
     draw = np.empty(len(positions), dtype=np.int64)
@@ -151,15 +145,15 @@ def interleave(tree: Split | int, positions: Int64) -> tuple[Int64, Int64]:
     return source, draw
 
 
-def counts(tree: Split | int, n: int) -> dict[int, int]:
-    """How many of the first n samples each source gives."""
+def counts(tree: SplitNode | int, n: int) -> dict[int, int]:
+    """How many of the first n samples come from each source."""
     if isinstance(tree, int):
         return {tree: n}
     left = (n * tree.ratio + 2**63) >> 64
     return counts(tree.left, left) | counts(tree.right, n - left)
 
 
-def position_of(tree: Split | int, source: int, draw: int) -> int | None:
+def position_of(tree: SplitNode | int, source: int, draw: int) -> int | None:
     """The sample that is the `draw`-th (from 0) of `source`: what `interleave` sends there; None if there is no source.
 
     Left's n-th (from 0) is the sample before the smallest m with ``round(m * ratio / 2^64) = n + 1``.
@@ -181,20 +175,20 @@ NEVER = 2**62
 
 @dataclass(frozen=True)
 class Phase:
-    """From the position `start` of a stage on, the leaves of `tree` share; `given` is what each source gave before."""
+    """From the position `start` of a stage on, the leaves of `tree` share; `drawn` is what each source had before."""
 
     start: int
-    tree: Split | int
-    given: tuple[int, ...]
+    tree: SplitNode | int
+    drawn: tuple[int, ...]
 
 
 class Mixing:
-    """Which source each sample of a stage comes from, and which of its draws that is.
+    """Which source each sample of a stage is drawn from, and the number of that draw.
 
     `weights`, `offsets` and `limits` have one entry a source. An offset is the number of samples that earlier stages
-    drew, so that a source goes on where it stopped; a limit (None: none) bounds the draws of all stages together. What
-    happens when one is reached is `when_exhausted`: the samples end (stop), the others share on (renormalise), or
-    nothing (repeat).
+    drew, so that a source continues where it stopped; a limit (None: none) bounds the draws of all stages together.
+    What happens at a limit is `when_exhausted`: the samples end (stop), the others share on (renormalise), or nothing
+    (repeat).
 
     `end` is the number of samples there are (None: endless), `reached` has (source, position) of each limit that is
     met, in order.
@@ -226,31 +220,31 @@ class Mixing:
 
     def _divide(self, stop: bool) -> None:
         """Phase after phase, until no source can reach its limit."""
-        start, given = 0, list(self.offsets)
-        left = list(range(len(given)))
-        for s in [s for s in left if self._left(s, given) == 0]:
+        start, drawn_of = 0, list(self.offsets)
+        left = list(range(len(drawn_of)))
+        for s in [s for s in left if self._left(s, drawn_of) == 0]:
             left.remove(s)
             self.reached.append((s, 0))
         while left and not (stop and self.reached):
             tree = huffman(self.weights, left)
-            self.phases.append(Phase(start, tree, tuple(given)))
-            length, first = min((self._meets(s, tree, given), s) for s in left)
+            self.phases.append(Phase(start, tree, tuple(drawn_of)))
+            length, first = min((self._meets(s, tree, drawn_of), s) for s in left)
             if start + length >= NEVER:
                 return
-            for s, drawn in counts(tree, length).items():
-                given[s] += drawn
+            for s, more in counts(tree, length).items():
+                drawn_of[s] += more
             start += length
             left.remove(first)
             self.reached.append((first, start))
         self.end = start
 
-    def _left(self, source: int, given: Sequence[int]) -> int | None:
+    def _left(self, source: int, drawn_of: Sequence[int]) -> int | None:
         limit = self.limits[source]
-        return None if limit is None else max(0, limit - given[source])
+        return None if limit is None else max(0, limit - drawn_of[source])
 
-    def _meets(self, source: int, tree: Split | int, given: Sequence[int]) -> int:
+    def _meets(self, source: int, tree: SplitNode | int, drawn_of: Sequence[int]) -> int:
         """The position, counted from the phase's start, of the first sample that the source may not give."""
-        left = self._left(source, given)
+        left = self._left(source, drawn_of)
         position = NEVER if left is None else position_of(tree, source, left)
         assert position is not None
         return min(position, NEVER)
@@ -267,26 +261,26 @@ class Mixing:
         for number in np.unique(phase_of):
             phase, where = self.phases[number], np.flatnonzero(phase_of == number)
             source[where], draw[where] = interleave(phase.tree, positions[where] - phase.start)
-            draw[where] += np.array(phase.given, dtype=np.int64)[source[where]]
+            draw[where] += np.array(phase.drawn, dtype=np.int64)[source[where]]
         return source, draw
 
-    def given(self, samples: int) -> list[int]:
-        """How many samples each source has given, earlier stages' counted, when the stage has given so many."""
+    def drawn(self, samples: int) -> list[int]:
+        """How many samples of each source are drawn, earlier stages' counted, after so many samples of the stage."""
         samples = samples if self.end is None else min(samples, self.end)
         phase = next((phase for phase in reversed(self.phases) if phase.start <= samples), None)
         if phase is None:
             return list(self.offsets)
         drawn = counts(phase.tree, samples - phase.start)
-        return [before + drawn.get(s, 0) for s, before in enumerate(phase.given)]
+        return [before + drawn.get(s, 0) for s, before in enumerate(phase.drawn)]
 
     def position(self, source: int, draw: int) -> int | None:
         """The sample that is this draw of `source`; None: it is an earlier stage's, or is never drawn."""
         for phase, following in pairwise([*self.phases, None]):
             assert phase is not None
-            if draw < phase.given[source]:
+            if draw < phase.drawn[source]:
                 return None
-            if following is None or draw < following.given[source]:
-                within = position_of(phase.tree, source, draw - phase.given[source])
+            if following is None or draw < following.drawn[source]:
+                within = position_of(phase.tree, source, draw - phase.drawn[source])
                 position = None if within is None else phase.start + within
                 return None if position is None or (self.end is not None and position >= self.end) else position
         return None
@@ -296,7 +290,7 @@ class Mixing:
 
 
 class Order:
-    """Where sample i of one stage lies: ``locate(positions) -> (source, index within the source)``.
+    """The source of sample i of one stage: ``locate(positions) -> (source, index within the source)``.
 
     `lengths` and `keys` have one entry a source, as the weights of `mixing` have. A length of None is a stream's: its
     index is the number of the draw.
@@ -343,7 +337,7 @@ class Order:
         return mix64(np.uint64(self.keys[source]) ^ mix64(epoch.astype(np.uint64) + _GOLDEN))
 
     def find(self, source: int, index: int, stop: int) -> Iterator[int]:
-        """The positions in [0, stop), ascending, at which `locate` gives this `index` of this `source`."""
+        """The positions in [0, stop), ascending, at which `locate` returns this `index` of this `source`."""
         length, offset = self.lengths[source], self.mixing.offsets[source]
         assert length is not None, "a stream is not read backwards"
         for epoch in count(offset // length):

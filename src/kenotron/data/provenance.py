@@ -1,4 +1,4 @@
-"""What a step reads: for each of its samples the file, the window in it, and the documents that lie in the window.
+"""What a step reads: for each of its samples the file, the window in it, and the documents in the window.
 
     step 3 ──order──▶ (source, index) of every sample ──▶ file code/0.ds, window 7, tokens 231-263
                                                           document 4: 231-250, document 5: 251-263
@@ -8,27 +8,21 @@ and the other way round, the steps at which a document is seen:
     document 4 of code/0.ds ──▶ windows 6, 7 ──order backwards──▶ sample 40 (step 3), 212 (step 14), …
 
 Nothing of this is recorded while training: the order is arithmetic, so the past and the future of a run can be asked
-for alike, on any machine that has the data. No token is read, only where documents end.
+for alike, on any machine that has the data. No token is read, only the ends of documents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, nearest
-
-from .batch import TokenSource
-from .packing import PackedRows, PackingPlan
-from .run import RunData
-from .sources import Part, TokenWindows
-from .stages import OpenSource, OpenStage
-from .token_folder import TokenFolder
+from kenotron.data.open_stage import OpenStage
+from kenotron.data.run import RunData
+from kenotron.data.source import Origin, SourceFile, TokenSource
 
 
 @dataclass(frozen=True)
@@ -41,8 +35,8 @@ class DocumentRange:
 
 
 @dataclass(frozen=True)
-class PieceOrigin:
-    """Tokens [first_token, end_token) of a file, all of one document, that lie in a packed row."""
+class Fragment:
+    """Tokens [first_token, end_token) of a file, all of one document, that a packed row holds."""
 
     file: str
     document: int
@@ -56,8 +50,8 @@ class SampleOrigin:
 
     `sample` is its position in the run, `index` its number in its source. `file`, `window` (its number in the file) and
     the tokens [first_token, end_token) are None where the samples are made up or come from a user's own source;
-    `documents` is None where it is not known where documents end. Of a packed row there are `pieces` instead. Of a
-    `stream` it is not known what it holds.
+    `documents` is None where it is not known where documents end. Of a packed row there are `pieces` instead. What a
+    sample of a `stream` holds is not known.
     """
 
     sample: int
@@ -68,7 +62,7 @@ class SampleOrigin:
     first_token: int | None = None
     end_token: int | None = None
     documents: list[DocumentRange] | None = None
-    pieces: list[PieceOrigin] | None = None
+    pieces: list[Fragment] | None = None
     stream: bool = False
 
 
@@ -84,56 +78,40 @@ def step_origins(data: RunData, step: int) -> list[SampleOrigin]:
     positions = opened.stage.samples_before(step) + np.arange(opened.stage.batch_size(step), dtype=np.int64)
     numbers, indices = opened.order.locate(positions)
     return [
-        _origin(data.samples_before(step) + place, opened.sources[number], int(index))
+        _sample_origin(data.samples_before(step) + place, opened.sources[number], int(index))
         for place, (number, index) in enumerate(zip(numbers, indices))
     ]
 
 
 def _refuse_streams_alone(opened: OpenStage) -> None:
-    """Error (InputError): all sources are streams. What these give nobody knows before it is read."""
-    names = [source.stream.name for source in opened.sources if source.stream is not None]
-    if len(names) == len(opened.sources):
+    """Error (InputError): all sources are streams, and what these hold is not known before it is read."""
+    if all(source.is_stream for source in opened.sources):
         raise InputError(
-            f"{', '.join(names)}: a stream is shuffled while it is read, so what a step reads of it is not known "
-            "beforehand; without dataset.streaming, tokenized once and kept, it is"
+            f"{', '.join(source.name for source in opened.sources)}: a stream is shuffled while it is read, so what a "
+            "step reads of it is not known in advance; without dataset.streaming, tokenized once and kept, it is"
         )
 
 
-def _origin(sample: int, opened: OpenSource, index: int) -> SampleOrigin:
-    source: TokenSource = opened.train
-    if isinstance(source, Part):
-        index += source.start
-        source = source.whole
-    if isinstance(source, PackedRows):
-        return SampleOrigin(sample, source.name, index, pieces=_pieces(source, opened, index))
-    if isinstance(source, TokenFolder):
-        number, window, start = (int(each[0]) for each in source.locate(np.array([index])))
-        name, ends = str(source.files[number].path), source.files[number].ends
-    elif isinstance(source, TokenWindows) and opened.cache is not None:
-        name, ends, window, start = str(opened.cache.path), source.split.ends, index, index * source.sequence_length
-    else:
-        return SampleOrigin(sample, source.name, index, stream=opened.stream is not None)
-    stop = start + source.sequence_length + 1
-    documents = None if ends is None else document_ranges(ends, start, stop)
-    return SampleOrigin(sample, source.name, index, name, window, start, stop, documents)
+def _sample_origin(sample: int, source: TokenSource, index: int) -> SampleOrigin:
+    origin = source.locate(np.array([index]))
+    if origin is None:
+        return SampleOrigin(sample, source.name, index, stream=source.is_stream)
+    if origin.window is None:
+        return SampleOrigin(sample, source.name, index, pieces=_fragments(origin))
+    file, window, start = origin.files[int(origin.file[0])], int(origin.window[0]), int(origin.start[0])
+    stop = start + int(origin.length)
+    documents = None if file.ends is None else document_ranges(file.ends, start, stop)
+    return SampleOrigin(sample, source.name, index, file.name, window, start, stop, documents)
 
 
-def _pieces(source: PackedRows, opened: OpenSource, index: int) -> list[PieceOrigin]:
-    _, files, starts, lengths = source.pieces(np.array([index]))
-    known, found = _files(opened), []
-    for file, start, length in zip(files.tolist(), starts.tolist(), lengths.tolist()):
-        name, ends = known[file]
-        assert ends is not None  # nothing is packed without them
-        document = int(np.searchsorted(ends, np.uint64(start), side="right"))
-        found.append(PieceOrigin(name, document, start, start + length))
+def _fragments(origin: Origin) -> list[Fragment]:
+    found = []
+    for number, start, length in zip(origin.file.tolist(), origin.start.tolist(), np.asarray(origin.length).tolist()):
+        file = origin.files[number]
+        assert file.ends is not None  # nothing is packed without them
+        document = int(np.searchsorted(file.ends, np.uint64(start), side="right"))
+        found.append(Fragment(file.name, document, start, start + length))
     return found
-
-
-def _files(opened: OpenSource) -> list[tuple[str, NDArray[np.uint64] | None]]:
-    """Name and ends of documents of the files of a packed source: of a folder its own, of a cache the training side."""
-    if opened.cache is not None:
-        return [(str(opened.cache.path), opened.cache.train.ends)]
-    return [(str(file.path), file.ends) for file in opened.folder.files] if opened.folder is not None else []
 
 
 @dataclass(frozen=True)
@@ -158,101 +136,30 @@ def document_sightings(data: RunData, file: str, document: int) -> list[Sighting
         if not stage.steps:
             continue
         opened, before = data.stage_of(stage.start), data.samples_before(stage.start)
-        streamed |= {source.stream.name for source in opened.sources if source.stream is not None}
+        streamed |= {source.name for source in opened.sources if source.is_stream}
         for number, source in enumerate(opened.sources):
-            for place in _places(source):
-                known.add(place.name)
-                if place.name != file:
+            known |= {each.name for each in source.files}
+            for place, each in enumerate(source.files):
+                if each.name != file:
                     continue
-                start, stop = _document(place, document)
-                for sample, first, end in place.holding(start, stop):
+                for sample, first, end in source.samples_holding(place, *_document(each, document)):
                     for position in opened.order.find(number, sample, stage.samples_before(opened.stop)):
                         found.append(Sighting(stage.step_of(position), before + position, first, end))
         if opened.stop < stage.stop:  # the run ends there
             break
     if file not in known:
-        unknown = f" (what the streams {', '.join(sorted(streamed))} read is not known beforehand)" if streamed else ""
+        unknown = f" (what the streams {', '.join(sorted(streamed))} read is not known in advance)" if streamed else ""
         raise InputError(f"--document: no source of this run reads {file}{unknown}{nearest(file, known)}")
     return sorted(found, key=lambda each: (each.sample, each.first_token))
 
 
-class _Place(Protocol):
-    """A file of a source."""
-
-    name: str
-    ends: NDArray[np.uint64] | None
-
-    def holding(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Every sample of the source that holds tokens of [start, stop) of the file: its number, and which tokens."""
-        ...
-
-
-@dataclass
-class _WindowsOfFile:
-    """Its window w is sample ``first + w`` of the source, for the w of `trained`."""
-
-    name: str
-    ends: NDArray[np.uint64] | None
-    step: int
-    length: int
-    first: int
-    trained: range
-
-    def holding(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        lowest, highest = -(-(start - self.length) // self.step), (stop - 1) // self.step
-        for window in range(max(lowest, self.trained.start), min(highest + 1, self.trained.stop)):
-            begin = window * self.step
-            yield self.first + window, max(start, begin), min(stop, begin + self.length + 1)
-
-
-@dataclass
-class _RowsOfFile:
-    """Its pieces lie in packed rows; those of `trained` are samples, counted from its start."""
-
-    name: str
-    ends: NDArray[np.uint64] | None
-    plan: PackingPlan
-    base: int
-    trained: range
-
-    def holding(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        starts = np.asarray(self.plan.starts)
-        pieces = np.flatnonzero((starts >= self.base + start) & (starts < self.base + stop))
-        rows = np.searchsorted(self.plan.first, pieces, side="right") - 1
-        for piece, row in zip(pieces.tolist(), rows.tolist()):
-            if row in self.trained:
-                first = int(starts[piece]) - self.base
-                yield row - self.trained.start, first, first + int(self.plan.lengths[piece])
-
-
-def _places(opened: OpenSource) -> Iterator[_Place]:
-    source: TokenSource = opened.train
-    begin, end = 0, len(source)
-    if isinstance(source, Part):
-        begin, end, source = source.start, source.stop, source.whole
-    if isinstance(source, PackedRows):
-        trained = range(begin, end)
-        for (name, ends), base in zip(_files(opened), source.bases.tolist()):
-            yield _RowsOfFile(name, ends, source.plan, base, trained)
-    elif isinstance(source, TokenFolder):
-        for number, file in enumerate(source.files):
-            first, after = int(source.first[number]), int(source.first[number + 1])
-            trained = range(max(begin - first, 0), min(after, end) - first)
-            yield _WindowsOfFile(
-                str(file.path), file.ends, int(source.steps[number]), source.sequence_length, first - begin, trained
-            )
-    elif isinstance(source, TokenWindows) and opened.cache is not None:
-        length = source.sequence_length
-        yield _WindowsOfFile(str(opened.cache.path), source.split.ends, length, length, 0, range(end))
-
-
-def _document(place: _Place, document: int) -> tuple[int, int]:
+def _document(file: SourceFile, document: int) -> tuple[int, int]:
     """The tokens [start, stop) of a document."""
-    if place.ends is None:
-        raise InputError(f"--document: {place.name} does not tell where documents end")
-    if not 0 <= document < len(place.ends):
-        raise InputError(f"--document: {place.name} has documents 0 to {len(place.ends) - 1}, found {document}")
-    return int(place.ends[document - 1]) if document else 0, int(place.ends[document])
+    if file.ends is None:
+        raise InputError(f"--document: {file.name} does not say where documents end")
+    if not 0 <= document < len(file.ends):
+        raise InputError(f"--document: {file.name} has documents 0 to {len(file.ends) - 1}, found {document}")
+    return int(file.ends[document - 1]) if document else 0, int(file.ends[document])
 
 
 def document_ranges(ends: NDArray[np.uint64], start: int, stop: int) -> list[DocumentRange]:

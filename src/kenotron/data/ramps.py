@@ -23,7 +23,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from kenotron.config.data import BatchSizeRamp, SequenceLengthRamp
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Level:
     size: int
 
 
-def lengths(ramp: Any, length: int) -> tuple[tuple[int, int], ...]:
+def lengths(ramp: SequenceLengthRamp | None, length: int) -> tuple[tuple[int, int], ...]:
     """(first step of the stage, sequence length) of a `sequence_length_ramp` up to `length`; one without (None)."""
     if ramp is None:
         return ((0, length),)
@@ -48,7 +49,7 @@ def length_of_step(lengths: Sequence[tuple[int, int]], step: int) -> int:
     return lengths[bisect_right(lengths, step, key=lambda each: each[0]) - 1][1]
 
 
-def levels(ramp: Any, size: int) -> tuple[Level, ...]:
+def levels(ramp: BatchSizeRamp | None, size: int) -> tuple[Level, ...]:
     """The levels of a `batch_size_ramp` up to `size` samples a step; without one (None) there is one.
 
     After c samples a step takes ``start + increment * floor(c / (samples / rises))``, Megatron's rule

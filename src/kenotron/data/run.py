@@ -4,7 +4,7 @@
         for step, batches in enumerate(data.loader(start_step=1), start=1):     # resume: start_step=1001
             for batch in batches: ...                                           # this rank's micro-batches
 
-A step takes the next samples of its stage, as many as its global batch has: which, is arithmetic (`plan.Stage`).
+A step takes the next samples of its stage, as many as its global batch has: which, is arithmetic (`StagePlan`).
 Which of them a rank reads, `batch.batch_places` says: the set of samples of a step never depends on the layout.
 """
 
@@ -13,23 +13,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 
+from kenotron.config import Config
 from kenotron.config.errors import InputError, counted
-
-from .batch import TokenBatch, batch_places, fold
-from .loader import Prefetcher
-from .plan import SourcePlan, Stage, differences, has_answers, plan_stages, streams, texts_of, whole_keys
-from .progress import Report
-from .stages import OpenStage, Sources, describe_tokenizer, open_stage, validation_samples
-from .streams import RunStreams
-from .tokenizer import Tokenizer, end_of_text
-from .trained import tokenizer_of
-from .validation import BASELINE_LIMIT, HeldOut, compression_baselines, held_out_texts
+from kenotron.data.batch import Int64, TokenBatch, batch_places, fold
+from kenotron.data.held_out_batches import BASELINE_LIMIT, HeldOut, compression_baselines
+from kenotron.data.loader import Prefetcher
+from kenotron.data.open_stage import OpenStage, Sources, open_stage
+from kenotron.data.source import RunSettings, StreamSource, TextSpec
+from kenotron.data.stage_plan import SourcePlan, StagePlan, complete_keys, differences, plan_stages
+from kenotron.data.stream_states import RunStreams
+from kenotron.data.train_tokenizer import tokenizer_of
+from kenotron.text.progress import Report
+from kenotron.text.tokenizer import TextTokenizer, end_of_text
 
 AHEAD = 16
 """Steps whose blocks of remote files are fetched while the steps before them run."""
@@ -41,21 +42,22 @@ class RunData:
     Batches may be asked for from several threads. A stage is opened in the background while the one before it runs.
     """
 
-    def __init__(self, config: Any, tokenizer: Tokenizer | None, stages: list[Stage], report: Report) -> None:
-        self.config, self.tokenizer, self.stages = config, tokenizer, stages
-        self._report = report
+    def __init__(self, config: Config, settings: RunSettings, stages: list[StagePlan]) -> None:
+        self.config, self.tokenizer, self.stages = config, settings.tokenizer, stages
+        self._report = settings.report
         self._pool = ThreadPoolExecutor(1, "kenotron-stage")
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._opened: dict[int, Future[OpenStage]] = {}
-        self._sources = Sources(config, stages, tokenizer, report, self._stop)
+        self._settings = replace(settings, stop=self._stop)
+        self._sources = Sources(self._settings, stages)
         self.streams = RunStreams(stages, self._sources, config.tokens.micro_batch_size)
         self._asked = 0  # the step up to which blocks of remote files were asked for
-        self._flying: WeakSet[Future[bytes]] = WeakSet()  # weak: a block lies in memory until it is on the disk
+        self._flying: WeakSet[Future[bytes]] = WeakSet()  # weak: a block is in memory until it is on the disk
 
     @property
     def vocab_size(self) -> int:
         """Entries of the tokenizer's vocabulary, or the model's where there is no tokenizer."""
-        return self.tokenizer.vocab_size if self.tokenizer else self.config.model.architecture.vocab_size
+        return self.tokenizer.vocab_size if self.tokenizer else self._settings.vocab_size
 
     # ---- training ----
 
@@ -64,7 +66,7 @@ class RunData:
     ) -> Prefetcher[list[TokenBatch]]:
         """Micro-batches of the steps [start_step, stop_step), made ahead by threads.
 
-        `stop_step` is ``train_steps + 1`` by default. There are as many threads for the whole run as the stage with
+        `stop_step` is ``train_steps + 1`` by default. There are as many threads for the run as the stage with
         the most `num_loading_workers` asks for; one at most where a stage is a stream.
         """
         stop = self.config.tokens.train_steps + 1 if stop_step is None else stop_step
@@ -74,7 +76,7 @@ class RunData:
                 self._report(f"num_loading_workers: a stream is read in order, so 1 thread reads ahead, not {workers}")
             workers = min(workers, 1)
             if dp_rank == 0 and dp_size > 1:
-                for line in self.streams.shared_lanes(self.stage_at(start_step), start_step, dp_size):
+                for line in self.streams.shared_shards(self.stage_at(start_step), start_step, dp_size):
                     self._report(line)
 
         def make(step: int) -> list[TokenBatch]:
@@ -85,7 +87,7 @@ class RunData:
         return Prefetcher(make, start_step, stop, workers)
 
     def _fetch_ahead(self, step: int, stop: int, dp_rank: int, dp_size: int) -> None:
-        """Begin to fetch what the `AHEAD` steps from `step` on read of other machines, each step once."""
+        """Start downloading what the `AHEAD` steps from `step` on read of other machines, each step once."""
         opened = self.stage_of(step)
         with self._lock:
             first = self._asked if step <= self._asked < step + 2 * AHEAD else step  # threads take turns
@@ -111,23 +113,23 @@ class RunData:
         if (why := self.exhausted(step)) is not None:
             raise InputError(f"step {step} is not in the run: {why}")
         positions = opened.stage.samples_before(step) + in_batch
-        whole = opened.read(positions, self.samples_before(step) + in_batch, self._masks(opened.stage))
+        masking = self._masks_documents(opened)
+        batch = opened.read(positions, self.samples_before(step) + in_batch, masking)
         for number, source in enumerate(opened.sources):
-            if source.stream is not None:
-                given = opened.order.mixing.given(opened.stage.samples_before(step + 1))[number]
-                source.stream.settle(step, given, opened.draws(positions, number))
+            if isinstance(source, StreamSource):
+                drawn = opened.order.mixing.drawn(opened.stage.samples_before(step + 1))[number]
+                source.advance(step, drawn, opened.drawn(positions, number))
         length = opened.stage.length_at(step)
-        return [fold(whole[first : first + micro], length) for first in range(0, len(positions), micro)]
+        return [fold(batch[first : first + micro], length) for first in range(0, len(positions), micro)]
 
-    def _masks(self, stage: Stage) -> bool:
-        """Whether a stage's documents are masked from each other: as the model says, and wherever there are answers."""
-        return self.config.model.document_masking or any(has_answers(source.dataset) for source in stage.sources)
+    def _masks_documents(self, opened: OpenStage) -> bool:
+        return self.config.model.document_masking or opened.masks_documents
 
     def stage_of(self, step: int) -> OpenStage:
         """The stage that `step` belongs to, open."""
         return self._stage(self.stage_at(step).number)
 
-    def stage_at(self, step: int) -> Stage:
+    def stage_at(self, step: int) -> StagePlan:
         """The stage that `step` belongs to."""
         for stage in self.stages:
             if stage.start <= step < stage.stop:
@@ -143,7 +145,7 @@ class RunData:
         return sum(stage.tokens_before(step) for stage in self.stages)
 
     def last_step(self, step: int) -> int:
-        """The last step there are samples for, as the stages up to that of `step` tell; a later one may end earlier."""
+        """The last step there are samples for, by the stages up to that of `step`; a later one may end earlier."""
         for stage in self.stages[: self.stage_at(step).number + 1]:
             end = self._sources.mixing(stage).end
             if end is not None and end < stage.samples:
@@ -151,7 +153,7 @@ class RunData:
         return self.config.tokens.train_steps
 
     def exhausted(self, step: int) -> str | None:
-        """Why there are no samples for `step`: sources that have given all that they may. None where there are."""
+        """Why there are no samples for `step`: sources that are exhausted. None where there are samples."""
         for stage in self.stages[: self.stage_at(step).number + 1]:
             mixing = self._sources.mixing(stage)
             if mixing.end is not None and mixing.end < stage.samples_before(step + 1):
@@ -159,37 +161,36 @@ class RunData:
         return None
 
     def consumption(self, step: int) -> dict[str, tuple[int, float | None]]:
-        """The tokens that each source has given when `step` is done, and its epochs, where it is of that step's stage.
+        """The tokens read of each source when `step` is done, and its epochs, where it is of that step's stage.
 
-        The names are the shortest that tell all sources of the run apart. All of it is arithmetic.
+        The names are the labels of the sources. All of it is arithmetic.
         """
         found: dict[str, tuple[int, float | None]] = {}
         for stage in self.stages[: self.stage_at(step).number + 1]:
             mixing = self._sources.mixing(stage)
-            given = mixing.given(stage.samples_before(step + 1))
+            drawn = mixing.drawn(stage.samples_before(step + 1))
             for number, source in enumerate(stage.sources):
-                drawn = given[number] - mixing.offsets[number]
                 before, _ = found.get(source.label, (0, None))
-                last = stage.start <= step < stage.stop
-                known = last and not streams(source.dataset)
-                length = len(self._sources.source(stage, number).train) if known else 0
-                found[source.label] = before + drawn * stage.sequence_length, given[number] / length if known else None
+                epochs = None
+                if stage.start <= step < stage.stop and not source.spec.is_stream:
+                    epochs = drawn[number] / len(self._sources.source(stage, number))
+                found[source.label] = before + (drawn[number] - mixing.offsets[number]) * stage.sequence_length, epochs
         return found
 
-    def _spent(self, stage: Stage, number: int) -> str:
+    def _spent(self, stage: StagePlan, number: int) -> str:
         source = stage.sources[number]
-        return f"'{source.label}' has given its {_epochs(source)}"
+        return f"'{source.label}' is exhausted after {_epochs(source)}"
 
     # ---- validation ----
 
     def validation(self, dp_rank: int = 0, dp_size: int = 1) -> Iterator[tuple[TokenBatch, float, int]]:
-        """This rank's held-out batches, each with the UTF-8 bytes that its labels stand for (0.0: unknown), and the
+        """This rank's held-out batches, each with the UTF-8 bytes of its labels (0.0: unknown), and the
         number of its source among those of `held_out`.
 
         They are those of the first stage at every step of the run, so that its numbers compare.
         """
         micro = self.config.tokens.micro_batch_size
-        return self.held_out().batches(validation_samples(self.config), micro, dp_rank, dp_size)
+        return self.held_out().batches(self._settings.validation_samples, micro, dp_rank, dp_size)
 
     def held_out(self) -> HeldOut:
         """The held-out samples of the first stage.
@@ -203,50 +204,49 @@ class RunData:
                 "no document is left for validation (tokens.val_check_interval): give two documents or more, or raise "
                 f"tokens.val_fraction (now {self.config.tokens.val_fraction})"
             )
-        splits = [text for source in sources if (text := source.held_out_text) is not None]
-        all_text = len(splits) == len(sources)  # bytes of a part of the tokens would say nothing of the whole
+        means = [source.held_out.bytes_per_token for source in sources]
+        all_text = None not in means  # bytes of a part of the tokens would say nothing of all
         return HeldOut(
             sources=[source.held_out for source in sources],
             labels=[s.label for s, source in zip(opened.stage.sources, opened.sources) if len(source.held_out)],
             sequence_length=opened.stage.sequence_length,
             token_bytes=self._token_bytes() if all_text else None,
-            bytes_per_token=[s.bytes / len(s.tokens) for s in splits] if all_text else [0.0] * len(sources),
-            document_masking=self._masks(opened.stage),
+            bytes_per_token=[mean or 0.0 for mean in means] if all_text else [0.0] * len(sources),
+            document_masking=self._masks_documents(opened),
         )
 
     def validation_texts(self) -> Iterator[str]:
         """The held-out documents of the first stage as text."""
         for source in self.stages[0].sources:
-            with whole_keys(source.at):
-                if (texts := texts_of(source.dataset, self.config.remote_data)) is not None:
-                    yield from held_out_texts(texts, self.config.tokens.val_fraction, self._sources.chosen)
+            if isinstance(source.spec, TextSpec):
+                with complete_keys(source.at):
+                    yield from source.spec.held_out_texts(self._settings, self._sources.reserved)
 
     def compression_baselines(self) -> dict[str, float]:
         """Bits per byte of gzip and xz on the very text that `validation` reads.
 
         Empty where it reads no text, only a part of it, or more than is compressed in a minute.
         """
-        caches = [source.cache for source in self._open(0).result().sources]
-        limit, whole = validation_samples(self.config), len(self.held_out())
-        part = (limit is not None and limit < whole) or self.config.tokenizer.tokenizer_max_length is not None
-        part |= any(cache.validation.loss is not None for cache in caches if cache)  # answers only
-        if None in caches or part or sum(cache.validation.bytes for cache in caches if cache) > BASELINE_LIMIT:
+        sizes = [source.held_out_text_bytes for source in self._open(0).result().sources]
+        limit, samples = self._settings.validation_samples, len(self.held_out())
+        cut = (limit is not None and limit < samples) or self._settings.max_document_tokens is not None
+        if cut or None in sizes or sum(size for size in sizes if size) > BASELINE_LIMIT:
             return {}
         return compression_baselines(self.validation_texts())
 
-    def _token_bytes(self) -> np.ndarray | None:
+    def _token_bytes(self) -> Int64 | None:
         table = self.tokenizer.token_bytes() if self.tokenizer else None
         if self.tokenizer is None or table is None:
             return None
-        table = np.pad(table, (0, max(0, self.config.model.architecture.vocab_size - len(table))))
-        table[end_of_text(self.tokenizer, self.config.model.architecture)] = 0
+        table = np.pad(table, (0, max(0, self._settings.vocab_size - len(table))))
+        table[self._settings.eos] = 0
         return table
 
     # ---- stages ----
 
     def describe(self) -> list[str]:
         """What is read, for the console."""
-        lines = [f"tokenizer: {describe_tokenizer(self.config, self.tokenizer)}"]
+        lines = [f"tokenizer: {describe_tokenizer(self.tokenizer, self._settings.eos)}"]
         for stage in self.stages:
             if stage.stop <= stage.start:
                 steps = self.config.tokens.train_steps
@@ -267,7 +267,7 @@ class RunData:
         return [*lines, *self._begun_anew()]
 
     def _limits(self, opened: OpenStage) -> Iterator[str]:
-        """What happens in a stage when its sources have given their epochs."""
+        """What happens in a stage when its sources reach their epochs."""
         stage, mixing = opened.stage, opened.order.mixing
         for source, position in mixing.reached:
             step = stage.step_of(position)
@@ -279,7 +279,7 @@ class RunData:
                 yield f"{planned.label} reaches its {_epochs(planned)} at step {step}: {then}"
 
     def _begun_anew(self) -> Iterator[str]:
-        """Sources that come again and cannot go on, as they are read in another manner."""
+        """Sources that are read again and cannot continue, as they are read with other options."""
         for stage in self.stages[1:]:
             before = [source for earlier in self.stages[: stage.number] for source in earlier.sources]
             for source in stage.sources if not stage.restart else ():
@@ -287,7 +287,7 @@ class RunData:
                     continue
                 if why := min(filter(None, (differences(source, other) for other in before)), key=len, default=None):
                     yield (
-                        f"[{stage.name}] {source.label} comes again with {' and '.join(why)}: its samples or their "
+                        f"[{stage.name}] {source.label} is read again with {' and '.join(why)}: its samples or their "
                         "order are others, so it is read from its beginning"
                     )
 
@@ -304,16 +304,16 @@ class RunData:
             if not future.done() or future.exception():
                 continue
             for source in future.result().sources:
-                if (content := source.content()) is None:  # a user's own, or random: its content has no name
+                if (fingerprint := source.fingerprint) is None:
                     continue
-                name, number = source.train.name, 2
-                while found.get(name, content) != content:  # other text of the same name
-                    name, number = f"{source.train.name} ({number})", number + 1
-                found[name] = content
+                name, number = source.name, 2
+                while found.get(name, fingerprint) != fingerprint:  # other text of the same name
+                    name, number = f"{source.name} ({number})", number + 1
+                found[name] = fingerprint
         return found
 
     def close(self) -> None:
-        """Stop what goes on in the background."""
+        """Stop the work in the background."""
         self._stop.set()
         with self._lock:
             for future in self._flying:
@@ -350,16 +350,20 @@ def _epochs(source: SourcePlan) -> str:
     return f"{source.max_epochs:g} epoch{'s' * (source.max_epochs != 1)}"
 
 
-def open_run(config: Any, start_step: int = 1, report: Report = print, tokenizer_folder: Path | None = None) -> RunData:
+def open_run(
+    config: Config, start_step: int = 1, report: Report = print, tokenizer_folder: Path | None = None
+) -> RunData:
     """Open the data of a run at `start_step`: tokenizer, then the stage of that step; the next one in the background.
 
-    `report` gets one line of text at a time. A run that continues gives the `tokenizer_folder` of its checkpoint: the
-    tokenizer is that one, not trained or looked up again (a folder that is not there changes nothing).
+    `report` gets one line of text at a time. A run that continues passes the `tokenizer_folder` of its checkpoint: the
+    tokenizer is that one, not trained or loaded by name again (a missing folder changes nothing).
 
     Errors (InputError): whatever is wrong with the data, in one line; nothing held out for a run that validates.
     """
-    stages = plan_stages(config)
-    data = RunData(config, tokenizer_of(config, stages, report, tokenizer_folder), stages, report)
+    stages, settings = plan_stages(config), run_settings(config, report)
+    tokenizer = tokenizer_of(config, settings, stages, tokenizer_folder)
+    eos = end_of_text(tokenizer, config.model.architecture)
+    data = RunData(config, replace(settings, tokenizer=tokenizer, eos=eos), stages)
     number = data.stage_at(min(start_step, config.tokens.train_steps)).number
     try:
         first: Future[OpenStage] = Future()
@@ -376,3 +380,34 @@ def open_run(config: Any, start_step: int = 1, report: Report = print, tokenizer
         data.close()
         raise
     return data
+
+
+def run_settings(config: Config, report: Report) -> RunSettings:
+    """What opening a source takes from `config`; the tokenizer is not loaded yet."""
+    tokens, architecture = config.tokens, config.model.architecture
+    assert hasattr(architecture, "vocab_size"), "refused before: an architecture of another library"
+    limits = [tokens.limit_val_batches * config.global_batch_size, tokens.val_samples]
+    return RunSettings(
+        vocab_size=architecture.vocab_size,
+        eos=end_of_text(None, architecture),
+        seed=config.general.seed,
+        val_fraction=tokens.val_fraction,
+        validates=tokens.validates,
+        validation_samples=min((limit for limit in limits if limit is not None and limit > 0), default=None),
+        first_sequence_length=next(iter(config.sequence_lengths.values())),
+        document_masking=config.model.document_masking,
+        max_document_tokens=config.tokenizer.tokenizer_max_length,
+        tokenizer_name=config.tokenizer.tokenizer_name_or_path,
+        remote=config.remote_data,
+        tokenizer=None,
+        report=report,
+    )
+
+
+def describe_tokenizer(tokenizer: TextTokenizer | None, eos: int) -> str:
+    """One line for the console: which, how large, and what ends a document."""
+    if tokenizer is None:
+        return "none (the data are tokens already)"
+    origin = "model_config.eos_token_id, as the tokenizer has none" if tokenizer.eos_token_id is None else "its own"
+    level = "byte-level, " if tokenizer.is_byte_level else ""
+    return f"{tokenizer.name} ({level}{tokenizer.vocab_size:,} entries); documents end with token {eos} ({origin})"

@@ -15,30 +15,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
+from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.errors import InputError
-from kenotron.data.tokenizer import end_of_text
 from kenotron.generate.kv_cache import KVCache
 from kenotron.generate.ranks import ModelOnRanks
 from kenotron.generate.sampling import NOT_FINITE, Sampling, next_tokens
 from kenotron.generate.text import TextStream
-from kenotron.models import LanguageModel
+from kenotron.models.decoder import Decoder
+from kenotron.text.tokenizer import end_of_text
 
 StoppedBy = Literal["eos", "max_new_tokens", "max_position_embeddings", "non_finite_logits"]
 Prompt = str | Sequence[int]
 
 
 class TokenizerLike(Protocol):
-    """What generation asks of a tokenizer; `kenotron.data.Tokenizer` is one."""
+    """What generation asks of a tokenizer; `kenotron.data.TextTokenizer` is one."""
 
     eos_token_id: int | None
     bos_token_id: int | None
 
-    def encode(self, text: str) -> list[int]: ...
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -52,14 +58,14 @@ class Completion:
 
 
 @dataclass
-class Row:
+class DecodingRow:
     """One prompt on its way. `index` is its number among all prompts."""
 
     index: int
     prompt: str
     prompt_tokens: list[int]
-    room: int
-    stops_early: bool  # the room ends before max_new_tokens
+    most_new: int  # tokens that may follow the prompt
+    stops_early: bool  # that is fewer than max_new_tokens
     stream: TextStream | None
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -73,7 +79,7 @@ class Row:
 
 @torch.no_grad()
 def generate(
-    model: LanguageModel | ModelOnRanks,
+    model: Decoder | ModelOnRanks,
     tokenizer: TokenizerLike | None,
     prompts: Sequence[Prompt],
     *,
@@ -107,7 +113,7 @@ def generate(
     rows = [_row(index, prompt, tokenizer, ranks.config, max_new_tokens) for index, prompt in enumerate(prompts)]
     mine = ranks.share(rows)
     # Dynamic RoPE turns by angles that depend on the longest text of a batch: only alone is a row itself.
-    together = 1 if _stretches_with_length(ranks.config) else batch_size
+    together = 1 if ranks.config.depends_on_longest else batch_size
     with ranks.evaluating():
         for first in range(0, len(mine), together):
             _complete(ranks, mine[first : first + together], sampling, eos, stream)
@@ -122,13 +128,13 @@ def generate(
 
 def _complete(
     ranks: ModelOnRanks,
-    rows: Sequence[Row],
+    rows: Sequence[DecodingRow],
     sampling: Sampling,
     eos: int | None,
     stream: Callable[[int, str], None] | None,
 ) -> None:
     """Fill the rows of one batch."""
-    cache = KVCache(len(rows), max(row.position + row.room for row in rows), ranks.device)
+    cache = KVCache(len(rows), max(row.position + row.most_new for row in rows), ranks.device)
     tokens = [token for row in rows for token in row.prompt_tokens]
     ctx = cache.prefill([row.position for row in rows])
     while True:
@@ -148,14 +154,14 @@ def _complete(
         ctx = cache.step([row.position - 1 for row in rows])
 
 
-def _append(row: Row, token: int, eos: int | None, stream: Callable[[int, str], None] | None) -> None:
+def _append(row: DecodingRow, token: int, eos: int | None, stream: Callable[[int, str], None] | None) -> None:
     """Give a row its next token, and its listener the text that this completes."""
     if token == NOT_FINITE:
         row.stopped_by = "non_finite_logits"
     else:
         row.tokens.append(token)
         limited: StoppedBy = "max_position_embeddings" if row.stops_early else "max_new_tokens"
-        row.stopped_by = "eos" if token == eos else limited if len(row.tokens) == row.room else None
+        row.stopped_by = "eos" if token == eos else limited if len(row.tokens) == row.most_new else None
     if row.stream is None:
         return
     piece = row.stream.push(token) if token not in (NOT_FINITE, eos) else ""
@@ -166,12 +172,14 @@ def _append(row: Row, token: int, eos: int | None, stream: Callable[[int, str], 
         stream(row.index, piece)
 
 
-def _completion(row: Row) -> Completion:
+def _completion(row: DecodingRow) -> Completion:
     return Completion(row.prompt, row.text, row.tokens, row.stopped_by or "max_new_tokens")
 
 
-def _row(index: int, prompt: Prompt, tokenizer: TokenizerLike | None, config: Any, max_new_tokens: int) -> Row:
-    """Tokens of a prompt and the room that it leaves, checked."""
+def _row(
+    index: int, prompt: Prompt, tokenizer: TokenizerLike | None, config: DecoderArchitecture, max_new_tokens: int
+) -> DecodingRow:
+    """Tokens of a prompt and how many may follow it, checked."""
     where = f"prompt {index + 1}"
     if isinstance(prompt, str) and tokenizer is None:
         raise InputError(f"{where}: there is no tokenizer here, so a prompt must be token ids, not text")
@@ -181,7 +189,7 @@ def _row(index: int, prompt: Prompt, tokenizer: TokenizerLike | None, config: An
     outside = next((token for token in tokens if not 0 <= token < config.vocab_size), None)
     if outside is not None:
         raise InputError(f"{where}: token {outside} is outside the model's vocabulary of {config.vocab_size}")
-    limit = position_limit(config)
+    limit = config.longest_text
     if len(tokens) >= limit:
         raise InputError(
             f"{where}: {len(tokens)} tokens leave no room for a new one; the model reads at most {limit} "
@@ -189,26 +197,11 @@ def _row(index: int, prompt: Prompt, tokenizer: TokenizerLike | None, config: An
         )
     text = prompt if isinstance(prompt, str) else tokenizer.decode(tokens) if tokenizer else ""
     stream = TextStream(tokenizer, tokens) if tokenizer else None
-    return Row(
+    return DecodingRow(
         index, text, tokens, min(max_new_tokens, limit - len(tokens)), max_new_tokens > limit - len(tokens), stream
     )
 
 
-def position_limit(config: Any) -> int:
-    """Tokens that the model can read: max_position_embeddings, times the factor where RoPE stretches from there."""
-    scaling = config.rope_scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    stretches = kind in ("linear", "dynamic") or (
-        kind == "yarn" and not scaling.get("original_max_position_embeddings")
-    )
-    return int(config.max_position_embeddings * (scaling["factor"] if stretches else 1))
-
-
-def _stretches_with_length(config: Any) -> bool:
-    scaling = config.rope_scaling or {}
-    return scaling.get("rope_type", scaling.get("type")) == "dynamic"
-
-
-def _start_of_text(tokenizer: TokenizerLike | None, config: Any) -> int:
+def _start_of_text(tokenizer: TokenizerLike | None, config: DecoderArchitecture) -> int:
     bos = tokenizer.bos_token_id if tokenizer else config.bos_token_id
     return end_of_text(tokenizer, config) if bos is None else bos

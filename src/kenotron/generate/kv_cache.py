@@ -1,7 +1,7 @@
 """Keys and values kept from step to step, so that a new token costs one token's work and not the whole text's.
 
 The cache is an attention function with memory. A model hands every attention function its layer's number, so
-nothing in the model changes: it is given a `Context` whose `attention` is the cache. On several ranks each has a cache
+nothing in the model changes: it gets a `Context` whose `attention` is the cache. On several ranks each has a cache
 of the layers and heads that it holds.
 
     cache = KVCache(rows=2, capacity=8)
@@ -9,8 +9,8 @@ of the layers and heads that it holds.
     logits = model(one_token_each, cache.step([3, 2]))         # positions of the new tokens
 
     slot      0  1  2  3  4 …
-    row 0     a  b  c  d            the key of position p lies in slot p, so a row's length is all
-    row 1     x  y  z               that has to be known to mask what lies beyond it
+    row 0     a  b  c  d            the key of position p is in slot p, so a row's length is all
+    row 1     x  y  z               that has to be known to mask what is beyond it
 
 Prompts of different lengths need no padding: prefill packs them with document borders, and every row then
 grows on its own.
@@ -53,16 +53,14 @@ class KVCache:
         self._row = torch.arange(self.rows).repeat_interleave(torch.tensor(lengths)).to(self.device)
         self._position = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
         last = torch.tensor(borders[1:], device=self.device) - 1
-        return Context((1, borders[-1]), self._position, self, cu_seqlens=tuple(borders), wanted=last)
+        return Context((1, borders[-1]), self._position, self, cu_seqlens=tuple(borders), logits_to_keep=last)
 
     def step(self, positions: Sequence[int]) -> Context:
         """Context of one new token a row, at `positions`: ``[rows]`` tokens in as many sequences."""
         self._row = torch.arange(self.rows, device=self.device)
         self._position = torch.tensor(positions, device=self.device)
-        self._longest = max(positions) + 1
-        ragged = min(positions) != max(positions)
-        slots = torch.arange(self._longest, device=self.device)
-        self._mask = (slots <= self._position[:, None])[:, None, None] if ragged else None
+        self._shortest, self._longest = min(positions) + 1, max(positions) + 1
+        self._masks: dict[int | None, Tensor] = {}  # by window: made in the first layer that asks
         return Context((self.rows, 1), self._position, self)
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -73,18 +71,41 @@ class KVCache:
             for layer, tensor in memory.items():
                 memory[layer] = tensor[index]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, layer: int, scale: float | None = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ctx: Context,
+        layer: int,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
         """q ``[sequences, heads, length, head_dim]``; k, v with kv_heads. Remembers k and v, returns q's shape."""
         keys, values = self._remember(self.keys, k, layer), self._remember(self.values, v, layer)
         if ctx.cu_seqlens is not None:
-            return attention(q, k, v, ctx, layer, scale)  # type: ignore[arg-type]
+            return attention(q, k, v, ctx, layer, scale, window)  # type: ignore[arg-type]
         # Query heads that share a key head attend together, as if they were several queries of one head.
         grouped = q.view(self.rows, k.shape[1], -1, q.shape[-1])
-        seen = slice(None, self._longest)
+        first = 0 if window is None else max(0, self._shortest - window)
+        seen = slice(first, self._longest)
         out = F.scaled_dot_product_attention(
-            grouped, keys[:, :, seen], values[:, :, seen], attn_mask=self._mask, scale=scale
+            grouped, keys[:, :, seen], values[:, :, seen], attn_mask=self._mask(first, window), scale=scale
         )
         return out.view(q.shape)
+
+    def _mask(self, first: int, window: int | None) -> Tensor | None:
+        """Which slots from `first` on each row's new token sees, ``[rows, 1, 1, slots]``; None: all of them."""
+        if self._shortest == self._longest:
+            return None
+        if window in self._masks:
+            return self._masks[window]
+        slots, position = torch.arange(first, self._longest, device=self.device), self._position[:, None]
+        seen = slots <= position
+        if window is not None:
+            seen &= slots > position - window
+        self._masks[window] = seen[:, None, None]
+        return self._masks[window]
 
     def _remember(self, memory: dict[int, Tensor], new: Tensor, layer: int) -> Tensor:
         if layer not in memory:

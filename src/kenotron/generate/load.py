@@ -20,18 +20,20 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from kenotron.checkpoint.ranks import together
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.config.model import WEIGHT_DTYPES, Model
-from kenotron.data.tokenizer import Tokenizer, load_tokenizer
-from kenotron.generate.layout import layout_config
+from kenotron.config.parallelism import Parallelism
+from kenotron.generate.layout import check_layout
 from kenotron.generate.ranks import ModelOnRanks
 from kenotron.interop.sources import Source, open_source
-from kenotron.models import LanguageModel, Part, build, materialize
-from kenotron.models.initialization import Shard
+from kenotron.kernels.tensor_shard import TensorShard
+from kenotron.models import ModelPart, build, materialize
+from kenotron.models.decoder import Decoder
 from kenotron.parallel.device import best_device
-from kenotron.parallel.mesh import AXES, Mesh
+from kenotron.parallel.mesh import Mesh
+from kenotron.parallel.ranks import raise_on_any_rank
 from kenotron.parallel.shards import shard_of
+from kenotron.text.tokenizer import TextTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from kenotron.parallel.pipeline import Pipeline
@@ -45,8 +47,8 @@ class Loaded(NamedTuple):
     `model` is for `generate`; a `ModelOnRanks` where the mesh has several ranks.
     """
 
-    model: LanguageModel | ModelOnRanks
-    tokenizer: Tokenizer | None
+    model: Decoder | ModelOnRanks
+    tokenizer: TextTokenizer | None
     config: Model
 
 
@@ -63,11 +65,12 @@ def load_for_generation(
     Errors (InputError): nothing at `path` (names what is near), not a checkpoint, damaged, not a family that
     can decode, or of a shape that the mesh does not divide.
     """
-    mesh = mesh or Mesh(dict.fromkeys(AXES, 1))
-    on_all = together if mesh.world_size > 1 else _here  # an error of one is then an error of all
+    mesh = mesh or Mesh()
+    on_all = raise_on_any_rank if mesh.world_size > 1 else _here  # an error of one is then an error of all
     source = on_all(lambda: open_source(path, verify=mesh.is_first))
     decoded_in = dtype_of(dtype or source.model.dtype)
     target = torch.device(device) if device is not None else best_device()
+    check_layout(source.architecture, Parallelism(pp=mesh.degree("pp"), tp=mesh.degree("tp")))
     parts, pipeline = _on_mesh(source.model, decoded_in, mesh, target)
 
     def read() -> None:
@@ -86,19 +89,18 @@ def _here(work: Callable[[], T]) -> T:
 
 def _on_mesh(
     model: Model, dtype: torch.dtype, mesh: Mesh, device: torch.device
-) -> tuple[list[LanguageModel], Pipeline | None]:
+) -> tuple[list[Decoder], Pipeline | None]:
     """This rank's parts of the model in `dtype` on `device`, weights undefined, and with pp what runs them."""
     if mesh.degree("pp") == 1:
         return [_part(model, None, dtype, mesh, device)], None
     from kenotron.parallel.pipeline import Pipeline, parts_here
 
-    in_dtype = model.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})  # what stages send each other
-    config = layout_config(in_dtype, dp=mesh.dp_degree, pp=mesh.degree("pp"), tp=mesh.degree("tp"))
-    parts = [_part(model, part, dtype, mesh, device) for part in parts_here(config, mesh)]
-    return parts, Pipeline(parts, mesh, config, device)
+    layout = Parallelism(pp=mesh.degree("pp"), tp=mesh.degree("tp"))
+    parts = [_part(model, part, dtype, mesh, device) for part in parts_here(model, layout, mesh, length=1)]
+    return parts, Pipeline(parts, mesh, layout, device, dtype)
 
 
-def _part(model: Model, part: Part | None, dtype: torch.dtype, mesh: Mesh, device: torch.device) -> LanguageModel:
+def _part(model: Model, part: ModelPart | None, dtype: torch.dtype, mesh: Mesh, device: torch.device) -> Decoder:
     unpadded = model.model_copy(update={"make_vocab_size_divisible_by": 1})
     with torch.device("meta"):
         built = build(unpadded, mesh.degree("tp"), part)
@@ -112,7 +114,7 @@ def _part(model: Model, part: Part | None, dtype: torch.dtype, mesh: Mesh, devic
 
 
 @torch.no_grad()
-def fill(part: LanguageModel, source: Source) -> None:
+def fill(part: Decoder, source: Source) -> None:
     """Read this rank's block of every parameter of `part`; a copy of a tied weight is read where its owner is."""
     copies = part.tied_copies()
     for name, parameter in part.named_parameters(remove_duplicate=True):
@@ -120,7 +122,7 @@ def fill(part: LanguageModel, source: Source) -> None:
         _read(copies.get(name, name), shard_of(parameter), rows, source)
 
 
-def _read(name: str, shard: Shard, rows: int | None, source: Source) -> None:
+def _read(name: str, shard: TensorShard, rows: int | None, source: Source) -> None:
     """Tensor `name` of the source, cast, into the block that `shard` is of it. Beyond `rows` is padding: zeros."""
     shape = (shard.shape[0] if rows is None else rows, *shard.shape[1:])
     found = source.weights.stored(name).shape

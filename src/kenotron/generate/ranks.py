@@ -26,10 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kenotron.models import Context, LanguageModel, MicroBatch
+from kenotron.config.decoder import DecoderArchitecture
+from kenotron.models import Context, MicroBatch
+from kenotron.models.decoder import Decoder
 from kenotron.parallel import data as data_parallel
-from kenotron.parallel.mesh import AXES, Mesh
-from kenotron.parallel.stages import rank_of_stage
+from kenotron.parallel.mesh import Mesh
+from kenotron.parallel.pipeline_layout import rank_of_stage
 
 if TYPE_CHECKING:
     from kenotron.parallel.pipeline import Pipeline
@@ -45,67 +47,68 @@ class ModelOnRanks:
     so it must be where data parallelism shards the weights, which all ranks then gather together.
     """
 
-    parts: Sequence[LanguageModel]
+    parts: Sequence[Decoder]
     mesh: Mesh
     device: torch.device
     pipeline: Pipeline | None = None
     lockstep: bool = False
 
     @staticmethod
-    def alone(model: LanguageModel) -> ModelOnRanks:
+    def alone(model: Decoder) -> ModelOnRanks:
         """A whole model in this process."""
-        return ModelOnRanks([model], Mesh(dict.fromkeys(AXES, 1)), next(model.parameters()).device)
+        return ModelOnRanks([model], Mesh(), next(model.parameters()).device)
 
     @property
-    def config(self) -> Any:
+    def config(self) -> DecoderArchitecture:
         """The model's architecture."""
         return self.parts[0].config
 
     def logits(self, tokens: Tensor, ctx: Context) -> Tensor | None:
-        """Logits ``[wanted, vocab]`` of flat tokens; None on pipeline ranks without the head."""
+        """Logits ``[logits_to_keep, vocab]`` of flat tokens; None on pipeline ranks without the head."""
         if self.pipeline is None:
             return self.parts[0](tokens, ctx)
-        return self.pipeline.forward(MicroBatch(tokens, None, ctx))
+        found = self.pipeline.forward(MicroBatch(tokens, None, ctx))
+        assert not isinstance(found, tuple), "without labels the last part returns logits"
+        return found
 
     def agree(self, chosen: list[int] | None, rows: int) -> list[int]:
         """The tokens of `rows` rows that the choosing rank has chosen, on every rank that decodes these rows.
 
-        The chooser is the last pipeline stage's rank that is first along every other axis. Axis by axis: first it
-        tells the ranks beside it, then these and it tell theirs.
+        The chooser is the rank of the last pipeline stage that is first along every other axis.
         """
-        axes = [axis for axis in (AXES if self.lockstep else ("pp", "tp")) if self.mesh.degree(axis) > 1]
-        if not axes:
+        ranks = "world" if self.lockstep else "model"
+        group = self.mesh.group(ranks)
+        if group is None:
             assert chosen is not None
             return chosen
         tokens = torch.tensor(chosen or [0] * rows, device=self.device)
-        for axis in axes:
-            dist.broadcast(tokens, group=self.mesh.group(axis), group_src=self._head_at if axis == "pp" else 0)
+        ranks_of_a_stage = self.mesh.degree(ranks) // self.mesh.degree("pp")  # pp is the slowest axis
+        dist.broadcast(tokens, group=group, group_src=self._head_at * ranks_of_a_stage)
         return tokens.tolist()
 
     @property
     def _head_at(self) -> int:
         """The pipeline rank that holds the last stage."""
-        assert self.pipeline is not None
+        if self.pipeline is None:
+            return 0
         return rank_of_stage(self.pipeline.engine, self.pipeline.pp, self.pipeline.count - 1)
 
     def share(self, prompts: Sequence[T]) -> Sequence[T]:
         """Those that this rank's replica decodes: consecutive ones, none where there are fewer than replicas."""
         if self.lockstep:
             return prompts
-        rank, degree = self.mesh.dp_rank, self.mesh.dp_degree
+        rank, degree = self.mesh.rank("batch"), self.mesh.degree("batch")
         first, last = (-(-len(prompts) * place // degree) for place in (rank, rank + 1))
         return prompts[first:last]
 
     def gather(self, mine: list[T]) -> list[T]:
         """What `share` dealt out, together again and in order, on every rank."""
-        for axis in ("dp_shard", "dp_replicate"):
-            group = self.mesh.group(axis)
-            if group is None or self.lockstep:
-                continue
-            every: list[Any] = [None] * group.size()
-            dist.all_gather_object(every, mine, group=group)
-            mine = [one for some in every for one in some]
-        return mine
+        group = self.mesh.group("batch")
+        if group is None or self.lockstep:
+            return mine
+        every: list[Any] = [None] * group.size()
+        dist.all_gather_object(every, mine, group=group)
+        return [one for some in every for one in some]
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -121,4 +124,4 @@ class ModelOnRanks:
             for part, mode in zip(self.parts, training):
                 part.train(mode)
             for root in self.parts if self.pipeline is None else self.pipeline.stages:
-                data_parallel.show_masters(root)
+                data_parallel.reshard_params(root)

@@ -1,7 +1,7 @@
 """Tokens into text as they come, never half a character.
 
 A byte-level token may be a part of a character: "é" is two bytes, and while only the first has come, decoding
-shows the replacement mark "\N{REPLACEMENT CHARACTER}". Such a piece is held back until it is whole:
+shows the replacement mark "\N{REPLACEMENT CHARACTER}". Such a piece is held back until it is complete:
 
     tokens     "caf"   0xC3    0xA9    " au"
     pieces     "caf"   ""      "é"     " au"
@@ -18,16 +18,18 @@ from typing import Protocol
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
-class Decoder(Protocol):
+class Detokenizer(Protocol):
     """What the stream asks of a tokenizer."""
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of token ids."""
+        ...
 
 
 class TextStream:
     """The text that follows `prompt`, piece by piece."""
 
-    def __init__(self, tokenizer: Decoder, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Detokenizer, prompt: Sequence[int]) -> None:
         self.tokenizer = tokenizer
         # tokens[before:shown] gave text that is out; they are the context in which the rest is decoded.
         self.tokens, self.before, self.shown = list(prompt), 0, len(prompt)
@@ -50,6 +52,6 @@ class TextStream:
     def _new_text(self) -> str:
         known = self.tokenizer.decode(self.tokens[self.before : self.shown])
         both = self.tokenizer.decode(self.tokens[self.before :])
-        # Where a prompt given as ids ends within a character, `known` ends in a mark that `both` no longer has.
+        # Where a prompt of ids ends within a character, `known` ends in a mark that `both` no longer has.
         same = next((i for i, (a, b) in enumerate(zip(known, both)) if a != b), min(len(known), len(both)))
         return both[same:]

@@ -10,6 +10,15 @@
 
 from kenotron.interop.exporting import Exported, to_hf
 from kenotron.interop.importing import from_hf
-from kenotron.interop.sources import Source, hf_architecture, initial_tensors, open_source
+from kenotron.interop.sources import Source, hf_architecture, initial_tensors, open_source, resolve_architecture
 
-__all__ = ["Exported", "Source", "from_hf", "hf_architecture", "initial_tensors", "open_source", "to_hf"]
+__all__ = [
+    "Exported",
+    "Source",
+    "from_hf",
+    "hf_architecture",
+    "initial_tensors",
+    "open_source",
+    "resolve_architecture",
+    "to_hf",
+]

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kenotron.checkpoint.durable import temporary_beside
+from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
 from kenotron.config.errors import InputError, nearest
 from kenotron.config.model import WEIGHT_DTYPES
-from kenotron.data.tokenizer import end_of_text, load_tokenizer
 from kenotron.interop.hf_config import Report, hf_config, quiet
 from kenotron.interop.hf_weights import INDEX, Weights
 from kenotron.interop.sources import Source, checkpoint_source, fitted, skeleton
+from kenotron.interop.tensor_names import by_hf_name, their_tensor
+from kenotron.models.family import Family, family_of
+from kenotron.storage.files import publish_folder, temporary_beside
+from kenotron.text.tokenizer import end_of_text, load_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -65,22 +67,21 @@ def to_hf(
     if name not in WEIGHT_DTYPES:
         known = ", ".join(WEIGHT_DTYPES)
         raise InputError(f"dtype: expected one of {known}, found {name!r}{nearest(name, WEIGHT_DTYPES)}")
-    halves = source.architecture.model_copy(update={"rope_interleaved": False})
-    weights = fitted(source, halves)
-    shapes = {parameter: tuple(value.shape) for parameter, value in skeleton(source).named_parameters()}
+    weights = fitted(source, _in_halves(source.architecture))
+    shapes = {parameter: tuple(value.shape) for parameter, value in skeleton(source.model).named_parameters()}
     size_limit = _size(max_shard_size)
     temporary = temporary_beside(final)
     try:
         temporary.mkdir(parents=True)
         _write_configs(source, temporary, name)
-        files, size = _write_weights(weights, shapes, temporary, name, size_limit, progress)
+        files, size = _write_weights(
+            weights, family_of(source.architecture), shapes, temporary, name, size_limit, progress
+        )
         if source.tokenizer:
             load_tokenizer(source.tokenizer).save(temporary)
         else:
             report(f"{source.path} has no tokenizer, so {final} has none")
-        if final.exists():
-            final.rmdir()
-        os.rename(temporary, final)
+        publish_folder(temporary, final)
     except OSError as error:
         raise InputError(f"cannot write {final}: {error.strerror or error}") from error
     finally:
@@ -88,8 +89,15 @@ def to_hf(
     return Exported(final, files, size, name)
 
 
+def _in_halves(architecture: DecoderArchitecture) -> DecoderArchitecture:
+    """The same with RoPE's channels in the order of transformers."""
+    rope = isinstance(architecture, RopeArchitecture)
+    return architecture.model_copy(update={"rope_interleaved": False}) if rope else architecture
+
+
 def _write_weights(
     weights: Weights,
+    family: Family[Any],
     shapes: dict[str, tuple[int, ...]],
     folder: Path,
     dtype: str,
@@ -102,7 +110,10 @@ def _write_weights(
     from safetensors.torch import save_file
 
     target: torch.dtype = getattr(torch, dtype)
-    sizes = {name: math.prod(shape) * target.itemsize for name, shape in shapes.items()}
+    groups = by_hf_name(family, shapes)
+    sizes = {
+        theirs: sum(math.prod(shapes[name]) for name in names) * target.itemsize for theirs, names in groups.items()
+    }
     split = split_state_dict_into_shards_factory(
         sizes,  # type: ignore[type-var]
         get_storage_size=lambda size: size,  # type: ignore[arg-type, return-value]
@@ -111,7 +122,7 @@ def _write_weights(
     )
     done = 0
     for file, names in split.filename_to_tensors.items():
-        shard = {name: weights[name].to(target).contiguous() for name in names}
+        shard = {name: their_tensor(weights, family, name, groups[name]).to(target).contiguous() for name in names}
         save_file(shard, folder / file, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", folder / file)  # save_file makes files that only their owner reads
         done += sum(sizes[name] for name in names)

@@ -1,12 +1,12 @@
-"""Hugging Face's `config.json` and our `model.model_config`, one into the other.
+"""Hugging Face's `config.json` and our `model.model_config`, one into the other, for any family.
 
-Most keys have one name in both. What differs:
+Most keys have one name in both; a family lists the others (`Family.hf_keys`). Rotary positions differ by version:
 
     transformers 5      rope_parameters: {rope_theta: 500000.0, rope_type: llama3, factor: 8.0, …}
     transformers 4      rope_theta: 500000.0   rope_scaling: {rope_type: llama3, factor: 8.0, …}   (older: type)
     ours                rope_theta: 500000.0   rope_scaling: {rope_type: llama3, factor: 8.0, …}
 
-What our maths does not compute is refused by name, never dropped.
+What the family's maths does not compute is refused by name, never dropped.
 """
 
 from __future__ import annotations
@@ -14,40 +14,29 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from kenotron.config.architecture import ACTIVATIONS, ROPE_KEYS, LlamaArchitecture, odd_head_dim
+from kenotron.config.decoder import ACTIVATIONS, ROPE_KEYS, DecoderArchitecture, RopeArchitecture
 from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.models.family import Family, families, family_named, family_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Report = Callable[[str], None]
 
-SAME_NAME = (
-    "attention_bias",
-    "bos_token_id",
-    "hidden_size",
-    "initializer_range",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "pad_token_id",
-    "pretraining_tp",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-    "use_cache",
-    "vocab_size",
-)
 # Keys that transformers writes beside rules that do not read them.
-ROPE_UNREAD = {
+ROPE_UNREAD: dict[str, set[str]] = {
     "default": {"factor", "original_max_position_embeddings"},
     "linear": {"original_max_position_embeddings"},
     "dynamic": {"original_max_position_embeddings"},
     "llama3": set(),
     "yarn": {"finetuned"},
 }
+# Keys of a section that this file settles, or that are ours alone.
+SETTLED = {"family", "eos_token_id", "hidden_act", "rope_theta", "rope_scaling", "rope_interleaved"}
 
 
 def quiet(line: str) -> None:
@@ -68,67 +57,92 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def architecture_from_hf(
-    config: Mapping[str, Any], where: str, report: Report = quiet, overrides: Mapping[str, Any] | None = None
-) -> LlamaArchitecture:
+    config: Mapping[str, Any],
+    where: str,
+    report: Report = quiet,
+    overrides: Mapping[str, Any] | None = None,
+    family: str | None = None,
+) -> DecoderArchitecture:
     """The architecture that a `config.json` describes; `overrides` (our keys) replace its values.
 
-    `where` names the file in errors; `report` gets a line for what was settled by a choice.
+    The family is the one of its `model_type` among the built-in ones, the one that `overrides` name, and `family`, by
+    its dotted path. `where` is the file, for errors; `report` is called with a line for every choice that was made.
     """
-    _refuse_foreign(config, where)
-    found = {key: config[key] for key in SAME_NAME if config.get(key) is not None}
-    found |= {"hidden_act": _activation(config.get("hidden_act", "silu"), where)}
-    found |= _rope(config, where)
-    eos = config.get("eos_token_id")
-    if isinstance(eos, list):
-        if len(eos) > 1:
-            report(f"{where}: of the eos_token_id {eos} training uses the first, {eos[0]}")
-        eos = eos[0] if eos else None
-    if eos is not None:
-        found["eos_token_id"] = eos
+    overrides = dict(overrides or {})
+    name = overrides.get("family", family)
+    kind = _family_of(config, where, name)
+    _refuse_foreign(config, where, kind)
+    found = {ours: config[theirs] for ours, theirs in _shared_keys(kind) if config.get(theirs) is not None}
+    found |= {"family": name if name and family_named(name) is kind else _default(kind, "family")}
+    found |= {"hidden_act": _activation(config.get("hidden_act", _default(kind, "hidden_act")), where)}
+    if issubclass(kind.section, RopeArchitecture):
+        found |= _rope(config, where)
+    found |= _end_of_text(config, where, report)
     for key in ("bos_token_id", "eos_token_id"):
         if key in config and found.get(key) is None:
-            report(f"{where}: {key} is null; {LlamaArchitecture.model_fields[key].default} is written in its place")
+            report(f"{where}: {key} is null; {_default(kind, key)} is written instead")
     if config.get("attention_dropout"):
-        report(f"{where}: attention_dropout {config['attention_dropout']} is left out: training here has no dropout")
+        report(f"{where}: attention_dropout {config['attention_dropout']} is ignored: training has no dropout")
     try:
-        architecture = LlamaArchitecture.model_validate(found | dict(overrides or {}))
+        architecture = kind.section.model_validate(kind.from_hf(found, config) | overrides)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise InputError(f"{where}: {key}: {first['msg']}, found {first['input']!r}") from None
-    _check_heads(architecture, where)
+    for key, problem in architecture.shape_problems():
+        raise InputError(f"{where}: {key}: {problem}")
     return architecture
 
 
-def _check_heads(architecture: LlamaArchitecture, where: str) -> None:
-    """What the config checks of shapes that stand in it."""
-    width, heads, kv = architecture.hidden_size, architecture.num_attention_heads, architecture.kv_heads
-    if width % heads:
-        raise InputError(f"{where}: num_attention_heads: expected a divisor of hidden_size {width}, found {heads}")
-    if heads % kv:
-        raise InputError(f"{where}: num_key_value_heads: expected a divisor of num_attention_heads {heads}, found {kv}")
-    if problem := odd_head_dim(width, heads):
-        raise InputError(f"{where}: hidden_size: {problem}")
+def _family_of(config: Mapping[str, Any], where: str, name: str | None) -> type[Family[Any]]:
+    known = {family.hf_model_type: family for family in families()}
+    if name is not None:
+        asked = family_named(name)
+        known[asked.hf_model_type] = asked
+    kind = config.get("model_type")
+    family = known.get(str(kind))
+    names = config.get("architectures") or [family.hf_class if family else ""]
+    if family is None or family.hf_class not in names:
+        found = kind if family is None else ", ".join(names)
+        served = ", ".join(f"{each.hf_model_type} ({each.hf_class})" for each in known.values())
+        raise NotSupportedYet(f"{where}: model family {found!r}; expected one of {served}")
+    return family
 
 
-def _refuse_foreign(config: Mapping[str, Any], where: str) -> None:
+def _shared_keys(family: type[Family[Any]]) -> list[tuple[str, str]]:
+    """(our key, theirs) of what goes over as it is, where Hugging Face has it."""
+    names = [name for name, field in family.section.model_fields.items() if name not in SETTLED and not field.alias]
+    return [(name, family.hf_keys.get(name, name)) for name in names]
+
+
+def _default(family: type[Family[Any]], name: str) -> Any:
+    return family.section.model_fields[name].default
+
+
+def _refuse_foreign(config: Mapping[str, Any], where: str, family: type[Family[Any]]) -> None:
     """NotSupportedYet for what would load and then compute something else."""
-    kind, names = config.get("model_type"), config.get("architectures") or ["LlamaForCausalLM"]
-    if kind != "llama" or "LlamaForCausalLM" not in names:
-        found = kind if kind != "llama" else ", ".join(names)
-        raise NotSupportedYet(f"{where}: model family {found!r} (there is llama, LlamaForCausalLM)")
-    if config.get("mlp_bias"):
-        raise NotSupportedYet(f"{where}: mlp_bias: true")
+    for key, value in family.hf_fixed.items():
+        if config.get(key, value) != value:
+            raise NotSupportedYet(f"{where}: {key}: {json.dumps(config[key])}")
     if config.get("quantization_config"):
         raise NotSupportedYet(f"{where}: quantized weights (quantization_config)")
     for key in ("hidden_size", "num_attention_heads"):
         if not isinstance(config.get(key), int):
-            raise InputError(f"{where}: {key}: expected a whole number, found {config.get(key)!r}")
+            raise InputError(f"{where}: {key}: expected an integer, found {config.get(key)!r}")
     width, heads = config["hidden_size"], config["num_attention_heads"]
     if config.get("head_dim") not in (None, width // heads):
         raise NotSupportedYet(
             f"{where}: head_dim {config['head_dim']}, other than hidden_size / num_attention_heads = {width // heads}"
         )
+
+
+def _end_of_text(config: Mapping[str, Any], where: str, report: Report) -> dict[str, int]:
+    eos = config.get("eos_token_id")
+    if isinstance(eos, list):
+        if len(eos) > 1:
+            report(f"{where}: of the eos_token_id {eos} training uses the first, {eos[0]}")
+        eos = eos[0] if eos else None
+    return {} if eos is None else {"eos_token_id": eos}
 
 
 def _activation(name: str, where: str) -> str:
@@ -152,33 +166,43 @@ def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"rope_theta": float(theta), "rope_scaling": None if kind == "default" else scaling}
 
 
-def hf_config(architecture: LlamaArchitecture, dtype: str, eos_token_id: int | list[int]) -> Any:
-    """The same as a `transformers.LlamaConfig` of the installed version, which knows how it is written."""
-    from transformers import LlamaConfig
+def hf_config(architecture: DecoderArchitecture, dtype: str, eos_token_id: int | list[int]) -> PretrainedConfig:
+    """The same as a config of the installed version of transformers, which knows how it is written.
+
+    Errors (InputError): the family has no counterpart there, or not for these values.
+    """
+    from transformers import AutoConfig
     from transformers.utils import logging
 
+    family = family_of(architecture)
+    if not family.hf_class:
+        raise InputError(f"model family {architecture.family!r} names no class of transformers: it cannot be exported")
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        values = {key: getattr(architecture, key) for key in SAME_NAME}
-        values["num_key_value_heads"] = architecture.kv_heads
-        rope = _rope_for(LlamaConfig, architecture)
-        return LlamaConfig(
-            **values,
-            **rope,
-            hidden_act=architecture.hidden_act,
-            eos_token_id=eos_token_id,
-            dtype=dtype,
-            architectures=["LlamaForCausalLM"],
-        )
+        plain = AutoConfig.for_model(family.hf_model_type)
+        values = {
+            theirs: getattr(architecture, ours) for ours, theirs in _shared_keys(type(family)) if hasattr(plain, theirs)
+        }
+        if hasattr(plain, "num_key_value_heads"):
+            values["num_key_value_heads"] = architecture.kv_heads
+        elif architecture.kv_heads != architecture.num_attention_heads:
+            raise InputError(f"num_key_value_heads {architecture.kv_heads}: {family.hf_class} has no grouped queries")
+        if isinstance(architecture, RopeArchitecture):
+            values |= _rope_for(plain, architecture)
+        values |= {"hidden_act": architecture.hidden_act, "eos_token_id": eos_token_id, "dtype": dtype}
+        values |= {**family.hf_fixed, "architectures": [family.hf_class]}
+        return AutoConfig.for_model(family.hf_model_type, **family.to_hf(values))
     finally:
         logging.set_verbosity(verbosity)
 
 
-def _rope_for(config_class: Any, architecture: LlamaArchitecture) -> dict[str, Any]:
+def _rope_for(plain: PretrainedConfig, architecture: RopeArchitecture) -> dict[str, Any]:
     scaling = dict(architecture.rope_scaling or {})
     if "type" in scaling:
         scaling = {"rope_type": scaling.pop("type")} | scaling
-    if not hasattr(config_class(), "rope_parameters"):  # before transformers 5
+    rope = getattr(plain, "rope_parameters", None)
+    if rope is None:  # before transformers 5
         return {"rope_theta": architecture.rope_theta, "rope_scaling": scaling or None}
-    return {"rope_parameters": {"rope_type": "default"} | scaling | {"rope_theta": architecture.rope_theta}}
+    whole = {"partial_rotary_factor": 1.0} if "partial_rotary_factor" in rope else {}
+    return {"rope_parameters": {"rope_type": "default"} | whole | scaling | {"rope_theta": architecture.rope_theta}}

@@ -1,4 +1,4 @@
-"""Where a Hugging Face model lies, and its tensors, read when they are asked for.
+"""Where a Hugging Face model is, and its tensors, read when they are used.
 
 folder = locate("meta-llama/Llama-3.2-1B")        # a folder, or a hub name: local cache first
 weights = hf_weights(folder)
@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kenotron.config.errors import InputError, NotSupportedYet, nearest
-from kenotron.data.hub import hub_file
-from kenotron.data.tokenizer import TOKENIZER_FILES
+from kenotron.config.errors import InputError, nearest
 from kenotron.interop.hf_config import read_json
+from kenotron.storage.hub import hub_file
+from kenotron.text.tokenizer import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,9 +42,14 @@ class Weights(Mapping[str, "Tensor"]):
         self._stored, self.where = dict(stored), where
 
     def stored(self, name: str) -> Stored:
+        """Shape and reader of tensor `name`. Raises InputError that names the nearest if there is none."""
         if name not in self._stored:
             raise InputError(f"{self.where} has no tensor {name!r}{nearest(name, self._stored)}")
         return self._stored[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of tensor `name`."""
+        return self.stored(name).shape
 
     def block(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """The elements of tensor `name` from `offset` on, `shape` of them: only they are read."""
@@ -118,9 +123,6 @@ def hf_weights(folder: Path) -> Weights:
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file} is damaged or not a safetensors file: {error}") from None
         stored |= {key: _stored(opened, key) for key in keys if not key.endswith("rotary_emb.inv_freq")}
-    if not any(key.startswith("model.") for key in stored):
-        first = next(iter(stored), "nothing")
-        raise NotSupportedYet(f"{folder}: weights of something else than LlamaForCausalLM (the first is {first!r})")
     return Weights(stored, str(folder))
 
 

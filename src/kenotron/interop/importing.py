@@ -1,4 +1,4 @@
-"""`kenotron convert from-hf`: a Hugging Face Llama becomes checkpoint 0 of a folder.
+"""`kenotron convert from-hf`: a Hugging Face model becomes checkpoint 0 of a folder.
 
     from_hf("meta-llama/Llama-3.2-1B", "llama")
     → llama/latest.txt, llama/0/: model (in the dtype it came in), tokenizer, config.yaml
@@ -18,19 +18,25 @@ from typing import Any
 from kenotron import checkpoint
 from kenotron.config import Config, dump, load
 from kenotron.config.errors import InputError
-from kenotron.data.tokenizer import load_tokenizer
 from kenotron.interop.hf_config import Report, quiet
 from kenotron.interop.sources import Source, fitting, hf_source, skeleton
+from kenotron.text.tokenizer import load_tokenizer
 
 Progress = Callable[[int, int], None]
 
 
 def from_hf(
-    src: str | Path, dst: str | Path, *, report: Report = quiet, progress: Progress | None = None
+    src: str | Path,
+    dst: str | Path,
+    *,
+    family: str | None = None,
+    report: Report = quiet,
+    progress: Progress | None = None,
 ) -> checkpoint.Saved:
     """Write `src`, a folder or a hub name, as checkpoint `<dst>/0`.
 
-    `report` gets a line for every choice that was made; `progress(done, total)` counts tensors as they are
+    `family`: one of yours to try besides the built-in ones, by its dotted path. `report` is called with a line for
+    every choice that was made; `progress(done, total)` counts tensors as they are
     read.
     Errors (InputError): nothing at `src`, hub unreachable, not a supported model, `dst` holds checkpoints
     already.
@@ -38,8 +44,8 @@ def from_hf(
     root = Path(dst).expanduser()
     if checkpoint.list_checkpoints(root) or (root.exists() and not root.is_dir()):
         raise InputError(f"{root} holds checkpoints already (or is a file); name a new folder")
-    source = hf_source(src, report)
-    wanted = dict(skeleton(source).named_parameters())
+    source = hf_source(src, report, family)
+    wanted = dict(skeleton(source.model).named_parameters())
     tensors: dict[str, Any] = {}
     for name, parameter in wanted.items():
         tensors[name] = fitting(source, name, tuple(parameter.shape)).contiguous()

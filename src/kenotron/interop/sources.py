@@ -14,17 +14,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kenotron import checkpoint
-from kenotron.config import load
-from kenotron.config.architecture import LlamaArchitecture
-from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.config.architecture import HFArchitecture
+from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
+from kenotron.config.errors import InputError
 from kenotron.config.model import Model
-from kenotron.data.tokenizer import TOKENIZER_FILES
+from kenotron.config.resolved import read_resolved
 from kenotron.interop.hf_config import Report, architecture_from_hf, quiet, read_json
 from kenotron.interop.hf_weights import Box, Stored, Weights, find_config, hf_weights, is_hub_name, locate
 from kenotron.interop.rope_layout import is_rotated, to_halves, to_interleaved
+from kenotron.interop.tensor_names import in_our_names
+from kenotron.models.family import EMBEDDING, HEAD, family_of
+from kenotron.text.tokenizer import TOKENIZER_FILES
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
+
+    from kenotron.config import Config
+    from kenotron.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -40,47 +46,39 @@ class Source:
     tokenizer: Path | None
 
     @property
-    def architecture(self) -> LlamaArchitecture:
-        assert isinstance(self.model.architecture, LlamaArchitecture)
-        return self.model.architecture
+    def architecture(self) -> DecoderArchitecture:
+        """The section of its family."""
+        return self.model.decoder
 
 
-def open_source(path: str | Path, *, hub: bool = False, report: Report = quiet, verify: bool = True) -> Source:
+def open_source(
+    path: str | Path, *, hub: bool = False, report: Report = quiet, verify: bool = True, family: str | None = None
+) -> Source:
     """Open a checkpoint of ours (a step, or the folder of steps) or a Hugging Face folder; with `hub`, a hub name too.
 
+    `family`: one to try for Hugging Face's besides the built-in ones.
     Errors (InputError): nothing there, not a checkpoint, damaged (`verify`: checksums are compared now), not supported.
     """
     folder = Path(path).expanduser()
     ours = (folder / checkpoint.manifest.MANIFEST).exists() or (folder / checkpoint.folders.LATEST).exists()
     if not ours and (folder / "config.json").is_file():
-        return hf_source(folder, report)
+        return hf_source(folder, report, family)
     if not ours and hub and is_hub_name(path):
-        return hf_source(path, report)
+        return hf_source(path, report, family)
     return checkpoint_source(folder, verify)
 
 
-def hf_source(path: str | Path, report: Report = quiet) -> Source:
-    """A Hugging Face model, by folder or hub name."""
+def hf_source(path: str | Path, report: Report = quiet, family: str | None = None) -> Source:
+    """A Hugging Face model, by folder or hub name. `family`: one to try besides the built-in ones, by dotted path."""
     folder = locate(path)
     config = read_json(folder / "config.json")
-    architecture = architecture_from_hf(config, str(folder / "config.json"), report)
+    architecture = architecture_from_hf(config, str(folder / "config.json"), report, family=family)
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     model = Model.model_validate({"model_config": architecture, "init_method": {"path": str(path)}, "dtype": dtype})
+    shapes = {name: tuple(parameter.shape) for name, parameter in skeleton(model).named_parameters()}
+    weights = in_our_names(hf_weights(folder), family_of(architecture), shapes)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
-    source = Source(folder, model, hf_weights(folder), folder if has_tokenizer else None)
-    _check_names(source)
-    return source
-
-
-def _check_names(source: Source) -> None:
-    """The files hold what the config describes, no less and no more (a tied head may be there twice)."""
-    wanted = {name for name, _ in skeleton(source).named_parameters()}
-    missing = sorted(wanted - set(source.weights))
-    extra = sorted(set(source.weights) - wanted - {"lm_head.weight"})
-    if missing:
-        raise InputError(f"{source.path} has no tensor {missing[0]!r}, which its config.json asks for")
-    if extra:
-        raise NotSupportedYet(f"{source.path}: tensor {extra[0]!r}, which its config.json does not tell of")
+    return Source(folder, model, weights, folder if has_tokenizer else None)
 
 
 def checkpoint_source(path: Path, verify: bool = True) -> Source:
@@ -93,20 +91,12 @@ def checkpoint_source(path: Path, verify: bool = True) -> Source:
     weights = Weights(stored, str(folder))
     tokenizer = folder / "tokenizer"
     has_tokenizer = any((tokenizer / name).is_file() for name in TOKENIZER_FILES)
-    return Source(folder, _model_of(folder), weights, tokenizer if has_tokenizer else None)
+    return Source(folder, read_resolved(folder / "config.yaml").model, weights, tokenizer if has_tokenizer else None)
 
 
 def _read(read: Callable[..., Tensor], shape: tuple[int, ...], box: Box) -> Tensor:
     box = box or tuple(slice(0, size) for size in shape)
     return read([part.start for part in box], [part.stop - part.start for part in box])
-
-
-def _model_of(folder: Path) -> Model:
-    model = load(folder / "config.yaml", report=quiet).model
-    if not isinstance(model.architecture, LlamaArchitecture):
-        family = type(model.architecture).__name__.removesuffix("Architecture")
-        raise InputError(f"{folder / 'config.yaml'}: a model of the family {family} cannot be loaded here")
-    return model
 
 
 def fitting(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -117,20 +107,20 @@ def fitting(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
     return tensor
 
 
-def skeleton(source: Source) -> nn.Module:
-    """The source's model without weights (on the meta device) and without rows that pad the vocabulary."""
+def skeleton(model: Model) -> Decoder:
+    """The model without weights (on the meta device) and without rows that pad the vocabulary."""
     import torch
 
     from kenotron.models import build
 
     with torch.device("meta"):
-        return build(source.model.model_copy(update={"make_vocab_size_divisible_by": 1}))
+        return build(model.model_copy(update={"make_vocab_size_divisible_by": 1}))
 
 
 def hf_architecture(
     source: str | Path, overrides: Mapping[str, Any] | None = None, report: Report = quiet
-) -> LlamaArchitecture:
-    """What ``model_config: {hf: source, …overrides}`` stands for. Only `config.json` is read.
+) -> DecoderArchitecture:
+    """The architecture of ``model_config: {hf: source, …overrides}``. Only `config.json` is read.
 
     Errors (InputError): nothing there, hub unreachable, a family or a setting that is not supported.
     """
@@ -138,8 +128,25 @@ def hf_architecture(
     return architecture_from_hf(read_json(file), str(file), report, overrides)
 
 
+def resolve_architecture(config: Config) -> Config:
+    """``model_config: {hf: …}`` replaced by the architecture of the Hugging Face model that it names.
+
+    Errors (InputError): those of `hf_architecture`, and of a layout that the architecture does not allow.
+    """
+    architecture = config.model.architecture
+    if not isinstance(architecture, HFArchitecture):
+        return config
+    resolved = hf_architecture(architecture.hf, architecture.overrides)
+    if resolved.attention_window is not None and config.parallelism.context_parallel_size > 1:
+        raise InputError(
+            f"parallelism.context_parallel_size: expected 1 with the sliding window of {architecture.hf}, "
+            f"{resolved.attention_window} tokens (not supported yet)"
+        )
+    return config.model_copy(update={"model": config.model.model_copy(update={"architecture": resolved})})
+
+
 def initial_tensors(
-    path: str | Path, architecture: LlamaArchitecture | None = None, report: Report = quiet, verify: bool = True
+    path: str | Path, architecture: DecoderArchitecture | None = None, report: Report = quiet, verify: bool = True
 ) -> Weights:
     """Weights for ``init_method: {path}``: name → tensor on the host, in the dtype it is kept in; or blocks of them.
 
@@ -149,7 +156,8 @@ def initial_tensors(
 
     Errors (InputError): nothing there, damaged, or of another shape than `architecture`, which is named.
     """
-    source = open_source(path, hub=True, report=report, verify=verify)
+    family = None if architecture is None else architecture.family
+    source = open_source(path, hub=True, report=report, verify=verify, family=family)
     return source.weights if architecture is None else fitted(source, architecture)
 
 
@@ -160,11 +168,10 @@ SHAPES = (
     "num_attention_heads",
     "kv_heads",
     "vocab_size",
-    "attention_bias",
 )
 
 
-def fitted(source: Source, wanted: LlamaArchitecture) -> Weights:
+def fitted(source: Source, wanted: DecoderArchitecture) -> Weights:
     """The source's weights as a model of `wanted` has them."""
     have = source.architecture
     for key in SHAPES:
@@ -174,22 +181,39 @@ def fitted(source: Source, wanted: LlamaArchitecture) -> Weights:
                 f"model.model_config.{name}: the weights in {source.path} have {getattr(have, key)}, "
                 f"the config says {getattr(wanted, key)}"
             )
+    _check_extra(source, wanted)
     stored = {name: source.weights.stored(name) for name in source.weights}
-    if have.rope_interleaved != wanted.rope_interleaved:
-        turn = to_interleaved if wanted.rope_interleaved else to_halves
+    interleaved = _interleaved(wanted)
+    if _interleaved(have) != interleaved:
+        turn = to_interleaved if interleaved else to_halves
         for name in filter(is_rotated, source.weights):
             stored[name] = Stored(stored[name].shape, partial(_turned, stored[name], turn, have.head_dim))
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if wanted.tie_word_embeddings:
         if not have.tie_word_embeddings:
             raise InputError(
                 "model.model_config.tie_word_embeddings: true, "
                 f"but the weights in {source.path} have a head of their own"
             )
-        stored.pop(head, None)  # some files hold the shared matrix twice
+        stored.pop(HEAD, None)  # some files hold the shared matrix twice
     elif have.tie_word_embeddings:
-        stored[head] = stored[embedding]
+        stored[HEAD] = stored[EMBEDDING]
     return Weights(stored, str(source.path))
+
+
+def _check_extra(source: Source, wanted: DecoderArchitecture) -> None:
+    """Weights that the wanted model has no place for, such as biases, must not be dropped in silence."""
+    if source.architecture == wanted:
+        return
+    expected = dict(skeleton(source.model.model_copy(update={"architecture": wanted})).named_parameters())
+    extra = sorted(set(source.weights) - set(expected) - {HEAD})
+    if extra:
+        raise InputError(
+            f"model.model_config: the weights in {source.path} have {extra[0]!r}, which the config's model lacks"
+        )
+
+
+def _interleaved(architecture: DecoderArchitecture) -> bool:
+    return isinstance(architecture, RopeArchitecture) and architecture.rope_interleaved
 
 
 def _turned(stored: Stored, turn: Callable[[Tensor, int], Tensor], head_dim: int, box: Box) -> Tensor:

@@ -1,23 +1,22 @@
-"""Random numbers that are functions of what they are for, not of when they were drawn.
+"""Random numbers that are functions of what they are for, not of when they are computed.
 
 A *key* names a stream (seed, parameter name, ...), a *counter* names a number in it, and the hash of both is
-the number. Whoever needs number 1,000,000 of a stream computes it, and no other:
+the number. Number 1,000,000 of a stream is computed without the numbers before it:
 
     key = derive_key(42, "model.norm.weight")    # the same on every machine, process and Python version
     hash64(key, 0), hash64(key, 1_000_000)       # two independent 64-bit integers
 
-Plain Python integers and numpy only, so that rooms without torch can use it; `kernels.random` computes the
+Plain Python integers and numpy only, so that packages without torch can use it; `kernels.random` computes the
 same bits on tensors.
 
 The hash is splitmix64's finalizer (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators",
 with Stafford's variant 13 of the constants) over ``key + counter * golden``. The key enters a second time
-halfway, so that two streams whose states happen to coincide still give different numbers.
+halfway, so that two streams whose states happen to coincide still produce different numbers.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +25,7 @@ MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd: counters spread over all 64 bits
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 MULTIPLIER_2 = 0x94D049BB133111EB
+ZERO = np.uint64(0)
 
 
 def derive_key(*parts: int | str) -> int:
@@ -51,15 +51,20 @@ def hash64(key: int, counter: int) -> int:
     return z ^ (z >> 31)
 
 
-def hash64_array(key: int, counters: NDArray[Any]) -> NDArray[np.uint64]:
+def mix64(x: NDArray[np.uint64], key: np.uint64 = ZERO) -> NDArray[np.uint64]:
+    """SplitMix64's finalizer: a bijection of 64 bits in which every bit moves every bit. `key` enters halfway."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(MULTIPLIER_1)
+    x = x + key if key else x
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(MULTIPLIER_2)
+    return np.asarray(x ^ (x >> np.uint64(31)))
+
+
+def hash64_array(key: int, counters: NDArray[np.integer]) -> NDArray[np.uint64]:
     """`hash64` of every counter of an integer array (any shape): uint64, the same bits."""
     offset = np.uint64(key & MASK)
-    z = np.asarray(counters).astype(np.uint64) * np.uint64(GOLDEN) + offset
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(MULTIPLIER_1) + offset
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(MULTIPLIER_2)
-    return np.asarray(z ^ (z >> np.uint64(31)))
+    return mix64(np.asarray(counters).astype(np.uint64) * np.uint64(GOLDEN) + offset, offset)
 
 
-def uniform_array(key: int, counters: NDArray[Any]) -> NDArray[np.float64]:
+def uniform_array(key: int, counters: NDArray[np.integer]) -> NDArray[np.float64]:
     """Floats in [0, 1) with 53 random bits, one for each counter."""
     return (hash64_array(key, counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53

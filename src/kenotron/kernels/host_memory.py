@@ -17,9 +17,9 @@ LARGEST = (1 << 31) - 1
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc's malloc to keep what is freed; True if it listens, False where there is no glibc.
+    """Have glibc's malloc keep freed memory instead of returning it to the system; False where there is no glibc.
 
-    Once per process, before the large tensors are made.
+    It changes the whole process and cannot be undone, so only `training.train` calls it, before large tensors exist.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kenotron.kernels.host_reads import reads_are_free
+
 BLOCK_BYTES = 1 << 20  # rows of one elementwise pass on CPU: half of a core's second-level cache
 COLUMNS = 1024  # of the logits in one transposed product, see _transposed_product
 
@@ -125,8 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         factor = upstream[0]
         grads = ctx.saved_tensors
-        # Reading the value would make a GPU wait; on CPU it spares a pass over both gradients.
-        if factor.device.type != "cpu" or factor.item() != 1.0:
+        if not reads_are_free(factor) or factor.item() != 1.0:  # 1.0 in training: spares a pass over both gradients
             grads = [None if g is None else g * factor.to(g.dtype) for g in grads]
         return *grads, None, None
 

@@ -17,7 +17,6 @@ Numpy only. `normal_array` is the reference twin of `kernels.random.normal`.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,7 +102,7 @@ def table() -> tuple[Floats, Floats]:
     return values[:-1] - slopes * knots[:-1], slopes
 
 
-def normal_array(key: int, counters: NDArray[Any]) -> NDArray[np.float32]:
+def normal_array(key: int, counters: NDArray[np.integer]) -> NDArray[np.float32]:
     """A standard normal for each counter of stream `key`: float32, the bits of `kernels.random.normal`."""
     bits = hash64_array(key, counters)
     u = ((bits & np.uint64((1 << 52) - 1)).astype(np.float64) + 0.5) * 2.0**-53

@@ -1,26 +1,28 @@
-"""From one command to running ranks: who starts them, what each is told, what happens when one fails.
+"""From one command to running ranks: who starts them, what each of them runs, what happens when one fails.
 
     kenotron train my.yaml                        torchrun … run_train.py --config-file my.yaml
       │ a layout of 1: trains here                   │ RANK and WORLD_SIZE are set: each process is a rank
       │ of more: local.start_ranks                   │
-      └─▶ torch's elastic launcher ─▶ rank.main ─▶ launch ◀─┘
+      └─▶ torch's elastic launcher ─▶ rank.main ─▶ work_on_ranks ◀─┘
 
-launch(config)      this process is a rank, alone or one of several; or it starts them
+launch(config)      train: in this process if it is a rank, alone or one of several; else in ranks started here
 work_on_ranks(…)    the same for any other function of (config, mesh, device)
 local.py            the ranks of this machine, through torch's elastic launcher
 rank.py             what one of those processes runs
-environment.py      what torchrun's variables say; devices and threads shared out among the ranks
-failures.py         a rank that raises or dies ends all of them, and is the one that is told
-hangs.py            a collective that some rank does not join: which, and who
+environment.py      torchrun's variables; devices and threads shared among the ranks
+failures.py         a rank that raises or dies ends all of them, and is reported as the cause
+error_records.py    how a rank's error reaches the launcher
+hangs.py            a collective that some rank does not join: which one, and who
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from kenotron.config.dotted import import_dotted
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, counted
+from kenotron.config.parallelism import HasLayout
 from kenotron.launch.environment import Ranks, check_devices, ranks_from_environment, share_threads, started_as_rank
 
 if TYPE_CHECKING:
@@ -29,63 +31,84 @@ if TYPE_CHECKING:
     import torch
 
     from kenotron.config import Config
-    from kenotron.train import Run
+    from kenotron.training.run import Run
 
-# How much longer torch itself waits for a collective than `hangs` does, who can say what went wrong.
+T = TypeVar("T")
+
+# How much longer torch itself waits for a collective than `hangs` does, whose message says more.
 TORCH_WAITS_LONGER_S = 10.0
 
 
 def launch(config: Config, *, fresh: bool = False) -> Run | None:
-    """Train `config`: here when the layout needs one process or this is one of its ranks, else in ranks started now.
+    """Train `config`: in this process if the layout needs one or if it is one of the ranks, else in ranks started here.
 
-    Gives the run of this process; None when it was finished already, or when it ran in other processes.
+    Returns the run of this process; None if it was finished already, or ran in other processes. Raises InputError or
+    RunFailed.
     """
     from kenotron.config import refuse_unsupported
+    from kenotron.launch.training import train
 
     refuse_unsupported(config)
-    logs = None
-    if not started_as_rank() and config.parallelism.world_size > 1:
-        from kenotron.launch.local import named
+    if started_as_rank() or config.parallelism.world_size == 1:
+        return work_on_ranks(config, train, fresh=fresh)
+    from kenotron.training.mapped_files import truncated_file
+    from kenotron.training.start import name_before_start
 
-        config, logs = named(config, fresh)
-    return work_on_ranks(config, "kenotron.train.train", logs=logs, fresh=fresh)
+    config, logs = name_before_start(config, fresh)
+    return work_on_ranks(config, train, logs=logs, explain_bus_error=partial(truncated_file, config), fresh=fresh)
 
 
-def work_on_ranks(config: Config, work: str, *, logs: Path | None = None, **options: Any) -> Any:
-    """``work(config, mesh, device, **options)`` on every rank of `config`'s layout.
+class RankConfig(HasLayout, Protocol):
+    """What `work_on_ranks` passes to its function on every rank: a pydantic model with a layout."""
 
-    `work` is the dotted path of a function, `options` are what JSON can hold. Gives what it gives here; None when it
-    ran in other processes, which write what they say into `logs` (None: kept only until they end well).
+    def model_dump(self, *, mode: str, by_alias: bool) -> dict[str, Any]:
+        """Plain data; other processes validate it again."""
+
+
+def work_on_ranks(
+    config: RankConfig,
+    work: Callable[..., T],
+    *,
+    logs: Path | None = None,
+    explain_bus_error: Callable[[], str | None] | None = None,
+    **options: object,
+) -> T | None:
+    """Call ``work(config, mesh, device, **options)`` on every rank of `config`'s layout.
+
+    `work` is a function at the top of a module that the ranks can import; `options` are JSON values. Where ranks are
+    started here, those other than 0 write their output to `logs` (None: kept only until they end without an error),
+    and `explain_bus_error` returns a cause to report when one died of SIGBUS. Returns what `work` returned in this
+    process, None if it ran in others. Raises InputError if the number of processes does not fit the layout.
     """
     needed = config.parallelism.world_size
     if not started_as_rank() and needed > 1:
         from kenotron.launch.local import start_ranks
 
-        start_ranks(config, work, options, logs)
+        start_ranks(config, work, options, logs, explain_bus_error)
         return None
     ranks = ranks_from_environment()
     if ranks.world_size != needed:
-        layout = config.parallelism
+        layout = " x ".join(f"{name} {degree}" for name, degree in config.parallelism.degrees.items())
         raise InputError(
-            f"parallelism: dp {layout.dp} x pp {layout.pp} x tp {layout.tp} x cp {layout.context_parallel_size} needs "
-            f"{needed} processes, but {ranks.world_size} were started"
+            f"parallelism: {layout} needs {counted(needed, 'process')}, but "
+            f"{ranks.world_size} {'was' if ranks.world_size == 1 else 'were'} started"
         )
-    do = import_dotted(work, "work")
-    return _work_alone(config, do, options) if needed == 1 else _work_as_rank(config, ranks, do, options)
+    return _work_alone(config, work, options) if needed == 1 else _work_as_rank(config, ranks, work, options)
 
 
-def _work_alone(config: Config, do: Callable[..., Any], options: dict[str, Any]) -> Any:
+def _work_alone(config: RankConfig, work: Callable[..., T], options: dict[str, object]) -> T:
     from kenotron.parallel.device import best_device
     from kenotron.parallel.mesh import axes, build_mesh
 
     device = best_device()
-    return do(config, build_mesh(axes(config), 1, device.type), device, **options)
+    return work(config, build_mesh(axes(config), 1, device.type), device, **options)
 
 
-def _work_as_rank(config: Config, ranks: Ranks, do: Callable[..., Any], options: dict[str, Any]) -> Any:
+def _work_as_rank(config: RankConfig, ranks: Ranks, work: Callable[..., T], options: dict[str, object]) -> T:
     from kenotron.launch.failures import Watch
     from kenotron.parallel.device import best_device
     from kenotron.parallel.mesh import axes, build_mesh
+    from kenotron.parallel.torch_internals import set_timeout_of_all_groups
 
     check_devices(ranks.local_world_size)
     share_threads(ranks.local_world_size)
@@ -94,12 +117,15 @@ def _work_as_rank(config: Config, ranks: Ranks, do: Callable[..., Any], options:
     start_process_group(device, timeout + TORCH_WAITS_LONGER_S)
     with Watch(timeout):
         mesh = build_mesh(axes(config, ranks.local_world_size), ranks.world_size, device.type)
-        set_timeout(timeout + TORCH_WAITS_LONGER_S)
-        return do(config, mesh, device, **options)
+        set_timeout_of_all_groups(timeout + TORCH_WAITS_LONGER_S)
+        return work(config, mesh, device, **options)
 
 
 def start_process_group(device: torch.device, timeout_seconds: float) -> None:
-    """The default group of all ranks, unless who calls us has made it already."""
+    """Make the default group of all ranks, unless the caller has made it already.
+
+    Raises InputError if the variables of the environment do not say where the ranks meet.
+    """
     import os
     from datetime import timedelta
 
@@ -116,18 +142,8 @@ def start_process_group(device: torch.device, timeout_seconds: float) -> None:
         raise InputError(f"RANK and WORLD_SIZE are set, but torch cannot find the other ranks: {error}") from None
 
 
-def set_timeout(seconds: float) -> None:
-    """Torch gives every new group its own default, 10 or 30 minutes, whatever the first group was told."""
-    from datetime import timedelta
-
-    from torch.distributed import distributed_c10d
-
-    for group in list(distributed_c10d._world.pg_map):
-        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-
-
 def leave() -> None:
-    """Let go of the process group, if there is one: the last thing that a rank does."""
+    """Destroy the process group, if there is one: the last thing that a rank does."""
     import sys
 
     distributed = sys.modules.get("torch.distributed")

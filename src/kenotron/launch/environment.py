@@ -1,4 +1,4 @@
-"""What a rank knows of itself, and its share of the machine.
+"""A rank's numbers from the environment, and its share of the machine.
 
 Sixteen cores and four ranks: four threads each, unless OMP_NUM_THREADS says otherwise; four accelerators, one each.
 """
@@ -13,7 +13,7 @@ from kenotron.config.errors import InputError
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all, as torchrun tells by environment variables; alone without them."""
+    """This process among all, from torchrun's environment variables; the only one without them."""
 
     rank: int = 0
     world_size: int = 1
@@ -27,6 +27,7 @@ def started_as_rank() -> bool:
 
 
 def ranks_from_environment() -> Ranks:
+    """The `Ranks` of this process. Raises InputError if a variable is not an integer."""
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     values = [os.environ.get(name, default) for name, default in defaults.items()]
     try:
@@ -41,12 +42,12 @@ def cores() -> int:
 
 
 def threads_each(ranks_on_machine: int) -> int:
-    """Threads of one of `ranks_on_machine` ranks, so that together they are as many as the cores."""
+    """Threads of each of `ranks_on_machine` ranks, so that together they are as many as the cores."""
     return max(1, cores() // ranks_on_machine)
 
 
 def share_threads(ranks_on_machine: int) -> None:
-    """This rank's share of the cores for torch; OMP_NUM_THREADS, from the user or the launcher, goes first."""
+    """Limit torch to this rank's share of the cores, unless OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" not in os.environ:
         import torch
 
@@ -54,10 +55,7 @@ def share_threads(ranks_on_machine: int) -> None:
 
 
 def check_devices(ranks_on_machine: int) -> None:
-    """Every rank needs an accelerator of its own where there is any.
-
-    Errors (InputError): there are fewer than ranks.
-    """
+    """Raise InputError if the machine has accelerators, but fewer than ranks: each rank needs one."""
     import torch
 
     if os.environ.get("KENOTRON_DEVICE", "") == "cpu" or not torch.cuda.is_available():

@@ -1,18 +1,18 @@
-"""One rank fails, all end within seconds, and the one that failed is the one that is told.
+"""One rank fails: all end within seconds, and only the failure that came first is reported.
 
 Ranks wait for each other in every step, so one that is gone leaves the others waiting, or with an error about a
-closed connection, which is not the cause. Every rank therefore has a thread that looks at a notice board, the store
-that the process group came up with, twice a second:
+closed connection, which is not the cause. Every rank therefore has a thread that looks twice a second into the store
+that the process group was started with:
 
-    rank 1   raises ──▶ writes "failure" on the board, shows its error, exits
+    rank 1   raises ──▶ writes "failure" into the store, shows its error, exits
     rank 0   waits in all_reduce; its thread reads "failure" ──▶ 2 seconds to leave by itself, then the process ends
 
     rank 1   is killed, and writes nothing
     rank 0   its thread sees that rank 1's process is gone, and writes "failure" for it
 
-Only the first to write is told: the message on the board is never replaced, and a rank that finds one there leaves in
-silence (`PeerFailed`). Whoever holds the board, our launcher or torchrun or rank 0, may be gone too: then the thread
-ends its process as well, so no rank is left behind.
+Only the first failure is reported: it is never overwritten, and a rank that finds one leaves in silence (`PeerFailed`).
+The process that holds the store (our launcher, torchrun or rank 0) may be gone too: then the thread ends its own
+process as well, so no rank is left behind.
 """
 
 from __future__ import annotations
@@ -29,47 +29,44 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from kenotron.config.errors import PeerFailed, RunFailed
 from kenotron.launch import hangs
-from kenotron.launch.rank import in_a_line, record
+from kenotron.launch.error_records import ENDED_BY_ANOTHER, in_a_line, record
+from kenotron.parallel.torch_internals import default_store
 
 LOOK_EVERY_S = 0.5
 LEAVE_WITHIN_S = 2.0
 CAUSE_WITHIN_S = 5.0  # how long an error about a connection waits for the failure that explains it
-ENDED_BY_ANOTHER = 75  # exit code of a rank that ended because another did
-
-
-class PeerFailed(Exception):
-    """Another rank failed, and tells why: there is nothing to add."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What stands on the board: who failed, and how, in a line or a few."""
+    """The rank that failed first, and how, in one line or a few."""
 
     rank: int
     message: str
 
 
 class Watch:
-    """The thread of this rank, for the time of a run: ``with Watch(timeout_seconds): train(…)``.
+    """Watches the other ranks during a run: ``with Watch(timeout_seconds): train(…)``.
 
-    Leaving by an exception writes it on the board; where another failure stands there, `PeerFailed` takes its place.
+    An exception that leaves the block is written into the store; `PeerFailed` is raised instead if another rank's
+    failure is there already. `timeout_seconds` is how long a collective may wait before it counts as a hang.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout_seconds = timeout_seconds
-        self.board = _board(self.rank)
+        self.store = _store(self.rank)
         self.found: Failure | None = None
         self.over = threading.Event()
         self.neighbours: dict[int, int] = {}  # rank → process id, on this machine
-        self.strangers = set(range(self.size)) - {self.rank}  # not heard of yet
+        self.unknown = set(range(self.size)) - {self.rank}  # ranks whose process id is not in the store yet
         self.thread = threading.Thread(target=self._look_until_over, name="kenotron-watch", daemon=True)
 
     def __enter__(self) -> Self:
-        self.board.set(f"process/{self.rank}", f"{os.getpid()} {_machine()}")
+        self.store.set(f"process/{self.rank}", f"{os.getpid()} {_machine()}")
         self.thread.start()
         return self
 
@@ -77,12 +74,12 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            peer = None if error is None else self._not_our_fault(error)
+            peer = None if error is None else self._replacement(error)
             if error is None:
-                self.board.set(f"done/{self.rank}", "")
-                self._hold_the_board()
+                self.store.set(f"done/{self.rank}", "")
+                self._keep_store()
         except dist.DistError:
-            peer = PeerFailed("whoever started the ranks is gone") if error is not None else None
+            peer = PeerFailed("the process that started the ranks is gone") if error is not None else None
         self.over.set()
         self.thread.join()
         if peer is not None:
@@ -90,10 +87,10 @@ class Watch:
 
     # ---- this rank's error -----------------------------------------------------------------------------------
 
-    def _not_our_fault(self, error: BaseException) -> BaseException | None:
-        """What to raise in the place of `error`; None when `error` is what the run failed of."""
+    def _replacement(self, error: BaseException) -> BaseException | None:
+        """What to raise instead of `error`; None if `error` is the cause of the failure."""
         if hangs.is_timeout(error):
-            return self._report_hang(hangs.where_it_waited(error))
+            return self._report_hang(hangs.call_that_raised(error))
         if _is_connection(error):
             until = time.monotonic() + CAUSE_WITHIN_S
             while self._read() is None and time.monotonic() < until:
@@ -103,73 +100,71 @@ class Watch:
         assert self.found is not None
         return PeerFailed(f"rank {self.found.rank}: {self.found.message}")
 
-    def _report_hang(self, waiting: hangs.Waiting) -> Exception:
-        from kenotron.train import RunFailed
-
-        message = hangs.explain(self.board, self.rank, self.size, waiting, self.timeout_seconds)
+    def _report_hang(self, call: hangs.PendingCall) -> Exception:
+        message = hangs.describe_hang(self.store, self.rank, self.size, call, self.timeout_seconds)
         if self._write(Failure(self.rank, message)):
             return RunFailed(message)
         assert self.found is not None
         return PeerFailed(f"rank {self.found.rank}: {self.found.message}")
 
     def _write(self, failure: Failure) -> bool:
-        """Whether `failure` is the first on the board."""
+        """Write `failure` unless another is there; returns whether it is the first."""
         ours = json.dumps(asdict(failure)).encode()
-        stands = self.board.compare_set("failure", "", ours.decode())
-        self.found = Failure(**json.loads(stands))
-        return stands == ours
+        first = self.store.compare_set("failure", "", ours.decode())
+        self.found = Failure(**json.loads(first))
+        return first == ours
 
     def _read(self) -> Failure | None:
-        if self.found is None and self.board.check(["failure"]):
-            self.found = Failure(**json.loads(self.board.get("failure")))
+        if self.found is None and self.store.check(["failure"]):
+            self.found = Failure(**json.loads(self.store.get("failure")))
         return self.found
 
-    def _hold_the_board(self) -> None:
-        """Where rank 0 itself holds the board (no torchrun, no launcher), it stays until the others are done."""
+    def _keep_store(self) -> None:
+        """Where rank 0 itself holds the store (no torchrun, no launcher), it stays until the others are done."""
         if self.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return
         keys = [f"done/{rank}" for rank in range(self.size)]
-        while not self.board.check(keys) and self._read() is None:
+        while not self.store.check(keys) and self._read() is None:
             time.sleep(LOOK_EVERY_S / 5)
 
     # ---- the thread ------------------------------------------------------------------------------------------
 
     def _look_until_over(self) -> None:
-        patience = hangs.Patience(self.timeout_seconds)
+        timer = hangs.CollectiveTimer(self.timeout_seconds)
         while not self.over.wait(LOOK_EVERY_S):
             try:
                 if self._read() is not None:
                     return self._end()
-                hangs.answer(self.board, self.rank)
-                self._look_for_the_dead()
-                waiting = patience.overstayed()
-                if waiting is not None:
-                    return self._end_hang(waiting)
-            except dist.DistError:  # the board is gone, and with it whoever held it
+                hangs.reply_with_status(self.store, self.rank)
+                self._find_dead_ranks()
+                call = timer.timed_out()
+                if call is not None:
+                    return self._end_hang(call)
+            except dist.DistError:  # the store is gone, and so is the process that held it
                 return self._end()
         return None
 
-    def _look_for_the_dead(self) -> None:
-        for rank in sorted(self.strangers):
-            if self.board.check([f"process/{rank}"]):
-                process, machine = self.board.get(f"process/{rank}").decode().split(" ", 1)
-                self.strangers.discard(rank)
+    def _find_dead_ranks(self) -> None:
+        for rank in sorted(self.unknown):
+            if self.store.check([f"process/{rank}"]):
+                process, machine = self.store.get(f"process/{rank}").decode().split(" ", 1)
+                self.unknown.discard(rank)
                 if machine == _machine():
                     self.neighbours[rank] = int(process)
-        for rank, process in list(self.neighbours.items()):
-            if _alive(process):
+        for rank, process_id in list(self.neighbours.items()):
+            if _alive(process_id):
                 continue
             del self.neighbours[rank]
-            if not self.board.check([f"done/{rank}"]) and self._read() is None:
-                died = f"rank {rank} (process {process}) died without a word: killed, out of memory, or a crash"
-                if self._write(Failure(rank, died)) and not _told_by_launcher():
+            if not self.store.check([f"done/{rank}"]) and self._read() is None:
+                died = f"rank {rank} (process {process_id}) died without an error: killed, out of memory, or a crash"
+                if self._write(Failure(rank, died)) and not _launcher_reports():
                     print(f"error: {died}", file=sys.stderr, flush=True)
 
-    def _end_hang(self, waiting: hangs.Waiting) -> None:
-        """The main thread waits, perhaps in a call that never returns: this thread tells for it."""
-        error = self._report_hang(waiting)
+    def _end_hang(self, call: hangs.PendingCall) -> None:
+        """The main thread waits, perhaps in a call that never returns: this thread reports instead."""
+        error = self._report_hang(call)
         if not isinstance(error, PeerFailed):
-            if _told_by_launcher():
+            if _launcher_reports():
                 record(error)
             else:
                 print(f"error: {error}", file=sys.stderr, flush=True)
@@ -184,9 +179,9 @@ class Watch:
             os._exit(exit_code)
 
 
-def _board(rank: int) -> Any:
-    """The process group's store, under names of this run's own, by a connection that nobody else uses."""
-    store = distributed_c10d._get_default_store()
+def _store(rank: int) -> dist.Store:
+    """The process group's store, with keys of this run alone, through a connection of this thread alone."""
+    store: Any = default_store()
     store = store.clone() if hasattr(store, "clone") else store  # a call that waits would hold up the others
     number = store.add(f"kenotron/runs/{rank}", 1)  # the same on every rank, if another run went before
     return dist.PrefixStore(f"kenotron/{number}", store)
@@ -208,13 +203,13 @@ def _alive(process: int) -> bool:
     return True
 
 
-def _told_by_launcher() -> bool:
-    """Whether `local.start_ranks` started this rank: then it tells what happened, from what we leave for it."""
+def _launcher_reports() -> bool:
+    """Whether `local.start_ranks` started this rank: then the launcher reports the failure that is recorded for it."""
     return "KENOTRON_LAUNCH" in os.environ
 
 
 def _is_connection(error: BaseException) -> bool:
-    """Whether this is what one sees of another rank's end: a connection of gloo, NCCL or the store that closed."""
+    """Whether this is how another rank's end shows: a connection of gloo, NCCL or the store was closed."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, dist.DistError) or "gloo" in str(found).lower() or "nccl" in str(found).lower():

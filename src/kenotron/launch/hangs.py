@@ -1,14 +1,14 @@
-"""A collective that not all ranks join: which one it is, who has not come, and where they are.
+"""A collective that not all ranks join: which one it is, which ranks have not joined it, and where they are.
 
-Torch's flight recorder numbers the collectives of every group on every rank. Rank 0 has waited too long and asks the
-others, over the board that `failures` looks at; their threads answer even while their programs hang:
+Torch's flight recorder numbers the collectives of every group on every rank. Rank 0 has waited longer than the timeout
+and asks the others for their status through the store of the run; their threads reply even while their programs hang:
 
-    rank 0   all_reduce number 57 of all ranks, waiting for 3 s         at run.py:92 in agree
+    rank 0   all_reduce number 57 of all ranks, waiting for 3 s         at run.py:92 in sync_stop_request
     rank 1   all_reduce number 56 of all ranks, done                    at user_parts.py:31 in after_step
                                                                      ─▶ rank 1 has not joined number 57
 
-What the recorder does not count (sends and receives, between pipeline stages) runs into torch's own timeout a little
-later; with gloo it is told the same way: a rank that is not waiting for anybody is the one that is waited for.
+The recorder does not count sends and receives between pipeline stages. They run into torch's own timeout a little
+later; with gloo the same report is made then, and the ranks that are not communicating are the ones waited for.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -25,15 +26,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-ANSWER_WITHIN_S = 4.0
+from kenotron.parallel.torch_internals import flight_recorder_dumps, process_groups
+
+STATUS_WITHIN_S = 4.0
 TIMEOUT_WORDS = ("Timed out", "timed out", "Timeout(ms)", "timeout")
-# What the flight recorder must tell of a collective, by its version 2.10.
-RECORDED = {"pg_id", "process_group", "collective_seq_id", "profiling_name", "time_created_ns", "retired", "is_p2p"}
+# Fields of a collective that are read here, as of the flight recorder's version 2.10.
+FIELDS = {"pg_id", "process_group", "collective_seq_id", "profiling_name", "time_created_ns", "retired", "is_p2p"}
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """A call of torch.distributed that does not end: number `number` of a group, None where nobody counts."""
+class PendingCall:
+    """A call of torch.distributed that does not end: number `number` of a group; None where it is not counted."""
 
     operation: str
     place: str
@@ -42,8 +45,8 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Whereabouts:
-    """A rank's answer: the last collective of every group that it joined, and its place in the program."""
+class RankStatus:
+    """Where a rank's program is, and the last collective of every group that it joined."""
 
     place: str
     communicating: bool  # inside a call of torch.distributed
@@ -51,147 +54,139 @@ class Whereabouts:
     waiting: tuple[str, int, str] | None = None  # group, number, operation
 
 
-class Patience:
-    """Looks at this rank's collectives now and then, and finds the one that takes too long."""
+class CollectiveTimer:
+    """Finds the collective of this rank that takes longer than a timeout, looking ten times in that time."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
-        self.next_look = time.monotonic() + self.interval
+        self.next_look = time.monotonic() + timeout_seconds / 10
 
-    @property
-    def interval(self) -> float:
-        return self.timeout_seconds / 10
-
-    def overstayed(self) -> Waiting | None:
+    def timed_out(self) -> PendingCall | None:
+        """The first collective that has waited longer than the timeout."""
         if time.monotonic() < self.next_look:
             return None
-        self.next_look = time.monotonic() + self.interval
-        for entry in _recorded():
-            age = time.time() - entry["time_created_ns"] / 1e9
-            if entry["waits"] and age > self.timeout_seconds:
+        self.next_look = time.monotonic() + self.timeout_seconds / 10
+        for entry in _collectives():
+            if entry["waits"] and time.time() - entry["time_created_ns"] / 1e9 > self.timeout_seconds:
                 place, _ = _place()
-                return Waiting(_operation(entry), place, entry["process_group"][0], entry["collective_seq_id"])
+                return PendingCall(_operation(entry), place, entry["process_group"][0], entry["collective_seq_id"])
         return None
 
 
-def is_timeout(error: BaseException) -> bool:
+def is_timeout(error: BaseException | None) -> bool:
     """Whether torch gave up waiting for another rank."""
-    found: BaseException | None = error
-    while found is not None:
-        about_ranks = isinstance(found, dist.DistError) or "gloo" in str(found)
-        if about_ranks and any(word in str(found) for word in TIMEOUT_WORDS):
+    while error is not None:
+        about_ranks = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if about_ranks and any(word in str(error) for word in TIMEOUT_WORDS):
             return True
-        found = found.__cause__ or found.__context__
+        error = error.__cause__ or error.__context__
     return False
 
 
-def where_it_waited(error: BaseException) -> Waiting:
-    """The call that gave up with `error`, by its traceback."""
+def call_that_raised(error: BaseException) -> PendingCall:
+    """The call that gave up with `error`, from its traceback."""
     while error.__cause__ is not None:
         error = error.__cause__
     calls = traceback.extract_tb(error.__traceback__)
     ours = [call for call in calls if f"{Path('torch')}/" not in call.filename]
     known = [call.name for call in calls if call.name in dir(dist)]
     place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} in {ours[-1].name}" if ours else "an unknown place"
-    return Waiting(known[-1] if known else "a send or receive", place)
+    return PendingCall(known[-1] if known else "a send or receive", place)
 
 
-# ---- questions and answers ---------------------------------------------------------------------------------
+# ---- status of all ranks -----------------------------------------------------------------------------------
 
 
-def answer(board: Any, rank: int) -> None:
-    """Say where this rank is, if somebody has asked."""
-    if board.check(["question"]) and not board.check([f"answer/{rank}"]):
-        board.set(f"answer/{rank}", json.dumps(asdict(whereabouts())))
+def reply_with_status(store: dist.Store, rank: int) -> None:
+    """Write this rank's status into the store, if a rank has asked for it."""
+    if store.check(["status/asked"]) and not store.check([f"status/{rank}"]):
+        store.set(f"status/{rank}", json.dumps(asdict(_status())))
 
 
-def whereabouts() -> Whereabouts:
+def describe_hang(store: dist.Store, rank: int, size: int, call: PendingCall, timeout_seconds: float) -> str:
+    """Ask all ranks for their status, and report which did not join `call`: a summary, then one line a rank."""
+    store.set("status/asked", str(rank))
+    reply_with_status(store, rank)
+    until = time.monotonic() + STATUS_WITHIN_S
+    keys = [f"status/{other}" for other in range(size)]
+    while not store.check(keys) and time.monotonic() < until:
+        time.sleep(0.1)
+    found = [RankStatus(**json.loads(store.get(key))) if store.check([key]) else None for key in keys]
+
+    members = _members(call.group) or list(range(size))
+    missing = [other for other in members if other != rank and not _has_joined(call, found[other])]
+    among = "" if call.number is None else f" (number {call.number}) of {_ranks(members, size)}"
+    blame = "all are in a collective, but not in the same one"
+    if missing:
+        blame = f"{_ranks(missing)} did not join it"
+    limit = f"more than {timeout_seconds:g} s (parallelism.timeout_seconds)"
+    lines = [f"rank {rank} has waited {limit} in {call.operation}{among}: {blame}", f"  rank {rank}: at {call.place}"]
+    return "\n".join(lines + [f"  rank {i}: {_described(status)}" for i, status in enumerate(found) if i != rank])
+
+
+def _has_joined(call: PendingCall, status: RankStatus | None) -> bool:
+    """By number where collectives are numbered; else whether the rank is communicating at all."""
+    if status is None or call.number is None or call.group is None:
+        return status is not None and status.communicating
+    number, _ = status.last.get(call.group, (0, ""))
+    return number >= call.number
+
+
+def _described(status: RankStatus | None) -> str:
+    if status is None:
+        return "did not reply"
+    if status.waiting is not None:
+        group, number, operation = status.waiting
+        members = _members(group)
+        name = _ranks(members) if members else f"group {group}"
+        return f"waits in {operation} (number {number} of {name}), at {status.place}"
+    if not status.last:
+        return f"at {status.place}"
+    number, operation = max(status.last.values())
+    return f"at {status.place}; the last that it joined was {operation} (number {number})"
+
+
+def _ranks(ranks: Sequence[int], size: int | None = None) -> str:
+    """``rank 1``, ``ranks 1, 3``, ``all ranks``."""
+    if len(ranks) == size:
+        return "all ranks"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+def _members(group: str | None) -> list[int]:
+    """The ranks of the group that torch calls `group`; empty if this rank is not in it."""
+    found = process_groups().get(group or "")
+    return [] if found is None else dist.get_process_group_ranks(found)
+
+
+# ---- this rank ---------------------------------------------------------------------------------------------
+
+
+def _status() -> RankStatus:
     last: dict[str, tuple[int, str]] = {}
     waiting = None
-    for entry in _recorded():
+    for entry in _collectives():
         group = entry["process_group"][0]
         last[group] = (entry["collective_seq_id"], _operation(entry))
         if entry["waits"] and waiting is None:
             waiting = (group, *last[group])
     place, communicating = _place()
-    return Whereabouts(place, communicating, last, waiting)
+    return RankStatus(place, communicating, last, waiting)
 
 
-def explain(board: Any, rank: int, size: int, waiting: Waiting, timeout_seconds: float) -> str:
-    """Ask all ranks, and make a message of what they say: the first line tells all, then one line a rank."""
-    board.set("question", str(rank))
-    answer(board, rank)
-    until = time.monotonic() + ANSWER_WITHIN_S
-    keys = [f"answer/{other}" for other in range(size)]
-    while not board.check(keys) and time.monotonic() < until:
-        time.sleep(0.1)
-    answers: dict[int, Whereabouts | None] = {}
-    for other, key in enumerate(keys):
-        answers[other] = Whereabouts(**json.loads(board.get(key))) if board.check([key]) else None
-
-    members = _members(waiting.group) or list(range(size))
-    missing = _missing(waiting, members, answers, rank)
-    if waiting.number is None:
-        title = waiting.operation
-    else:
-        among = "all ranks" if len(members) == size else f"ranks {_listed(members)}"
-        title = f"{waiting.operation} (number {waiting.number}) of {among}"
-    if missing:
-        blame = f"{'rank' if len(missing) == 1 else 'ranks'} {_listed(missing)} did not join it"
-    else:
-        blame = "all are in a collective, but not in the same one"
-    patience = f"more than {timeout_seconds:g} s (parallelism.timeout_seconds)"
-    lines = [f"rank {rank} has waited {patience} in {title}: {blame}"]
-    lines += [f"  rank {rank}: at {waiting.place}"]
-    lines += [f"  rank {other}: {_told(found)}" for other, found in answers.items() if other != rank]
-    return "\n".join(lines)
-
-
-def _missing(waiting: Waiting, members: list[int], answers: dict[int, Whereabouts | None], asking: int) -> list[int]:
-    """Who has not joined: by number where collectives are numbered, else whoever is not communicating at all."""
-    others = [other for other in members if other != asking]
-    if waiting.number is None or waiting.group is None:
-        return [other for other in others if (found := answers[other]) is None or not found.communicating]
-
-    def joined(found: Whereabouts | None) -> bool:
-        return found is not None and found.last.get(waiting.group or "", (0, ""))[0] >= (waiting.number or 0)
-
-    return [other for other in others if not joined(answers[other])]
-
-
-def _told(found: Whereabouts | None) -> str:
-    if found is None:
-        return "gives no answer"
-    if found.waiting is not None:
-        group, number, operation = found.waiting
-        return f"waits in {operation} (number {number} of {_name(group)}), at {found.place}"
-    if not found.last:
-        return f"at {found.place}"
-    number, operation = max(found.last.values())
-    return f"at {found.place}; the last that it joined was {operation} (number {number})"
-
-
-# ---- torch's flight recorder -------------------------------------------------------------------------------
-
-
-def _recorded() -> list[dict[str, Any]]:
-    """Collectives of this process, oldest first, as far as torch keeps them; empty where it keeps none.
+def _collectives() -> list[dict[str, Any]]:
+    """Collectives of this process that torch has recorded, oldest first.
 
     One that `waits` has not ended, and none after it in its group has: NCCL leaves the parts of a batch open for ever.
     Sends and receives are left out for the same reason, and because gloo does not record them.
     """
-    from torch._C import _distributed_c10d as c
-
     entries: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's and NCCL's, as far as this torch has them
-        dump = getattr(c, name, None)
-        found = json.loads(dump(True, False) or "{}") if dump is not None else {}
-        groups = found.get("pg_status", {})
-        for entry in found.get("entries", []):
-            if not entry.keys() >= RECORDED or entry["is_p2p"]:
-                continue
-            ended = int(groups.get(str(entry["pg_id"]), {}).get("last_completed_collective", -1))
-            entries.append(entry | {"waits": not entry["retired"] and entry["collective_seq_id"] > ended})
+    for dump in flight_recorder_dumps():
+        groups = dump.get("pg_status", {})
+        for entry in dump.get("entries", []):
+            if entry.keys() >= FIELDS and not entry["is_p2p"]:
+                ended = int(groups.get(str(entry["pg_id"]), {}).get("last_completed_collective", -1))
+                entries.append(entry | {"waits": not entry["retired"] and entry["collective_seq_id"] > ended})
     return entries
 
 
@@ -200,31 +195,11 @@ def _operation(entry: dict[str, Any]) -> str:
     return entry["profiling_name"].split(":", 1)[-1]
 
 
-def _members(group: str | None) -> list[int]:
-    """The ranks of the group that torch calls `group`."""
-    from torch.distributed import distributed_c10d
-
-    names: dict[str, Any] = {name: found for found, name in distributed_c10d._world.pg_names.items()}
-    return dist.get_process_group_ranks(names[group]) if group in names else []
-
-
-def _name(group: str) -> str:
-    members = _members(group)
-    return f"ranks {_listed(members)}" if members else f"group {group}"
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
-
-
-# ---- where the program is ----------------------------------------------------------------------------------
-
-
 def _place() -> tuple[str, bool]:
     """``file.py:31 in after_step`` of the main thread, and whether it is inside torch.distributed from there."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     communicating = False
-    while frame is not None and _is_machinery(module := frame.f_globals.get("__name__", "")):
+    while frame is not None and _is_library(module := frame.f_globals.get("__name__", "")):
         communicating = communicating or module.startswith("torch.distributed")
         frame = frame.f_back
     if frame is None:
@@ -232,7 +207,7 @@ def _place() -> tuple[str, bool]:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}", communicating
 
 
-def _is_machinery(module: str) -> bool:
-    """Whether a module is torch's or Python's own: what is looked for is who called it."""
+def _is_library(module: str) -> bool:
+    """Whether a module is torch's or Python's own: its caller is looked for."""
     root = module.split(".")[0]
     return root == "torch" or (root in sys.stdlib_module_names and root != "__main__")

@@ -5,8 +5,8 @@
            ├─ rank 0                console: this process's own stdout and stderr, terminal or not
            └─ rank 1                <log_dir>/<run>/ranks/1.log
 
-Signals: SIGTERM, SIGUSR1 and Ctrl-C are handed on to the ranks, which agree on the step, save, and end with 0. A rank
-that fails ends all (`failures`), and its error is raised here as if it had happened here.
+SIGTERM, SIGUSR1 and Ctrl-C are forwarded to the ranks, which agree on the step, save, and exit with 0. A rank that
+fails ends all (`failures`), and its error is raised here as if it had happened here.
 """
 
 from __future__ import annotations
@@ -19,35 +19,37 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from kenotron.config import dump, fill_run_name
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, RunFailed
 from kenotron.launch.environment import check_devices, threads_each
+from kenotron.launch.error_records import ENDED_BY_ANOTHER
+from kenotron.launch.rank import function_path
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    from kenotron.config import Config
+    from kenotron.launch import RankConfig
 
-HANDED_ON = ("SIGTERM", "SIGUSR1", "SIGINT")
+FORWARDED = ("SIGTERM", "SIGUSR1", "SIGINT")
 
 
-def start_ranks(config: Config, work: str, options: dict[str, Any], logs: Path | None = None) -> None:
+def start_ranks(
+    config: RankConfig,
+    work: Callable[..., object],
+    options: dict[str, object],
+    logs: Path | None = None,
+    explain_bus_error: Callable[[], str | None] | None = None,
+) -> None:
     """Call ``work(config, mesh, device, **options)`` in as many processes as the layout needs, and wait for them.
 
-    `work` is the dotted path of a function, `options` are what JSON can hold. What ranks other than 0 say goes to
-    `logs`.
-
-    Errors: what one of the ranks failed of, InputError or RunFailed; KeyboardInterrupt when they were stopped before
-    they could save.
+    The arguments are those of `work_on_ranks`. Raises the error of the rank that failed first, InputError or RunFailed;
+    KeyboardInterrupt if they were stopped before they could save.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -58,21 +60,30 @@ def start_ranks(config: Config, work: str, options: dict[str, Any], logs: Path |
     with tempfile.TemporaryDirectory(prefix="kenotron-") as temporary, _quiet_launcher():
         folder = Path(temporary)
         logs = logs or folder / "ranks"
-        (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
-        (folder / "work.json").write_text(json.dumps({"work": work, "options": options}), encoding="utf-8")
+        (folder / "work.json").write_text(
+            json.dumps(
+                {
+                    "work": function_path(work),
+                    "config_class": function_path(type(config)),
+                    "config": config.model_dump(mode="json", by_alias=True),
+                    "options": options,
+                }
+            ),
+            encoding="utf-8",
+        )
         settings = _settings(count, folder, logs)
         arguments = ["-P", "-m", "kenotron.launch.rank", str(folder)]
-        with _signals_handed_on(folder, count) as handed_on:
+        with _signals_forwarded(folder, count) as forwarded:
             try:
                 elastic_launch(settings, sys.executable)(*arguments)
             except ChildFailedError as error:
-                _give_the_cursor_back()
-                raise _cause(error.failures, bool(handed_on), config, folder, logs) from None
+                _show_cursor()
+                raise _cause(error.failures, bool(forwarded), explain_bus_error, folder, logs) from None
             except SignalException:
                 raise KeyboardInterrupt from None
 
 
-# ---- what the launcher is told -----------------------------------------------------------------------------
+# ---- settings of torch's launcher ----------------------------------------------------------------------------
 
 
 def _settings(count: int, folder: Path, logs: Path) -> Any:
@@ -87,13 +98,13 @@ def _settings(count: int, folder: Path, logs: Path) -> Any:
         rdzv_endpoint="localhost:0",  # any free port: two launches never meet
         local_addr="localhost",
         max_restarts=0,
-        signals_to_handle="SIGQUIT",  # the others are ours
+        signals_to_handle="SIGQUIT",  # the other signals are forwarded
         logs_specs=_output(count, folder, logs),
     )
 
 
 def _output(count: int, folder: Path, logs: Path) -> Any:
-    """Where the ranks write, and what is in their environment."""
+    """Where the ranks write, and the variables of their environment."""
     from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
     class Output(LogsSpecs):
@@ -113,14 +124,14 @@ def _output(count: int, folder: Path, logs: Path) -> Any:
 
 
 def _variables(count: int, folder: Path) -> dict[str, str]:
-    """What a rank's environment has beside ours and torch's own: what the user has set stays."""
+    """Variables of a rank's environment besides torch's own and the user's, which are kept."""
     loopback = next((name for _, name in _interfaces() if name in ("lo", "lo0")), None)
     wanted = {
         "OMP_NUM_THREADS": str(threads_each(count)),
         "GLOO_SOCKET_IFNAME": loopback,  # all are on this machine, whatever its name resolves to
     }
     variables = {name: value for name, value in wanted.items() if value is not None and name not in os.environ}
-    # Modules that this process finds are found there too: a script's own folder, for one.
+    # Ranks find the modules that this process finds, such as those beside a script.
     search = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     return variables | {"KENOTRON_LAUNCH": str(folder), "PYTHONPATH": search, "PYTHONUNBUFFERED": "1"}
 
@@ -132,7 +143,7 @@ def _interfaces() -> list[tuple[int, str]]:
 
 
 def _fresh_log(logs: Path, rank: int) -> Path:
-    """``ranks/1.log``; the one of an earlier launch gets its time into its name."""
+    """``ranks/1.log``, after renaming an earlier launch's to ``1-until-<time>.log``."""
     path = logs / f"{rank}.log"
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -144,26 +155,9 @@ def _fresh_log(logs: Path, rank: int) -> Path:
     return path
 
 
-def named(config: Config, fresh: bool) -> tuple[Config, Path]:
-    """The config with one name for all ranks, and the folder of their logs. A run that goes on has its name already."""
-    name = None if fresh else _earlier_name(Path(config.checkpoints.checkpoints_path))
-    if name is None:
-        config = fill_run_name(config, datetime.now(), os.environ.get("SLURM_JOB_ID"))
-        name = config.general.run
-    return config, Path(config.logging.log_dir) / name / "ranks"
-
-
-def _earlier_name(root: Path) -> str | None:
-    try:
-        newest = (root / "latest.txt").read_text().strip()
-        return str(yaml.safe_load((root / newest / "config.yaml").read_text())["general"]["run"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError):  # no run yet, or none that can be read: the ranks find out
-        return None
-
-
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
-    """What torch's launcher logs of a failure is a page; `_cause` says it in a line."""
+    """Silence the page that torch's launcher logs about a failure; `_cause` has the line that matters."""
     prefix = "torch.distributed.elastic"
     names = [name for name in logging.root.manager.loggerDict if name.startswith(prefix)]
     levels = {name: logging.getLogger(name).level for name in [*names, prefix]}
@@ -180,13 +174,13 @@ def _quiet_launcher() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_handed_on(folder: Path, count: int) -> Iterator[list[int]]:
-    """Within, signals go to the ranks; yields the list of those that came."""
-    handed_on: list[int] = []
+def _signals_forwarded(folder: Path, count: int) -> Iterator[list[int]]:
+    """Forward signals to the ranks within the block; yields the list of those received."""
+    forwarded: list[int] = []
 
-    def hand_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         processes = [int(path.read_text()) for path in folder.glob("*.pid")]
-        handed_on.append(number)
+        forwarded.append(number)
         if len(processes) < count:  # they are just being started: the launcher ends them
             raise KeyboardInterrupt
         for process in processes:
@@ -196,21 +190,21 @@ def _signals_handed_on(folder: Path, count: int) -> Iterator[list[int]]:
                 continue  # it has ended
 
     previous = {}
-    if threading.current_thread() is threading.main_thread():  # Python hands signals to no other
-        previous = {number: signal.signal(number, hand_on) for number in _numbers()}
+    if threading.current_thread() is threading.main_thread():  # Python delivers signals to no other
+        previous = {number: signal.signal(number, forward) for number in _numbers()}
     try:
-        yield handed_on
+        yield forwarded
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def _numbers() -> list[signal.Signals]:
-    return [getattr(signal, name) for name in HANDED_ON if hasattr(signal, name)]
+    return [getattr(signal, name) for name in FORWARDED if hasattr(signal, name)]
 
 
-def _give_the_cursor_back() -> None:
-    """Rank 0 hides it for its progress bar, and may have ended without showing it again."""
+def _show_cursor() -> None:
+    """Show the cursor, which rank 0 hides for its progress bar and may not have shown again."""
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)
 
@@ -219,43 +213,30 @@ def _give_the_cursor_back() -> None:
 
 
 def _cause(
-    failures: Mapping[int, ProcessFailure], stopped: bool, config: Config, folder: Path, logs: Path
+    failures: Mapping[int, ProcessFailure],
+    stopped: bool,
+    explain_bus_error: Callable[[], str | None] | None,
+    folder: Path,
+    logs: Path,
 ) -> BaseException:
     """The failure that made all ranks end, as an error of this process."""
-    from kenotron.train import RunFailed
-
-    told = sorted(folder.glob("[0-9]*.json"), key=lambda path: path.stat().st_mtime_ns)
-    if told:
-        return _told(int(told[0].stem), json.loads(told[0].read_text())["message"], folder, logs)
+    records = sorted(folder.glob("[0-9]*.json"), key=lambda path: path.stat().st_mtime_ns)
+    if records:
+        return _recorded(int(records[0].stem), json.loads(records[0].read_text())["message"], folder, logs)
     if stopped:
         return KeyboardInterrupt()
     rank = min(failures, key=lambda each: _innocence(failures[each].exitcode))
     code = failures[rank].exitcode
     how = f"was killed by {failures[rank].signal_name()}" if code < 0 else f"ended with exit code {code}"
-    why = "; out of memory?" if code == -signal.SIGKILL else _cut_short(config) if code == -signal.SIGBUS else ""
+    why = "; out of memory?" if code == -signal.SIGKILL else ""
+    if code == -signal.SIGBUS:
+        file = explain_bus_error() if explain_bus_error is not None else None
+        why = ": a memory-mapped file was cut short while it was read" + (f": {file}" if file else "")
     return RunFailed(f"rank {rank} {how}{why}{_last_words(rank, folder, logs)}")
 
 
-def _cut_short(config: Config) -> str:
-    """Why a process gets SIGBUS, and the file of tokens that shows it: what is mapped and no longer there was read."""
-    from kenotron.data.formats import open_token_files
-    from kenotron.data.plan import plan_stages
-    from kenotron.data.token_paths import TokenPath
-
-    why = ": a memory-mapped file was cut short while it was read"
-    try:
-        for source in (source for stage in plan_stages(config) for source in stage.sources):
-            if isinstance(source.dataset, TokenPath):
-                open_token_files(source.dataset.path, source.dataset.key, source.dataset.dtype)
-    except InputError as error:
-        return f"{why}: {error}"
-    return why
-
-
-def _told(rank: int, message: dict[str, Any], folder: Path, logs: Path) -> Exception:
-    """The error that rank `rank` has recorded (`rank.record`)."""
-    from kenotron.train import RunFailed
-
+def _recorded(rank: int, message: dict[str, Any], folder: Path, logs: Path) -> Exception:
+    """The error that rank `rank` has recorded (`error_records.record`)."""
     if message["errorCode"] == 2:
         return InputError(message["message"])
     stack = message["extraInfo"]["py_callstack"].rstrip()
@@ -266,18 +247,16 @@ def _told(rank: int, message: dict[str, Any], folder: Path, logs: Path) -> Excep
 
 
 def _innocence(exit_code: int) -> int:
-    """0: it died of its own; 1: it left by itself; 2: because another had failed; 3: because the launcher said so."""
-    from kenotron.launch.failures import ENDED_BY_ANOTHER
-
+    """0: killed by a signal; 1: exited by itself; 2: exited because another failed; 3: ended by the launcher."""
     if exit_code == -signal.SIGTERM:
         return 3
     return 0 if exit_code < 0 else 2 if exit_code == ENDED_BY_ANOTHER else 1
 
 
 def _last_words(rank: int, folder: Path, logs: Path) -> str:
-    """The end of what a rank said that did not get as far as to an error of its own; all of it from a crash on."""
+    """The last output of a rank that recorded no error; from a native crash on, if there was one."""
     if rank == 0:
-        return ""  # said on the console
+        return ""  # its output is on the console
     early, log = folder / f"{rank}.stderr", logs / f"{rank}.log"
     path = early if early.exists() and early.stat().st_size else log
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []

@@ -1,28 +1,31 @@
 """What a process that `local.start_ranks` started runs: ``python -m kenotron.launch.rank FOLDER``.
 
-FOLDER is the launcher's own for the time of the run: the config comes that way, and this rank's process id goes back,
-for signals; what went wrong goes to the file that torch's launcher reads. The launcher tells it, so this process does
-not, except in its own log file.
+FOLDER is the launcher's, for the time of the run: it holds the config and the work for this rank, and receives its
+process id, for signals. An error goes to the file that torch's launcher reads: the launcher reports it, and this
+process only writes it to its own log file.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
 import sys
-import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import PeerFailed
+from kenotron.launch.error_records import ENDED_BY_ANOTHER, record
+from kenotron.storage.files import replace_file
 
 
 def main() -> None:
+    """Run the work in the folder of the first argument, and exit with its code."""
     folder = Path(sys.argv[1])
-    temporary = folder / f"{os.environ['RANK']}.tmp"
-    temporary.write_text(str(os.getpid()))
-    temporary.rename(temporary.with_suffix(".pid"))  # whole or not there
+    replace_file(folder / f"{os.environ['RANK']}.pid", str(os.getpid()).encode(), durable=False)
     if os.environ["RANK"] != "0":
         os.dup2(1, 2)  # one log file; until here it was another, because torch's launcher opens one for each
     faulthandler.enable()  # a crash in native code leaves its Python stack there
@@ -30,23 +33,21 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if code:
-        os._exit(code)  # what else is open may wait for ranks that are gone
+        os._exit(code)  # threads that are still running may wait for ranks that are gone
 
 
 def run(folder: Path) -> int:
-    """The exit code."""
-    from kenotron.config import load
+    """Do the work of `folder`; returns the exit code."""
     from kenotron.launch import leave, work_on_ranks
 
     try:
         given = json.loads((folder / "work.json").read_text(encoding="utf-8"))
-        work_on_ranks(load(folder / "config.yaml"), given["work"], **given["options"])
+        config = function_at(given["config_class"]).model_validate(given["config"])
+        work_on_ranks(config, function_at(given["work"]), **given["options"])
         leave()
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        from kenotron.launch.failures import ENDED_BY_ANOTHER, PeerFailed
-
         if isinstance(error, PeerFailed):
             _note(f"ended because of {error}")
             return ENDED_BY_ANOTHER
@@ -55,30 +56,25 @@ def run(folder: Path) -> int:
     return 0
 
 
-def record(error: Exception) -> int:
-    """Leave `error` where the launcher finds it, in the form of torch's own records; returns the exit code."""
-    code = 2 if isinstance(error, InputError) else 1
-    stack = "" if _written_to_be_read(error) else "".join(traceback.format_exception(error))
-    details = {"py_callstack": stack, "timestamp": str(int(time.time()))}
-    content = {"message": {"message": in_a_line(error), "errorCode": code, "extraInfo": details}}
-    path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-    path.with_suffix(".part").write_text(json.dumps(content))
-    path.with_suffix(".part").rename(path)
-    return code
+def function_path(function: Callable[..., object]) -> str:
+    """``module:name`` of a function or class at the top of a module, as pickle names it.
+
+    Raises ValueError for any other function: another process could not find it.
+    """
+    path = f"{function.__module__}:{function.__qualname__}"
+    if function.__module__ == "__main__" or "." in function.__qualname__:
+        raise ValueError(f"{path} cannot be called in other processes; move it to the top of a module they can import")
+    return path
 
 
-def in_a_line(error: BaseException) -> str:
-    """As the command line says it."""
-    return str(error) if _written_to_be_read(error) else f"{type(error).__name__}: {error}"
-
-
-def _written_to_be_read(error: BaseException) -> bool:
-    """Whether the message says all, so that nobody needs a traceback."""
-    return isinstance(error, InputError) or type(error).__name__ == "RunFailed"
+def function_at(path: str) -> Any:
+    """The function of a `function_path`."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _note(text: str) -> None:
-    """Into this rank's log file; rank 0 has none, the console is the launcher's."""
+    """Write to this rank's log file; rank 0 has none, as it shares the launcher's console."""
     if os.environ["RANK"] != "0":
         print(text, file=sys.stderr)
 

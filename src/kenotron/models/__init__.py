@@ -1,9 +1,18 @@
-"""Model families: maths, then plan. `build` makes the family that the config names, weights still empty.
+"""Model families: maths and plan. `build` makes the family that the config names, weights still empty.
 
-with torch.device("meta"):
-    model = build(config.model)
-materialize(model, "cpu")
-initialize_model(model, std=0.02, scaling="NUM_LAYERS", seed=42)
+    with torch.device("meta"):
+        model = build(config.model)
+    materialize(model, "cpu")
+    initialize_model(model, std=0.02, scaling="NUM_LAYERS", seed=42)
+
+family.py      what a family is; families/: the built-in ones, one file each
+decoder.py     what all decoders share: embedding, layers, head, parts of a pipeline, tying, recomputation
+blocks/        the maths, plain modules
+plan.py        how a model may be split, as data
+context.py     what flows through a model besides hidden states
+init_rules.py, initialization.py     fresh weights as functions of (seed, name, element)
+
+Importing this package imports no torch: the config reads the sections of the families.
 """
 
 from __future__ import annotations
@@ -12,9 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from kenotron.models.context import Context, MicroBatch
-from kenotron.models.family import LanguageModel
-from kenotron.models.initialization import Shard, initialize, whole, zero_padding_rows
-from kenotron.models.part import Part
+from kenotron.models.part import ModelPart
 from kenotron.models.plan import Plan
 
 if TYPE_CHECKING:
@@ -22,12 +29,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from kenotron.config.model import Model
+    from kenotron.kernels.tensor_shard import TensorShard
+    from kenotron.models.decoder import Decoder
 
 __all__ = [
     "Context",
-    "LanguageModel",
     "MicroBatch",
-    "Part",
+    "ModelPart",
     "Plan",
     "build",
     "flops_per_token",
@@ -38,19 +46,17 @@ __all__ = [
 ]
 
 
-def build(config: Model, tensor_parallel: int = 1, part: Part | None = None) -> LanguageModel:
+def build(config: Model, tensor_parallel: int = 1, part: ModelPart | None = None) -> Decoder:
     """The module of `config.architecture`, or the `part` of it, on the current default device, weights empty in fp32.
 
     The vocabulary is padded to a multiple of ``make_vocab_size_divisible_by * tensor_parallel`` rows.
     """
-    from kenotron.config.architecture import LlamaArchitecture
-    from kenotron.models.llama import Llama
+    from kenotron.models.decoder import Decoder
 
-    assert isinstance(config.architecture, LlamaArchitecture)  # the others were refused as not supported yet
-    return Llama(config.architecture, config.make_vocab_size_divisible_by * tensor_parallel, part)
+    return Decoder(config.decoder, config.make_vocab_size_divisible_by * tensor_parallel, part)
 
 
-def named_parameters(*parts: LanguageModel) -> Iterator[tuple[str, nn.Parameter]]:
+def named_parameters(*parts: Decoder) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter of the model, or of the parts of it that this rank holds, once, under its first name.
 
     A tied head is part of the embedding; where the two live in different parts, the head's copy is no parameter.
@@ -60,29 +66,38 @@ def named_parameters(*parts: LanguageModel) -> Iterator[tuple[str, nn.Parameter]
         yield from ((name, p) for name, p in part.named_parameters(remove_duplicate=True) if name not in copies)
 
 
-def materialize(model: LanguageModel, device: torch.device | str) -> None:
+def materialize(model: Decoder, device: torch.device | str) -> None:
     """Give a model that was built on the meta device memory on `device`, its contents undefined."""
     model.to_empty(device=device)
     model.tie_weights()  # to_empty gave the two names of a tied matrix a memory each
 
 
 def initialize_model(
-    model: LanguageModel, std: float, scaling: str, seed: int, shard_of: Callable[[Tensor], Shard] = whole
+    model: Decoder, std: float, scaling: str, seed: int, shard_of: Callable[[Tensor], TensorShard] | None = None
 ) -> None:
-    """Fill every weight by the family's own rules (nanotron's RandomInit), vocabulary padding with zeros."""
-    initialize(named_parameters(model), model.init_rules(std, scaling), seed, shard_of)
+    """Fill every weight by the family's own rules (nanotron's RandomInit), vocabulary padding with zeros.
+
+    `shard_of` returns the block of a parameter that this rank holds; None: every rank holds complete ones.
+    """
+    from kenotron.kernels.tensor_shard import TensorShard
+    from kenotron.models.initialization import initialize
+
+    initialize(named_parameters(model), model.init_rules(std, scaling), seed, shard_of or TensorShard.full)
     zero_vocabulary_padding(model, shard_of)
 
 
-def zero_vocabulary_padding(model: LanguageModel, shard_of: Callable[[Tensor], Shard] = whole) -> None:
+def zero_vocabulary_padding(model: Decoder, shard_of: Callable[[Tensor], TensorShard] | None = None) -> None:
     """Clear the rows that pad the vocabulary: no checkpoint and no other model brings them."""
+    from kenotron.kernels.tensor_shard import TensorShard
+    from kenotron.models.initialization import zero_padding_rows
+
     for name, parameter in named_parameters(model):
         if name in model.vocab_parameters:
-            zero_padding_rows(parameter, model.config.vocab_size, shard_of)
+            zero_padding_rows(parameter, model.config.vocab_size, shard_of or TensorShard.full)
 
 
 def flops_per_token(model: nn.Module, sequence_length: int, causal: bool) -> float:
-    """FLOPs of one token's forward pass: what the modules answer, summed.
+    """FLOPs of one token's forward pass: the sum over the modules that have a method of this name.
 
     `causal` False counts the whole attention square (nanotron, PaLM appendix B), True only the half that a
     causal mask keeps. Training costs three times this: backward needs two products for each forward one.

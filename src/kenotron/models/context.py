@@ -19,16 +19,25 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kenotron.models.token_loss import TokenLoss
+
 
 class AttentionFunction(Protocol):
     """Causal attention: q ``[sequences, heads, length, head_dim]``, k and v with kv_heads; returns q's shape.
 
     `layer` is the calling layer's global number, for functions with memory (a KV cache). `scale` multiplies
-    the scores; None means ``head_dim ** -0.5``.
+    the scores; None means ``head_dim ** -0.5``. `window`: tokens that a query attends to, itself included; None: all.
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, ctx: Context, layer: int, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ctx: Context,
+        layer: int,
+        scale: float | None = None,
+        window: int | None = None,
     ) -> Tensor: ...
 
 
@@ -42,7 +51,8 @@ class Context:
     cu_seqlens: tuple[int, ...] | None = None
     sample_ids: Tensor | None = None
     loss_scale: float = 1.0
-    wanted: Tensor | None = None  # without labels: the tokens whose logits are asked for, by index; None: all
+    loss: TokenLoss | None = None  # the config's training loss; None: cross entropy
+    logits_to_keep: Tensor | None = None  # without labels: the tokens whose logits are asked for, by index; None: all
 
 
 @dataclass(frozen=True)

@@ -1,50 +1,125 @@
-"""What every model family answers, so that the rest of the house need not know which one it holds."""
+"""A model family: all that the library has to know about it, in one class, so that a new family is one file.
+
+    class MyFamily(Family[MyArchitecture]):
+        section = MyArchitecture                          the keys of model.model_config
+        plan = Plan(blocks="model.layers.*", …)           how it may be split
+        def block(self, layer): …                         the maths of a layer
+        def final_norm(self): …
+
+`models.decoder` builds the model around it: parts of a pipeline, recomputation, tying, vocabulary padding, head.
+docs/add-a-model.md writes one from start to end.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Any, ClassVar
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-import torch
-from torch import nn
-
-from kenotron.models.initialization import InitRule
-from kenotron.models.part import Part
+from kenotron.config.decoder import DecoderArchitecture
+from kenotron.config.errors import InputError
+from kenotron.config.families import KEY, built_in_families, find_family
+from kenotron.models.init_rules import Constant, InitRule, Normal
 from kenotron.models.plan import Plan
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-class LanguageModel(nn.Module):
-    """A family: ``model(tokens, ctx)`` → logits; ``model(tokens, ctx, labels)`` → (loss, its z part)."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # in every family
 
+C = TypeVar("C", bound=DecoderArchitecture)
+
+
+class Family(ABC, Generic[C]):
+    """Made anew for every model that is built, from its section `config`."""
+
+    section: ClassVar[type[DecoderArchitecture]]
+    """The keys of `model.model_config`."""
     plan: ClassVar[Plan]
-    """How it may be split."""
-    vocab_parameters: ClassVar[tuple[str, ...]]
-    """Parameters with a row for every token: padded in memory, saved without the padding."""
-    config: Any
-    """The architecture section it was built from."""
-    part: Part
-    """Which of its layers are here: all, or those of a pipeline stage."""
+    """How a model of this family may be split."""
+
+    hf_model_type: ClassVar[str] = ""
+    """`model_type` in Hugging Face's config.json; "" without a counterpart there."""
+    hf_class: ClassVar[str] = ""
+    """The class of transformers, such as LlamaForCausalLM."""
+    hf_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys of the section whose name in config.json is another one."""
+    hf_fixed: ClassVar[Mapping[str, Any]] = {}
+    """Keys of config.json that this maths has one value for: written to exports, refused in imports otherwise."""
+    hf_names: ClassVar[Mapping[str, str]] = {}
+    """Parts of parameter names → what they are called there, applied in order."""
+
+    def __init__(self, config: C) -> None:
+        self.config = config
 
     @abstractmethod
-    def tie_weights(self) -> None:
-        """Share what the config ties; called again whenever parameters were replaced."""
+    def block(self, layer: int) -> nn.Module:
+        """Layer number `layer`: ``block(x, positions, ctx)`` → x, ``[tokens, hidden]``."""
 
     @abstractmethod
-    def ties(self) -> dict[str, str]:
-        """Names that stand for one weight, and the name that owns it; the same in every part of a model."""
+    def final_norm(self) -> nn.Module:
+        """The module between the last block and the head."""
 
-    @abstractmethod
-    def tied_copies(self) -> dict[str, str]:
-        """Parameters here that only mirror one of another part, and that one's name."""
+    def positions(self) -> nn.Module | None:
+        """A module that makes of positions ``[sequences, length]`` what every block gets as its second argument."""
+        return None
 
-    @abstractmethod
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
-        """Distributions of fresh weights, first match wins."""
+        """Distributions of fresh weights, first match wins.
 
-    @abstractmethod
-    def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """What flows from the embedding on; every product runs in it, weights stay fp32."""
+        nanotron's RandomInit: N(0, std), and what writes into the residual stream (the plan's rows) damped by depth.
+        """
+        damped = std / math.sqrt(2 * self.config.num_hidden_layers) if scaling == "NUM_LAYERS" else std
+        return [
+            InitRule("*norm.weight", Constant(1.0)),
+            InitRule("*.bias", Constant(0.0)),
+            *(InitRule(f"{pattern}.weight", Normal(damped)) for pattern in self.plan.row),
+            InitRule("*.weight", Normal(std)),
+        ]
 
-    @abstractmethod
-    def set_recompute(self, recompute: bool) -> None:
-        """Whether blocks forget their activations and compute them again in backward."""
+    # Hugging Face: what differs beyond names of keys, names of tensors, and the few that are stored joined there.
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """The section's `values` as found in the config.json `config`, put right where the two differ in meaning."""
+        return values
+
+    def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The other way round: `values` of config.json."""
+        return values
+
+    def hf_name(self, name: str) -> str:
+        """What Hugging Face calls the parameter `name`; several of ours may be parts of one of theirs."""
+        for ours, theirs in self.hf_names.items():
+            name = name.replace(ours, theirs)
+        return name
+
+    def hf_join(self, hf_name: str, parts: Sequence[Tensor]) -> Tensor:
+        """One tensor of theirs from several of ours, in the order of our names."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how {hf_name} is joined")
+
+    def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
+        """The other way round."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how {hf_name} is split")
+
+
+def family_named(name: str, where: str = KEY) -> type[Family[Any]]:
+    """The family of this name, dotted path or entry point.
+
+    Errors (InputError): there is none, or it is no `Family`. `where` is the key to blame.
+    """
+    found = find_family(name, where)
+    if not issubclass(found, Family):
+        raise InputError(f"{where}: '{name}': expected a subclass of kenotron.models.family.Family, found {found!r}")
+    return found
+
+
+def families() -> list[type[Family[Any]]]:
+    """The built-in ones, by name."""
+    return [family_named(name) for name in built_in_families()]
+
+
+def family_of(config: DecoderArchitecture) -> Family[Any]:
+    """The family that a section names, made for it."""
+    return family_named(config.family)(config)

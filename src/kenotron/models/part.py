@@ -1,7 +1,7 @@
 """A part of a model: the consecutive layers that one pipeline stage holds, built by itself.
 
-    Part((0, 1), first=True, last=False)      embedding, layers 0 and 1
-    Part((2, 3), first=False, last=True)      layers 2 and 3, final norm, head
+    ModelPart((0, 1), first=True, last=False)      embedding, layers 0 and 1
+    ModelPart((2, 3), first=False, last=True)      layers 2 and 3, final norm, head
 
 Layers keep their global numbers, so a parameter has one name wherever it lives. A part that is neither first nor
 last reads hidden states and returns hidden states.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """`layers`: global numbers, consecutive. `first` has the embedding, `last` the final norm and the head."""
 
     layers: tuple[int, ...]
@@ -21,6 +21,6 @@ class Part:
     last: bool = True
 
     @staticmethod
-    def whole(layers: int) -> Part:
+    def whole(layers: int) -> ModelPart:
         """Everything of a model with this many layers."""
-        return Part(tuple(range(layers)))
+        return ModelPart(tuple(range(layers)))

@@ -1,6 +1,6 @@
-"""How a family may be split, as data: module-name patterns, read by the parallel room.
+"""How a family may be split, as data: module-name patterns, read by `kenotron.parallel`.
 
-`*` stands for one name between dots, so ``model.layers.*.mlp.up_proj`` is every layer's up projection:
+`*` matches one name between dots, so ``model.layers.*.mlp.up_proj`` is every layer's up projection:
 
     >>> matching("model.layers.*.mlp", ["model.layers.0.mlp", "model.layers.11.mlp", "model.norm"])
     ['model.layers.0.mlp', 'model.layers.11.mlp']
@@ -11,8 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,20 @@ class Plan:
     sequence: tuple[str, ...] = ()
 
     def check(self, model: nn.Module) -> None:
-        """A pattern that names no module of a whole `model` is a mistake in the plan, not a quiet no-op."""
+        """Raise ValueError for a pattern that names no module of the complete `model`: its weights would be replicated.
+
+        The same for a pattern of `kv` with modules that `column` does not split.
+        """
         names = [name for name, _ in model.named_modules()]
-        for pattern in (self.blocks, *self.column, *self.row, *self.vocab, *self.sequence):
-            if not matching(pattern, names):
-                raise ValueError(f"plan of {type(model).__name__}: pattern {pattern!r} matches no module")
+        fields = {name: (self.blocks,) if name == "blocks" else getattr(self, name) for name in vars(self)}
+        for field, patterns in fields.items():
+            for pattern in patterns:
+                if not matching(pattern, names):
+                    raise ValueError(f"plan.{field}: {pattern!r} matches no module of {type(model).__name__}")
+        split = {name for pattern in self.column for name in matching(pattern, names)}
+        for pattern in self.kv:
+            if rest := set(matching(pattern, names)) - split:
+                raise ValueError(f"plan.kv: {pattern!r} names {min(rest)}, which plan.column does not split")
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:

@@ -10,6 +10,6 @@ One step of training, in these words:
 
     norm = clip_gradients(model.parameters(), config.optimizer.clip_grad, mesh)
     set_learning_rate(optimizer, learning_rate(config.optimizer.learning_rate_scheduler, step, train_steps))
-    if all_finite(norm):
+    if math.isfinite(norm):
         optimizer.step()
 """

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,8 +25,11 @@ from torch import nn
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError, NotSupportedYet, nearest
 from kenotron.optim.groups import parameter_groups
-from kenotron.optim.muon import Muon
+from kenotron.optim.muon import MuonWithAdamW
+from kenotron.optim.schedule import check_schedule
 
+if TYPE_CHECKING:
+    from kenotron.config.optimizer import Optimizer
 FACTORY = "optimizer.optimizer_factory"
 OF_THE_CONFIG = {
     "params": "the model",
@@ -36,15 +39,16 @@ OF_THE_CONFIG = {
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], optimizer_config: Any
+    named_parameters: Iterable[tuple[str, nn.Parameter]], optimizer_config: Optimizer
 ) -> torch.optim.Optimizer:
     """The optimizer of `config.optimizer` over the model's (name, parameter) pairs.
 
-    Raises `InputError` for a pattern without parameters, and for a dotted path that is no optimizer or does
-    not take the given keyword arguments.
+    Raises `InputError` for a pattern without parameters, for a dotted path that is no optimizer or does not take the
+    keyword arguments of the config, and for a schedule's path that is no function.
     """
+    check_schedule(optimizer_config.learning_rate_scheduler)
     groups = parameter_groups(named_parameters, optimizer_config)
-    factory = optimizer_config.optimizer_factory
+    factory: Any = optimizer_config.optimizer_factory  # one of several sections, which differ in name
     if factory.name == "adamW":
         return torch.optim.AdamW(
             groups,
@@ -58,7 +62,7 @@ def build_optimizer(
         # Not fused: torch 2.13 has no fused SGD for DTensors.
         return torch.optim.SGD(groups, momentum=factory.momentum, nesterov=factory.nesterov)
     if factory.name == "muon":
-        return Muon(
+        return MuonWithAdamW(
             groups,
             momentum=factory.muon_momentum,
             nesterov=factory.muon_nesterov,
@@ -101,7 +105,7 @@ def _check_sharded(make: type[torch.optim.Optimizer], path: str, groups: list[di
     """Torch's own Muon runs on DTensors, and its steps are then 2.5 to 20% off, depending on the layout [measured]."""
     meshes = [getattr(parameter, "device_mesh", None) for group in groups for parameter in group["params"]]
     if make is getattr(torch.optim, "Muon", None) and any(mesh is not None and mesh.size() > 1 for mesh in meshes):
-        raise InputError(f"{FACTORY}.name: {path} needs whole matrices, and here ranks hold shards; expected muon")
+        raise InputError(f"{FACTORY}.name: {path} needs full matrices, and here ranks hold shards; expected muon")
 
 
 def _import(path: str) -> type[torch.optim.Optimizer]:

@@ -26,16 +26,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from kenotron.config.errors import InputError, nearest
 
+if TYPE_CHECKING:
+    from kenotron.config.optimizer import Optimizer
+
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], optimizer_config: Any
+    named_parameters: Iterable[tuple[str, nn.Parameter]], optimizer_config: Optimizer
 ) -> list[dict[str, Any]]:
     """Splits the trainable parameters into groups uniform in settings and mesh.
 
@@ -51,7 +54,7 @@ def parameter_groups(
     chosen = _choose_rules([rule.pattern for rule in rules], names)
     excluded = _excluded(optimizer_config.weight_decay_exclude_named_params or [], names)
 
-    factory = optimizer_config.optimizer_factory
+    factory: Any = optimizer_config.optimizer_factory  # one of several sections, which differ in name
     groups: dict[Any, dict[str, Any]] = {}
     for name, parameter in parameters:
         if not parameter.requires_grad:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from kenotron.optim.owners import Exchange, balance, in_rounds, mesh_group
+from kenotron.optim.matrix_owners import Exchange, balance, in_rounds, mesh_group
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ADAMW_RMS = 0.2
@@ -41,14 +41,14 @@ EPSILON = 1e-7  # the norm of an all-zero momentum
 BATCH_ELEMENTS = 2**22  # of matrices orthogonalized together: 8 MB in bfloat16
 
 
-class Muon(torch.optim.Optimizer):
+class MuonWithAdamW(torch.optim.Optimizer):
     """Muon for the groups with `"algorithm": "muon"`, AdamW for those with `"algorithm": "adamw"`.
 
     `params` are group dictionaries, as `parameter_groups` makes them; the other arguments are defaults that
     a group may override. Muon's matrices must be 2-D, [rows, columns]; they may be DTensors, sharded in any way, those
     of a group over one mesh: then every rank of the mesh must step, and each matrix is gathered to one owner
-    (`owners.Exchange`), so that updates do not depend on the layout. State: `momentum_buffer` for Muon, sharded as the
-    matrix; `step`, `exp_avg`, `exp_avg_sq` for AdamW.
+    (`matrix_owners.Exchange`), so that updates do not depend on the layout. State: `momentum_buffer` for Muon, sharded
+    as the matrix; `step`, `exp_avg`, `exp_avg_sq` for AdamW.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Muon(torch.optim.Optimizer):
                     _check_matrix(parameter)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         loss = None
         if closure is not None:

@@ -28,7 +28,12 @@ Decays, for S < t, with u = (t - S) / D, peak = `learning_rate`, floor = `min_de
     constant   peak
 
 Without `min_decay_lr` the floor of linear, cosine and 1-sqrt is the peak: no decay (nanotron's rule). That
-of sqrt and step is 0, because their pace does not come from the floor.
+of sqrt, step and a function of yours is 0, because their pace does not come from the floor.
+
+`lr_decay_style` may be the dotted path of a function of yours. `elapsed` counts from 1 to D and stays there:
+
+    def half_every_1000(elapsed: int, decay_steps: int) -> float:
+        return 0.5 ** (elapsed / 1000)                           the factor on peak; never under floor
 
 A parameter group with `learning_rate_scale: s` follows s times the whole curve, floor included.
 """
@@ -38,8 +43,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from kenotron.config.dotted import import_dotted
+from kenotron.config.errors import InputError
+
 if TYPE_CHECKING:
     from kenotron.config.optimizer import LearningRateScheduler
+
+STYLE = "optimizer.learning_rate_scheduler.lr_decay_style"
 
 
 def learning_rate(schedule: LearningRateScheduler, step: int, train_steps: int) -> float:
@@ -50,8 +60,8 @@ def learning_rate(schedule: LearningRateScheduler, step: int, train_steps: int) 
     elapsed = min(step - schedule.decay_start, decay_steps)
     if elapsed <= 0 or schedule.lr_decay_style == "constant":
         return schedule.learning_rate
-    if schedule.lr_decay_style in ("sqrt", "step"):
-        return max(schedule.learning_rate * _pace(schedule, elapsed), schedule.min_decay_lr or 0.0)
+    if schedule.lr_decay_style in ("sqrt", "step") or "." in schedule.lr_decay_style:
+        return max(schedule.learning_rate * _pace(schedule, elapsed, decay_steps), schedule.min_decay_lr or 0.0)
     floor = schedule.final_lr
     return floor + (schedule.learning_rate - floor) * _remaining(schedule.lr_decay_style, elapsed / decay_steps)
 
@@ -67,8 +77,33 @@ def _remaining(style: str, u: float) -> float:
     raise ValueError(f"no such decay: {style}")
 
 
-def _pace(schedule: LearningRateScheduler, elapsed: int) -> float:
-    """The rate over the peak, `elapsed` steps into a decay that knows no end."""
+def check_schedule(schedule: LearningRateScheduler) -> None:
+    """Raise `InputError` where `lr_decay_style` is a dotted path without a function that returns a factor."""
+    if "." in schedule.lr_decay_style:
+        _custom_pace(schedule.lr_decay_style, 1, 1)
+
+
+def _custom_pace(path: str, elapsed: int, decay_steps: int) -> float:
+    """What the function at `path` returns. Raises `InputError` unless that is a finite number of at least 0."""
+    function = import_dotted(path, STYLE)
+    if not callable(function):
+        raise InputError(f"{STYLE}: expected a function at '{path}', found {function!r}")
+    try:
+        factor = function(elapsed, decay_steps)
+    except Exception as error:  # it is a user's choice of function: whatever it raises, it is no schedule
+        raise InputError(f"{STYLE}: {path}({elapsed}, {decay_steps}) failed: {error}") from error
+    if not isinstance(factor, int | float) or not math.isfinite(factor) or factor < 0:
+        raise InputError(
+            f"{STYLE}: {path}({elapsed}, {decay_steps}) returned {factor!r}; expected the factor on the learning rate, "
+            "a finite number of at least 0"
+        )
+    return float(factor)
+
+
+def _pace(schedule: LearningRateScheduler, elapsed: int, decay_steps: int) -> float:
+    """The rate over the peak, `elapsed` steps into a decay that has no floor to come from."""
+    if "." in schedule.lr_decay_style:
+        return _custom_pace(schedule.lr_decay_style, elapsed, decay_steps)
     if schedule.lr_decay_style == "sqrt":
         start = max(schedule.decay_start, 1)
         return math.sqrt(start / max(schedule.decay_start + elapsed, start))

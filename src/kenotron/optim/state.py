@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from kenotron.config.errors import InputError, nearest
-from kenotron.optim.muon import Muon
+from kenotron.optim.muon import MuonWithAdamW
 
 # Of these, a step at rate 0 leaves the weights alone, and a state of zeros is that before the first step.
-WELL_KNOWN = (torch.optim.AdamW, torch.optim.SGD, Muon)
+WELL_KNOWN = (torch.optim.AdamW, torch.optim.SGD, MuonWithAdamW)
 
 
 @torch.no_grad()

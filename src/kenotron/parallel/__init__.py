@@ -1,1 +1,17 @@
-"""The mesh, the device, and one file per axis of parallelism."""
+"""The mesh, the device, and one file per axis of parallelism.
+
+mesh.py               the axes, declared once; groups, degrees and ranks by name
+device.py             accelerator or CPU: which, how much memory, how fast; copies to it
+data.py               data parallelism and ZeRO: gradient buckets, or FSDP2
+tensor.py             tensor and sequence parallelism: column, row and vocabulary layers
+collectives.py        its collectives as autograd functions; sums of numbers that the host has
+fused.py              products that overlap with their collective, on GPUs
+context.py            context parallelism: shards of sequences, Ulysses
+ring.py               ring attention and its all-gather form
+cp_schedule.py        which queries meet which keys, on host integers
+pipeline.py           pipeline parallelism on torch's schedules
+pipeline_layout.py    which rank holds which layers; bubbles
+shards.py             the block of a tensor that a rank holds
+ranks.py              errors, results and waiting shared by all ranks
+torch_internals.py    every private name of torch.distributed that is used
+"""

@@ -1,24 +1,23 @@
 """The collectives of tensor parallelism, each with its conjugate on the way back, visible in the autograd graph.
 
-Two ranks; the residual stream x is whole on both (ALL_REDUCE), or each holds half of its tokens (REDUCE_SCATTER):
+Two ranks; both hold all of the residual stream x (ALL_REDUCE), or half of its tokens each (REDUCE_SCATTER):
 
                                    forward                           backward
-    `copy_to`         whole  → whole     nothing                 sum over ranks
-    `reduce_from`     summands → whole   sum over ranks          nothing
-    `gather_tokens`   shard  → whole     all-gather              reduce-scatter
+    `copy_to`         full   → full      nothing                 sum over ranks
+    `reduce_from`     summands → full    sum over ranks          nothing
+    `gather_tokens`   shard  → full      all-gather              reduce-scatter
     `scatter_tokens`  summands → shard   reduce-scatter          all-gather
-    `own_tokens`      whole  → shard     keep one's own tokens   all-gather
-    `whole_tokens`    shard  → whole     all-gather              keep one's own tokens
-    `whole_columns`   columns → whole    all-gather, dim 1       keep one's own columns
+    `unshard_tokens`  shard  → full      all-gather              keep this rank's tokens
+    `unshard_columns` columns → full     all-gather, dim 1       keep this rank's columns
 
-After `gather_tokens` every rank computes something else with the whole (its columns), and gradients add up; after
-`whole_tokens` all compute the same. The first two are f and g of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053,
+After `gather_tokens` every rank computes something else with all tokens (its columns), and gradients add up; after
+`unshard_tokens` all compute the same. The first two are f and g of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053,
 figure 3), the next two g and its conjugate of sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, figure
 5). A group of None means one rank: nothing to do.
 
 Below them, `start_sum`, `start_gather` and `start_reduce_scatter` return at once, and `finish` waits for what they
-started: what is computed between the two overlaps with the communication. They are operators that torch.compile traces
-(``torch.ops._c10d_functional``, the ground floor of torch's functional collectives), so a compiled block has no
+started: computation between the two overlaps with the communication. They are operators that torch.compile traces
+(``torch.ops._c10d_functional``, which torch's functional collectives are built on), so a compiled block has no
 graph break and the compiler may move the wait.
 """
 
@@ -56,7 +55,7 @@ def start_gather(x: Tensor, group: dist.ProcessGroup) -> Started:
 def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Started:
     """This rank's rows ``[n / ranks, ...]`` of the sum of x ``[n, ...]`` over ranks.
 
-    On CPU every rank gets the summands of its rows and adds them up: gloo's own reduce-scatter sums all rows on all
+    On CPU every rank receives the summands of its rows and adds them up: gloo's reduce-scatter sums all rows on all
     ranks. ``[2048, 384]`` fp32 on two ranks: 3.0 ms → 1.2.
     """
     x, ranks = x.contiguous(), group.size()
@@ -119,18 +118,7 @@ class _ScatterTokens(torch.autograd.Function):
         return finish(start_gather(grad[0], ctx.group)), None
 
 
-class _OwnTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.chunk(group.size())[group.rank()].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad: Tensor) -> Any:
-        return finish(start_gather(grad[0], ctx.group)), None
-
-
-class _Whole(torch.autograd.Function):
+class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
@@ -162,19 +150,14 @@ def scatter_tokens(x: Tensor, group: Group) -> Tensor:
     return x if group is None else _ScatterTokens.apply(x, group)
 
 
-def own_tokens(x: Tensor, group: Group) -> Tensor:
-    """x ``[tokens, ...]``, the same on every rank → this rank's ``[tokens / ranks, ...]`` of it."""
-    return x if group is None else _OwnTokens.apply(x, group)
+def unshard_tokens(x: Tensor, group: Group) -> Tensor:
+    """x ``[tokens / ranks, ...]`` → ``[tokens, ...]``, with which every rank computes the same."""
+    return x if group is None else _Unshard.apply(x, group, 0)
 
 
-def whole_tokens(x: Tensor, group: Group) -> Tensor:
-    """x ``[tokens / ranks, ...]`` → ``[tokens, ...]``, of which every rank makes the same."""
-    return x if group is None else _Whole.apply(x, group, 0)
-
-
-def whole_columns(x: Tensor, group: Group) -> Tensor:
-    """x ``[tokens, columns / ranks]`` → ``[tokens, columns]``, of which every rank makes the same."""
-    return x if group is None else _Whole.apply(x, group, 1)
+def unshard_columns(x: Tensor, group: Group) -> Tensor:
+    """x ``[tokens, columns / ranks]`` → ``[tokens, columns]``, with which every rank computes the same."""
+    return x if group is None else _Unshard.apply(x, group, 1)
 
 
 def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -184,8 +167,24 @@ def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.Reduc
     return x
 
 
-def any_rank(wish: bool, device: torch.device) -> bool:
-    """Whether any rank of the run says yes. All of them must ask."""
-    votes = torch.tensor(int(wish), device=device)
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether `flag` is true on any rank of the run; every rank makes the call. The host waits for the other hosts."""
+    votes = torch.tensor(int(flag), device=_host_or(device, None))
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     return bool(votes)
+
+
+def sum_over_ranks(count: int, group: Group, device: torch.device) -> int:
+    """The sum of `count` over the ranks of `group`, on the host, which waits for the other hosts."""
+    if group is None:
+        return count
+    total = torch.tensor(count, device=_host_or(device, group))
+    dist.all_reduce(total, group=group)
+    return int(total)
+
+
+def _host_or(device: torch.device, group: Group) -> torch.device:
+    """The CPU where `group` communicates CPU tensors too: numbers that the host has and needs then pass by the device,
+    and its queue of work is not drained. Otherwise `device`.
+    """
+    return torch.device("cpu") if "cpu" in dist.get_backend_config(group) else device

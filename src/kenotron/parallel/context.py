@@ -1,14 +1,14 @@
-"""Context parallelism: ranks share every sequence; only attention sees that they do.
+"""Context parallelism: ranks share every sequence; only attention is aware of it.
 
-Two ranks, one sequence of eight tokens (zig-zag chunks of two, so that causal work is equal: `parallel.tiles`):
+Two ranks, one sequence of eight tokens (zig-zag chunks of two, so that causal work is equal: `parallel.cp_schedule`):
 
     tokens      7 8 9 2 5 2 6 4          rank 0   7 8 6 4   positions 0 1 6 7
                                          rank 1   9 2 5 2   positions 2 3 4 5
 
-Norms, projections, MLPs and the loss work token by token: nothing travels there. In attention a query needs the keys
+Norms, projections, MLPs and the loss work token by token: nothing is sent there. In attention a query needs the keys
 and values of all tokens before it. Three ways to get at them, one signature:
 
-    ring        keys and values go round while the rank computes with those at hand (`parallel.ring`)
+    ring        keys and values travel around the ring while the rank computes with those it has (`parallel.ring`)
     allgather   keys and values are gathered, their gradients summed back (`parallel.ring`)
     ulysses     an all-to-all turns "my tokens, all heads" into "all tokens, my heads" and back: contiguous parts,
                 the ordinary kernels, heads must divide (DeepSpeed Ulysses, arXiv 2309.14509)
@@ -31,28 +31,28 @@ from kenotron.config.errors import InputError
 from kenotron.kernels.attention import Borders, attention
 from kenotron.models import Context, MicroBatch
 from kenotron.parallel.collectives import Group
+from kenotron.parallel.cp_schedule import Chunks, contiguous, zigzag
 from kenotron.parallel.ring import allgather_attention, ring_attention
-from kenotron.parallel.tiles import Pieces, contiguous, zigzag
 
 if TYPE_CHECKING:
     from kenotron.parallel.mesh import Mesh
 
 
 def shard(micro_batch: MicroBatch, mesh: Mesh, method: str) -> MicroBatch:
-    """This rank's tokens of every sequence, with an attention that sees the whole sequences.
+    """This rank's tokens of every sequence, with an attention function that sees the full sequences.
 
     Labels and positions follow their tokens, ``ctx.shape`` is ``(sequences, local_length)``; ``ctx.cu_seqlens`` stay
-    the borders of the whole sequences, which that attention reads.
+    the borders of the full sequences, which that attention reads.
     """
     group = mesh.group("cp")
     if group is None:
         return micro_batch
     ctx = micro_batch.ctx
     sequences, length = ctx.shape
-    pieces = local_pieces(length, mesh.degree("cp"), mesh.rank("cp"), method)
+    chunks = local_chunks(length, mesh.degree("cp"), mesh.rank("cp"), method)
 
     def here(x: Tensor) -> Tensor:
-        return cut(x.view(sequences, length), pieces).flatten()
+        return cut(x.view(sequences, length), chunks).flatten()
 
     ctx = replace(
         ctx,
@@ -64,30 +64,40 @@ def shard(micro_batch: MicroBatch, mesh: Mesh, method: str) -> MicroBatch:
     return MicroBatch(here(micro_batch.tokens), labels, ctx)
 
 
-def local_pieces(length: int, degree: int, rank: int, method: str) -> Pieces:
+def local_chunks(length: int, degree: int, rank: int, method: str) -> Chunks:
     """The (begin, end) of what `rank` holds of a sequence of `length` tokens."""
     parts = degree if method == "ulysses" else 2 * degree
     if length % parts:
         raise InputError(
-            f"parallelism.context_parallel_size: {method} cuts a sequence into {parts} pieces; expected a length that "
+            f"parallelism.context_parallel_size: {method} cuts a sequence into {parts} chunks; expected a length that "
             f"divides by that, found {length}"
         )
     return contiguous(length, degree, rank) if method == "ulysses" else zigzag(length, degree, rank)
 
 
-def cut(x: Tensor, pieces: Pieces, dim: int = 1) -> Tensor:
-    """The pieces of x along `dim`, one after the other."""
-    return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in pieces], dim)
+def cut(x: Tensor, chunks: Chunks, dim: int = 1) -> Tensor:
+    """The chunks of x along `dim`, one after the other."""
+    return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in chunks], dim)
 
 
 def shared_attention(group: dist.ProcessGroup, method: str) -> Callable[..., Tensor]:
-    """``ctx.attention`` for ranks of `group`. Compiled blocks are cut here: nothing that talks is traced."""
+    """``ctx.attention`` for ranks of `group`. A compiled block has a graph break here: communication is not traced."""
     attend = METHODS[method]
 
     def attention_of_the_whole(q: Tensor, k: Tensor, v: Tensor, ctx: Context, scale: float | None) -> Tensor:
         return attend(q, k, v, group, ctx.cu_seqlens, scale)
 
-    def shared(q: Tensor, k: Tensor, v: Tensor, ctx: Context, layer: int = 0, scale: float | None = None) -> Tensor:
+    def shared(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        ctx: Context,
+        layer: int = 0,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        if window is not None:
+            raise InputError(f"parallelism.context_parallel_size: expected 1 with a sliding window of {window} tokens")
         if torch.compiler.is_compiling():
             return torch.compiler.disable(attention_of_the_whole)(q, k, v, ctx, scale)
         return attention_of_the_whole(q, k, v, ctx, scale)
@@ -109,9 +119,9 @@ def ulysses_attention(
     """Causal attention over sequences that the ranks of `group` share, by two all-to-alls.
 
     q ``[sequences, heads, local_length, head_dim]``; k, v the same with kv_heads, a divisor of heads. A rank holds the
-    `tiles.contiguous` part of every sequence; heads must be a multiple of the ranks. Key-value heads that the ranks do
-    not divide are repeated until they do: each rank gets what its query heads read. Returns q's shape. Without a group
-    this is `kernels.attention`.
+    `cp_schedule.contiguous` part of every sequence; heads must be a multiple of the ranks. Key-value heads that the
+    ranks do not divide are repeated until they do: each rank gets what its query heads read. Returns q's shape. Without
+    a group this is `kernels.attention`.
     """
     if group is None or group.size() == 1:
         return attention(q, k, v, Borders(cu_seqlens), scale=scale)
@@ -136,7 +146,7 @@ def ulysses_attention(
 
 
 class _AllToAll(torch.autograd.Function):
-    """x ``[ranks, ...]``: x[i] goes to rank i, and rank i's comes into place i. It is its own inverse and transpose."""
+    """x ``[ranks, ...]``: x[i] is sent to rank i, what rank i sends becomes row i. Its own inverse and transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,25 +1,25 @@
-"""Data parallelism: ranks read different samples and act as one, and share out what need not be everywhere.
+"""Data parallelism: ranks read different samples, act as one, and split what need not be replicated.
 
-Four ranks, one weight matrix w in four row blocks; who holds what between two steps:
+Four ranks, one weight matrix w in four row blocks; what rank 0 holds between two steps:
 
     zero_stage           0           1           2           3        hybrid, groups of 2
     weights, rank 0   w0w1w2w3    w0          w0          w0          w0w1       fp32 masters
     optimizer state   w0w1w2w3    w0          w0          w0          w0w1
     gradients         w0w1w2w3    w0w1w2w3    w0          w0          w0w1       until the last micro-batch
     weights at work   w0w1w2w3    w0w1w2w3    w0w1w2w3    one block   one block  gathered, in the compute dtype
-    travels, per step  all-reduce  gather +    gather +    gather in   as 3, in the group, and an all-reduce
+    sent, per step     all-reduce  gather +    gather +    gather in   as 3, in the group, and an all-reduce
                                    scatter     a scatter   forward     of what is left across groups
                                                a micro-    and backward, scatter, each
                                                batch       a micro-batch
 
-Stage 0 is here to read: plain weights, and gradients are summed on the way through the last backward (`Replicas`).
-The other stages are FSDP2 (``fully_shard``), told what to keep and when to talk:
+Stage 0 is in this file: plain weights, and `GradientBuckets` sums gradients during the last backward pass. The other
+stages are FSDP2 (``fully_shard``), configured for what to keep and when to communicate:
 
     master fp32 ──cast, gather──▶ bf16 weights ──forward, backward──▶ bf16 gradients ──cast, sum──▶ fp32 ──▶ optimizer
 
-Losses are sums (docs/architecture.md), so every reduction must be a plain sum in fp32. Neither of the two settings
-that say so to FSDP2 recurses, and set on the root alone gradients are off by the world size without a word:
-`plain_sums` sets them on every FSDP module.
+Losses are sums (docs/architecture.md), so every reduction must be a plain sum in fp32. Neither of FSDP2's two settings
+for that recurses, and set on the root alone gradients are silently off by the world size: `set_sum_reduction` sets them
+on every FSDP module.
 
 Ranks of one context-parallel group hold the same weights too, so `apply` folds that axis in: into the sharding
 ranks, or at stage 0 into the replicas. On one rank nothing is wrapped: the layers cast their fp32 weights themselves
@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
 from kenotron.parallel.mesh import Mesh
+from kenotron.parallel.torch_internals import concatenate
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,25 +59,26 @@ def apply(
     cpu_offload: bool = False,
     bucket_cap_mb: float = 25,
 ) -> None:
-    """Make `root`, the module that is called, data-parallel block by block; with nobody to share with, leave it.
+    """Make `root`, the module that is called, data-parallel block by block; on one rank leave it as it is.
 
-    `zero_stage` 0 to 3 says what the ranks along dp_shard (and cp) share out; a mesh with dp_replicate larger than 1
-    keeps copies of such groups (hybrid). Parameters may still be on the meta device; those that are DTensors over tp
-    become DTensors over both. `cpu_offload` keeps the sharded masters, their gradients and with them the optimizer's
-    state in host memory: give them memory there (on a CPU run they are there anyway). `bucket_cap_mb`: MiB of
-    gradients that stage 0 sums in one collective (25 is also torch's choice in DistributedDataParallel). Raises
-    `InputError` for `cpu_offload` where nothing is sharded.
+    `zero_stage` 0 to 3 says what the ranks along dp_shard (and cp) split among them; a mesh with dp_replicate larger
+    than 1 keeps copies of such groups (hybrid). Parameters may still be on the meta device; those that are DTensors
+    over tp become DTensors over both. `cpu_offload` keeps the sharded masters, their gradients and the optimizer's
+    state in host memory: materialize them there (on a CPU run they are there anyway). `bucket_cap_mb`: MiB of gradients
+    that stage 0 sums in one collective (25 is also torch's choice in DistributedDataParallel). Raises `InputError` for
+    `cpu_offload` where nothing is sharded.
     """
-    shard = _larger(mesh, ("dp_shard", "cp")) if zero_stage else ()
-    if cpu_offload and not shard:
+    sharded = zero_stage > 0 and mesh.degree("shard") > 1
+    if cpu_offload and not sharded:
         raise InputError(
-            "parallelism.cpu_offload: it moves shards, and here nothing is sharded; expected optimizer.zero_stage "
+            "parallelism.cpu_offload: it moves shards, but nothing is sharded; expected optimizer.zero_stage "
             f"1, 2, 3 or hybrid on more than one rank, found {zero_stage} on dp_shard {mesh.degree('dp_shard')}"
         )
-    if shard:
-        _shard(root, blocks, _sharding_mesh(mesh, shard), zero_stage, compute_dtype, cpu_offload)
-    elif replicas := _larger(mesh, ("dp_replicate", "dp_shard", "cp")):
-        root.replicas = Replicas(_flat(mesh, replicas).get_group(), bucket_cap_mb)  # type: ignore[assignment]
+    group = mesh.group("gradient")
+    if sharded:
+        _shard(root, blocks, _sharding_mesh(mesh), zero_stage, compute_dtype, cpu_offload)
+    elif group is not None:
+        root.gradient_buckets = GradientBuckets(group, bucket_cap_mb)  # type: ignore[assignment]
 
 
 def load_strategy(path: str | None) -> Strategy:
@@ -84,8 +86,8 @@ def load_strategy(path: str | None) -> Strategy:
 
     A function of your own is called as ``f(root, blocks, mesh, *, zero_stage, compute_dtype, cpu_offload,
     bucket_cap_mb)``, at any degree, before the weights have memory. It must leave every name as it is and make
-    gradients plain sums over the ranks that hold the same weights (`plain_sums` for what it gave to FSDP2). Raises
-    `InputError`.
+    gradients plain sums over the ranks that hold the same weights (`set_sum_reduction` for modules it wrapped with
+    FSDP2). Raises `InputError`.
     """
     if path is None or "." not in path:
         return apply
@@ -96,15 +98,15 @@ def load_strategy(path: str | None) -> Strategy:
 
 
 def set_last_micro_batch(root: nn.Module, last: bool) -> None:
-    """Say before each micro-batch whether the step ends with it: what can wait until then is not sent before.
+    """Call before each micro-batch: is it the `last` of the step? Communication that can wait until then is deferred.
 
     Stages 0 and 1 communicate gradients only in the last one, stage 2 in each; 1 and 2 keep the gathered weights until
-    then. The last one must drop them: otherwise the next step trains on stale weights without a word. Under pp torch's
-    schedules do this for FSDP2, and nobody calls this.
+    then. The last one must drop them: otherwise the next step silently trains on stale weights. Under pp torch's
+    schedules do this for FSDP2, and this function is not called.
     """
-    replicas, zero_stage = _replicas(root), getattr(root, "zero_stage", None)
-    if replicas is not None and last:
-        replicas.expect(root)
+    buckets, zero_stage = _buckets(root), getattr(root, "zero_stage", None)
+    if buckets is not None and last:
+        buckets.expect(root)
     if zero_stage not in (1, 2):
         return  # nothing is kept from one micro-batch to the next
     for module in _sharded(root):
@@ -113,36 +115,36 @@ def set_last_micro_batch(root: nn.Module, last: bool) -> None:
 
 
 def finish_gradients(root: nn.Module) -> None:
-    """Call after the last backward of a step, before anybody reads a gradient: from here on all of them are sums."""
-    replicas = _replicas(root)
-    if replicas is not None:
-        replicas.finish(root)
+    """Call after the last backward of a step and before a gradient is read: all are sums over ranks from here on."""
+    buckets = _buckets(root)
+    if buckets is not None:
+        buckets.finish(root)
 
 
-def show_masters(root: nn.Module) -> None:
+def reshard_params(root: nn.Module) -> None:
     """Make ``root.parameters()`` the fp32 masters again after a forward without backward.
 
-    Backward drops the copies in the compute dtype; validation and sampling have none, and whoever saves the
-    parameters next, or looks up their optimizer state, would find the copies.
+    Backward drops the copies in the compute dtype; validation and sampling have no backward, and saving the parameters
+    or looking up their optimizer state would find the copies.
     """
     for module in _sharded(root):
         module.reshard()
 
 
-def plain_sums(root: nn.Module) -> None:
+def set_sum_reduction(root: nn.Module) -> None:
     """Every FSDP module in `root` adds gradients up: no mean, and no operation but SUM (gloo has no other)."""
     for module in _sharded(root):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
-class Replicas:
-    """Stage 0: sums the gradients of weights that the ranks of `group` all hold whole.
+class GradientBuckets:
+    """Stage 0: sums the gradients of weights that are replicated over the ranks of `group`.
 
-    The last backward hands over its gradients; as soon as `bucket_cap_mb` MiB are together they become one buffer,
-    which is summed while backward goes on, and the gradients become parts of it. `finish` waits. All ranks add them in
-    the same order, last parameter first, whatever order autograd had on each: two gradients of one shape that met the
-    wrong way round would be wrong without a word.
+    Gradients of the last backward pass are collected into buckets of `bucket_cap_mb` MiB; a full bucket becomes one
+    buffer, which is all-reduced while backward continues, and its gradients become views of it. `finish` waits. All
+    ranks fill buckets in the same order, last parameter first, whatever order autograd has on each: two gradients of
+    one shape in the wrong order would be silently wrong.
 
     FSDP2 on shards of one (and torch's ``replicate``, which is that) would copy every weight and gradient besides, and
     keep three tensors for each weight.
@@ -150,15 +152,15 @@ class Replicas:
 
     def __init__(self, group: dist.ProcessGroup, bucket_cap_mb: float = 25) -> None:
         self.group, self.bucket_bytes = group, int(bucket_cap_mb * 2**20)
-        self.waiting: deque[nn.Parameter] | None = None  # not yet being summed, in the order of the sums
+        self.waiting: deque[nn.Parameter] | None = None  # not in a bucket yet, in the order of the sums
         self.arrived: set[nn.Parameter] = set()
-        self.together: list[nn.Parameter] = []  # to be summed next, in one collective
-        self.bytes = 0  # of them
+        self.bucket: list[nn.Parameter] = []  # the next to be summed, in one collective
+        self.bytes = 0  # of the bucket
         self.sums: list[tuple[Any, list[tuple[Tensor, Tensor]]]] = []  # and what to copy where when it is there
         self.watched: set[nn.Parameter] = set()
 
     def expect(self, root: nn.Module) -> None:
-        """The backward that comes completes the gradients of `root`."""
+        """Call before the last backward pass of a step: it completes the gradients of `root`."""
         parameters = _trainable(root)
         for parameter in parameters:
             if parameter not in self.watched:  # not at the start: giving a meta parameter memory makes another of it
@@ -174,27 +176,27 @@ class Replicas:
             self._add(self.waiting.popleft())
 
     def _add(self, parameter: nn.Parameter) -> None:
-        self.together.append(parameter)
+        self.bucket.append(parameter)
         self.bytes += 4 * local_tensor(parameter.grad).numel()
         if self.bytes >= self.bucket_bytes:
             self._start()
 
     def _start(self) -> None:
-        """Sum what has come together, in fp32 always: a lone gradient where it lies, several as parts of one buffer."""
-        if not self.together:
+        """Start the all-reduce of the bucket in fp32: of one gradient in place, of several as views of one buffer."""
+        if not self.bucket:
             return
-        gradients = [local_tensor(parameter.grad) for parameter in self.together]
+        gradients = [local_tensor(parameter.grad) for parameter in self.bucket]
         summed = (gradients[0] if len(gradients) == 1 else torch.cat([g.reshape(-1) for g in gradients])).float()
         copies: list[tuple[Tensor, Tensor]] = []
         if summed is not gradients[0]:
             parts = summed.split([gradient.numel() for gradient in gradients])
-            for parameter, gradient, part in zip(self.together, gradients, parts):
+            for parameter, gradient, part in zip(self.bucket, gradients, parts):
                 if parameter.grad is gradient and part.dtype == gradient.dtype:
-                    parameter.grad = part.view_as(gradient)  # and the gradient's own memory is free
+                    parameter.grad = part.view_as(gradient)  # which frees the gradient's memory
                 else:
                     copies.append((gradient, part.view_as(gradient)))
         self.sums.append((dist.all_reduce(summed, group=self.group, async_op=True), copies))
-        self.together, self.bytes = [], 0
+        self.bucket, self.bytes = [], 0
 
     def finish(self, root: nn.Module) -> None:
         """Start what has not been started (all, when nothing was expected: under pp) and wait for everything."""
@@ -233,42 +235,33 @@ def _shard(
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     # What no block holds stays fp32 at work and is cast by its layer: an embedding row's gradient is a sum over many
     # tokens, and in bf16 frequent tokens would swallow theirs.
-    whole = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    outside_blocks = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
     for block in blocks:
         fully_shard(
             block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=zero_stage == 3
         )
     # The root's weights are needed from the first forward to the last backward: dropping them between buys nothing.
-    fully_shard(root, mesh=mesh, mp_policy=whole, offload_policy=offload, reshard_after_forward=False)
+    fully_shard(root, mesh=mesh, mp_policy=outside_blocks, offload_policy=offload, reshard_after_forward=False)
     root.zero_stage = zero_stage  # type: ignore[assignment]
-    plain_sums(root)
+    set_sum_reduction(root)
 
 
-def _larger(mesh: Mesh, axes: Sequence[str]) -> tuple[str, ...]:
-    return tuple(axis for axis in axes if mesh.degree(axis) > 1)
-
-
-def _sharding_mesh(mesh: Mesh, shard: tuple[str, ...]) -> DeviceMesh:
-    """``[shard]``, or with copies of the sharding groups ``[dp_replicate, shard]``. A part of the run's own mesh, so
-    that FSDP2 can put tp's DTensors and its own together into one."""
-    flat = _flat(mesh, shard)
-    if mesh.degree("dp_replicate") == 1:
-        return flat
+def _sharding_mesh(mesh: Mesh) -> DeviceMesh:
+    """``[shard]``, or with copies of the sharding groups ``[dp_replicate, shard]``. A part of the run's mesh, so
+    that FSDP2 can combine its placements with those of tp's DTensors.
+    """
+    shard, copies = mesh.submesh("shard"), mesh.submesh("dp_replicate")
     assert mesh.device_mesh is not None
-    if len(shard) == 1:
-        return mesh.device_mesh["dp_replicate", shard[0]]
-    return type(flat)._concatenate([mesh.device_mesh["dp_replicate"], flat])
+    assert shard is not None
+    if copies is None:
+        return shard
+    axes = mesh.larger("shard")
+    return mesh.device_mesh["dp_replicate", axes[0]] if len(axes) == 1 else concatenate([copies, shard])
 
 
-def _flat(mesh: Mesh, axes: tuple[str, ...]) -> DeviceMesh:
-    """One axis that runs through all of `axes`; made once."""
-    assert mesh.device_mesh is not None
-    return mesh.device_mesh[axes[0]] if len(axes) == 1 else mesh.device_mesh[axes]._flatten("_x_".join(axes))
-
-
-def _replicas(root: nn.Module) -> Replicas | None:
-    return getattr(root, "replicas", None)
+def _buckets(root: nn.Module) -> GradientBuckets | None:
+    return getattr(root, "gradient_buckets", None)
 
 
 def _sharded(root: nn.Module) -> list[Any]:

@@ -1,7 +1,6 @@
 """Questions about the device, asked in one place.
 
-``torch.accelerator`` raises on a build without one, and CUDA, ROCm and CPU answer differently; nobody else in the house
-needs to know.
+``torch.accelerator`` raises on a build without one, and CUDA, ROCm and CPU differ; no other file has to know.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import time
 from pathlib import Path
 
 import torch
+from numpy.typing import ArrayLike
 
 
 def best_device(local_rank: int = 0) -> torch.device:
@@ -36,6 +36,16 @@ def synchronize(device: torch.device) -> None:
     """Wait until queued device work is done; nothing to wait for on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def upload(array: ArrayLike, device: torch.device) -> torch.Tensor:
+    """`array` as an int64 tensor on `device`, without waiting for it.
+
+    To an accelerator it goes from pinned memory: a copy from ordinary memory would wait for all queued work. On a CPU
+    the tensor shares the array's memory where the array is int64 already.
+    """
+    tensor = torch.as_tensor(array, dtype=torch.int64)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def memory(device: torch.device) -> dict[str, int]:

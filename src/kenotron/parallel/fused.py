@@ -3,7 +3,7 @@
 A token shard x_r on each of four GPUs; every one of them needs (all x) W_r:
 
     gather, then multiply      copy x_1 x_2 x_3 ─────────▶ │ x W
-    fused                      x_0 W │ x_1 W │ x_2 W │ x_3 W      each shard is multiplied as soon as it is here,
+    fused                      x_0 W │ x_1 W │ x_2 W │ x_3 W      each shard is multiplied as soon as it arrives,
                                copy x_1 │ x_2 │ x_3               copied from the neighbour's memory by the copy engine
 
 and the other way round a product's rows are sent to their owners while the next rows are multiplied (Wang et al. 2023,
@@ -31,7 +31,7 @@ LEAST_CAPABILITY = (8, 0)
 def available(group: dist.ProcessGroup) -> bool:
     """Whether the ranks of `group` can use the fused products: GPUs of one machine that reach each other's memory.
 
-    Every rank of the group answers alike, and nothing is sent.
+    The result is the same on every rank of the group, and nothing is sent.
     """
     if not torch.cuda.is_available() or not hasattr(_ops, "fused_all_gather_matmul"):
         return False

@@ -1,18 +1,27 @@
-"""Who talks to whom: named axes of ranks, tp fastest.
+"""Which ranks communicate with which: named axes of ranks, the last one fastest.
 
-Eight ranks as pp 2 x dp_shard 2 x tp 2 sit in this grid, and each axis is a set of rows:
+Eight ranks as pp 2 x dp_shard 2 x tp 2 form this grid, and the groups of an axis are its rows:
 
     rank = 4 * pp + 2 * dp_shard + tp          tp groups (0 1) (2 3) (4 5) (6 7)
                                          dp_shard groups (0 2) (1 3) (4 6) (5 7)
                                                pp groups (0 4) (1 5) (2 6) (3 7)
 
+`AXES` declares each axis once: where its degree comes from and which of the `GROUPS` it belongs to. Everything else
+asks the mesh, by the name of an axis or of a group of axes:
+
+    mesh.group("loss")        the ranks whose losses add up: here pp x dp_shard, ranks (0 2 4 6) and (1 3 5 7)
+    mesh.degree("batch")      how many ranks read different samples: 2
+    mesh.rank("batch")        which of them this one is
+    mesh.submesh("shard")     the `DeviceMesh` that FSDP2 shards over
+
 The ``DeviceMesh`` holds only axes larger than 1, because torch creates process groups for size-1 axes too; `Mesh`
-answers for every axis.
+has every axis.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import gcd, prod
 from typing import TYPE_CHECKING
 
@@ -22,72 +31,146 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from kenotron.config import Config
+    from kenotron.config.parallelism import HasLayout, Parallelism
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+GROUPS = {
+    "batch": "ranks that read different samples",
+    "loss": "ranks whose losses add up to that of the global batch: they see different tokens, or none of the loss",
+    "gradient": "ranks that hold the same weights and whose gradients add up",
+    "shard": "those of `gradient` among which ZeRO splits weights, gradients and optimizer state",
+    "model": "ranks that hold one copy of the weights together, and so decode one prompt together",
+    "world": "all ranks",
+}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One way of splitting a run over ranks.
+
+    `degree` computes its size from the section `parallelism` and the number of data-parallel ranks among which ZeRO
+    splits state (`sharding_ranks`); `groups` are those of `GROUPS` that run along it (``world`` runs along all).
+    """
+
+    name: str
+    degree: Callable[[Parallelism, int], int]
+    groups: tuple[str, ...]
+
+
+AXES = (
+    Axis("pp", lambda layout, shard: layout.pp, ("loss", "model")),
+    Axis("dp_replicate", lambda layout, shard: layout.dp // shard, ("batch", "loss", "gradient")),
+    Axis("dp_shard", lambda layout, shard: shard, ("batch", "loss", "gradient", "shard")),
+    Axis("cp", lambda layout, shard: layout.context_parallel_size, ("loss", "gradient", "shard")),
+    Axis("tp", lambda layout, shard: layout.tp, ("model",)),
+)
+NAMES = tuple(axis.name for axis in AXES)
+
+
+def axes_of(name: str) -> tuple[str, ...]:
+    """The axes, slowest first, that an axis (itself) or a group of `GROUPS` runs along. Raises `KeyError`."""
+    if name in NAMES:
+        return (name,)
+    if name not in GROUPS:
+        raise KeyError(f"mesh: expected an axis ({', '.join(NAMES)}) or a group ({', '.join(GROUPS)}), found {name!r}")
+    return tuple(axis.name for axis in AXES if name == "world" or name in axis.groups)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Degrees by axis, and the device mesh of those larger than 1 (None when all are 1)."""
+    """Degrees by axis (missing ones are 1), and the device mesh of those larger than 1 (None when all are 1).
 
-    degrees: dict[str, int]
+    Each method takes the name of an axis or of a group of axes.
+    """
+
+    degrees: Mapping[str, int] = field(default_factory=dict)
     device_mesh: DeviceMesh | None = None
+    _submeshes: dict[str, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
 
-    def degree(self, axis: str) -> int:
-        return self.degrees[axis]
+    def degree(self, name: str) -> int:
+        """Ranks in each group of `name`."""
+        return prod(self.degrees.get(axis, 1) for axis in axes_of(name))
 
-    def rank(self, axis: str) -> int:
-        """This process's place along `axis`; 0 at degree 1."""
-        if self.device_mesh is None or self.degree(axis) == 1:
-            return 0
-        return self.device_mesh.get_local_rank(axis)
+    def rank(self, name: str) -> int:
+        """This process's number in its group of `name`, row-major over the axes; 0 at degree 1."""
+        rank = 0
+        for axis in self.larger(name):
+            assert self.device_mesh is not None
+            rank = rank * self.degree(axis) + self.device_mesh.get_local_rank(axis)
+        return rank
 
-    def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The process group of `axis` through this rank; None at degree 1: nobody to talk to."""
-        if self.device_mesh is None or self.degree(axis) == 1:
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """The process group of `name` that this rank is in; None at degree 1."""
+        mesh = self.submesh(name)
+        return None if mesh is None else mesh.get_group()
+
+    def submesh(self, name: str) -> DeviceMesh | None:
+        """This rank's group of `name` as a device mesh with one axis; None at degree 1."""
+        larger = self.larger(name)
+        if self.device_mesh is None or not larger:
             return None
-        return self.device_mesh.get_group(axis)
+        if name not in self._submeshes:
+            self._submeshes[name] = (
+                self.device_mesh[larger[0]] if len(larger) == 1 else _flatten(self.device_mesh, larger)
+            )
+        return self._submeshes[name]
+
+    def larger(self, name: str) -> tuple[str, ...]:
+        """The axes of `name` that are larger than 1."""
+        return tuple(axis for axis in axes_of(name) if self.degree(axis) > 1)
+
+    def represents(self, name: str, within: str) -> bool:
+        """Whether this rank is rank 0 along the axes of `within` that `name` does not run along.
+
+        Of the ranks of a `within` group that are alike in `name`, exactly one represents the others: a sum over
+        ``loss`` counts a sample once if only those that represent ``batch`` add it.
+        """
+        return all(self.rank(axis) == 0 for axis in axes_of(within) if axis not in axes_of(name))
 
     @property
     def world_size(self) -> int:
-        return prod(self.degrees.values())
+        """All ranks of the run."""
+        return self.degree("world")
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0 of the run: the one that speaks and writes."""
-        return all(self.rank(axis) == 0 for axis in AXES)
-
-    @property
-    def dp_degree(self) -> int:
-        return self.degree("dp_replicate") * self.degree("dp_shard")
-
-    @property
-    def dp_rank(self) -> int:
-        return self.rank("dp_replicate") * self.degree("dp_shard") + self.rank("dp_shard")
+        """Whether this is rank 0 of the run: the one that logs and writes files."""
+        return self.rank("world") == 0
 
 
-def axes(config: Config, ranks_on_machine: int = 1) -> dict[str, int]:
-    """The degree of every axis: dp splits into groups that shard what zero_stage says, and copies of such groups.
+def _flatten(device_mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
+    from kenotron.parallel.torch_internals import flatten
 
-    The groups of zero_stage hybrid stay within one machine of `ranks_on_machine` consecutive ranks: as many replicas
-    as fit there. Where cp x tp ranks do not fill machines evenly, a group is one replica.
+    return flatten(device_mesh, axes)
+
+
+def axes(config: HasLayout, ranks_on_machine: int = 1) -> dict[str, int]:
+    """The degree of every axis on this layout; `ranks_on_machine` consecutive ranks share a machine."""
+    shard = sharding_ranks(config, ranks_on_machine)
+    return {axis.name: axis.degree(config.parallelism, shard) for axis in AXES}
+
+
+def sharding_ranks(config: HasLayout, ranks_on_machine: int = 1) -> int:
+    """The number of data-parallel ranks among which `zero_stage` splits state; the other ranks hold copies.
+
+    With zero_stage hybrid a group stays within one machine: as many replicas as fit there. Where cp x tp ranks do not
+    fill machines evenly, a group is one replica.
     """
     layout = config.parallelism
-    degrees = {"pp": layout.pp, "cp": layout.context_parallel_size, "tp": layout.tp}
     if config.zero_stage == 0:
-        return degrees | {"dp_replicate": layout.dp, "dp_shard": 1}
-    shard = layout.dp_shard
-    if shard is None and config.zero_stage == "hybrid":
-        replicas_on_machine, over = divmod(ranks_on_machine, degrees["cp"] * degrees["tp"])
-        shard = 1 if over else gcd(layout.dp, replicas_on_machine)
-    shard = shard or layout.dp
-    return degrees | {"dp_replicate": layout.dp // shard, "dp_shard": shard}
+        return 1
+    if layout.dp_shard is None and config.zero_stage == "hybrid":
+        replicas_on_machine, over = divmod(ranks_on_machine, layout.context_parallel_size * layout.tp)
+        return 1 if over else gcd(layout.dp, replicas_on_machine)
+    return layout.dp_shard or layout.dp
 
 
-def build_mesh(degrees: dict[str, int], world_size: int, device_type: str) -> Mesh:
-    """A mesh of `degrees` (missing axes are 1) over `world_size` ranks; the default group must exist if > 1."""
-    full = {axis: degrees.get(axis, 1) for axis in AXES}
+def build_mesh(degrees: Mapping[str, int], world_size: int, device_type: str) -> Mesh:
+    """A mesh of `degrees` (missing axes are 1) over `world_size` ranks; the default group must exist if > 1.
+
+    Creates the process groups of all `GROUPS`, so every rank calls it. Raises `InputError` where the degrees do not
+    multiply to `world_size`.
+    """
+    full = {axis: degrees.get(axis, 1) for axis in NAMES}
     if prod(full.values()) != world_size:
         arithmetic = " x ".join(f"{axis} {degree}" for axis, degree in full.items())
         raise InputError(f"parallelism: {arithmetic} = {prod(full.values())} ranks, but {world_size} were started")
@@ -97,4 +180,7 @@ def build_mesh(degrees: dict[str, int], world_size: int, device_type: str) -> Me
     from torch.distributed.device_mesh import init_device_mesh
 
     device_mesh = init_device_mesh(device_type, tuple(larger.values()), mesh_dim_names=tuple(larger))
-    return Mesh(full, device_mesh)
+    mesh = Mesh(full, device_mesh)
+    for name in GROUPS:
+        mesh.group(name)
+    return mesh

@@ -5,10 +5,10 @@ Two ranks, four micro-batches, 1f1b (F forward, B backward, · waiting):
     rank 0   F0 F1 ·  B0 F2 B1 F3 B2 ·  B3       embedding, layers 0 … 3
     rank 1   ·  F0 B0 F1 B1 F2 B2 F3 B3 ·        layers 4 and 5, norm, head, loss
 
-What travels: hidden states ``[tokens, hidden]`` in the compute dtype to the next stage, their gradient back, by send
+What is sent: hidden states ``[tokens, hidden]`` in the compute dtype to the next stage, their gradient back, by send
 and receive over the pp group. Everything else of a micro-batch (tokens, labels, positions, document borders) every rank
 has already: the data order is arithmetic. The order of the work is torch's
-(`torch.distributed.pipelining.schedules`); which layers are where is `parallel.stages`.
+(`torch.distributed.pipelining.schedules`); which rank holds which layers is `parallel.pipeline_layout`.
 
 A tied head lives on another rank than the embedding, or at least in another part. The embedding owns the weight; the
 head has a copy:
@@ -19,8 +19,8 @@ head has a copy:
 The zero-bubble engines do a backward pass in two halves: gradients of inputs at once, because another rank waits for
 them, gradients of weights when there is nothing else to do. Autograd splits it in the graph, node by node. Where a node
 is more than one product, both halves compute all of it: a compiled block or the split linears of tp cost two backward
-passes, a recomputed block a forward pass for every weight (11 in place of 2 [measured]). There a backward pass stays
-whole, in the same order of work, and a rank waits about as long as with interleaved_1f1b.
+passes, a recomputed block a forward pass for every weight (11 in place of 2 [measured]). There the backward pass is not
+split, in the same order of work, and a rank waits about as long as with interleaved_1f1b.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
     PipelineScheduleSingle,
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -44,15 +45,16 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from kenotron.config.parallelism import ZERO_BUBBLE_ENGINES
-from kenotron.models import LanguageModel, MicroBatch
+from kenotron.models import MicroBatch
+from kenotron.models.decoder import Decoder
+from kenotron.parallel.pipeline_layout import bubble, parts_here, rank_of_stage, stage_numbers
 from kenotron.parallel.shards import shard_of
-from kenotron.parallel.stages import bubble, parts_here, rank_of_stage, stage_numbers
 
 if TYPE_CHECKING:
-    from kenotron.config import Config
+    from kenotron.config.parallelism import Parallelism
     from kenotron.parallel.mesh import Mesh
 
-__all__ = ["Pipeline", "Stage", "parts_here"]
+__all__ = ["Pipeline", "StageModule", "parts_here"]
 
 SCHEDULES: dict[str, Any] = {
     "afab": ScheduleGPipe,
@@ -64,18 +66,18 @@ SCHEDULES: dict[str, Any] = {
 }
 
 logger = logging.getLogger("kenotron")
-LARGE_BUBBLE = 0.2  # of a step: worth a word
+LARGE_BUBBLE = 0.2  # of a step: logged as a warning
 HALVES_ANY_FUNCTION = torch.__version__ >= (2, 12)  # type: ignore[operator]  # torch's versions compare with tuples
 
 
-class Stage(nn.Module):
+class StageModule(nn.Module):
     """A part of the model as a pipeline calls it: hidden states in, hidden states out, or the last part's result.
 
-    Data parallelism wraps this module. The micro-batch is set before every call (torch's schedules would hand a whole
-    batch of anything but tensors to each micro-batch).
+    Data parallelism wraps this module. The micro-batch is set before every call (torch's schedules would pass
+    anything but tensors to each micro-batch unsplit).
     """
 
-    def __init__(self, part: LanguageModel) -> None:
+    def __init__(self, part: Decoder) -> None:
         super().__init__()
         self.part = part
         self.micro_batch: MicroBatch | None = None
@@ -89,7 +91,7 @@ class Stage(nn.Module):
 
 
 class _Scheduled(PipelineStage):
-    """What torch's schedules drive: tells the stage which micro-batch comes."""
+    """What torch's schedules drive: sets the stage's next micro-batch."""
 
     micro_batches: Sequence[MicroBatch] = ()
 
@@ -106,25 +108,31 @@ class Pipeline:
     """Runs the parts of all ranks of the pp group as one model.
 
     `parts` are this rank's, in the order of the model; `stages` the modules around them, for data parallelism to wrap.
+    `dtype` is that of hidden states; `compiled`: whether blocks are.
     """
 
-    def __init__(self, parts: Sequence[LanguageModel], mesh: Mesh, config: Config, device: torch.device) -> None:
-        layout = config.parallelism
+    def __init__(
+        self,
+        parts: Sequence[Decoder],
+        mesh: Mesh,
+        layout: Parallelism,
+        device: torch.device,
+        dtype: torch.dtype,
+        compiled: bool = False,
+    ) -> None:
         self.engine, self.pp, self.rank = layout.pp_engine, layout.pp, mesh.rank("pp")
         self.group, self.device = mesh.group("pp"), device
         self.count = layout.pp * layout.stages_per_rank
         self.numbers = stage_numbers(self.engine, self.pp, layout.stages_per_rank, self.rank)
-        self.stages = [Stage(part) for part in parts]
+        self.stages = [StageModule(part) for part in parts]
         self.width = parts[0].config.hidden_size
-        self.dtype = getattr(torch, config.model.dtype)
+        self.dtype = dtype
         self.sequence_shards = mesh.degree("tp") if layout.tp_mode == "REDUCE_SCATTER" else 1
-        self.whole_backward = _keeps_backward_whole(config) is not None
+        self.split_backward_prevented = _prevents_split_backward(layout, compiled) is not None
         self._schedule: Any = None
         self._scheduled: list[_Scheduled] = []
         self._shape: tuple[int, int] | None = None
         self._total = torch.zeros(2, device=device)
-        if mesh.is_first:
-            _warn(config)
 
     # ---- training ----
 
@@ -163,11 +171,11 @@ class Pipeline:
                 input_args=() if number == 0 else (hidden,),
                 output_args=losses if number == self.count - 1 else (hidden,),
                 group=self.group,
-                dw_builder=_nothing_left if self.whole_backward else None,
+                dw_builder=_nothing_left if self.split_backward_prevented else None,
             )
             for number, stage in zip(self.numbers, self.stages)
         ]
-        kind = schedule_of(self.engine, self.count, count)
+        kind: Any = schedule_of(self.engine, self.count, count)
         stages = self._scheduled[0] if issubclass(kind, PipelineScheduleSingle) else self._scheduled
         self._schedule = kind(stages, count, loss_fn=self._add_loss, scale_grads=False)
         self._shape = count, tokens
@@ -181,7 +189,7 @@ class Pipeline:
     # ---- validation and generation ----
 
     @torch.no_grad()
-    def forward(self, micro_batch: MicroBatch) -> Any:
+    def forward(self, micro_batch: MicroBatch) -> Tensor | tuple[Tensor, Tensor] | None:
         """One micro-batch through all stages, on any engine, in their order: every rank of the group calls it.
 
         Returns what the last part returns: (loss, z_loss), or logits ``[tokens, vocab]`` where ``labels`` is None;
@@ -263,19 +271,20 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return shard_of(parameter.grad).tensor
 
 
-def schedule_of(engine: str, stages: int, micro_batches: int) -> Any:
-    """Torch's class for `engine`. With fewer micro-batches than stages 1f1b is afab, which torch wants by its name."""
+def schedule_of(
+    engine: str, stages: int, micro_batches: int
+) -> type[PipelineScheduleSingle] | type[PipelineScheduleMulti]:
+    """Torch's class for `engine`. With fewer micro-batches than stages 1f1b is afab, which torch requires by name."""
     return SCHEDULES["afab" if engine == "1f1b" and micro_batches < stages else engine]
 
 
-def _keeps_backward_whole(config: Config) -> str | None:
-    """The key for whose sake a zero-bubble engine does not split the backward pass, if there is one."""
-    layout = config.parallelism
+def _prevents_split_backward(layout: Parallelism, compiled: bool) -> str | None:
+    """The config key that keeps a zero-bubble engine from splitting the backward pass, if there is one."""
     if layout.pp_engine not in ZERO_BUBBLE_ENGINES:
         return None
     keys = {
         "parallelism.recompute_layer": layout.recompute_layer,
-        "model.compile": config.model.compile,
+        "model.compile": compiled,
         "parallelism.tp": layout.tp > 1,
         # Up to 2.11 torch cannot leave autograd functions that talk, as those of cp do, for the second half.
         "parallelism.context_parallel_size": layout.context_parallel_size > 1 and not HALVES_ANY_FUNCTION,
@@ -284,18 +293,17 @@ def _keeps_backward_whole(config: Config) -> str | None:
 
 
 def _nothing_left() -> Callable[[], None]:
-    """What is left for the second half of a backward pass that was done whole in the first."""
+    """The second half of a backward pass that was done completely in the first: nothing."""
     return lambda: None
 
 
-def _warn(config: Config) -> None:
-    """Of a pipe that is not full, and of a schedule that cannot do what it is chosen for."""
-    layout, count = config.parallelism, config.tokens.batch_accumulation_per_replica
-    key = _keeps_backward_whole(config)
+def warn_of_idle_ranks(layout: Parallelism, count: int, compiled: bool) -> None:
+    """Log a warning if `count` micro-batches do not fill the pipeline, or a schedule cannot split backward."""
+    key = _prevents_split_backward(layout, compiled)
     share = bubble(layout.pp_engine, layout.pp, count, layout.stages_per_rank, split=key is None)
     if key is not None:
         logger.warning(
-            "%s: with it the backward pass of pp_engine %s stays whole: each rank waits about %.0f%% of a step",
+            "%s: with it the backward pass of pp_engine %s is not split: each rank waits about %.0f%% of a step",
             key,
             layout.pp_engine,
             100 * share,

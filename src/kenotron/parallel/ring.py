@@ -1,18 +1,18 @@
-"""Ring attention (Liu et al. 2023, arXiv 2310.01889): keys and values go round, queries stay.
+"""Ring attention (Liu et al. 2023, arXiv 2310.01889): keys and values travel around the ring, queries stay.
 
-Three ranks, each with its own third of every sequence (in zig-zag pieces, `parallel.tiles`). While a rank computes with
-the keys and values at hand, they are already on their way to the next rank:
+Three ranks, each with a third of every sequence (in zig-zag chunks, `parallel.cp_schedule`). While a rank computes
+with the keys and values it has, they are already on their way to the next rank:
 
     step        0         1         2
-    rank 0      kv 0      kv 2      kv 1        each step's output is merged by its log-sum-exp (kernels.attention_tile)
+    rank 0      kv 0      kv 2      kv 1        outputs are merged by log-sum-exp (kernels.blockwise_attention)
     rank 1      kv 1      kv 0      kv 2
     rank 2      kv 2      kv 1      kv 0
 
-Backward is a second ring: k and v go round again, and behind them the sum of their gradients, one rank later, in fp32,
-until it comes home. A layer keeps only its own tokens: q, k, v, the output and one number a query.
+Backward is a second ring: k and v travel again, and one rank behind them the sum of their gradients in fp32, until it
+reaches its owner. A layer keeps only its own tokens: q, k, v, the output and one number a query.
 
 `allgather_attention` is the same work in one step (as Llama 3 was trained, arXiv 2407.21783, section 3.3.2): all keys
-and values are gathered while the rank's own are computed; their gradients are summed by a reduce-scatter.
+and values are gathered while the rank computes with its own; their gradients are summed by a reduce-scatter.
 
 Both are plain functions of local tensors, for any module of yours.
 """
@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kenotron.kernels.attention import Borders, attention
-from kenotron.kernels.attention_tile import merge_, tile, tile_backward, unit_stride
+from kenotron.kernels.blockwise_attention import block_attention, block_backward, merge_, unit_stride
 from kenotron.parallel.collectives import Group, finish, start_gather, start_reduce_scatter
-from kenotron.parallel.tiles import Tile, earlier_tiles, own_tiles, zigzag
+from kenotron.parallel.cp_schedule import ScoreBlock, earlier_blocks, local_blocks, zigzag
 
 Documents = tuple[int, ...] | None  # borders, flat
 KEYS_AND_VALUES, THEIR_GRADIENTS = 1, 2  # tags of messages (gloo; NCCL keeps the order in which they were posted)
@@ -41,8 +41,8 @@ def ring_attention(
     """Causal attention over sequences that the ranks of `group` share, by a ring of sends.
 
     q ``[sequences, heads, local_length, head_dim]``; k, v the same with kv_heads, a divisor of heads. A rank holds the
-    `tiles.zigzag` pieces of every sequence. `cu_seqlens` are the document borders of the whole sequences, flat; None:
-    one document each. `scale` is ``head_dim ** -0.5`` unless given. Returns q's shape. Without a group this is
+    `cp_schedule.zigzag` chunks of every sequence. `cu_seqlens` are the document borders of the full sequences, flat;
+    None: one document each. `scale` is ``head_dim ** -0.5`` unless given. Returns q's shape. Without a group this is
     `kernels.attention`.
     """
     if group is None or group.size() == 1:
@@ -112,8 +112,8 @@ class _AllGather(torch.autograd.Function):
         own, earlier = _gathered_steps(q, group, cu_seqlens)
         under_way = start_gather(torch.stack((k, v)), group)
         out, lse = _own_forward(q, k, v, own, scale)
-        whole = _in_order(finish(under_way), group.size())
-        _earlier_forward(out, lse, q, whole, earlier, scale)
+        gathered = _in_order(finish(under_way), group.size())
+        _earlier_forward(out, lse, q, gathered, earlier, scale)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group, ctx.cu_seqlens, ctx.scale = group, cu_seqlens, scale
@@ -123,18 +123,20 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         own, earlier = _gathered_steps(q, ctx.group, ctx.cu_seqlens)
-        under_way = start_gather(torch.stack((k, v)), ctx.group)  # again: kept, it would be the whole sequence
+        under_way = start_gather(
+            torch.stack((k, v)), ctx.group
+        )  # gathered again: keeping it would store the full sequence
         saved = (unit_stride(upstream[0]), q, out, lse)
         dq, dkv = _own_backward(saved, k, v, own, ctx.scale)
-        whole = _in_order(finish(under_way), ctx.group.size())
-        gradients = torch.zeros_like(whole, dtype=dkv.dtype)
-        _add(gradients, _earlier_backward(dq, saved, whole, earlier, ctx.scale))
+        gathered = _in_order(finish(under_way), ctx.group.size())
+        gradients = torch.zeros_like(gathered, dtype=dkv.dtype)
+        _add(gradients, _earlier_backward(dq, saved, gathered, earlier, ctx.scale))
         dkv += finish(start_reduce_scatter(_by_rank(gradients, ctx.group.size()), ctx.group))
         dk, dv = dkv.to(k.dtype)
         return dq.to(q.dtype), dk, dv, None, None, None
 
 
-# What travels -------------------------------------------------------------------------------------
+# Communication ------------------------------------------------------------------------------------
 
 
 class UnderWay(NamedTuple):
@@ -171,78 +173,82 @@ def _in_order(gathered: Tensor, ranks: int) -> Tensor:
     return torch.cat((*first.unbind(0), *reversed(second.unbind(0))), dim=-2)
 
 
-def _by_rank(whole: Tensor, ranks: int) -> Tensor:
+def _by_rank(x: Tensor, ranks: int) -> Tensor:
     """The inverse of `_in_order`."""
-    chunks = whole.chunk(2 * ranks, dim=-2)
+    chunks = x.chunk(2 * ranks, dim=-2)
     return torch.cat([torch.cat((chunks[r], chunks[-1 - r]), dim=-2) for r in range(ranks)])
 
 
-# What is computed ---------------------------------------------------------------------------------
+# Computation --------------------------------------------------------------------------------------
 
 Saved = tuple[Tensor, Tensor, Tensor, Tensor]  # the output's gradient, q, the output, its log-sum-exp
-Shares = list[tuple[Tile, Tensor, Tensor]]  # what each tile adds to the gradients of the keys and values at hand
+Shares = list[tuple[ScoreBlock, Tensor, Tensor]]  # what each block adds to the gradients of the keys and values at hand
 
 
-def _ring_steps(q: Tensor, group: dist.ProcessGroup, cu_seqlens: Documents) -> tuple[list[Tile], list[list[Tile]]]:
-    """Tiles of the pieces with themselves, and for each step those with the earlier keys that are at hand then."""
+def _ring_steps(
+    q: Tensor, group: dist.ProcessGroup, cu_seqlens: Documents
+) -> tuple[list[ScoreBlock], list[list[ScoreBlock]]]:
+    """Blocks of the chunks with themselves, and for each step those with the earlier keys that are at hand then."""
     rank, degree = group.rank(), group.size()
     sequences, length = q.shape[0], q.shape[2] * degree
-    pieces = zigzag(length, degree, rank)
+    chunks = zigzag(length, degree, rank)
     sources = [zigzag(length, degree, (rank - step) % degree) for step in range(degree)]
-    earlier = [earlier_tiles(pieces, source, sequences, length, cu_seqlens) for source in sources]
-    return own_tiles(pieces, sequences, length, cu_seqlens), earlier
+    earlier = [earlier_blocks(chunks, source, sequences, length, cu_seqlens) for source in sources]
+    return local_blocks(chunks, sequences, length, cu_seqlens), earlier
 
 
-def _gathered_steps(q: Tensor, group: dist.ProcessGroup, cu_seqlens: Documents) -> tuple[list[Tile], list[Tile]]:
-    """Tiles of the pieces with themselves, and with all earlier keys of the whole sequence."""
+def _gathered_steps(
+    q: Tensor, group: dist.ProcessGroup, cu_seqlens: Documents
+) -> tuple[list[ScoreBlock], list[ScoreBlock]]:
+    """Blocks of the chunks with themselves, and with all earlier keys of the full sequence."""
     sequences, length = q.shape[0], q.shape[2] * group.size()
-    pieces = zigzag(length, group.size(), group.rank())
-    earlier = earlier_tiles(pieces, ((0, length),), sequences, length, cu_seqlens)
-    return own_tiles(pieces, sequences, length, cu_seqlens), earlier
+    chunks = zigzag(length, group.size(), group.rank())
+    earlier = earlier_blocks(chunks, ((0, length),), sequences, length, cu_seqlens)
+    return local_blocks(chunks, sequences, length, cu_seqlens), earlier
 
 
-def _own_forward(q: Tensor, k: Tensor, v: Tensor, tiles: list[Tile], scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) in fp32 of the own tiles, which cover every query once."""
+def _own_forward(q: Tensor, k: Tensor, v: Tensor, blocks: list[ScoreBlock], scale: float) -> tuple[Tensor, Tensor]:
+    """(out, lse) in fp32 of the rank's own blocks, which cover every query once."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.empty_like(q, dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
-    for t in tiles:
-        part, part_lse = tile(q[t.rows, :, t.q], k[t.rows, :, t.k], v[t.rows, :, t.k], t.causal, scale)
+    for t in blocks:
+        part, part_lse = block_attention(q[t.rows, :, t.q], k[t.rows, :, t.k], v[t.rows, :, t.k], t.causal, scale)
         out[t.rows, :, t.q], lse[t.rows, :, t.q] = part, part_lse
     return out, lse
 
 
-def _earlier_forward(out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, tiles: list[Tile], scale: float) -> None:
+def _earlier_forward(out: Tensor, lse: Tensor, q: Tensor, kv: Tensor, blocks: list[ScoreBlock], scale: float) -> None:
     k, v = kv
-    for t in tiles:
-        part, part_lse = tile(q[t.rows, :, t.q], k[t.rows, :, t.k], v[t.rows, :, t.k], t.causal, scale)
+    for t in blocks:
+        part, part_lse = block_attention(q[t.rows, :, t.q], k[t.rows, :, t.k], v[t.rows, :, t.k], t.causal, scale)
         merge_(out[t.rows, :, t.q], lse[t.rows, :, t.q], part, part_lse)
 
 
-def _own_backward(saved: Saved, k: Tensor, v: Tensor, tiles: list[Tile], scale: float) -> tuple[Tensor, Tensor]:
-    """(dq, [dk, dv]) in fp32 of the own tiles, which cover every query and every key once."""
+def _own_backward(saved: Saved, k: Tensor, v: Tensor, blocks: list[ScoreBlock], scale: float) -> tuple[Tensor, Tensor]:
+    """(dq, [dk, dv]) in fp32 of the rank's own blocks, which cover every query and every key once."""
     dtype = torch.promote_types(k.dtype, torch.float32)
     dq = torch.empty_like(saved[1], dtype=dtype)
     dkv = k.new_empty(2, *k.shape, dtype=dtype)
-    for t in tiles:
+    for t in blocks:
         dq[t.rows, :, t.q], dkv[0, t.rows, :, t.k], dkv[1, t.rows, :, t.k] = _backward(saved, k, v, t, scale)
     return dq, dkv
 
 
-def _earlier_backward(dq: Tensor, saved: Saved, kv: Tensor, tiles: list[Tile], scale: float) -> Shares:
-    """Adds to dq; what the tiles add to the gradients of `kv` may still have to wait for the sum that travels."""
+def _earlier_backward(dq: Tensor, saved: Saved, kv: Tensor, blocks: list[ScoreBlock], scale: float) -> Shares:
+    """Adds to dq; what the blocks add to the gradients of `kv` may still have to wait for the sum that travels."""
     shares = []
-    for t in tiles:
-        tile_dq, dk, dv = _backward(saved, kv[0], kv[1], t, scale)
-        dq[t.rows, :, t.q] += tile_dq
+    for t in blocks:
+        block_dq, dk, dv = _backward(saved, kv[0], kv[1], t, scale)
+        dq[t.rows, :, t.q] += block_dq
         shares.append((t, dk, dv))
     return shares
 
 
-def _backward(saved: Saved, k: Tensor, v: Tensor, t: Tile, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(saved: Saved, k: Tensor, v: Tensor, t: ScoreBlock, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, out, lse = saved
     ours = (x[t.rows, :, t.q] for x in (q, out, lse))
     q, out, lse = ours
-    return tile_backward(grad[t.rows, :, t.q], q, k[t.rows, :, t.k], v[t.rows, :, t.k], out, lse, t.causal, scale)
+    return block_backward(grad[t.rows, :, t.q], q, k[t.rows, :, t.k], v[t.rows, :, t.k], out, lse, t.causal, scale)
 
 
 def _add(dkv: Tensor, shares: Shares) -> None:

@@ -8,7 +8,7 @@ rows first and data parallelism splitting what tp left, over dp 2 x tp 2:
 The mesh has dp before tp, so torch labels dp's cut as made after tp's: `_StridedShard(0, split_factor=2)`, where 2 is
 the number of blocks that were there already. Blocks are those of `torch.chunk`: of 5 rows over 4 ranks, 2, 2, 1 and 0.
 
-The arithmetic is ours because torch's is private, and makes a list of every row.
+Torch's arithmetic is private and makes a list of every row.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any
 
 from torch import Tensor
 
-from kenotron.models.initialization import Shard, whole
+from kenotron.kernels.tensor_shard import TensorShard
 
 
-def shard_of(tensor: Tensor) -> Shard:
-    """The local block of `tensor`, sharing its memory; a plain tensor is whole."""
+def shard_of(tensor: Tensor) -> TensorShard:
+    """The local block of `tensor`, sharing its memory; of a plain tensor all of it."""
     if not hasattr(tensor, "placements"):  # asking for DTensor's type would import it: a second, for nothing
-        return whole(tensor)
+        return TensorShard.full(tensor)
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     shape = tuple(tensor.shape)
     offset, block = block_of(shape, mesh.shape, mesh.get_coordinate(), tensor.placements)
     local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     assert tuple(local.shape) == block, f"a block of {tuple(local.shape)} where {tensor.placements} make it {block}"
-    return Shard(local, shape, offset)
+    return TensorShard(local, shape, offset)
 
 
 def block_of(
@@ -48,7 +48,7 @@ def block_of(
 
 
 def _in_order_of_cutting(degrees: Sequence[int], placements: Sequence[Any]) -> list[int]:
-    """The mesh's axes that cut the tensor: plain ones as they stand, strided ones after all to their right."""
+    """The mesh's axes that cut the tensor: plain ones in their order, strided ones after all to their right."""
     plain: list[int] = []
     strided: list[int] = []
     for axis, placement in enumerate(placements):

@@ -1,6 +1,6 @@
-"""Tensor and sequence parallelism: matrices split over ranks, with their collectives in sight.
+"""Tensor and sequence parallelism: matrices split over ranks, with explicit collectives.
 
-    ALL_REDUCE: the residual stream x is whole on every rank
+    ALL_REDUCE: every rank holds all of the residual stream x
 
       x ─ norm ─ copy_to ──▶ [ W_q W_k W_v ] ▶ attention ▶ [ W_o ] ──▶ sum ──▶ (+) x        sum back in copy_to
                                  columns                      rows
@@ -13,7 +13,7 @@ Column-parallel layers hold some of the output features, row-parallel ones some 
 needs one sum forward and one backward (Shoeybi et al. 2019, arXiv 1909.08053). A sum is a reduce-scatter and an
 all-gather: with the norms between the two, nothing is computed twice and activations shrink by tp (Korthikanti et al.
 2022, arXiv 2205.05198). Linears that share their input (q, k, v; gate, up) share its collective:
-`ColumnParallelLinear.together`.
+`ColumnParallelLinear.grouped`.
 
 Two ranks hold of an MLP with hidden 4 and intermediate 6:
 
@@ -48,7 +48,9 @@ from kenotron.kernels.linear_cross_entropy import VocabularyRanks, linear_cross_
 from kenotron.models import Context, Plan
 from kenotron.models.blocks.head import LMHead
 from kenotron.models.blocks.linear import Embedding
+from kenotron.models.decoder import Decoder
 from kenotron.models.plan import modules
+from kenotron.models.token_loss import sum_of_losses
 from kenotron.parallel import fused
 from kenotron.parallel.collectives import (
     Started,
@@ -61,7 +63,7 @@ from kenotron.parallel.collectives import (
     start_gather,
     start_reduce_scatter,
     start_sum,
-    whole_columns,
+    unshard_columns,
 )
 from kenotron.parallel.mesh import Mesh
 
@@ -77,42 +79,45 @@ def apply(
 ) -> None:
     """Split `model` over the tp axis of `mesh` by `plan`, in place; at tp 1 nothing changes.
 
-    `model` may be on the meta device (the twins' weights are then empty), or hold weights that are the same on every
-    rank: each keeps its own part. It may be a part of what the plan describes: patterns that match nothing here are
-    another part's. A module that the plan does not name sees whole activations and keeps whole weights.
+    `model` may be on the meta device (the parallel modules' weights are then empty), or hold weights that are the same
+    on every rank: each keeps its shard. It may be a `Decoder`'s part of a pipeline: patterns that match nothing here
+    then belong to another part. A module that the plan does not name sees full activations and keeps full weights.
 
     `mode`: ALL_REDUCE or REDUCE_SCATTER, as pictured above. `asynchronous`: backward computes weight gradients while
     the gradient of their input is being summed; and with REDUCE_SCATTER, on GPUs that reach each other's memory, the
     products before and after a collective hide it (`parallel.fused`). `recompute_allgather`: REDUCE_SCATTER keeps the
-    input of column layers as the rank's own tokens and gathers it again in backward, instead of keeping it whole.
+    input of column layers as the rank's own tokens and gathers it again in backward, instead of keeping all of it.
 
-    Errors (InputError): a weight, or the heads in it, that tp does not divide; a module that has no parallel twin.
+    Errors (InputError): a weight, or the heads in it, that tp does not divide; a module that has no parallel version.
     """
     if mesh.degree("tp") == 1:
         return
-    split = Split.over(mesh, mode=mode, asynchronous=asynchronous, recompute_allgather=recompute_allgather)
+    plan.check(model.complete() if isinstance(model, Decoder) else model)
+    settings = TensorParallelSettings.over(
+        mesh, mode=mode, asynchronous=asynchronous, recompute_allgather=recompute_allgather
+    )
     kv, on_shards = ({name for p in patterns for name, _ in modules(model, p)} for patterns in (plan.kv, plan.sequence))
     for pattern in plan.column:
         for name, module in modules(model, pattern):
-            _replace(model, name, ColumnParallelLinear(module, split, _head_dim(model, name), name in kv, name))
+            _replace(model, name, ColumnParallelLinear(module, settings, _head_dim(model, name), name in kv, name))
     for pattern in plan.row:
         for name, module in modules(model, pattern):
-            _replace(model, name, RowParallelLinear(module, split, _head_dim(model, name), name))
+            _replace(model, name, RowParallelLinear(module, settings, _head_dim(model, name), name))
     tied: dict[Any, nn.Parameter] = {}
     for pattern in plan.vocab:
         for name, module in modules(model, pattern):
-            twin = _vocabulary_twin(name, module, split)
-            twin.tie(tied.setdefault(module.weight, twin.weight))
-            _replace(model, name, twin)
+            parallel = _vocab_parallel(name, module, settings)
+            parallel.tie(tied.setdefault(module.weight, parallel.weight))
+            _replace(model, name, parallel)
     for name, module in list(model.named_modules()):
         if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
             _check_is_a_leaf(name, module)
-            _replace(model, name, Replicated(module, split, name in on_shards))
+            _replace(model, name, Replicated(module, settings, name in on_shards))
 
 
-def _replace(model: nn.Module, name: str, twin: nn.Module) -> None:
+def _replace(model: nn.Module, name: str, parallel: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, twin)
+    setattr(model.get_submodule(parent), child, parallel)
 
 
 def _head_dim(model: nn.Module, name: str) -> int:
@@ -120,12 +125,14 @@ def _head_dim(model: nn.Module, name: str) -> int:
     return getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", 1)
 
 
-def _vocabulary_twin(name: str, module: nn.Module, split: Split) -> VocabParallelHead | VocabParallelEmbedding:
+def _vocab_parallel(
+    name: str, module: nn.Module, settings: TensorParallelSettings
+) -> VocabParallelHead | VocabParallelEmbedding:
     if isinstance(module, LMHead):
-        return VocabParallelHead(module, split, name)
+        return VocabParallelHead(module, settings, name)
     plain = getattr(module, "padding_idx", None) is None and getattr(module, "max_norm", None) is None
     if isinstance(module, Embedding | nn.Embedding) and plain:
-        return VocabParallelEmbedding(module, split, name)
+        return VocabParallelEmbedding(module, settings, name)
     raise InputError(
         f"plan.vocab: {name}: expected an embedding without padding_idx and max_norm, or a "
         f"kenotron.models.blocks.head.LMHead, found {module}"
@@ -143,7 +150,7 @@ def _check_is_a_leaf(name: str, module: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Split:
+class TensorParallelSettings:
     """How the layers of a model are split: over which ranks, and what travels between them."""
 
     mesh: DeviceMesh
@@ -156,7 +163,7 @@ class Split:
     @staticmethod
     def over(
         mesh: Mesh, *, mode: str = "ALL_REDUCE", asynchronous: bool = False, recompute_allgather: bool = True
-    ) -> Split:
+    ) -> TensorParallelSettings:
         """Over the tp axis of `mesh`, which must be larger than 1; the settings are those of `apply`."""
         if mode not in ("ALL_REDUCE", "REDUCE_SCATTER"):
             raise InputError(f"parallelism.tp_mode: expected ALL_REDUCE or REDUCE_SCATTER, found {mode!r}")
@@ -165,14 +172,16 @@ class Split:
         assert group is not None
         sequence = mode == "REDUCE_SCATTER"
         hides = sequence and asynchronous and fused.available(group)
-        return Split(mesh.device_mesh["tp"], group, sequence, asynchronous, recompute_allgather, hides)
+        return TensorParallelSettings(mesh.device_mesh["tp"], group, sequence, asynchronous, recompute_allgather, hides)
 
     @property
     def degree(self) -> int:
+        """Ranks along the tp axis."""
         return self.group.size()
 
     @property
     def rank(self) -> int:
+        """This process's rank along the tp axis."""
         return self.group.rank()
 
     def parameter(self, whole: Tensor, placement: Placement, together: int = 1, name: str = "") -> nn.Parameter:
@@ -211,34 +220,38 @@ class ColumnParallelLinear(nn.Module):
     all of W (it is small) and uses the rows of its head; the gradients, zero elsewhere, are summed.
     """
 
-    def __init__(self, linear: Any, split: Split, head_dim: int = 1, kv: bool = False, name: str = "") -> None:
+    def __init__(
+        self, linear: Any, settings: TensorParallelSettings, head_dim: int = 1, kv: bool = False, name: str = ""
+    ) -> None:
         super().__init__()
-        self.split, self.rows = split, None
+        self.settings, self.rows = settings, None
         heads = linear.weight.shape[0] // head_dim
-        if kv and heads < split.degree and split.degree % heads == 0:
-            first = split.rank * heads // split.degree * head_dim
+        if kv and heads < settings.degree and settings.degree % heads == 0:
+            first = settings.rank * heads // settings.degree * head_dim
             self.rows = slice(first, first + head_dim)
         placement = Shard(0) if self.rows is None else Replicate()
-        self.weight = split.parameter(linear.weight, placement, head_dim, name)
-        self.bias = None if linear.bias is None else split.parameter(linear.bias, placement, head_dim, name)
+        self.weight = settings.parameter(linear.weight, placement, head_dim, name)
+        self.bias = None if linear.bias is None else settings.parameter(linear.bias, placement, head_dim, name)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.together(x, self)[0]
+        """x → this rank's output features, ``[tokens, out / tp]``."""
+        return self.grouped(x, self)[0]
 
     @staticmethod
-    def together(x: Tensor, *linears: ColumnParallelLinear) -> tuple[Tensor, ...]:
+    def grouped(x: Tensor, *linears: ColumnParallelLinear) -> tuple[Tensor, ...]:
         """What several column-parallel linears make of the same x, with one collective forward and one backward."""
-        split, sequence = linears[0].split, linears[0].split.sequence and linears[0].training
+        settings, sequence = linears[0].settings, linears[0].settings.sequence and linears[0].training
         weights = [linear._here(linear.weight).to(x.dtype) for linear in linears]
         biases = [None if linear.bias is None else linear._here(linear.bias).to(x.dtype) for linear in linears]
-        keep_whole = not (sequence and split.recompute_allgather)
-        how = (sequence, split.asynchronous, keep_whole, sequence and split.fused)
-        return _ColumnProducts.apply(x, split.group, *how, *weights, *biases)
+        keep_whole = not (sequence and settings.recompute_allgather)
+        how = (sequence, settings.asynchronous, keep_whole, sequence and settings.fused)
+        return _ColumnProducts.apply(x, settings.group, *how, *weights, *biases)
 
     def _here(self, parameter: Tensor) -> Tensor:
         return _local(parameter) if self.rows is None else _local(parameter, partial=True)[self.rows]
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """Those of the full matrix: its DTensor has the full shape."""
         return 2.0 * self.weight.numel()
 
 
@@ -313,19 +326,21 @@ class RowParallelLinear(nn.Module):
     The sum is ``[tokens, out]`` on every rank, or with REDUCE_SCATTER in training this rank's ``[tokens / tp, out]``.
     """
 
-    def __init__(self, linear: Any, split: Split, head_dim: int = 1, name: str = "") -> None:
+    def __init__(self, linear: Any, settings: TensorParallelSettings, head_dim: int = 1, name: str = "") -> None:
         super().__init__()
-        self.split = split
-        self.weight = split.parameter(linear.weight, Shard(1), head_dim, name)
-        self.bias = None if linear.bias is None else split.parameter(linear.bias, Replicate())
+        self.settings = settings
+        self.weight = settings.parameter(linear.weight, Shard(1), head_dim, name)
+        self.bias = None if linear.bias is None else settings.parameter(linear.bias, Replicate())
 
     def forward(self, x: Tensor) -> Tensor:
-        sequence = self.split.sequence and self.training
-        hides = sequence and self.split.fused
-        y = _RowProduct.apply(x, _local(self.weight).to(x.dtype), self.split.group, sequence, hides)
+        """x → the product summed over ranks, all of it or this rank's tokens."""
+        sequence = self.settings.sequence and self.training
+        hides = sequence and self.settings.fused
+        y = _RowProduct.apply(x, _local(self.weight).to(x.dtype), self.settings.group, sequence, hides)
         return y if self.bias is None else y + _local(self.bias, partial=sequence).to(x.dtype)  # once, after the sum
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """Those of the full matrix: its DTensor has the full shape."""
         return 2.0 * self.weight.numel()
 
 
@@ -359,12 +374,12 @@ class _RowProduct(torch.autograd.Function):
 class _VocabParallel(nn.Module):
     """Holds ``rows / tp`` vocabulary rows: those from `first` on."""
 
-    def __init__(self, module: Any, split: Split, name: str = "") -> None:
+    def __init__(self, module: Any, settings: TensorParallelSettings, name: str = "") -> None:
         super().__init__()
-        self.split = split
-        self.weight = split.parameter(module.weight, Shard(0), name=name)
-        self.rows = module.weight.shape[0] // split.degree
-        self.first = self.rows * split.rank
+        self.settings = settings
+        self.weight = settings.parameter(module.weight, Shard(0), name=name)
+        self.rows = module.weight.shape[0] // settings.degree
+        self.first = self.rows * settings.rank
 
     def tie(self, weight: nn.Parameter) -> None:
         """Share another module's matrix: one parameter, one gradient, saved once."""
@@ -378,6 +393,7 @@ class VocabParallelEmbedding(_VocabParallel):
     """
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens int64 → their rows. A token outside the vocabulary fails on the device."""
         torch._assert_async(
             ((tokens >= 0) & (tokens < self.weight.shape[0])).all(), "a token outside the vocabulary's rows"
         )
@@ -385,30 +401,35 @@ class VocabParallelEmbedding(_VocabParallel):
         elsewhere = (local < 0) | (local >= self.rows)
         rows = F.embedding(local.masked_fill(elsewhere, 0), _local(self.weight))
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        leave = scatter_tokens if self.split.sequence and self.training else reduce_from
-        return leave(rows, self.split.group)
+        leave = scatter_tokens if self.settings.sequence and self.training else reduce_from
+        return leave(rows, self.settings.group)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """A lookup costs none."""
         return 0.0
 
 
 class VocabParallelHead(_VocabParallel):
     """The loss over logits that no rank holds whole: a maximum, a sum of exponentials and a logit a token travel.
 
-    Without labels (generation) the logits of the wanted tokens are gathered: ``[wanted, vocab]`` on every rank.
+    Without labels (generation) the logits of the tokens in `ctx.logits_to_keep` are gathered, for every rank.
     """
 
-    def __init__(self, head: LMHead, split: Split, name: str = "") -> None:
-        super().__init__(head, split, name)
+    def __init__(self, head: LMHead, settings: TensorParallelSettings, name: str = "") -> None:
+        super().__init__(head, settings, name)
         self.vocab_size, self.z_loss = head.vocab_size, head.z_loss
 
     def forward(self, hidden: Tensor, ctx: Context, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        group = self.split.group
-        hidden = (gather_tokens if self.split.sequence and self.training else copy_to)(hidden, group)
+        """Logits of all of the vocabulary without labels; with them (loss, its z part), the same on every rank."""
+        group = self.settings.group
+        hidden = (gather_tokens if self.settings.sequence and self.training else copy_to)(hidden, group)
         weight = _local(self.weight).to(hidden.dtype)
         if labels is None:
-            hidden = hidden if ctx.wanted is None else hidden[ctx.wanted]
-            return whole_columns(F.linear(hidden, weight), group)[:, : self.vocab_size]
+            hidden = hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep]
+            return unshard_columns(F.linear(hidden, weight), group)[:, : self.vocab_size]
+        if ctx.loss is not None:
+            logits = unshard_columns(F.linear(hidden, weight), group)[:, : self.vocab_size]
+            return sum_of_losses(ctx.loss, logits, labels, ctx.loss_scale)
         ranks = VocabularyRanks(
             self.first,
             lambda x: all_reduce(x, group, dist.ReduceOp.MAX),
@@ -419,10 +440,11 @@ class VocabParallelHead(_VocabParallel):
         )
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """Those of the full head, without the rows that pad the vocabulary."""
         return 2.0 * self.vocab_size * self.weight.shape[1]
 
 
-# Whole weights ------------------------------------------------------------------------------------
+# Replicated weights -------------------------------------------------------------------------------
 
 
 class Replicated(nn.Module):
@@ -431,16 +453,17 @@ class Replicated(nn.Module):
     `on_shards`: with REDUCE_SCATTER in training it sees the rank's own tokens, so its gradients are summands.
     """
 
-    def __init__(self, module: nn.Module, split: Split, on_shards: bool) -> None:
+    def __init__(self, module: nn.Module, settings: TensorParallelSettings, on_shards: bool) -> None:
         super().__init__()
-        self.on_shards = on_shards and split.sequence
+        self.on_shards = on_shards and settings.sequence
         for name, parameter in module.named_parameters():
-            self.register_parameter(name, split.parameter(parameter, Replicate()))
+            self.register_parameter(name, settings.parameter(parameter, Replicate()))
         for name, buffer in module.named_buffers():
             self.register_buffer(name, buffer)
         self._maths = (module.to("meta"),)  # in a tuple: a module whose names and (empty) weights are not the model's
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, with its arguments and result."""
         partial = self.on_shards and self.training
         tensors = {
             name: _local(parameter, partial) for name, parameter in self._parameters.items() if parameter is not None
@@ -448,9 +471,11 @@ class Replicated(nn.Module):
         return functional_call(self._maths[0], tensors | dict(self.named_buffers()), args, kwargs)
 
     def train(self, mode: bool = True) -> Replicated:
+        """Training mode also for the module that computes, which is no child of this one."""
         self._maths[0].train(mode)
         return super().train(mode)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """The module's own count; 0 where it has none."""
         module: Any = self._maths[0]
         return module.flops_per_token(sequence_length, causal) if hasattr(module, "flops_per_token") else 0.0

@@ -10,7 +10,7 @@ import pytest
 
 from kenotron.cli import main
 from kenotron.data.formats import open_token_files, open_writer
-from kenotron.data.prepare.inspect import Duplicates
+from kenotron.prepare.inspect import Duplicates
 
 DOCS = [[1, 2, 3], [4, 5], [1, 2, 3], [9, 9, 9, 9, 9]]
 IDS = [1, 2, 3, 4, 5, 1, 2, 3, 9, 9, 9, 9, 9]

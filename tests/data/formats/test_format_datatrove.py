@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kenotron.data.formats import open_token_files, open_writer
-from kenotron.data.prepare.inspect import sample_at
+from kenotron.prepare.inspect import sample_at
 
 tokenizer_module = pytest.importorskip("datatrove.pipeline.tokens.tokenizer")
 random = np.random.default_rng(0)

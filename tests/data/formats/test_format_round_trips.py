@@ -8,15 +8,15 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.config.errors import InputError
 from kenotron.data.formats import documents_between, litdata, megatron, open_token_files, open_writer
-from kenotron.data.formats.token_file import pieces
-from kenotron.data.prepare import convert as converting
-from kenotron.data.prepare.convert import convert
-from kenotron.data.prepare.merge import merge
+from kenotron.data.formats.token_file import token_chunks
+from kenotron.prepare import convert as converting
+from kenotron.prepare.convert import convert
+from kenotron.prepare.merge import merge
 
 documents = st.lists(st.lists(st.integers(0, 65535), max_size=9), max_size=8)
 WRITABLE = {
@@ -32,7 +32,6 @@ def flat(docs: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(("format", "dtype"), [(f, d) for f, dtypes in WRITABLE.items() for d in dtypes])
-@settings(max_examples=25)
 @given(batches=st.lists(documents, max_size=3))
 def test_what_is_written_is_read(format: str, dtype: str, batches: list[list[list[int]]]) -> None:
     with TemporaryDirectory() as folder:
@@ -55,7 +54,6 @@ def test_what_is_written_is_read(format: str, dtype: str, batches: list[list[lis
         assert not list(Path(folder).rglob("*.partial"))
 
 
-@settings(max_examples=60)
 @given(docs=documents, piece=st.integers(1, 20), chunk=st.integers(1, 60))
 def test_chunks_of_any_size_hold_whole_documents_in_their_order(docs: list[list[int]], piece: int, chunk: int) -> None:
     ids, lengths = flat(docs)
@@ -76,7 +74,6 @@ def test_chunks_of_any_size_hold_whole_documents_in_their_order(docs: list[list[
             assert not any(full)
 
 
-@settings(max_examples=40)
 @given(batches=st.lists(st.tuples(documents, st.booleans()), max_size=4), seed=st.integers(0, 99))
 def test_a_loss_mask_may_begin_late_and_pause(batches: list[tuple[list[list[int]], bool]], seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -98,11 +95,10 @@ def test_a_loss_mask_may_begin_late_and_pause(batches: list[tuple[list[list[int]
 
 @pytest.mark.parametrize("to", ["datatrove", "megatron", "litdata", "numpy"])
 @pytest.mark.parametrize("source", ["datatrove", "megatron", "litdata"])
-@settings(max_examples=20)
 @given(docs=documents, piece=st.integers(1, 7))
 def test_convert_keeps_ids_and_documents_at_any_piece_size(source: str, to: str, docs: list, piece: int) -> None:
-    before = converting.PIECE
-    converting.PIECE = piece
+    before = converting.CHUNK_TOKENS
+    converting.CHUNK_TOKENS = piece
     try:
         with TemporaryDirectory() as folder:
             root = Path(folder)
@@ -119,7 +115,7 @@ def test_convert_keeps_ids_and_documents_at_any_piece_size(source: str, to: str,
                 assert (other.ends is None) == (to == "numpy")
                 assert other.ends is None or other.ends.tolist() == np.cumsum([len(d) for d in docs]).tolist()
     finally:
-        converting.PIECE = before
+        converting.CHUNK_TOKENS = before
 
 
 def test_there_and_back_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -142,7 +138,7 @@ def test_convert_refuses_a_narrow_type_before_writing_anything(tmp_path: Path) -
     with pytest.raises(InputError, match=r"cannot write 'megatrom'.*did you mean 'megatron'"):
         convert(tmp_path / "src", tmp_path / "dst", "megatrom")
     convert(tmp_path / "src", tmp_path / "dst", "numpy")
-    with pytest.raises(InputError, match=r"a\.npy is there already"):
+    with pytest.raises(InputError, match=r"a\.npy already exists"):
         convert(tmp_path / "src", tmp_path / "dst", "numpy")
 
 
@@ -159,7 +155,6 @@ def test_a_loss_mask_is_never_dropped(tmp_path: Path) -> None:
     assert (tmp_path / "c.ds.loss").read_bytes() == b"\1\0\1"
 
 
-@settings(max_examples=40)
 @given(docs=documents, longest=st.integers(1, 5))
 def test_a_document_longer_than_a_megatron_sequence_is_several(docs: list, longest: int) -> None:
     before = megatron.LONGEST_SEQUENCE
@@ -177,7 +172,6 @@ def test_a_document_longer_than_a_megatron_sequence_is_several(docs: list, longe
     assert file.ends.tolist() == np.cumsum([len(d) for d in docs]).tolist()
 
 
-@settings(max_examples=60)
 @given(docs=documents, start=st.integers(0, 70), length=st.integers(0, 70), size=st.integers(1, 9))
 def test_documents_between_and_pieces_by_a_plain_loop(docs: list, start: int, length: int, size: int) -> None:
     with TemporaryDirectory() as folder:
@@ -187,7 +181,7 @@ def test_documents_between_and_pieces_by_a_plain_loop(docs: list, start: int, le
         ends = np.cumsum([len(d) for d in docs]).tolist()
         stop = start + length
         assert documents_between(file, start, stop).tolist() == [end for end in ends if start < end <= stop]
-        seen = [(p.start + p.ends).tolist() for p in pieces(file, size) if p.ends is not None]
+        seen = [(p.start + p.ends).tolist() for p in token_chunks(file, size) if p.ends is not None]
         assert list(chain(*seen)) == ends
 
 

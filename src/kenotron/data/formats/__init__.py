@@ -17,12 +17,16 @@ from types import ModuleType
 import numpy as np
 
 from kenotron.config.errors import InputError, nearest, no_such_path
+from kenotron.data.formats.token_file import TokenFile, TokenWriter, documents_between, integer_dtype, token_chunks
+from kenotron.storage import AnyPath, RemotePath, as_path
 
-from ..remote import AnyPath, RemotePath, as_path
-from .token_file import TokenFile, TokenWriter, documents_between, integer_dtype, pieces
-
-FORMATS = ("datatrove", "megatron", "litdata", "numpy")
-"""Every format is a module of this folder."""
+FORMATS = {
+    "datatrove": "DatatroveWriter",
+    "megatron": "MegatronWriter",
+    "litdata": "LitdataWriter",
+    "numpy": "NumpyWriter",
+}
+"""Every format is a module of this folder, with a class that writes it."""
 
 SUFFIXES = {"datatrove": ".ds", "megatron": ".bin", "numpy": ".npy"}
 """The formats that are written as files. (litdata's is a folder.)"""
@@ -39,7 +43,7 @@ __all__ = [
     "is_file_of",
     "open_token_files",
     "open_writer",
-    "pieces",
+    "token_chunks",
     "written_suffix",
 ]
 
@@ -84,15 +88,13 @@ def open_writer(path: Path, format: str, dtype: np.dtype, tokenizer: str | None 
     Errors (InputError): an unknown format, or one that cannot hold `dtype`; the folder cannot be written.
     """
     suffix = written_suffix(format, folders=True)
-    return _module(format).Writer(
-        path if path.suffix == suffix else path.with_name(path.name + suffix), dtype, tokenizer
-    )
+    return _writer(format)(path if path.suffix == suffix else path.with_name(path.name + suffix), dtype, tokenizer)
 
 
 def check_holds_loss(files: Sequence[TokenFile], format: str) -> None:
     """Error (InputError): one of `files` has a loss mask, and `format` has no place for it."""
     masked = [file for file in files if file.loss is not None]
-    if masked and not _module(format).Writer.holds_loss:
+    if masked and not _writer(format).holds_loss:
         name = masked[0].loss_path or masked[0].path
         raise InputError(f"{name}: {format} files hold no loss mask; write datatrove's .ds instead")
 
@@ -113,6 +115,10 @@ def is_file_of(path: Path, format: str, key: str) -> bool:
     return path.suffix == suffix
 
 
+def _writer(format: str) -> type[TokenWriter]:
+    return vars(_module(format))[FORMATS[format]]
+
+
 def _module(format: str) -> ModuleType:
     return import_module(f".{format}", __name__)
 
@@ -123,7 +129,7 @@ def _recognised(file: AnyPath) -> tuple[AnyPath, str] | None:
         return file, "datatrove"
     if file.name == "index.json":
         return file, "litdata"
-    if file.suffix == ".idx":  # its .bin may be missing, which opening it tells
+    if file.suffix == ".idx":  # its .bin may be missing, which is reported when it is opened
         return file.with_suffix(".bin"), "megatron"
     if file.suffix == ".npy":
         return file, "numpy"
@@ -136,7 +142,7 @@ def _recognised(file: AnyPath) -> tuple[AnyPath, str] | None:
 
 def _walk(folder: AnyPath) -> Iterator[AnyPath]:
     """Every file below `folder`, links followed, a folder that is linked twice only once, hidden folders left out:
-    unfinished work lies there."""
+    they hold unfinished work."""
     if isinstance(folder, RemotePath):
         yield from folder.walk()
         return

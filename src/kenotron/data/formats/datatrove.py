@@ -5,8 +5,8 @@
     corpus.ds.loss       one byte a token, 1 where it carries a loss; optional
     corpus.ds.metadata   three lines of text: tokenizer|2, the number of tokens, the same for people (27.0 T)
 
-Nothing in `.ds` tells how wide an id is. It is what the metadata says, else what makes the index's last end the end of
-the file, else two bytes. Sizes that contradict each other are an error, never a guess.
+A `.ds` does not record how wide an id is. The width is the metadata's, else the one that makes the index's last end
+the end of the file, else two bytes. Sizes that contradict each other are an error, never a guess.
 """
 
 from __future__ import annotations
@@ -18,15 +18,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
-
-from ..remote import AnyPath
-from .token_file import PartialFile, TokenFile, TokenWriter, check_ends, check_width, map_array, readable
+from kenotron.data.formats.token_file import (
+    PartialFile,
+    TokenFile,
+    TokenWriter,
+    check_ends,
+    check_width,
+    map_array,
+    readable,
+)
+from kenotron.storage import AnyPath
 
 WIDTHS: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
-    """The tokens of one `.ds` and of what lies beside it.
+    """The tokens of one `.ds` and of the files beside it.
 
     Errors (InputError): a size, width or count that contradicts another, an index that is not sorted.
     """
@@ -89,7 +96,7 @@ def _metadata(path: AnyPath) -> _Metadata | None:
 def _width(
     path: AnyPath, ends: NDArray[np.uint64] | None, metadata: _Metadata | None, where: str, given: np.dtype | None
 ) -> np.dtype:
-    """The type of the ids: given, else by the metadata, else by the index against the size, else two bytes."""
+    """The type of the ids: `given`, else by the metadata, else by the index and the file's size, else two bytes."""
     said = metadata.width if metadata else None
     if given is not None:
         if given not in WIDTHS.values():
@@ -112,8 +119,8 @@ def _width(
     )
 
 
-class Writer(TokenWriter):
-    """A `.ds` with its index, its metadata, and its loss mask if it is given one."""
+class DatatroveWriter(TokenWriter):
+    """A `.ds` with its index, its metadata, and its loss mask, if there is one."""
 
     holds_loss = True
 
@@ -136,10 +143,11 @@ class Writer(TokenWriter):
         self._index.write(ends.astype("<u8"))
 
     def close(self) -> None:
+        """Publish index, loss mask and metadata, then the `.ds` itself; remove what an older set left."""
         metadata = PartialFile(_beside(self.path, "metadata"))
         name = self.tokenizer or f"Unknown Tokenizer|{self.dtype.itemsize}"
         metadata.write(f"{name}|{self.dtype.itemsize}\n{self.tokens}\n{_human(self.tokens)}".encode())
-        self.path.unlink(missing_ok=True)  # so that an older file never stands beside a newer index
+        self.path.unlink(missing_ok=True)  # so that an older file is never found beside a newer index
         if self._loss is None:
             _beside(self.path, "loss").unlink(missing_ok=True)
         else:
@@ -150,9 +158,10 @@ class Writer(TokenWriter):
             self._index.discard()
             _beside(self.path, "index").unlink(missing_ok=True)
         metadata.publish()
-        self._ids.publish()  # last: what has its name is whole
+        self._ids.publish()  # last: a file of that name is complete
 
     def discard(self) -> None:
+        """Remove the partial `.ds`, index and loss mask."""
         for part in (self._ids, self._index, self._loss):
             if part is not None:
                 part.discard()

@@ -21,9 +21,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
-
-from ..remote import AnyPath
-from .token_file import PartialFile, TokenFile, TokenWriter, map_array, readable
+from kenotron.data.formats.token_file import PartialFile, TokenFile, TokenWriter, map_array, readable
+from kenotron.storage import AnyPath
 
 INDEX = "index.json"
 # The numbers of litdata's own tables: torch's dtypes for tensors, numpy's scalar types for arrays.
@@ -96,14 +95,14 @@ def _chunk(index: AnyPath, number: int, chunk: Any, dtype: np.dtype) -> TokenFil
         size = path.stat().st_size
     if offsets[0] != start or offsets[-1] != size or size != start + tokens * dtype.itemsize:
         raise InputError(
-            f"{path}: its items lie in bytes {offsets[0]} to {offsets[-1]}; expected {start} to "
+            f"{path}: its items are in bytes {offsets[0]} to {offsets[-1]}; expected {start} to "
             f"{start + tokens * dtype.itemsize} ({tokens} {dtype.name} by {index.name}), the file ends at byte {size}"
         )
     ends, rest = np.divmod(offsets[1:] - start, dtype.itemsize)
     wrong = np.flatnonzero((np.diff(offsets) < 0) | (rest != 0))
     if len(wrong):
         at = int(wrong[0])
-        raise InputError(f"{path}: item {at} (byte {4 + 4 * at}) lies in bytes {offsets[at]} to {offsets[at + 1]}")
+        raise InputError(f"{path}: item {at} (byte {4 + 4 * at}) is in bytes {offsets[at]} to {offsets[at + 1]}")
     ids = map_array(path, dtype, start, tokens)
     return TokenFile(path, "litdata", ids, ends.astype(np.uint64), None, None)
 
@@ -117,7 +116,7 @@ LARGEST_CHUNK = (1 << 32) - 1
 COPIED = 1 << 22
 
 
-class Writer(TokenWriter):
+class LitdataWriter(TokenWriter):
     """A folder of chunks and, when it is closed, its index.json. A chunk's ids wait in a nameless file for its header.
 
     Ids after the last end are a document.
@@ -175,6 +174,7 @@ class Writer(TokenWriter):
         self._first, self._held, self._ends = self._first + self._held, 0, []
 
     def close(self) -> None:
+        """Write the last chunk, then `index.json`, which completes the set."""
         if self._held and (not self._ends or int(self._ends[-1][-1]) < self._held):
             self._ends.append(np.array([self._held]))
         if self._ends or not self._chunks:
@@ -191,9 +191,10 @@ class Writer(TokenWriter):
         }
         index = {"chunks": self._chunks, "config": config, "updated_at": self._digest.hexdigest()}
         self._index.write(json.dumps(index).encode())
-        self._index.publish()  # last: without it chunks are nobody's
+        self._index.publish()  # last: without it the chunks belong to no set
 
     def discard(self) -> None:
+        """Remove the chunks written so far, and the folder if nothing else is in it."""
         self._waiting.close()
         self._index.discard()
         for chunk in self._chunks:

@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
-
-from ..remote import AnyPath
-from .token_file import PartialFile, TokenFile, TokenWriter, map_array, readable
+from kenotron.data.formats.token_file import PartialFile, TokenFile, TokenWriter, map_array, readable
+from kenotron.storage import AnyPath
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
@@ -97,7 +96,7 @@ def _header(index: AnyPath) -> tuple[np.dtype, int, int]:
     return np.dtype(CODES[code]), sequences, starts
 
 
-class Writer(TokenWriter):
+class MegatronWriter(TokenWriter):
     """A `.bin` and, when it is closed, its `.idx`. Ends of documents wait in a nameless file, not in memory."""
 
     def __init__(self, path: Path, dtype: np.dtype, tokenizer: str | None) -> None:
@@ -114,6 +113,7 @@ class Writer(TokenWriter):
         self._ends.write(ends.astype("<i8").tobytes())
 
     def close(self) -> None:
+        """Write the `.idx` (sequence lengths, byte offsets, ends of documents), then publish the `.bin`."""
         index = PartialFile(self.path.with_suffix(".idx"))
         sequences = sum(int(counts.sum()) for counts, _ in self._documents())
         starts = 1 + sum(len(counts) for counts, _ in self._documents())
@@ -130,9 +130,9 @@ class Writer(TokenWriter):
             index.write((done + np.cumsum(counts)).astype("<i8"))
             done += int(counts.sum())
         self._ends.close()
-        self.path.unlink(missing_ok=True)  # so that an older file never stands beside a newer index
+        self.path.unlink(missing_ok=True)  # so that an older file is never found beside a newer index
         index.publish()
-        self._ids.publish()  # last: what has its name is whole
+        self._ids.publish()  # last: a file of that name is complete
 
     def _documents(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Block by block: each document's sequences, each sequence's length. Tokens after the last end are another."""
@@ -152,5 +152,6 @@ class Writer(TokenWriter):
             last = int(ends[-1])
 
     def discard(self) -> None:
+        """Remove the partial `.bin` and the list of document ends."""
         self._ids.discard()
         self._ends.close()

@@ -1,10 +1,10 @@
 """Plain arrays: numpy's `.npy`, and raw ids without a header.
 
     tokens.npy     one-dimensional, integers
-    train.bin      raw (nanoGPT's): its dtype has to be given, uint16 as a rule
-    part-0.npy     raw under that name, too (OLMo's): without numpy's magic it is read as the dtype that is given
+    train.bin      raw (nanoGPT's): its dtype comes from the config, usually uint16
+    part-0.npy     raw under that name, too (OLMo's): without numpy's magic it is read as the config's dtype
 
-Where documents end, these files do not tell.
+These files do not record where documents end.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
-
-from ..remote import AnyPath
-from .token_file import PartialFile, TokenFile, TokenWriter, check_width, map_array, readable
+from kenotron.data.formats.token_file import PartialFile, TokenFile, TokenWriter, check_width, map_array, readable
+from kenotron.storage import AnyPath
 
 SUFFIX = ".npy"
 HEADER_BYTES = 128
@@ -66,7 +65,7 @@ def _npy(path: AnyPath, where: str, dtype: np.dtype | None) -> NDArray[np.intege
     return map_array(path, found, start)
 
 
-class Writer(TokenWriter):
+class NumpyWriter(TokenWriter):
     """A `.npy`; ends of documents are not kept."""
 
     def __init__(self, path: Path, dtype: np.dtype, tokenizer: str | None) -> None:
@@ -84,9 +83,10 @@ class Writer(TokenWriter):
         self._ids.write(ids)
 
     def close(self) -> None:
-        self._ids.file.seek(0)
-        self._ids.write(self._header())
+        """Write the number of ids into the header and publish the file."""
+        self._ids.overwrite_start(self._header())
         self._ids.publish()
 
     def discard(self) -> None:
+        """Remove the partial file."""
         self._ids.discard()

@@ -7,19 +7,16 @@ Whatever the format, that is all there is to it; a format's own file of this fol
 Opening costs no pass over the tokens, so that a folder of terabytes opens at once: sizes are held against each other,
 and an index is read where documents are asked for (`documents_between`), and checked there.
 
-A file is written beside its final name, synced, and renamed: it is whole or not there.
+A file is written beside its final name, synced, and renamed: it is complete or does not exist.
 """
 
 from __future__ import annotations
 
 import errno
-import mmap
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -28,15 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, counted, nearest
-
-from ..remote import AnyPath, RemoteArray, RemotePath
-from ..remote.arrays import whole_array
+from kenotron.storage import AnyPath, RemotePath
+from kenotron.storage.files import AtomicFile, map_local_array, release
 
 CHECKED_AT_OPEN = 1 << 16
 """So many ends of an index are checked when the file is opened, the others where they are read."""
-
-SMALL = 4096
-"""Bytes up to which an array is read, not mapped: the kernel maps some 65,000 files only."""
 
 PARTIAL = ".partial"
 """What a file is called, after its name, while it is written. A killed process's is overwritten by the next."""
@@ -63,7 +56,7 @@ class TokenFile:
     loss_path: AnyPath | None = None
 
 
-class Piece(NamedTuple):
+class TokenChunk(NamedTuple):
     """Some tokens of a file, from `start` on; `ends` of the documents that end in them count from there."""
 
     start: int
@@ -107,8 +100,8 @@ def check_loss(file: TokenFile, start: int, loss: NDArray[np.bool_]) -> None:
         raise InputError(f"{where}, found {found[at]} at byte {start + at}")
 
 
-def pieces(file: TokenFile, size: int) -> Iterator[Piece]:
-    """The whole file in pieces of at most `size` tokens, with its documents, empty ones too.
+def token_chunks(file: TokenFile, size: int) -> Iterator[TokenChunk]:
+    """The whole file in chunks of at most `size` tokens, with its documents, empty ones too.
 
     Errors (InputError): the index is not sorted.
     """
@@ -122,7 +115,7 @@ def pieces(file: TokenFile, size: int) -> Iterator[Piece]:
             if last < done or (len(ends) and (ends[0] < 0 or ends[-1] > stop - start or (np.diff(ends) < 0).any())):
                 raise InputError(f"{file.path}: its index of documents is not sorted between entries {done} and {last}")
             done = last
-        yield Piece(start, file.tokens[start:stop], ends, checked_loss(file, start, stop))
+        yield TokenChunk(start, file.tokens[start:stop], ends, checked_loss(file, start, stop))
         release(file.tokens)
     if file.ends is not None and done != len(file.ends):
         raise InputError(f"{file.path}: its index of documents is not sorted after entry {done}")
@@ -145,7 +138,7 @@ def readable(path: AnyPath) -> Iterator[None]:
 def map_array(path: AnyPath, dtype: np.dtype, offset: int = 0, count: int | None = None, whole: bool = False) -> Any:
     """`count` items of `dtype` from byte `offset` on, memory-mapped; None: to the end of the file.
 
-    Of a remote file a `RemoteArray`, which is read by blocks; `whole`: it is brought here now, and mapped.
+    Of a remote file a `RemoteArray`, which is read by blocks; with `whole` the file is downloaded now, and mapped.
 
     Errors (InputError): the file is not there, too short, or ends within an item.
     """
@@ -155,7 +148,7 @@ def map_array(path: AnyPath, dtype: np.dtype, offset: int = 0, count: int | None
             count, rest = divmod(max(size - offset, 0), dtype.itemsize)
             if rest:
                 raise InputError(
-                    f"{path}: truncated: {size} bytes are no whole number of {dtype.name} items; "
+                    f"{path}: truncated: {size} bytes are not a multiple of the {dtype.name} item size; "
                     f"the last one begins at byte {size - rest}"
                 )
         if offset + count * dtype.itemsize > size:
@@ -163,18 +156,12 @@ def map_array(path: AnyPath, dtype: np.dtype, offset: int = 0, count: int | None
                 f"{path}: truncated: expected {count} {dtype.name} items from byte {offset} on, up to byte "
                 f"{offset + count * dtype.itemsize}; the file ends at byte {size}"
             )
-        if count == 0:  # an empty range cannot be mapped
-            return np.empty(0, dtype)
-        if isinstance(path, RemotePath):
-            return (whole_array if whole else RemoteArray)(path, dtype, offset, count)
-        if count * dtype.itemsize <= SMALL:
-            found = np.fromfile(path, dtype, count, offset=offset)
-            if len(found) < count:
-                raise InputError(f"{path}: has changed while it was opened")
-            return found
+        if count and isinstance(path, RemotePath):
+            return path.map_array(dtype, offset, count, download=whole)
         try:
-            # A plain view: np.memmap's own slicing is several times slower.
-            return np.asarray(np.memmap(path, dtype, "r", offset=offset, shape=(count,)))
+            return map_local_array(Path(str(path)), dtype, offset, count)
+        except ValueError:
+            raise InputError(f"{path}: has changed while it was opened") from None
         except OSError as error:
             if error.errno != errno.ENOMEM:
                 raise
@@ -182,15 +169,6 @@ def map_array(path: AnyPath, dtype: np.dtype, offset: int = 0, count: int | None
                 f"{path}: cannot be mapped, this process has mapped too many files already; raise vm.max_map_count, "
                 f"or put files together by `kenotron data merge`"
             ) from None
-
-
-def release(array: NDArray[Any]) -> None:
-    """Let go of what was read of a mapped array: until then it counts as this process's memory."""
-    base: Any = array
-    while isinstance(base, np.ndarray):
-        base = base.base
-    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        base.madvise(mmap.MADV_DONTNEED)
 
 
 def check_ends(path: AnyPath, ends: NDArray[np.uint64], tokens: int, token_path: AnyPath) -> None:
@@ -219,7 +197,7 @@ HEAD = 1 << 15
 
 
 def check_width(path: AnyPath, tokens: NDArray[np.integer], where: str) -> None:
-    """Error (InputError): `tokens`, whose width the file itself does not tell, are halves of wider ones: every second
+    """Error (InputError): `tokens`, whose width the file does not record, are halves of wider ones: every second
     is 0, as it is where small ids have twice as many bytes."""
     head = np.asarray(tokens[:HEAD])
     if len(head) >= 16 and not head[1::2].any() and head[::2].any():
@@ -228,7 +206,7 @@ def check_width(path: AnyPath, tokens: NDArray[np.integer], where: str) -> None:
             f"{where}: {path}: every second id is 0 when a token is read as {counted(size, 'byte')} "
             f"({tokens.dtype.name}), from byte {size} on, so it seems to have {2 * size}: give its type "
             "(token_size_in_bytes or token_dtype in a config, --dtype or --source-dtype of a command), or, if they are "
-            "0 indeed, write a file that tells it (.npy by numpy.save, a .ds with its .index)"
+            "0 indeed, write a file that records it (.npy by numpy.save, a .ds with its .index)"
         )
 
 
@@ -248,34 +226,43 @@ def integer_dtype(name: str, where: str) -> np.dtype:
 
 
 class PartialFile:
-    """A file that is written as ``<path>.partial`` and gets its name when it is whole."""
+    """A file that is written as ``<path>.partial`` and gets its name when it is complete (`storage.AtomicFile`).
+
+    Errors (InputError): the system refuses to create or write it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.partial = path.with_name(path.name + PARTIAL)
-        try:
+        with self._explained():
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Unbuffered: what is written comes in large pieces, and a full disk shows where it happens.
-            self.file: FileIO = open(self.partial, "wb", buffering=0)  # noqa: SIM115 (see publish, discard)
-        except OSError as error:
-            raise InputError(f"cannot write {path}: {error.strerror or error}") from None
+            self._file = AtomicFile(path, temporary=path.with_name(path.name + PARTIAL))
 
-    def write(self, data: bytes | NDArray[Any]) -> None:
-        left = memoryview(data if isinstance(data, bytes) else data.data.cast("B")) if len(data) else memoryview(b"")
-        try:
-            while left:
-                left = left[self.file.write(left) :]
-        except OSError as error:
-            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from None
+    def write(self, data: bytes | NDArray) -> None:
+        """Append all of `data`."""
+        if len(data):
+            with self._explained():
+                self._file.write(memoryview(data if isinstance(data, bytes) else data.data.cast("B")))
+
+    def overwrite_start(self, data: bytes) -> None:
+        """Replace the first bytes of the file."""
+        with self._explained():
+            self._file.overwrite_start(data)
 
     def publish(self) -> None:
-        os.fsync(self.file.fileno())
-        self.file.close()
-        os.replace(self.partial, self.path)
+        """Sync it and give it its name."""
+        with self._explained():
+            self._file.publish()
 
     def discard(self) -> None:
-        self.file.close()
-        self.partial.unlink(missing_ok=True)
+        """Remove what was written."""
+        self._file.discard()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from None
 
 
 TOKENS_AT_ONCE = 1 << 20
@@ -283,12 +270,12 @@ TOKENS_AT_ONCE = 1 << 20
 
 
 class TokenWriter(ABC):
-    """Writes one token file, piece by piece, in bounded memory.
+    """Writes one token file, chunk by chunk, in bounded memory.
 
         with open_writer(path, "datatrove", np.dtype("uint16")) as writer:
             writer.write(ids, lengths)
 
-    A format's subclass says how pieces lie on disk. Leaving the block by an error leaves nothing behind.
+    A format's subclass says how chunks lie on disk. Leaving the block by an error leaves nothing behind.
     """
 
     holds_loss = False
@@ -318,7 +305,7 @@ class TokenWriter(ABC):
     def append(
         self, ids: NDArray[np.integer], ends: NDArray[np.integer], loss: NDArray[np.bool_] | None = None
     ) -> None:
-        """Append a piece that may begin and end within a document; `ends` counts from the piece's first token."""
+        """Append a chunk that may begin and end within a document; `ends` counts from the chunk's first token."""
         if len(ids):
             check_range(self.path, ids, self.dtype, self.tokens)
         if loss is not None and not self.holds_loss:

@@ -13,12 +13,19 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from kenotron.config.decoder import RopeArchitecture
 from kenotron.kernels.rope import apply_rope
 from kenotron.models.blocks.linear import Linear
 from kenotron.models.context import Context
 
 
 class Attention(nn.Module):
+    """Query, key, value and output projections around the attention function of the context.
+
+    `window`: tokens that a token attends to, itself included; None: all before it. `layer` is the global number,
+    for attention functions with memory.
+    """
+
     def __init__(
         self,
         hidden_size: int,
@@ -26,23 +33,45 @@ class Attention(nn.Module):
         kv_heads: int,
         head_dim: int,
         layer: int,
-        bias: bool = False,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
         rope_interleaved: bool = False,
+        window: int | None = None,
     ) -> None:
         super().__init__()
-        self.head_dim, self.layer, self.rope_interleaved = head_dim, layer, rope_interleaved
-        self.q_proj = Linear(hidden_size, heads * head_dim, bias)
-        self.k_proj = Linear(hidden_size, kv_heads * head_dim, bias)
-        self.v_proj = Linear(hidden_size, kv_heads * head_dim, bias)
-        self.o_proj = Linear(heads * head_dim, hidden_size, bias)
+        self.head_dim, self.layer, self.rope_interleaved, self.window = head_dim, layer, rope_interleaved, window
+        self.q_proj = Linear(hidden_size, heads * head_dim, qkv_bias)
+        self.k_proj = Linear(hidden_size, kv_heads * head_dim, qkv_bias)
+        self.v_proj = Linear(hidden_size, kv_heads * head_dim, qkv_bias)
+        self.o_proj = Linear(heads * head_dim, hidden_size, output_bias)
+
+    @staticmethod
+    def of(config: RopeArchitecture, layer: int, *, qkv_bias: bool = False, output_bias: bool = False) -> Attention:
+        """As a section describes it."""
+        return Attention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.kv_heads,
+            config.head_dim,
+            layer,
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            rope_interleaved=config.rope_interleaved,
+            window=config.attention_window,
+        )
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
         """x ``[tokens, hidden]``; rope (cos, sin) each ``[sequences, length, head_dim / 2]``."""
-        q, k, v = self.q_proj.together(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = self.q_proj.grouped(x, self.q_proj, self.k_proj, self.v_proj)
         q = apply_rope(self._heads(q, ctx), *rope, self.rope_interleaved)
         k = apply_rope(self._heads(k, ctx), *rope, self.rope_interleaved)
         v = self._heads(v, ctx)
-        y = ctx.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), ctx, self.layer)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if self.window is None:
+            y = ctx.attention(q, k, v, ctx, self.layer)
+        else:
+            y = ctx.attention(q, k, v, ctx, self.layer, window=self.window)
         return self.o_proj(y.transpose(1, 2).flatten(2).flatten(0, 1))
 
     def _heads(self, x: Tensor, ctx: Context) -> Tensor:
@@ -50,6 +79,11 @@ class Attention(nn.Module):
         return x.view(sequences, length, -1, self.head_dim)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Scores and weighted sum, each 2 * length * width; a causal mask needs half of the square."""
-        square = 4.0 * sequence_length * self.q_proj.weight.shape[0]
-        return square / 2 if causal else square
+        """Scores and weighted sum, each 2 * length * width; a causal mask needs half of the square.
+
+        With a window w a token attends to w tokens on average less the triangle at the start: w - w (w - 1) / 2 length.
+        """
+        width = 4.0 * self.q_proj.weight.shape[0]
+        if causal and self.window is not None and self.window < sequence_length:
+            return width * (self.window - self.window * (self.window - 1) / (2 * sequence_length))
+        return width * sequence_length / 2 if causal else width * sequence_length

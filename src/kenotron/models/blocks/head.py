@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kenotron.kernels.linear_cross_entropy import linear_cross_entropy
 from kenotron.models.context import Context
+from kenotron.models.token_loss import sum_of_losses
 
 
 class LMHead(nn.Module):
@@ -27,14 +28,18 @@ class LMHead(nn.Module):
         self.weight = weight
 
     def forward(self, hidden: Tensor, ctx: Context, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits ``[wanted, vocab]`` without labels; with them (loss to call backward on, its z part)."""
+        """Logits ``[logits_to_keep, vocab]`` without labels; with them (loss to call backward on, its z part)."""
         weight = self.weight.to(hidden.dtype)
         if labels is None:
-            logits = F.linear(hidden if ctx.wanted is None else hidden[ctx.wanted], weight)
+            logits = F.linear(hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep], weight)
             return logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
+        if ctx.loss is not None:
+            logits = F.linear(hidden, weight)[:, : self.vocab_size]
+            return sum_of_losses(ctx.loss, logits, labels, ctx.loss_scale)
         return linear_cross_entropy(
             hidden, weight, labels, scale=ctx.loss_scale, z_loss=self.z_loss, valid_rows=self.vocab_size
         )
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """FLOPs of one token's forward pass."""
         return 2.0 * self.vocab_size * self.weight.shape[1]

@@ -26,18 +26,21 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """x ``[..., in_features]`` → ``[..., out_features]``, in x's dtype."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
 
     @staticmethod
-    def together(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
-        """What several linears make of the same input. Tensor-parallel twins share one collective for it."""
+    def grouped(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
+        """Outputs of several linears for the same input; tensor-parallel ones share one collective for it."""
         return tuple(linear(x) for linear in linears)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """FLOPs of one token's forward pass."""
         return 2.0 * self.weight.numel()
 
     def extra_repr(self) -> str:
+        """Shapes, for ``print(model)``."""
         return f"{self.weight.shape[1]} → {self.weight.shape[0]}{'' if self.bias is None else ', bias'}"
 
 
@@ -49,7 +52,9 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, hidden_size))
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """tokens ``[tokens]`` int64 → ``[tokens, hidden]`` in fp32."""
         return F.embedding(tokens, self.weight)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """FLOPs of one token's forward pass."""
         return 0.0

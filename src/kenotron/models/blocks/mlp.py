@@ -19,5 +19,6 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_proj.together(x, self.gate_proj, self.up_proj)
+        """x ``[tokens, hidden]``."""
+        gate, up = self.gate_proj.grouped(x, self.gate_proj, self.up_proj)
         return self.down_proj(swiglu(gate, up, self.activation))

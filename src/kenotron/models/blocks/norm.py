@@ -1,11 +1,14 @@
-"""RMSNorm: divide by the root mean square, then scale (Zhang & Sennrich 2019, arXiv 1910.07467).
+"""Norms, over the last dimension.
 
-x = [3, 4] has mean square 12.5, so the output is [3, 4] / sqrt(12.5 + eps) * weight = [0.85, 1.13] * weight.
+RMSNorm divides by the root mean square, then scales (Zhang & Sennrich 2019, arXiv 1910.07467): x = [3, 4] has mean
+square 12.5, so the output is [3, 4] / sqrt(12.5 + eps) * weight = [0.85, 1.13] * weight. LayerNorm subtracts the mean
+first and has a bias (Ba et al. 2016, arXiv 1607.06450): [3, 4] becomes [-1, 1] * weight + bias.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kenotron.kernels.rms_norm import rms_norm
@@ -20,7 +23,23 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Computed in x's dtype but for the statistics."""
         return rms_norm(x, self.weight.to(x.dtype), self.eps)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """FLOPs of one token's forward pass."""
         return 0.0  # by the field's convention only matrix products count
+
+
+class LayerNorm(nn.Module):
+    """x ``[tokens, hidden]`` → the same shape."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.bias = nn.Parameter(torch.empty(hidden_size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computed in x's dtype; torch keeps the statistics in fp32."""
+        return F.layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)

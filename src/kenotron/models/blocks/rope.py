@@ -1,8 +1,8 @@
 """Rotary position embedding: channel pair i turns by the angle ``position * theta ** (-2 i / head_dim)``.
 
 (Su et al. 2021, arXiv 2104.09864.) With head_dim 4 and theta 10000 the two pairs turn by 1 and 0.01 radians a
-position: the first tells neighbours apart, the second thousands. `rope_scaling` stretches the slow pairs so
-that a model reads further than it was trained; the four rules give the same numbers as `transformers`:
+position: the first distinguishes neighbours, the second positions that are hundreds apart. `rope_scaling` stretches
+the slow pairs so that a model reads further than it was trained; the four rules compute the numbers of `transformers`:
 
 * ``linear``: every angle divided by `factor` (positions interpolated);
 * ``dynamic``: theta grows with the sequence once it exceeds `max_position_embeddings` (NTK-aware);
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kenotron.config.architecture import ROPE_KEYS
+from kenotron.config.decoder import ROPE_KEYS, RopeArchitecture
 from kenotron.config.errors import InputError, nearest
 
 RopeScaling = Mapping[str, Any] | None
@@ -37,7 +37,13 @@ class Rope(nn.Module):
         self._tables: dict[tuple[torch.device, int], Tensor] = {}
         _, self.attention_factor = frequencies(head_dim, theta, scaling, max_positions)
 
+    @staticmethod
+    def of(config: RopeArchitecture) -> Rope:
+        """As a section describes it."""
+        return Rope(config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
+
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of the angles, in fp32."""
         length = int(positions.max()) + 1 if self.grows else 0
         angles = positions.unsqueeze(-1).float() * self._frequencies(positions.device, length)
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor

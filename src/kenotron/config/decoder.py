@@ -1,0 +1,213 @@
+"""What the section of every decoder-only family has: shapes, tokens, the loss; and what follows from them.
+
+A family's own section derives from one of the two classes here and adds its keys:
+
+    class MistralArchitecture(RopeArchitecture):
+        family: Literal["mistral"] = key("The family's name.", "mistral", mark=OURS)
+        sliding_window: int | None = key("Tokens that a token looks back on.", 4096, ge=1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+from kenotron.config.errors import nearest
+from kenotron.config.section import EXPORT, OURS, Section, key
+
+AttentionImplementation = Literal[
+    "flash_attention_2", "flex_attention", "sdpa", "ring_flash_triton", "ring", "llama3_ring_attention"
+]
+SERVED_ATTENTION = ("flash_attention_2", "sdpa")
+
+# Names of Hugging Face's hidden_act, those that kernels.swiglu computes.
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+
+# Keys of rope_scaling by type, those that models/blocks/rope.py reads: (required, optional).
+ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "dynamic": ({"factor"}, set()),
+    "yarn": (
+        {"factor"},
+        {
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        },
+    ),
+    "llama3": (
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+        set(),
+    ),
+}
+
+Problem = tuple[str, str]  # the key to change, and what is wrong
+
+
+def _check_rope_scaling(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    kind = value.get("rope_type", value.get("type"))
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
+        raise PydanticCustomError("expected", f"a rope_type among {', '.join(ROPE_KEYS)}")
+    required, optional = ROPE_KEYS[kind]
+    found = set(value) - {"rope_type", "type"}
+    if missing := sorted(required - found):
+        raise PydanticCustomError("expected", f"the key '{missing[0]}' beside rope_type: {kind}")
+    if unknown := sorted(found - required - optional):
+        raise PydanticCustomError(
+            "expected",
+            f"for rope_type {kind} only {', '.join(sorted(required | optional))}, not '{unknown[0]}'",
+        )
+    for name in sorted(found - {"truncate"}):
+        number = isinstance(value[name], int | float) and not isinstance(value[name], bool)
+        if not number and not (value[name] is None and name in optional):
+            raise PydanticCustomError("expected", f"a number as {name}")
+    return value
+
+
+RopeScaling = Annotated[dict[str, Any] | None, AfterValidator(_check_rope_scaling)]
+
+
+class DecoderArchitecture(Section):
+    """A family from outside of this library; its own section adds keys to these."""
+
+    not_served: ClassVar[tuple[str, ...]] = ()
+    """Fields that are known from other systems; a value other than their default is refused."""
+
+    family: str = key(
+        "The family: a built-in one's name, the dotted path of one of yours (my_module.MyFamily), or the name that an "
+        "installed package registers under kenotron.models.",
+        mark=OURS,
+    )
+    bos_token_id: int = key("Token that starts a generated text.", 1, ge=0)
+    eos_token_id: int = key(
+        "Token that ends a text: put between documents where the tokenizer has none, stops generation.",
+        2,
+        ge=0,
+    )
+    hidden_act: str = key("Activation of the feed-forward (silu in a gated one: SwiGLU).", "silu")
+    hidden_size: int = key("Width of the residual stream.", 4096, ge=1)
+    initializer_range: float = key("Kept for the export; init_method.std is what counts.", 0.02, mark=EXPORT)
+    intermediate_size: int = key("Width inside the feed-forward.", 11008, ge=1)
+    max_position_embeddings: int = key(
+        "Context length that the export names (rope_scaling dynamic and yarn read it where they name no "
+        "original_max_position_embeddings).",
+        2048,
+        ge=1,
+        mark=EXPORT,
+    )
+    num_attention_heads: int = key("Query heads.", 32, ge=1)
+    num_hidden_layers: int = key("Layers.", 32, ge=1)
+    num_key_value_heads: int | None = key(
+        "Key and value heads, shared by groups of query heads; null: as many as query heads.", None, ge=1
+    )
+    pad_token_id: int | None = key("Padding token that the export names.", None, mark=EXPORT)
+    tie_word_embeddings: bool = key("One matrix for the embedding and the output layer.", False)
+    use_cache: bool = key("Written to the export.", True, mark=EXPORT)
+    vocab_size: int = key("Rows of the embedding before padding.", 32000, ge=1)
+    attn_implementation: AttentionImplementation = key(
+        "flash_attention_2 and sdpa both mean the built-in attention, which takes the fastest path it finds.",
+        "flash_attention_2",
+        alias="_attn_implementation",
+    )
+    z_loss_enabled: bool = key("Add z_loss_coefficient * log(Z)^2 to every token's loss.", False)
+    z_loss_coefficient: float = key("Weight of the z-loss.", 1e-4, ge=0)
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, with the default filled in."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_window(self) -> int | None:
+        """Tokens that a token attends to, itself included; None: all before it."""
+        return None
+
+    @property
+    def longest_text(self) -> int:
+        """Positions that the model can read in generation."""
+        return self.max_position_embeddings
+
+    @property
+    def depends_on_longest(self) -> bool:
+        """Whether a token's result depends on the longest position of its batch."""
+        return False
+
+    def shape_problems(self) -> Iterator[Problem]:
+        """(key, what is wrong) of shapes that do not fit each other."""
+        width, heads, kv = self.hidden_size, self.num_attention_heads, self.kv_heads
+        if width % heads:
+            yield "num_attention_heads", f"expected a divisor of hidden_size {width}, found {heads}"
+        if kv > heads or heads % kv:
+            yield "num_key_value_heads", f"expected a divisor of num_attention_heads {heads}, found {kv}"
+
+    def tp_problems(self, tp: int) -> Iterator[str]:
+        """What tensor parallelism of degree `tp` cannot divide."""
+        heads, kv = self.num_attention_heads, self.kv_heads
+        if heads % tp:
+            yield f"expected a divisor of num_attention_heads {heads}, found {tp}"
+        elif kv % tp and tp % kv:
+            yield f"expected a divisor or a multiple of num_key_value_heads {kv}, found {tp}"
+        if self.intermediate_size % tp:
+            yield f"expected a divisor of intermediate_size {self.intermediate_size}, found {tp}"
+
+    def unsupported(self) -> Iterator[str]:
+        """``key: value`` of everything that is asked for here and that no code serves yet."""
+        if self.attn_implementation not in SERVED_ATTENTION:
+            yield f"_attn_implementation: {self.attn_implementation}"
+        if self.hidden_act not in ACTIVATIONS:
+            yield f"hidden_act: {self.hidden_act}{nearest(self.hidden_act, ACTIVATIONS)}"
+        for name in self.not_served:
+            field = type(self).model_fields[name]
+            if getattr(self, name) != field.default:
+                yield f"{field.alias or name}: {getattr(self, name)}"
+
+
+class RopeArchitecture(DecoderArchitecture):
+    """A decoder with rotary positions."""
+
+    rope_scaling: RopeScaling = key(
+        "Stretching of RoPE: {rope_type: linear|dynamic|yarn|llama3, factor, …} as in transformers.", None
+    )
+    rope_theta: float = key("Base of the rotary frequencies.", 10000.0, gt=0)
+    rope_interleaved: bool = key("Rotate neighbouring pairs instead of the two halves of a head.", False)
+
+    @property
+    def rope_type(self) -> str:
+        """The rule of `rope_scaling`; "default" without one."""
+        scaling = self.rope_scaling or {}
+        return str(scaling.get("rope_type", scaling.get("type", "default")))
+
+    @property
+    def longest_text(self) -> int:
+        """max_position_embeddings, times the factor where `rope_scaling` stretches from there."""
+        scaling = self.rope_scaling or {}
+        stretches = self.rope_type in ("linear", "dynamic") or (
+            self.rope_type == "yarn" and not scaling.get("original_max_position_embeddings")
+        )
+        return int(self.max_position_embeddings * (scaling["factor"] if stretches else 1))
+
+    @property
+    def depends_on_longest(self) -> bool:
+        """True with rope_scaling dynamic, whose angles depend on the longest text of a batch."""
+        return self.rope_type == "dynamic"
+
+    def shape_problems(self) -> Iterator[Problem]:
+        """RoPE rotates pairs of channels, so a head needs an even number of them."""
+        if self.hidden_size % self.num_attention_heads == 0 and self.head_dim % 2:
+            yield "hidden_size", f"expected an even hidden_size / num_attention_heads, found {self.head_dim}"
+        yield from super().shape_problems()

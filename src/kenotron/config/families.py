@@ -1,0 +1,63 @@
+"""Model families, found by name. The built-in ones are found the way a user's are: nothing here knows one of them.
+
+    model_config: {is_llama_config: true, …}              the module `llama` of kenotron.models.families
+    model_config: {family: my_module.MyFamily, …}         my_module.py of yours
+    model_config: {family: bigbird, …}                    an entry point of the group kenotron.models
+
+A family is a class with a `section`, the keys of its `model_config`. Modules of built-in families import no torch, so
+that a config is checked at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import ClassVar, Protocol
+
+from kenotron.config.decoder import DecoderArchitecture
+from kenotron.config.dotted import import_registered
+from kenotron.config.errors import InputError
+
+BUILT_IN = "kenotron.models.families"  # a package whose modules hold one family each, under its name
+GROUP = "kenotron.models"
+KEY = "model.model_config.family"
+
+
+class HasSection(Protocol):
+    """What the config asks of a family; the rest is `kenotron.models.family.Family`."""
+
+    section: ClassVar[type[DecoderArchitecture]]
+
+
+@cache
+def built_in_families() -> dict[str, type[HasSection]]:
+    """Every built-in family by name, alphabetically: the class of the module that has a section."""
+    package = importlib.import_module(BUILT_IN)
+    found = {}
+    for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda each: each.name):
+        module = importlib.import_module(f"{BUILT_IN}.{info.name}")
+        (found[info.name],) = (each for each in vars(module).values() if _is_family_of(each, module.__name__))
+    return found
+
+
+def _is_family_of(value: object, module: str) -> bool:
+    return isinstance(value, type) and value.__module__ == module and "section" in vars(value)
+
+
+def find_family(name: str, where: str = KEY) -> type[HasSection]:
+    """The family called `name`: built in, a dotted path, or an entry point.
+
+    Errors (InputError): there is none, it cannot be imported, or it is no family. `where` is the key to blame.
+    """
+    built_in = built_in_families()
+    if name in built_in:
+        return built_in[name]
+    found = import_registered(name, where, GROUP, built_in)
+    section = getattr(found, "section", None)
+    if not (isinstance(section, type) and issubclass(section, DecoderArchitecture)):
+        raise InputError(
+            f"{where}: '{name}' is not a model family: expected a subclass of kenotron.models.family.Family whose "
+            f"`section` derives from kenotron.config.decoder.DecoderArchitecture, found {found!r}"
+        )
+    return found

@@ -1,0 +1,37 @@
+"""Configs that a run wrote down: complete, without older forms, overrides or places in a user's file.
+
+A checkpoint's config.yaml may be of an earlier version, whose schema had more keys (see `unserved`).
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from kenotron.config.config import Config
+from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.config.unserved import named, take_unserved
+
+
+def resolved(saved: dict[str, Any]) -> Config:
+    """The config of plain data that a run wrote. Raises pydantic's ValidationError for another schema."""
+    data = deepcopy(saved)
+    if found := take_unserved(data):
+        raise NotSupportedYet("; ".join(named(*each) for each in found))
+    return Config.model_validate(data)
+
+
+def read_resolved(file: Path) -> Config:
+    """The config of a checkpoint's config.yaml. Raises InputError that names the file and the first wrong key."""
+    try:
+        return resolved(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{file}: cannot be read: {str(error).splitlines()[0]}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "config"
+        raise InputError(f"{file}: {where}: {first['msg']}; another version of kenotron wrote it") from error

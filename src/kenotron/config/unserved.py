@@ -1,0 +1,112 @@
+"""Keys of nanotron and of the first Kénotron that are known here and not implemented yet: the one list of them.
+
+    lighteval: null         asks for nothing: accepted and left out
+    lighteval: {…}          not supported yet: lighteval (my.yaml:43)
+
+A feature that arrives takes its line out of the list and adds its section to the schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+_ANY = object()
+
+# Key → the values that ask for nothing. Parents come after their children: what is left of them is nothing either.
+_OFF: dict[str, tuple[Any, ...]] = {
+    "general.benchmark_csv_path": (None,),
+    "parallelism.expert_parallel_size": (1,),
+    "model.init_method.use_mup": (False,),
+    "checkpoints.checkpointing_engine": (None, "torch"),
+    "checkpoints.datastates": (None,),
+    "datastates": (None,),
+    "metrics_logging.log_level": (0,),
+    "metrics_logging.log_detail_interval": (_ANY,),  # counts at log_level 1 only
+    "metrics_logging": (None, {}),
+    "tokens.limit_test_batches": (0,),
+    "lighteval": (None,),
+    "s3_upload": (None,),
+}
+
+# Served key → its values that are not.
+_VALUES: dict[str, tuple[str, ...]] = {
+    "model.dtype": (
+        *("float16", "float64", "complex64", "complex128"),
+        *("uint8", "int8", "int16", "int32", "int64", "bool"),
+    ),
+    "model.init_method.scaling_method": ("layer_index", "model_scale"),
+}
+
+
+# Family → its marker in `model_config`, and keys that no served family has.
+_FAMILIES: dict[str, tuple[str, ...]] = {
+    "Starcoder2": ("is_starcoder2_config", "grouped_query", "multi_query", "global_attn_layers", "num_kv_heads"),
+    "Mamba": ("is_mamba_config", "ssm_cfg"),
+    "LlaMoE": ("is_llamoe_config", "moe_num_experts"),
+}
+
+Keys = tuple[str, ...]
+
+
+def take_unserved(data: dict[str, Any]) -> list[tuple[Keys, object]]:
+    """Every key of a config's plain `data` that asks for what is not implemented, with its value.
+
+    Listed keys that ask for nothing are taken out of `data`: the schema does not have them.
+    """
+    return [*_keys(data), *_values(data), *_family(data)]
+
+
+def named(keys: Sequence[str | int], value: object) -> str:
+    """The dotted path of a key, with its value where that is short."""
+    path = ".".join(map(str, keys))
+    return path if isinstance(value, dict | list) else f"{path}: {value}"
+
+
+def _keys(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
+    for path, off in _OFF.items():
+        *around, name = keys = tuple(path.split("."))
+        section = _at(data, around)
+        if isinstance(section, dict) and name in section:
+            if any(_same(section[name], value) for value in off):
+                del section[name]
+            else:
+                yield keys, section[name]
+
+
+def _values(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
+    for path, values in _VALUES.items():
+        keys = tuple(path.split("."))
+        value = _at(data, keys)
+        if isinstance(value, str) and value.lower() in values:
+            yield keys, value
+    half = _at(data, ("model", "dtype")) in (None, "bfloat16")
+    if half and _at(data, ("optimizer", "accumulate_grad_in_fp32")) is False:
+        yield ("optimizer", "accumulate_grad_in_fp32"), "false with model.dtype: bfloat16"
+    for name in ("resume_checkpoint_path", "checkpoints_path"):
+        folder = _at(data, ("checkpoints", name))
+        if isinstance(folder, str) and folder.startswith("s3:"):
+            yield ("checkpoints", name), folder
+
+
+def _family(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
+    keys = _at(data, ("model", "model_config"))
+    if not isinstance(keys, dict) or "hf" in keys or "family" in keys:
+        return
+    markers = {key for key in keys if key.startswith("is_") and key.endswith("_config")}
+    for family, marks in _FAMILIES.items():
+        if not (markers or set(keys)).isdisjoint(marks):
+            yield ("model", "model_config"), f"the family {family}"
+
+
+def _at(data: Any, keys: Sequence[str]) -> Any:
+    for name in keys:
+        data = data.get(name) if isinstance(data, dict) else None
+    return data
+
+
+def _same(value: Any, off: Any) -> bool:
+    """Whether `value` is the listed one: text in any case, and true is not 1."""
+    if isinstance(value, str):
+        return value.lower() == off or off is _ANY
+    return off is _ANY or (value == off and type(value) is type(off))

@@ -1,0 +1,113 @@
+"""Held-out documents: which, in which batches, and how many bytes of text they are.
+
+A document is held out when the hash of its text falls below `tokens.val_fraction` (text/hash_split.py): a property of
+the documents, so the same in every run, on every layout, whether the run validates or not. Its tokens are read in
+windows as in training, in order, and the last window of a source is filled up with labels of -100. So every held-out
+token but the first of each source is a label once, and
+
+    bits per byte = sum of losses / ln 2 / bytes
+
+is exact for byte-level tokenizers, whose every token is a known number of bytes (the end-of-document token is none:
+its cost counts, its bytes do not). For other tokenizers the bytes are the source's bytes per token times the labels,
+exact over the complete set.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import lzma
+import tarfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kenotron.data.batch import NO_LOSS, PAD, Int64, TokenBatch, make_batch
+from kenotron.data.order import huffman, interleave
+from kenotron.data.source import TokenSource
+
+BASELINE_LIMIT = 64 * 2**20
+"""Most bytes of text that `compression_baselines` compresses at the end of a run."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out samples of several sources, with their `labels`.
+
+    `token_bytes` ``[vocab]`` are the bytes of every token where they are known, `bytes_per_token` the mean of each
+    source; None and 0 throughout where one of them has no text.
+    """
+
+    sources: list[TokenSource]
+    labels: list[str]
+    sequence_length: int
+    token_bytes: Int64 | None
+    bytes_per_token: list[float]
+    document_masking: bool
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sources))
+
+    def batches(
+        self, limit: int | None, micro_batch_size: int, dp_rank: int, dp_size: int
+    ) -> Iterator[tuple[TokenBatch, float, int]]:
+        """This rank's micro-batches of `limit` samples (None: all) spread evenly over the set, source after source:
+        each with the number of UTF-8 bytes of its labels (0.0: unknown), and its source.
+
+        Every rank gets the same number of batches of the same shape; what is missing is filled with -100.
+        """
+        total = len(self)
+        count = total if limit is None else min(limit, total)
+        chosen = np.arange(count, dtype=np.int64) * total // max(count, 1)
+        source_of, index = interleave(huffman([len(source) for source in self.sources]), chosen)
+        rows = dp_size * micro_batch_size
+        for number in range(len(self.sources)):
+            places = np.flatnonzero(source_of == number)
+            for first in range(0, len(places), rows):
+                start = first + dp_rank * micro_batch_size
+                here = places[start : start + micro_batch_size]
+                yield *self._batch(number, chosen[here], index[here], micro_batch_size), number
+
+    def _batch(self, number: int, positions: Int64, index: Int64, rows: int) -> tuple[TokenBatch, float]:
+        source, used = self.sources[number], len(index)
+        windows = np.full((rows, self.sequence_length + 1), PAD, dtype=np.int64)
+        documents = np.zeros_like(windows)
+        loss_mask = np.ones(windows.shape, dtype=np.bool_)
+        if used:
+            read = source.read(index, self.document_masking)
+            windows[:used] = read.tokens
+            if self.document_masking and read.document_ids is not None:
+                documents[:used] = read.document_ids
+            if read.loss_mask is not None:
+                loss_mask[:used] = read.loss_mask
+        ids = np.full(rows, PAD, dtype=np.int64)
+        ids[: len(positions)] = positions
+        batch = make_batch(windows, ids, documents if self.document_masking else None, loss_mask)
+        batch.labels[windows[:, 1:] == PAD] = NO_LOSS
+        np.maximum(batch.tokens, 0, out=batch.tokens)
+        real = batch.labels != NO_LOSS
+        if self.token_bytes is not None:
+            return batch, float(self.token_bytes[batch.labels[real]].sum())
+        return batch, float(real.sum()) * self.bytes_per_token[number]
+
+
+def compression_baselines(texts: Iterable[str]) -> dict[str, float]:
+    """Bits per byte of two general compressors: ``gzip -9`` text by text, ``xz -9`` on all in one tar archive.
+
+    Both sums are over the bytes of the texts alone; the archive's headers are compressed along with them.
+    """
+    raw = gzipped = 0
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        for number, text in enumerate(texts):
+            data = text.encode("utf-8")
+            raw += len(data)
+            gzipped += len(gzip.compress(data, 9, mtime=0))
+            entry = tarfile.TarInfo(f"{number}.txt")
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    if not raw:
+        return {}
+    packed = len(lzma.compress(archive.getvalue(), preset=9))
+    return {"gzip_bits_per_byte": 8 * gzipped / raw, "xz_bits_per_byte": 8 * packed / raw}

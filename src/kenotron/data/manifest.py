@@ -1,0 +1,123 @@
+"""`manifest.json`: what a folder of tokens holds and how it was made; written last, so that it also says "done".
+
+    {"made_by": {"inputs": […], "content": {…}, "tokenizer": {…}, "options": {…}},
+     "tokenizer": "gpt2", "vocab_size": 50257, "dtype": "uint16", "eos": 50256, "bos": null,
+     "documents": 8013769, "tokens": 9035582198, "bytes": 39769491688, "skipped": 0,
+     "files": [{"documents": …, "tokens": …, "bytes": …, "xxh3": {"00000.ds": "…", "00000.ds.index": "…"}}]}
+
+It holds no time and no host: the same work gives the same manifest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import xxhash
+
+from kenotron.config.errors import InputError
+from kenotron.data.formats.token_file import TokenFile, readable
+from kenotron.storage import AnyPath
+from kenotron.storage.files import replace_file
+
+Json: TypeAlias = dict[str, Any]
+"""A JSON object."""
+
+MANIFEST = "manifest.json"
+
+
+def read_json(file: AnyPath, **expected: type) -> Json | None:
+    """The object in `file`; None where there is no such file. `expected`: keys that it must have, and their types.
+
+    Errors (InputError): damaged.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        for key, kind in expected.items():
+            if not isinstance(found[key], kind):
+                raise ValueError(f"'{key}' holds {type(found[key]).__name__}, expected {kind.__name__}")
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an object, found {type(found).__name__}")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        why = f"no key {error}" if isinstance(error, KeyError) else error
+        raise InputError(f"{file}: damaged, remove it and the work is done again: {why}") from None
+    return found
+
+
+def manifests_beside(files: Iterable[TokenFile]) -> Iterator[tuple[AnyPath, Json]]:
+    """Each manifest beside `files`, with its path; what is no JSON object is another program's, and left out.
+
+    Errors (InputError): cannot be read.
+    """
+    names = ((file.path, name) for file in files for name in (MANIFEST, f"{file.path.name}.{MANIFEST}"))
+    for place in dict.fromkeys(path.with_name(name) for path, name in names):
+        if not place.is_file():
+            continue
+        try:
+            with readable(place):
+                made = json.loads(place.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(made, dict):
+            yield place, made
+
+
+def recorded_checksums(files: Sequence[TokenFile]) -> dict[AnyPath, str]:
+    """What the manifests beside `files` say of them, and of the index, loss and metadata made with them."""
+    paths = {file.path for file in files}
+    recorded: dict[AnyPath, str] = {}
+    for place, made in manifests_beside(files):
+        for entry in found if isinstance(found := made.get("files"), list) else ():
+            sums = entry.get("xxh3") if isinstance(entry, dict) else None
+            if isinstance(sums, dict) and any(place.parent / name in paths for name in sums):
+                recorded |= {place.parent / name: str(digest) for name, digest in sums.items()}
+    return recorded
+
+
+def write_json(file: Path, content: Json) -> None:
+    """Replace `file` atomically, also if another process writes it at the same time."""
+    replace_file(file, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def checksums(files: Iterable[AnyPath]) -> dict[str, str]:
+    """XXH3 (128 bits) of every file by its name."""
+    found = {}
+    for file in sorted(files):
+        digest = xxhash.xxh3_128()
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+        found[file.name] = digest.hexdigest()
+    return found
+
+
+def refuse_other_work(folder: Path, known: Json, wanted: Json, where: str = "") -> None:
+    """Errors (InputError): `known` and `wanted` say how `folder` was and would be made, and differ: the first key."""
+    for key in [*wanted, *(key for key in known if key not in wanted)]:
+        old, new = known.get(key), wanted.get(key)
+        if isinstance(old, dict) and isinstance(new, dict) and old.get("hash", old) == new.get("hash", new):
+            continue  # the same thing by another name
+        if isinstance(old, dict) and isinstance(new, dict) and "hash" not in new:
+            refuse_other_work(folder, old, new, f"{where}{key}.")
+        elif old != new:
+            raise InputError(
+                f"{folder} was begun with {where}{key} {_short(old)}, found {_short(new)} now; "
+                "choose another --output, or remove the folder"
+            )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def token_dtype(vocab_size: int, format: str) -> np.dtype:
+    """The narrowest type that the format's other writers take for so many ids."""
+    if format == "megatron":
+        return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")

@@ -1,0 +1,217 @@
+"""An open stage: its sources, tokenized and mapped, and the order that reads them.
+
+StagePlan ──open_stage──▶ OpenStage ──read(positions)──▶ TokenBatch
+
+How a stage mixes its sources depends on what the stages before it have drawn of them, and on the lengths of those with
+a limit, or with a weight by their size. `Sources` opens no more than that takes: most runs open one stage and the next.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, partial
+
+import numpy as np
+
+from kenotron.config.errors import InputError
+from kenotron.data.batch import Int64, TokenBatch, make_batch
+from kenotron.data.order import Mixing, Order
+from kenotron.data.source import Opening, RunSettings, TextSpec, TokenSource
+from kenotron.data.stage_plan import StagePlan, complete_keys
+
+
+@dataclass(frozen=True)
+class OpenStage:
+    """A stage ready to be read."""
+
+    stage: StagePlan
+    sources: list[TokenSource]
+    order: Order
+
+    def drawn(self, positions: Int64, source: int) -> Int64:
+        """The indices of those samples at `positions` that are of this source."""
+        source_of, index = self.order.locate(positions)
+        return index[source_of == source]
+
+    @property
+    def stop(self) -> int:
+        """The first step that is not of the stage, or that its sources cannot fill."""
+        end = self.order.mixing.end
+        return self.stage.stop if end is None else min(self.stage.stop, self.stage.step_of(end))
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether a source's documents are masked from each other in any case: then all are."""
+        return any(source.masks_documents for source in self.sources)
+
+    def fetch_ahead(self, positions: Int64) -> list[Future[bytes]]:
+        """Start downloading what `read` will need of files on other machines."""
+        remote = [number for number, source in enumerate(self.sources) if source.is_remote]
+        if not remote:
+            return []
+        source_of, index = self.order.locate(positions)
+        return [future for s in remote for future in self.sources[s].fetch_ahead(index[source_of == s])]
+
+    @cached_property
+    def _joined(self) -> tuple[TokenSource, Int64] | None:
+        return self.sources[0].joined(self.sources[1:])
+
+    def read(self, positions: Int64, sample_ids: Int64, document_masking: bool) -> TokenBatch:
+        """The samples at `positions` ``[n]`` of the stage, as one batch of n sequences."""
+        source_of, index = self.order.locate(positions)
+        if self._joined is not None:
+            joined, first = self._joined
+            read = joined.read(index + first[source_of], document_masking)
+            return make_batch(read.tokens, sample_ids, read.document_ids if document_masking else None, read.loss_mask)
+        where = {s: np.flatnonzero(source_of == s) for s in sorted(set(source_of.tolist()))}
+        parts = [(rows, self.sources[s].read(index[rows], document_masking)) for s, rows in where.items()]
+        types = {read.tokens.dtype for _, read in parts}
+        shape = (len(positions), self.stage.sequence_length + 1)
+        tokens = np.empty(shape, types.pop() if len(types) == 1 else np.int64)  # the narrower, the less memory moves
+        document_ids = np.zeros(shape, dtype=np.int64) if document_masking else None
+        loss_mask = None
+        for rows, read in parts:
+            tokens[rows] = read.tokens
+            if document_ids is not None and read.document_ids is not None:
+                document_ids[rows] = read.document_ids
+            if read.loss_mask is not None:
+                loss_mask = np.ones(shape, dtype=np.bool_) if loss_mask is None else loss_mask
+                loss_mask[rows] = read.loss_mask
+        return make_batch(tokens, sample_ids, document_ids, loss_mask)
+
+
+class Sources:
+    """The sources of a run's stages, each opened when it is asked for, and how every stage mixes them.
+
+    Any thread may ask.
+    """
+
+    def __init__(self, run: RunSettings, stages: Sequence[StagePlan]) -> None:
+        self.run, self.stages = run, stages
+        self._lock = threading.RLock()
+        self._open: dict[tuple[int, int], TokenSource] = {}
+        self._streams: dict[int, TokenSource] = {}
+        self._mixings: dict[int, Mixing] = {}
+
+    def source(self, stage: StagePlan, number: int) -> TokenSource:
+        """Source `number` of a stage; a stream that another stage reads is the same one.
+
+        Errors (InputError): whatever is wrong with it; not one sample.
+        """
+        place = stage.number, number
+        if place in self._open:  # without waiting for what another thread opens
+            return self._open[place]
+        with self._lock:
+            if place not in self._open:
+                key = stage.sources[number].key
+                opened = self._open_now(stage, number)
+                if opened.is_stream:
+                    self._streams[key] = opened
+                if not len(opened):
+                    raise InputError(
+                        f"{opened.name}: expected at least {stage.sequence_length + 1} tokens to train on "
+                        f"(sequence_length + 1), found {opened.found()}"
+                    )
+                self._open[place] = opened
+            return self._open[place]
+
+    def _open_now(self, stage: StagePlan, number: int) -> TokenSource:
+        planned = stage.sources[number]
+        with complete_keys(planned.at):
+            return planned.spec.open(
+                Opening(
+                    run=self.run,
+                    at=planned.at,
+                    sequence_length=stage.sequence_length,
+                    seed=stage.seed,
+                    order_key=planned.key,
+                    first_stage=stage.number == 0,
+                    reserved=self.reserved,
+                    opened=self._streams.get(planned.key),
+                )
+            )
+
+    @cached_property
+    def reserved(self) -> frozenset[int]:
+        """Hashes of the documents that are validated on because their set is small: no other source trains on them.
+
+        In a run with one text there is no other.
+        """
+        texts = {s.name: s.spec for stage in self.stages for s in stage.sources if isinstance(s.spec, TextSpec)}
+        if not self.run.validates or len(texts) < 2:
+            return frozenset()
+        hashes = []
+        for source in self.stages[0].sources:
+            if isinstance(source.spec, TextSpec):
+                with complete_keys(source.at):
+                    hashes.append(source.spec.reserved_hash(self.run))
+        return frozenset(each for each in hashes if each is not None)
+
+    def check_held_out(self, stage: StagePlan) -> None:
+        """Error (InputError): a stage would train on tokens of files that the first one, and so validation, holds out.
+
+        The same path holds the same tokens out wherever it is named; a folder and a file in it, or the same files in
+        another order, do not. Text is held out by its hash, wherever it is.
+        """
+        if not self.run.validates:
+            return
+        borders: dict[str, tuple[int, str]] = {}  # of a file: the first token that is held out, by which source
+        for source in self._splitting_files(self.stages[0]):
+            for file, _, end in source.training_ends():
+                borders[file] = min(borders.get(file, (end, source.name)), (end, source.name))
+        for source in self._splitting_files(stage):
+            for file, name, end in source.training_ends():
+                border, other = borders.get(file, (end, ""))
+                if border < end:
+                    raise InputError(
+                        f"{source.name} would train on tokens of {name} from {border} on, which {other} holds out "
+                        "for validation; give the same path, with the same shuffle_files, in both places (each path "
+                        "of a list holds out of its own), or leave validation out (tokens.val_check_interval: -1)"
+                    )
+
+    def _splitting_files(self, stage: StagePlan) -> list[TokenSource]:
+        return [self.source(stage, number) for number, each in enumerate(stage.sources) if each.spec.splits_files]
+
+    def mixing(self, stage: StagePlan) -> Mixing:
+        """Which source gives which sample of a stage."""
+        if stage.number in self._mixings:
+            return self._mixings[stage.number]
+        with self._lock:
+            numbers = range(len(stage.sources))
+            self._mixings[stage.number] = Mixing(
+                stage.shares(partial(self._measure, stage)),
+                [self._offset(stage, i) for i in numbers],
+                [self._limit(stage, i) for i in numbers],
+                stage.when_exhausted,
+            )
+            return self._mixings[stage.number]
+
+    def _measure(self, stage: StagePlan, number: int, unit: str) -> int:
+        with complete_keys(stage.sources[number].at):
+            return self.source(stage, number).measure(unit)
+
+    def _offset(self, stage: StagePlan, number: int) -> int:
+        """How many samples the stages before have drawn of a source."""
+        name = stage.sources[number].name
+        for earlier in reversed(self.stages[: 0 if stage.restart else stage.number]):
+            names = [source.name for source in earlier.sources]
+            if name in names:
+                return self.mixing(earlier).drawn(earlier.samples)[names.index(name)]
+        return 0
+
+    def _limit(self, stage: StagePlan, number: int) -> int | None:
+        epochs = stage.sources[number].max_epochs
+        return None if epochs is None else int(Fraction(str(epochs)) * len(self.source(stage, number)))
+
+
+def open_stage(sources: Sources, stage: StagePlan) -> OpenStage:
+    """A stage with all of its sources open."""
+    opened = [sources.source(stage, number) for number in range(len(stage.sources))]
+    sources.check_held_out(stage)
+    keys = [planned.key for planned in stage.sources]
+    lengths = [None if source.is_stream else len(source) for source in opened]
+    return OpenStage(stage, opened, Order(lengths, keys, sources.mixing(stage)))

@@ -1,0 +1,381 @@
+"""Best-fit packing: complete documents put together into rows, so that none is cut that fits into one.
+
+Rows have ``sequence_length + 1`` slots. Documents of 5, 7, 2, 3, 4 tokens in rows of 8:
+
+    windows      aaaaabbb bbbbccdd dee|ee           three of five documents are cut
+    best fit     bbbbbbb. aaaaaddd eeeecc..         none is; 22 of 24 slots are filled
+
+Documents go in by decreasing length, each into the fullest row that still has space for it (best-fit decreasing; Ding
+et al. 2024, "Fewer Truncations Improve Language Modeling", arXiv 2404.10830). A document longer than a row is cut into
+whole rows that share one token, as windows do, and its rest is packed.
+
+The plan, which row holds which tokens, is a function of where documents end and of the sequence length. It is made
+once and kept in the cache, memory-mapped when read:
+
+    $KENOTRON_CACHE/packing/<key>/
+    ├── meta.json          counts, written last
+    ├── starts, lengths    int64 [fragments], in order of rows; `starts` count through all files, end to end
+    └── first              int64 [rows + 1], the first fragment of each row
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError, counted
+from kenotron.data.batch import Int64
+from kenotron.data.cached_folder import cached_folder, map_cached_array
+from kenotron.data.source import Origin, Samples, SourceFile, TokenSource
+from kenotron.kernels.hashing import mix64
+from kenotron.storage import AnyPath, RemoteArray, fetch_ahead
+from kenotron.storage.files import cache_root
+from kenotron.text.progress import Report, progress
+
+FORMAT = 1
+AT_ONCE = 1 << 20
+"""Documents that are packed among themselves, so that memory is bounded; their last rows stay as they are."""
+
+
+# ---- the bins ----------------------------------------------------------------------------------------------
+
+
+def best_fit_decreasing(lengths: Int64, capacity: int) -> Int64:
+    """The bin of every item ``[items]``; bins count from 0 in the order in which they are opened.
+
+    Items, each of 1 to `capacity`, go in by decreasing length, equal ones in their order. Each goes to the bin with the
+    least free space that is enough; of several the one that last came to have that much. O(items + lengths · spaces /
+    64): all items of one length, which fill bin after bin, are placed at once.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    bins: list[int] = []
+    stacks: dict[int, list[int]] = {}  # free space -> the bins that have it
+    spaces, opened = 0, 0  # bit r of `spaces`: some bin has r free
+    sizes, counts = np.unique(lengths, return_counts=True)
+    for size, left in zip(sizes[::-1].tolist(), counts[::-1].tolist()):
+        while left:
+            fitting = spaces >> size
+            space = size + (fitting & -fitting).bit_length() - 1 if fitting else capacity
+            each = space // size
+            wanted = -(-left // each)
+            if fitting:
+                stack = stacks[space]
+                taken = stack[: -wanted - 1 : -1]
+                del stack[-wanted:]
+                if not stack:
+                    spaces &= ~(1 << space)
+            else:
+                taken = list(range(opened, opened + wanted))
+                opened += wanted
+            placed = min(left, each * len(taken))
+            bins += taken if each == 1 else [number for number in taken for _ in range(each)][:placed]
+            left -= placed
+            short = each * len(taken) - placed  # items that would still fit into the last bin
+            rest = space - each * size
+            for inner, moved in (
+                (rest, taken[:-1] if short else taken),
+                (rest + short * size, taken[-1:] * bool(short)),
+            ):
+                if inner and moved:
+                    stacks.setdefault(inner, []).extend(moved)
+                    spaces |= 1 << inner
+    found = np.empty(len(lengths), dtype=np.int64)
+    found[order] = bins
+    return found
+
+
+def cut_long(starts: Int64, lengths: Int64, sequence_length: int, keep_rest: bool = True) -> tuple[Int64, Int64]:
+    """Starts and lengths of the fragments of documents: complete rows that share one token with the next, and the rest.
+
+    A rest that is nothing but the shared token is left out, and so are documents without a token. Without `keep_rest`
+    nothing is left of a document but its first row.
+    """
+    starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+    if not keep_rest:
+        return starts, np.minimum(lengths, sequence_length + 1)
+    whole = (lengths - 1) // sequence_length
+    number = np.arange(whole.sum()) - np.repeat(np.cumsum(whole) - whole, whole)
+    rest = lengths - whole * sequence_length
+    kept = (rest > 1) | (whole == 0)
+    return (
+        np.concatenate([np.repeat(starts, whole) + number * sequence_length, (starts + whole * sequence_length)[kept]]),
+        np.concatenate([np.full(len(number), sequence_length + 1), rest[kept]]),
+    )
+
+
+def pack(starts: Int64, lengths: Int64, sequence_length: int, keep_rest: bool = True) -> tuple[Int64, Int64, Int64]:
+    """Rows of documents that begin at `starts` and have `lengths` ``[documents]``: starts and lengths of their
+    fragments in order of rows, and the number of fragments in each row.
+
+    Rows are in an order drawn from their numbers, so that the first ones, which a cap leaves, are of the same kind of
+    lengths as the rest; the fragments of a row are in the order of the data.
+    """
+    starts, lengths = cut_long(starts, lengths, sequence_length, keep_rest)
+    bins = best_fit_decreasing(lengths, sequence_length + 1)
+    count = int(bins.max(initial=-1)) + 1
+    shuffled = np.argsort(mix64(np.arange(count, dtype=np.uint64)), kind="stable")
+    rows = np.empty(count, dtype=np.int64)
+    rows[shuffled] = np.arange(count)
+    order = np.lexsort((starts, rows[bins]))
+    return starts[order], lengths[order], np.bincount(rows[bins], minlength=count)
+
+
+# ---- the plan ----------------------------------------------------------------------------------------------
+
+
+class TokenArrays(Protocol):
+    """A file of tokens, or a side of the token cache; `ends` and `loss` where they are known."""
+
+    @property
+    def path(self) -> AnyPath | None:
+        """Where it is."""
+
+    @property
+    def tokens(self) -> NDArray[np.integer]:
+        """Ids ``[tokens]``."""
+
+    @property
+    def ends(self) -> NDArray[np.uint64] | None:
+        """Exclusive ends of documents ``[documents]``."""
+
+    @property
+    def loss(self) -> NDArray[np.bool_] | None:
+        """Whether each token carries a loss ``[tokens]``."""
+
+
+@dataclass(frozen=True)
+class PackingPlan:
+    """Which tokens lie in which row: fragment p is the tokens ``[starts[p], starts[p] + lengths[p])`` of all files end
+    to end, and row r holds the fragments ``[first[r], first[r + 1])``.
+
+    `cut`: of so many `documents` those that are longer than a row; `tokens`: the slots that are filled.
+    """
+
+    starts: Int64
+    lengths: Int64
+    first: Int64
+    documents: int
+    cut: int
+    tokens: int
+
+    def describe(self, sequence_length: int) -> str:
+        """How full the rows are, for the console."""
+        filled = self.tokens / max((len(self.first) - 1) * (sequence_length + 1), 1)
+        return f"packed best-fit: {filled:.1%} filled, {self.cut:,} of {counted(self.documents, 'document')} cut"
+
+
+def open_plan(
+    name: str, parts: Sequence[TokenArrays], sequence_length: int, report: Report, keep_rest: bool = True
+) -> PackingPlan:
+    """The plan for these files, from the cache, or made now and kept; for `keep_rest` see `cut_long`.
+
+    Errors (InputError): the ends of a file's documents are unknown, or not in order; the cache cannot be written.
+    """
+    digest = xxhash.xxh3_128(f"packing {FORMAT} {sequence_length} {keep_rest}".encode())
+    for part in parts:
+        digest.update(f"\n{len(part.tokens)}\n".encode())
+        for _, ends in _blocks(part):
+            digest.update(np.asarray(ends, "<u8").tobytes())
+    path = cache_root() / "packing" / digest.hexdigest()
+
+    def build(folder: Path) -> None:
+        _write_plan(folder, name, parts, sequence_length, keep_rest, report)
+
+    cached_folder(path, build, report, f"packing {name}", is_whole=lambda folder: (folder / "meta.json").is_file())
+    meta = json.loads((path / "meta.json").read_text())
+    sizes = {"starts": meta["pieces"], "lengths": meta["pieces"], "first": meta["rows"] + 1}
+    arrays = {file: map_cached_array(path / file, np.dtype("<i8"), size) for file, size in sizes.items()}
+    return PackingPlan(**arrays, documents=meta["documents"], cut=meta["cut"], tokens=meta["tokens"])
+
+
+@dataclass
+class _Counts:
+    documents: int = 0
+    cut: int = 0
+    tokens: int = 0
+    pieces: int = 0
+    rows: int = 0
+
+
+def _write_plan(
+    folder: Path, name: str, parts: Sequence[TokenArrays], sequence_length: int, keep_rest: bool, report: Report
+) -> None:
+    counts = _Counts()
+    total = sum(len(_ends(part)) for part in parts)
+    with (
+        open(folder / "starts", "wb") as start_file,
+        open(folder / "lengths", "wb") as length_file,
+        open(folder / "first", "wb") as first_file,
+        progress(f"packing {name}", total, report) as update,
+    ):
+        first_file.write(np.zeros(1, "<i8").tobytes())
+        for starts, lengths in _documents(name, parts):
+            counts.documents += len(lengths)
+            counts.cut += int((lengths > sequence_length + 1).sum())
+            starts, lengths, pieces = pack(starts, lengths, sequence_length, keep_rest)
+            start_file.write(starts.astype("<i8").tobytes())
+            length_file.write(lengths.astype("<i8").tobytes())
+            first_file.write((counts.pieces + np.cumsum(pieces)).astype("<i8").tobytes())
+            counts.tokens += int(lengths.sum())
+            counts.pieces += len(starts)
+            counts.rows += len(pieces)
+            update(counts.documents)
+    (folder / "meta.json").write_text(json.dumps(asdict(counts), indent=2) + "\n")
+
+
+def _documents(name: str, parts: Sequence[TokenArrays]) -> Iterator[tuple[Int64, Int64]]:
+    """Starts and lengths of all documents, `AT_ONCE` of them at a time; starts count through all files."""
+    waiting: list[tuple[Int64, Int64]] = []
+    held = base = 0
+    for part in parts:
+        last = 0
+        for first, block in _blocks(part):
+            ends = np.asarray(block, dtype=np.int64)
+            lengths = np.diff(ends, prepend=last)
+            if (lengths < 0).any() or (len(ends) and ends[-1] > len(part.tokens)):
+                raise InputError(f"{name}: the ends of its documents are not in order (near document {first})")
+            waiting.append((base + ends - lengths, lengths))
+            last, held = int(ends[-1]), held + len(ends)
+            if held >= AT_ONCE:
+                starts, sizes = (np.concatenate(each) for each in zip(*waiting))
+                yield starts[:AT_ONCE], sizes[:AT_ONCE]
+                waiting, held = [(starts[AT_ONCE:], sizes[AT_ONCE:])], held - AT_ONCE
+        base += len(part.tokens)
+    if held:
+        starts, sizes = (np.concatenate(each) for each in zip(*waiting))
+        yield starts, sizes
+
+
+def _blocks(part: TokenArrays) -> Iterator[tuple[int, NDArray[np.uint64]]]:
+    ends = _ends(part)
+    for first in range(0, len(ends), AT_ONCE):
+        yield first, ends[first : first + AT_ONCE]
+
+
+def _ends(part: TokenArrays) -> NDArray[np.uint64]:
+    if part.ends is None:
+        raise InputError(
+            f"dataset.packing: best_fit needs the ends of documents, which {part.path or 'the file'} "
+            "does not have; expected packing: windows for it"
+        )
+    return part.ends
+
+
+# ---- the rows ----------------------------------------------------------------------------------------------
+
+
+class PackedRows(TokenSource):
+    """Rows of a plan as samples: fragments side by side, then `padding`, which carries no loss.
+
+    The first token of a fragment carries none either: what precedes it is another document's. With `check`,
+    called as ``check(file number, first token in the file, ids)``, tokens are checked when they are read. `files` name
+    those of `parts` (None: the parts themselves).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parts: Sequence[TokenArrays],
+        plan: PackingPlan,
+        sequence_length: int,
+        padding: int,
+        check: Callable[[int, int, NDArray[np.integer]], None] | None = None,
+        files: Sequence[SourceFile] | None = None,
+    ) -> None:
+        self.name, self.parts, self.plan, self.sequence_length = name, list(parts), plan, sequence_length
+        self.padding, self._check = padding, check
+        self._files = files or [SourceFile(str(part.path or name), part.ends) for part in parts]
+        self.is_remote = any(isinstance(part.tokens, RemoteArray) for part in parts)
+        self.bases = np.concatenate([[0], np.cumsum([len(part.tokens) for part in parts])]).astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.plan.first) - 1
+
+    @property
+    def files(self) -> Sequence[SourceFile]:
+        """The files that rows are packed from."""
+        return self._files
+
+    def locate(self, indices: Int64) -> Origin:
+        """The fragments of the rows `indices`, row by row."""
+        first = np.asarray(self.plan.first[indices])
+        count = self.plan.first[indices + 1] - first
+        row = np.repeat(np.arange(len(indices)), count)
+        number = np.arange(len(row)) + np.repeat(first - np.cumsum(count) + count, count)
+        starts, lengths = np.asarray(self.plan.starts[number]), np.asarray(self.plan.lengths[number])
+        file = np.searchsorted(self.bases, starts, side="right") - 1
+        return Origin(self._files, file, starts - self.bases[file], lengths, row=row)
+
+    def samples_holding(self, file: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The rows with fragments that begin in [start, stop) of a file: a fragment is all of one document."""
+        starts, base = np.asarray(self.plan.starts), int(self.bases[file])
+        fragments = np.flatnonzero((starts >= base + start) & (starts < base + stop))
+        rows = np.searchsorted(self.plan.first, fragments, side="right") - 1
+        for fragment, row in zip(fragments.tolist(), rows.tolist()):
+            first = int(starts[fragment]) - base
+            yield row, first, first + int(self.plan.lengths[fragment])
+
+    def fetch_ahead(self, indices: Int64) -> list[Future[bytes]]:
+        """Start downloading the fragments of the rows `indices`."""
+        return self._fetch(self.locate(indices))
+
+    def _fetch(self, origin: Origin) -> list[Future[bytes]]:
+        read = [self.parts[number] for number in origin.file.tolist()]
+        arrays = [part.tokens for part in read] + [part.loss for part in read]
+        return fetch_ahead(arrays, 2 * origin.start.tolist(), 2 * np.asarray(origin.length).tolist())
+
+    def read(self, indices: Int64, document_ids: bool = True) -> Samples:
+        """The samples. Every fragment is a document of its own, and so is the padding."""
+        origin = self.locate(indices)
+        if self.is_remote:
+            self._fetch(origin)  # side by side; each fragment then waits for its own
+        shape = len(indices), self.sequence_length + 1
+        tokens = np.full(shape, self.padding, dtype=np.int64)
+        documents = np.zeros(shape, dtype=np.int64)
+        mask = np.zeros(shape, dtype=np.bool_)
+        for row, slot, file, start, length in _placed(origin):
+            part, end = self.parts[file], slot + length
+            ids = part.tokens[start : start + length]
+            if self._check is not None:
+                self._check(file, start, ids)
+            tokens[row, slot:end] = ids
+            mask[row, slot + 1 : end] = True if part.loss is None else part.loss[start + 1 : start + length]
+            if end <= self.sequence_length:
+                documents[row, end] = 1
+        return Samples(tokens, np.cumsum(documents, axis=1, out=documents) if document_ids else None, mask, origin)
+
+    def describe(self) -> str:
+        """How full the rows are."""
+        return self.plan.describe(self.sequence_length)
+
+
+def _placed(origin: Origin) -> Iterator[tuple[int, int, int, int, int]]:
+    """Of each fragment the row, the slot in it, file number, first token in the file, length."""
+    assert origin.row is not None
+    length = np.asarray(origin.length)
+    before = np.cumsum(length) - length
+    slot = before - before[np.searchsorted(origin.row, origin.row)]
+    return zip(origin.row.tolist(), slot.tolist(), origin.file.tolist(), origin.start.tolist(), length.tolist())
+
+
+def packed_rows(
+    name: str,
+    parts: Sequence[TokenArrays],
+    sequence_length: int,
+    padding: int,
+    report: Report,
+    check: Callable[[int, int, NDArray[np.integer]], None] | None = None,
+    keep_rest: bool = True,
+    files: Sequence[SourceFile] | None = None,
+) -> PackedRows:
+    """The packed rows of these files; see `open_plan` for errors."""
+    plan = open_plan(name, parts, sequence_length, report, keep_rest)
+    return PackedRows(name, parts, plan, sequence_length, padding, check, files)

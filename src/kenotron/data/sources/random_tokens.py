@@ -1,0 +1,51 @@
+"""`dataset: null`: endless uniformly random tokens, a hash of (seed, sample, place), the same everywhere."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kenotron.data.batch import Int64
+from kenotron.data.source import Opening, Samples, SourceSpec, TokenSource, hold_out_last
+from kenotron.kernels.hashing import derive_key, mix64
+
+HELD_OUT = 1024
+"""Samples of validation."""
+
+
+class RandomTokens(TokenSource):
+    """Samples ``[sequence_length + 1]`` of ids below `vocab_size`."""
+
+    name = "random tokens"
+
+    def __init__(self, vocab_size: int, sequence_length: int, seed: int, length: int = 1 << 48) -> None:
+        self.vocab_size, self.length = vocab_size, length
+        self._key = np.uint64(derive_key("random tokens", seed))
+        self._columns = np.arange(sequence_length + 1, dtype=np.uint64)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, indices: Int64, document_ids: bool = True) -> Samples:
+        """The samples `indices` ``[n]``."""
+        rows = mix64(indices.astype(np.uint64) ^ self._key)
+        bits = mix64(rows[:, None] + self._columns) >> np.uint64(32)
+        return Samples(((bits * np.uint64(self.vocab_size)) >> np.uint64(32)).astype(np.int64))
+
+
+class RandomSpec(SourceSpec):
+    """Random tokens have no settings."""
+
+    title = "random"
+
+    def identity(self) -> dict[str, object]:
+        """Equal for all random tokens."""
+        return {}
+
+    def open(self, opening: Opening) -> TokenSource:
+        """Random tokens below the model's vocabulary."""
+        return hold_out_last(RandomTokens(opening.run.vocab_size, opening.sequence_length, opening.seed), HELD_OUT)
+
+
+def specs(section: None) -> list[tuple[float | str, SourceSpec]]:
+    """The one source of `dataset: null`."""
+    return [(1.0, RandomSpec())]

@@ -1,0 +1,276 @@
+"""One reader of a stream: documents → shuffle buffer → tokens → windows, with a state that can be saved anywhere.
+
+    files of the epoch, this shard's       a.jsonl  c.jsonl  …             `file_index` and `offset` say how far
+    shuffle buffer, drawn at random       [doc 7] [doc 2] [doc 9]         `drawn` documents so far
+    tokens, ends of documents             5 6 3 1 4 | 7 8 9 2 5 | …
+    windows                               [5 6 3 1 4] [4 7 8 9 2] …       `emitted` so far
+
+Documents are drawn a *block* at a time, about a hundred thousand characters, and tokenized. The state before a block is
+kept until the next one, so the position of a shard is two things: a state, and how many windows of the block after
+it were emitted. Both are cheap, since texts are shared, not copied; a shard that is restored tokenizes one block again.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError
+from kenotron.data.batch import Int64
+from kenotron.data.sources.windows import document_numbers
+from kenotron.kernels.hashing import derive_key, hash64
+from kenotron.text.compression import DAMAGE
+from kenotron.text.documents import DocumentChunk, StreamableDocuments
+from kenotron.text.hash_split import assign_sides
+
+BLOCK_CHARACTERS = 1 << 17
+"""Text that is tokenized at once; a matter of speed and memory only."""
+
+LONGEST_DOCUMENT = 1 << 22
+"""Characters from which a text that comes in pieces is cut: what follows is another document."""
+
+BUFFER_CHARACTERS = 1 << 26
+"""Text at which a shuffle buffer counts as full, however few its documents."""
+
+EMPTY_EPOCHS = 1000
+"""Epochs without a document after which a shard raises an error."""
+
+Document = tuple[str, ...]
+"""The pieces of a document, end to end."""
+
+
+@dataclass(frozen=True)
+class ShardRules:
+    """What the shards of a stream share.
+
+    `encode` makes ids of documents; texts with a hash below `held_out`, or among `chosen`, are left out;
+    `single_pieces`: every piece counts as a document.
+    """
+
+    texts: StreamableDocuments
+    encode: Callable[[Sequence[Document]], tuple[NDArray[np.uint32], Int64]]
+    sequence_length: int
+    seed: int
+    shuffle_buffer: int
+    shards: int
+    held_out: int
+    single_pieces: bool
+    chosen: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """The state of a shard before a block; `emitted` counts the windows before it. See the module."""
+
+    epoch: int
+    file_index: int
+    offset: int
+    drawn: int
+    emitted: int
+    buffer: tuple[Document, ...]
+    ids: NDArray[np.uint32]
+    ends: Int64
+
+
+BEGINNING = ShardState(0, 0, 0, 0, 0, (), np.empty(0, np.uint32), np.empty(0, np.int64))
+
+
+class ShardPosition(NamedTuple):
+    """How far a shard is: `after` windows behind a state."""
+
+    state: ShardState
+    after: int
+
+    @property
+    def emitted(self) -> int:
+        """Windows emitted so far."""
+        return self.state.emitted + self.after
+
+
+START = ShardPosition(BEGINNING, 0)
+
+
+class ReaderShard:
+    """Shard `number` of a stream, from `position` on. Nothing is read before a window is asked for."""
+
+    def __init__(self, rules: ShardRules, number: int, position: ShardPosition = START) -> None:
+        self.rules, self.number = rules, number
+        self.position = position
+        self._ids, self._ends = position.state.ids, position.state.ends
+        self._epoch, self._file_index, self._offset = (
+            position.state.epoch,
+            position.state.file_index,
+            position.state.offset,
+        )
+        self._drawn, self._buffer = position.state.drawn, list(position.state.buffer)
+        self._characters = sum(map(_characters, self._buffer))
+        self._reader = self._documents()
+        self._again = position.after > 0
+
+    def next(self) -> tuple[NDArray[np.uint32], Int64]:
+        """The next window ``[sequence_length + 1]``, and the number of the document of each of its tokens."""
+        start = self._ready()
+        size = self.rules.sequence_length + 1
+        numbers = document_numbers(self._ends.astype(np.uint64), np.array([start]), size, self.rules.texts.name)[0]
+        return self._ids[start : start + size], numbers
+
+    def skip(self) -> None:
+        """Leave the next window out."""
+        self._ready()
+
+    def _ready(self) -> int:
+        """Where the next window begins in the tokens at hand; it counts as emitted."""
+        if self._again:  # the block behind the state that this shard began with
+            self._extend()
+            self._again = False
+        length = self.rules.sequence_length
+        while len(self._ids) < (self.position.after + 1) * length + 1:
+            self._refill()
+        state, after = self.position
+        self.position = ShardPosition(state, after + 1)
+        return after * length
+
+    def _refill(self) -> None:
+        """Drop the tokens that were emitted, note the state, draw a block."""
+        gone = self.position.after * self.rules.sequence_length
+        self._ids, self._ends = self._ids[gone:].copy(), self._ends[self._ends > gone] - gone
+        where = (self._epoch, self._file_index, self._offset, self._drawn, self.position.emitted)
+        self.position = ShardPosition(ShardState(*where, tuple(self._buffer), self._ids, self._ends), 0)
+        self._extend()
+
+    def _extend(self) -> None:
+        block: list[Document] = []
+        size, epoch = 0, self._epoch
+        while size < BLOCK_CHARACTERS and epoch == self._epoch:  # a small set is not read a hundred times for a block
+            block.append(self._draw())
+            size += _characters(block[-1]) + 1
+        ids, lengths = self.rules.encode(block)
+        self._ends = np.concatenate([self._ends, len(self._ids) + np.cumsum(lengths)])
+        self._ids = np.concatenate([self._ids, ids])
+
+    def _draw(self) -> Document:
+        """A document of the buffer at random. An epoch ends when the buffer is empty and its files are read.
+
+        The files of a shard are others in every epoch: it may be that one holds out all of them.
+        """
+        self._fill()
+        empty = 0
+        while not self._buffer:
+            if (self._epoch, self._drawn) == (0, 0):
+                raise InputError(
+                    f"{self.rules.texts.name}: shard {self.number} of {self.rules.shards} has no document to train on"
+                )
+            if (empty := empty + 1) > EMPTY_EPOCHS:
+                raise InputError(f"{self.rules.texts.name}: shard {self.number} finds no document any more")
+            self._epoch, self._file_index, self._offset, self._drawn = self._epoch + 1, 0, 0, 0
+            self._reader = self._documents()
+            self._fill()
+        key = derive_key("shuffle buffer", self.rules.seed, self.number, self._epoch)
+        chosen = (hash64(key, self._drawn) * len(self._buffer)) >> 64
+        document, last = self._buffer[chosen], self._buffer.pop()
+        if chosen < len(self._buffer):
+            self._buffer[chosen] = last
+        self._drawn += 1
+        self._characters -= _characters(document)
+        return document
+
+    def _fill(self) -> None:
+        while len(self._buffer) < self.rules.shuffle_buffer and self._characters < BUFFER_CHARACTERS:
+            document = next(self._reader, None)
+            if document is None:
+                return
+            self._buffer.append(document)
+            self._characters += _characters(document)
+
+    def _documents(self) -> Iterator[Document]:
+        """The documents that are left of this epoch; the next one begins at `_file_index` and `_offset`."""
+        parts = epoch_order(self.rules, self._epoch)[self.number :: self.rules.shards]
+        while self._file_index < len(parts):
+            waiting: list[str] = []
+            for piece in assign_sides(self._pieces(parts[self._file_index]), self.rules.held_out, self.rules.chosen):
+                if piece.held_out:
+                    continue
+                waiting.append(piece.text)
+                if piece.ends or _characters(waiting) >= LONGEST_DOCUMENT:
+                    self._offset = piece.done
+                    yield tuple(waiting)
+                    waiting = []
+            self._file_index, self._offset = self._file_index + 1, 0
+
+    def _pieces(self, part: int) -> Iterator[DocumentChunk]:
+        for piece in self.rules.texts.chunks_from(part, self._offset):
+            yield piece._replace(last=True) if self.rules.single_pieces else piece
+
+
+def epoch_order(rules: ShardRules, epoch: int) -> list[int]:
+    """The parts of a stream in the order of this epoch; nothing is shuffled where the buffer holds one document."""
+    parts = range(rules.texts.parts)
+    if rules.shuffle_buffer == 1:
+        return list(parts)
+    key = derive_key("stream files", rules.seed, epoch)
+    return sorted(parts, key=lambda part: hash64(key, part))
+
+
+def _characters(pieces: Sequence[str]) -> int:
+    return sum(map(len, pieces))
+
+
+# ---- a position as bytes -----------------------------------------------------------------------------------
+
+FORMAT = 1
+SAVED_NAMES = {"file_index": "turn", "offset": "place", "emitted": "given"}
+"""Fields of `ShardState` that files hold under an older name."""
+
+
+def to_bytes(position: ShardPosition, facts: dict[str, object]) -> bytes:
+    """Gzipped JSON of a shard's position, with `facts` that `from_bytes` compares."""
+    state = {SAVED_NAMES.get(name, name): value for name, value in vars(position.state).items()}
+    state |= {"ids": position.state.ids.tolist(), "ends": position.state.ends.tolist()}
+    saved = {"format": FORMAT, **facts, "after": position.after, "state": state}
+    packed = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=1, mtime=0) as bytes_of,
+        io.TextIOWrapper(bytes_of, encoding="utf-8") as text,
+    ):
+        # Written as it is made: as one text, a buffer with a wide character is large.
+        json.dump(saved, text, ensure_ascii=False)
+    return packed.getvalue()
+
+
+def from_bytes(data: bytes, facts: dict[str, object], where: str) -> ShardPosition:
+    """What `to_bytes` wrote. Errors (InputError, with `where`): no such state, or one of another stream."""
+    try:
+        saved = json.loads(gzip.decompress(data))
+        position = _checked(saved["state"], saved["after"])
+    except (*DAMAGE, OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{where}: not the state of a stream ({type(error).__name__}: {error})") from None
+    for name, value in {"format": FORMAT, **facts}.items():
+        if saved.get(name) != value:
+            raise InputError(
+                f"{where}: the state of another stream: {name} is {saved.get(name)!r} there and {value!r} in this run; "
+                "put the old value or files back, or start over (--fresh, checkpoints.load_lr_scheduler: false)"
+            )
+    return position
+
+
+def _checked(state: dict[str, Any], after: int) -> ShardPosition:
+    """A position as JSON holds it; any of the usual errors for one that no shard was ever at."""
+    state = {field.name: state[SAVED_NAMES.get(field.name, field.name)] for field in fields(ShardState)}
+    ids, ends = np.array(state["ids"], np.uint32), np.array(state["ends"], np.int64)
+    buffer = tuple(map(tuple, state["buffer"]))
+    numbers = [after, *(state[name] for name in ("epoch", "file_index", "offset", "drawn", "emitted"))]
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+        raise ValueError(f"expected counts, found {numbers}")
+    kinds = {type(document) for document in state["buffer"]}, {type(text) for each in buffer for text in each}
+    if kinds[0] - {list} or kinds[1] - {str}:
+        raise ValueError("expected lists of texts in its buffer")
+    if ids.ndim != 1 or (np.diff(ends, prepend=0, append=len(ids)) < 0).any():
+        raise ValueError("the ends of its documents do not ascend to the last of its tokens")
+    return ShardPosition(ShardState(**state | {"ids": ids, "ends": ends, "buffer": buffer}), after)

@@ -1,0 +1,321 @@
+"""A stream: text that is tokenized while the run reads it, by reader shards that share its files.
+
+    draw    0 1 2 3 4 5 6 7 …          draw n of the source is window n // shards of shard n % shards
+    shard 0  0   2   4   6               (two shards; each reads every other file of the epoch)
+    shard 1    1   3   5   7
+
+A shard only reads forward. So a rank reads its samples step by step, and at the end of each step advances the shards
+that it used to where the *global* batch leaves them, whichever rank reads the windows in between. The position of a
+shard after a step is then the same on every rank that runs it, and on every layout.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.data import Streaming
+from kenotron.config.errors import InputError, counted
+from kenotron.data.batch import Int64
+from kenotron.data.cache import SplitTokens
+from kenotron.data.source import Opening, Samples, StreamSource, TokenSource
+from kenotron.data.sources.reader_shards import START, ReaderShard, ShardPosition, ShardRules, from_bytes, to_bytes
+from kenotron.data.sources.windows import HeldOutWindows
+from kenotron.text.documents import DocumentChunk, StreamableDocuments
+from kenotron.text.encode import EncodeRules, encode_chunks
+from kenotron.text.hash_split import assign_sides, threshold_of_fraction
+from kenotron.text.pretoken_cache import BORDER, CachedBPE
+from kenotron.text.progress import Report
+from kenotron.text.tokenizer import TextTokenizer, library_ids
+
+ENDLESS = 1 << 48
+KEPT_STEPS = 4
+"""Steps whose shards' positions are remembered: more than batches are made ahead."""
+
+LONGEST_WHOLE = 1 << 23
+"""Characters of a piece of text that a tokenizer encodes at once, where it is not known where words begin."""
+
+WORDS_AT_ONCE = 1 << 18
+REPORTED_WINDOWS = 1000
+"""Windows from which reading a shard again is reported."""
+
+
+class Stream(StreamSource):
+    """The training samples of a stream, read forward.
+
+    Going back reads a shard again, from its position some steps ago if that is enough, else from its beginning: slow,
+    and the same samples.
+    """
+
+    def __init__(
+        self,
+        texts: StreamableDocuments,
+        tokenizer: TextTokenizer,
+        rules: EncodeRules,
+        *,
+        sequence_length: int,
+        vocab_size: int,
+        seed: int,
+        shuffle_buffer: int,
+        shards: int,
+        val_fraction: float,
+        reserved: frozenset[int] = frozenset(),
+        report: Report = print,
+    ) -> None:
+        if shards > texts.parts:
+            raise InputError(
+                f"dataset.streaming.lanes: expected at most one reader shard per file; found {shards} for the "
+                f"{counted(texts.parts, 'file')} of {texts.name}"
+            )
+        self.name, self.texts, self.shards, self._report = texts.name, texts, shards, report
+        self.encode = DocumentEncoder(texts.name, tokenizer, rules, vocab_size)
+        self.rules = ShardRules(
+            texts=texts,
+            encode=self.encode,
+            sequence_length=sequence_length,
+            seed=seed,
+            shuffle_buffer=shuffle_buffer,
+            shards=shards,
+            held_out=threshold_of_fraction(val_fraction),
+            single_pieces=rules.max_tokens is not None,
+            chosen=reserved,
+        )
+        self._facts: dict[str, object] = {
+            "files": texts.fingerprint(times=False),
+            "tokenizer": tokenizer.hash,
+            "eos": rules.eos,
+            "max_tokens": rules.max_tokens,
+            "val_fraction": val_fraction,
+            "sequence_length": sequence_length,
+            "seed": seed,
+            "shuffle_buffer": shuffle_buffer,
+            "lanes": shards,
+            **({"chosen": sorted(reserved)} if reserved else {}),
+        }
+        self._shards: dict[int, ReaderShard] = {}
+        self._positions: dict[int, dict[int, ShardPosition]] = {}  # after a step
+        self._lock = threading.Lock()
+        self._held_out: TokenSource = super().held_out
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def read(self, indices: Int64, document_ids: bool = True) -> Samples:
+        """The samples `indices` ``[n]``, by their reader shards."""
+        windows = np.empty((len(indices), self.rules.sequence_length + 1), dtype=np.uint32)
+        documents = np.empty(windows.shape, dtype=np.int64)
+        with self._lock:
+            for row in np.argsort(indices, kind="stable"):
+                number, shard = divmod(int(indices[row]), self.shards)
+                windows[row], documents[row] = self._shard_at(shard, number).next()
+        return Samples(windows, documents if document_ids else None)
+
+    @property
+    def held_out(self) -> TokenSource:
+        """The first held-out documents of the stream."""
+        return self._held_out
+
+    @property
+    def fingerprint(self) -> str:
+        """By names, sizes and times of its files."""
+        return self.texts.fingerprint(times=True)
+
+    def measure(self, unit: str) -> int:
+        """Error (InputError): the length of a stream is not known."""
+        raise InputError(f"dataset.weight: {unit}: how much there is of the stream {self.name} is not known")
+
+    def _shard_at(self, number: int, emitted: int) -> ReaderShard:
+        """Reader shard `number` after so many windows."""
+        shard = self._shards.get(number)
+        if shard is None or shard.position.emitted > emitted:
+            known = [positions[number] for positions in self._positions.values() if number in positions]
+            earlier = [position for position in known if position.emitted <= emitted]
+            position = max(earlier, key=lambda each: each.emitted, default=START)
+            shard = self._shards[number] = ReaderShard(self.rules, number, position)
+            if (missing := emitted - position.emitted) > REPORTED_WINDOWS:
+                self._report(
+                    f"{self.name}: reader shard {number} reads {counted(missing, 'sample')} again, to where the run is"
+                )
+        while shard.position.emitted < emitted:
+            shard.skip()
+        return shard
+
+    # ---- how far the shards are ----
+
+    def emitted_by(self, shard: int, samples: int) -> int:
+        """How many of the first `samples` come from `shard`."""
+        return max(0, -(-(samples - shard) // self.shards))
+
+    def advance(self, step: int, samples: int, used: Int64) -> None:
+        """Advance the shards of the samples `used` to the end of `step`, and note all positions."""
+        with self._lock:
+            for number in np.unique(used % self.shards).tolist():
+                self._shard_at(number, self.emitted_by(number, samples))
+            self._positions[step] = {number: shard.position for number, shard in self._shards.items()}
+            kept = sorted(known for known in self._positions if known <= step)[-KEPT_STEPS:]
+            self._positions = {known: self._positions[known] for known in kept}
+
+    def states(self, step: int, samples: int) -> dict[int, Callable[[], bytes]]:
+        """The states of the shards that this process has at the end of `step`."""
+        with self._lock:  # where the last step that read the stream left them, if the stage of `step` does not
+            last = max((known for known in self._positions if known <= step), default=step)
+            positions = dict(self._positions.get(last, {}))
+        return {
+            shard: partial(to_bytes, position, self._facts | {"lane": shard})
+            for shard, position in positions.items()
+            if position.emitted == self.emitted_by(shard, samples)
+        }
+
+    def restore(self, step: int, samples: int, shard: int, state: bytes, where: str) -> None:
+        """Continue `shard` from `state`."""
+        position = from_bytes(state, self._facts | {"lane": shard}, where)
+        if position.emitted != (expected := self.emitted_by(shard, samples)):
+            raise InputError(f"{where}: expected a reader shard after {expected:,} samples, found {position.emitted:,}")
+        if (largest := int(position.state.ids.max(initial=0))) >= self.encode.vocab_size:
+            raise InputError(f"{where}: token {largest} is not below the vocabulary of {self.encode.vocab_size:,}")
+        with self._lock:
+            self._shards[shard] = ReaderShard(self.rules, shard, position)
+            self._positions.setdefault(step, {})[shard] = position
+
+    def validate_on(self, held_out: TokenSource) -> None:
+        """Set the samples that validation reads."""
+        self._held_out = held_out
+
+    def describe(self) -> str:
+        """Files, order and reader shards."""
+        buffer, parts = self.rules.shuffle_buffer, counted(self.texts.parts, "file")
+        order = f"shuffled over {buffer:,} documents" if buffer > 1 else "in their order"
+        held = counted(len(self._held_out), "sample")
+        shards = counted(self.shards, "reader shard")
+        return f"{self.name}: streamed from {parts}, {order}, {shards}; held out for validation: {held}"
+
+
+class DocumentEncoder:
+    """Ids of documents, by the rules of the cached mode, in bounded memory. Words met before keep their ids."""
+
+    def __init__(self, name: str, tokenizer: TextTokenizer, rules: EncodeRules, vocab_size: int) -> None:
+        self.name, self.tokenizer, self.rules, self.vocab_size = name, tokenizer, rules, vocab_size
+        adds_nothing = tokenizer.backend.num_special_tokens_to_add(False) == 0
+        self.words = CachedBPE.of(tokenizer.backend) if adds_nothing else None
+        self._lock = threading.Lock()  # the kept words are one dict
+
+    def __call__(self, documents: Sequence[Sequence[str]]) -> tuple[NDArray[np.uint32], Int64]:
+        """Ids end to end ``[tokens]``, and how many each document has ``[documents]``."""
+        pieces = list(chain.from_iterable(documents))
+        sizes = np.array([len(document) for document in documents])
+        last = np.cumsum(sizes) - 1
+        starts, ends = np.zeros(len(pieces), dtype=np.bool_), np.zeros(len(pieces), dtype=np.bool_)
+        starts[last - sizes + 1], ends[last] = True, True
+        with self._lock:
+            ids, lengths, *_ = encode_chunks(self._encode, pieces, starts.tolist(), ends.tolist(), self.rules)
+        if len(ids) and (largest := int(ids.max())) >= self.vocab_size:
+            raise InputError(
+                f"{self.name}: token {largest} is not below model.model_config.vocab_size = {self.vocab_size}; "
+                f"the tokenizer {self.tokenizer.name} needs {self.tokenizer.vocab_size}"
+            )
+        return ids, np.add.reduceat(lengths, last - sizes + 1)
+
+    def _encode(self, texts: list[str], special: bool) -> list[list[int]]:
+        if self.words is None:
+            for text in texts:
+                self._check(text)
+            return library_ids(self.tokenizer.backend, texts, special)
+        if max(map(len, texts), default=0) <= WORDS_AT_ONCE:
+            return self.words.encode(texts)
+        return [list(chain.from_iterable(self.words.encode([part])[0] for part in self._cut(text))) for text in texts]
+
+    def _cut(self, text: str) -> list[str]:
+        """Parts of a long text, cut only where a word begins in any context, so that no token changes."""
+        assert self.words is not None
+        if self.words.has_special(text):
+            self._check(text)
+            return [text]
+        parts, start = [], 0
+        while len(text) - start > WORDS_AT_ONCE and (border := BORDER.search(text, start + WORDS_AT_ONCE)):
+            parts.append(text[start : border.start()])
+            start = border.start()
+        parts.append(text[start:])
+        for part in parts:
+            self._check(part)
+        return parts
+
+    def _check(self, text: str) -> None:
+        if len(text) > LONGEST_WHOLE:
+            raise InputError(
+                f"{self.name}: a document of {len(text):,} characters, {text[:40]!r}…, which {self.tokenizer.name} has "
+                f"to encode at once; expected at most {LONGEST_WHOLE:,} while streaming: split it"
+            )
+
+
+def all_documents(texts: StreamableDocuments) -> Iterator[DocumentChunk]:
+    """Every piece of a stream, in the order of its files."""
+    return chain.from_iterable(texts.chunks_from(part, 0) for part in range(texts.parts))
+
+
+def first_held_out(
+    texts: StreamableDocuments, encode: DocumentEncoder, val_fraction: float, tokens: int
+) -> SplitTokens:
+    """The first held-out documents of the stream, in the order of its files, that make so many tokens; all there are if
+    they make fewer.
+    """
+    found: list[NDArray[np.uint32]] = []
+    size = 0
+    waiting: list[str] = []
+    for piece in assign_sides(_pieces(texts, encode), threshold_of_fraction(val_fraction)):
+        if not piece.held_out:
+            continue
+        waiting.append(piece.text)
+        if not piece.ends:
+            continue
+        found.append(encode([waiting])[0])
+        size += sum(len(text.encode()) for text in waiting)
+        waiting = []
+        if sum(map(len, found)) >= tokens:
+            break
+    ids = np.concatenate([np.empty(0, dtype=np.uint32), *found])
+    ends = np.cumsum(np.array([len(each) for each in found], dtype=np.uint64), dtype=np.uint64)
+    return SplitTokens(ids, ends, size, int(ids.max(initial=0)) if len(ids) else -1)
+
+
+def _pieces(texts: StreamableDocuments, encode: DocumentEncoder) -> Iterator[DocumentChunk]:
+    for piece in all_documents(texts):
+        yield piece if encode.rules.max_tokens is None else piece._replace(last=True)
+
+
+def open_stream(
+    texts: StreamableDocuments, tokenizer: TextTokenizer, rules: EncodeRules, settings: Streaming, opening: Opening
+) -> Stream:
+    """Open a stream. Held-out documents are read only for the first stage of a run that validates.
+
+    Errors (InputError): more reader shards than files; how much validation reads is not set.
+    """
+    run, length = opening.run, opening.sequence_length
+    stream = opening.opened
+    if not isinstance(stream, Stream):
+        stream = Stream(
+            texts,
+            tokenizer,
+            rules,
+            sequence_length=length,
+            vocab_size=run.vocab_size,
+            seed=opening.order_key,
+            shuffle_buffer=settings.shuffle_buffer,
+            shards=settings.lanes,
+            val_fraction=run.val_fraction,
+            reserved=opening.reserved,
+            report=run.report,
+        )
+    if run.validates and opening.first_stage:
+        if run.validation_samples is None:
+            raise InputError(
+                f"tokens.val_samples: expected a number for the stream {texts.name}, whose held-out documents are not "
+                "counted: set it, or tokens.limit_val_batches above 0"
+            )
+        split = first_held_out(texts, stream.encode, run.val_fraction, run.validation_samples * length + 1)
+        stream.validate_on(HeldOutWindows(texts.name, split, length))
+    return stream

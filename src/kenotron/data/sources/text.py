@@ -1,0 +1,253 @@
+"""Text that this run tokenizes: once, into the cache (here), or while it is read (`stream.py`).
+
+    text_files: {a: 3, b: 1}  ─▶  TextDataset a, TextDataset b  ─open─▶  CachedText: windows of the cached tokens, or,
+                                                                        with `packing: best_fit`, rows of documents
+
+Prompts and answers are text, too: only answers carry a loss, and documents are masked from each other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import numpy as np
+
+from kenotron.config.data import EmbeddedCorpus, PretrainDataset, SFTDataset, SFTFiles, TextFiles
+from kenotron.config.errors import InputError, counted
+from kenotron.config.remote import RemoteData
+from kenotron.data.cache import TokenCache, chosen_hash, content_hash, open_tokens
+from kenotron.data.source import Opening, RunSettings, SampleRange, TextSpec, TokenSource
+from kenotron.data.sources.packed_rows import PackedRows, packed_rows
+from kenotron.data.sources.stream import all_documents, open_stream
+from kenotron.data.sources.windows import HeldOutWindows, TokenWindows
+from kenotron.storage import as_path, is_remote
+from kenotron.text.documents import DocumentSource, RowHook, StreamableDocuments
+from kenotron.text.encode import EncodeRules
+from kenotron.text.file_documents import FileDocuments, find_files, has_rows, python_stdlib
+from kenotron.text.hash_split import hash_threshold, is_held_out, threshold_of_fraction
+from kenotron.text.sft import Columns, SftDocuments
+from kenotron.text.tokenizer import TextTokenizer
+
+HubSection = PretrainDataset | SFTDataset
+TextSection = EmbeddedCorpus | TextFiles | SFTFiles | HubSection
+
+NOT_DATA = {
+    "weight",
+    "max_epochs",
+    "sft_dataloader",
+    "dataset_processing_num_proc_per_process",
+    "dataset_overwrite_cache",
+}
+"""Keys that change neither the samples of a source nor their order."""
+
+
+# ---- from the config ---------------------------------------------------------------------------------------
+
+
+def specs(section: TextSection) -> list[tuple[float | str, TextDataset]]:
+    """The sources of a dataset of text: one, or one for each path of a map path → share."""
+    if isinstance(section, TextFiles) and isinstance(section.text_files, dict):
+        paths = section.text_files.items()
+        return [(share, TextDataset(section.model_copy(update={"text_files": path}))) for path, share in paths]
+    return [(1.0, TextDataset(section))]
+
+
+@dataclass(frozen=True)
+class TextDataset(TextSpec):
+    """A source of text, as its section describes it."""
+
+    section: TextSection
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether these are prompts and answers."""
+        return isinstance(self.section, SFTDataset | SFTFiles)
+
+    @property
+    def is_stream(self) -> bool:  # type: ignore[override]
+        """Whether the text is tokenized while it is read."""
+        return not isinstance(self.section, SFTDataset | SFTFiles) and self.section.streaming is not None
+
+    @property
+    def title(self) -> str:
+        """The corpus, paths, or names on the hub."""
+        if isinstance(self.section, EmbeddedCorpus):
+            return self.section.corpus
+        if isinstance(self.section, TextFiles | SFTFiles):
+            return "+".join(_paths(self.section))
+        names = self.section.hf_dataset_or_datasets
+        return names if isinstance(names, str) else "+".join(names)
+
+    def identity(self) -> dict[str, object]:
+        """All keys that change the samples; paths are the same however they are written."""
+        found: dict[str, object] = {key: value for key, value in self.section if key not in NOT_DATA}
+        if isinstance(self.section, TextFiles | SFTFiles):
+            places = [path.rstrip("/") if is_remote(path) else _absolute(path) for path in _paths(self.section)]
+            found["text_files"] = places[0] if isinstance(self.section.text_files, str) else places
+        return found
+
+    def paths(self) -> tuple[str, Sequence[str]]:
+        """The paths of `text_files`."""
+        return "dataset.text_files", _paths(self.section) if isinstance(self.section, TextFiles | SFTFiles) else ()
+
+    def documents(self, remote: RemoteData | None = None, tokenizer: TextTokenizer | None = None) -> DocumentSource:
+        """The documents. Prompts and answers are examples (text/sft.py); how conversations are written, the
+        `tokenizer` says.
+
+        Errors (InputError): nothing there, not readable, the hub cannot be reached.
+        """
+        section = self.section
+        if not isinstance(section, SFTDataset | SFTFiles):
+            return self._rows(remote, None)
+        names = (section.prompt_column_name, section.completion_column_name, section.messages_column_name)
+        return SftDocuments(partial(self._rows, remote), Columns(*names), section.debug_max_samples, tokenizer)
+
+    def _rows(self, remote: RemoteData | None, hook: RowHook | None) -> StreamableDocuments:
+        section = self.section
+        if isinstance(section, EmbeddedCorpus):
+            return python_stdlib()
+        column = "text" if isinstance(section, SFTDataset | SFTFiles) else section.text_column_name
+        if isinstance(section, TextFiles | SFTFiles):
+            names = _paths(section)
+            files = [file for path in names for file in find_files(as_path(path, remote), "dataset.text_files")]
+            if column != "text" and not any(map(has_rows, files)):
+                raise InputError(
+                    f"dataset.text_column_name: expected files with columns for '{column}', found text alone"
+                )
+            return FileDocuments(", ".join(names), files, column, hook=hook)
+        from kenotron.text.hub_datasets import HubDocuments
+
+        return HubDocuments(
+            section.hf_dataset_or_datasets,
+            section.hf_dataset_splits,
+            section.hf_dataset_config_name,
+            column,
+            hook,
+            streaming=self.is_stream,
+        )
+
+    # ---- held out, or not ----
+
+    def content_key(self, run: RunSettings) -> tuple[str, str]:
+        """By content, or by names, sizes and times of a stream's files."""
+        texts = self.documents(run.remote)
+        return texts.name, cast(StreamableDocuments, texts).fingerprint(times=True) if self.is_stream else content_hash(
+            texts
+        )
+
+    def training_texts(self, run: RunSettings) -> Iterator[str]:
+        """The documents that are not held out."""
+        texts = self.documents(run.remote)
+        if self.is_stream:  # as far as it is read, not all of it twice
+            pieces, limit = all_documents(cast(StreamableDocuments, texts)), threshold_of_fraction(run.val_fraction)
+        else:
+            pieces, limit = texts.documents(), hash_threshold(texts.documents(), run.val_fraction)
+        return (piece.text for piece in pieces if not is_held_out(piece.text, limit))
+
+    def held_out_texts(self, run: RunSettings, reserved: frozenset[int]) -> Iterator[str]:
+        """The documents that validation reads."""
+        texts = self.documents(run.remote)
+        limit = hash_threshold(texts.documents(), run.val_fraction)
+        return (piece.text for piece in texts.documents() if is_held_out(piece.text, limit, reserved))
+
+    def reserved_hash(self, run: RunSettings) -> int | None:
+        """Hash of the document with the smallest one, where no other is held out."""
+        return None if self.is_stream else chosen_hash(self.documents(run.remote, run.tokenizer), run.val_fraction)
+
+    # ---- opening ----
+
+    def open(self, opening: Opening) -> TokenSource:
+        """Tokenize the text, or map what an earlier run has tokenized; a stream is only begun."""
+        run, section = opening.run, self.section
+        texts = self.documents(run.remote, run.tokenizer)
+        if run.tokenizer is None:
+            raise InputError(f"{texts.name} is text, but the run has no tokenizer")
+        rules = EncodeRules(run.eos, run.max_document_tokens, examples=self.has_answers)
+        if not isinstance(section, SFTDataset | SFTFiles) and section.streaming is not None:
+            return open_stream(cast(StreamableDocuments, texts), run.tokenizer, rules, section.streaming, opening)
+        reserved = opening.reserved
+        cache = open_tokens(
+            texts,
+            run.tokenizer,
+            rules,
+            run.val_fraction,
+            section.dataset_processing_num_proc_per_process if isinstance(section, HubSection) else 1,
+            isinstance(section, HubSection) and section.dataset_overwrite_cache,
+            run.report,
+            run.stop,
+            reserved - {chosen_hash(texts, run.val_fraction)} if reserved else (),
+        )
+        _check_ids(texts.name, cache, run.vocab_size, run.tokenizer)
+        length = opening.sequence_length
+        train: TokenSource = TokenWindows(texts.name, cache.train, length)
+        held_out: TokenSource = HeldOutWindows(texts.name, cache.validation, length)
+        if section.packing == "best_fit":
+            # The rest of an example that is cut has lost its prompt: it is left out.
+            pack = partial(packed_rows, texts.name, sequence_length=length, padding=run.padding, report=run.report)
+            train = pack(parts=[cache.train], keep_rest=not self.has_answers)
+            held_out = pack(parts=[cache.validation], keep_rest=False) if self.has_answers else held_out
+        return CachedText(train, held_out, cache, self.has_answers)
+
+
+def _paths(section: TextFiles | SFTFiles) -> list[str]:
+    return [section.text_files] if isinstance(section.text_files, str) else list(section.text_files)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _check_ids(name: str, cache: TokenCache, vocab_size: int, tokenizer: TextTokenizer) -> None:
+    """Every id must be a row of the embedding."""
+    largest = max(cache.train.max_id, cache.validation.max_id)
+    if largest >= vocab_size:
+        raise InputError(
+            f"{name}: token {largest} is not below model.model_config.vocab_size = {vocab_size}; "
+            f"the tokenizer {tokenizer.name} needs {tokenizer.vocab_size}"
+        )
+
+
+# ---- open --------------------------------------------------------------------------------------------------
+
+
+class CachedText(SampleRange):
+    """Tokenized documents of the cache, held out by the hash of their text."""
+
+    def __init__(self, train: TokenSource, held_out: TokenSource, cache: TokenCache, has_answers: bool) -> None:
+        super().__init__(train, 0, len(train), held_out)
+        self.cache, self.masks_documents = cache, has_answers
+        self.size_in_bytes = cache.train.bytes
+        if len(held_out):
+            held_out.bytes_per_token = cache.validation.bytes / len(cache.validation.tokens)
+        if not has_answers:
+            self.held_out_text_bytes = cache.validation.bytes
+
+    @property
+    def fingerprint(self) -> str:
+        """The content of the texts, and whether they are packed."""
+        return f"{self.cache.content} best_fit" if isinstance(self.whole, PackedRows) else self.cache.content
+
+    def describe(self) -> str:
+        """Documents, tokens, bytes and samples of both sides."""
+        train, held, skipped = self.cache.train, self.cache.validation, self.cache.skipped
+        packing = f"; {self.whole.describe()}" if isinstance(self.whole, PackedRows) else ""
+        noun, reason = ("file", "as no UTF-8") if train.loss is None else ("row", "without an answer")
+        left_out = f", {counted(skipped, noun)} left out {reason}" if skipped else ""
+        with_loss = "" if train.loss is None else f" ({np.count_nonzero(train.loss):,} with a loss)"
+        rule = " (the one with the smallest hash: none below tokens.val_fraction)" if self.cache.smallest_hash else ""
+        return (
+            f"{self.name}: {counted(len(train.ends), 'document')}, {len(train.tokens):,} tokens{with_loss}, "
+            f"{train.bytes:,} bytes, "
+            f"{counted(len(self), 'sample')}{packing}; held out: {counted(len(held.ends), 'document')}, "
+            f"{len(held.tokens):,} tokens, {held.bytes:,} bytes{rule}{left_out}; cache: {self.cache.path}"
+        )
+
+    def found(self) -> str:
+        """Tokens and documents to train on."""
+        held = len(self.cache.validation.ends)
+        rest = f" (and {counted(held, 'document')} held out by tokens.val_fraction)" if held else ""
+        return f"{len(self.cache.train.tokens):,} in {counted(len(self.cache.train.ends), 'document')}{rest}"

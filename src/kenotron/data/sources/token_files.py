@@ -1,0 +1,368 @@
+"""Tokenized files: nanotron's Nanoset keys, `tokens`, and a mix file, as sources that read folders of files.
+
+    dataset_folder: [a, b]               ┐
+    dataset_folder: {a: 3, b: 1}         ├─▶ specs ─▶ [(share, TokenPath), …] ─open─▶ TokenFiles
+    tokens: mix.json    {"a": 3, "b": 1} ┘
+
+Of the windows of a folder (`token_folder.py`) the last `tokens.val_fraction` are held out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kenotron.config.data import NanosetDataset, TokenFilesDataset, as_list
+from kenotron.config.errors import InputError, counted
+from kenotron.config.remote import RemoteData
+from kenotron.data.batch import Int64
+from kenotron.data.formats import TokenFile, open_token_files
+from kenotron.data.manifest import manifests_beside
+from kenotron.data.order import permute
+from kenotron.data.source import (
+    Opening,
+    RunSettings,
+    SampleRange,
+    SourceSpec,
+    TokenSource,
+    held_out_samples,
+)
+from kenotron.data.sources.packed_rows import PackedRows, packed_rows
+from kenotron.data.sources.token_folder import TokenFolder, count_windows, window_step
+from kenotron.kernels.hashing import derive_key
+from kenotron.storage import AnyPath, as_path, is_remote
+from kenotron.text.tokenizer import TextTokenizer
+
+# ---- from the config ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TokenPath(SourceSpec):
+    """One path of `dataset_folder` or `tokens` (`key` says which), with what is asked of it."""
+
+    key: str
+    path: str
+    dtype: str | None = None
+    read_path: str | None = None
+    max_tokens: int | None = None
+    shuffle_files: bool = False
+    return_positions: bool = True
+    tokenizer_name: str | None = None
+    vocab_size: int | None = None
+    packing: str = "windows"
+
+    splits_files = True
+
+    @property
+    def title(self) -> str:
+        """The path."""
+        return self.path
+
+    def identity(self) -> dict[str, object]:
+        """The path, however it is written, and how it is read."""
+        remote = is_remote(self.path)
+        path = self.path.rstrip("/") if remote else os.path.abspath(os.path.expanduser(self.path))
+        return {
+            "path": path,
+            "dtype": self.dtype,
+            "max_tokens": self.max_tokens,
+            "shuffle_files": self.shuffle_files,
+            "packing": self.packing,
+        }
+
+    def paths(self) -> tuple[str, Sequence[str]]:
+        """The path, under its key."""
+        return self.key, [self.path]
+
+    def check_files(self) -> None:
+        """Open the files. Error (InputError): one is damaged or missing."""
+        open_token_files(self.path, self.key, self.dtype)
+
+    def open(self, opening: Opening) -> TokenSource:
+        """Open the folder, check that it fits the run, and split it."""
+        run = opening.run
+        folder = open_folder(self, opening.sequence_length, run.vocab_size, run.seed, run.remote)
+        check_fit(folder, self, run)
+        return TokenFiles(folder, self, run)
+
+
+def specs(section: TokenFilesDataset) -> list[tuple[float | str, TokenPath]]:
+    """The sources of the key `tokens`. Errors (InputError): a mix file that cannot be read."""
+    paths = section.tokens
+    if isinstance(paths, str) and paths.endswith(".json"):
+        paths = read_mix(as_path(paths))
+    shares = paths.items() if isinstance(paths, dict) else [(path, None) for path in as_list(paths)]
+    found = [
+        (share, TokenPath("dataset.tokens", path, section.token_dtype, packing=section.packing))
+        for path, share in shares
+    ]
+    return _with_shares(found)
+
+
+def nanoset_specs(section: NanosetDataset) -> list[tuple[float | str, TokenPath]]:
+    """The sources of the key `dataset_folder`."""
+    nothing = [None] * len(section.folders)
+    copies = nothing if section.dataset_read_path is None else as_list(section.dataset_read_path)
+    lists = (section.folders, section.dataset_weights or nothing, copies, section.dataset_max_tokens or nothing)
+    size = section.token_size_in_bytes
+    found = [
+        (
+            share,
+            TokenPath(
+                key="dataset.dataset_folder",
+                path=folder,
+                dtype=f"uint{8 * size}" if size else None,
+                read_path=copy,
+                max_tokens=cap,
+                shuffle_files=section.shuffle_files,
+                return_positions=section.return_positions,
+                tokenizer_name=section.tokenizer_name,
+                vocab_size=section.vocab_size,
+                packing=section.packing,
+            ),
+        )
+        for folder, share, copy, cap in zip(*lists, strict=True)
+    ]
+    return _with_shares(found)
+
+
+def _with_shares(found: Sequence[tuple[float | None, TokenPath]]) -> list[tuple[float | str, TokenPath]]:
+    """Paths without a share have as much as they have samples."""
+    unknown: float | str = "tokens" if len(found) > 1 else 1.0
+    return [(unknown if share is None else share, path) for share, path in found]
+
+
+def read_mix(file: AnyPath) -> dict[str, float]:
+    """A mix ``{path: weight}`` from a JSON file; its relative paths are relative to the file's folder."""
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        if repeated := sorted({name for name, _ in pairs if [n for n, _ in pairs].count(name) > 1}):
+            raise InputError(f"dataset.tokens: {file} has {repeated[0]!r} twice")
+        return dict(pairs)
+
+    try:
+        mix = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except OSError as error:
+        raise InputError(f"dataset.tokens: cannot read {file}: {error.strerror or 'no such file'}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"dataset.tokens: {file} is not JSON: {error}") from None
+    if not isinstance(mix, dict) or not mix:
+        raise InputError(f"dataset.tokens: {file}: expected a map path → weight, found {json.dumps(mix):.40}")
+    for path, weight in mix.items():
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not (number and 0 < weight <= sys.float_info.max):
+            raise InputError(
+                f"dataset.tokens: {file}: the weight of {path!r} must be a number above 0, found {weight!r:.40}"
+            )
+    return {_from(file.parent, path): float(weight) for path, weight in mix.items()}
+
+
+def _from(folder: AnyPath, path: str) -> str:
+    return path if is_remote(path) else str(folder / os.path.expanduser(path))
+
+
+# ---- open --------------------------------------------------------------------------------------------------
+
+
+class TokenFiles(SampleRange):
+    """What is trained on, windows or rows of complete documents as `wanted` says, and the held-out windows.
+
+    What is held out are tokens, whatever a stage's sequence length and packing (`training_ends`). The cap applies to
+    training alone, so that no stage trains on what another validates on.
+    """
+
+    def __init__(self, folder: TokenFolder, wanted: TokenPath, run: RunSettings) -> None:
+        length, files = folder.sequence_length, folder.token_files
+        self.folder, self._ends = folder, training_ends(folder, run.first_sequence_length, run.val_fraction)
+        border = sum(count_windows(end, file.format, length) for file, end in zip(files, self._ends))
+        held_out = SampleRange(folder, border, len(folder))
+        whole: TokenFolder | PackedRows = folder
+        if wanted.packing == "best_fit":
+            parts = [_documents_before(file, end) for file, end in zip(files, self._ends)]
+            whole = packed_rows(folder.name, parts, length, run.padding, run.report, folder.check, files=folder.files)
+            border = len(whole)
+        if wanted.max_tokens is not None:
+            formats = ["datatrove"] if isinstance(whole, PackedRows) else [file.format for file in files]
+            border = min(border, max(count_windows(wanted.max_tokens, each, length) for each in formats))
+        super().__init__(whole, 0, border, held_out)
+        self.is_remote = folder.is_remote
+        self.size_in_bytes = sum(len(file.tokens) * file.tokens.itemsize for file in files)
+
+    @property
+    def fingerprint(self) -> str:
+        """The folder's, and whether it is packed."""
+        return f"{self.folder.fingerprint} best_fit" if isinstance(self.whole, PackedRows) else self.folder.fingerprint
+
+    def training_ends(self) -> Sequence[tuple[str, str, int]]:
+        """Of every file its real path, its name, and the tokens before the held-out ones."""
+        return [(_real(file), str(file.path), end) for file, end in zip(self.folder.token_files, self._ends)]
+
+    def joined(self, others: Sequence[TokenSource]) -> tuple[TokenSource, Int64] | None:
+        """Windows of several folders are one read, where all allow the same ids."""
+        sources = [self, *(other for other in others if isinstance(other, TokenFiles))]
+        if not others or len(sources) <= len(others) or any(source.whole is not source.folder for source in sources):
+            return super().joined(others)
+        whole = TokenFolder.join([source.folder for source in sources])
+        before = np.cumsum([0, *(len(source.folder) for source in sources[:-1])])
+        return None if whole is None else (whole, before)
+
+    def describe(self) -> str:
+        """Documents, tokens and samples."""
+        packing = f"; {self.whole.describe()}" if isinstance(self.whole, PackedRows) else ""
+        samples = f"{counted(len(self), 'sample')}, {len(self.held_out):,} held out{packing}"
+        return f"{self.name}: {self.folder.describe()}, {samples}"
+
+    def found(self) -> str:
+        """Documents and tokens."""
+        held = len(self.held_out)
+        return self.folder.describe() + (f" (and {counted(held, 'sample')} held out)" if held else "")
+
+
+def _real(file: TokenFile) -> str:
+    return str(file.path) if is_remote(file.path) else os.path.realpath(str(file.path))
+
+
+def open_folder(
+    wanted: TokenPath, sequence_length: int, vocab_size: int, seed: int, remote: RemoteData | None = None
+) -> TokenFolder:
+    """The samples of one path; `seed` is for `shuffle_files`, `vocab_size` the model's, `remote` for other machines.
+
+    Errors (InputError): whatever `formats.open_token_files` finds wrong; another format, width or vocabulary than
+    the config names; a local copy of another size.
+    """
+    root = as_path(wanted.path, remote)
+    files = open_token_files(root, wanted.key, wanted.dtype)
+    if wanted.key == "dataset.dataset_folder":
+        for file in files:
+            if file.format != "datatrove":
+                raise InputError(
+                    f"{wanted.key}: expected .ds files, found {file.path} ({file.format}); "
+                    f"other formats are read by the key 'tokens'"
+                )
+    if wanted.vocab_size is not None and wanted.vocab_size > vocab_size:
+        raise InputError(
+            f"dataset.vocab_size: {wanted.vocab_size} is above model.model_config.vocab_size = {vocab_size}"
+        )
+    if wanted.dtype is None:
+        for file in files:
+            _check_guessed_width(file, vocab_size)
+    if wanted.read_path is not None:
+        if is_remote(wanted.read_path):
+            raise InputError(f"dataset.dataset_read_path: expected a folder on this machine, found {wanted.read_path}")
+        is_folder = root.is_dir()
+        files = [_local_copy(file, root if is_folder else root.parent, Path(wanted.read_path)) for file in files]
+    if wanted.shuffle_files:
+        keys = np.full(len(files), derive_key("files", seed), dtype=np.uint64)
+        files = [files[i] for i in permute(np.arange(len(files)), len(files), keys)]
+    return TokenFolder(
+        wanted.path, files, sequence_length, min(vocab_size, wanted.vocab_size or vocab_size), wanted.return_positions
+    )
+
+
+def _check_guessed_width(file: TokenFile, vocab_size: int) -> None:
+    """A `.ds` alone, without index and metadata, is read as two bytes a token, which a large vocabulary contradicts."""
+    if file.format != "datatrove" or file.ends is not None or file.tokenizer is not None:
+        return
+    if vocab_size > 1 << 16:
+        raise InputError(
+            f"{file.path}: nothing says whether a token has 2 or 4 bytes, and it may well be 4: give "
+            f"dataset.token_size_in_bytes (or token_dtype beside 'tokens')"
+        )
+
+
+def _local_copy(file: TokenFile, folder: Any, copies: Path) -> TokenFile:
+    """`file` of `folder`, with its tokens read from the copy of it in `copies`, where there is one."""
+    copy = copies / file.path.relative_to(folder)
+    if not copy.is_file():
+        return file
+    size = copy.stat().st_size
+    if size != len(file.tokens) * file.tokens.itemsize:
+        raise InputError(
+            f"dataset.dataset_read_path: {copy} has {size:,} bytes, but {file.path} has "
+            f"{len(file.tokens) * file.tokens.itemsize:,}"
+        )
+    return replace(file, path=copy, tokens=np.asarray(np.memmap(copy, dtype=file.tokens.dtype, mode="r")))
+
+
+def training_ends(folder: TokenFolder, length: int, val_fraction: float) -> list[int]:
+    """Of each file the tokens before the held-out part, the last `tokens.val_fraction` of the windows of all files.
+
+    They are windows of the first stage's `length`, from which every validation reads.
+    """
+    counts = [count_windows(len(file.tokens), file.format, length) for file in folder.token_files]
+    left = sum(counts) - held_out_samples(sum(counts), val_fraction)
+    ends = [0] * len(counts)
+    for number, (file, count) in enumerate(zip(folder.token_files, counts)):
+        if left < count:  # up to the last token of the last window trained on
+            ends[number] = (left - 1) * window_step(file.format, length) + length + 1 if left else 0
+            break
+        ends[number], left = len(file.tokens), left - count
+    return ends
+
+
+def _documents_before(file: TokenFile, end: int) -> TokenFile:
+    """A file with its documents up to the token `end` and no others; one that continues after it is cut there."""
+    if file.ends is None or end == len(file.tokens):
+        return file
+    whole = file.ends[: np.searchsorted(file.ends, np.uint64(end), side="right")]
+    is_cut = end > (whole[-1] if len(whole) else 0)
+    return replace(file, ends=np.append(whole, np.uint64(end)) if is_cut else whole)
+
+
+def check_fit(folder: TokenFolder, wanted: TokenPath, run: RunSettings) -> None:
+    """Warn, in one line each, of other names of tokenizers, and of documents to be masked whose ends are unknown.
+
+    Errors (InputError): tokens too narrow for the run's tokenizer; a manifest beside them with another one's hash.
+    """
+    files, tokenizer = folder.token_files, run.tokenizer
+    if tokenizer is not None:
+        _check_manifests(folder, tokenizer)
+    copies = wanted.read_path and Path(wanted.read_path).expanduser()
+    if copies and not any(Path(str(file.path)).is_relative_to(copies) for file in files):
+        run.report(f"warning: {copies} (dataset_read_path) has none of the files of {folder.name}: they are read there")
+    unknown = [str(file.path) for file in files if file.ends is None]
+    if run.document_masking and wanted.return_positions and unknown:
+        more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+        run.report(
+            f"warning: {unknown[0]}{more} does not have the ends of documents: under model.document_masking each of "
+            "its sequences counts as one document"
+        )
+    for file in files if tokenizer is not None else ():
+        most = 1 << (8 * file.tokens.itemsize)
+        if file.format == "datatrove" and tokenizer is not None and tokenizer.vocab_size > most:
+            raise InputError(
+                f"{file.path}: tokens of {file.tokens.itemsize} bytes are not those of the run's tokenizer "
+                f"{tokenizer.name}, which has {tokenizer.vocab_size:,} entries"
+            )
+    expected = run.tokenizer_name or wanted.tokenizer_name
+    made_with = [*(file.tokenizer for file in files if file.tokenizer), *filter(None, [wanted.tokenizer_name])]
+    for name in dict.fromkeys(made_with) if expected is not None else ():
+        if expected is not None and _short(name) != _short(expected):
+            run.report(
+                f"warning: {folder.name} was tokenized with '{name}', and the tokenizer of the run is '{expected}'"
+            )
+
+
+def _check_manifests(folder: TokenFolder, run: TextTokenizer) -> None:
+    """Error (InputError): a manifest of `kenotron data` beside the files has the hash of another tokenizer."""
+    for place, made in manifests_beside(folder.token_files):
+        found = made.get("tokenizer_hash")
+        if found not in (None, run.hash):
+            raise InputError(
+                f"{place}: its tokens were made with {made.get('tokenizer')} (hash {found}), and the tokenizer of the "
+                f"run is {run.name} (hash {run.hash}): give that one as tokenizer.tokenizer_name_or_path (or, if ids "
+                f"mean the same in both, take tokenizer_hash out of the manifest)"
+            )
+
+
+def _short(name: str) -> str:
+    """A tokenizer's name without the folder that it is in."""
+    path = Path(name)
+    return (path.parent if path.name == "tokenizer.json" else path).name

@@ -1,0 +1,222 @@
+"""Tokenized files as a source of samples: nothing is copied, nothing is indexed, any sample is one slice of a file.
+
+With `sequence_length` = 4, `.ds` files hold windows of 5 tokens side by side, as nanotron and datatrove cut them; in
+every other format the next window starts at the last token of the one before, so that no token is lost:
+
+    a.ds    |0 1 2 3 4|5 6 7 8 9|10 11       samples 0, 1; two tokens left out
+    b.npy   |0 1 2 3 (4) 5 6 7 (8)| 9 10     samples 2, 3; two tokens left out
+                                    └─ of the folder's samples the last `tokens.val_fraction` are held out
+
+A sample's file is found by bisection in the cumulative numbers of windows, so opening costs one look at each file,
+however long it is. Tokens are checked when they are read: an id that the model has no row for is never fed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError, counted
+from kenotron.data.batch import Int64
+from kenotron.data.formats.token_file import TokenFile, check_loss, checked_loss
+from kenotron.data.source import Origin, Samples, SourceFile, TokenSource
+from kenotron.data.sources.windows import document_numbers, windows_holding
+from kenotron.storage import AnyPath, RemoteArray, fetch_ahead, read_rows
+
+HASHED = 64 * 1024
+"""Bytes of a file's head, and of its tail, that its fingerprint is made of."""
+
+CHECK_EVERY = 0.01
+"""Seconds for which a file that was looked at counts as unchanged: less than a step, more than many reads."""
+
+
+class TokenFolder(TokenSource):
+    """Samples of tokenized files, end to end."""
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[TokenFile],
+        sequence_length: int,
+        vocab_size: int,
+        boundaries: bool = True,
+        states: list[dict[AnyPath, tuple[int, int] | None]] | None = None,
+    ) -> None:
+        self.name, self.token_files, self.sequence_length, self.vocab_size = (
+            name,
+            list(files),
+            sequence_length,
+            vocab_size,
+        )
+        self._files = [SourceFile(str(file.path), file.ends) for file in files]
+        self.boundaries = boundaries and any(file.ends is not None for file in self.token_files)
+        self.steps = np.array([window_step(file.format, sequence_length) for file in self.token_files], dtype=np.int64)
+        counts = [count_windows(len(file.tokens), file.format, sequence_length) for file in self.token_files]
+        self.first = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        types = {file.tokens.dtype for file in self.token_files}
+        # The narrower, the less memory moves; in this machine's order of bytes, which a `.npy` need not have.
+        self.dtype = types.pop().newbyteorder("=") if len(types) == 1 else np.dtype(np.int64)
+        self._states = states or [
+            {path: _state(path) for path in (file.path, file.index_path, file.loss_path) if path is not None}
+            for file in self.token_files
+        ]
+        self._checked = [-math.inf] * len(self.token_files)
+        self.is_remote = any(isinstance(file.tokens, RemoteArray) for file in self.token_files)
+        self._has_masks = any(file.loss is not None for file in self.token_files)
+
+    @staticmethod
+    def join(folders: Sequence[TokenFolder]) -> TokenFolder | None:
+        """The samples of all `folders`, one after the other: a batch of several is one read. None where they allow
+        different ids.
+        """
+        first = folders[0]
+        if any(folder.vocab_size != first.vocab_size for folder in folders):
+            return None
+        files = [
+            file if folder.boundaries else replace(file, ends=None) for folder in folders for file in folder.token_files
+        ]
+        states = [state for folder in folders for state in folder._states]  # as they were opened
+        return TokenFolder(first.name, files, first.sequence_length, first.vocab_size, states=states)
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    @property
+    def files(self) -> Sequence[SourceFile]:
+        """The files, in order."""
+        return self._files
+
+    def locate(self, indices: Int64) -> Origin:
+        """The file and the window of each sample, by bisection."""
+        file = np.searchsorted(self.first, indices, side="right") - 1
+        window = indices - self.first[file]
+        return Origin(self._files, file, window * self.steps[file], self.sequence_length + 1, window=window)
+
+    def samples_holding(self, file: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The windows of a file with tokens of [start, stop)."""
+        first, step = int(self.first[file]), int(self.steps[file])
+        windows = windows_holding(start, stop, step, self.sequence_length)
+        for window in range(windows.start, min(windows.stop, int(self.first[file + 1]) - first)):
+            begin = window * step
+            yield first + window, max(start, begin), min(stop, begin + self.sequence_length + 1)
+
+    def read(self, indices: Int64, document_ids: bool = True) -> Samples:
+        """The windows `indices` ``[n]``, with every id checked."""
+        origin = self.locate(indices)
+        rows = np.empty((len(indices), self.sequence_length + 1), dtype=self.dtype)
+        numbers = origin.file.tolist()
+        for number in set(numbers):
+            self._check_unchanged(number)
+        read_rows([self.token_files[number].tokens for number in numbers], origin.start.tolist(), rows)
+        self._check_ids(rows, numbers, origin.start)
+        return Samples(rows, self._documents(origin) if document_ids else None, self._loss_mask(origin), origin)
+
+    def check(self, number: int, start: int, ids: NDArray[np.integer]) -> None:
+        """Errors (InputError): file `number` has changed; one of `ids`, its tokens from `start` on, is too large; its
+        loss mask does not hold booleans there."""
+        self._check_unchanged(number)
+        checked_loss(self.token_files[number], start, start + len(ids))
+        self._check_ids(ids[None], [number], np.array([start]))
+
+    def fetch_ahead(self, indices: Int64) -> list[Future[bytes]]:
+        """Start downloading the windows `indices` and their loss masks."""
+        origin = self.locate(indices)
+        read = [self.token_files[number] for number in origin.file.tolist()]
+        arrays = [file.tokens for file in read] + [file.loss for file in read]
+        return fetch_ahead(arrays, 2 * origin.start.tolist(), [self.sequence_length + 1] * len(arrays))
+
+    def _documents(self, origin: Origin) -> Int64 | None:
+        if not self.boundaries:
+            return None
+        numbers = np.zeros((len(origin.file), self.sequence_length + 1), dtype=np.int64)
+        for number in np.unique(origin.file):
+            where, file = np.flatnonzero(origin.file == number), self._files[number]
+            if file.ends is not None:
+                numbers[where] = document_numbers(file.ends, origin.start[where], numbers.shape[1], file.name)
+        return numbers
+
+    def _loss_mask(self, origin: Origin) -> NDArray[np.bool_] | None:
+        if not self._has_masks:
+            return None
+        mask = np.ones((len(origin.file), self.sequence_length + 1), dtype=np.bool_)
+        masks = [self.token_files[number].loss for number in origin.file.tolist()]
+        known = [number for number, carries in enumerate(masks) if carries is not None]
+        found = np.empty((len(known), mask.shape[1]), dtype=np.bool_)
+        read_rows([carries for carries in masks if carries is not None], origin.start[known].tolist(), found)
+        if found.view(np.uint8).max(initial=0) > 1:
+            for number, start, row in zip(origin.file[known], origin.start[known], found):
+                check_loss(self.token_files[number], int(start), row)
+        mask[known] = found
+        return mask
+
+    @cached_property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        """A key that other data change: names, sizes, types and tokenizers of the files, their heads and tails."""
+        digest = hashlib.blake2b(digest_size=16)
+        for file in self.token_files:
+            digest.update(repr((file.path.name, file.format, str(file.tokens.dtype), file.tokenizer)).encode())
+            for array in (file.tokens, file.ends, file.loss):
+                digest.update(repr(None if array is None else len(array)).encode())
+                if array is not None:
+                    block = HASHED // array.itemsize
+                    digest.update(array[:block].tobytes() + array[-block:].tobytes())
+        return digest.hexdigest()
+
+    def describe(self) -> str:
+        """Files, documents and tokens, for the console."""
+        tokens = (
+            f"{sum(len(file.tokens) for file in self.token_files):,} tokens in {counted(len(self.token_files), 'file')}"
+        )
+        if any(file.ends is None for file in self.token_files):
+            return f"{tokens} (ends of documents not known)"
+        documents = sum(len(file.ends) for file in self.token_files if file.ends is not None)
+        return f"{counted(documents, 'document')}, {tokens}"
+
+    def _check_unchanged(self, number: int) -> None:
+        if time.monotonic() - self._checked[number] < CHECK_EVERY:
+            return
+        self._checked[number] = time.monotonic()
+        for path, state in self._states[number].items():
+            if _state(path) != state:
+                raise InputError(f"{path}: the file has changed or vanished since the run opened it")
+
+    def _check_ids(self, rows: NDArray[np.integer], numbers: list[int], starts: Int64) -> None:
+        unsigned = rows.view(f"u{rows.itemsize}")  # a negative id is a large one there
+        if not rows.size or unsigned.max() < self.vocab_size:
+            return
+        row, column = (int(each[0]) for each in np.nonzero(unsigned >= self.vocab_size))
+        file, at = self.token_files[numbers[row]], int(starts[row]) + column
+        raise InputError(
+            f"{file.path}: token {int(file.tokens[at])} at offset {at} is not below the vocabulary of "
+            f"{self.vocab_size:,} (read as {file.tokens.dtype}; another tokenizer, or another width?)"
+        )
+
+
+def window_step(format: str, sequence_length: int) -> int:
+    """Tokens between the starts of two windows."""
+    return sequence_length + 1 if format == "datatrove" else sequence_length
+
+
+def count_windows(tokens: int, format: str, sequence_length: int) -> int:
+    """Whole windows of ``sequence_length + 1`` in so many tokens."""
+    return max(0, (tokens - sequence_length - 1) // window_step(format, sequence_length) + 1)
+
+
+def _state(path: AnyPath) -> tuple[int, int] | None:
+    if not isinstance(path, Path):
+        return None  # every read of another machine looks at the file's version itself
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns

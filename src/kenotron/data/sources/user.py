@@ -1,0 +1,179 @@
+"""`{source: package.module.make}`: a token source of the user's own, by dotted path or entry point.
+
+What the class or function returns is one of
+
+    a `TokenSource`                                         read as it is; it may hold out samples of its own
+    `__len__` and `samples(indices)`, with `documents` and `loss` where it has them
+    `__len__` and `__getitem__`: `sequence_length + 1` ids (list, array, tensor), or a dict with `input_ids`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.data import CustomSource
+from kenotron.config.dotted import import_registered
+from kenotron.config.errors import InputError, nearest
+from kenotron.data.batch import Int64
+from kenotron.data.source import Opening, Samples, SourceSpec, TokenSource, held_out_samples, hold_out_last
+from kenotron.data.sources import DATASETS
+
+
+@dataclass(frozen=True)
+class UserSpec(SourceSpec):
+    """A `source` of the config, with its `kwargs`."""
+
+    section: CustomSource
+
+    @property
+    def title(self) -> str:
+        """The dotted path, or registered name."""
+        return self.section.source
+
+    def identity(self) -> dict[str, object]:
+        """The path and its keyword arguments."""
+        return {"source": self.section.source, "kwargs": self.section.kwargs}
+
+    def open(self, opening: Opening) -> TokenSource:
+        """Call the user's class or function."""
+        path, run = self.section.source, opening.run
+        made = user_object(path, self.section.kwargs, opening.sequence_length, opening.seed)
+        if isinstance(made, TokenSource):
+            source = made
+        else:
+            source = UserSource(path, made, opening.sequence_length, run.vocab_size, f"{opening.at}.source")
+        if len(source.held_out):
+            return source
+        return hold_out_last(source, held_out_samples(len(source), run.val_fraction))
+
+
+def specs(section: CustomSource) -> list[tuple[float | str, SourceSpec]]:
+    """The one source of such a dataset."""
+    return [(1.0, UserSpec(section))]
+
+
+class UserSource(TokenSource):
+    """An object with `samples` or `__getitem__` as a `TokenSource`; shapes, types and ids are checked in every batch.
+
+    `name` is its dotted path, `key` the config's key for errors.
+    """
+
+    def __init__(
+        self, name: str, items: Any, sequence_length: int, vocab_size: int, key: str = "dataset.source"
+    ) -> None:
+        self.name, self.items, self.key = name, items, key
+        self.sequence_length, self.vocab_size = sequence_length, vocab_size
+        self._samples = self._method("samples")
+        needed = ["__len__"] if self._samples else ["__len__", "__getitem__"]
+        missing = [method for method in needed if not hasattr(items, method)]
+        if missing:
+            raise InputError(
+                f"{key}: {name} returned a {type(items).__name__}, which has no {' and no '.join(missing)}"
+            )
+
+    def __len__(self) -> int:
+        with _named(self.key, f"len({self.name})"):
+            return len(self.items)
+
+    def read(self, indices: Int64, document_ids: bool = True) -> Samples:
+        """The samples `indices` ``[n]``, checked."""
+        rows = self._rows(indices)
+        documents = None
+        if document_ids:
+            documents = self._beside("documents", indices, "iu", "integer document numbers")
+        if documents is not None and (row := np.flatnonzero((documents[:, 1:] < documents[:, :-1]).any(axis=1))).size:
+            index = int(indices[row[0]])
+            raise InputError(f"{self.key}: {self.name}: the document numbers of sample {index} do not ascend")
+        loss_mask = self._beside("loss", indices, "b", "booleans")
+        return Samples(rows, None if documents is None else documents.astype(np.int64), loss_mask)
+
+    def _method(self, name: str) -> Callable[[Int64], Any] | None:
+        method = getattr(self.items, name, None)
+        return method if callable(method) else None
+
+    def _rows(self, indices: Int64) -> NDArray[np.integer]:
+        if self._samples is None:
+            rows = [self._item(int(index)) for index in indices]
+        else:
+            with _named(self.key, f"{self.name}.samples({indices.tolist()})"):
+                found = np.asarray(self._samples(indices))
+            rows = list(found) if found.ndim == 2 and len(found) == len(indices) else [found] * len(indices)
+        for index, row in zip(indices, rows):
+            self._check(int(index), row)
+        return np.stack(rows)
+
+    def _beside(self, method: str, indices: Int64, kinds: str, expected: str) -> NDArray[Any] | None:
+        """What the source says of the tokens of samples, a value of numpy's `kinds` for each; None: no such method."""
+        known = self._method(method)
+        if known is None:
+            return None
+        call = f"{self.name}.{method}({indices.tolist()})"
+        with _named(self.key, call):
+            answer = known(indices)
+        if answer is None:
+            return None
+        found, shape = np.asarray(answer), (len(indices), self.sequence_length + 1)
+        if found.shape != shape or found.dtype.kind not in kinds:
+            raise InputError(
+                f"{self.key}: {call}: expected {expected} of shape {shape}, found {found.dtype} of shape {found.shape}"
+            )
+        return found
+
+    def _item(self, index: int) -> NDArray[Any]:
+        with _named(self.key, f"{self.name}[{index}]"):
+            item = self.items[index]
+        if isinstance(item, dict):
+            if "input_ids" not in item:
+                found = ", ".join(map(str, item))
+                raise InputError(f"{self.name}[{index}]: no key 'input_ids'; found {found}{nearest('input_ids', item)}")
+            item = item["input_ids"]
+        return np.asarray(item)
+
+    def _check(self, index: int, ids: NDArray[Any]) -> None:
+        expected = self.sequence_length + 1
+        if ids.shape != (expected,) or ids.dtype.kind not in "iu":
+            raise InputError(
+                f"{self.name}[{index}]: expected {expected} integer ids (sequence_length + 1), "
+                f"found {ids.dtype} of shape {ids.shape}"
+            )
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            bad = ids[(ids < 0) | (ids >= self.vocab_size)][0]
+            raise InputError(f"{self.name}[{index}]: token {bad} is not in [0, vocab_size = {self.vocab_size})")
+
+
+def user_object(path: str, kwargs: dict[str, object], sequence_length: int, seed: int) -> Any:
+    """What the class or function at `path` (dotted, or an entry point) returns, called with `sequence_length`, `seed`
+    and the config's `kwargs`.
+
+    Errors (InputError): no such name, and whatever the call raises.
+    """
+    factory = import_registered(path, "dataset.source", DATASETS)
+    if not callable(factory):
+        if kwargs:
+            raise InputError(f"dataset.kwargs: {path} is a {type(factory).__name__}, which is not called with any")
+        return factory
+    try:
+        return factory(sequence_length=sequence_length, seed=seed, **kwargs)
+    except TypeError as error:
+        raise InputError(f"dataset.source: {path}(sequence_length, seed, **kwargs): {error}") from error
+    except Exception as error:
+        raise _raised("dataset.source", f"{path}(sequence_length, seed, **kwargs)", error) from error
+
+
+@contextmanager
+def _named(key: str, call: str) -> Iterator[None]:
+    """What a user's own code raises, as one line that names the call."""
+    try:
+        yield
+    except Exception as error:
+        raise _raised(key, call, error) from error
+
+
+def _raised(key: str, call: str, error: Exception) -> InputError:
+    return InputError(f"{key}: {call} raised {type(error).__name__}: {error}")

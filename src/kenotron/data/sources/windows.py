@@ -1,0 +1,115 @@
+"""Tokens end to end, cut into samples. Nine tokens with windows of 4:
+
+tokens    7 8 9 2 5 6 3 1 4      ends of documents  4 9
+sample 0  7 8 9 2 5              documents  0 0 0 0 1
+sample 1          5 6 3 1 4      documents  1 1 1 1 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError
+from kenotron.data.batch import PAD, Int64
+from kenotron.data.cache import SplitTokens
+from kenotron.data.source import Origin, Samples, SourceFile, TokenSource
+
+
+class TokenWindows(TokenSource):
+    """Windows ``[i * S, i * S + S]`` of a side of the cache, S = `sequence_length`; the rest is left out."""
+
+    def __init__(self, name: str, split: SplitTokens, sequence_length: int) -> None:
+        self.name, self.split, self.sequence_length = name, split, sequence_length
+        self._files = [SourceFile(str(split.path or name), split.ends)]
+        length = max(0, (len(split.tokens) - 1) // sequence_length)
+        step = split.tokens.itemsize
+        base = np.asarray(split.tokens)
+        # Overlapping rows of the memory map: no byte is read before a row is asked for.
+        shape = (length, sequence_length + 1)
+        self._rows = as_strided(base, shape, (sequence_length * step, step), writeable=False)
+        self._loss = None
+        if split.loss is not None:
+            self._loss = as_strided(np.asarray(split.loss), shape, (sequence_length, 1), writeable=False)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, indices: Int64, document_ids: bool = True) -> Samples:
+        """The windows `indices` ``[n]``."""
+        origin, documents = self.locate(indices), None
+        if document_ids:
+            documents = document_numbers(self.split.ends, origin.start, self.sequence_length + 1, self.name)
+        return Samples(self._rows[indices], documents, None if self._loss is None else self._loss[indices], origin)
+
+    @property
+    def files(self) -> Sequence[SourceFile]:
+        """The side of the cache, as a file."""
+        return self._files
+
+    def locate(self, indices: Int64) -> Origin:
+        """Window i begins at token i times the sequence length."""
+        size = self.sequence_length
+        return Origin(self._files, np.zeros_like(indices), indices * size, size + 1, window=indices)
+
+    def samples_holding(self, file: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """The windows with tokens of [start, stop)."""
+        windows = windows_holding(start, stop, self.sequence_length, self.sequence_length)
+        for window in range(windows.start, min(windows.stop, len(self))):
+            begin = window * self.sequence_length
+            yield window, max(start, begin), min(stop, begin + self.sequence_length + 1)
+
+
+class HeldOutWindows(TokenSource):
+    """All tokens of a side of the cache in windows; the last is filled up with -1."""
+
+    def __init__(self, name: str, split: SplitTokens, sequence_length: int) -> None:
+        self.name, self.split, self.sequence_length = name, split, sequence_length
+        self.bytes_per_token = split.bytes / len(split.tokens) if len(split.tokens) else None
+
+    def __len__(self) -> int:
+        return max(0, -(-(len(self.split.tokens) - 1) // self.sequence_length))
+
+    def read(self, indices: Int64, document_ids: bool = True) -> Samples:
+        """The windows `indices` ``[n]``, the last one filled up."""
+        starts, size = indices * self.sequence_length, self.sequence_length + 1
+        rows = np.full((len(indices), size), PAD, dtype=np.int64)
+        mask = None if self.split.loss is None else np.zeros(rows.shape, dtype=np.bool_)
+        for row, start in enumerate(starts):
+            window = self.split.tokens[start : start + size]
+            rows[row, : len(window)] = window
+            if mask is not None and self.split.loss is not None:
+                mask[row, : len(window)] = self.split.loss[start : start + size]
+        documents = None
+        if document_ids:
+            places = (starts[:, None] + np.arange(size)).astype(np.uint64)
+            documents = np.searchsorted(self.split.ends, places, side="right").astype(np.int64)
+        return Samples(rows, documents, mask)
+
+
+def document_numbers(ends: NDArray[np.uint64], starts: Int64, size: int, name: str) -> Int64:
+    """Document of every token ``[n, size]`` of the windows that begin at `starts` ``[n]``.
+
+    `ends` ``[documents]`` are the exclusive ends of the documents. Error (InputError, with `name`): ends not in order.
+    """
+    # Document numbers first[i] <= d < last[i] end inside window i; each end raises the number by one from there on.
+    first = np.searchsorted(ends, starts.astype(np.uint64), side="right")
+    last = np.searchsorted(ends, (starts + size).astype(np.uint64), side="left")
+    inside = np.maximum(last - first, 0)
+    row = np.repeat(np.arange(len(starts)), inside)
+    document = np.arange(inside.sum()) + np.repeat(first - np.cumsum(inside) + inside, inside)
+    place = ends[document].astype(np.int64) - starts[row]
+    if ((place <= 0) | (place >= size)).any():
+        raise InputError(f"{name}: the ends of its documents are not in order (near document {int(first.min())})")
+    numbers = np.zeros((len(starts), size), dtype=np.int64)
+    numbers[:, 0] = first
+    np.add.at(numbers, (row, place), 1)
+    return np.cumsum(numbers, axis=1, out=numbers)
+
+
+def windows_holding(start: int, stop: int, step: int, sequence_length: int) -> range:
+    """Numbers of the windows, of ``sequence_length + 1`` tokens each `step`, that hold tokens of [start, stop)."""
+    return range(max(0, -(-(start - sequence_length) // step)), (stop - 1) // step + 1)

@@ -1,0 +1,279 @@
+"""The stages of a run and their sources, as the config alone describes them: nothing is opened here.
+
+    data_stages:                                     stage 0: steps 1-9      {a: 3, b: 1}
+      - {start_training_step: 1,  mixture a 3, b 1}  stage 1: steps 10-15    {a: 1}
+      - {start_training_step: 10, only a}            16 samples a step: stage 1 takes up `a` at its sample 108
+
+A source that a later stage reads again (same data, seed and sequence length) continues where it stopped, so that
+nothing is read twice before everything was read once; `restart` of a stage starts over. How far a source got is
+arithmetic (`order.Mixing`); where that takes the length of a source, because of a weight or a limit, it is opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kenotron.config import Config
+from kenotron.config.data import Data, MixtureDataset, PlainDataset
+from kenotron.config.errors import InputError, no_such_path
+from kenotron.data.ramps import Level, length_of_step, lengths, level_of_sample, level_of_step, levels
+from kenotron.data.source import SourceSpec
+from kenotron.data.sources import Specs, specs_of
+from kenotron.kernels.hashing import derive_key
+from kenotron.storage import is_remote
+
+Measure = Callable[[int, str], float]
+"""How much source i of a stage holds, in "tokens" or as its "size" in bytes."""
+
+
+@dataclass(frozen=True)
+class SourcePlan:
+    """One source of a stage.
+
+    `name` is equal wherever later stages continue it; `label` is short and unique in the run, for people.
+    `at` is the complete key of its dataset, number `group` of a mixture's; `share` is its part of that dataset, a
+    number or a measure. `key` seeds its shuffling.
+    """
+
+    name: str
+    label: str
+    at: str
+    spec: SourceSpec
+    key: int
+    group: int
+    share: float | str
+    max_epochs: float | None
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Steps [start, stop) of the run, counted from 1.
+
+    A sample is `sequence_length` tokens; `levels` and `lengths` are its ramps (ramps.py).
+    """
+
+    number: int
+    name: str
+    start: int
+    stop: int
+    sequence_length: int
+    levels: tuple[Level, ...]
+    lengths: tuple[tuple[int, int], ...]
+    seed: int
+    workers: int
+    sources: tuple[SourcePlan, ...]
+    weights: tuple[float | str | None, ...] = ()
+    """Of the datasets of its mixture; (None,) without one."""
+    temperature: float = 1.0
+    when_exhausted: Literal["stop", "renormalise", "repeat"] = "stop"
+    restart: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Steps of the stage."""
+        return self.stop - self.start
+
+    @property
+    def samples(self) -> int:
+        """Samples of the stage."""
+        return self.samples_before(self.stop)
+
+    def describe_shape(self) -> str:
+        """``sequence length 64``, and its ramps."""
+        text = f"sequence length {self.sequence_length}"
+        if len(self.lengths) > 1:
+            text += f" ({self.lengths[0][1]} at first, all from step {self.start + self.lengths[-1][0]} on)"
+        if len(self.levels) > 1:
+            first, last = self.levels[0], self.levels[-1]
+            text += f", {last.size} samples a step ({first.size} at first, all from step {self.start + last.first} on)"
+        return text
+
+    def batch_size(self, step: int) -> int:
+        """Samples of `step`, which is one of the stage's."""
+        return level_of_step(self.levels, step - self.start).size
+
+    def length_at(self, step: int) -> int:
+        """Tokens of the sequences that `step`, which is one of the stage's, trains on."""
+        return length_of_step(self.lengths, step - self.start)
+
+    def samples_before(self, step: int) -> int:
+        """Samples of this stage that the run takes before `step`: 0 up to its start, all of them from its stop on."""
+        done = min(max(step, self.start), self.stop) - self.start
+        level = level_of_step(self.levels, done)
+        return level.before + (done - level.first) * level.size
+
+    def tokens_before(self, step: int) -> int:
+        """Tokens of this stage that the run takes before `step`."""
+        return self.samples_before(step) * self.sequence_length
+
+    def step_of(self, sample: int) -> int:
+        """The step that takes this sample of the stage, from 0."""
+        level = level_of_sample(self.levels, sample)
+        return self.start + level.first + (sample - level.before) // level.size
+
+    def shares(self, measure: Measure) -> list[float]:
+        """The weight of each source, positive and not normalised; `measure` is called only where none is set.
+
+        Nested weights multiply.
+        """
+        found: list[float] = []
+        for group, weight in enumerate(self.weights):
+            numbers = [i for i, source in enumerate(self.sources) if source.group == group]
+            parts = [self._part(i, measure) for i in numbers]
+            if weight is not None:
+                whole = sum(measure(i, weight) for i in numbers) if isinstance(weight, str) else weight
+                total = sum(parts)
+                parts = [whole * part / total for part in parts]
+            found += parts
+        if self.temperature == 1:
+            return found
+        return [max((weight / max(found)) ** (1 / self.temperature), 1e-300) for weight in found]
+
+    def _part(self, number: int, measure: Measure) -> float:
+        share = self.sources[number].share
+        return measure(number, share) if isinstance(share, str) else share
+
+
+def plan_stages(config: Config) -> list[StagePlan]:
+    """The stages of `config` in order of their start.
+
+    Errors (InputError): a restart of what no earlier stage reads; a mix file that cannot be read.
+    """
+    tokens, stages = config.tokens, sorted(config.data_stages, key=lambda stage: stage.start_training_step)
+    starts = [stage.start_training_step for stage in stages] + [tokens.train_steps + 1]
+    groups = [datasets_of(stage.data, number) for number, stage in enumerate(stages)]
+    parts = [
+        [(number, *part) for number, (at, section) in enumerate(group) for part in _sources_at(at, section)]
+        for group in groups
+    ]
+    labels = iter(short_labels([[spec for *_, spec in those] for those in parts]))
+    numbers: dict[str, int] = {}
+    planned: list[StagePlan] = []
+    for number, stage in enumerate(stages):
+        start, stop = starts[number], max(starts[number], min(starts[number + 1], tokens.train_steps + 1))
+        length, data, group = stage.sequence_length or tokens.sequence_length, stage.data, groups[number]
+        names = identities([spec for *_, spec in parts[number]], data.seed, length)
+        # Shuffling depends on the position of a source in the config, not on its path: data may move.
+        keys = [derive_key("order", data.seed, numbers.setdefault(name, len(numbers))) for name in names]
+        limits = [section.max_epochs if section else None for _, section in group]
+        sources = tuple(
+            SourcePlan(name, next(labels), group[in_group][0], spec, key, in_group, share, limits[in_group])
+            for name, key, (in_group, share, spec) in zip(names, keys, parts[number])
+        )
+        earlier = {source.label for stage in planned for source in stage.sources}
+        if data.restart and earlier.isdisjoint(source.label for source in sources):
+            raise InputError(
+                f"data_stages.{number}.data.restart: expected false: no earlier stage reads of its sources"
+            )
+        planned.append(
+            StagePlan(
+                number=number,
+                name=stage.name,
+                start=start,
+                stop=stop,
+                sequence_length=length,
+                levels=levels(stage.batch_size_ramp, config.global_batch_size),
+                lengths=lengths(stage.sequence_length_ramp, length),
+                seed=data.seed,
+                workers=data.num_loading_workers,
+                sources=sources,
+                weights=tuple(section.weight if section else None for _, section in group),
+                temperature=data.temperature,
+                when_exhausted=data.when_exhausted,
+                restart=data.restart,
+            )
+        )
+    return planned
+
+
+def check_paths(config: Config, step: int) -> None:
+    """Check that the paths on this machine that the stage of `step` reads exist: at once, as nothing is opened.
+
+    Error (InputError): one does not.
+    """
+    stage = next(stage for stage in plan_stages(config) if stage.start <= step < stage.stop)
+    for source in stage.sources:
+        key, paths = source.spec.paths()
+        with complete_keys(source.at):
+            for path in paths:
+                if not is_remote(path) and not Path(path).expanduser().exists():
+                    raise no_such_path(key, path)
+
+
+def identities(specs: Sequence[SourceSpec], seed: int, sequence_length: int) -> list[str]:
+    """A name for each source: equal across stages for equal data, seed and sequence length, unique within one."""
+    order = {"seed": seed, "sequence_length": sequence_length}
+    texts = [json.dumps(spec.identity() | order, sort_keys=True, default=str) for spec in specs]
+    return [f"{text} {texts[:number].count(text)}" for number, text in enumerate(texts)]
+
+
+READ_OPTIONS = (
+    "dtype",
+    "max_tokens",
+    "shuffle_files",
+    "packing",
+    "streaming",
+    "debug_max_samples",
+    "seed",
+    "sequence_length",
+)
+"""What `identities` hold of how data are read; all else says which data they are."""
+
+
+def differences(new: SourcePlan, old: SourcePlan) -> list[str]:
+    """Why `new` does not continue where `old` stopped, ``seed 7, not 42``; none where it does, or is other data."""
+    now, then = (json.loads(source.name[: source.name.rindex(" ")]) for source in (new, old))
+    changed = [key for key in now | then if now.get(key) != then.get(key)]
+    if not new.spec.identity() or set(changed) - set(READ_OPTIONS):
+        return []
+    return [f"{key.replace('_', ' ')} {now[key]}, not {then[key]}" for key in READ_OPTIONS if key in changed]
+
+
+def datasets_of(data: Data, stage: int) -> list[tuple[str, PlainDataset | None]]:
+    """The datasets of a stage, those of its mixture or the one it has, each with its complete key in the config."""
+    at = f"data_stages.{stage}.data.dataset"
+    if isinstance(data.dataset, MixtureDataset):
+        return [(f"{at}.mixture.{number}", each) for number, each in enumerate(data.dataset.mixture)]
+    return [(at, data.dataset)]
+
+
+@contextmanager
+def complete_keys(at: str) -> Iterator[None]:
+    """In errors that begin with ``dataset.some_key``, ``dataset`` is replaced by the dataset's complete key `at`."""
+    try:
+        yield
+    except InputError as error:
+        if not str(error).startswith("dataset."):
+            raise
+        raise InputError(at + str(error).removeprefix("dataset")) from error
+
+
+def _sources_at(at: str, section: PlainDataset | None) -> Specs:
+    with complete_keys(at):
+        return specs_of(section)
+
+
+def short_labels(stages: Sequence[Sequence[SourceSpec]]) -> list[str]:
+    """A label for each source of each stage: the end of its path, as much of it as makes it unique.
+
+    The same data have one label in all stages, whatever their seed and sequence length.
+    """
+    names = [name for specs in stages for name in identities(specs, 0, 0)]
+    full = dict(zip(names, (spec.title.rstrip("/").split("/") for specs in stages for spec in specs)))
+    labels: dict[str, str] = {}
+    for name, parts in full.items():
+        others = [other for known, other in full.items() if known != name and other != parts]
+        size = next(
+            n for n in range(1, len(parts) + 1) if n == len(parts) or parts[-n:] not in (o[-n:] for o in others)
+        )
+        label = "/".join(parts[-size:])
+        taken = list(labels.values())
+        labels[name] = next(
+            new for n in range(1, len(full) + 1) if (new := label if n == 1 else f"{label}-{n}") not in taken
+        )
+    return [labels[name] for name in names]

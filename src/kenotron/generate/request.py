@@ -1,0 +1,83 @@
+"""What `kenotron generate` asks of every rank: a section as those of a config are, so that ranks get it the same way.
+
+request = Request(parallelism=Parallelism(tp=2), path="checkpoints/10", prompts=["def main("])
+work_on_ranks(request, decode_on_ranks)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from kenotron.config.errors import InputError
+from kenotron.config.parallelism import Parallelism
+from kenotron.config.section import Section
+from kenotron.generate.decode import generate
+from kenotron.generate.load import load_for_generation
+from kenotron.generate.printing import StreamPrinter, print_json, print_texts, warn_of_stops
+from kenotron.parallel.ranks import run_on_rank0
+
+if TYPE_CHECKING:
+    import torch
+
+    from kenotron.parallel.mesh import Mesh
+
+
+class Request(Section):
+    """A model, a layout, prompts (rank 0's are those of all) and how to continue them: see `generate`."""
+
+    parallelism: Parallelism
+    path: str
+    prompts: list[str | list[int]]
+    dtype: str | None = None
+    show: Literal["text", "json", "stream"] = "text"
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_at_eos: bool = True
+    batch_size: int = 8
+
+    @property
+    def zero_stage(self) -> int:
+        """0: nothing is sharded among replicas."""
+        return 0
+
+
+def decode_on_ranks(request: Request, mesh: Mesh, device: torch.device) -> None:
+    """Continue the prompts of `request` on every rank of the mesh; rank 0 prints.
+
+    Errors (InputError): text without a tokenizer, and those of `load_for_generation` and `generate`.
+    """
+    prompts = run_on_rank0(lambda: request.prompts)
+    model, tokenizer, _ = load_for_generation(request.path, request.dtype, device, mesh)
+    streams = request.show == "stream"
+    if tokenizer is None and any(isinstance(prompt, str) for prompt in prompts):
+        raise InputError(f"{request.path} has no tokenizer: give --prompt-tokens 1,2,3 instead of text")
+    if tokenizer is None and streams:
+        raise InputError(f"--stream: {request.path} has no tokenizer, so there is no text to print as it comes")
+    printer = None
+    if tokenizer is not None and streams and mesh.is_first:
+        printer = StreamPrinter([text if isinstance(text, str) else tokenizer.decode(text) for text in prompts])
+    completions = generate(
+        model,
+        tokenizer,
+        prompts,
+        max_new_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        seed=request.seed,
+        stop_at_eos=request.stop_at_eos,
+        batch_size=request.batch_size,
+        stream=printer,
+    )
+    if not mesh.is_first:
+        return
+    if printer is not None:
+        printer.finish()
+        warn_of_stops(completions)
+    elif request.show == "json":
+        print_json(completions)
+    else:
+        print_texts(completions)

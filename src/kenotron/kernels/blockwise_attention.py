@@ -1,0 +1,138 @@
+"""Attention over some of the keys, to be merged with attention over the others.
+
+Softmax needs the sum over all keys, but that sum can be kept as one number a query, the log-sum-exp of its scores.
+Two blocks of the same query, with outputs o1, o2 and log-sum-exps l1, l2, merge exactly
+(Milakov and Gimelshein 2018, arXiv 1805.02867; FlashAttention, arXiv 2205.14135):
+
+    l = log(e^l1 + e^l2)        o = o1 e^(l1 - l) + o2 e^(l2 - l)
+
+    scores (0, 0) with values (1, 3)  →  o1 = 2, l1 = log 2
+    score  (0)    with value  (8)     →  o2 = 8, l2 = 0         o = 2 * 2/3 + 8 * 1/3 = 4 = (1 + 3 + 8) / 3
+
+Backward needs no merge: given the final output and log-sum-exp, each block's contributions to dq, dk and dv are
+independent sums. Torch's kernels for one block are used where they exist, else the formulas.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+LSE_MULTIPLE = 32  # torch's memory-efficient kernels keep the log-sum-exp of whole groups of queries
+
+
+def block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of q ``[sequences, heads, queries, head_dim]`` over k, v ``[sequences, kv_heads, keys, head_dim]``.
+
+    Returns out, like q, and the log-sum-exp of the scores ``[sequences, heads, queries]``, fp32 (fp64 for fp64).
+    `causal`: as many keys as queries, query i sees keys 0 … i. kv_heads is a divisor of heads. Strides are free but
+    for head_dim's, which must be 1 (`unit_stride`): torch's kernels take that for granted and are wrong silently.
+    """
+    kernel = _kernel(q)
+    if kernel == "cpu":
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    elif kernel == "flash":
+        out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    elif kernel == "efficient":
+        k, v = _whole_heads(k, q.shape[1]), _whole_heads(v, q.shape[1])
+        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+        lse = lse.narrow(2, 0, q.shape[2])
+    else:
+        out, lse = plain_block_attention(q, k, v, causal, scale)
+    return out, lse
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """x, its last dimension side by side in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def block_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This block's share of (dq, dk, dv); `out`, `lse` and its gradient `grad` are those of all keys."""
+    kernel = _kernel(q)
+    if kernel == "cpu":
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    if kernel == "flash":
+        lengths = (None, None, q.shape[2], k.shape[2])  # no packed sequences; queries and keys of each
+        state, offset = (torch.zeros(shape, dtype=torch.uint64, device=q.device) for shape in (2, ()))  # of no dropout
+        backward = aten._scaled_dot_product_flash_attention_backward
+        return backward(grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, causal, state, offset, scale=scale)
+    if kernel == "efficient":
+        return _efficient_backward(grad, q, k, v, out, lse, causal, scale)
+    return plain_block_backward(grad, q, k, v, out, lse, causal, scale)
+
+
+def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Take a further block into `out` and `lse` (fp32, in place). A query that has seen nothing has lse -inf."""
+    out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse).unsqueeze(-1))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _kernel(q: Tensor) -> str:
+    """Which of torch's kernels takes such a block: all of them return the log-sum-exp."""
+    head_dim = q.shape[-1]
+    if q.device.type == "cpu":
+        return "cpu" if q.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16) else "plain"
+    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256:
+        return "flash"
+    if q.device.type == "cuda" and q.dtype == torch.float32 and head_dim % 4 == 0:
+        return "efficient"
+    return "plain"
+
+
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, kv_heads = q.shape[1], k.shape[1]
+    lse = F.pad(lse, (0, -lse.shape[2] % LSE_MULTIPLE))
+    none = torch.zeros((), dtype=torch.int64, device=q.device)
+    backward = aten._scaled_dot_product_efficient_attention_backward
+    wanted = [True, True, True, False]
+    whole_k, whole_v = _whole_heads(k, heads), _whole_heads(v, heads)
+    dq, dk, dv, _ = backward(grad, q, whole_k, whole_v, None, out, lse, none, none, 0.0, wanted, causal, scale=scale)
+    return dq, *(x.unflatten(1, (kv_heads, -1)).sum(2) for x in (dk, dv))
+
+
+def _whole_heads(x: Tensor, heads: int) -> Tensor:
+    """A key-value head for every query head."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+# The formulas -------------------------------------------------------------------------------------
+
+
+def plain_block_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """`block_attention` written out: the scores as one matrix, in fp32 at least."""
+    scores, _ = _scores(q, k, causal, scale)
+    lse = scores.logsumexp(-1)
+    values = v.to(scores.dtype).unsqueeze(2)
+    return ((scores - lse.unsqueeze(-1)).exp() @ values).flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+
+def plain_block_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`block_backward` written out: P = e^(scores - lse), dV = P^T dO, dS = P (dO V^T - rowsum(dO O)), dQ = dS K."""
+    scores, grouped = _scores(q, k, causal, scale)
+    p = (scores - lse.unflatten(1, grouped).unsqueeze(-1)).exp()
+    wide_grad, wide_out, wide_q = (x.to(p.dtype).unflatten(1, grouped) for x in (grad, out, q))
+    wide_k, wide_v = k.to(p.dtype).unsqueeze(2), v.to(p.dtype).unsqueeze(2)
+    ds = p * (wide_grad @ wide_v.mT - (wide_grad * wide_out).sum(-1, keepdim=True)) * scale
+    dq, dk, dv = (ds @ wide_k).flatten(1, 2), (ds.mT @ wide_q).sum(2), (p.mT @ wide_grad).sum(2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> tuple[Tensor, tuple[int, int]]:
+    """``[sequences, kv_heads, group, queries, keys]``, and (kv_heads, group)."""
+    grouped = (k.shape[1], q.shape[1] // k.shape[1])
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(dtype).unflatten(1, grouped) @ k.to(dtype).unsqueeze(2).mT * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores, grouped

@@ -1,0 +1,34 @@
+"""How the error of a rank reaches the launcher: one JSON file, in the form of torch's own records."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from pathlib import Path
+
+from kenotron.config.errors import InputError, RunFailed
+from kenotron.storage.files import replace_file
+
+ENDED_BY_ANOTHER = 75  # exit code of a rank that ended because another did
+
+
+def record(error: Exception) -> int:
+    """Write `error` where the launcher looks for it, in the form of torch's own records; returns the exit code."""
+    code = 2 if isinstance(error, InputError) else 1
+    stack = "" if _is_for_users(error) else "".join(traceback.format_exception(error))
+    details = {"py_callstack": stack, "timestamp": str(int(time.time()))}
+    content = {"message": {"message": in_a_line(error), "errorCode": code, "extraInfo": details}}
+    replace_file(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), json.dumps(content).encode(), durable=False)
+    return code
+
+
+def in_a_line(error: BaseException) -> str:
+    """The error as the command line prints it: with its type, unless its message is meant for users."""
+    return str(error) if _is_for_users(error) else f"{type(error).__name__}: {error}"
+
+
+def _is_for_users(error: BaseException) -> bool:
+    """Whether the message says all, and needs no traceback."""
+    return isinstance(error, InputError | RunFailed)

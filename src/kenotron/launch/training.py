@@ -1,0 +1,28 @@
+"""Training as ranks run it: with what reads Hugging Face models, which the training loop does not know."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kenotron import interop, training
+from kenotron.parallel.ranks import run_on_rank0
+from kenotron.training import compare
+
+if TYPE_CHECKING:
+    import torch
+
+    from kenotron.config import Config
+    from kenotron.parallel.mesh import Mesh
+    from kenotron.training.run import Run
+
+
+def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = False) -> Run | None:
+    """`kenotron.training.train`, the architecture resolved first."""
+    config = run_on_rank0(lambda: interop.resolve_architecture(config))
+    return training.train(config, mesh, device, fresh=fresh, open_weights=interop.initial_tensors)
+
+
+def record(config: Config, mesh: Mesh, device: torch.device, *, steps: int, order: int, folder: str) -> None:
+    """`kenotron.training.compare.record`, the architecture resolved first."""
+    config = run_on_rank0(lambda: interop.resolve_architecture(config))
+    compare.record(config, mesh, device, steps=steps, order=order, folder=folder, open_weights=interop.initial_tensors)

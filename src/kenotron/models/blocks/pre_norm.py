@@ -1,0 +1,27 @@
+"""The block of Llama and its relatives: two residual branches, each with its norm before it.
+
+x ──┬─ norm ─ attention ─(+)─┬─ norm ─ MLP ─(+)── x
+    └────────────────────────┘└────────────┘
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from kenotron.models.context import Context
+
+
+class PreNormBlock(nn.Module):
+    """x ``[tokens, hidden]`` → the same shape. The four modules keep the names that Hugging Face gives them."""
+
+    def __init__(
+        self, input_layernorm: nn.Module, self_attn: nn.Module, post_attention_layernorm: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.input_layernorm, self.self_attn = input_layernorm, self_attn
+        self.post_attention_layernorm, self.mlp = post_attention_layernorm, mlp
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
+        """rope (cos, sin), each ``[sequences, length, head_dim / 2]``."""
+        x = x + self.self_attn(self.input_layernorm(x), rope, ctx)
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,0 +1,129 @@
+"""What every decoder-only model shares, around the blocks of its family.
+
+    tokens ── embed ── block 0 ── … ── block n ── final norm ── head ── logits, or loss
+              └────── a part of it is what one pipeline stage holds ──────┘
+
+Here are: the parts of a pipeline, recomputation, weight tying, the padding of the vocabulary, the head and the compute
+dtype. What a block computes, and how it may be split, is the family's (`models.family`).
+
+Parameters carry one set of names in every family: ``model.embed_tokens.weight``, ``model.layers.7.…``,
+``model.norm.weight``, ``lm_head.weight``; layers keep their global numbers in every part.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kenotron.config.decoder import DecoderArchitecture
+from kenotron.models.blocks.head import LMHead
+from kenotron.models.blocks.linear import Embedding
+from kenotron.models.context import Context
+from kenotron.models.family import EMBEDDING, HEAD, Family, family_of
+from kenotron.models.init_rules import InitRule
+from kenotron.models.part import ModelPart
+from kenotron.models.plan import Plan
+
+
+class Body(nn.Module):
+    """Everything below the head: tokens ``[tokens]`` → hidden states ``[tokens, hidden]``.
+
+    A part without the embedding reads hidden states; one without the final norm returns them as the next part reads
+    them.
+    """
+
+    def __init__(self, family: Family[DecoderArchitecture], rows: int, part: ModelPart) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(rows, family.config.hidden_size) if part.first else None
+        self.layers = nn.ModuleDict({str(layer): family.block(layer) for layer in part.layers})
+        self.norm = family.final_norm() if part.last else None
+        self.rope = family.positions()
+        self.recompute = False
+        self.compute_dtype = torch.float32
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        """x: tokens ``[tokens]`` in the first part, hidden states ``[tokens, hidden]`` in the others."""
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(x).to(self.compute_dtype)
+        rope = None if self.rope is None else self.rope(ctx.positions.view(ctx.shape))
+        for block in self.layers.values():
+            if self.recompute and self.training:
+                x = checkpoint(block, x, rope, ctx, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, rope, ctx)
+        return x if self.norm is None else self.norm(x)
+
+
+class Decoder(nn.Module):
+    """``model(tokens, ctx)`` → logits ``[tokens, vocab]``; ``model(tokens, ctx, labels)`` → (loss, its z part).
+
+    `config` names the family. The vocabulary is padded to a multiple of `vocab_multiple` rows. A `part` (of a pipeline)
+    that is not first takes hidden states in the place of tokens, one that is not last returns hidden states.
+    """
+
+    def __init__(self, config: DecoderArchitecture, vocab_multiple: int = 1, part: ModelPart | None = None) -> None:
+        super().__init__()
+        self.config, self.part = config, part or ModelPart.whole(config.num_hidden_layers)
+        self.family = family_of(config)
+        rows = math.ceil(config.vocab_size / vocab_multiple) * vocab_multiple
+        z_loss = config.z_loss_coefficient if config.z_loss_enabled else 0.0
+        self.model = Body(self.family, rows, self.part)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, rows, z_loss) if self.part.last else None
+        self.tie_weights()
+        if self.is_complete:
+            self.plan.check(self)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this is the model, not one of several parts of it."""
+        return self.part == ModelPart.whole(self.config.num_hidden_layers)
+
+    def complete(self) -> Decoder:
+        """The model that this is, or is a part of; as a part's it has no memory, names only."""
+        if self.is_complete:
+            return self
+        with torch.device("meta"):
+            return Decoder(self.config)
+
+    def forward(self, tokens: Tensor, ctx: Context, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """tokens, labels ``[tokens]``; see the class for what comes back."""
+        hidden = self.model(tokens, ctx)
+        return hidden if self.lm_head is None else self.lm_head(hidden, ctx, labels)
+
+    @property
+    def plan(self) -> Plan:
+        """How the model may be split."""
+        return self.family.plan
+
+    @property
+    def vocab_parameters(self) -> tuple[str, ...]:
+        """Parameters with a row for every token: padded in memory, saved without the padding."""
+        return tuple(f"{pattern}.weight" for pattern in self.plan.vocab)
+
+    def init_rules(self, std: float, scaling: str) -> list[InitRule]:
+        """Distributions of fresh weights, first match wins."""
+        return self.family.init_rules(std, scaling)
+
+    def tie_weights(self) -> None:
+        """Share what the config ties; called again whenever parameters were replaced."""
+        if self.config.tie_word_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
+            self.lm_head.tie(self.model.embed_tokens.weight)
+
+    def ties(self) -> dict[str, str]:
+        """Names that stand for one weight, and the name that owns it; the same in every part of a model."""
+        return {HEAD: EMBEDDING} if self.config.tie_word_embeddings else {}
+
+    def tied_copies(self) -> dict[str, str]:
+        """Parameters here that only mirror one of another part, and that one's name."""
+        return self.ties() if self.part.last and not self.part.first else {}
+
+    def set_compute_dtype(self, dtype: torch.dtype) -> None:
+        """What flows from the embedding on; every product runs in it, weights stay fp32."""
+        self.model.compute_dtype = dtype
+
+    def set_recompute(self, recompute: bool) -> None:
+        """Whether blocks forget their activations and compute them again in backward."""
+        self.model.recompute = recompute

@@ -1,0 +1,99 @@
+"""Llama (Touvron et al. 2023, arXiv 2302.13971; 3: arXiv 2407.21783).
+
+    tokens ── embed ──┬─ norm ─ attention ─(+)─┬─ norm ─ gated MLP ─(+)── … ── norm ── head ── loss
+                      └────────────────────────┘└───────────────────┘
+
+Names are Hugging Face's, so a checkpoint of either loads into the other tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from kenotron.config.decoder import RopeArchitecture
+from kenotron.config.section import EXPORT, OURS, key
+from kenotron.models.family import Family
+from kenotron.models.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class LlamaStyleArchitecture(RopeArchitecture):
+    """A decoder with rotary positions and RMSNorm."""
+
+    rms_norm_eps: float = key("Added to the mean square inside RMSNorm.", 1e-6, gt=0)
+
+
+class LlamaArchitecture(LlamaStyleArchitecture):
+    """The Llama family, under Hugging Face's names."""
+
+    family: Literal["llama"] = key("The family's name.", "llama", mark=OURS)
+    is_llama_config: bool = key("Marks the family; its value changes nothing.", True)
+    attention_bias: bool = key("Biases on the attention projections.", False)
+    pretraining_tp: int = key("Written to the export.", 1, mark=EXPORT)
+
+
+C = TypeVar("C", bound=LlamaStyleArchitecture)
+
+
+class LlamaStyle(Family[C]):
+    """What Llama and its relatives share; they differ in what their attention adds."""
+
+    plan = Plan(
+        blocks="model.layers.*",
+        column=(
+            "model.layers.*.self_attn.q_proj",
+            "model.layers.*.self_attn.k_proj",
+            "model.layers.*.self_attn.v_proj",
+            "model.layers.*.mlp.gate_proj",
+            "model.layers.*.mlp.up_proj",
+        ),
+        kv=("model.layers.*.self_attn.k_proj", "model.layers.*.self_attn.v_proj"),
+        row=("model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"),
+        vocab=("model.embed_tokens", "lm_head"),
+        sequence=(
+            "model.layers.*.input_layernorm",
+            "model.layers.*.post_attention_layernorm",
+            "model.norm",
+        ),
+    )
+
+    def pre_norm_block(self, layer: int, *, qkv_bias: bool = False, output_bias: bool = False) -> nn.Module:
+        """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+        from kenotron.models.blocks.attention import Attention
+        from kenotron.models.blocks.mlp import GatedMLP
+        from kenotron.models.blocks.pre_norm import PreNormBlock
+
+        return PreNormBlock(
+            self.final_norm(),
+            Attention.of(self.config, layer, qkv_bias=qkv_bias, output_bias=output_bias),
+            self.final_norm(),
+            GatedMLP(self.config.hidden_size, self.config.intermediate_size, self.config.hidden_act),
+        )
+
+    def final_norm(self) -> nn.Module:
+        """RMSNorm, as before attention and MLP."""
+        from kenotron.models.blocks.norm import RMSNorm
+
+        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
+
+    def positions(self) -> nn.Module:
+        """RoPE."""
+        from kenotron.models.blocks.rope import Rope
+
+        return Rope.of(self.config)
+
+
+class Llama(LlamaStyle[LlamaArchitecture]):
+    """Biases, where there are any, are on all four attention projections."""
+
+    section = LlamaArchitecture
+    hf_model_type = "llama"
+    hf_class = "LlamaForCausalLM"
+    hf_fixed = {"mlp_bias": False}  # noqa: RUF012
+
+    def block(self, layer: int) -> nn.Module:
+        """Layer number `layer`."""
+        bias = self.config.attention_bias
+        return self.pre_norm_block(layer, qkv_bias=bias, output_bias=bias)

@@ -1,0 +1,40 @@
+"""Which distribution a parameter's fresh weights get: a list of rules by name, first match wins.
+
+[InitRule("*norm.weight", Constant(1.0)), InitRule("*.weight", Normal(0.02))]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True)
+class Normal:
+    """N(0, std)."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value everywhere."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class InitRule:
+    """`pattern` is a shell-style pattern of parameter names (``*`` crosses dots)."""
+
+    pattern: str
+    distribution: Normal | Constant
+
+
+def rule_for(name: str, rules: Sequence[InitRule]) -> Normal | Constant:
+    """The distribution of parameter `name`. Raises ValueError where no rule covers it."""
+    for rule in rules:
+        if fnmatchcase(name, rule.pattern):
+            return rule.distribution
+    raise ValueError(f"no initialisation rule covers parameter {name!r}")

@@ -1,0 +1,140 @@
+"""Whole matrices made of shards, each on one rank, for updates that need all of a matrix at once.
+
+Two ranks hold the upper and lower halves of A and B; rank 0 owns A, rank 1 owns B:
+
+    rank 0   A0 B0  ──▶  A0 A1 = A ─ work ─▶ A'  ──▶  A0' B0'
+                 all-to-all                  all-to-all
+    rank 1   A1 B1  ──▶  B0 B1 = B ─ work ─▶ B'  ──▶  A1' B1'
+
+Every matrix is worked on once, by one rank, as the plain tensor that one process would have, so the result does not
+depend on the layout; and no rank works more than its share. A matrix that is replicated besides (hybrid) has one owner
+among all ranks that hold any of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from kenotron.parallel.shards import block_of
+
+Block = tuple[slice, ...]
+
+
+def balance(costs: Sequence[float], owners: int) -> list[int]:
+    """An owner for each cost: the largest first, to the least loaded owner. Costs 5 3 3 2 over two: 0 1 1 0."""
+    load = [0.0] * owners
+    chosen = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        chosen[index] = load.index(min(load))
+        load[chosen[index]] += costs[index]
+    return chosen
+
+
+def in_rounds(sizes: Sequence[int], owner: Sequence[int], limit: int) -> list[list[int]]:
+    """Indices in rounds, in each of which no owner gets more than `limit` numbers, or one matrix if that is more."""
+    rounds: list[list[int]] = []
+    at: dict[int, tuple[int, int]] = {}  # owner → its round and how full that is
+    for index, (size, who) in enumerate(zip(sizes, owner, strict=True)):
+        number, filled = at.get(who, (0, 0))
+        if filled and filled + size > limit:
+            number, filled = number + 1, 0
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(index)
+        at[who] = (number, filled + size)
+    return rounds
+
+
+class Exchange:
+    """The two all-to-alls for some DTensors of one mesh, the i-th owned by rank ``owner[i]`` of `group`.
+
+    `group` holds the ranks of the tensors' mesh, and every one of them must call `gather` and then `scatter`. What
+    travels has `dtype`, whatever the tensors have.
+    """
+
+    def __init__(
+        self, tensors: Sequence[Any], owner: Sequence[int], group: dist.ProcessGroup, dtype: torch.dtype
+    ) -> None:
+        self.group, self.rank, self.dtype = group, dist.get_rank(group), dtype
+        self.device = tensors[0].to_local().device
+        places = _places(tensors[0].device_mesh.mesh, group)
+        self.shapes = [tuple(tensor.shape) for tensor in tensors]
+        self.blocks = [_blocks(tensor, places) for tensor in tensors]  # by tensor, by rank
+        self.senders = [_senders(blocks, who) for blocks, who in zip(self.blocks, owner, strict=True)]
+        self.owned = [[i for i, who in enumerate(owner) if who == rank] for rank in range(len(places))]  # by rank
+
+    def gather(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's blocks, in the order of the tensors → the whole tensors that it owns."""
+        out = [[shards[i] for i in owned if self.rank in self.senders[i]] for owned in self.owned]
+        mine = self.owned[self.rank]
+        come = [[i for i in mine if rank in self.senders[i]] for rank in range(len(self.owned))]
+        wholes = {i: torch.empty(self.shapes[i], dtype=self.dtype, device=self.device) for i in mine}
+        views = [[wholes[i][self.blocks[i][rank]] for i in some] for rank, some in enumerate(come)]
+        self._swap(out, views)
+        return list(wholes.values())
+
+    def scatter(self, wholes: Sequence[Tensor]) -> list[Tensor]:
+        """The whole tensors that this rank owns → its blocks of all of them, in the order of the tensors."""
+        mine = self.owned[self.rank]
+        out = [
+            [whole[self.blocks[i][rank]] for i, whole in zip(mine, wholes, strict=True)]
+            for rank in range(len(self.owned))
+        ]
+        shards = [
+            torch.empty(_shape(blocks[self.rank]), dtype=self.dtype, device=self.device) for blocks in self.blocks
+        ]
+        self._swap(out, [[shards[i] for i in owned] for owned in self.owned])
+        return shards
+
+    def _swap(self, out: list[list[Tensor]], into: list[list[Tensor]]) -> None:
+        """One all-to-all: `out` is what goes to every rank, `into` what comes from each, to be filled."""
+        sent = torch.cat([self._empty(0), *(tensor.to(self.dtype).reshape(-1) for some in out for tensor in some)])
+        out_sizes, into_sizes = ([sum(t.numel() for t in some) for some in side] for side in (out, into))
+        received = self._empty(sum(into_sizes))
+        dist.all_to_all_single(received, sent, into_sizes, out_sizes, group=self.group)
+        targets = [tensor for some in into for tensor in some]
+        for target, piece in zip(targets, received.split([tensor.numel() for tensor in targets]), strict=True):
+            target.copy_(piece.view(target.shape))
+
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=self.dtype, device=self.device)
+
+
+def mesh_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks of a device mesh as one group; it is made at every call when the mesh has several axes."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    return dist.new_group(sorted(mesh.mesh.flatten().tolist()), use_local_synchronization=True)
+
+
+def _places(mesh: Tensor, group: dist.ProcessGroup) -> list[list[int]]:
+    """The coordinates of each rank of `group` in the mesh."""
+    return [(mesh == rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(group)]
+
+
+def _blocks(tensor: Any, places: list[list[int]]) -> list[Block]:
+    """What each rank holds of `tensor`, as slices of it."""
+    degrees = tensor.device_mesh.shape
+    blocks = []
+    for place in places:
+        offset, shape = block_of(tuple(tensor.shape), degrees, place, tensor.placements)
+        blocks.append(tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True)))
+    return blocks
+
+
+def _senders(blocks: list[Block], owner: int) -> set[int]:
+    """Ranks whose blocks make the tensor whole without one coming twice: the owner, where it has what others have."""
+    holders: dict[tuple[tuple[int, int], ...], int] = {}
+    for rank in [owner, *range(len(blocks))]:
+        holders.setdefault(tuple((part.start, part.stop) for part in blocks[rank]), rank)
+    return set(holders.values())
+
+
+def _shape(block: Block) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in block)

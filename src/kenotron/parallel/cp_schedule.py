@@ -1,0 +1,136 @@
+"""Which queries meet which keys when ranks share a sequence: arithmetic on host integers.
+
+**Chunks.** A causal query sees the keys before it, so the last tokens cost most. Cut into 2n chunks of which rank r
+holds r and 2n - 1 - r, every rank has the same work (zig-zag; each `#` is a chunk of keys that a chunk's queries see):
+
+    contiguous, n = 2                zig-zag, n = 2
+    rank 0   chunk 0  #              rank 0   chunk 0  #
+             chunk 1  ##                      chunk 3  ####
+    rank 1   chunk 2  ###            rank 1   chunk 1  ##
+             chunk 3  ####                    chunk 2  ###
+
+**Blocks.** What is left is a list of rectangles that need no mask: a document's tokens in a chunk see each other
+causally (`local_blocks`), and those of a document that began before the chunk see all its earlier tokens
+(`earlier_blocks`). Document borders are those of the full sequences. Pairs of chunks that share no document have no
+block: no work is done for them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from kenotron.kernels.attention import document_lengths
+
+Chunks = tuple[
+    tuple[int, int], ...
+]  # (begin, end) of each chunk of a sequence, in the order in which a rank holds them
+Corners = tuple[int, int, int, int]  # queries from, to, keys from, to: local indices
+
+
+class ScoreBlock(NamedTuple):
+    """Sequences `rows`; queries `q` of this rank see keys `k` of the rank at hand, all of them or causally."""
+
+    rows: slice
+    q: slice
+    k: slice
+    causal: bool
+
+
+def zigzag(length: int, degree: int, rank: int) -> Chunks:
+    """Chunks `rank` and ``2 * degree - 1 - rank`` of a sequence; `length` is a multiple of ``2 * degree``."""
+    chunk = length // (2 * degree)
+    first, second = rank * chunk, (2 * degree - 1 - rank) * chunk
+    if first + chunk == second:
+        return ((first, second + chunk),)
+    return ((first, first + chunk), (second, second + chunk))
+
+
+def contiguous(length: int, degree: int, rank: int) -> Chunks:
+    """The `rank`-th of `degree` equal parts."""
+    part = length // degree
+    return ((rank * part, (rank + 1) * part),)
+
+
+@lru_cache(maxsize=256)
+def local_blocks(chunks: Chunks, sequences: int, length: int, cu_seqlens: tuple[int, ...] | None) -> list[ScoreBlock]:
+    """Every chunk with itself, document by document. These blocks cover each query and each key once."""
+    corners: dict[Corners, list[int]] = {}
+    for row, documents in enumerate(_documents(sequences, length, cu_seqlens)):
+        at = 0
+        for begin, end in chunks:
+            for from_, to in documents:
+                first, last = max(begin, from_) - begin + at, min(end, to) - begin + at
+                if first < last:
+                    corners.setdefault((first, last, first, last), []).append(row)
+            at += end - begin
+    return _merge_sequences(corners, causal=True)
+
+
+@lru_cache(maxsize=256)
+def earlier_blocks(
+    chunks: Chunks, key_chunks: Chunks, sequences: int, length: int, cu_seqlens: tuple[int, ...] | None
+) -> list[ScoreBlock]:
+    """The queries of each chunk with what `key_chunks` hold of their document before the chunk."""
+    corners: dict[Corners, list[int]] = {}
+    for row, documents in enumerate(_documents(sequences, length, cu_seqlens)):
+        found: list[Corners] = []
+        at = 0
+        for begin, end in chunks:
+            from_, to = next(document for document in documents if document[1] > begin)
+            for first, last in _held(key_chunks, from_, begin):
+                _extend(found, (at, at + min(end, to) - begin, first, last))
+            at += end - begin
+        for corner in found:
+            corners.setdefault(corner, []).append(row)
+    return _merge_sequences(corners, causal=False)
+
+
+def _documents(sequences: int, length: int, cu_seqlens: tuple[int, ...] | None) -> list[list[tuple[int, int]]]:
+    """(begin, end) of every document, for each sequence."""
+    if cu_seqlens is None:
+        return [[(0, length)]] * sequences
+    rows = document_lengths(cu_seqlens, sequences, length)
+    return [list(pairwise(accumulate(row, initial=0))) for row in rows]
+
+
+def _held(chunks: Chunks, begin: int, end: int) -> list[tuple[int, int]]:
+    """Local ranges of the tokens from `begin` to `end`; chunks that are adjacent in memory are one range."""
+    stretches: list[tuple[int, int]] = []
+    at = 0
+    for from_, to in chunks:
+        first, last = max(begin, from_) - from_ + at, min(end, to) - from_ + at
+        if first < last:
+            if stretches and stretches[-1][1] == first:
+                first = stretches.pop()[0]
+            stretches.append((first, last))
+        at += to - from_
+    return stretches
+
+
+def _extend(found: list[Corners], corner: Corners) -> None:
+    """Add a rectangle, as part of the last one where it continues that one's queries over the same keys."""
+    if found and found[-1][1] == corner[0] and found[-1][2:] == corner[2:]:
+        corner = (found.pop()[0], *corner[1:])
+    found.append(corner)
+
+
+def _merge_sequences(corners: dict[Corners, list[int]], causal: bool) -> list[ScoreBlock]:
+    """One block for neighbouring sequences that have the same rectangle."""
+    blocks = []
+    for (q_from, q_to, k_from, k_to), rows in corners.items():
+        for first, last in _runs(rows):
+            blocks.append(ScoreBlock(slice(first, last), slice(q_from, q_to), slice(k_from, k_to), causal))
+    return blocks
+
+
+def _runs(rows: list[int]) -> list[tuple[int, int]]:
+    """[0, 1, 2, 5] → [(0, 3), (5, 6)]."""
+    runs: list[tuple[int, int]] = []
+    for row in rows:
+        if runs and runs[-1][1] == row:
+            runs[-1] = (runs[-1][0], row + 1)
+        else:
+            runs.append((row, row + 1))
+    return runs

@@ -1,0 +1,89 @@
+"""The few things that the ranks of a run do together when they save or load.
+
+Without a process group, or with a group of one, all of them are plain calls. An error on one rank becomes an
+error on every rank, so none waits for a rank that has exited:
+
+    path = run_on_rank0(lambda: make_temporary())     # rank 0 works, everyone gets its result, or its error
+    raise_on_any_rank(lambda: check_my_share())            # everyone works; if one fails, all fail
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kenotron.config.errors import CheckpointError, InputError
+
+T = TypeVar("T")
+LOOK_EVERY_S = 0.1
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank and their number; (0, 1) without a process group. Does not import torch."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's `value`, in order of rank, on every rank."""
+    _, size = rank_and_size()
+    if size == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def raise_on_any_rank(work: Callable[[], T]) -> T:
+    """Run `work` on every rank and return this rank's result; an error of one is raised on all."""
+    _, size = rank_and_size()
+    if size == 1:
+        return work()
+    mine: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        mine = error
+    messages = gather(None if mine is None else describe(mine))
+    if mine is not None:
+        raise mine
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise CheckpointError(f"rank {rank}: {message}")
+    return result
+
+
+def run_on_rank0(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 alone; every rank gets its result, or its error."""
+    rank, _ = rank_and_size()
+    return gather(raise_on_any_rank(lambda: work() if rank == 0 else None))[0]  # type: ignore[return-value]
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line, for the other ranks: with its type unless it was written to be read."""
+    return str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+
+
+def wait_for_all() -> None:
+    """Return when every rank has called this as often as this one, however long that takes.
+
+    For work of unbounded length: one rank finds its tokens cached, another tokenizes for hours. A collective
+    would time out after `parallelism.timeout_seconds`. Without a process group it returns at once.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    from kenotron.parallel.torch_internals import default_store
+
+    store = default_store()
+    mine = store.add(f"kenotron/arrivals/{dist.get_rank()}", 1)
+    store.add(f"kenotron/arrivals/of/{mine}", 1)
+    while store.add(f"kenotron/arrivals/of/{mine}", 0) < dist.get_world_size():
+        time.sleep(LOOK_EVERY_S)

@@ -1,0 +1,178 @@
+"""`kenotron data fetch`: download everything a run needs before it starts.
+
+    tokenizer    gpt2                      hub      downloaded into the hub's cache
+    dataset      org/corpus (train)        hub      downloaded, and prepared in the form that `datasets` reads
+    path         data/code                 local    must exist
+    remote       s3://bucket/tokens                 must exist; read during training
+
+The requirements come from the config. Each is resolved by the same function that the run calls, so what succeeds
+here succeeds in the run with HF_HUB_OFFLINE=1. With that variable set, nothing is downloaded: the command only checks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from kenotron.config import Config
+from kenotron.config.data import CustomSource, PlainDataset, PretrainDataset, SFTDataset, as_list
+from kenotron.config.errors import InputError, no_such_path
+from kenotron.data.sources import specs_of
+from kenotron.data.stage_plan import complete_keys, datasets_of
+from kenotron.storage import RemotePath, as_path, is_remote
+from kenotron.storage.hub import cached_revision, offline_variable, unreachable
+from kenotron.text.progress import Report
+
+CLOCK = 0.02
+"""Seconds by which file timestamps may lag behind the clock."""
+
+
+@dataclass(frozen=True)
+class RequiredFile:
+    """One input of a run. `download` fetches it if it is missing and returns its local files. An input that is read in
+    place has no `download`; `measure` returns its size in bytes."""
+
+    kind: str
+    name: str
+    key: str
+    download: Callable[[], Iterable[Path]] | None = field(default=None, compare=False)
+    measure: Callable[[], int] | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class ResolvedFile:
+    """A resolved input: its file or folder, its size in bytes, and how many of them were downloaded just now."""
+
+    required: RequiredFile
+    place: Path | None
+    size: int
+    downloaded: int
+
+
+def fetch(requirements: Iterable[RequiredFile], report: Report) -> list[ResolvedFile]:
+    """Resolve every requirement; `report` gets a line before each that may take long.
+
+    Errors (InputError): one line for each requirement that cannot be resolved, after all others were.
+    """
+    found, problems = [], []
+    for required in dict.fromkeys(requirements):
+        if required.kind != "path" and (required.download or required.measure):
+            report(f"{required.kind} {required.name} …")
+        start = time.time() - CLOCK
+        try:
+            if required.download is None:
+                found.append(ResolvedFile(required, None, required.measure() if required.measure else 0, 0))
+                continue
+            files = sorted({file.resolve(): file for file in required.download()}.values())
+        except InputError as error:
+            problems.append(str(error))
+            continue
+        sizes = {file: file.stat() for file in files}
+        new = sum(stat.st_size for stat in sizes.values() if stat.st_ctime >= start)
+        place = Path(os.path.commonpath(files)) if files else None
+        found.append(ResolvedFile(required, place, sum(stat.st_size for stat in sizes.values()), new))
+    if problems:
+        raise InputError("\n".join(problems))
+    return found
+
+
+def data_requirements(config: Config) -> Iterator[RequiredFile]:
+    """What the tokenizer and the data of `config` require.
+
+    Errors (InputError): a mix file of token paths that cannot be read.
+    """
+    name = config.tokenizer.tokenizer_name_or_path
+    if name:
+        download = partial(_tokenizer, name, config.tokenizer.tokenizer_revision)
+        yield RequiredFile("tokenizer", name, "tokenizer.tokenizer_name_or_path", download)
+    for number, stage in enumerate(config.data_stages):
+        for key, dataset in datasets_of(stage.data, number):
+            with complete_keys(key):
+                yield from _dataset_requirements(dataset, key)
+
+
+def _dataset_requirements(dataset: PlainDataset | None, key: str) -> Iterator[RequiredFile]:
+    if isinstance(dataset, PretrainDataset | SFTDataset):
+        names = dataset.hf_dataset_or_datasets
+        for name in [names] if isinstance(names, str) else names:
+            for split in as_list(dataset.hf_dataset_splits):
+                yield _rows_requirement(name, split, dataset.hf_dataset_config_name, f"{key}.hf_dataset_or_datasets")
+    elif isinstance(dataset, CustomSource):
+        yield RequiredFile("own code", dataset.source, f"{key}.source")
+    else:
+        for _, spec in specs_of(dataset):
+            own_key, paths = spec.paths()
+            for path in paths:
+                yield required_path(path, own_key.replace("dataset", key, 1))
+
+
+def _rows_requirement(name: str, split: str, config_name: str | None, key: str) -> RequiredFile:
+    if Path(name).expanduser().exists() or name.startswith(("/", ".", "~")):
+        return required_path(name, key)
+    subset = ", ".join(filter(None, (config_name, split)))
+    return RequiredFile("dataset", f"{name} ({subset})", key, partial(_rows, key, name, config_name, split))
+
+
+def required_path(path: str, key: str) -> RequiredFile:
+    """The requirement that a path of the config exists; `key` names its config key in errors."""
+    if is_remote(path):
+        return RequiredFile("remote", path, key, measure=partial(_remote_bytes, path, key))
+    return RequiredFile("path", path, key, partial(_existing, path, key))
+
+
+# ---- downloading -------------------------------------------------------------------------------------------
+
+
+def _tokenizer(name: str, revision: str | None) -> list[Path]:
+    from kenotron.text.tokenizer import TOKENIZER_FILES, load_tokenizer
+
+    folder = load_tokenizer(name, revision).folder
+    if folder is None:  # converted by transformers from other files of the repository
+        return _snapshot_files(name, revision)
+    return [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+
+
+def _rows(key: str, name: str, config_name: str | None, split: str) -> list[Path]:
+    from kenotron.text.hub_datasets import load_rows
+
+    if not offline_variable() and cached_revision(name, None, "dataset") is None and (reason := unreachable()):
+        # Checked first: the library would retry for a long time.
+        raise InputError(
+            f"{key}: cannot reach the Hugging Face hub for '{name}', and it is not cached here ({reason}); "
+            "there is no local folder of that name"
+        )
+    with complete_keys(key.removesuffix(".hf_dataset_or_datasets")):
+        rows = load_rows(name, config_name, split)
+    return [Path(file["filename"]) for file in rows.cache_files]
+
+
+def _existing(path: str, key: str) -> list[Path]:
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    if not place.is_dir():
+        raise no_such_path(key, path)
+    found = [Path(folder, name) for folder, _, names in os.walk(place, followlinks=True) for name in names]
+    if not any(file.is_file() for file in found):
+        raise InputError(f"{key}: folder {path} is empty")
+    return [file for file in found if file.is_file()]
+
+
+def _remote_bytes(path: str, key: str) -> int:
+    place = as_path(path)
+    if not isinstance(place, RemotePath) or not place.exists():
+        raise no_such_path(key, path)
+    return sum(file.stat().st_size for file in ([place] if place.is_file() else place.walk()))
+
+
+def _snapshot_files(name: str, revision: str | None) -> list[Path]:
+    """The cached files of a revision of a model repository."""
+    from huggingface_hub import constants
+
+    commit = cached_revision(name, revision, "model")
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots" / (commit or "")
+    return [file for file in folder.rglob("*") if file.is_file()]

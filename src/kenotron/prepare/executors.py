@@ -1,0 +1,170 @@
+"""`kenotron data tokenize --executor`: the shards of one command spread over datatrove's tasks.
+
+    here           plan.json, N tasks ──▶ datatrove: processes (local), an array of jobs (Slurm), actors (Ray)
+    task r of N    shards r, r + N, r + 2N … ──▶ 00000.ds and .unfinished/00000.json, as the plain command makes them
+    the last one   all shards have notes ──▶ manifest.json
+
+A shard is a function of the input, so the bytes are the plain command's for any number of tasks. What a task left
+undone the same command makes, on any executor or on none.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
+from datatrove.executor.base import PipelineExecutor
+from datatrove.pipeline.base import PipelineStep
+
+from kenotron.config.errors import InputError, counted, nearest
+from kenotron.data.manifest import Json
+from kenotron.prepare.tokenize import (
+    Tokenization,
+    TokenizeOptions,
+    begin,
+    finish,
+    finished,
+    lock_output,
+    make_folder,
+    make_shards,
+    missing_shards,
+)
+from kenotron.text.progress import Report
+from kenotron.text.tokenizer import load_tokenizer
+
+EXECUTORS = ("local", "slurm", "ray")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where tasks run. `tasks` 0: one a shard; `workers`: tasks at once, 0: all, here one a core."""
+
+    executor: str
+    tasks: int = 0
+    workers: int = 0
+    partition: str | None = None
+    time: str | None = None
+    sbatch: dict[str, str] = field(default_factory=dict)
+    """More of sbatch's options, without dashes."""
+
+
+def tokenize_on(
+    cluster: Cluster,
+    inputs: Sequence[str],
+    tokenizer: str,
+    output: Path,
+    options: TokenizeOptions,
+    report: Report = print,
+) -> Json | None:
+    """As `tokenize.tokenize`, by datatrove's tasks; None where they go on without this process.
+
+    Datatrove's logs lie in ``<output>.logs``. Errors (InputError): whatever is wrong with the inputs or the cluster's
+    options; a shard that was not made.
+    """
+    _check(cluster)
+    work = Tokenization.plan(inputs, load_tokenizer(tokenizer), output, options)
+    if (done := finished(work, output)) is not None:
+        report(f"{output} is done already")
+        return done
+    make_folder(output)
+    with lock_output(output, report):
+        begin(work, output)
+    step = ShardTokenizer(inputs, tokenizer, output, options)
+    tasks = min(cluster.tasks or len(work.shards), len(work.shards))
+    executor = _executor(cluster, step, tasks, output.absolute().with_name(f"{output.name}.logs"))
+    executor.run()
+    if cluster.executor == "slurm":
+        report(f"{counted(tasks, 'task')} handed to Slurm; {output}/manifest.json is written when all are done")
+        return None
+    if (done := finished(work, output)) is None:
+        missing = len(missing_shards(work, output))
+        raise InputError(
+            f"{output}: {missing} of {counted(len(work.shards), 'shard')} missing; run the same command again to "
+            f"continue"
+        )
+    return done
+
+
+class ShardTokenizer(PipelineStep):
+    """Task `rank` of `world_size` makes every `world_size`-th shard, and the manifest if it is the last."""
+
+    name = "shards"
+    type = "Kénotron"
+
+    def __init__(self, inputs: Sequence[str], tokenizer: str, output: Path, options: TokenizeOptions) -> None:
+        super().__init__()
+        self.inputs, self.tokenizer, self.output, self.options = list(inputs), tokenizer, output, options
+        self.folder = os.getcwd()  # what the paths are relative to
+
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+        """Called by datatrove in every task."""
+        os.chdir(self.folder)
+        work = Tokenization.plan(self.inputs, load_tokenizer(self.tokenizer), self.output, self.options)
+        if finished(work, self.output) is not None:
+            return data
+        begin(work, self.output)
+        mine = [shard for shard in missing_shards(work, self.output) if shard.number % world_size == rank]
+        if mine:
+            make_shards(work, self.output, mine, 1, _say)
+        try:
+            with lock_output(self.output, _say):
+                if finished(work, self.output) is None and not missing_shards(work, self.output):
+                    finish(work, self.output)
+        except FileNotFoundError:  # by then another task had finished all
+            if finished(work, self.output) is None:
+                raise
+        return data
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# ---- datatrove's executors ---------------------------------------------------------------------------------
+
+
+def _check(cluster: Cluster) -> None:
+    name = cluster.executor
+    if name not in EXECUTORS:
+        raise InputError(f"--executor: expected {', '.join(EXECUTORS)}, found '{name}'{nearest(name, EXECUTORS)}")
+    slurm = {"--partition": cluster.partition, "--time": cluster.time, "--sbatch": cluster.sbatch}
+    for option, value in slurm.items():
+        if name != "slurm" and value:
+            raise InputError(f"{option}: expected only with --executor slurm, found with {name}")
+        if name == "slurm" and option != "--sbatch" and not value:
+            raise InputError(f"{option}: missing; --executor slurm needs it")
+    if name == "slurm" and shutil.which("sbatch") is None:
+        raise InputError("--executor slurm: sbatch was not found; run the command on a machine that submits jobs")
+    if name == "ray" and find_spec("ray") is None:
+        raise InputError("--executor ray: ray is not installed; pip install ray")
+
+
+def _executor(cluster: Cluster, step: PipelineStep, tasks: int, logs: Path) -> PipelineExecutor:
+    """Finished tasks are recognized by their shards, not by datatrove's completion files."""
+    common: dict[str, Any] = {"pipeline": [step], "tasks": tasks, "logging_dir": str(logs), "skip_completed": False}
+    if cluster.executor == "local":
+        return LocalPipelineExecutor(workers=min(cluster.workers or len(os.sched_getaffinity(0)), tasks), **common)
+    if cluster.executor == "slurm":
+        return SlurmPipelineExecutor(
+            workers=cluster.workers or -1,
+            partition=str(cluster.partition),
+            time=str(cluster.time),
+            job_name="kenotron-tokenize",
+            qos=None,  # type: ignore[arg-type]
+            # The tasks find this Python's commands, whether or not its environment is active here.
+            env_command=f'export PATH="{Path(sys.executable).parent}:$PATH"',
+            sbatch_args=cluster.sbatch,
+            **common,
+        )
+    import ray
+    from datatrove.executor import RayPipelineExecutor
+
+    ray.init(ignore_reinit_error=True)
+    return RayPipelineExecutor(workers=cluster.workers or -1, **common)

@@ -1,0 +1,224 @@
+"""What tokens on disk hold, in one pass and bounded memory.
+
+Documents are hashed to find the ones that are there twice. The table of hashes has a fixed size: when it is full, only
+hashes below half of the range are kept on, then a quarter, …, and what is counted among them is scaled up. Up to four
+million documents the count is exact, beyond it an estimate from a fair sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError
+from kenotron.data.formats import TokenFile, documents_between, open_token_files, token_chunks
+from kenotron.data.manifest import Json, checksums, recorded_checksums
+from kenotron.data.sources.token_folder import count_windows, window_step
+from kenotron.storage import AnyPath
+from kenotron.storage.files import release
+
+CHUNK_TOKENS = 1 << 20
+HASHES = 1 << 22
+
+
+class Duplicates:
+    """Counts hashes that come again. `kept` hashes of 64 bits at most are in memory, and as many waiting."""
+
+    def __init__(self, kept: int = HASHES) -> None:
+        self.kept = kept
+        self.halvings = 0
+        self._known = np.empty(0, np.uint64)
+        self._counts = np.empty(0, np.int64)
+        self._waiting: list[int] = []
+
+    def add(self, tokens: NDArray[np.integer], start: int = 0, stop: int | None = None) -> None:
+        """Count what tokens [start, stop) are, read in chunks."""
+        stop = len(tokens) if stop is None else stop
+        digest = xxhash.xxh3_64()
+        for first in range(start, stop, CHUNK_TOKENS):
+            digest.update(tokens[first : min(first + CHUNK_TOKENS, stop)].tobytes())
+            if stop - start > CHUNK_TOKENS:
+                release(tokens)
+        found = digest.intdigest()
+        if found < 1 << (64 - self.halvings):
+            self._waiting.append(found)
+            if len(self._waiting) >= max(self.kept // 4, 1):
+                self._merge()
+
+    def _merge(self) -> None:
+        new, counts = np.unique(np.array(self._waiting, np.uint64), return_counts=True)
+        self._waiting = []
+        hashes, place = np.unique(np.concatenate([self._known, new]), return_inverse=True)
+        self._counts = np.bincount(place, np.concatenate([self._counts, counts]), len(hashes)).astype(np.int64)
+        self._known = hashes
+        while len(self._known) > self.kept:
+            self.halvings += 1
+            below = self._known < np.uint64(1 << (64 - self.halvings))
+            self._known, self._counts = self._known[below], self._counts[below]
+
+    def count(self) -> int:
+        """How many were there before; exact where `halvings` is 0."""
+        self._merge()
+        return int((self._counts - 1).sum()) << self.halvings
+
+
+def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | None = None, window: int = 2048) -> Json:
+    """A report on the token files at `path`; ids from `vocab_size` on are counted, windows are of `window` tokens.
+
+    Errors (InputError): what is wrong with a file; a negative id.
+    """
+    files = open_token_files(path, "PATH", dtype)
+    largest, beyond, first = -1, 0, None
+    lengths = _Lengths()
+    documents, windows = Duplicates(), Duplicates()
+    recorded, found = recorded_checksums(files), {}
+    for file in files:
+        before = 0
+        digest = xxhash.xxh3_128() if file.path in recorded else None
+        for chunk in token_chunks(file, CHUNK_TOKENS):
+            if digest:
+                digest.update(chunk.ids.tobytes())
+            if len(chunk.ids):
+                if chunk.ids.min() < 0:
+                    at = chunk.start + int(np.flatnonzero(chunk.ids < 0)[0])
+                    raise InputError(f"{file.path}: token {at} is negative ({file.tokens[at]})")
+                largest = max(largest, int(chunk.ids.max()))
+            if vocab_size is not None and largest >= vocab_size:
+                wrong = np.flatnonzero(chunk.ids >= vocab_size)
+                beyond += len(wrong)
+                if first is None and len(wrong):
+                    at = chunk.start + int(wrong[0])
+                    first = {"file": str(file.path), "token": at, "id": int(file.tokens[at])}
+            if chunk.ends is not None:
+                ends = chunk.ends + chunk.start
+                lengths.add(np.diff(ends, prepend=before))
+                for end in ends.tolist():
+                    documents.add(file.tokens, before, end)
+                    before = end
+        if digest and file.tokens.nbytes == file.path.stat().st_size:  # its bytes are the ids, and nothing else
+            found[file.path] = digest.hexdigest()
+        for start in range(0, len(file.tokens) - window + 1, window):
+            windows.add(file.tokens, start, start + window)
+            if start % CHUNK_TOKENS < window:
+                release(file.tokens)
+    known = all(file.ends is not None for file in files)
+    return {
+        "path": str(path),
+        "format": files[0].format,
+        "files": len(files),
+        "tokens": sum(len(file.tokens) for file in files),
+        "documents": lengths.documents if known else None,
+        "dtype": ", ".join(sorted({file.tokens.dtype.name for file in files})),
+        "bytes": sum(file.tokens.nbytes for file in files),
+        "tokenizer": ", ".join(sorted({file.tokenizer for file in files if file.tokenizer})) or None,
+        "largest_id": largest if largest >= 0 else None,
+        "vocab_size": vocab_size,
+        "beyond_vocab": beyond if vocab_size is not None else None,
+        "first_beyond_vocab": first,
+        "no_loss_tokens": sum(
+            len(p.loss) - int(np.count_nonzero(p.loss))
+            for f in files
+            for p in token_chunks(f, CHUNK_TOKENS)
+            if p.loss is not None
+        ),
+        "document_lengths": lengths.summary() if known and lengths.documents else None,
+        "duplicate_documents": documents.count() if known else None,
+        "duplicate_windows": windows.count(),
+        "checksums": _compared(recorded, found) if recorded else None,
+        "duplicates_exact": not (documents.halvings or windows.halvings),
+        "window": window,
+    }
+
+
+def _compared(recorded: dict[AnyPath, str], found: dict[AnyPath, str]) -> Json:
+    """How many checksums of manifests there are, and the files that have others; what is not in `found` is read now."""
+    different = []
+    for path, expected in recorded.items():
+        try:
+            here = found.get(path) or checksums([path])[path.name]
+        except FileNotFoundError:
+            here = None
+        if here != expected:
+            different.append({"file": str(path), "expected": expected, "found": here})
+    return {"files": len(recorded), "different": different}
+
+
+class _Lengths:
+    """Shortest, mean and longest document, and how many there are in each power of two."""
+
+    def __init__(self) -> None:
+        self.documents = self.tokens = self.longest = 0
+        self.shortest: int | None = None
+        self.buckets = np.zeros(64, np.int64)
+
+    def add(self, lengths: NDArray[np.int64]) -> None:
+        if not len(lengths):
+            return
+        self.documents += len(lengths)
+        self.tokens += int(lengths.sum())
+        self.longest = max(self.longest, int(lengths.max()))
+        self.shortest = min(int(lengths.min()), self.longest if self.shortest is None else self.shortest)
+        # frexp gives the bits of a number: 0 → 0, 1 → 1, 2..3 → 2, 4..7 → 3, …
+        self.buckets += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=64)
+
+    def summary(self) -> Json:
+        used = np.flatnonzero(self.buckets)
+        return {
+            "shortest": self.shortest,
+            "mean": self.tokens / self.documents,
+            "longest": self.longest,
+            "histogram": [
+                {"from": (1 << bits) >> 1, "below": 1 << bits, "documents": int(self.buckets[bits])}
+                for bits in range(int(used[0]), int(used[-1]) + 1)
+            ],
+        }
+
+
+def starts_of_documents(files: Sequence[TokenFile], count: int, length: int) -> list[tuple[str, NDArray[np.integer]]]:
+    """The first `length` tokens of `count` places spread evenly, of the document that begins there if one is known."""
+    shown = []
+    total = sum(len(file.tokens) for file in files)
+    for number in range(count):
+        at = total * number // count
+        for file in files:
+            if at < len(file.tokens):
+                break
+            at -= len(file.tokens)
+        else:
+            break
+        nearest = documents_between(file, at, min(at + CHUNK_TOKENS, len(file.tokens)))
+        start = int(nearest[0]) if at and len(nearest) and nearest[0] < len(file.tokens) else at
+        stop = min([start + length, len(file.tokens), *documents_between(file, start, start + length)[:1].tolist()])
+        shown.append((f"{file.path} token {start}", file.tokens[start:stop]))
+    return shown
+
+
+def sample_at(files: Sequence[TokenFile], sequence_length: int, sample: int) -> Json:
+    """Window `sample` in file order: its file, first token, ``sequence_length + 1`` ids, and ends of documents in it.
+
+    Errors (InputError): there is no such sample.
+    """
+    left = sample
+    for file in files:
+        here = count_windows(len(file.tokens), file.format, sequence_length)
+        if left < here:
+            start = left * window_step(file.format, sequence_length)
+            stop = start + sequence_length + 1
+            ends = documents_between(file, start, stop)
+            return {
+                "sample": sample,
+                "file": str(file.path),
+                "start": start,
+                "tokens": file.tokens[start:stop].tolist(),
+                "document_ends": (ends - start).tolist() if file.ends is not None else None,
+                "loss": None if file.loss is None else file.loss[start:stop].tolist(),
+            }
+        left -= here
+    raise InputError(
+        f"--sample: expected 0 to {sample - left - 1}, found {sample}"
+        if sample > left
+        else f"--sequence-length: no file holds {sequence_length + 1} tokens"
+    )

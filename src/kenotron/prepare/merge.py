@@ -1,0 +1,245 @@
+"""`kenotron data merge`: many files of tokens become one, or a few of limited size; end to end, or shuffled.
+
+    a/00000.ds  a/00001.ds  b/  ──▶  all/00000.ds  all/00001.ds  all/manifest.json
+
+A document is never split, nor is its loss mask. Made beside the output and renamed: the output is complete or does not
+exist.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError
+from kenotron.data.formats import (
+    TokenFile,
+    TokenWriter,
+    check_holds_loss,
+    is_file_of,
+    open_token_files,
+    open_writer,
+    written_suffix,
+)
+from kenotron.data.formats.token_file import checked_loss
+from kenotron.data.manifest import MANIFEST, Json, checksums, read_json, token_dtype, write_json
+from kenotron.prepare.shuffle import DocumentShuffle, Loss, some_documents
+from kenotron.prepare.tokenize import FORMATS
+from kenotron.storage import as_path
+from kenotron.storage.files import publish_folder, release, sync_folder
+from kenotron.text.progress import Report, progress
+
+DOCUMENTS_AT_ONCE = 1 << 20
+
+MANIFEST_KEYS = ("tokenizer", "tokenizer_hash", "vocab_size", "eos", "bos")
+"""What sources with a manifest must agree on, and hand on."""
+
+
+def merge(
+    sources: Sequence[str],
+    output: Path,
+    format: str | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    max_tokens: int | None = None,
+    report: Report = print,
+) -> Json:
+    """Write the documents of `sources` (files or folders) to `output`: a file where it has a format's suffix, else a
+    folder of files of at most `max_tokens` tokens each (a longer document has a file of its own); the manifest.
+
+    Errors (InputError): `output` is there already; sources of different tokenizers; document ends not known.
+    """
+    files = [file for source in sources for file in open_token_files(source, "SRC")]
+    known = _common(sources, files)
+    format = format or _format_of(output, files)
+    check_holds_loss(files, format)
+    as_file = is_file_of(output, format, "--output")
+    if output.exists():
+        raise InputError(f"--output: {output} already exists; choose another one or remove it")
+    if as_file and max_tokens is not None:
+        raise InputError(f"--max-tokens-per-file: expected a folder as --output, found the file {output}")
+    scratch = output.with_name(f".{output.name}.unfinished")
+    shutil.rmtree(scratch, ignore_errors=True)  # of a killed run
+    scratch.mkdir(parents=True)
+    try:
+        dtype = _dtype(files, format)
+        stem = output.stem if as_file else None
+        target = _Files(scratch, format, dtype, known.get("tokenizer"), stem, max_tokens)
+        _copy(files, target, scratch / "shuffle", dtype, [seed] if shuffle else None, report)
+        target.close()
+        options = {"shuffle": shuffle, "seed": seed, "max_tokens": max_tokens}
+        manifest = {
+            "made_by": {"inputs": list(sources), "options": options},
+            "format": format,
+            "dtype": dtype.name,
+            **known,
+            "documents": sum(file["documents"] for file in target.written),
+            "tokens": sum(file["tokens"] for file in target.written),
+            "files": target.written,
+        }
+        write_json(scratch / (f"{output.name}.{MANIFEST}" if as_file else MANIFEST), manifest)
+        _publish(scratch, output, as_file)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return manifest
+
+
+def _publish(scratch: Path, output: Path, as_file: bool) -> None:
+    if as_file:
+        for file in sorted(scratch.iterdir(), key=lambda file: file.name == output.name):  # the tokens come last
+            os.replace(file, output.parent / file.name)
+        sync_folder(output.parent)
+    else:
+        publish_folder(scratch, output)
+
+
+def _format_of(output: Path, files: Sequence[TokenFile]) -> str:
+    by_suffix = {written_suffix(format): format for format in FORMATS}
+    return by_suffix.get(output.suffix) or (files[0].format if files[0].format in FORMATS else "datatrove")
+
+
+def _dtype(files: Sequence[TokenFile], format: str) -> np.dtype:
+    """The narrowest type that holds every id that the sources' types hold."""
+    widest = max(file.tokens.dtype.itemsize for file in files)
+    if widest <= 2:
+        return np.dtype("<u2")
+    return token_dtype(1 << 31, format)
+
+
+def _common(sources: Sequence[str], files: Sequence[TokenFile]) -> Json:
+    """What all sources say of their tokenizer. Errors (InputError): they differ; a file without document ends."""
+    for file in files:
+        if file.ends is None:
+            raise InputError(f"{file.path}: where its documents end is not known, so documents cannot be packed whole")
+    known: dict[str, tuple[Any, str]] = {}
+
+    def agree(key: str, value: Any, where: str) -> None:
+        before, first = known.setdefault(key, (value, where))
+        if before != value:
+            raise InputError(
+                f"{where}: {key} is {value!r}, but {before!r} in {first}: their tokens do not mean the same"
+            )
+
+    for file in files:
+        if file.tokenizer is not None:
+            agree("tokenizer", file.tokenizer, str(file.path))
+    for source in sources:
+        folder = as_path(source)
+        manifest = read_json(folder / MANIFEST) if folder.is_dir() else None
+        for key in MANIFEST_KEYS if manifest else ():
+            if key in (manifest or {}):
+                agree(key, (manifest or {})[key], source)
+    return {key: value for key, (value, _) in known.items()}
+
+
+def _copy(
+    files: Sequence[TokenFile], target: _Files, scratch: Path, dtype: np.dtype, seed: list[int] | None, report: Report
+) -> None:
+    tokens = sum(len(file.tokens) for file in files)
+    with_loss = any(file.loss is not None for file in files)
+    with progress("merging", tokens * (1 if seed is None else 2), report) as update:
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            update(done)
+
+        target.advance = advance
+        if seed is None:
+            for file in files:
+                _pour(file, target.write, with_loss)
+            return
+        with DocumentShuffle(scratch, dtype, tokens, seed, with_loss) as mixed:
+
+            def scatter(ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss) -> None:
+                mixed.write(ids, lengths, loss)
+                advance(len(ids))
+
+            for file in files:
+                _pour(file, scatter, with_loss)
+            mixed.give(target)
+
+
+def _pour(file: TokenFile, write: Callable[[NDArray, NDArray, Loss], None], with_loss: bool) -> None:
+    assert file.ends is not None
+    start = 0
+    for first in range(0, len(file.ends), DOCUMENTS_AT_ONCE):
+        ends = file.ends[first : first + DOCUMENTS_AT_ONCE].astype(np.int64)
+        lengths = np.diff(ends, prepend=start)
+        if (falls := np.flatnonzero((lengths < 0) | (ends > len(file.tokens)))).size:
+            at = first + int(falls[0])
+            raise InputError(f"{file.path}: its index of documents is not sorted: entry {at} is {file.ends[at]}")
+        part = slice(start, int(ends[-1]))
+        losses = None if file.loss is None else file.loss[part]
+        for ids, some, loss in some_documents(file.tokens[part], lengths, losses):
+            checked_loss(file, start, start + len(ids))
+            write(ids, some, np.ones(len(ids), bool) if with_loss and loss is None else loss)
+            start += len(ids)
+            release(file.tokens)
+
+
+class _Files:
+    """A writer of documents that begins another file before one grows beyond `max_tokens`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        format: str,
+        dtype: np.dtype,
+        tokenizer: str | None,
+        stem: str | None,
+        max_tokens: int | None,
+    ) -> None:
+        self.folder, self.format, self.dtype, self.tokenizer = folder, format, dtype, tokenizer
+        self.stem, self.max_tokens = stem, max_tokens
+        self.advance: Callable[[int], None] = lambda count: None
+        self.written: list[Json] = []
+        self._writer: TokenWriter | None = None
+        self._documents = self._tokens = 0
+
+    def write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss = None) -> None:
+        ends = np.cumsum(lengths)
+        first = 0
+        while first < len(lengths):
+            before = int(ends[first] - lengths[first])
+            last = self._fitting(ends, before, first)
+            if last == first:
+                self.close()
+                last = max(self._fitting(ends, before, first), first + 1)
+            stop = int(ends[last - 1])
+            self._write(ids[before:stop], lengths[first:last], None if loss is None else loss[before:stop])
+            first = last
+        self.advance(len(ids))
+
+    def _fitting(self, ends: NDArray[np.int64], before: int, first: int) -> int:
+        """The end of the documents from `first` on that fit into the file that is open."""
+        if self.max_tokens is None:
+            return len(ends)
+        room = self.max_tokens - self._tokens
+        return max(int(np.searchsorted(ends, before + room, side="right")), first)
+
+    def _write(self, ids: NDArray[np.integer], lengths: NDArray[np.int64], loss: Loss) -> None:
+        if self._writer is None:
+            self._writer = open_writer(self._path(), self.format, self.dtype, self.tokenizer)
+        self._writer.write(ids, lengths, loss)
+        self._documents += len(lengths)
+        self._tokens += len(ids)
+
+    def _path(self) -> Path:
+        return self.folder / f"{self.stem or f'{len(self.written):05d}'}{written_suffix(self.format)}"
+
+    def close(self) -> None:
+        """End the file that is open, if any; the next document begins another one."""
+        if self._writer is None:
+            return
+        self._writer.close()
+        sums = checksums(self.folder.glob(f"{self._path().stem}.*"))
+        self.written.append({"documents": self._documents, "tokens": self._tokens, "xxh3": sums})
+        self._writer, self._documents, self._tokens = None, 0, 0

@@ -1,0 +1,364 @@
+"""`kenotron data tokenize`: texts become files of tokens, shard by shard.
+
+    this process     reads shard 0, 1, 2 … in batches of about a megabyte ──────────┐
+    N workers        batch ──▶ ids (encode.py)                                      ▼
+    this process     ids in order ──▶ .unfinished/work-…/00000.ds ──▶ 00000.ds and .unfinished/00000.json
+
+A shard is done when its note `.unfinished/00000.json` is there; a killed run goes on with the shards that have none.
+The manifest is written when all have one, and `.unfinished` is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError, counted
+from kenotron.data.formats import TokenWriter, open_writer, written_suffix
+from kenotron.data.manifest import MANIFEST, Json, checksums, read_json, refuse_other_work, token_dtype, write_json
+from kenotron.prepare.inputs import InputShard, describe_hook, describe_inputs, open_input, plan_shards, row_hook
+from kenotron.prepare.shuffle import DocumentShuffle
+from kenotron.storage.files import locked, sync_folder
+from kenotron.text.documents import LONGEST_CHUNK, DocumentSource, split_long_chunk
+from kenotron.text.encode import BATCH_CHARACTERS, EncodeRules, encode_batches
+from kenotron.text.progress import Report, progress
+from kenotron.text.tokenizer import TextTokenizer
+
+UNFINISHED = ".unfinished"
+PLAN = "plan.json"
+WORK = "work-"
+"""So begin the folders in which processes work; one that was killed leaves its own until all is done."""
+
+FORMATS = ("datatrove", "megatron")
+"""Those that keep the ends of documents."""
+
+
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """What decides the bytes, beside the inputs and the tokenizer."""
+
+    format: str = "datatrove"
+    column: str = "text"
+    split: str = "train"
+    config_name: str | None = None
+    eos: bool = True
+    bos: bool | None = None
+    """None: as the tokenizer does by itself."""
+    shuffle_documents: bool = False
+    seed: int = 0
+    shard_megabytes: float = 256
+    filter: str | None = None
+    repeat: str | None = None
+    skip_bad: bool = False
+
+
+def tokenize(
+    inputs: Sequence[str],
+    tokenizer: TextTokenizer,
+    output: Path,
+    options: TokenizeOptions,
+    workers: int = 1,
+    report: Report = print,
+) -> Json:
+    """Fill the folder `output`, or what is missing of it, by `workers` processes; the manifest.
+
+    Errors (InputError): whatever is wrong with the inputs; `output` holds other work.
+    """
+    work = Tokenization.plan(inputs, tokenizer, output, options)
+    if (done := finished(work, output)) is not None:
+        report(f"{output} is done already")
+        return done
+    make_folder(output)
+    with lock_output(output, report):
+        if (done := finished(work, output)) is not None:  # by the process that was waited for
+            return done
+        begin(work, output)
+        todo = missing_shards(work, output)
+        if len(todo) < len(work.shards):
+            report(f"{len(work.shards) - len(todo)} of {counted(len(work.shards), 'shard')} done already")
+        try:
+            make_shards(work, output, todo, workers, report)
+        except BaseException:
+            if len(missing_shards(work, output)) == len(work.shards):  # nothing done: another command may begin here
+                (output / UNFINISHED / PLAN).unlink(missing_ok=True)
+            raise
+        return finish(work, output)
+
+
+def lock_output(output: Path, report: Report) -> AbstractContextManager[bool]:
+    """Hold the lock of an unfinished output folder; `report` is called if another process holds it."""
+    waiting = partial(report, f"waiting for another process that is tokenizing into {output}")
+    return locked(output / UNFINISHED / "lock", on_wait=waiting)
+
+
+def finished(work: Tokenization, output: Path) -> Json | None:
+    """The manifest, if there is one. Errors (InputError): it is of other work."""
+    done = read_json(output / MANIFEST, made_by=dict)
+    if done is not None:
+        refuse_other_work(output, done["made_by"], work.made_by)
+    return done
+
+
+def begin(work: Tokenization, output: Path) -> None:
+    """Leave the plan in `output`. Errors (InputError): other work was begun there."""
+    plan = output / UNFINISHED / PLAN
+    begun = read_json(plan, options=dict)
+    if begun is not None:
+        if work.options.skip_bad:  # what is finished had nothing to skip, or skipped it
+            begun["options"]["skip_bad"] = True
+        refuse_other_work(output, begun, work.made_by)
+    write_json(plan, work.made_by)
+
+
+def missing_shards(work: Tokenization, output: Path) -> list[InputShard]:
+    """Those that have no note yet."""
+    return [shard for shard in work.shards if not _note(output / UNFINISHED, shard).exists()]
+
+
+def finish(work: Tokenization, output: Path) -> Json:
+    """The manifest of shards that are all done; written last."""
+    _refuse_changed(work)
+    manifest = _manifest(work, output / UNFINISHED)
+    write_json(output / MANIFEST, manifest)
+    shutil.rmtree(output / UNFINISHED, ignore_errors=True)
+    return manifest
+
+
+def make_folder(output: Path) -> None:
+    """Create the output folder. Errors (InputError): it holds other files, or cannot be created."""
+    if output.is_dir() and not (output / UNFINISHED).is_dir() and any(output.iterdir()):
+        raise InputError(f"{output}: holds files that are not of this command; choose another --output")
+    try:
+        (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output: cannot make {output}: {error.strerror or error}") from None
+
+
+# ---- the plan ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tokenization:
+    """One tokenization: its documents, shards and rules; `made_by` is what the manifest records of it."""
+
+    texts: list[DocumentSource]
+    shards: list[InputShard]
+    tokenizer: TextTokenizer
+    options: TokenizeOptions
+    rules: EncodeRules
+    dtype: np.dtype
+    vocab_size: int
+    made_by: Json
+
+    @classmethod
+    def plan(
+        cls, inputs: Sequence[str], tokenizer: TextTokenizer, output: Path, options: TokenizeOptions
+    ) -> Tokenization:
+        """Plan the shards from names and sizes. Errors (InputError): whatever is wrong with the inputs."""
+        rules = _encode_rules(tokenizer, options)
+        hook = row_hook(options.column, options.filter, options.repeat)
+        texts = [
+            open_input(name, options.column, options.split, options.config_name, options.skip_bad, hook)
+            for name in inputs
+        ]
+        names = [source.name for source in texts]
+        if doubled := [name for name in names if names.count(name) > 1]:
+            raise InputError(f"INPUT: {doubled[0]} is listed twice; --repeat writes documents more than once")
+        vocab_size = max(tokenizer.vocab_size, (rules.eos or 0) + 1, (rules.bos or 0) + 1)
+        hooks = {
+            "filter": describe_hook(options.filter, "--filter"),
+            "repeat": describe_hook(options.repeat, "--repeat"),
+        }
+        made_by = {
+            "inputs": names,
+            "content": describe_inputs(texts),
+            "tokenizer": {"name": tokenizer.name, "hash": tokenizer.hash},
+            "options": asdict(options) | hooks | {"bos": rules.bos is not None},
+        }
+        shards = plan_shards(texts, max(int(options.shard_megabytes * 1e6), 1))
+        dtype = token_dtype(vocab_size, options.format)
+        return cls(texts, shards, tokenizer, options, rules, dtype, vocab_size, made_by)
+
+
+def _encode_rules(tokenizer: TextTokenizer, options: TokenizeOptions) -> EncodeRules:
+    """Both tokens spelled out, so that nothing depends on what the tokenizer adds by itself."""
+    eos = tokenizer.eos_token_id if options.eos else None
+    if options.eos and eos is None:
+        raise InputError(f"--eos: tokenizer {tokenizer.name} names no end-of-text token; --no-eos does without")
+    bos = tokenizer.bos_token_id
+    if options.bos and bos is None:
+        raise InputError(f"--bos: tokenizer {tokenizer.name} names no beginning-of-text token")
+    by_itself = bos is not None and tokenizer.encode("a")[:1] == [bos]
+    with_bos = by_itself if options.bos is None else options.bos
+    return EncodeRules(eos=eos, max_tokens=None, bos=bos if with_bos else None, bare=True)
+
+
+def _refuse_changed(work: Tokenization) -> None:
+    for name, was in work.made_by["content"].items():
+        source = next(source for source in work.texts if source.name == name)
+        if describe_inputs([source])[name] != was:
+            raise InputError(f"{name}: changed while it was read; remove the output folder and begin again")
+
+
+def _manifest(work: Tokenization, notes: Path) -> Json:
+    counts = {"documents": int, "tokens": int, "bytes": int, "skipped": int}
+    shards = [read_json(_note(notes, shard), **counts) or {} for shard in work.shards]
+    totals = {key: sum(shard[key] for shard in shards) for key in counts}
+    if not totals["tokens"]:
+        raise InputError(f"{', '.join(work.made_by['inputs'])}: no text in it (every file or row is empty)")
+    return {
+        "made_by": work.made_by,
+        "tokenizer": work.tokenizer.name,
+        "tokenizer_hash": work.tokenizer.hash,
+        "vocab_size": work.vocab_size,
+        "format": work.options.format,
+        "dtype": work.dtype.name,
+        "eos": work.rules.eos,
+        "bos": work.rules.bos,
+        **totals,
+        "files": [shard for shard in shards if shard["tokens"]],
+    }
+
+
+def _note(notes: Path, shard: InputShard) -> Path:
+    return notes / f"{shard.number:05d}.json"
+
+
+# ---- shards ------------------------------------------------------------------------------------------------
+
+
+class _ShardChunk(NamedTuple):
+    """A chunk of a document of shard number `shard`; `done` bytes of input were read with it."""
+
+    text: str
+    starts: bool
+    ends: bool
+    shard: int
+    done: int
+
+
+def make_shards(work: Tokenization, output: Path, todo: Sequence[InputShard], workers: int, report: Report) -> None:
+    """Every shard of `todo` gets its files and its note."""
+    notes = output / UNFINISHED
+    scratch = Path(tempfile.mkdtemp(prefix=WORK, dir=notes))
+    skipped: dict[int, int] = {}
+    batches = encode_batches(_batches(work.texts, todo, skipped), work.tokenizer.to_json(), work.rules, max(workers, 1))
+    speed = _Speed()
+    with contextlib.ExitStack() as stack:
+        update = stack.enter_context(progress("tokenizing", sum(shard.size for shard in todo), report))
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        stack.enter_context(contextlib.closing(batches))  # type: ignore[type-var]
+        here = next(batches, None)
+        for shard in todo:
+            writer = _ShardWriter(work, shard, scratch)
+            while here is not None and here[0][0].shard == shard.number:
+                batch, (ids, lengths, *_) = here
+                speed.add(writer.add(batch, ids, lengths), len(ids))
+                update(batch[-1].done, speed.text())
+                here = next(batches, None)
+            note = writer.finish(output) | {"skipped": skipped.get(shard.number, 0)}
+            write_json(_note(notes, shard), note)
+
+
+def _batches(
+    texts: Sequence[DocumentSource], todo: Sequence[InputShard], skipped: dict[int, int]
+) -> Iterator[list[_ShardChunk]]:
+    """Batches of about a megabyte, each of one shard."""
+    for shard, done in zip(todo, np.cumsum([0, *(shard.size for shard in todo)]).tolist()):
+        before = sum(source.skipped for source in texts)
+        batch: list[_ShardChunk] = []
+        characters = 0
+        for chunk in _shard_chunks(texts, shard, done):
+            batch.append(chunk)
+            characters += len(chunk.text)
+            if characters >= BATCH_CHARACTERS:
+                yield batch
+                batch, characters = [], 0
+        skipped[shard.number] = sum(source.skipped for source in texts) - before
+        if batch:
+            yield batch
+
+
+def _shard_chunks(texts: Sequence[DocumentSource], shard: InputShard, done: int) -> Iterator[_ShardChunk]:
+    for number, byte_range in shard.byte_ranges:
+        starts = True
+        for chunk in texts[number].read(byte_range):
+            for text, read, ends in split_long_chunk(chunk, LONGEST_CHUNK):  # a text file's are short already
+                yield _ShardChunk(text, starts, ends, shard.number, done + read)
+                starts = ends
+        done += byte_range.size
+
+
+class _ShardWriter:
+    """Writes the chunks of a shard's documents; no file comes into being where there is no token."""
+
+    def __init__(self, work: Tokenization, shard: InputShard, scratch: Path) -> None:
+        self.work, self.shard, self.scratch = work, shard, scratch
+        self.documents = self.tokens = self.bytes = 0
+        self._open = 0  # tokens of a document that goes on
+        self._sink: TokenWriter | DocumentShuffle | None = None
+
+    def add(self, batch: list[_ShardChunk], ids: NDArray[np.uint32], lengths: NDArray[np.int64]) -> int:
+        """The UTF-8 bytes of the batch's text."""
+        ends = np.cumsum(lengths)[[chunk.ends for chunk in batch]]
+        ends = ends[np.diff(ends, prepend=-self._open) > 0]  # an empty text without eos and bos is no document
+        self._open = len(ids) - int(ends[-1]) if len(ends) else self._open + len(ids)
+        if len(ids) or len(ends):
+            self._sink = self._sink or self._open_sink()
+            self._sink.append(ids, ends)
+        size = sum(len(chunk.text) if chunk.text.isascii() else len(chunk.text.encode()) for chunk in batch)
+        self.documents, self.tokens, self.bytes = self.documents + len(ends), self.tokens + len(ids), self.bytes + size
+        return size
+
+    def finish(self, output: Path) -> Json:
+        """The files come into `output`; what the manifest says of them."""
+        if isinstance(self._sink, DocumentShuffle):
+            with self._sink as shuffle:
+                self._sink = self._open_writer()
+                shuffle.give(self._sink)
+        sums: dict[str, str] = {}
+        if self._sink is not None:
+            self._sink.close()
+            sums = checksums(self.scratch.iterdir())
+            for name in sums:
+                os.replace(self.scratch / name, output / name)
+            sync_folder(output)
+        return {"documents": self.documents, "tokens": self.tokens, "bytes": self.bytes, "xxh3": sums}
+
+    def _open_sink(self) -> TokenWriter | DocumentShuffle:
+        options = self.work.options
+        if not options.shuffle_documents:
+            return self._open_writer()
+        seed = [options.seed, self.shard.number]
+        return DocumentShuffle(self.scratch / "shuffle", self.work.dtype, self.shard.size, seed)
+
+    def _open_writer(self) -> TokenWriter:
+        path = self.scratch / f"{self.shard.number:05d}{written_suffix(self.work.options.format)}"
+        return open_writer(path, self.work.options.format, self.work.dtype, self.work.tokenizer.name)
+
+
+@dataclass
+class _Speed:
+    start: float = field(default_factory=time.monotonic)
+    bytes: int = 0
+    tokens: int = 0
+
+    def add(self, size: int, tokens: int) -> None:
+        self.bytes += size
+        self.tokens += tokens
+
+    def text(self) -> str:
+        seconds = max(time.monotonic() - self.start, 1e-9)
+        return f"{self.bytes / seconds / 1e6:.1f} MB/s, {self.tokens / seconds / 1e6:.2f} M tokens/s"

@@ -1,0 +1,21 @@
+"""Files, on this machine and on others.
+
+    files.py             atomic writes, published folders, locks, mapped arrays: one implementation of each
+    paths.py             as_path: a local path, or a RemotePath of the storage that serves the URL's scheme
+    arrays.py            slices of many arrays at once, local or remote
+
+    fsspec_storage.py    the storage of s3, gs, hf, https …, loaded when a URL is met
+      ├── fetching.py    retries, and blocks that are fetched once however many threads ask
+      ├── blocks.py      the fetched blocks on this machine's disk, bounded
+      └── drivers.py     fsspec's file systems, each made to fail at once and to report versions
+    hub.py               files of Hugging Face repositories
+
+Readers of files see a `pathlib.Path` or a `RemotePath`, which has the same methods.
+"""
+
+from __future__ import annotations
+
+from kenotron.storage.arrays import fetch_ahead, read_rows
+from kenotron.storage.paths import AnyPath, RemoteArray, RemotePath, RemoteStat, as_path, is_remote
+
+__all__ = ["AnyPath", "RemoteArray", "RemotePath", "RemoteStat", "as_path", "fetch_ahead", "is_remote", "read_rows"]

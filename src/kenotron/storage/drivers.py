@@ -1,0 +1,144 @@
+"""fsspec's file systems. Each tries once: retries, waits and the meaning of errors are in fetching.py.
+
+    s3           s3fs               with botocore's retries off
+    gs           gcsfs              likewise; Google's JSON API (google.py)
+    hf           huggingface_hub    every read returns the file's version, nothing is cached (hub_filesystem.py)
+    http, https  fsspec             a missing file is distinguished from a failed request
+    any other    fsspec             as it is
+
+A driver's listing and `info` hold the length of a file and its version: what changes with its content.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from kenotron.config.errors import InputError, nearest
+from kenotron.storage.hub import HUB_CREDENTIALS, configure_hub, first_line, offline_variable
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+FileInfo: TypeAlias = dict[str, Any]
+"""What fsspec's `info` returns: name, type, size, and keys of the driver's own."""
+
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
+"""Protocols whose driver is an extra of this package."""
+
+_S3 = "AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+_GOOGLE = "`gcloud auth application-default login`, or GOOGLE_APPLICATION_CREDENTIALS"
+CREDENTIALS = {"s3": _S3, "s3a": _S3, "gs": _GOOGLE, "gcs": _GOOGLE, "hf": HUB_CREDENTIALS}
+"""Where each driver gets its credentials."""
+
+VERSIONS = (
+    "generation",
+    "ETag",
+    "etag",
+    "md5Hash",
+    "blob_id",
+    "xet_hash",
+    "Content-MD5",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "Last-Modified",
+    "created",
+)
+"""The drivers' names for the version, the most reliable first."""
+
+
+def filesystem(url: str) -> AbstractFileSystem:
+    """fsspec's file system for `url`, one per process and protocol.
+
+    Errors (InputError): no such protocol; its driver is not installed; the network is forbidden.
+    """
+    protocol = url.partition("://")[0]
+    if protocol == "hf" and (forbidden := offline_variable()):
+        raise InputError(f"{url}: {forbidden}=1 forbids to ask the Hugging Face hub")
+    return _filesystem(protocol)
+
+
+@lru_cache
+def _filesystem(protocol: str) -> Any:
+    import fsspec
+
+    try:
+        options = {"use_listings_cache": False, "skip_instance_cache": True}  # kept here, until `reset`
+        return MADE.get(protocol, fsspec.filesystem)(protocol, **options)
+    except ValueError:
+        known = fsspec.available_protocols()
+        raise InputError(f"{protocol}://: no such protocol{nearest(protocol, known)}") from None
+    except ImportError as error:
+        extra = EXTRAS.get(protocol)
+        hint = f"pip install kenotron[{extra}]" if extra else first_line(error)
+        raise InputError(f"{protocol}://: its driver is not installed: {hint}") from None
+
+
+def reset() -> None:
+    """Open every file system again: a forked process has none of its parent's connections."""
+    _filesystem.cache_clear()
+
+
+def version_of(info: FileInfo) -> str:
+    """What changes with the content of a file."""
+    return next((str(info[name]) for name in VERSIONS if info.get(name)), "")
+
+
+def read_range(fs: AbstractFileSystem, url: str, start: int, stop: int) -> tuple[bytes, tuple[int, str]]:
+    """Bytes [start, stop) of a file, fewer where it ends before, and the size and version that it has now."""
+    if hasattr(fs, "read_range"):
+        return fs.read_range(url, start, stop)
+    try:
+        data = fs.cat_file(url, start=start, end=stop)
+    except Exception as error:
+        if "range" not in str(error).lower():
+            raise
+        data = b""  # the file ends before `start`
+    found = fs.info(url)
+    return data, (found["size"], version_of(found))
+
+
+# ---- one for each protocol ---------------------------------------------------------------------------------
+
+
+def _s3(protocol: str, **options: Any) -> Any:
+    import fsspec
+
+    once = {"retries": {"total_max_attempts": 1}}
+    found = fsspec.filesystem(protocol, config_kwargs=once, **options)
+    found.retries = 1  # s3fs's own
+    return found
+
+
+def _google(protocol: str, **options: Any) -> Any:
+    from kenotron.storage.google import GoogleFileSystem
+
+    return GoogleFileSystem(**options)
+
+
+def _web(protocol: str, **options: Any) -> Any:
+    from fsspec.implementations.http import HTTPFileSystem
+
+    class Web(HTTPFileSystem):
+        """fsspec's, but for `info`, which reports every failure as a missing file."""
+
+        async def _info(self, url: str, **kwargs: Any) -> dict[str, Any]:
+            try:
+                return await super()._info(url, **kwargs)
+            except FileNotFoundError as error:
+                if error.__cause__ is None or getattr(error.__cause__, "status", None) in (404, 410):
+                    raise
+                raise error.__cause__ from None
+
+    return Web(headers={"Accept-Encoding": "identity"}, **options)  # ranges count the bytes of the file itself
+
+
+def _hub(protocol: str, **options: Any) -> Any:
+    configure_hub()  # before the library is imported
+    from kenotron.storage.hub_filesystem import HubFileSystem
+
+    return HubFileSystem(**options)
+
+
+MADE = {"s3": _s3, "s3a": _s3, "gs": _google, "gcs": _google, "http": _web, "https": _web, "hf": _hub}

@@ -1,0 +1,245 @@
+"""Files on this machine: atomic and durable writes, locks, and arrays mapped from them. One implementation of each.
+
+    with AtomicFile(folder / "a.ds") as file:      # written as a.ds.tmp-3f9c0a1b, synced, renamed
+        file.write(b"...")
+    replace_file(root / "latest.txt", b"10")       # readers see the old content or the new, nothing else
+    publish_folder(temporary, final)               # a folder appears complete, or not at all
+    with locked(root / ".lock", timeout=60): ...   # the kernel frees it when its process dies
+
+A rename is atomic only towards other processes. Towards a power failure it is so only when the file, and then the
+folder that holds its name, were synced; hence `sync_folder` after every change of names. Errors are OSError: callers
+know what they were doing and for whom.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+SMALL_ARRAY = 4096
+"""Bytes up to which an array is read instead of mapped: the kernel allows some 65,000 mappings per process."""
+
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""Errors of a file system without locks."""
+
+
+def cache_root() -> Path:
+    """``$KENOTRON_CACHE``, else ``~/.cache/kenotron``."""
+    return Path(os.environ.get("KENOTRON_CACHE") or "~/.cache/kenotron").expanduser()
+
+
+# ---- names -------------------------------------------------------------------------------------------------
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Create `path` and its parents; each name is synced in the folder that holds it."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_folder(path.parent)
+
+
+def temporary_beside(path: Path) -> Path:
+    """An unused name in the same folder: `10` → `10.tmp-3f9c0a1b`."""
+    return path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what killed processes left under temporary names of `path`. The caller holds the lock of `path`."""
+    for left in [*path.parent.glob(f"{path.name}.tmp-*"), *path.parent.glob(f".trash-{path.name}-*")]:
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+
+class AtomicFile:
+    """A file that is written under a temporary name in the same folder and gets its own name when it is complete.
+
+    Leaving the `with` block publishes it; leaving by an error discards it. With `durable` False it is not synced: a
+    power failure may leave it empty or cut. `temporary` names the temporary file, so that a later try overwrites
+    what a killed process left.
+    """
+
+    def __init__(self, path: Path, durable: bool = True, temporary: Path | None = None) -> None:
+        self.path, self.durable = path, durable
+        self.temporary = temporary or temporary_beside(path)
+        # Unbuffered: writes are large, and a full disk is reported by the write that fills it.
+        self._file = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._is_open = True
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append all of `data`, also where the system writes less at once."""
+        left = memoryview(data)
+        while left:
+            left = left[os.write(self._file, left) :]
+
+    def overwrite_start(self, data: bytes) -> None:
+        """Replace the first bytes, a header of a length that is known at the end."""
+        os.lseek(self._file, 0, os.SEEK_SET)
+        self.write(data)
+
+    def publish(self) -> None:
+        """Sync the file, and give it its name."""
+        if self.durable:
+            os.fsync(self._file)
+        self._close()
+        os.rename(self.temporary, self.path)
+        if self.durable:
+            sync_folder(self.path.parent)
+
+    def discard(self) -> None:
+        """Remove the temporary file; nothing is left behind."""
+        self._close()
+        self.temporary.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            os.close(self._file)
+
+    def __enter__(self) -> AtomicFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.publish()
+        finally:
+            self.discard()
+
+
+def replace_file(path: Path, data: bytes, durable: bool = True) -> None:
+    """Put `data` in `path`, atomically."""
+    with AtomicFile(path, durable) as file:
+        file.write(data)
+
+
+# ---- folders -----------------------------------------------------------------------------------------------
+
+
+def publish_folder(temporary: Path, final: Path) -> None:
+    """Sync the files of the folder `temporary` and rename it to `final`, which it replaces.
+
+    Where another process published `final` first, that one stays and `temporary` is left to the caller.
+    """
+    for folder, _, names in os.walk(temporary):
+        for name in names:
+            with open(Path(folder, name), "rb") as stream:
+                os.fsync(stream.fileno())
+        sync_folder(Path(folder))
+    if final.is_dir():
+        remove_folder(final)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if not final.is_dir():
+            raise
+    sync_folder(final.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder so that no crash leaves a part of it under its own name. Missing: another process was faster."""
+    trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
+    try:
+        os.rename(path, trash)
+    except FileNotFoundError:
+        return
+    sync_folder(path.parent)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+# ---- locks -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(file: Path, timeout: float | None = None, on_wait: Callable[[], None] | None = None) -> Iterator[bool]:
+    """Hold the kernel's lock on `file`, which is created; yields False where the file system has no locks.
+
+    The kernel frees the lock when its process dies, so nothing is guessed from process ids or clocks. `on_wait` is
+    called once if another process holds it. Errors: TimeoutError after `timeout` seconds (None: wait without limit).
+    """
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        yield _lock(descriptor, file, timeout, on_wait)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, file: Path, timeout: float | None, on_wait: Callable[[], None] | None) -> bool:
+    try:
+        import fcntl
+    except ImportError:  # a system without such locks
+        return False
+    deadline = None if timeout is None else time.monotonic() + timeout
+    flags = fcntl.LOCK_EX | fcntl.LOCK_NB
+    while True:
+        try:
+            fcntl.flock(descriptor, flags)
+            return True
+        except BlockingIOError:
+            if on_wait is not None:
+                on_wait()
+                on_wait = None
+            if deadline is None:
+                flags = fcntl.LOCK_EX  # sleep in the kernel
+            elif time.monotonic() >= deadline:
+                raise TimeoutError(f"{file}: locked by another process for more than {timeout:g} seconds") from None
+            else:
+                time.sleep(0.05)
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                return False
+            raise
+
+
+# ---- arrays ------------------------------------------------------------------------------------------------
+
+
+def map_local_array(path: Path, dtype: np.dtype, offset: int, count: int) -> NDArray:
+    """`count` items of `dtype` from byte `offset` of a file on, memory-mapped read-only; a small array is read.
+
+    Errors: OSError; ValueError if the file ends before.
+    """
+    if count == 0:  # an empty range cannot be mapped
+        return np.empty(0, dtype)
+    if count * dtype.itemsize <= SMALL_ARRAY:
+        found = np.fromfile(path, dtype, count, offset=offset)
+        if len(found) < count:
+            raise ValueError(f"{path}: ends before byte {offset + count * dtype.itemsize}")
+        return found
+    # A plain view: np.memmap's own slicing is several times slower.
+    return np.asarray(np.memmap(path, dtype, "r", offset=offset, shape=(count,)))
+
+
+def release(array: NDArray) -> None:
+    """Drop the pages of a mapped array from this process's memory; the next read loads them again."""
+    base: object = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        base.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,220 @@
+"""The storage of every scheme that fsspec knows: s3, gs, hf, https and others, read by blocks that are kept.
+
+path = FsspecPath("s3://bucket/tokens", settings)
+for file in path.walk():                one listing, which holds for every file of it:
+    file.stat().st_size, file.with_suffix(".idx").exists()
+
+tokens = file.map_array(uint16, 0, n, download=False)
+tokens[8000:8100]                       the block that holds them is fetched, kept, and next time read from the disk
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Hashable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import IO, Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError
+from kenotron.storage import fetching
+from kenotron.storage.blocks import block_store
+from kenotron.storage.drivers import filesystem, version_of
+from kenotron.storage.fetching import Block, RemoteFile, file_info, read_block, request_block, with_retries
+from kenotron.storage.paths import Fetched, RemoteArray, RemotePath, RemoteStat
+
+
+class Listing(dict[str, RemoteStat]):
+    """The files of a folder, by URL."""
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of all."""
+        return sum(found.st_size for found in self.values())
+
+
+@dataclass(frozen=True, order=True)
+class FsspecPath(RemotePath):
+    """A file or folder by its URL. With a `listing` of the files around it, nothing else exists there."""
+
+    listing: Listing | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Errors (InputError): no such scheme; its driver is not installed."""
+        filesystem(self.url)
+
+    def stat(self) -> RemoteStat:
+        """From the listing, else asked of the driver."""
+        if self.listing is not None:
+            if self.url not in self.listing:
+                raise FileNotFoundError(self.url)
+            return self.listing[self.url]
+        return _stat(self.url, file_info(self.url, self.settings))
+
+    def is_file(self) -> bool:
+        """From the listing, else asked of the driver."""
+        if self.listing is not None:
+            return self.url in self.listing
+        return self._kind() == "file"
+
+    def is_dir(self) -> bool:
+        """From the listing, else asked of the driver."""
+        if self.listing is not None:
+            return any(url.startswith(self.url.rstrip("/") + "/") for url in self.listing)
+        return self._kind() == "directory"
+
+    def _kind(self) -> str | None:
+        try:
+            return file_info(self.url, self.settings)["type"]
+        except FileNotFoundError:
+            return None
+
+    def walk(self) -> Iterator[FsspecPath]:
+        """By one listing, which each of the paths keeps."""
+        fs = filesystem(self.url)
+        found = with_retries(self.url, self.settings.tries, lambda: fs.find(self.url, detail=True))
+        root = fs._strip_protocol(self.url).rstrip("/") + "/"
+        base = self.url.rstrip("/")
+        listing = Listing(
+            (f"{base}/{name.removeprefix(root)}", _stat(name, info))
+            for name, info in found.items()
+            if info["type"] == "file" and name.startswith(root)
+        )
+        for url in sorted(listing):
+            folders = url.removeprefix(base + "/").split("/")[:-1]
+            if not any(folder.startswith(".") for folder in folders):
+                yield FsspecPath(url, self.settings, listing)
+
+    def open(self, mode: str = "rb") -> IO[bytes]:
+        """A stream that is read block by block."""
+        assert mode == "rb"
+        return io.BufferedReader(_Stream(self.file()), 1 << 17)
+
+    def map_array(self, dtype: np.dtype, offset: int, count: int, download: bool) -> RemoteArray | NDArray:
+        """A `BlockArray`, or with `download` a mapped local copy. Errors (InputError): larger than the cache."""
+        if download:
+            return _downloaded_array(self.file(), dtype, offset, count)
+        return BlockArray(self, dtype, offset, count)
+
+    def file(self) -> RemoteFile:
+        """The current version of the file."""
+        found = self.stat()
+        return RemoteFile(self.url, found.st_size, found.version, self.settings)
+
+    @property
+    def block_size(self) -> int:
+        """Bytes of a block for random reads: large if all files around fit in the cache, else small."""
+        around = self.listing.size if self.listing else self.stat().st_size
+        return fetching.BLOCK if 2 * around <= self.settings.cache_gb * 1e9 else fetching.SPARSE_BLOCK
+
+
+class BlockArray(RemoteArray):
+    """`count` items of `dtype` from byte `offset` of a remote file on, fetched by blocks."""
+
+    def __init__(self, path: FsspecPath, dtype: np.dtype, offset: int, count: int) -> None:
+        self.file, self.dtype = path.file(), dtype
+        self._offset, self._count, self._block = offset, count, path.block_size
+
+    def __len__(self) -> int:
+        return self._count
+
+    def fetch(self, start: int, stop: int) -> dict[Hashable, Future[bytes]]:
+        """Start to fetch the blocks of items [start, stop) that are not in the cache."""
+        return _request(self._blocks(start, stop))
+
+    def read(self, start: int, stop: int, fetched: Fetched) -> NDArray:
+        """Items [start, stop) from `fetched`, the cache, or fetched now."""
+        first, end = self._offset + start * self.itemsize, self._offset + stop * self.itemsize
+        parts = []
+        for block in self._blocks(start, stop):
+            low, high = max(first, block.start) - block.start, min(end, block.stop) - block.start
+            data = _result(fetched.get(block))
+            parts.append(read_block(block, low, high) if data is None else data[low:high])
+        return np.frombuffer(b"".join(parts), self.dtype)
+
+    def _blocks(self, start: int, stop: int) -> Iterator[Block]:
+        """The blocks of items [start, stop). They count from byte 0 of the file, and the last one ends with it."""
+        first, end = self._offset + start * self.itemsize, self._offset + stop * self.itemsize
+        for at in range(first // self._block * self._block, end, self._block):
+            yield Block(self.file, at, min(at + self._block, self.file.size))
+
+
+def _downloaded_array(file: RemoteFile, dtype: np.dtype, offset: int, count: int) -> NDArray:
+    """Of a file that is downloaded completely and mapped: an index, which is searched at random."""
+
+    def fill(target: BinaryIO) -> None:
+        for data in _read_through(file):
+            target.write(data)
+
+    name = Block(file, 0, file.size).name
+    data = block_store(file.settings).mapped_file(name, file.size, fill, file.url)
+    return np.frombuffer(data, dtype, count, offset)
+
+
+def _read_through(file: RemoteFile) -> Iterator[bytes]:
+    """All of a file, block by block, eight at a time in parallel."""
+    size = fetching.BLOCK
+    blocks = [Block(file, at, min(at + size, file.size)) for at in range(0, file.size, size)]
+    for first in range(0, len(blocks), 8):
+        fetched = _request(blocks[first : first + 8])
+        for block in blocks[first : first + 8]:
+            data = _result(fetched.get(block))
+            yield read_block(block, 0, block.stop - block.start) if data is None else data
+
+
+def _request(blocks: Iterable[Block]) -> dict[Hashable, Future[bytes]]:
+    """Those of `blocks` that are not in the cache, on their way."""
+    return {block: future for block in dict.fromkeys(blocks) if (future := request_block(block)) is not None}
+
+
+def _result(future: Future[bytes] | None) -> bytes | None:
+    """The block; None if it is not being fetched (any more)."""
+    if future is None:
+        return None
+    try:
+        return future.result()
+    except CancelledError:
+        return None
+
+
+def _stat(url: str, info: dict[str, Any]) -> RemoteStat:
+    if info["type"] == "file" and not isinstance(info.get("size"), int):
+        raise InputError(f"{url}: its server does not send the length of the file")
+    return RemoteStat(info.get("size") or 0, version_of(info))
+
+
+class _Stream(io.RawIOBase):
+    """The bytes of one version of a file."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, self._file.size)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        size = self._file.size
+        if self._position >= size:
+            return 0
+        start = self._position // fetching.BLOCK * fetching.BLOCK
+        stop = min(start + fetching.BLOCK, size)
+        first = self._position - start
+        data = read_block(Block(self._file, start, stop), first, min(first + len(buffer), stop - start))
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)

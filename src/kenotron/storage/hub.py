@@ -1,0 +1,114 @@
+"""Files of Hugging Face repositories: from the local cache, else from the hub, else one clear line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kenotron.config.errors import InputError, nearest_sibling
+
+OFFLINE_VARIABLES = ("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_OFFLINE")
+HUB_CREDENTIALS = "`hf auth login`, or HF_TOKEN"
+"""Where the credentials of the hub come from."""
+
+PROXY_VARIABLES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
+
+
+def offline_variable() -> str | None:
+    """The first environment variable that forbids the network, or None."""
+    for name in OFFLINE_VARIABLES:
+        if os.environ.get(name, "").upper() in {"1", "ON", "YES", "TRUE"}:
+            return name
+    return None
+
+
+def configure_hub() -> None:
+    """Any of the three offline variables holds for all libraries, and the hub's says nothing by itself.
+
+    Call it before a Hugging Face library is first imported: they read the variables only then. All follow
+    HF_HUB_OFFLINE, but for `datasets` where its own is set.
+    """
+    if offline_variable():
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        if "HF_DATASETS_OFFLINE" in os.environ:
+            os.environ["HF_DATASETS_OFFLINE"] = "1"
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+
+
+def hub_file(repo: str, file: str, revision: str | None, key: str, optional: bool = False) -> Path | None:
+    """Local path of a file of the model repository `repo`; None if there is no such file in it.
+
+    `key` names the config key in errors. With `optional`, None also when the hub cannot be asked.
+    Errors (InputError): no such repository or revision, hub unreachable or forbidden.
+    """
+    configure_hub()
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    try:
+        cached = hub.try_to_load_from_cache(repo, file, revision=revision)
+        if isinstance(cached, str):
+            return Path(cached)
+        forbidden = offline_variable()
+        if cached is not None or (forbidden and cached_revision(repo, revision, "model")):
+            return None
+        if forbidden:
+            raise InputError(
+                f"{key}: '{repo}' is not in the local Hugging Face cache, and {forbidden}=1 forbids to fetch it"
+            )
+        if reason := unreachable():
+            if optional:
+                return None
+            raise InputError(
+                f"{key}: cannot reach the Hugging Face hub for '{repo}', and it is not cached here ({reason}); "
+                f"no local folder has that name{nearest_sibling(Path(repo))}"
+            )
+        return Path(hub.hf_hub_download(repo, file, revision=revision))
+    except errors.LocalEntryNotFoundError:
+        raise InputError(f"{key}: cannot reach the Hugging Face hub for '{repo}' ({file})") from None
+    except errors.EntryNotFoundError:
+        return None
+    except errors.RepositoryNotFoundError:
+        raise InputError(f"{key}: no repository '{repo}' on the Hugging Face hub (or no access to it)") from None
+    except errors.RevisionNotFoundError:
+        raise InputError(f"{key}: repository '{repo}' has no revision '{revision}'") from None
+    except errors.HFValidationError:
+        raise InputError(f"{key}: '{repo}' is neither a local folder nor the name of a repository") from None
+    except OSError as error:  # httpx errors are such, too
+        raise InputError(f"{key}: fetching '{repo}' ({file}) failed: {first_line(error)}") from None
+
+
+def unreachable() -> str | None:
+    """Why the hub cannot be connected to, found out in one try; None if it can, or if a proxy decides."""
+    from huggingface_hub import constants
+
+    if any(os.environ.get(name) or os.environ.get(name.lower()) for name in PROXY_VARIABLES):
+        return None
+    address = urlsplit(constants.ENDPOINT)
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=10).close()
+    except OSError as error:
+        return f"{address.hostname}: {error.strerror or error}"
+    return None
+
+
+def cached_revision(repo: str, revision: str | None, repo_type: str) -> str | None:
+    """Commit of `repo` in the local hub cache, or None. Reads one small file."""
+    configure_hub()
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE) / f"{repo_type}s--{repo.replace('/', '--')}"
+    name = revision or "main"
+    if (folder / "snapshots" / name).is_dir():
+        return name
+    ref = folder / "refs" / name
+    return ref.read_text().strip() if ref.is_file() else None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,212 @@
+"""Paths, on this machine or on another one: what readers of files ask of them, and the registry of storages.
+
+    as_path("data/code")             pathlib.Path
+    as_path("s3://bucket/tokens")    RemotePath, by the storage that is registered for `s3`
+
+A storage is loaded when a URL of its scheme is first met. What fsspec opens (s3, gs, hf, https, and what packages
+register with fsspec) is served by `fsspec_storage.FsspecPath`. A package can register a storage of its own for a scheme
+among the entry points `kenotron.storage`: a function ``(url, settings) -> RemotePath``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from importlib.metadata import entry_points
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.dotted import import_dotted, import_registered
+from kenotron.config.errors import InputError
+from kenotron.config.remote import RemoteData
+
+STORAGES = "kenotron.storage"
+"""The group of entry points under which packages register storages, by the scheme of their URLs."""
+
+FSSPEC = "kenotron.storage.fsspec_storage.FsspecPath"
+"""The storage of every other scheme."""
+
+
+class RemoteStat(NamedTuple):
+    """Bytes of a file, and its version: what changes with its content."""
+
+    st_size: int
+    version: str
+
+
+Fetched = Mapping[Hashable, Future[bytes]]
+"""Parts of remote files that are being fetched."""
+
+
+class RemoteArray(ABC):
+    """A one-dimensional array in a remote file, read by slices of step 1 and by single items, from any thread."""
+
+    dtype: np.dtype
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def fetch(self, start: int, stop: int) -> dict[Hashable, Future[bytes]]:
+        """Start to fetch items [start, stop); the parts of the file that are on their way."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int, fetched: Fetched) -> NDArray:
+        """Items [start, stop), from `fetched` as far as it holds them. Errors (InputError): they cannot be read."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an item."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items."""
+        return len(self) * self.itemsize
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, slice):
+            at = range(len(self))[key]  # negative ones, and IndexError
+            return self.read(at, at + 1, self.fetch(at, at + 1))[0]
+        start, stop, step = key.indices(len(self))
+        if step != 1:
+            raise IndexError("a remote array is sliced with step 1")
+        if start >= stop:
+            return np.empty(0, self.dtype)
+        return self.read(start, stop, self.fetch(start, stop))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray:
+        return np.asarray(self[:], dtype=dtype)
+
+
+@dataclass(frozen=True, order=True)
+class RemotePath(ABC):
+    """A file or folder by its URL, with the methods of `pathlib.Path` that readers of files use."""
+
+    url: str
+    settings: RemoteData = field(default=RemoteData(), compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return self.url
+
+    # ---- names ----
+
+    @cached_property
+    def _parts(self) -> tuple[str, PurePosixPath, str]:
+        """Scheme, path, and of a web address the query with its question mark."""
+        scheme, _, rest = self.url.partition("://")
+        path, mark, query = rest.partition("?") if scheme in ("http", "https") else (rest, "", "")
+        return scheme, PurePosixPath(path), mark + query
+
+    def _at(self, path: PurePosixPath) -> RemotePath:
+        return replace(self, url=f"{self._parts[0]}://{path}{self._parts[2]}")
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self._parts[1].name
+
+    @property
+    def suffix(self) -> str:
+        """The suffix of the name, with its dot."""
+        return self._parts[1].suffix
+
+    @property
+    def stem(self) -> str:
+        """The name without its suffix."""
+        return self._parts[1].stem
+
+    @property
+    def parent(self) -> RemotePath:
+        """The folder that holds it."""
+        return self._at(self._parts[1].parent)
+
+    def with_name(self, name: str) -> RemotePath:
+        """Another file of the same folder."""
+        return self._at(self._parts[1].with_name(name))
+
+    def with_suffix(self, suffix: str) -> RemotePath:
+        """The file with another suffix."""
+        return self._at(self._parts[1].with_suffix(suffix))
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return self._at(self._parts[1] / name)
+
+    def relative_to(self, other: RemotePath) -> Path:
+        """The path below `other`."""
+        return Path(self._parts[1].relative_to(other._parts[1]))
+
+    def absolute(self) -> RemotePath:
+        """Itself: a URL is absolute."""
+        return self
+
+    # ---- the storage's part ----
+
+    @abstractmethod
+    def stat(self) -> RemoteStat:
+        """Errors: FileNotFoundError; InputError if the storage cannot be reached."""
+
+    @abstractmethod
+    def is_file(self) -> bool:
+        """Whether it is an existing file."""
+
+    @abstractmethod
+    def is_dir(self) -> bool:
+        """Whether it is an existing folder."""
+
+    @abstractmethod
+    def walk(self) -> Iterator[RemotePath]:
+        """Every file below this folder, in order of path, without hidden folders."""
+
+    @abstractmethod
+    def open(self, mode: str = "rb") -> IO[bytes]:
+        """A stream to read from. Only "rb"."""
+
+    @abstractmethod
+    def map_array(self, dtype: np.dtype, offset: int, count: int, download: bool) -> RemoteArray | NDArray:
+        """`count` items of `dtype` from byte `offset` of the file on; with `download` a local copy, mapped."""
+
+    def exists(self) -> bool:
+        """Whether it is an existing file or folder."""
+        return self.is_file() or self.is_dir()
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        """The content of a text file."""
+        with self.open() as stream:
+            return stream.read().decode(encoding)
+
+
+AnyPath: TypeAlias = Path | RemotePath
+
+
+def is_remote(path: object) -> bool:
+    """Whether a path, in a config for example, is a URL."""
+    return "://" in str(path)
+
+
+def as_path(path: str | AnyPath, settings: RemoteData | None = None) -> AnyPath:
+    """The path that a string names; `~` is the home folder. Errors (InputError): no such scheme, or its driver is not
+    installed."""
+    if isinstance(path, RemotePath):
+        return path
+    if not is_remote(path):
+        return Path(path).expanduser()
+    url = str(path)
+    scheme, _, place = url.partition("://")
+    if not place:
+        raise InputError(f"{url}: expected a path behind {scheme}://")
+    return storage_of(scheme)(url.rstrip("/"), settings or RemoteData())
+
+
+@lru_cache
+def storage_of(scheme: str) -> Callable[[str, RemoteData], RemotePath]:
+    """What makes paths of the URLs of `scheme`: a registered storage, else fsspec's."""
+    if entry_points(group=STORAGES, name=scheme):
+        return import_registered(scheme, f"{scheme}://", STORAGES)
+    return import_dotted(FSSPEC, f"{scheme}://")

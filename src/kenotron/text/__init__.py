@@ -1,0 +1,1 @@
+"""Documents and tokenizers: text to tokens. No torch."""

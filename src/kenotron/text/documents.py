@@ -1,0 +1,233 @@
+"""What a set of documents is, whatever it is read from, and the registry of readers of files with rows.
+
+Every source of documents has the same few methods: what it is (`name`), whether it changed (`signature`, cheap, and
+`content_hash`, by reading), its `size`, and the documents in an order that never varies. It is also read by ranges,
+each of which is found without reading those before it:
+
+    a.jsonl   |--------|--------|----|      cut at line ends near multiples of the requested size
+    b.jsonl.gz, b.jsonl.zst, c.txt          one range each
+    d.parquet |------------|---------|      cut between row groups
+
+Sources: `file_documents.FileDocuments`, `hub_datasets.HubDocuments`, `sft.SftDocuments`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from importlib.metadata import entry_points
+from typing import Any, NamedTuple, Protocol
+
+from kenotron.config.dotted import import_dotted, import_registered
+from kenotron.config.errors import nearest
+from kenotron.storage import AnyPath
+
+LONGEST_CHUNK = 1 << 19
+"""Characters of a document that are encoded at once: an encoding takes some hundred bytes for each."""
+
+YOUNG = 2.0
+"""Seconds within which a second change of a file may leave its time unchanged, so that the time proves nothing."""
+
+LINE_END = re.compile(r"\r\n|\r|\n")
+
+RowHook = Callable[[dict[str, Any], str], list[str]]
+"""The documents of a row (all its columns) of the file so named."""
+
+
+# ---- chunks and sources ------------------------------------------------------------------------------------
+
+
+class DocumentChunk(NamedTuple):
+    """A document or a chunk of one: its text, the work done once it is read, and whether it is the document's last."""
+
+    text: str
+    done: int
+    last: bool = True
+
+
+class ByteRange(NamedTuple):
+    """Documents that are read by themselves: of file or dataset number `part`, from `start` to `stop`.
+
+    `start` and `stop` count bytes of a jsonl file, row groups of a parquet file, rows of a dataset; `stop` None: all of
+    it. `size`: bytes, of a dataset an estimate.
+    """
+
+    part: int
+    start: int
+    stop: int | None
+    size: int
+
+
+class DocumentSource(Protocol):
+    """A finite sequence of documents."""
+
+    name: str
+    skipped: int
+    """What was left out because it cannot be read (lines, ends of files), since the last call of `documents`."""
+
+    @property
+    def size(self) -> int:
+        """All the work, in the unit that `DocumentChunk.done` counts: bytes or rows."""
+        ...
+
+    def signature(self) -> str | None:
+        """Cheap to get, and another one when the content may be another; None when nothing cheap is known."""
+        ...
+
+    def content_hash(self) -> str:
+        """Names the content; equal for equal documents."""
+        ...
+
+    def documents(self) -> Iterator[DocumentChunk]:
+        """Every document, in chunks where it is long."""
+        ...
+
+    def byte_ranges(self, size: int) -> Iterator[ByteRange]:
+        """All documents, in byte_ranges of at most `size` bytes where their form allows to cut them so."""
+        ...
+
+    def read(self, byte_range: ByteRange) -> Iterator[DocumentChunk]:
+        """The documents of a byte_range; `DocumentChunk.done` counts its bytes."""
+        ...
+
+
+class StreamableDocuments(DocumentSource, Protocol):
+    """Documents in several parts, each of which can be read from a place in it."""
+
+    @property
+    def parts(self) -> int:
+        """How many parts (files, shards) a stream reads one after the other."""
+        ...
+
+    def chunks_from(self, part: int, place: int) -> Iterator[DocumentChunk]:
+        """The chunks of a part from `place` on; `done` of each is the place behind it. A part begins at place 0."""
+        ...
+
+    def fingerprint(self, times: bool) -> str:
+        """Another one where names or sizes of the parts are others, or (with `times`) when they changed last."""
+        ...
+
+
+# ---- files of rows -----------------------------------------------------------------------------------------
+
+ROW_READERS = "kenotron.row_readers"
+"""The group of entry points under which packages register a `RowReader` by the suffix of its files, without the dot."""
+
+BUILT_IN = {".parquet": "kenotron.text.tables.ParquetReader", ".arrow": "kenotron.text.tables.ArrowReader"}
+
+
+class RowChunk(NamedTuple):
+    """A document of a row or a chunk of one, whether it is the document's last, the number of its row in the file, and
+    the share of the rows that were read before."""
+
+    text: str
+    last: bool
+    row: int
+    share: float
+
+
+class RowReader(Protocol):
+    """Reads files of rows of one form. A range of rows goes from a start to a stop (None: the end), in the form's own
+    unit, row groups for example."""
+
+    def ranges(self, file: AnyPath, whole: int, size: int) -> Iterator[tuple[int, int | None, int]]:
+        """A file of `whole` bytes in ranges of about `size` bytes: start, stop, bytes."""
+        ...
+
+    def start_of(self, file: AnyPath, row: int) -> int:
+        """The start of a range that holds a row."""
+        ...
+
+    def read(
+        self,
+        file: AnyPath,
+        column: str,
+        start: int,
+        stop: int | None,
+        hook: RowHook | None,
+        bad: Callable[[str], None],
+        longest: int,
+    ) -> Iterator[RowChunk]:
+        """Every document of the rows of a range: its `column`, or what `hook` makes of the row. A document of more than
+        `longest` bytes comes in chunks.
+
+        `bad` is called with what is wrong with a row; if it returns, the row is left out.
+        """
+        ...
+
+
+@lru_cache
+def row_reader(suffix: str) -> RowReader | None:
+    """What reads the rows of files with this suffix; None if they are not such files."""
+    if suffix in BUILT_IN:
+        return import_dotted(BUILT_IN[suffix], suffix)()
+    if suffix in row_suffixes():
+        return import_registered(suffix.removeprefix("."), suffix, ROW_READERS)()
+    return None
+
+
+@lru_cache
+def row_suffixes() -> tuple[str, ...]:
+    """Suffixes of the files that a `RowReader` reads."""
+    return (*BUILT_IN, *sorted(f".{name}" for name in entry_points(group=ROW_READERS).names))
+
+
+# ---- text --------------------------------------------------------------------------------------------------
+
+
+def cut(lines: Iterable[str], chunk: int) -> Iterator[str]:
+    """Cut a text after `chunk` characters at a blank line, after twice as many at any line end, and never inside a
+    line shorter than `chunk`. `lines` keep their ends; a longer one than `chunk` comes in parts of that length."""
+    waiting: list[str] = []
+    length = 0
+    for line in lines:
+        waiting.append(line)
+        length += len(line)
+        if length >= 2 * chunk or (length >= chunk and line.isspace()):
+            yield "".join(waiting)
+            waiting, length = [], 0
+    if waiting:
+        yield "".join(waiting)
+
+
+def _lines_of(text: str, longest: int) -> Iterator[str]:
+    """The lines of `text`, as a stream's `readline(longest)` gives them; a stream would copy all of it."""
+    start = 0
+    while start < len(text):
+        end = LINE_END.search(text, start, start + longest)
+        stop = end.end() if end else min(start + longest, len(text))
+        yield text[start:stop]
+        start = stop
+
+
+def split_long_chunk(chunk: DocumentChunk, longest: int) -> Iterator[DocumentChunk]:
+    """A chunk of more than `longest` characters in shorter ones."""
+    if len(chunk.text) <= longest:
+        yield chunk
+        return
+    waiting = ""
+    for text in cut(_lines_of(chunk.text, longest), longest):
+        if waiting:
+            yield DocumentChunk(waiting, chunk.done, last=False)
+        waiting = text
+    yield chunk._replace(text=waiting)
+
+
+def whole_characters(text: str) -> str:
+    """`text` with a question mark for half a surrogate pair, which JSON may escape and no UTF-8 holds."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text
+
+
+def missing_column(column: str, row: object) -> str:
+    """What to say of a row whose text column is not a string."""
+    if not isinstance(row, dict):
+        return f"expected a JSON object with a text column {column!r}, found {type(row).__name__}"
+    if column in row:
+        return f"column {column!r} must hold text, found {type(row[column]).__name__}"
+    names = ", ".join(name if name.isprintable() else repr(name) for name in sorted(row))
+    return f"no text column {column!r}; found {names or 'nothing'}{nearest(column, filter(str.isprintable, row))}"

@@ -1,0 +1,307 @@
+"""Text to token ids on several processes, in order and in bounded memory.
+
+This process reads documents and writes tokens; in between, batches of about a megabyte go to workers:
+
+    documents ──▶ batch 0 ──▶ worker A ──▶ ids of batch 0 ──▶
+                  batch 1 ──▶ worker B ──▶ ids of batch 1 ──▶  (in the order of the documents)
+
+A worker is a fresh Python with a pipe in and a pipe out: no fork of a process that holds threads, no second
+run of the user's script, and it ends by itself when its pipe closes, also when this process is killed. With one
+process no worker is started: the library's own threads do the work here.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError
+from kenotron.text.hash_split import AssignedChunk
+from kenotron.text.pretoken_cache import CachedBPE
+from kenotron.text.sft import encode_examples
+from kenotron.text.tokenizer import library_ids
+
+BATCH_CHARACTERS = 1 << 20
+
+
+class Answer(NamedTuple):
+    """Ids of a batch of texts end to end ``[tokens]``, and how many each has ``[texts]``.
+
+    For fine-tuning also whether each token is in the loss ``[tokens]``, and the UTF-8 bytes of each text ``[texts]``.
+    """
+
+    ids: NDArray[np.uint32]
+    lengths: NDArray[np.int64]
+    loss: NDArray[np.bool_] | None = None
+    sizes: NDArray[np.int64] | None = None
+
+
+class TextChunk(Protocol):
+    """A chunk of text, and whether a document starts and ends with it."""
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        ...
+
+    @property
+    def starts(self) -> bool:
+        """Whether a document starts with it."""
+        ...
+
+    @property
+    def ends(self) -> bool:
+        """Whether a document ends with it."""
+        ...
+
+
+AnyChunk = TypeVar("AnyChunk", bound=TextChunk)
+
+
+@dataclass(frozen=True)
+class EncodeRules:
+    """How a document becomes tokens: cut to `max_tokens`, then ended by `eos` unless it ends so already.
+
+    With `examples` a document is one of examples.py, and each of its tokens has a loss or none.
+
+    With a cut to `max_tokens` every chunk of a long text counts as a document. With `bare`, the tokens that the
+    tokenizer adds around a text are left out, and every document begins with `bos` unless that is None.
+    """
+
+    eos: int | None
+    max_tokens: int | None
+    bos: int | None = None
+    bare: bool = False
+    examples: bool = False
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Ids of a batch of chunks end to end; of each its tokens, UTF-8 bytes and side, and whether it ends a document.
+
+    `loss` ``[tokens]``: whether each is in the loss; None if all are.
+    """
+
+    ids: NDArray[np.uint32]
+    lengths: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    held_out: NDArray[np.bool_]
+    ends: NDArray[np.bool_]
+    done: int
+    loss: NDArray[np.bool_] | None = None
+
+
+def encode_documents(
+    chunks: Iterable[AssignedChunk], tokenizer_json: str, rules: EncodeRules, processes: int
+) -> Iterator[Encoded]:
+    """Encode `chunks` batch by batch, in order."""
+    batches = _batches(chunks)
+    if processes <= 1:
+        from kenotron.text.tokenizer import all_cores
+
+        backend = _backend(tokenizer_json)
+        for batch in batches:
+            with all_cores():
+                answer = _answer(backend, *_texts(batch), rules)
+            yield _encoded(batch, answer)
+        return
+    for batch, answer in encode_batches(batches, tokenizer_json, rules, processes):
+        yield _encoded(batch, answer)
+
+
+def encode_batches(
+    batches: Iterable[list[AnyChunk]], tokenizer_json: str, rules: EncodeRules, processes: int
+) -> Iterator[tuple[list[AnyChunk], Answer]]:
+    """Every batch with its ids, in order, by `processes` workers; at most two batches a worker are under way."""
+    with ExitStack() as stack:
+        idle: queue.Queue[subprocess.Popen] = queue.Queue()
+        for _ in range(processes):
+            idle.put(stack.enter_context(_worker(tokenizer_json, rules)))
+        pool = stack.enter_context(ThreadPoolExecutor(processes))
+        waiting: deque[tuple[list[AnyChunk], Future]] = deque()
+        for batch in batches:
+            waiting.append((batch, pool.submit(_ask, idle, _texts(batch))))
+            if len(waiting) > 2 * processes:
+                batch, future = waiting.popleft()
+                yield batch, future.result()
+        for batch, future in waiting:
+            yield batch, future.result()
+
+
+def encode_chunks(
+    encode: Callable[[list[str], bool], list[list[int]]],
+    texts: list[str],
+    starts: list[bool],
+    ends: list[bool],
+    rules: EncodeRules,
+) -> Answer:
+    """Ids of all `texts`, from `encode(texts, add_special_tokens)`.
+
+    Special tokens are added around documents, not around their chunks.
+    """
+    parts: list[list[int]] = [[]] * len(texts)
+    for special in (True, False):
+        chosen = [place for place, start in enumerate(starts) if start == special]
+        for place, found in zip(chosen, encode([texts[place] for place in chosen], special)):
+            ids = found[: rules.max_tokens]
+            has_end = rules.eos is not None and ids[-1:] == [rules.eos]
+            if rules.eos is not None and ends[place] and not has_end:
+                ids.append(rules.eos)
+            elif has_end and not ends[place]:
+                ids.pop()
+            parts[place] = ids
+    return _end_to_end(parts)
+
+
+def encode_bare(
+    encode: Callable[[list[str]], list[list[int]]],
+    texts: list[str],
+    starts: list[bool],
+    ends: list[bool],
+    rules: EncodeRules,
+) -> Answer:
+    """Ids of all `texts` by `encode`, which adds nothing, between `rules.bos` and `rules.eos`."""
+    parts = []
+    for ids, start, end in zip(encode(texts), starts, ends):
+        if rules.max_tokens is not None:
+            del ids[rules.max_tokens :]
+        if start and rules.bos is not None and ids[:1] != [rules.bos]:
+            ids.insert(0, rules.bos)
+        if end and rules.eos is not None and ids[-1:] != [rules.eos]:
+            ids.append(rules.eos)
+        parts.append(ids)
+    return _end_to_end(parts)
+
+
+def _end_to_end(parts: list[list[int]]) -> Answer:
+    lengths = np.array([len(ids) for ids in parts], dtype=np.int64)
+    return Answer(np.concatenate([np.asarray(ids, dtype=np.uint32) for ids in parts]), lengths)
+
+
+def _answer(backend, texts: list[str], starts: list[bool], ends: list[bool], rules: EncodeRules) -> Answer:
+    if not rules.examples:
+        return encode_chunks(partial(library_ids, backend), texts, starts, ends, rules)
+    found = encode_examples(backend, texts, rules.eos, rules.max_tokens)
+    ids, lengths, *_ = _end_to_end([example.ids for example in found])
+    sizes = np.array([example.bytes for example in found], dtype=np.int64)
+    return Answer(ids, lengths, np.concatenate([example.loss_mask for example in found]), sizes)
+
+
+def _texts(batch: Sequence[TextChunk]) -> tuple[list[str], list[bool], list[bool]]:
+    return [p.text for p in batch], [p.starts for p in batch], [p.ends for p in batch]
+
+
+def _encoded(batch: list[AssignedChunk], answer: Answer) -> Encoded:
+    sizes = answer.sizes
+    if sizes is None:
+        sizes = np.array([len(chunk.text.encode("utf-8")) for chunk in batch], dtype=np.int64)
+    return Encoded(
+        answer.ids,
+        answer.lengths,
+        sizes=sizes,
+        held_out=np.array([chunk.held_out for chunk in batch]),
+        ends=np.array([chunk.ends for chunk in batch]),
+        done=batch[-1].done,
+        loss=answer.loss,
+    )
+
+
+def _batches(chunks: Iterable[AssignedChunk]) -> Iterator[list[AssignedChunk]]:
+    batch: list[AssignedChunk] = []
+    characters = 0
+    for chunk in chunks:
+        batch.append(chunk)
+        characters += len(chunk.text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _backend(tokenizer_json: str):
+    import tokenizers
+
+    return tokenizers.Tokenizer.from_str(tokenizer_json)
+
+
+# ---- the calling side --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _worker(tokenizer_json: str, rules: EncodeRules) -> Iterator[subprocess.Popen]:
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-c", "from kenotron.text.encode import main; main()"]
+    # A process group of its own: Ctrl-C is this process' affair, the worker ends with its pipe.
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0)
+    try:
+        _send(worker.stdin, (tokenizer_json, rules))
+        yield worker
+    finally:
+        worker.kill()
+        worker.wait()
+        for pipe in (worker.stdin, worker.stdout):
+            with suppress(BrokenPipeError):  # the worker has already exited
+                pipe.close()  # type: ignore[union-attr]
+
+
+def _ask(idle: queue.Queue[subprocess.Popen], texts: tuple[list[str], list[bool], list[bool]]):
+    worker = idle.get()
+    try:
+        _send(worker.stdin, texts)
+        answer = pickle.load(worker.stdout)  # type: ignore[arg-type]
+    except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+        code = worker.wait()
+        raise InputError(
+            f"a tokenization process ended with code {code} (out of memory?); "
+            "try fewer of them (dataset_processing_num_proc_per_process, --workers)"
+        ) from None
+    finally:
+        idle.put(worker)
+    if isinstance(answer, InputError):
+        raise answer
+    return answer
+
+
+def _send(pipe, message: object) -> None:
+    pickle.dump(message, pipe, protocol=pickle.HIGHEST_PROTOCOL)
+    pipe.flush()
+
+
+# ---- the worker --------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Encode batches until the pipe closes."""
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    tokenizer_json, rules = pickle.load(requests)
+    backend = _backend(tokenizer_json)
+    words = CachedBPE.of(backend) if rules.bare else None
+    while True:
+        try:
+            texts, starts, ends = pickle.load(requests)
+        except EOFError:
+            return
+        answer: Answer | InputError
+        try:
+            if rules.bare:
+                encode = words.encode if words else partial(library_ids, backend, special=False)
+                answer = encode_bare(encode, texts, starts, ends, rules)
+            else:
+                answer = _answer(backend, texts, starts, ends, rules)
+        except InputError as error:
+            answer = error
+        _send(answers, answer)

@@ -1,0 +1,319 @@
+"""Documents of files: text, jsonl, compressed or not, parquet, arrow, folders of them, and Python's own library.
+
+What a document is:
+
+    .jsonl .json .ndjson (.gz .zst)    the text column of a line
+    .parquet .arrow, registered ones   the text column of a row
+    any other file (.gz .zst)          the file; a long one comes in chunks of about 64 KiB, cut at blank lines, else
+                                       line ends: memory stays bounded, part of a book can be held out
+
+A line or row of more than half a million characters comes in chunks, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import IO
+
+import xxhash
+
+from kenotron.config.errors import InputError, no_such_path
+from kenotron.storage import AnyPath, RemotePath, RemoteStat, as_path
+from kenotron.text import compression
+from kenotron.text.compression import DAMAGE, decompressed
+from kenotron.text.documents import (
+    LONGEST_CHUNK,
+    YOUNG,
+    ByteRange,
+    DocumentChunk,
+    RowHook,
+    RowReader,
+    cut,
+    row_reader,
+    row_suffixes,
+    split_long_chunk,
+)
+from kenotron.text.json_lines import json_documents
+
+CHUNK_CHARACTERS = 64 * 1024
+"""Characters after which a text file is cut at the next good place."""
+
+ROW = 1 << 24
+"""More chunks than a row has."""
+
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+FOREIGN_SUFFIXES = (".xz", ".bz2", ".zip", ".tar", ".tgz")
+TEXT_SUFFIXES = (".txt", ".md", ".text", *JSON_SUFFIXES)
+
+
+class FileDocuments:
+    """Documents of text, jsonl, parquet and arrow files.
+
+    `chunk` is the length from which a text file is cut (None: never). With `skip_bad`, a line that is no such JSON, and
+    a file from where it is no UTF-8 or damaged, are left out and counted; otherwise they are errors. `hook` makes the
+    documents of a row, instead of its `column`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[AnyPath],
+        column: str = "text",
+        chunk: int | None = CHUNK_CHARACTERS,
+        skip_bad: bool = False,
+        hook: RowHook | None = None,
+    ) -> None:
+        self.name, self.files, self.column = name, list(files), column
+        self.chunk, self.skip_bad, self.hook, self.skipped = chunk, skip_bad, hook, 0
+        self._sizes = {file: _stat(file).st_size for file in self.files}
+        self.size = sum(self._sizes.values())
+        for file in self.files:
+            if hook is not None and not has_rows(file):
+                raise InputError(
+                    f"{file}: a text file has no rows (--filter, --repeat, sft_dataloader); expected jsonl or parquet"
+                )
+
+    def signature(self) -> str | None:
+        """By path, size and time of every file; None if one changed so recently that its time proves nothing."""
+        digest = hashlib.blake2b(self._rules(), digest_size=16)
+        for file in self.files:
+            stat = _stat(file)
+            if isinstance(stat, RemoteStat):
+                digest.update(f"\n{file} {stat.st_size} {stat.version}".encode())
+                continue
+            if stat.st_mtime > time.time() - YOUNG:
+                return None
+            digest.update(f"\n{file.absolute()} {stat.st_size} {stat.st_mtime_ns}".encode())
+        return digest.hexdigest()
+
+    def content_hash(self) -> str:
+        """By the bytes of every file."""
+        digest = xxhash.xxh3_128(self._rules())
+        for file in self.files:
+            digest.update(f"\n{_is_json(file)} {_stat(file).st_size}\n".encode())
+            with _readable(file), file.open("rb") as stream:
+                while block := stream.read(1 << 22):
+                    digest.update(block)
+        return digest.hexdigest()
+
+    def documents(self) -> Iterator[DocumentChunk]:
+        """Every document, file after file; `done` counts bytes."""
+        done = self.skipped = 0
+        for part, file in enumerate(self.files):
+            for whole in self.read(ByteRange(part, 0, None, self._sizes[file])):
+                for chunk in [whole] if self.chunk is None else split_long_chunk(whole, LONGEST_CHUNK):
+                    yield DocumentChunk(chunk.text, done + chunk.done, chunk.last)
+            done += self._sizes[file]
+
+    def byte_ranges(self, size: int) -> Iterator[ByteRange]:
+        """JSON lines are cut near multiples of `size` bytes, files of rows between groups; others stay in one range."""
+        for part, file in enumerate(self.files):
+            whole = self._sizes[file]
+            if whole > size and file.suffix in JSON_SUFFIXES:
+                for start in range(0, whole, size):
+                    yield ByteRange(part, start, min(start + size, whole), min(size, whole - start))
+            elif whole > size and (rows := row_reader(file.suffix)) is not None:
+                for start, stop, part_size in rows.ranges(file, whole, size):
+                    yield ByteRange(part, start, stop, part_size)
+            else:
+                yield ByteRange(part, 0, None, whole)
+
+    def read(self, byte_range: ByteRange) -> Iterator[DocumentChunk]:
+        """The documents of a range. Errors (InputError): not readable, damaged."""
+        file = self.files[byte_range.part]
+        if (rows := row_reader(file.suffix)) is not None:
+            start, stop = byte_range.start, byte_range.stop
+            for found in rows.read(file, self.column, start, stop, self.hook, self._bad, LONGEST_CHUNK):
+                yield DocumentChunk(found.text, int(found.share * byte_range.size), found.last)
+            return
+        with _readable(file), file.open("rb") as raw:
+            stream = decompressed(raw, file.suffix)
+            for text, last in (self._rows if _is_json(file) else self._chunks)(stream, raw, file, byte_range):
+                yield DocumentChunk(text, min(raw.tell() - byte_range.start, byte_range.size), last)
+
+    # ---- part by part, for a stream ----
+
+    @property
+    def parts(self) -> int:
+        """How many files there are."""
+        return len(self.files)
+
+    def chunks_from(self, part: int, place: int) -> Iterator[DocumentChunk]:
+        """The chunks of a file from `place` on, which is `done` of the chunk before: a byte of an unpacked jsonl file,
+        a row and its chunks of a table, else the number of a chunk.
+
+        Errors (InputError): besides those of reading, the file has another size than when it was opened first.
+        """
+        file, size = self.files[part], self._sizes[self.files[part]]
+        if (found := _stat(file).st_size) != size:
+            raise InputError(f"{file}: has changed while the run reads it (it had {size:,} bytes, now {found:,})")
+        if file.suffix in JSON_SUFFIXES:
+            for chunk in self.read(ByteRange(part, place, None, size)):
+                yield chunk._replace(done=place + chunk.done)
+        elif (rows := row_reader(file.suffix)) is not None:
+            yield from self._rows_from(rows, file, place)
+        else:
+            for number, chunk in enumerate(
+                islice(self.read(ByteRange(part, 0, None, size)), place, None), start=place + 1
+            ):
+                yield chunk._replace(done=number)
+
+    def _rows_from(self, rows: RowReader, file: AnyPath, place: int) -> Iterator[DocumentChunk]:
+        """Of a file of rows a place is a row times `ROW`, plus the chunks of the row that were read."""
+        first = rows.start_of(file, place // ROW) if place else 0
+        before = 0
+        for cell in rows.read(file, self.column, first, None, self.hook, self._bad, LONGEST_CHUNK):
+            done = max(before, cell.row * ROW) + 1
+            if before < place < done:
+                raise InputError(
+                    f"{file}: no text in it ends at place {place}, which the state of its stream names, as another "
+                    "version wrote it: start over (--fresh, or checkpoints.load_lr_scheduler: false)"
+                )
+            if done > place:
+                yield DocumentChunk(cell.text, done, cell.last)
+            before = done
+
+    def fingerprint(self, times: bool) -> str:
+        """By name and size of every file, with `times` also when each changed."""
+        digest = hashlib.blake2b(self._rules(), digest_size=16)
+        for file in self.files:
+            stat = _stat(file) if times else None
+            changed = stat.version if isinstance(stat, RemoteStat) else stat.st_mtime_ns if stat else 0
+            digest.update(f"\n{file.name} {self._sizes[file]} {changed}".encode())
+        return digest.hexdigest()
+
+    def _rows(
+        self, stream: IO[bytes], raw: IO[bytes], file: AnyPath, byte_range: ByteRange
+    ) -> Iterator[tuple[str, bool]]:
+        with self._damage_reported(raw, file):
+            for text in json_documents(
+                stream, self.column, file, byte_range.start, byte_range.stop, self.hook, self._bad
+            ):
+                yield text, True
+
+    def _chunks(self, stream: IO[bytes], raw: IO[bytes], file: AnyPath, _: ByteRange) -> Iterator[tuple[str, bool]]:
+        """The chunks of a text file, each with whether it is the last."""
+        waiting: str | None = None
+        reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")  # closes `stream` with its own end
+        with self._damage_reported(raw, file):
+            try:
+                whole = iter(reader.read, "")
+                for text in (
+                    whole if self.chunk is None else cut(iter(partial(reader.readline, self.chunk), ""), self.chunk)
+                ):
+                    if waiting is not None:
+                        yield waiting, False
+                    waiting = text
+            except UnicodeDecodeError as error:
+                found, place = error.object[error.start], stream.tell() - len(error.object) + error.start
+                self._bad(f"{file}: not UTF-8 (byte 0x{found:02x} at {place:,}: {error.reason}); convert it first")
+        if waiting is not None:
+            yield waiting, True
+
+    @contextmanager
+    def _damage_reported(self, raw: IO[bytes], file: AnyPath) -> Iterator[None]:
+        """The reported byte is how far the compressed file was read, at most 128 KiB behind the damage."""
+        try:
+            yield
+        except DAMAGE as error:
+            form = "zstd" if file.suffix == ".zst" else "gzip"
+            self._bad(f"{file}: damaged {form} file, near byte {raw.tell():,}: {error}")
+
+    def _bad(self, problem: str) -> None:
+        if not self.skip_bad:
+            raise InputError(problem) from None
+        self.skipped += 1
+
+    def _rules(self) -> bytes:
+        return f"files {self.column} {self.chunk} {LONGEST_CHUNK} {self.skip_bad}".encode()
+
+
+def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
+    """The files under `path` in an order that never varies: itself, or those of a folder with a text suffix.
+
+    A folder without any such file gives all its files. Hidden files and folders are left out.
+    """
+    root = as_path(path)
+    if root.is_file():
+        if root.suffix in FOREIGN_SUFFIXES:
+            raise InputError(
+                f"{key}: expected text, jsonl, .gz or .zst of them, parquet or arrow, found {path}; unpack it first"
+            )
+        return [root]
+    if not root.is_dir():
+        raise no_such_path(key, path)
+    found: list[AnyPath]
+    if isinstance(root, RemotePath):
+        found = list(root.walk())
+    else:
+        with _readable(root):
+            os.listdir(root)
+        below = [Path(folder, name) for folder, names in _walk(root, lambda n: n.startswith(".")) for name in names]
+        in_order = sorted(below, key=Path.as_posix)
+        found = [*in_order]
+    found = [file for file in found if file.suffix not in FOREIGN_SUFFIXES and not file.name.startswith(".")]
+    if not found:
+        raise InputError(f"{key}: folder {path} holds no text file")
+    return [file for file in found if _unpacked_name(file).endswith((*TEXT_SUFFIXES, *row_suffixes()))] or found
+
+
+def python_stdlib() -> FileDocuments:
+    """The embedded corpus: the sources of Python's own standard library, one document a file.
+
+    Its tests are left out: many systems do not install them, and they say the same thing over and over.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    outside = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+    found = [
+        Path(folder, name).relative_to(root)
+        for folder, names in _walk(root, outside.__contains__)
+        for name in names
+        # _sysconfigdata*.py is written by the build of this one machine
+        if name.endswith(".py") and not name.startswith("_sysconfigdata")
+    ]
+    files: list[AnyPath] = [root / file for file in sorted(found, key=Path.as_posix)]
+    if not files:
+        raise InputError(f"dataset.corpus: this Python has no library sources under {root}")
+    return FileDocuments("python-stdlib", files, chunk=None, skip_bad=True)
+
+
+def _walk(root: Path, is_outside: Callable[[str], bool]) -> Iterator[tuple[str, list[str]]]:
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not is_outside(name)]
+        yield folder, names
+
+
+def has_rows(file: AnyPath) -> bool:
+    """Whether a file holds rows with columns, not one text."""
+    return _is_json(file) or row_reader(file.suffix) is not None
+
+
+def _is_json(file: AnyPath) -> bool:
+    return _unpacked_name(file).endswith(JSON_SUFFIXES)
+
+
+def _unpacked_name(file: AnyPath) -> str:
+    return file.name.removesuffix(file.suffix) if file.suffix in compression.SUFFIXES else file.name
+
+
+def _stat(file: AnyPath) -> os.stat_result | RemoteStat:
+    with _readable(file):
+        return file.stat()
+
+
+@contextmanager
+def _readable(path: AnyPath) -> Iterator[None]:
+    """Turns every way in which reading `path` fails into one line that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: cannot read: {error.strerror or error}") from None

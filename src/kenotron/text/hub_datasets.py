@@ -1,0 +1,310 @@
+"""Documents of Hugging Face datasets: rows of a hub repository or of a local folder.
+
+    hf_dataset_or_datasets: org/name                      all its rows
+    hf_dataset_or_datasets: {org/a: 1.0, folder/b: 0.1}   all rows of a, then the first int(0.1 * rows) of b
+
+`datasets`, a second to import, comes in only when rows are read. What was tokenized once is found again by the
+commit in the local hub cache, so a second run neither imports it nor asks the hub whether there is a newer commit;
+`dataset_overwrite_cache: true` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kenotron.config.errors import InputError, nearest_sibling
+from kenotron.storage.hub import cached_revision, configure_hub, first_line, offline_variable, unreachable
+from kenotron.text.documents import (
+    LONGEST_CHUNK,
+    YOUNG,
+    ByteRange,
+    DocumentChunk,
+    RowHook,
+    missing_column,
+    split_long_chunk,
+    whole_characters,
+)
+
+ROWS_AT_ONCE, BYTES_AT_ONCE = 1000, 1 << 25
+"""Rows that are in memory at a time: at most so many, and of about so many bytes."""
+
+
+class HubDocuments:
+    """Rows of several datasets, one after the other; `column` holds the text."""
+
+    def __init__(
+        self,
+        names: str | Sequence[str] | dict[str, float],
+        splits: str | Sequence[str] = "train",
+        config_name: str | None = None,
+        column: str = "text",
+        hook: RowHook | None = None,
+        streaming: bool = False,
+    ) -> None:
+        if isinstance(names, str):
+            names = [names]
+        self.fractions = names if isinstance(names, dict) else dict.fromkeys(names, 1.0)
+        for name, fraction in self.fractions.items():
+            if not 0 < fraction <= 1:
+                raise InputError(
+                    f"dataset.hf_dataset_or_datasets: the fraction of '{name}' must be above 0 and at most 1, found "
+                    f"{fraction}"
+                )
+        self.splits = [splits] if isinstance(splits, str) else list(splits)
+        self.config_name, self.column = config_name, column
+        self.hook, self.streaming = hook, streaming
+        self.name = ", ".join(self.fractions)
+        self.skipped = 0
+
+    @property
+    def size(self) -> int:
+        """Rows."""
+        return sum(len(rows) for rows in self._parts)
+
+    def signature(self) -> str | None:
+        """By the commit in the local hub cache, or the state of a local folder."""
+        digest = hashlib.blake2b(f"hub {self._rules()}".encode(), digest_size=16)
+        for name in self.fractions:
+            folder = Path(name).expanduser()
+            known = _folder_state(folder) if folder.is_dir() else cached_revision(name, None, "dataset")
+            if known is None:
+                return None
+            digest.update(f"\n{name} {known}".encode())
+        return digest.hexdigest()
+
+    def content_hash(self) -> str:
+        """By the fingerprints that `datasets` gives to the rows."""
+        digest = hashlib.blake2b(self._rules().encode(), digest_size=16)
+        for rows in self._parts:
+            digest.update(f"\n{rows._fingerprint}".encode())
+        return digest.hexdigest()
+
+    def documents(self) -> Iterator[DocumentChunk]:
+        """The text column of every row, or what `hook` makes of it; `done` counts rows."""
+        done = 0
+        for rows in self._parts:
+            for row, text in self._texts_of(rows):
+                yield from split_long_chunk(DocumentChunk(text, done + row), LONGEST_CHUNK)
+            done += len(rows)
+
+    def byte_ranges(self, size: int) -> Iterator[ByteRange]:
+        """Runs of rows of about `size` bytes."""
+        for part, rows in enumerate(self._parts):
+            if not len(rows):
+                continue
+            each = max(rows.data.nbytes // len(rows), 1)
+            step = max(size // each, 1)
+            for start in range(0, len(rows), step):
+                stop = min(start + step, len(rows))
+                yield ByteRange(part, start, stop, (stop - start) * each)
+
+    def read(self, byte_range: ByteRange) -> Iterator[DocumentChunk]:
+        """The documents of a run of rows."""
+        stop = byte_range.stop or 0
+        for row, text in self._texts_of(self._parts[byte_range.part].select(range(byte_range.start, stop))):
+            yield DocumentChunk(text, byte_range.size * row // (stop - byte_range.start))
+
+    # ---- part by part, for a stream ----
+
+    @property
+    def parts(self) -> int:
+        """How many shards there are."""
+        return len(self._shards)
+
+    def chunks_from(self, part: int, place: int) -> Iterator[DocumentChunk]:
+        """The rows of a shard from row `place` on. Errors (InputError): not readable, no text in the column."""
+        rows = self._shards[part]
+        if hasattr(rows, "select"):
+            for number, text in self._texts_of(rows.select(range(place, len(rows)))):
+                yield DocumentChunk(text, place + number)
+            return
+        with _explained(self.name):
+            for number, row in enumerate(rows.skip(place), start=place + 1):
+                if not isinstance(text := row.get(self.column), str):
+                    problem = missing_column(self.column, row)
+                    raise InputError(
+                        f"dataset.text_column_name: dataset {self.name}, shard {part}, row {number}: {problem}"
+                    )
+                yield DocumentChunk(whole_characters(text), number)
+
+    def fingerprint(self, times: bool) -> str:
+        """By name and fraction of every dataset, and its commit or the files of its folder."""
+        digest = hashlib.blake2b(f"{self.splits} {self.config_name} {self.column}".encode(), digest_size=16)
+        for name, fraction in self.fractions.items():
+            folder = Path(name).expanduser()
+            known = _folder_files(folder, times) if folder.is_dir() else cached_revision(name, None, "dataset")
+            digest.update(f"\n{folder.name} {fraction} {known}".encode())
+        return f"{self.parts} {digest.hexdigest()}"
+
+    @cached_property
+    def _shards(self) -> list[Any]:
+        """The rows in as many parts as they have files."""
+        found = []
+        for rows in self._parts:
+            if hasattr(rows, "select"):
+                count = max(len(rows.cache_files), 1)
+                found += [rows.shard(count, index, contiguous=True) for index in range(count)]
+            else:
+                found += [rows.shard(rows.num_shards, index) for index in range(rows.num_shards)]
+        return found
+
+    def _texts_of(self, rows: Any) -> Iterator[tuple[int, str]]:
+        """The documents of `rows`, each with the number of rows read."""
+        if self.hook is not None:
+            for number, row in enumerate(rows, start=1):
+                yield from ((number, whole_characters(text)) for text in self.hook(row, self.name))
+            return
+        if self.column not in rows.column_names:
+            row = dict.fromkeys(rows.column_names)
+            raise InputError(f"dataset.text_column_name: dataset {self.name}: {missing_column(self.column, row)}")
+        number = 0
+        each = rows.data.nbytes // max(len(rows), 1)
+        at_once = max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // max(each, 1)))
+        for batch in rows.select_columns([self.column]).iter(at_once):
+            for text in batch[self.column]:
+                number += 1
+                if not isinstance(text, str):
+                    problem = missing_column(self.column, {self.column: text})
+                    raise InputError(f"dataset.text_column_name: dataset {self.name}, row {number}: {problem}")
+                yield number, text
+
+    @cached_property
+    def _parts(self) -> list[Any]:
+        parts = []
+        for name, fraction in self.fractions.items():
+            for split in self.splits:
+                rows = load_rows(name, self.config_name, split, self.streaming)
+                if hasattr(rows, "select"):
+                    rows = rows.select(range(int(fraction * len(rows))))
+                elif fraction != 1:
+                    raise InputError(
+                        f"dataset.hf_dataset_or_datasets: a fraction of '{name}' ({fraction}) is not known before all "
+                        "of it is read; expected 1 with dataset.streaming"
+                    )
+                parts.append(rows)
+        return parts
+
+    def _rules(self) -> str:
+        return f"{self.fractions} {self.splits} {self.config_name} {self.column} {LONGEST_CHUNK}"
+
+
+def load_rows(name: str, config_name: str | None, split: str, streaming: bool = False) -> Any:
+    """A split as a `datasets.Dataset`: of a folder that `save_to_disk` wrote, a folder of data files, or a hub
+    repository, which comes from the local caches where the hub cannot be asked. With `streaming`, what is not on this
+    machine as rows already is a `datasets.IterableDataset`.
+
+    Errors (InputError): not there, no such configuration or split, hub unreachable.
+    """
+    configure_hub()
+    import datasets
+
+    folder = Path(name).expanduser()
+    if name.startswith("~"):
+        name = str(folder)
+    with _quiet(datasets), _explained(name, datasets.exceptions.DatasetsError):
+        if (folder / "state.json").is_file():
+            saved = datasets.load_from_disk(name)
+            if saved.split is not None and str(saved.split) != split:
+                raise InputError(f"dataset.hf_dataset_splits: '{name}' has no split '{split}'; it has {saved.split}")
+            return _of_configuration(saved, name, config_name)
+        if (folder / "dataset_dict.json").is_file():
+            saved = datasets.load_from_disk(name)
+            if split not in saved:
+                raise InputError(
+                    f"dataset.hf_dataset_splits: '{name}' has no split '{split}'; it has {', '.join(saved)}"
+                )
+            return _of_configuration(saved[split], name, config_name)
+        if name.startswith(("/", ".", "~")) and not folder.is_dir():
+            raise InputError(f"dataset.hf_dataset_or_datasets: no such folder: {name}")
+        try:
+            return datasets.load_dataset(name, config_name, split=split, streaming=streaming)
+        except OSError:
+            snapshot = _cached_snapshot(name)
+            if snapshot is None:
+                raise
+            return datasets.load_dataset(snapshot, config_name, split=split, streaming=streaming)
+
+
+def _of_configuration(rows: Any, name: str, config_name: str | None) -> Any:
+    """The rows of a folder that `save_to_disk` wrote, if they are of the configuration asked for."""
+    if config_name is not None and rows.info.config_name != config_name:
+        raise InputError(
+            f"dataset.hf_dataset_config_name: '{name}' was saved from the configuration {rows.info.config_name!r}, "
+            f"not '{config_name}'"
+        )
+    return rows
+
+
+def _cached_snapshot(name: str) -> str | None:
+    """Folder of a repository in the local hub cache, if it is complete."""
+    import huggingface_hub as hub
+
+    if Path(name).exists():
+        return None
+    try:
+        return hub.snapshot_download(name, repo_type="dataset", local_files_only=True)
+    except (OSError, hub.errors.EntryNotFoundError, hub.errors.HFValidationError):
+        return None
+
+
+def _folder_files(folder: Path, times: bool) -> list[tuple[str, int, int]]:
+    """Name, size and (with `times`) time of every file of a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    stats = [(path.relative_to(folder).as_posix(), path.stat()) for path in files]
+    return [(name, stat.st_size, stat.st_mtime_ns if times else 0) for name, stat in stats]
+
+
+def _folder_state(folder: Path) -> str | None:
+    """Another one when any file of the folder is another; None while one is too young to tell."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        stat = file.stat()
+        if stat.st_mtime > time.time() - YOUNG:
+            return None
+        digest.update(f"\n{file.relative_to(folder)} {stat.st_size} {stat.st_mtime_ns}".encode())
+    return f"{folder.absolute()} {digest.hexdigest()}"
+
+
+@contextmanager
+def _explained(name: str, *library_errors: type[Exception]) -> Iterator[None]:
+    """Whatever loading raises, as one line."""
+    failures: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, *library_errors)
+    try:
+        yield
+    except failures as error:
+        key = "dataset.hf_dataset_or_datasets"
+        if Path(name).exists() or not isinstance(error, OSError):
+            raise InputError(f"{key}: cannot load '{name}': {first_line(error)}") from None
+        if offline := offline_variable():
+            raise InputError(
+                f"{key}: '{name}' is not in the local Hugging Face caches, and {offline}=1 forbids to fetch it"
+            ) from None
+        if reason := unreachable():
+            raise InputError(
+                f"{key}: cannot reach the Hugging Face hub for '{name}', and it is not cached here ({reason}); "
+                f"no local folder has that name{nearest_sibling(Path(name))}"
+            ) from None
+        raise InputError(f"{key}: cannot load '{name}': {first_line(error)}") from None
+
+
+@contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """No warnings of the library; its progress bars only on a terminal."""
+    verbosity = datasets.logging.get_verbosity()
+    bars = datasets.is_progress_bar_enabled()
+    datasets.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if bars:
+            datasets.enable_progress_bars()

@@ -1,0 +1,74 @@
+"""Documents of JSON lines, read from any byte on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import IO
+
+from kenotron.storage import AnyPath
+from kenotron.text.documents import RowHook, missing_column, whole_characters
+
+LONGEST_LINE = 32 << 20
+"""Bytes of a JSON line; it is parsed as a whole, in several times its memory."""
+
+
+def json_documents(
+    stream: IO[bytes],
+    column: str,
+    file: AnyPath,
+    start: int,
+    stop: int | None,
+    hook: RowHook | None,
+    bad: Callable[[str], None],
+) -> Iterator[str]:
+    """The documents of the lines that begin between the bytes `start` and `stop`. Blank lines are left out.
+
+    `bad` is called with what is wrong with a line; if it returns, the line is left out.
+    """
+    if start:
+        stream.seek(start - 1)
+        _to_line_end(stream)
+    place, number = (stream.tell() if start else 0), 0
+    while stop is None or place < stop:
+        line = stream.readline(LONGEST_LINE + 1)
+        if not line:
+            return
+        number += 1
+        where = f"{file}: line at byte {place:,}" if start else f"{file}:{number}"
+        place += len(line)
+        if len(line) > LONGEST_LINE:
+            place += _to_line_end(stream)
+            bad(f"{where}: a line of more than {LONGEST_LINE >> 20} MiB (at byte {place:,} it is over)")
+        elif not line.isspace():
+            yield from _json_row(line, where, column, file, hook, bad)
+
+
+def _to_line_end(stream: IO[bytes]) -> int:
+    """Reads the rest of a line, however long; the bytes that it has."""
+    read = 0
+    while block := stream.readline(1 << 20):
+        read += len(block)
+        if block.endswith(b"\n"):
+            break
+    return read
+
+
+def _json_row(
+    line: bytes, where: str, column: str, file: AnyPath, hook: RowHook | None, bad: Callable[[str], None]
+) -> list[str]:
+    try:
+        row = json.loads(line)
+    except UnicodeDecodeError as error:
+        bad(f"{where}: not UTF-8 (byte {error.start} of the line: {error.reason})")
+        return []
+    except (ValueError, RecursionError) as error:
+        bad(f"{where}: expected one JSON object a line, found: {error}")
+        return []
+    if hook is not None and isinstance(row, dict):
+        return [whole_characters(text) for text in hook(row, str(file))]
+    text = row.get(column) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        bad(f"{where}: {missing_column(column, row)}")
+        return []
+    return [whole_characters(text)]

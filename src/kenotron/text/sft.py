@@ -1,0 +1,271 @@
+"""Supervised fine-tuning data: prompts and answers, with the loss on answers only.
+
+    {"prompt": "2 + 2 =", "completion": " 4"}                     2 + 2 = 4 <end>
+                                                                          ─────── in the loss
+    {"messages": [{"role": "user", "content": "2 + 2?"},          through the tokenizer's chat template; in the loss
+                  {"role": "assistant", "content": "4"}]}         are the assistant's messages and their end tokens
+
+An example is tokenized as one text. A token is in the loss if it covers a character of an answer (according to the
+tokenizer's offsets, as in `transformers`' assistant mask). In a chat template, answers are what is inside
+``{% generation %}``, as in `transformers`; without it, the text that an assistant's message adds after the generation
+prompt.
+
+Before it is tokenized an example is one string, the JSON of `Example`, so that it is hashed, held out and sent to
+workers like any document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError, nearest
+from kenotron.text.documents import ByteRange, DocumentChunk, DocumentSource, RowHook
+from kenotron.text.tokenizer import TextTokenizer, encoding_errors
+
+if TYPE_CHECKING:
+    import tokenizers
+
+FORMAT = 1
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Example(NamedTuple):
+    """A text in segments, each with whether it is in the loss. `special`: the tokenizer adds its special tokens."""
+
+    segments: list[tuple[str, bool]]
+    special: bool
+
+    def to_json(self) -> str:
+        """The example as one string."""
+        return json.dumps(self, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Example:
+        """The example that `to_json` wrote."""
+        segments, special = json.loads(text)
+        return cls([(part, in_loss) for part, in_loss in segments], special)
+
+    @property
+    def text(self) -> str:
+        """The text of all segments."""
+        return "".join(part for part, _ in self.segments)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of the columns: `messages` where a row has it, else `prompt` and `completion`."""
+
+    prompt: str = "prompt"
+    completion: str = "completion"
+    messages: str = "messages"
+
+
+class _Enough(Exception):
+    """The maximum number of rows was reached."""
+
+
+class SftDocuments:
+    """The examples of a dataset's rows (`texts.DocumentSource`), each as JSON; at most of the first `most` rows.
+
+    `rows` opens the dataset with a hook for its rows. Rows without an answer are left out and counted in `skipped`.
+
+    Errors (InputError): a column is missing or holds something else; messages without a chat template; a template that
+    does not mark the answers.
+    """
+
+    def __init__(
+        self,
+        rows: Callable[[RowHook], DocumentSource],
+        columns: Columns,
+        most: int | None,
+        tokenizer: TextTokenizer | None,
+    ) -> None:
+        self.columns, self.most, self.tokenizer = columns, most, tokenizer
+        self._texts = rows(self._example)
+        self.name, self.skipped, self._rows = self._texts.name, 0, 0
+
+    @property
+    def size(self) -> int:
+        """Of the rows."""
+        return self._texts.size
+
+    def signature(self) -> str | None:
+        """Of the rows, the columns and the chat template."""
+        known = self._texts.signature()
+        return None if known is None else self._with_rules(known)
+
+    def content_hash(self) -> str:
+        """Of the rows, the columns and the chat template."""
+        return self._with_rules(self._texts.content_hash())
+
+    def documents(self) -> Iterator[DocumentChunk]:
+        """Every example, as JSON."""
+        self._rows = self.skipped = 0
+        try:
+            yield from self._texts.documents()
+        except _Enough:
+            return
+
+    def byte_ranges(self, size: int) -> Iterator[ByteRange]:
+        """Those of the rows."""
+        return self._texts.byte_ranges(size)
+
+    def read(self, byte_range: ByteRange) -> Iterator[DocumentChunk]:
+        """The examples of a range, as JSON."""
+        return self._texts.read(byte_range)
+
+    def _with_rules(self, content: str) -> str:
+        template = self.tokenizer.chat_template if self.tokenizer else None
+        rules = f"examples {FORMAT} {content} {self.columns} {self.most} {template}"
+        return hashlib.blake2b(rules.encode(), digest_size=16).hexdigest()
+
+    def _example(self, row: dict[str, Any], where: str) -> list[str]:
+        if self._rows == self.most:
+            raise _Enough
+        self._rows += 1
+        found = self._of_row(row, f"{where}, row {self._rows}")
+        if not any(part.strip() for part, in_loss in found.segments if in_loss):
+            self.skipped += 1
+            return []
+        return [found.to_json()]
+
+    def _of_row(self, row: dict[str, Any], where: str) -> Example:
+        columns = self.columns
+        if row.get(columns.messages) is not None:
+            return Example(chat_segments(row[columns.messages], self.tokenizer, where), special=False)
+        for column in (columns.prompt, columns.completion):
+            if not isinstance(row.get(column), str):
+                there = column in row
+                found = type(row[column]).__name__ if there else f"{', '.join(sorted(row))}{nearest(column, row)}"
+                raise InputError(
+                    f"{where}: expected text in the columns '{columns.prompt}' and '{columns.completion}', or a list "
+                    f"'{columns.messages}'; for '{column}' found {found}"
+                )
+        return Example([(row[columns.prompt], False), (row[columns.completion], True)], special=True)
+
+
+# ---- chats -------------------------------------------------------------------------------------------------
+
+
+def chat_segments(messages: object, tokenizer: TextTokenizer | None, where: str) -> list[tuple[str, bool]]:
+    """The text of a conversation in the tokenizer's chat template, in segments, each with whether it is in the loss."""
+    if tokenizer is None or tokenizer.chat_template is None:
+        name = tokenizer.name if tokenizer else "none"
+        raise InputError(f"{where}: messages need a tokenizer with a chat template, and this one ({name}) has none")
+    if not (isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)):
+        raise InputError(f"{where}: expected messages as a list of {{role, content}}, found {str(messages)[:60]}")
+    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    render = partial(_render, tokenizer.chat_template, tokenizer.special_tokens, where)
+    if GENERATION.search(tokenizer.chat_template):
+        text, answers = render(messages, mask=True)
+    else:
+        text, _ = render(messages)
+        answers = [
+            _answer(render, messages[: number + 1], text, tokenizer, where)
+            for number, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
+    segments, done = [], 0
+    for start, stop in answers:
+        segments += [(text[done:start], False), (text[start:stop], True)]
+        done = stop
+    return [(part, in_loss) for part, in_loss in [*segments, (text[done:], False)] if part]
+
+
+def _answer(
+    render: Callable[..., tuple[str, Any]], messages: list[Any], text: str, tokenizer: TextTokenizer, where: str
+) -> tuple[int, int]:
+    """The range of the last of `messages` in `text`, without the blank space after its end token."""
+    before, after = render(messages[:-1], prompt=True)[0], render(messages)[0]
+    if not (after.startswith(before) and text.startswith(after)):
+        raise InputError(
+            f"{where}: the chat template of {tokenizer.name} does not write message {len(messages)} after its "
+            "generation prompt; mark the answers in it with {% generation %} … {% endgeneration %}"
+        )
+    bare = after.rstrip()
+    is_ended = any(bare.endswith(token) for token in tokenizer.special_tokens.values())
+    is_ended |= any(bare.endswith(added.content) for added in tokenizer.backend.get_added_tokens_decoder().values())
+    return len(before), max(len(bare), len(before)) if is_ended else len(after)
+
+
+def _render(
+    template: str, special: dict[str, str], where: str, messages: list[Any], prompt: bool = False, mask: bool = False
+) -> tuple[str, Any]:
+    import jinja2
+    from transformers.utils import chat_template_utils
+
+    library: Any = chat_template_utils  # its stubs lack the mask
+    try:
+        texts, answers = library.render_jinja_template(
+            [messages],
+            chat_template=template,
+            return_assistant_tokens_mask=mask,
+            add_generation_prompt=prompt,
+            **special,
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        raise InputError(f"{where}: the chat template refuses these messages: {error}") from None
+    return texts[0], answers[0] if mask else None
+
+
+# ---- tokens ------------------------------------------------------------------------------------------------
+
+
+class EncodedExample(NamedTuple):
+    """Ids of an example, whether each is in the loss, and the number of UTF-8 bytes of its text."""
+
+    ids: list[int]
+    loss_mask: NDArray[np.bool_]
+    bytes: int
+
+
+def encode_examples(
+    backend: tokenizers.Tokenizer, texts: list[str], eos: int | None, max_tokens: int | None
+) -> list[EncodedExample]:
+    """The examples `texts`; `eos` is appended unless the text already ends with it (and blank space).
+
+    An example truncated to `max_tokens` has no end token.
+    """
+    examples = [Example.from_json(text) for text in texts]
+    encodings: list[Any] = [None] * len(examples)
+    for special in (True, False):
+        chosen = [place for place, example in enumerate(examples) if example.special == special]
+        with encoding_errors():
+            found = backend.encode_batch([examples[place].text for place in chosen], add_special_tokens=special)
+        for place, encoding in zip(chosen, found):
+            encodings[place] = encoding
+    return [_encoded(*pair, eos, max_tokens) for pair in zip(examples, encodings)]
+
+
+def _encoded(example: Example, encoding: Any, eos: int | None, max_tokens: int | None) -> EncodedExample:
+    text = example.text
+    of_characters = np.repeat([flag for _, flag in example.segments], [len(part) for part, _ in example.segments])
+    before = np.concatenate([[0], np.cumsum(of_characters)])
+    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    starts, stops = offsets[:, 0], offsets[:, 1]
+    # Offsets of blank tokens may be trimmed to nothing: such a token starts at the end of the previous one, at the
+    # beginning of the text at the start of the next one.
+    empty, reach = starts == stops, np.maximum.accumulate(stops)
+    starts = np.where(empty, np.minimum(np.roll(reach, 1) * (np.arange(len(stops)) > 0), stops), starts)
+    ahead = np.append(offsets[1:, 0], 0)[: len(stops)]
+    mask = before[np.where(empty & (stops == 0) & (reach == 0), ahead, stops)] > before[starts]
+    ids = list(encoding.ids)
+    if eos is not None:
+        last = next(flag for part, flag in reversed(example.segments) if part.strip())
+        at = len(ids) - 1 - ids[::-1].index(eos) if eos in ids else None
+        if at is not None and at == len(ids) - 1 and empty[at]:
+            mask[at] = last  # appended by the tokenizer itself
+        elif at is None or text[stops[at] :].strip():
+            ids, mask = [*ids, eos], np.append(mask, last)
+    if max_tokens is not None and len(ids) > max_tokens:
+        ids, mask = ids[:max_tokens], mask[:max_tokens]
+    return EncodedExample(ids, mask, len(text.encode()))

@@ -1,0 +1,315 @@
+"""Text to token ids and back, by the `tokenizers` library alone where a tokenizer.json is to be found.
+
+    tokenizer = load_tokenizer("gpt2")
+    tokenizer.encode("def main")      [4299, 1388]
+    tokenizer.decode([4299, 1388])    'def main'
+
+A name is a folder, a tokenizer.json, or a Hugging Face repository; a repository is looked up in the local hub cache
+first, and only what is not there is asked of the hub (never, when one of HF_HUB_OFFLINE, HF_DATASETS_OFFLINE,
+TRANSFORMERS_OFFLINE is set). `transformers`, a second to import, comes in only where there is no tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError
+from kenotron.storage import is_remote
+from kenotron.storage.hub import configure_hub, first_line, hub_file
+
+if TYPE_CHECKING:
+    import tokenizers
+
+END_OF_TEXT = "<|endoftext|>"
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+
+# Words take one leading blank or mark (`_name`, `.name`), numbers are cut in threes, and a run of blank lines with
+# the indentation of the next line stays in one chunk, which matters for code. (The split of Llama 3 and of cl100k.)
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+class TextTokenizer:
+    """A tokenizer with the few questions that training and generation ask.
+
+    `vocab_size` is the largest id plus one. `hash` names it by content: equal hashes, equal ids.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], folder: Path | None = None) -> None:
+        self.backend = backend
+        self.folder = folder
+        self.config = config
+        self.name = str(folder) if folder else "tokenizer"
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values()) + 1
+        self.eos_token_id = self._special("eos_token")
+        self.bos_token_id = self._special("bos_token")
+        self.pad_token_id = self._special("pad_token")
+        self._json = backend.to_str()
+        self.hash = hashlib.blake2b(self._json.encode(), digest_size=16).hexdigest()
+
+    def to_json(self) -> str:
+        """The whole tokenizer as the text of a tokenizer.json."""
+        return self._json
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of every text, with the special tokens that the tokenizer adds by itself."""
+        return library_ids(self.backend, texts, special=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of one text, as `encode_batch`."""
+        return self.encode_batch([text])[0]
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """The text of the ids."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    @property
+    def is_byte_level(self) -> bool:
+        """Does every token stand for a fixed run of bytes of the text?"""
+        spec = json.loads(self._json)
+        return spec["normalizer"] is None and (spec["decoder"] or {}).get("type") == "ByteLevel"
+
+    def token_bytes(self) -> NDArray[np.int64] | None:
+        """Length in UTF-8 bytes of every token, ``[vocab_size]``, or None if the tokenizer is not byte-level.
+
+        A byte-level vocabulary writes each byte as one character; a special token has no bytes.
+        """
+        if not self.is_byte_level:
+            return None
+        length = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, number in self.backend.get_vocab(with_added_tokens=False).items():
+            length[number] = len(token)
+        for number, added in self.backend.get_added_tokens_decoder().items():
+            length[number] = 0 if added.special else len(added.content.encode())
+        return length
+
+    def save(self, folder: str | Path) -> None:
+        """Write the files from which `transformers.AutoTokenizer` and `load_tokenizer` load it again."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in TOKENIZER_FILES if self.folder else ():
+            file = self.folder / name if self.folder else Path(name)
+            if file.is_file() and not (folder / name).exists():
+                shutil.copyfile(file, folder / name)
+        if not (folder / "tokenizer.json").exists():
+            (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
+        if not (folder / "tokenizer_config.json").exists():
+            config = {"tokenizer_class": "PreTrainedTokenizerFast"} | self.config
+            (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The jinja template by which a conversation becomes text; of several the default. None: it has none."""
+        file = self.folder / "chat_template.jinja" if self.folder else None
+        if file is not None and file.is_file():
+            try:
+                return file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise InputError(f"tokenizer: {file} cannot be read as text: {error}") from None
+        known = self.config.get("chat_template")
+        if isinstance(known, list):  # [{name, template}, …]
+            named = [each for each in known if isinstance(each, dict)]
+            known = {str(each.get("name")): each.get("template") for each in named}.get("default")
+        if known is not None and not isinstance(known, str):
+            raise InputError(f"tokenizer: {self.folder}: chat_template: expected text, found {type(known).__name__}")
+        return known
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """DocumentSource of bos_token, eos_token and the like, as a chat template wants them."""
+        named = {key: value for key, value in self.config.items() if re.fullmatch(r"[a-z]+_token", key)}
+        texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+        return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+    def _special(self, key: str) -> int | None:
+        token = self.config.get(key)
+        text = token.get("content") if isinstance(token, dict) else token
+        return self.backend.token_to_id(text) if isinstance(text, str) else None
+
+
+def library_ids(backend: tokenizers.Tokenizer, texts: Sequence[str], special: bool) -> list[list[int]]:
+    """Ids of every text, with `special` also what the tokenizer puts around a text by itself.
+
+    Errors (InputError): a text that the tokenizer has no ids for.
+    """
+    with encoding_errors():
+        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=special)]
+
+
+@contextmanager
+def encoding_errors() -> Iterator[None]:
+    """One line for what `tokenizers` raises while it encodes, plain Exception for everything."""
+    try:
+        yield
+    except Exception as error:
+        raise InputError(f"tokenizer: cannot encode a text: {first_line(error)}") from None
+
+
+class HasEndOfText(Protocol):
+    """What knows of a token that ends a text, or that there is none."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id, or None."""
+        ...
+
+
+def end_of_text(tokenizer: HasEndOfText | None, architecture: Any) -> int:
+    """The token that ends a text in training, generation and exports: the tokenizer's, else the model config's."""
+    eos = tokenizer.eos_token_id if tokenizer else None
+    return architecture.eos_token_id if eos is None else eos
+
+
+def is_a_path(name_or_path: str | Path) -> bool:
+    """Whether it can be no name of the hub, by its form alone."""
+    name = str(name_or_path)
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
+def load_tokenizer(name_or_path: str | Path, revision: str | None = None) -> TextTokenizer:
+    """Load from a folder, a tokenizer.json, or a Hugging Face repository.
+
+    Errors (InputError): nothing there, not readable, hub unreachable.
+    """
+    if is_remote(name_or_path):
+        raise InputError(
+            "tokenizer.tokenizer_name_or_path: expected a folder or tokenizer.json on this machine, or a name of the "
+            f"Hugging Face hub, found {name_or_path}; download it first"
+        )
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return _read(path, path.parent)
+    if path.is_dir():
+        if (path / "tokenizer.json").is_file():
+            return _read(path / "tokenizer.json", path)
+        return _from_transformers(str(path), None)
+    if is_a_path(name_or_path):
+        raise InputError(f"tokenizer.tokenizer_name_or_path: no such file or folder: {name_or_path}")
+    name = str(name_or_path)
+    key = "tokenizer.tokenizer_name_or_path"
+    file = hub_file(name, "tokenizer.json", revision, key)
+    if file is None:
+        return _from_transformers(name, revision)
+    for extra in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        hub_file(name, extra, revision, key, optional=True)
+    tokenizer = _read(file, file.parent)
+    tokenizer.name = name
+    return tokenizer
+
+
+def _read(file: Path, folder: Path) -> TextTokenizer:
+    import tokenizers
+
+    quiet_parallelism()
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception for everything
+        why = first_line(error)
+        raise InputError(f"tokenizer: {file} is not a tokenizer.json that `tokenizers` reads: {why}") from None
+    if not backend.get_vocab_size(with_added_tokens=True):
+        raise InputError(f"tokenizer: {file} has no token")
+    backend.no_truncation()
+    backend.no_padding()
+    config: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        try:
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, RecursionError) as error:
+            raise InputError(f"tokenizer: {folder / name} is not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise InputError(f"tokenizer: {folder / name}: expected a JSON object, found {type(found).__name__}")
+        config |= found
+    return TextTokenizer(backend, config, folder)
+
+
+def _from_transformers(name: str, revision: str | None) -> TextTokenizer:
+    """Tokenizers kept in other files than tokenizer.json, converted by `transformers`."""
+    configure_hub()
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError) as error:
+        raise InputError(f"tokenizer.tokenizer_name_or_path: cannot load '{name}': {first_line(error)}") from None
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise InputError(
+            f"tokenizer.tokenizer_name_or_path: '{name}' has no fast (tokenizers) form, which is needed here"
+        )
+    config = {key: str(token) for key, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    loaded = TextTokenizer(backend, config)
+    loaded.name = name
+    return loaded
+
+
+def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+    """A byte-level BPE of at most `vocab_size` tokens, the first of which ends documents.
+
+    Sennrich et al. 2016 (arXiv 1508.07909) on bytes as in GPT-2; no text is out of vocabulary.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    if vocab_size < 257:
+        raise InputError(f"tokenizer.train.vocab_size: at least 257 (256 bytes and end of text), found {vocab_size}")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        [
+            pre_tokenizers.Split(tokenizers.Regex(SPLIT_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with all_cores():
+        backend.train_from_iterator(texts, trainer)
+    config = {"eos_token": END_OF_TEXT, "clean_up_tokenization_spaces": False}
+    return TextTokenizer(backend, config)
+
+
+def quiet_parallelism() -> None:
+    """Turn off `tokenizers`' threads, so that a later fork of this process gives neither a warning nor a deadlock."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """Within this block `tokenizers` uses every core."""
+    quiet_parallelism()
+    before = os.environ["TOKENIZERS_PARALLELISM"]
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        os.environ["TOKENIZERS_PARALLELISM"] = before

@@ -1,0 +1,88 @@
+"""The training loop, and everything of a run around it.
+
+build.py            from a config to a run: read `build_run` first
+run.py              Run, and `fit`: the loop
+step.py             one step: forward, backward, clip, update
+hooks.py            the methods that everything else of a run hangs on, in their order
+
+model_parts.py      the model in memory, split over the layout
+initial_weights.py  its first weights
+start.py            which checkpoint a run starts from, and what the run is called
+restore.py          loading that checkpoint
+checkpoint_hook.py  saving checkpoints
+saved_state.py      the form in which model, optimizer and hooks are saved
+run_folder.py       the log folder
+
+metrics.py, console.py, report.py     numbers and messages
+validation.py, guards.py, observing.py     more hooks
+compare.py          two layouts of one config, compared
+
+The package is called `training` because `kenotron.train` is the function.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kenotron.training.hooks import Hook
+
+if TYPE_CHECKING:
+    import torch
+
+    from kenotron.config import Config
+    from kenotron.parallel.mesh import Mesh
+    from kenotron.training.initial_weights import OpenWeights
+    from kenotron.training.run import Run
+
+__all__ = ["Hook", "train"]
+
+
+def train(
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    fresh: bool = False,
+    open_weights: OpenWeights | None = None,
+) -> Run | None:
+    """Train as `config` says, from its newest checkpoint if there is one. All ranks of `mesh` call it.
+
+    Its architecture is resolved (`interop.resolve_architecture`). `fresh` sets earlier checkpoints aside and starts at
+    step 0. `open_weights` opens what `model.init_method.path` names. Returns the run; None if its checkpoint has all
+    steps already, and nothing was loaded. Raises InputError if the input is wrong, RunFailed if the run cannot go on.
+    """
+    from kenotron.kernels.host_memory import keep_freed_memory
+    from kenotron.parallel.ranks import run_on_rank0
+    from kenotron.training import console, report
+    from kenotron.training.build import build_run
+    from kenotron.training.run import close, fit, report_failure
+    from kenotron.training.run_folder import open_log_folder
+    from kenotron.training.start import choose_start, own_folder, run_name, with_run_name
+
+    keep_freed_memory()  # changes malloc for the whole process: steps allocate the same sizes again and again
+    console.start_logging(config, mesh)
+    first = mesh.is_first
+    if first:
+        report.first_line(config)
+    with own_folder(config):
+        start = choose_start(config, fresh)
+        config = with_run_name(config, run_on_rank0(lambda: run_name(config, start.path if start.continues else None)))
+        if start.continues and start.step >= config.tokens.train_steps:
+            if first:
+                report.already_finished(config, start)
+            return None
+        run = build_run(config, mesh, device, start, open_weights)
+        try:
+            if first:
+                open_log_folder(config, start.continues)
+                report.exhausted(run) if run.finished else report.training_plan(run)
+            if not run.finished:
+                fit(run)
+                if first:
+                    report.farewell(run)
+        except Exception as error:
+            report_failure(run, error)
+            raise
+        finally:
+            close(run)
+        return run

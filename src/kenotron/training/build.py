@@ -1,0 +1,115 @@
+"""Building a run: from a config to what `fit` takes. Read `build_run` first; `fit` in run.py comes next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from kenotron.config.errors import InputError
+from kenotron.data.stage_plan import check_paths
+from kenotron.models import build, named_parameters
+from kenotron.models.token_loss import load_loss
+from kenotron.optim.build import build_optimizer
+from kenotron.parallel.ranks import wait_for_all
+from kenotron.training import report
+from kenotron.training.checkpoint_hook import CheckpointHook
+from kenotron.training.console import logger
+from kenotron.training.guards import NonFiniteGuard, Signals
+from kenotron.training.hooks import Hook, load_hook
+from kenotron.training.initial_weights import OpenWeights, fill_weights
+from kenotron.training.metrics import Metrics
+from kenotron.training.model_parts import build_parts
+from kenotron.training.observing import Pace, ProfilerHook, Progress, SampleCompletions
+from kenotron.training.restore import restore
+from kenotron.training.run import Run, close
+from kenotron.training.run_folder import log_folder
+from kenotron.training.start import Start
+from kenotron.training.validation import Compressors, Validation
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+    from kenotron.data import RunData
+    from kenotron.parallel.mesh import Mesh
+
+FROM_SCRATCH = Start()
+
+
+def build_run(
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    start: Start = FROM_SCRATCH,
+    open_weights: OpenWeights | None = None,
+) -> Run:
+    """A run at the step of `start`: hooks → model → optimizer → data → checkpoint. All ranks call it.
+
+    Data come late because tokenizing may take an hour; missing paths are found before weights take minutes.
+    """
+    report.resolved_config(config)
+    hooks = build_hooks(config, mesh)
+    check_paths(config, start.step + 1)
+    load_loss(config.model.loss)
+
+    with torch.device("meta"):
+        skeleton = build(config.model)
+    parts, pipeline = build_parts(config, mesh, device)
+    if start.path is None:
+        fill_weights(parts, config.model.init_method, config.general.seed, open_weights)
+        if pipeline is not None:
+            pipeline.share_tied_weights()
+    optimizer = build_optimizer(named_parameters(*parts), config.optimizer)
+    report.model_size(skeleton, parts, device)
+
+    data = open_data(config, start)
+    run = Run(config, mesh, device, skeleton, parts, optimizer, data, hooks, pipeline)
+    try:
+        wait_for_all()
+        restore(run, start)
+    except BaseException:
+        close(run)
+        raise
+    return run
+
+
+def open_data(config: Config, start: Start) -> RunData:
+    """The run's data from the step after `start` on.
+
+    Raises InputError if there are prompts to complete (`logging.sample_prompts`) but no tokenizer.
+    """
+    from kenotron.data import open_run
+
+    own_tokenizer = start.path / "tokenizer" if start.path and start.continues and config.tokenizer.train else None
+    data = open_run(config, start.step + 1, logger.info, own_tokenizer)
+    if config.logging.sample_prompts and data.tokenizer is None:
+        data.close()
+        raise InputError("logging.sample_prompts: this run has no tokenizer to read them with; expected none")
+    return data
+
+
+def build_hooks(config: Config, mesh: Mesh) -> list[Hook]:
+    """The hooks that this config asks for, in the order in which they are called (`Hook.priority`).
+
+    What only writes lines or files is on the first rank; what computes or decides is on all.
+    """
+    hooks: list[Hook] = [NonFiniteGuard(), Signals(), CheckpointHook()]
+    if config.tokens.validates:
+        hooks.append(Validation())
+    if config.logging.sample_prompts:
+        hooks.append(SampleCompletions())
+    if mesh.is_first:
+        hooks += _first_rank_hooks(config)
+    for entry in config.general.hooks or []:
+        path, kwargs = (entry, {}) if isinstance(entry, str) else (entry.path, entry.kwargs)
+        hooks.append(load_hook(path, kwargs))
+    return sorted(hooks, key=lambda hook: -hook.priority)
+
+
+def _first_rank_hooks(config: Config) -> list[Hook]:
+    hooks: list[Hook] = [Metrics(log_folder(config)), Progress() if Progress.wanted() else Pace()]
+    if config.tokens.validates:
+        hooks.append(Compressors())
+    if config.profiler is not None and config.profiler.profiler_export_path is not None:
+        hooks.append(ProfilerHook(Path(config.profiler.profiler_export_path) / (config.general.run or "run")))
+    return hooks

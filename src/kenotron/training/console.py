@@ -1,0 +1,98 @@
+"""Console output, in the form that nanotron's log parsers read.
+
+    08/31/2024 14:37:31 [INFO|DP=0|PP=0|TP=0]: iteration: 5 / 15 | consumed_tokens: 2.56K | … | lm_loss: 5.27
+
+Numbers are for people (`human_format`); ``metrics.jsonl`` has them raw.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+    from kenotron.parallel.mesh import Mesh
+
+logger = logging.getLogger("kenotron")
+
+
+def human_format(number: float) -> str:
+    """Three significant digits and a suffix: 2840 → 2.84K, 11.13 → 11.1, 0.000264 → 0.000264, 11.0 → 11."""
+    if abs(number) < 1 or number != number or abs(number) == float("inf"):
+        return f"{number:.3g}"
+    value = float(f"{number:.3g}")
+    for suffix in ("", "K", "M", "G", "T", "P"):
+        if abs(value) < 1000 or suffix == "P":
+            break
+        value /= 1000
+    return f"{value:f}".rstrip("0").rstrip(".") + suffix
+
+
+def start_logging(config: Config, mesh: Mesh) -> None:
+    """Log lines of this rank: `log_level` on rank 0, `log_level_replica` on the others.
+
+    The lines are the same on all ranks. So the others log them only in a file of their own, which our launcher makes;
+    on a console that all ranks share (torchrun's) they log errors only, unless `log_level_replica` is debug.
+    """
+    level = config.logging.log_level if mesh.is_first else config.logging.log_level_replica
+    for handler in logger.handlers[:]:
+        logger.removeHandler(handler)
+    handler = _Stdout()
+    node = os.environ.get("SLURMD_NODENAME")
+    place = f"DP={mesh.rank('batch')}|PP={mesh.rank('pp')}|TP={mesh.rank('tp')}" + (f"|{node}" if node else "")
+    prefix = "%(asctime)s [%(levelname)s|" + place + "]: "
+    handler.setFormatter(_EveryLine(prefix, datefmt="%m/%d/%Y %H:%M:%S"))
+    shared = not mesh.is_first and "KENOTRON_LAUNCH" not in os.environ
+    if shared and level != "debug":
+        handler.setLevel(logging.ERROR)
+    logger.addHandler(handler)
+    logger.propagate = False
+    if level != "passive":  # passive: leave the level as the embedding program set it
+        logger.setLevel(level.upper())
+
+
+class _Stdout(logging.StreamHandler[Any]):
+    """Writes to the present `sys.stdout`, which a progress bar replaces to stay below the lines."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stdout
+
+
+class _EveryLine(logging.Formatter):
+    """Puts the prefix before every line of a message, so that `grep` finds all of them."""
+
+    def __init__(self, prefix: str, datefmt: str) -> None:
+        super().__init__(prefix, datefmt)
+
+    def format(self, record: logging.LogRecord) -> str:
+        prefix = super().format(record)
+        lines = "\n".join(prefix + line for line in record.getMessage().splitlines() or [""])
+        return lines + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
+
+
+def iteration_line(fields: Mapping[str, float], last_step: int) -> str:
+    """``iteration: 5 / 15 | consumed_tokens: 2.56K | …`` from raw `fields`, in their order."""
+    shown = [f"iteration: {fields['iteration']} / {last_step}"]
+    shown += [f"{name}: {human_format(value)}" for name, value in fields.items() if name != "iteration"]
+    return " | ".join(shown)
+
+
+def mebibytes(count: float) -> str:
+    """``1.50MiB`` of 1572864 bytes."""
+    return f"{count / 2**20:.2f}MiB"
+
+
+def show_memory(memory: dict[str, int]) -> str:
+    """One line of `device.memory`'s numbers, in nanotron's words."""
+    return (
+        f" Memory usage: {mebibytes(memory['allocated'])}. Peak allocated {mebibytes(memory['peak_allocated'])}. "
+        f"Peak reserved: {mebibytes(memory['peak_reserved'])}"
+    )

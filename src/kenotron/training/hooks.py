@@ -1,0 +1,95 @@
+"""Hooks: everything a run does besides the training step itself.
+
+A hook overrides the methods it needs; every method here does nothing. Metrics, validation, checkpoints, guards,
+signals, profiler and progress bar are hooks, and so is a user's own:
+
+    import kenotron as kn
+
+    class StopWhenGood(kn.Hook):
+        def after_step(self, run, result):
+            run.record_metric("perplexity", math.exp(result.lm_loss))
+            if result.lm_loss < 2.0:
+                run.stop("the loss is good enough")
+
+    general: {hooks: [my_package.StopWhenGood]}
+
+Hooks are called by descending `priority`, those of equal priority in the order of the list:
+
+    profiler 50 · validation 40 · your own 0 · metrics -10 · non-finite guard -20 · progress -30 · signals -40
+    · checkpoints -50 · compression baselines -60 · generated samples -70
+
+So what a hook records in `after_step` is part of that step's line, and a checkpoint is the last thing a step does.
+State that has to survive a restart goes through `state_dict`: JSON values, saved in every checkpoint's manifest.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kenotron.config.dotted import import_dotted
+from kenotron.config.errors import InputError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kenotron.training.run import Run
+    from kenotron.training.step import StepResult
+    from kenotron.training.validation import ValidationResult
+
+
+class Hook:
+    """Base class of hooks: methods that do nothing, in the order in which they are called."""
+
+    priority: ClassVar[int] = 0
+    """Hooks of higher priority are called first. Metrics, at -10, write the step's line."""
+
+    def on_train_start(self, run: Run) -> None:
+        """Model, data and optimizer are ready; `run.step` steps were done before."""
+
+    def before_step(self, run: Run) -> None:
+        """The next step's batch has been loaded."""
+
+    def before_update(self, run: Run) -> None:
+        """Gradients are clipped and finite; the optimizer changes the weights next."""
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Step `run.step` is done, or was skipped (`result.skipped`)."""
+
+    def after_validation(self, run: Run, result: ValidationResult) -> None:
+        """A validation pass is complete."""
+
+    def on_save(self, run: Run, path: Path) -> None:
+        """A complete checkpoint has been written to `path`."""
+
+    def on_train_end(self, run: Run) -> None:
+        """No more steps follow; also called when the run is stopped early, but not after an error."""
+
+    def on_error(self, run: Run, error: Exception) -> None:
+        """The run fails with `error`, which is raised again after all hooks were called."""
+
+    def on_close(self, run: Run) -> None:
+        """Release files and threads; always called, after an error too."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values to restore after a restart."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned when the checkpoint was saved."""
+
+
+def load_hook(path: str, kwargs: dict[str, object]) -> Hook:
+    """The hook that the class or function at a dotted path makes of `kwargs`.
+
+    Raises InputError if `path` does not take `kwargs`, or returns no hook.
+    """
+    make = import_dotted(path, "general.hooks")
+    try:
+        inspect.signature(make).bind(**kwargs)
+    except TypeError as error:
+        raise InputError(f"general.hooks: {path} does not take {kwargs or 'no arguments'}: {error}") from None
+    hook = make(**kwargs)
+    if not isinstance(hook, Hook):
+        raise InputError(f"general.hooks: {path} made a {type(hook).__name__}, expected a kenotron.Hook")
+    return hook

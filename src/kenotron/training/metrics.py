@@ -1,0 +1,249 @@
+"""The numbers of every step: console line, ``metrics.jsonl``, TensorBoard.
+
+`metrics.jsonl` has one JSON object a step with raw numbers under the console's names:
+
+    {"iteration": 5, "consumed_tokens": 2560, …, "lm_loss": 5.27, "lr": 0.000264, …}
+
+TFLOPs follow nanotron: three times the forward products, the whole attention square (no causal discount);
+`hardware` adds the blocks' forward that recomputation does again. `mfu` is the model's share of the vendor's
+bf16 peak, `matmul_share` of the fastest matrix product measured on this machine in the run's dtype; both also
+with the causal half only (`_causal`). docs/metrics.md has every field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from kenotron.config.errors import RunFailed
+from kenotron.models import flops_per_token
+from kenotron.models.plan import modules
+from kenotron.parallel import device as devices
+from kenotron.storage.files import replace_file
+from kenotron.training import console
+from kenotron.training.console import logger
+from kenotron.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from kenotron.models import Decoder
+    from kenotron.training.run import Run
+    from kenotron.training.step import StepResult
+    from kenotron.training.validation import ValidationResult
+
+MEMORY_STEPS = 4  # the first steps, and the one after a save, show memory and disk
+
+
+@dataclass(frozen=True)
+class FlopsPerToken:
+    """FLOPs of a token, forward and backward, in sequences of one length.
+
+    `causal_share` of them is needed under a causal mask; with recomputation the hardware does `hardware_factor` times
+    as many.
+    """
+
+    flops: float
+    causal_share: float
+    hardware_factor: float
+
+    @classmethod
+    def of(cls, model: Decoder, length: int, recompute: bool) -> FlopsPerToken:
+        """FLOPs of `model` per token on sequences of `length` tokens; `recompute`: its blocks run forward twice."""
+        forward = flops_per_token(model, length, causal=False)
+        again = 0.0
+        if recompute:  # the blocks' forward a second time; embedding and head only once
+            again = sum(flops_per_token(block, length, causal=False) for _, block in modules(model, model.plan.blocks))
+        return cls(3 * forward, flops_per_token(model, length, causal=True) / forward, 1 + again / (3 * forward))
+
+
+class Metrics(Hook):
+    """Writes every step's line of metrics. Only rank 0 has one."""
+
+    priority = -10
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file: TextIO | None = None
+        self.writer: SummaryWriter | None = None
+        self.steps_here = 0
+        self.written_step = 0
+        self.just_saved = False
+        self.validation: dict[str, float] = {}
+        self.ceiling: float | None = None
+
+    def on_train_start(self, run: Run) -> None:
+        """Open `metrics.jsonl`, without the steps that are done again after a resume."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "metrics.jsonl"
+        drop_later_steps(path, run.step)
+        self.file = path.open("a", buffering=1)
+        recompute = run.config.parallelism.recompute_layer
+        lengths = {length for stage in run.data.stages for _, length in stage.lengths}
+        self.work = {length: FlopsPerToken.of(run.skeleton, length, recompute) for length in lengths}
+        self.world = run.config.parallelism.world_size
+
+    def after_validation(self, run: Run, result: ValidationResult) -> None:
+        """Keep the numbers for this step's line."""
+        self.validation = result.metrics()
+
+    def on_save(self, run: Run, path: Path) -> None:
+        """Show memory and disk in the next line."""
+        self.just_saved = True
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Write the step's line to the file, TensorBoard and, at its interval, the console."""
+        self.steps_here += 1
+        self.written_step = run.step
+        shown = self._console_fields(run, result)
+        raw = {**shown, **self._other_fields(run, result), **self._source_fields(run), **self.validation}
+        self._add_recorded(run, shown, raw)
+        self.validation = {}
+        run.last_metrics = raw
+        assert self.file is not None
+        self.file.write(json.dumps({name: _json_number(value) for name, value in raw.items()}) + "\n")
+        if run.config.logging.tensorboard:
+            self._tensorboard(run, raw)
+        interval = run.config.logging.iteration_step_info_interval
+        if (run.step - 1) % interval == 0 or run.finished:
+            logger.info("%s", console.iteration_line(shown, run.last_step))
+
+    def _add_recorded(self, run: Run, shown: dict[str, Any], raw: dict[str, Any]) -> None:
+        """What hooks recorded, at the end of both lines."""
+        recorded, run.recorded = run.recorded, {}
+        if taken := sorted(recorded.keys() & raw.keys()):
+            raise RunFailed(
+                f"step {run.step}: a hook recorded the metric {taken[0]!r}, which every step has already; "
+                f"record it under another name"
+            )
+        shown |= recorded
+        raw |= recorded
+
+    def on_error(self, run: Run, error: Exception) -> None:
+        """Write the line of a step that is done, if a hook failed before."""
+        if run.last_result is not None and self.written_step < run.step:
+            self.after_step(run, run.last_result)
+
+    def on_close(self, run: Run) -> None:
+        """Close the file and TensorBoard."""
+        if self.file is not None:
+            self.file.close()
+        if self.writer is not None:
+            self.writer.close()
+
+    def _console_fields(self, run: Run, result: StepResult) -> dict[str, Any]:
+        """The seeds' names in the seeds' order."""
+        seconds = result.seconds + result.data_wait_seconds
+        tokens_per_sec = run.step_tokens / seconds
+        stage = run.data.stage_at(run.step)
+        length = stage.length_at(run.step)
+        work = self.work[length]
+        tflops = work.flops * tokens_per_sec / self.world / 1e12
+        fields: dict[str, Any] = {
+            "iteration": run.step,
+            "consumed_tokens": run.consumed_tokens,
+            "elapsed_time_per_iteration_ms": seconds * 1000,
+            "tokens_per_sec": tokens_per_sec,
+            "tokens_per_sec_per_gpu": tokens_per_sec / self.world,
+            "global_batch_size": stage.batch_size(run.step),
+        }
+        if len(self.work) > 1:
+            fields["sequence_length"] = length
+        fields["lm_loss"] = result.lm_loss
+        if run.model.config.z_loss_enabled:
+            fields["z_loss"] = result.z_loss
+        fields |= {
+            "lr": result.learning_rate,
+            "model_tflops_per_gpu": tflops,
+            "hardware_tflops_per_gpu": tflops * work.hardware_factor,
+            "grad_norm": result.grad_norm,
+        }
+        if self.steps_here <= MEMORY_STEPS or self.just_saved:
+            fields |= memory_fields(run)
+            self.just_saved = False
+        return fields
+
+    def _other_fields(self, run: Run, result: StepResult) -> dict[str, Any]:
+        """Fields that the console line does not show."""
+        work = self.work[run.data.stage_at(run.step).length_at(run.step)]
+        achieved = work.flops * run.step_tokens / self.world / (result.seconds + result.data_wait_seconds)
+        fields: dict[str, Any] = {
+            "data_wait_ms": result.data_wait_seconds * 1000,
+            "real_tokens": result.real_tokens,
+            "skipped": result.skipped,
+        }
+        if self.ceiling is None:
+            self.ceiling = devices.matmul_ceiling(run.device, run.config.model.dtype)
+        fields["matmul_share"] = achieved / self.ceiling
+        fields["matmul_share_causal"] = fields["matmul_share"] * work.causal_share
+        peak = devices.vendor_peak(run.device)
+        if peak is not None:
+            fields["mfu"] = achieved / peak
+            fields["mfu_causal"] = fields["mfu"] * work.causal_share
+        return fields
+
+    def _source_fields(self, run: Run) -> dict[str, Any]:
+        """Tokens and epochs read from each source, where the run has several."""
+        if len({source.label for stage in run.data.stages for source in stage.sources}) == 1:
+            return {}
+        fields: dict[str, Any] = {}
+        for label, (tokens, epochs) in run.data.consumption(run.step).items():
+            fields[f"consumed_tokens/{label}"] = tokens
+            if epochs is not None:
+                fields[f"epochs/{label}"] = epochs
+        return fields
+
+    def _tensorboard(self, run: Run, raw: dict[str, Any]) -> None:
+        if self.writer is None:  # importing it takes a second: after the first step, not before
+            from torch.utils.tensorboard import SummaryWriter
+
+            from kenotron.config import dump
+
+            self.writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=run.step)
+            self.writer.add_text("project", run.config.general.project, run.step)
+            self.writer.add_text("config", f"```yaml\n{dump(run.config)}\n```", run.step)
+        for name, value in raw.items():
+            if name != "iteration":
+                self.writer.add_scalar(name, float(value), run.step)
+
+
+def _json_number(value: float) -> float | None:
+    """None for NaN and infinity, which JSON lacks: null on a skipped step."""
+    return value if math.isfinite(value) else None
+
+
+def memory_fields(run: Run) -> dict[str, int]:
+    """Memory of the device (of the process, on a CPU) and of the disk that checkpoints go to, in bytes."""
+    memory = devices.memory(run.device)
+    prefix = "cuda" if run.device.type == "cuda" else "cpu"
+    fields = {
+        f"{prefix}_memory_allocated": memory["allocated"],
+        f"{prefix}_max_memory_reserved": memory["peak_reserved"],
+    }
+    path = Path(run.config.checkpoints.checkpoints_path).absolute()
+    while not path.exists():
+        path = path.parent
+    disk = shutil.disk_usage(path)
+    return fields | {
+        "hd_total_memory_tb": disk.total,
+        "hd_used_memory_tb": disk.used,
+        "hd_free_memory_tb": disk.free,
+    }
+
+
+def drop_later_steps(path: Path, step: int) -> None:
+    """Delete the lines of steps after `step`, which are done again: a killed run may have logged more than it saved."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["iteration"] <= step:
+                kept.append(line)
+        except (json.JSONDecodeError, KeyError):
+            continue  # the last line of a killed run may be cut short
+    replace_file(path, "".join(line + "\n" for line in kept).encode())

@@ -1,0 +1,80 @@
+"""The model of a run in memory: built without memory, split by its own plan, and only then allocated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from kenotron.models import ModelPart, build, materialize, zero_vocabulary_padding
+from kenotron.models.decoder import Decoder
+from kenotron.models.plan import modules
+from kenotron.parallel import data as data_parallel
+from kenotron.parallel.shards import shard_of
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+    from kenotron.parallel.mesh import Mesh
+    from kenotron.parallel.pipeline import Pipeline
+
+
+def build_parts(config: Config, mesh: Mesh, device: torch.device) -> tuple[list[Decoder], Pipeline | None]:
+    """The model in memory on `device`, weights undefined, split as the layout says.
+
+    Returns one part, which is the model, and None; with pp this rank's parts, and the pipeline that runs them. Order:
+    meta device → tensor parallel → recomputation → compilation → data parallel → memory.
+    """
+    if mesh.degree("pp") == 1:
+        parts = [_on_meta(config, mesh, None)]
+        _shard(config, mesh, parts[0], parts[0], device)
+        return parts, None
+    from kenotron.parallel.pipeline import Pipeline, parts_here, warn_of_idle_ranks
+
+    model, layout, length = config.model, config.parallelism, max(config.sequence_lengths.values())
+    parts = [_on_meta(config, mesh, part) for part in parts_here(model, layout, mesh, length)]
+    pipeline = Pipeline(parts, mesh, layout, device, getattr(torch, model.dtype), model.compile)
+    if mesh.is_first:
+        warn_of_idle_ranks(layout, config.tokens.batch_accumulation_per_replica, model.compile)
+    for part, stage in zip(parts, pipeline.stages):
+        _shard(config, mesh, part, stage, device)
+    return parts, pipeline
+
+
+def _on_meta(config: Config, mesh: Mesh, part: ModelPart | None) -> Decoder:
+    """The model or a part of it, without memory, split over tp."""
+    with torch.device("meta"):
+        model = build(config.model, mesh.degree("tp"), part)
+    if mesh.degree("tp") > 1:
+        from kenotron.parallel import tensor as tensor_parallel
+
+        tensor_parallel.apply(
+            model,
+            model.plan,
+            mesh,
+            mode=config.parallelism.tp_mode,
+            asynchronous=config.parallelism.tp_linear_async_communication,
+            recompute_allgather=config.parallelism.tp_recompute_allgather,
+        )
+    model.set_recompute(config.parallelism.recompute_layer)
+    if config.model.compile:
+        for _, block in modules(model, model.plan.blocks):
+            block.compile()
+    model.set_compute_dtype(getattr(torch, config.model.dtype))
+    return model
+
+
+def _shard(config: Config, mesh: Mesh, model: Decoder, root: nn.Module, device: torch.device) -> None:
+    """Data parallelism over `root`, the module that is called (`model`, or the stage around it); then memory."""
+    blocks = [block for _, block in modules(model, model.plan.blocks)]
+    data_parallel.load_strategy(config.parallelism.strategy)(
+        root,
+        blocks,
+        mesh,
+        zero_stage=3 if config.zero_stage == "hybrid" else int(config.zero_stage),
+        compute_dtype=getattr(torch, config.model.dtype),
+        cpu_offload=config.parallelism.cpu_offload,
+        bucket_cap_mb=config.model.ddp_bucket_cap_mb,
+    )
+    materialize(model, "cpu" if config.parallelism.cpu_offload else device)
+    zero_vocabulary_padding(model, shard_of)

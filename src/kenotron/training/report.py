@@ -1,0 +1,150 @@
+"""What rank 0 logs about a run before its first step and after its last."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kenotron.config import dump
+from kenotron.models import named_parameters
+from kenotron.models.decoder import Decoder
+from kenotron.parallel import device as devices
+from kenotron.parallel.shards import shard_of
+from kenotron.training import console
+from kenotron.training.console import human_format, logger
+from kenotron.training.run_folder import log_folder
+
+if TYPE_CHECKING:
+    import torch
+
+    from kenotron.config import Config
+    from kenotron.training.run import Run
+    from kenotron.training.start import Start
+
+
+def first_line(config: Config) -> None:
+    """The project's name, before anything is loaded."""
+    logger.info("project: %s", config.general.project)
+
+
+def resolved_config(config: Config) -> None:
+    """The config with all defaults, and a warning if sequences are longer than generation can be."""
+    logger.info("Config:\n%s", dump(config).rstrip())
+    architecture = config.model.decoder
+    positions = architecture.max_position_embeddings
+    name, length = max(config.sequence_lengths.items(), key=lambda each: each[1])
+    if length > positions:
+        logger.warning(
+            "%s is %d, model_config.max_position_embeddings only %d: the model trains on all of it, but generation "
+            "will stop at %d tokens",
+            name,
+            length,
+            positions,
+            positions,
+        )
+
+
+def model_size(skeleton: Decoder, parts: Sequence[Decoder], device: torch.device) -> None:
+    """Parameters of the whole model (`skeleton`) and of this rank's `parts`; memory of `device`."""
+    here = [shard_of(parameter).tensor for part in parts for parameter in part.parameters()]
+    width = here[0].element_size()
+    total = sum(parameter.numel() for _, parameter in named_parameters(skeleton))
+    for name, count in (("Total", total), ("Local", sum(tensor.numel() for tensor in here))):
+        size = console.mebibytes(count * width)
+        logger.info("%s number of parameters: %s (%s)", name, human_format(count), size)
+    logger.info("[After model building]%s", console.show_memory(devices.memory(device)))
+
+
+def training_plan(run: Run) -> None:
+    """Stages, sizes, and where the run starts, in nanotron's lines."""
+    for stage in run.data.stages:
+        done = min(max(run.step - stage.start + 1, 0), stage.steps)
+        logger.info(
+            "[Training Plan] Stage %s has %d remaining training steps and has consumed %d samples",
+            stage.name,
+            stage.steps - done,
+            stage.samples_before(run.step + 1),
+        )
+    for line in run.data.describe():
+        logger.info("%s", line)
+    logger.info("[Training Plan] There are %d training stages", len(run.data.stages))
+    for stage in run.data.stages:
+        logger.info("[Stage %s] start from step %d", stage.name, stage.start)
+    tokens = run.config.tokens
+    now = run.data.stage_at(min(run.step + 1, tokens.train_steps))
+    logger.info(
+        "[Start training] datetime: %s | mbs: %d | grad_accum: %d | global_batch_size: %d | sequence_length: %d | "
+        "train_steps: %d | start_iteration_step: %d | consumed_train_samples: %d",
+        datetime.now(),
+        tokens.micro_batch_size,
+        tokens.batch_accumulation_per_replica,
+        run.config.global_batch_size,
+        now.sequence_length,
+        tokens.train_steps,
+        run.step,
+        run.consumed_samples,
+    )
+    logger.info("%s", console.show_memory(devices.memory(run.device)))
+
+
+def already_finished(config: Config, start: Start) -> None:
+    """Why nothing is done: the checkpoint has all steps."""
+    logger.info(
+        "This run is finished: %s has all %d steps. Raise tokens.train_steps to go on, or start over with --fresh.",
+        start.path,
+        config.tokens.train_steps,
+    )
+
+
+def exhausted(run: Run) -> None:
+    """Why nothing is done: the data allow no further step."""
+    logger.info(
+        "This run is finished: after step %d of %d, %s. To go on, add a stage that starts at step %d.",
+        run.step,
+        run.config.tokens.train_steps,
+        run.data.exhausted(run.step + 1),
+        run.step + 1,
+    )
+
+
+def farewell(run: Run) -> None:
+    """Where logs and checkpoint are, and the commands to use them."""
+    folder = Path(run.config.checkpoints.checkpoints_path) / str(run.step)
+    state = f"stopped ({run.stop_reason})" if run.stop_reason else "finished"
+    logger.info(
+        "Run %s at step %d of %d, %s tokens; %.1f%% of the steps' time was waiting for data. Logs: %s",
+        state,
+        run.step,
+        run.config.tokens.train_steps,
+        human_format(run.consumed_tokens),
+        100 * run.data_wait_seconds / run.seconds if run.seconds else 0.0,
+        log_folder(run.config),
+    )
+    if folder.exists():
+        logger.info("Checkpoint: %s. Next:\n%s", folder, "\n".join(f"  {line}" for line in next_commands(run, folder)))
+
+
+def next_commands(run: Run, folder: Path) -> list[str]:
+    """Three commands for a shell in the working folder: generate, convert to Hugging Face, show the curves."""
+    us, path, logs = program("kenotron"), shlex.quote(str(folder)), shlex.quote(run.config.logging.log_dir)
+    prompt = '--prompt "def main("' if run.tokenizer is not None else "--prompt-tokens 1,2,3"
+    curves = f"{program('tensorboard')} --logdir {logs}"
+    return [
+        f"{us} generate {path} {prompt} --max-new-tokens 64",
+        f"{us} convert to-hf {path} {shlex.quote(f'{folder}-hf')}",
+        curves if run.config.logging.tensorboard else f"{us} checkpoint show {path}",
+    ]
+
+
+def program(name: str) -> str:
+    """How a shell here finds a program: by its name, or by its path in this environment if PATH lacks that."""
+    beside = Path(sys.executable).with_name(name)
+    if shutil.which(name) or not beside.exists():
+        return name
+    here = Path.cwd()
+    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))

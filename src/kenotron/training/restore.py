@@ -1,0 +1,85 @@
+"""Loading a checkpoint into a run that has been built: weights, optimizer, position, state of streams and hooks."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kenotron import checkpoint
+from kenotron.config.errors import InputError
+from kenotron.models import named_parameters
+from kenotron.optim.state import init_state, load_state_tensors, state_tensors
+from kenotron.parallel.ranks import raise_on_any_rank, run_on_rank0
+from kenotron.training.console import logger
+from kenotron.training.saved_state import load_hook_states, model_tensors, optimizer_tensors
+
+if TYPE_CHECKING:
+    from kenotron.training.run import Run
+    from kenotron.training.start import Start
+
+
+def restore(run: Run, start: Start) -> None:
+    """Load what `start` names into `run`; all ranks call it, each reads its own blocks.
+
+    Raises InputError if a file is damaged, or if the config reads other data than the checkpoint's step assumes.
+    """
+    if start.path is None:
+        logger.info("No checkpoint path provided.")
+        return
+    settings = run.config.checkpoints
+    with_optimizer = (start.continues or settings.load_optimizer) and (start.path / "optimizer").is_dir()
+    with_position = start.continues or settings.load_lr_scheduler
+    moments = None
+    if with_optimizer:
+        init_state(run.optimizer)
+        moments = state_tensors(named_parameters(*run.parts), run.optimizer)
+    state = checkpoint.load(
+        start.path,
+        model=model_tensors(*run.parts),
+        optimizer=None if moments is None else optimizer_tensors(moments, run.parts),
+        verify=not start.continues,  # the run's own newest checkpoint was verified when it was chosen
+    )
+    run_on_rank0(lambda: _check_data(run, state.get("data", {}), start))
+    if moments is not None:
+        load_state_tensors(named_parameters(*run.parts), run.optimizer, moments)
+    if run.pipeline is not None:
+        run.pipeline.share_tied_weights()
+    if with_position:
+        run.step = start.step
+        _check_position(run, state, start.path)
+        _restore_streams(run, start.path)
+        load_hook_states(run.hooks, state.get("hooks", {}))  # an imported checkpoint has none
+    loaded = ["weights"] + ["optimizer"] * with_optimizer + ["schedule and data position"] * with_position
+    step = checkpoint.read_manifest(start.path).step
+    logger.info("Loaded %s of %s (step %d)", ", ".join(loaded), start.path, step)
+
+
+def _check_data(run: Run, saved: dict[str, str], start: Start) -> None:
+    """Refuse another tokenizer, whose token ids mean other text; log a warning for data that changed."""
+    now = run.data.fingerprints()
+    for name in sorted(saved.keys() & now.keys()):
+        if saved[name] == now[name]:
+            continue
+        if name == "tokenizer" and start.continues:
+            assert run.tokenizer is not None
+            raise InputError(
+                f"tokenizer: {run.tokenizer.name} (hash {now[name]}) is not the tokenizer of {start.path} (hash "
+                f"{saved[name]}), which is in {start.path}/tokenizer; put that one back, or start over with --fresh"
+            )
+        logger.warning("%s has changed since %s was saved: the run continues with the new content", name, start.path)
+
+
+def _check_position(run: Run, state: dict[str, Any], path: Path) -> None:
+    if run.consumed_samples != state.get("consumed_train_samples", 0):
+        raise InputError(
+            f"{path} has consumed {state['consumed_train_samples']} samples in {run.step} steps, but this config's "
+            f"global batch of {run.config.global_batch_size} makes that {run.consumed_samples}; keep the global batch "
+            f"size and its ramps, or set checkpoints.load_lr_scheduler: false to start the data anew"
+        )
+
+
+def _restore_streams(run: Run, path: Path) -> None:
+    if run.data.streams:
+        read, mesh = partial(checkpoint.read_data, path), run.mesh
+        raise_on_any_rank(lambda: run.data.streams.restore(run.step, read, mesh.rank("batch"), mesh.degree("batch")))

@@ -1,0 +1,58 @@
+"""The folder that a run logs in: ``<logging.log_dir>/<general.run>/`` with config.yaml, metrics.jsonl, tensorboard/."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from kenotron.config import dump
+from kenotron.config.errors import InputError
+from kenotron.training.console import logger
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+
+
+def log_folder(config: Config) -> Path:
+    """Where a run of this config writes its logs."""
+    return Path(config.logging.log_dir) / config.general.run
+
+
+def open_log_folder(config: Config, continues: bool) -> None:
+    """Make the folder, with the resolved config in it; metrics of another run there are renamed.
+
+    `continues`: the run goes on from a checkpoint of its own. Raises InputError if the folder cannot be written.
+    """
+    folder = log_folder(config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (continues and _is_of_this_run(config, folder)):
+            _set_metrics_aside(folder)
+        (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"logging.log_dir: cannot write to {folder}: {error.strerror}") from error
+
+
+def _is_of_this_run(config: Config, folder: Path) -> bool:
+    """Whether the run that logged in `folder` last keeps its checkpoints where this one does."""
+    file = folder / "config.yaml"
+    if not file.exists():
+        return True
+    try:
+        saved = yaml.safe_load(file.read_text(encoding="utf-8"))["checkpoints"]["checkpoints_path"]
+    except (yaml.YAMLError, KeyError, TypeError):
+        return False  # nothing that we wrote: the metrics beside it are kept under another name
+    return Path(saved).absolute() == Path(config.checkpoints.checkpoints_path).absolute()
+
+
+def _set_metrics_aside(folder: Path) -> None:
+    """Rename an earlier run's metrics: no run deletes what another measured."""
+    path = folder / "metrics.jsonl"
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    renamed = path.with_name(f"metrics-replaced-{datetime.now():%Y%m%d_%H%M%S_%f}.jsonl")
+    path.rename(renamed)
+    logger.warning("%s was written by an earlier run; it is now %s", path, renamed.name)

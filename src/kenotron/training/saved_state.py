@@ -1,0 +1,85 @@
+"""What a checkpoint holds of a run, in the form in which it is saved.
+
+A function of the run alone: tensors by name, and a few JSON numbers. The data position is the step, randomness is
+counter-based, the schedule is arithmetic: there is no other state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from kenotron.kernels.tensor_shard import TensorShard
+from kenotron.models import named_parameters
+from kenotron.models.decoder import Decoder
+from kenotron.parallel.shards import shard_of
+from kenotron.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from kenotron.training.run import Run
+
+# Packages that were renamed: hooks are found in checkpoints that were written before.
+RENAMED_PACKAGES = {"kenotron.train.": "kenotron.training."}
+
+
+def model_tensors(*parts: Decoder) -> dict[str, TensorShard]:
+    """Parameter name → this rank's block of it, sharing its memory, without vocabulary padding."""
+    return {name: _without_padding(name, parameter, parts[0]) for name, parameter in named_parameters(*parts)}
+
+
+def optimizer_tensors(tensors: dict[str, Tensor], parts: Sequence[Decoder]) -> dict[str, TensorShard]:
+    """``state.<parameter>.<key>`` → this rank's block of it, sharing its memory, cut as its parameter is."""
+    names = [name for name, _ in named_parameters(*parts)]
+    parameters = {key: next((n for n in names if key.startswith(f"state.{n}.")), "") for key in tensors}
+    return {key: _without_padding(parameters[key], tensor, parts[0]) for key, tensor in tensors.items()}
+
+
+def _without_padding(name: str, tensor: Tensor, model: Decoder) -> TensorShard:
+    """This rank's block of `tensor` without the rows beyond the vocabulary, whose number depends on tp.
+
+    50 tokens padded to 64 rows, over 4 ranks: 16, 16, 16 and 2 rows of a [50, hidden] tensor.
+    """
+    shard = shard_of(tensor.detach())
+    rows = model.config.vocab_size
+    if name not in model.vocab_parameters or len(shard.shape) != 2 or shard.shape[0] <= rows:
+        return shard
+    real = min(max(rows - shard.offset[0], 0), shard.tensor.shape[0])
+    return TensorShard(shard.tensor[:real], (rows, shard.shape[1]), shard.offset)
+
+
+def manifest_state(run: Run) -> dict[str, Any]:
+    """The JSON values of `run` in a checkpoint's manifest: counters, data fingerprints, state of hooks."""
+    return {
+        "step": run.step,
+        "consumed_tokens": run.consumed_tokens,
+        "consumed_train_samples": run.consumed_samples,
+        "data": run.data.fingerprints(),
+        "hooks": {name: state for name, hook in named_hooks(run.hooks) if (state := hook.state_dict())},
+    }
+
+
+def load_hook_states(hooks: Sequence[Hook], saved: dict[str, dict[str, Any]]) -> None:
+    """Give every hook its state of `saved` (`manifest_state`'s "hooks"); a hook that is not in it keeps its own."""
+    states = {_present_name(name): state for name, state in saved.items()}
+    for name, hook in named_hooks(hooks):
+        if name in states:
+            hook.load_state_dict(states[name])
+
+
+def named_hooks(hooks: Sequence[Hook]) -> Iterator[tuple[str, Hook]]:
+    """Every hook with its class's dotted path; a second one of the same class is ``package.Class#2``."""
+    seen: Counter[str] = Counter()
+    for hook in hooks:
+        name = f"{type(hook).__module__}.{type(hook).__qualname__}"
+        seen[name] += 1
+        yield (name if seen[name] == 1 else f"{name}#{seen[name]}"), hook
+
+
+def _present_name(name: str) -> str:
+    for old, new in RENAMED_PACKAGES.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name

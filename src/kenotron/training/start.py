@@ -1,0 +1,205 @@
+"""Where a run starts: at step 0, at its own newest checkpoint, or at one that the config names.
+
+own_folder      holds `checkpoints_path` for this run
+choose_start    the newest complete checkpoint there, if this config continues its run; or `resume_checkpoint_path`
+run_name        the name of the run that goes on, or of a new one
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from kenotron import checkpoint
+from kenotron.config import Config, fill_run_name, same_run_difference
+from kenotron.config.errors import InputError
+from kenotron.config.runs import edited_stages, past_stage_difference
+from kenotron.parallel.ranks import run_on_rank0
+from kenotron.training.console import logger
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: at step 0 (path None), or at the checkpoint `path` after its first `step` steps.
+
+    `continues`: the checkpoint is one of this run, which goes on; else another run's, for a new one.
+    """
+
+    path: Path | None = None
+    continues: bool = False
+    step: int = 0
+
+
+@contextmanager
+def own_folder(config: Config) -> Iterator[None]:
+    """Make `checkpoints_path` and hold it until the run ends: two runs in it would overwrite each other's steps.
+
+    Raises InputError if the folder cannot be made or another run uses it.
+    """
+    root = Path(config.checkpoints.checkpoints_path)
+
+    def take() -> None:
+        try:  # now, not after the first thousand steps
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"checkpoints.checkpoints_path: cannot make {root}: {error.strerror}") from error
+        held.enter_context(checkpoint.in_use(root))
+
+    with ExitStack() as held:
+        run_on_rank0(take)
+        yield
+
+
+def choose_start(config: Config, fresh: bool) -> Start:
+    """The checkpoint to begin from; all ranks call it, rank 0 decides, and all share the reading of checksums.
+
+    The newest complete checkpoint in `checkpoints_path` comes first, as it is the run's own; then
+    `resume_checkpoint_path`. `fresh` sets the run's own aside. Raises InputError if the checkpoint there is of a run
+    that this config does not continue.
+    """
+    root = Path(config.checkpoints.checkpoints_path)
+
+    def tidy() -> None:
+        checkpoint.tidy(root, logger.warning)  # may finish a save that was killed at its rename: before --fresh looks
+        if fresh:
+            _set_aside(root)
+
+    run_on_rank0(tidy)
+    newest = checkpoint.newest_complete(root, logger.warning)
+    return run_on_rank0(lambda: _start_at(config, newest))
+
+
+def run_name(config: Config, continued: Path | None) -> str:
+    """The name of the run in the checkpoint `continued`; a new run's is `general.run` with `%date` and `%jobid`."""
+    if continued is not None:
+        return str(checkpoint.read_config(continued)["general"]["run"])
+    return fill_run_name(config, datetime.now(), os.environ.get("SLURM_JOB_ID")).general.run
+
+
+def with_run_name(config: Config, name: str) -> Config:
+    """`config` with `general.run` replaced."""
+    return config.model_copy(update={"general": config.general.model_copy(update={"run": name})})
+
+
+def name_before_start(config: Config, fresh: bool) -> tuple[Config, Path]:
+    """For the launcher: the config for the ranks, and the folder of their logs.
+
+    A new run gets its name here, one for all ranks. One that goes on keeps its config: its ranks read the name from the
+    checkpoint, and warn if the config has another.
+    """
+    logs = Path(config.logging.log_dir)
+    if not fresh:
+        try:
+            continued = checkpoint.resolve(Path(config.checkpoints.checkpoints_path))
+            return config, logs / run_name(config, continued) / "ranks"
+        except (InputError, KeyError, TypeError):
+            pass  # no run yet, or none that can be read, which the ranks report
+    name = run_name(config, None)
+    return with_run_name(config, name), logs / name / "ranks"
+
+
+# ---- the run's own checkpoint --------------------------------------------------------------------------------
+
+
+def _start_at(config: Config, newest: Path | None) -> Start:
+    if newest is not None:
+        step = _step(newest)
+        _check_same_run(config, newest, step)
+        return Start(newest, True, step)
+    named = config.checkpoints.resume_checkpoint_path
+    return Start() if named is None else _start_elsewhere(config, checkpoint.resolve(Path(named)))
+
+
+def _step(path: Path) -> int:
+    return checkpoint.read_manifest(path).step
+
+
+def _set_aside(root: Path) -> None:
+    """Move earlier checkpoints to a folder of their own: --fresh deletes nothing."""
+    steps = [entry.path for entry in checkpoint.list_checkpoints(root)]
+    if not steps:
+        return
+    aside = root / f"replaced-{datetime.now():%Y%m%d_%H%M%S_%f}"
+    aside.mkdir()
+    for path in [*steps, root / "latest.txt"]:
+        if path.exists():
+            path.rename(aside / path.name)
+    logger.warning("--fresh: earlier checkpoints were moved to %s", aside)
+
+
+def _check_same_run(config: Config, path: Path, step: int) -> None:
+    """Raise InputError if `config` does not continue the run of the checkpoint `path`; log what it changes."""
+    saved = checkpoint.read_config(path)
+    try:
+        difference = same_run_difference(saved, config, step)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(
+            f"{path / 'config.yaml'}: {'.'.join(map(str, first['loc']))}: {first['msg']}; another version of kenotron "
+            f"wrote it: continue with that version, or start over with --fresh"
+        ) from error
+    if difference is not None:
+        key, old, new = difference
+        if key.startswith("data_stages."):
+            raise InputError(
+                f"{_changed_stage(saved, path, step, difference)}, start over with --fresh, or set another "
+                f"checkpoints.checkpoints_path"
+            )
+        raise InputError(
+            f"{path} belongs to another run: {key} is {old!r} there and {new!r} in this config; "
+            f"put the old value back, start over with --fresh, or set another checkpoints.checkpoints_path"
+        )
+    if edited := edited_stages(saved, config, step):
+        names = ", ".join(f"'{name}'" for name in edited)
+        logger.warning("data_stages: from step %d on these stages differ from %s: %s", step + 1, path, names)
+    name = saved["general"]["run"]
+    pattern = re.escape(config.general.run).replace("%date", r"\d{8}_\d{6}").replace("%jobid", r"\w+")
+    if not re.fullmatch(pattern, name):
+        logger.warning("general.run: a run that continues keeps its name: %s, not %s", name, config.general.run)
+
+
+def _changed_stage(saved: dict[str, Any], path: Path, step: int, difference: tuple[str, Any, Any]) -> str:
+    """The message about a stage that has begun and is another in this config."""
+    key, old, new = difference
+    if key.endswith("start_training_step"):
+        where = "there and not" if old else "not there but"
+        what = f"{key}: a stage begins at step {old or new} {where} in this config"
+    else:
+        stages = sorted(saved["data_stages"], key=lambda stage: stage["start_training_step"])
+        name = stages[int(key.split(".")[1])]["name"]
+        what = f"{key} of stage '{name}' is {old!r} there and {new!r} in this config"
+    return (
+        f"{path} is at step {step}, and stages that have begun by then may not change: {what}; put that back "
+        f"(stages that begin later may be edited)"
+    )
+
+
+# ---- another run's checkpoint --------------------------------------------------------------------------------
+
+
+def _start_elsewhere(config: Config, path: Path) -> Start:
+    """A new run's start at the checkpoint that `resume_checkpoint_path` names."""
+    if not config.checkpoints.load_lr_scheduler:
+        return Start(path)
+    step, steps = _step(path), config.tokens.train_steps
+    if step >= steps:
+        raise InputError(
+            f"checkpoints.resume_checkpoint_path: {path} is at step {step} and tokens.train_steps is {steps}, so no "
+            f"step is left; raise tokens.train_steps, or set checkpoints.load_lr_scheduler: false to start at step 0"
+        )
+    if (path / "config.yaml").exists():
+        saved = checkpoint.read_config(path)
+        if (difference := past_stage_difference(saved, config, step)) is not None:
+            raise InputError(
+                f"checkpoints.resume_checkpoint_path: {_changed_stage(saved, path, step, difference)}, or set "
+                f"checkpoints.load_lr_scheduler: false to start the data anew"
+            )
+    return Start(path, False, step)

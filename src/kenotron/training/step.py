@@ -1,0 +1,159 @@
+"""One training step: forward, backward, clip, update.
+
+A step is a list of micro-batches. Each token's loss counts 1 / (real tokens of the global batch), so losses
+and gradients of micro-batches and ranks simply add up, however unevenly the tokens are spread:
+
+    micro-batch 1: 510 real tokens ─ loss sum / 1000 ─┐
+    micro-batch 2: 490 real tokens ─ loss sum / 1000 ─┴─▶ the mean over 1000 tokens
+
+The host waits for the device once, for loss and gradient norm together (`read_numbers`): they decide whether the
+weights are updated. Numbers that the host has already (token counts, requests to stop) are summed between the hosts.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kenotron.kernels.attention import attention
+from kenotron.models import Context, MicroBatch, named_parameters
+from kenotron.models.decoder import Decoder
+from kenotron.models.token_loss import TokenLoss, load_loss
+from kenotron.optim.clip import clip_gradients
+from kenotron.optim.groups import set_learning_rate
+from kenotron.optim.schedule import learning_rate
+from kenotron.parallel import data as data_parallel
+from kenotron.parallel.collectives import all_reduce, sum_over_ranks
+from kenotron.parallel.device import upload
+
+if TYPE_CHECKING:
+    from kenotron.data import TokenBatch
+    from kenotron.training.run import Run
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Numbers of one step, global over the layout. Loss in nats a token, without the z-loss."""
+
+    lm_loss: float
+    z_loss: float
+    grad_norm: float
+    learning_rate: float
+    skipped: bool
+    real_tokens: int
+    seconds: float
+    data_wait_seconds: float = 0.0
+
+
+def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
+    """Do step ``run.step + 1`` on this rank's micro-batches. A non-finite loss or gradient changes no weight."""
+    started = time.perf_counter()
+    schedule = run.config.optimizer.learning_rate_scheduler
+    rate = learning_rate(schedule, run.step + 1, run.config.tokens.train_steps)
+    real_tokens = count_real_tokens(run, batches)
+
+    losses = forward_backward(run, batches, 1.0 / max(real_tokens, 1))
+    parameters = [parameter for _, parameter in named_parameters(*run.parts)]
+    norm = clip_gradients(parameters, run.config.optimizer.clip_grad, run.mesh)
+    lm_loss, z_loss, grad_norm = read_numbers(*losses, norm)
+    finite = all(map(math.isfinite, (lm_loss, z_loss, grad_norm)))
+    if finite:
+        set_learning_rate(run.optimizer, rate)
+        for hook in run.hooks:
+            hook.before_update(run)
+        run.optimizer.step()
+        if run.pipeline is not None:
+            run.pipeline.share_tied_weights()
+    run.optimizer.zero_grad(set_to_none=True)
+
+    return StepResult(
+        lm_loss=lm_loss,
+        z_loss=z_loss,
+        grad_norm=grad_norm,
+        learning_rate=rate,
+        skipped=not finite,
+        real_tokens=real_tokens,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def forward_backward(run: Run, batches: Sequence[TokenBatch], loss_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the global mean loss into ``.grad``; returns (loss, its z part), summed over ranks."""
+    loss = load_loss(run.config.model.loss)
+    micro_batches = (to_device(batch, run, loss_scale, loss) for batch in batches)
+    if run.pipeline is not None:
+        total = run.pipeline.step(list(micro_batches))
+    else:
+        total = _accumulate(run.model, micro_batches, len(batches), run.device)
+    for root in run.roots:
+        data_parallel.finish_gradients(root)
+    if run.pipeline is not None:
+        run.pipeline.sum_tied_gradients()
+    all_reduce(total, run.mesh.group("loss"))
+    return total[0], total[1]
+
+
+def read_numbers(loss: torch.Tensor, z_loss: torch.Tensor, norm: torch.Tensor) -> list[float]:
+    """(loss without its z part, z part, norm) as Python numbers: the one time in a step that the host waits for the
+    device. The optimizer's work is queued afterwards, and runs while the host prepares the next step.
+    """
+    return torch.stack((loss - z_loss, z_loss, norm.to(loss.device))).tolist()
+
+
+def _accumulate(model: Decoder, micro_batches: Iterable[MicroBatch], count: int, device: torch.device) -> torch.Tensor:
+    """Forward and backward of one micro-batch after the other; ``[2]``: the sums of their losses and z parts."""
+    total = torch.zeros(2, device=device)
+    for number, micro_batch in enumerate(micro_batches, start=1):
+        data_parallel.set_last_micro_batch(model, last=number == count)
+        loss, z_loss = model(micro_batch.tokens, micro_batch.ctx, micro_batch.labels)
+        loss.backward()
+        total += torch.stack((loss.detach(), z_loss))
+    return total
+
+
+def count_real_tokens(run: Run, batches: Sequence[TokenBatch]) -> int:
+    """Labels that carry a loss, in the whole global batch."""
+    local = sum(int((batch.labels != -100).sum()) for batch in batches)
+    return sum_over_ranks(local, run.mesh.group("batch"), run.device)
+
+
+def to_device(batch: TokenBatch, run: Run, loss_scale: float = 1.0, loss: TokenLoss | None = None) -> MicroBatch:
+    """The torch side of a numpy batch: token-flat, on the run's device, with everything that blocks may read.
+
+    Under context parallelism: this rank's tokens of every sequence.
+    """
+    sequences, length = batch.tokens.shape
+    device = run.device
+    if batch.positions is None:
+        positions = torch.arange(length, device=device).repeat(sequences)
+    else:
+        positions = upload(batch.positions, device).flatten()
+    ctx = Context(
+        shape=(sequences, length),
+        positions=positions,
+        attention=attention,
+        cu_seqlens=None if batch.documents is None else document_borders(batch.documents),
+        sample_ids=upload(batch.sample_ids, device).flatten(),
+        loss_scale=loss_scale,
+        loss=loss,
+    )
+    micro_batch = MicroBatch(upload(batch.tokens, device).flatten(), upload(batch.labels, device).flatten(), ctx)
+    if run.mesh.degree("cp") == 1:
+        return micro_batch
+    from kenotron.parallel import context
+
+    return context.shard(micro_batch, run.mesh, run.config.parallelism.context_parallel_method)
+
+
+def document_borders(documents) -> tuple[int, ...]:  # type: ignore[no-untyped-def]
+    """Flat indices where a document or a sequence begins, and the end: ``[[0, 0, 1], [1, 1, 1]]`` → (0, 2, 3, 6)."""
+    starts = documents[:, 1:] != documents[:, :-1]
+    length = documents.shape[1]
+    inner = [int(row) * length + int(column) + 1 for row, column in zip(*starts.nonzero())]
+    rows = [row * length for row in range(documents.shape[0] + 1)]
+    return tuple(sorted({*inner, *rows}))

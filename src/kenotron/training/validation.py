@@ -1,0 +1,171 @@
+"""Validation: the loss on held-out documents, in nats a token and in bits a byte.
+
+Bits per byte does not depend on the tokenizer, so it compares with any other compressor of the same text:
+
+    bits per byte = (sum of losses over all validation tokens) / ln 2 / (UTF-8 bytes of those tokens)
+
+A model at 1.5 bits per byte predicts text well enough to store it in 1.5 / 8 = 19% of its size.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kenotron.models import MicroBatch
+from kenotron.parallel import data as data_parallel
+from kenotron.parallel.collectives import all_reduce
+from kenotron.training.console import human_format, logger
+from kenotron.training.hooks import Hook
+from kenotron.training.step import to_device
+
+if TYPE_CHECKING:
+    from kenotron.training.run import Run
+    from kenotron.training.step import StepResult
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """`loss` in nats a token; `bytes` of UTF-8 text in the `tokens` (0 when unknown).
+
+    `sources` has the same of each source, where there are several.
+    """
+
+    loss: float
+    tokens: int
+    bytes: float
+    seconds: float
+    sources: dict[str, ValidationResult] = field(default_factory=dict)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits of loss per byte of UTF-8 text; None where the number of bytes is unknown."""
+        return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
+
+    def metrics(self) -> dict[str, float]:
+        """Fields of ``metrics.jsonl``."""
+        fields = {"val_loss": self.loss, "val_tokens": float(self.tokens), "val_seconds": self.seconds}
+        if self.bits_per_byte is not None:
+            fields["val_bits_per_byte"] = self.bits_per_byte
+        for label, one in self.sources.items():
+            fields[f"val_loss/{label}"] = one.loss
+            if one.bits_per_byte is not None:
+                fields[f"val_bits_per_byte/{label}"] = one.bits_per_byte
+        return fields
+
+
+class Validation(Hook):
+    """A pass every `val_check_interval` steps and after the last one, the same samples each time."""
+
+    priority = 40
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Validate if this step is due, log the result and pass it to every hook's `after_validation`."""
+        if run.step % run.config.tokens.val_check_interval == 0 or run.finished:
+            found = validate(run)
+            if found is None:
+                return
+            logger.info("%s", validation_line(run, found))
+            for hook in run.hooks:
+                hook.after_validation(run, found)
+
+
+class Compressors(Hook):
+    """Beside the last validation, what gzip and xz make of the same text. After the last save: it takes a while."""
+
+    priority = -60
+
+    def __init__(self) -> None:
+        self.last: ValidationResult | None = None
+
+    def after_validation(self, run: Run, result: ValidationResult) -> None:
+        """Keep the result: the last one is compared at the end."""
+        self.last = result
+
+    def on_train_end(self, run: Run) -> None:
+        """Compress the validation text and log the sizes; nothing if the run stopped early or its bytes are unknown."""
+        if not run.finished or self.last is None or self.last.bits_per_byte is None:
+            return
+        baselines = run.data.compression_baselines()
+        if baselines:
+            beside = " | ".join(f"{name}: {bits:.3f}" for name, bits in baselines.items())
+            logger.info(
+                "bits per byte on the validation text: %.3f | for comparison: %s",
+                self.last.bits_per_byte,
+                beside,
+            )
+
+
+@torch.no_grad()
+def validate(run: Run) -> ValidationResult | None:
+    """One pass over the held-out samples, forward only; None when the run is asked to stop meanwhile.
+
+    After SIGTERM there may be half a minute: it belongs to the checkpoint.
+    """
+    started = time.perf_counter()
+    labels = run.data.held_out().labels
+    losses = torch.zeros(len(labels), dtype=torch.float64, device=run.device)
+    counts = torch.zeros(len(labels), 2, dtype=torch.float64)  # tokens, bytes
+    counts_samples = run.mesh.represents("batch", within="loss")  # pp and cp ranks read the same samples
+    with evaluating(run):
+        for batch, byte_count, source in run.data.validation(run.mesh.rank("batch"), run.mesh.degree("batch")):
+            run.sync_stop_request()
+            if run.interrupted:
+                return None
+            found = evaluate(run, to_device(batch, run))
+            if found is not None:
+                losses[source] += found[0] - found[1]
+            if counts_samples:
+                counts[source] += torch.tensor([int((batch.labels != -100).sum()), byte_count])
+    sums = torch.cat((losses[:, None], counts.to(run.device)), dim=1)
+    rows = all_reduce(sums, run.mesh.group("loss")).tolist()
+    seconds = time.perf_counter() - started
+    each = [_result(seconds, *row) for row in rows]
+    total = _result(seconds, *map(sum, zip(*rows)))
+    sources = {label: one for label, one in zip(labels, each) if one.tokens} if len(labels) > 1 else {}
+    return replace(total, sources=sources)
+
+
+def _result(seconds: float, loss_sum: float, tokens: float, byte_sum: float) -> ValidationResult:
+    return ValidationResult(loss_sum / tokens if tokens else 0.0, int(tokens), byte_sum, seconds)
+
+
+@contextmanager
+def evaluating(run: Run) -> Iterator[None]:
+    """The parts in eval mode; afterwards again as training wants them."""
+    for part in run.parts:
+        part.eval()
+    try:
+        yield
+    finally:
+        for part in run.parts:
+            part.train()
+        for root in run.roots:
+            data_parallel.reshard_params(root)
+
+
+def evaluate(run: Run, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(loss, its z part), forward only; None on pipeline ranks without the last part."""
+    if run.pipeline is not None:
+        found = run.pipeline.forward(micro_batch)
+        assert not isinstance(found, torch.Tensor), "with labels the last part returns losses"
+        return found
+    return run.model(micro_batch.tokens, micro_batch.ctx, micro_batch.labels)
+
+
+def validation_line(run: Run, result: ValidationResult) -> str:
+    """The log line of one validation pass; the perplexity's exponent is capped so that it stays finite."""
+    fields = [
+        f"validation: {run.step} / {run.last_step}",
+        f"val_loss: {result.loss:.4g}",
+        f"val_perplexity: {human_format(math.exp(min(result.loss, 700)))}",
+    ]
+    if result.bits_per_byte is not None:
+        fields.append(f"val_bits_per_byte: {result.bits_per_byte:.4f}")
+    return " | ".join([*fields, f"val_seconds: {human_format(result.seconds)}"])

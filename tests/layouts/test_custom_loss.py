@@ -1,0 +1,61 @@
+"""A loss by dotted path means the same on every layout, and what is no loss is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_matrix import expect_the_same
+
+import kenotron as kn
+from kenotron.config.errors import InputError
+from kenotron.models.token_loss import load_loss, sum_of_losses
+from support.layout_runs import Problem, train_alone, train_on_layout
+from support.ranks import run_ranks
+from support.tiny_run import tiny_config, train_quietly
+from support.user_parts import mean_loss, smoothed
+
+PATH = "model.loss=support.user_parts.smoothed"
+SMOOTHED = Problem("smoothed", (PATH,), steps=2, model={"z_loss_enabled": False})
+LAYOUTS = ["tp=2", "tp=2 mode=REDUCE_SCATTER", "cp=2", "pp=2 engine=1f1b accum=4", "dp=2 zero=3"]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_alone(SMOOTHED, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_custom_loss_is_the_same_on_every_layout(layout: str, reference: Path, tmp_path: Path) -> None:
+    expect_the_same(run_ranks(2, train_on_layout, SMOOTHED, layout, tmp_path, reference), reference)
+
+
+def test_it_is_the_sum_over_tokens_with_a_label_and_validation_stays_cross_entropy(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    labels = torch.tensor([0, 4, -100, 2, 1, -100])
+    real = labels != -100
+    expected = smoothed(logits[real], labels[real]).sum() / 4
+    assert sum_of_losses(smoothed, logits, labels, 0.25)[0].item() == pytest.approx(expected.item(), rel=1e-6)
+
+    validate = ("tokens.val_check_interval=1", "tokens.limit_val_batches=1", "tokens.train_steps=1")
+    plain, custom = (
+        train_quietly(tiny_config(tmp_path / name, "optimizer.learning_rate_scheduler.learning_rate=1e-12", *extra))
+        for name, extra in (("plain", validate), ("custom", (*validate, PATH)))
+    )
+    assert custom.last_metrics["lm_loss"] != plain.last_metrics["lm_loss"]
+    assert custom.last_metrics["val_loss"] == pytest.approx(plain.last_metrics["val_loss"], rel=1e-6)
+
+
+def test_what_is_no_loss_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"model.loss: module 'support.user_parts' has no 'smoothd'; did you mean"):
+        load_loss("support.user_parts.smoothd")
+    with pytest.raises(InputError, match=r"model.loss: expected a function at 'support.user_parts.__name__'"):
+        load_loss("support.user_parts.__name__")
+    with pytest.raises(InputError, match=r"a loss for every token, of shape \[3\], found \[\].*reduction='none'"):
+        sum_of_losses(mean_loss, torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64), 1.0)
+    with pytest.raises(InputError, match=r"z_loss_enabled.* is part of cross entropy; expected false with model.loss"):
+        tiny_config(tmp_path, PATH, "model.model_config.z_loss_enabled=true")
+    with pytest.raises(InputError, match=r"model\.loss"):
+        kn.load(tiny_config(tmp_path).model_dump(mode="json", by_alias=True), ["model.loss=focal"])

@@ -1,0 +1,155 @@
+"""docs/add-a-model.md does what it says: its file, as it is on the page, trains, resumes elsewhere, and is exported."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import kenotron as kn
+from kenotron.config import Config, dump, load
+from kenotron.config.errors import InputError
+from kenotron.generate import generate
+from kenotron.generate.load import load_for_generation
+from kenotron.interop import from_hf, open_source, to_hf
+from kenotron.parallel.mesh import axes, build_mesh
+from kenotron.training import train
+from support.ranks import run_ranks
+from support.tiny_llamas import hf_logits, our_logits
+from support.tiny_run import losses, tiny_dict
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "add-a-model.md").read_text(encoding="utf-8")
+CODE, YAML = (re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[0] for language in ("python", "yaml"))
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the user stands, with the page's module."""
+    folder, before = tmp_path_factory.mktemp("user"), Path.cwd()
+    (folder / "my_neox.py").write_text(CODE)
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+    sys.modules.pop("my_neox", None)
+
+
+def plain(folder: Path, name: str) -> dict[str, Any]:
+    config = tiny_dict(folder / name)
+    config["model"] |= yaml.safe_load(YAML)["model"]
+    config["tokens"] |= {"train_steps": STEPS, "micro_batch_size": 2, "batch_accumulation_per_replica": 4}
+    config["checkpoints"]["checkpoint_interval"] = 2
+    config["optimizer"]["learning_rate_scheduler"]["learning_rate"] = 0.001
+    return config
+
+
+def train_on(rank: int, folder: Path, name: str, overrides: list[str]) -> None:
+    """One rank; its working folder is the user's meanwhile."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        config = load(plain(folder, name), overrides)
+        mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(config, mesh, torch.device("cpu"))
+    finally:
+        os.chdir(before)
+        sys.modules.pop("my_neox", None)
+
+
+def config_of(folder: Path, name: str) -> Config:
+    return load(plain(folder, name))
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    """Checkpoint 4 of a run that stopped at step 2 on dp 2 x tp 2 x pp 2 and went on at dp 1 x tp 4 (ZeRO-3 x dp 2)."""
+    first = ["parallelism={dp: 2, tp: 2, pp: 2}", "tokens.micro_batch_size=1", "tokens.train_steps=2"]
+    run_ranks(8, train_on, folder, "split", [*first, "tokens.batch_accumulation_per_replica=4"])
+    then = ["parallelism={dp: 2, tp: 4, pp: 1, tp_mode: REDUCE_SCATTER}", "optimizer.zero_stage=3"]
+    run_ranks(8, train_on, folder, "split", [*then, "tokens.micro_batch_size=1"])
+    return folder / "split" / "checkpoints" / str(STEPS)
+
+
+def test_losses_on_two_layouts_are_those_of_one_process(folder: Path, trained: Path) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        kn.train(config_of(folder, "alone"))
+    expected, found = losses(config_of(folder, "alone")), losses(config_of(folder, "split"))
+    assert len(found) == len(expected) == STEPS
+    assert found == pytest.approx(expected, abs=2e-5)
+    one, other = open_source(folder / "alone" / "checkpoints").weights, open_source(trained).weights
+    assert set(one) == set(other)
+    for name in one:
+        assert torch.allclose(one[name], other[name], atol=2e-4), name
+
+
+def test_it_goes_to_hugging_face_and_back(folder: Path, trained: Path) -> None:
+    from transformers import GPTNeoXForCausalLM
+
+    to_hf(trained, folder / "exported", dtype="float32")
+    theirs, said = GPTNeoXForCausalLM.from_pretrained(
+        folder / "exported", dtype=torch.float32, output_loading_info=True
+    )
+    assert not said["missing_keys"]
+    assert not said["unexpected_keys"]
+    tokens = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
+    ours = load_for_generation(trained, "float32").model
+    expected = our_logits(ours, tokens)
+    assert torch.allclose(hf_logits(theirs.eval(), tokens), expected, atol=1e-4 * expected.abs().max().item())
+    from_hf(folder / "exported", folder / "back", family="my_neox.NeoX")
+    before, after = open_source(trained).weights, open_source(folder / "back").weights
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_it_decodes(trained: Path) -> None:
+    model = load_for_generation(trained, "float32").model
+    (completion,) = generate(model, None, [[3, 1, 4]], max_new_tokens=5, stop_at_eos=False)
+    text = [3, 1, 4]
+    for token in completion.tokens:
+        assert token == int(our_logits(model, torch.tensor([text]))[0, -1].argmax())
+        text.append(token)
+
+
+def test_its_config_is_written_back_to_an_equal_one(folder: Path) -> None:
+    config = config_of(folder, "any")
+    again = load(yaml.safe_load(dump(config)))
+    assert again == config
+    assert type(again.model.architecture) is type(config.model.architecture)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.model_config.layer_norm_epps=1.0", "unknown key 'model.model_config.layer_norm_epps'"),
+        ("model.model_config.layer_norm_eps=-1.0", "model.model_config.layer_norm_eps: expected a number above 0"),
+        ("model.model_config.num_attention_heads=3", "num_attention_heads: expected a divisor of hidden_size 64"),
+        ("model.model_config.family=my_neox.Neo", "module 'my_neox' has no 'Neo'; did you mean 'NeoX'?"),
+        ("model.model_config.family=my_neox.MLP", "'my_neox.MLP' is not a model family"),
+        ("model.model_config.family=neo", "(llama, mistral, qwen2), found 'neo'"),
+    ],
+)
+def test_mistakes_are_named(folder: Path, override: str, expected: str) -> None:
+    with pytest.raises(InputError, match=re.escape(expected)):
+        load(plain(folder, "any"), [override])
+
+
+def test_the_file_is_as_short_as_the_page_says() -> None:
+    lines = [line for line in CODE.splitlines() if line.strip() and not line.strip().startswith("#")]
+    docstrings = [
+        node.body[0]
+        for node in ast.walk(ast.parse(CODE))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node)
+    ]
+    inside = sum(node.end_lineno - node.lineno + 1 for node in docstrings if node.end_lineno)
+    assert len(lines) - inside <= 150

@@ -1,0 +1,126 @@
+"""Every built-in family computes what transformers computes: logits, loss, gradients, decoding.
+
+Mistral's sliding window and Qwen2's attention_bias are what tells them from a Llama.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from kenotron.config import load
+from kenotron.config.architecture import built_in_sections
+from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.generate import generate
+from kenotron.generate.load import load_for_generation
+from kenotron.interop import from_hf, to_hf
+from kenotron.interop.hf_config import architecture_from_hf
+from kenotron.kernels.attention import Borders, attention
+from kenotron.models import Context, build, named_parameters
+from support.families import FAMILIES, hf_model, ours_of, save
+from support.tiny_llamas import our_config, our_logits, random_tokens
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    scale = expected.abs().max().clamp_min(1e-6)
+    assert ((found - expected).abs().max() / scale).item() < 1e-4
+
+
+def test_every_built_in_family_is_compared() -> None:
+    assert {kind for kind, _ in FAMILIES.values()} == set(built_in_sections())
+
+
+@pytest.mark.parametrize("which", FAMILIES)
+def test_logits_loss_and_every_gradient_are_those_of_transformers(which: str) -> None:
+    theirs = hf_model(which)
+    ours = ours_of(theirs)
+    tokens = random_tokens(2, 17)
+    close(our_logits(ours, tokens), theirs(tokens).logits.detach())
+    expected = theirs(tokens, labels=tokens).loss
+    expected.backward()
+    labels = torch.full_like(tokens, -100)
+    labels[:, :-1] = tokens[:, 1:]
+    ctx = Context((2, 17), torch.arange(17).repeat(2), attention, loss_scale=1 / 32)
+    loss, _ = ours(tokens.flatten(), ctx, labels.flatten())
+    loss.backward()
+    close(loss.detach(), expected.detach())
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for name, parameter in named_parameters(ours):
+        close(parameter.grad, gradients[name])
+
+
+@pytest.mark.parametrize("which", FAMILIES)
+def test_greedy_decoding_continues_as_transformers_does(which: str, tmp_path: Path) -> None:
+    theirs = hf_model(which)
+    model = load_for_generation(save(theirs, tmp_path / "hf")).model
+    prompts = [random_tokens(1, length, seed=length)[0] for length in (3, 9, 14)]
+    found = generate(model, None, [p.tolist() for p in prompts], max_new_tokens=20, stop_at_eos=False)
+    for prompt, completion in zip(prompts, found):
+        text = theirs.generate(prompt[None], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert completion.tokens == text[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("which", FAMILIES)
+def test_an_import_exported_again_is_the_same_model(which: str, tmp_path: Path) -> None:
+    theirs = hf_model(which)
+    folder = save(theirs, tmp_path / "hf")
+    from_hf(folder, tmp_path / "ours")
+    to_hf(tmp_path / "ours", tmp_path / "again")
+    before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "again"))
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    tokens = random_tokens(1, 17)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
+    assert type(again) is type(theirs)
+    close(again(tokens).logits.detach(), theirs(tokens).logits.detach())
+
+
+def test_a_window_in_blocks_is_the_masked_softmax_in_float64() -> None:
+    length, window = 700, 300  # three blocks of queries
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, length, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    upstream = torch.randn(q.shape, generator=generator, dtype=torch.float64)
+    borders = (0, 650, 700, 700 + 20, 1400)
+    for cu_seqlens in (None, borders):
+        found = attention(q, k, v, Borders(cu_seqlens), window=window)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        mask = (distance >= 0) & (distance < window)
+        seen = torch.stack([mask, mask])
+        if cu_seqlens:
+            document = torch.bucketize(torch.arange(1400), torch.tensor(borders[1:]), right=True).view(2, length)
+            seen &= document[:, :, None] == document[:, None]
+        scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) / 8**0.5
+        weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+        expected = weights @ v.repeat_interleave(2, 1)
+        assert torch.allclose(found, expected, atol=1e-12)
+        pairs = (torch.autograd.grad((y * upstream).sum(), (q, k, v)) for y in (found, expected))
+        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*pairs))
+
+
+def test_flops_of_a_window_are_those_of_the_keys_that_it_sees() -> None:
+    model = ours_of(hf_model("mistral"))
+    block = model.model.layers["0"].self_attn
+    seen = sum(min(position + 1, 5) for position in range(16))
+    assert block.flops_per_token(16, causal=True) == pytest.approx(4 * 32 * seen / 16)
+
+
+def test_a_sliding_window_is_refused_where_ranks_share_sequences(tmp_path: Path) -> None:
+    config = our_config(tmp_path) | {"parallelism": {"dp": 1, "pp": 1, "tp": 1, "context_parallel_size": 2}}
+    config["model"]["model_config"] |= {"is_mistral_config": True, "sliding_window": 8}
+    with pytest.raises(InputError, match=r"context_parallel_size: expected 1 with a sliding window of 8 tokens"):
+        load(config)
+    config["model"]["model_config"]["sliding_window"] = None
+    assert load(config).model.decoder.attention_window is None
+
+
+def test_a_qwen2_with_windows_is_refused_and_one_without_biases_is_no_qwen2_there(tmp_path: Path) -> None:
+    config = hf_model("qwen2").config.to_dict() | {"use_sliding_window": True}
+    with pytest.raises(NotSupportedYet, match="use_sliding_window: true"):
+        architecture_from_hf(config | {"architectures": ["Qwen2ForCausalLM"]}, "config.json")
+    plain = our_config(tmp_path, is_qwen2_config=True)
+    assert not any(name.endswith("bias") for name, _ in named_parameters(build(load(plain).model)))

@@ -1,0 +1,157 @@
+"""Bugs of the loop: what is counted, what is applied, and what a restart brings back."""
+
+from __future__ import annotations
+
+from mutants.mutant import Mutant
+
+STEP = "training/test_train_step.py"
+RESUME = "training/test_exact_resume.py"
+
+MUTANTS = [
+    Mutant(
+        name="loss-scaled-by-local-token-counts",
+        file="training/step.py",
+        find='    return sum_over_ranks(local, run.mesh.group("batch"), run.device)\n',
+        replace="    return local\n",
+        why="every rank divides by its own tokens (Megatron-LM #7452: a gradient of 14/3 in the place of 4)",
+        tests=("layouts/test_data_on_layouts.py::test_masked_labels_mean_the_same_on_every_layout",),
+    ),
+    Mutant(
+        name="last-micro-batch-dropped",
+        file="training/step.py",
+        find="        loss.backward()\n",
+        replace="        if number < count or count == 1:\n            loss.backward()\n",
+        why="the gradient of the last micro-batch is lost (AutoModel #3530: all but the last were; 'loss looked fine')",
+        tests=(f"{STEP}::test_the_split_into_micro_batches_does_not_change_the_run",),
+    ),
+    Mutant(
+        name="a-mean-of-micro-batch-means",
+        file="training/step.py",
+        find="        loss.backward()\n",
+        replace="        (loss / count).backward()\n",
+        why="losses that are sums already are divided by the number of micro-batches again",
+        tests=(f"{STEP}::test_the_split_into_micro_batches_does_not_change_the_run",),
+    ),
+    Mutant(
+        name="gradients-of-the-last-step-kept",
+        file="training/step.py",
+        find="    run.optimizer.zero_grad(set_to_none=True)\n",
+        replace="",
+        why="gradients add up over steps",
+        tests=(f"{STEP}::test_weights_after_some_steps_are_those_of_transformers_and_torch",),
+    ),
+    Mutant(
+        name="a-nan-in-the-gradient-applied",
+        file="training/step.py",
+        find="    finite = all(map(math.isfinite, (lm_loss, z_loss, grad_norm)))\n",
+        replace="    finite = math.isfinite(lm_loss)\n",
+        why="a guard that looks at the loss alone lets a NaN gradient into the weights (mlx-lm #1658)",
+        tests=("training/test_nonfinite_steps.py",),
+    ),
+    Mutant(
+        name="the-rate-of-the-step-before",
+        file="training/step.py",
+        find="rate = learning_rate(schedule, run.step + 1, ",
+        replace="rate = learning_rate(schedule, run.step, ",
+        why="step t trains at the rate of step t - 1",
+        tests=(f"{STEP}::test_the_learning_rate_is_applied_printed_and_written_alike",),
+    ),
+    Mutant(
+        name="the-z-loss-in-the-lm-loss",
+        file="training/step.py",
+        find="torch.stack((loss - z_loss, z_loss,",
+        replace="torch.stack((loss, z_loss,",
+        why="curves with and without z-loss cannot be compared",
+        tests=(f"{STEP}::test_the_loss_of_a_step_leaves_the_z_loss_out_and_shows_it_apart",),
+    ),
+    Mutant(
+        name="attention-border-off-by-one",
+        file="training/step.py",
+        find="    inner = [int(row) * length + int(column) + 1 for",
+        replace="    inner = [int(row) * length + int(column) for",
+        why="the last token of a document attends with the next one",
+        tests=(f"{STEP}::test_micro_batches_with_uneven_real_tokens_weigh_every_token_the_same",),
+    ),
+    Mutant(
+        name="validation-tokens-summed-over-cp",
+        file="training/validation.py",
+        find='run.mesh.represents("batch", within="loss")',
+        replace='run.mesh.represents("gradient", within="loss")',
+        why="cp ranks count the same tokens: val_loss is halved at cp 2 (it survived once)",
+        tests=(
+            "layouts/test_data_on_layouts.py::test_an_early_end_and_the_losses_of_sources_are_the_same_on_every_layout",
+        ),
+    ),
+    Mutant(
+        name="the-z-loss-in-the-validation-loss",
+        file="training/validation.py",
+        find="losses[source] += found[0] - found[1]",
+        replace="losses[source] += found[0]",
+        why="val_loss of a run with z-loss cannot be compared with anything",
+        tests=("training/test_stages_of_a_run.py", "training/test_console_and_metrics.py"),
+    ),
+    Mutant(
+        name="a-step-done-twice-after-a-resume",
+        file="training/restore.py",
+        find="        run.step = start.step\n",
+        replace="        run.step = start.step - 1\n",
+        why="the last step before the checkpoint is trained again, at its rate, on its samples",
+        tests=("training/test_starting_points.py", RESUME),
+    ),
+    Mutant(
+        name="data-a-step-behind-after-a-resume",
+        file="training/run.py",
+        find=".loader(run.step + 1, ",
+        replace=".loader(max(run.step, 1), ",
+        why="the rate is right and the samples are those of the step before: nothing looks wrong",
+        tests=("training/test_starting_points.py", RESUME),
+    ),
+    Mutant(
+        name="a-named-checkpoint-not-verified",
+        file="training/restore.py",
+        find="        verify=not start.continues,",
+        replace="        verify=False,",
+        why="resume_checkpoint_path loads flipped bytes (it survived once)",
+        tests=("training/test_starting_points.py",),
+    ),
+    Mutant(
+        name="moments-not-restored",
+        file="training/restore.py",
+        find="with_optimizer = (start.continues or settings.load_optimizer) and",
+        replace="with_optimizer = False and",
+        why="the optimizer starts afresh at every resume: a bump that is blamed on the data",
+        tests=("training/test_starting_points.py", RESUME),
+    ),
+    Mutant(
+        name="hooks-start-afresh-after-a-resume",
+        file="training/saved_state.py",
+        find="            hook.load_state_dict(states[name])\n",
+        replace="            pass\n",
+        why="counters of guards and of users' hooks begin at 0 at every resume",
+        tests=("training/test_hooks.py", "training/test_nonfinite_steps.py"),
+    ),
+    Mutant(
+        name="padding-rows-saved",
+        file="training/saved_state.py",
+        find="    real = min(max(rows - shard.offset[0], 0), shard.tensor.shape[0])\n",
+        replace="    return shard\n    real = 0\n",
+        why="rows that pad the vocabulary are in the checkpoint: it loads on the same tp only",
+        tests=(f"{STEP}::test_padding_the_vocabulary_changes_neither_the_run_nor_the_saved_files",),
+    ),
+    Mutant(
+        name="a-stop-signal-saves-nothing",
+        file="training/checkpoint_hook.py",
+        find=" or run.stop_reason is not None",
+        replace="",
+        why="SIGTERM ends the run in good order and without a checkpoint",
+        tests=("training/test_hooks.py", RESUME),
+    ),
+    Mutant(
+        name="a-new-checkpoint-is-not-read-back",
+        file="training/checkpoint_hook.py",
+        find="    problems = checkpoint.verify_together(path)\n",
+        replace="    problems: list[str] = []\n",
+        why="a checkpoint that the disk garbled replaces the last good one",
+        tests=("training/test_failed_saves.py",),
+    ),
+]

@@ -1,0 +1,184 @@
+"""`kenotron data fetch`: what a run needs, by its config; then the run does without a hub."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import xxhash
+import yaml
+
+from kenotron.config.errors import InputError
+from kenotron.prepare.download import RequiredFile, data_requirements, fetch
+from support.data_runs import run_config, write_texts
+from support.hub_cache import COMMIT, DATASET, TOKENIZER, make_tokenizer_repository
+
+HUB_DATA = {"hf_dataset_or_datasets": DATASET}
+
+
+def command(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``kenotron data fetch``, with nothing of this process's Hugging Face settings."""
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith("HF_") and "PROXY" not in name.upper()
+    }
+    line = [sys.executable, "-c", "from kenotron.cli import main; main()", "data", "fetch", *arguments]
+    return subprocess.run(line, cwd=folder, env=clean | environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A run on a dataset and with a tokenizer of the hub, and on local text."""
+    write_texts(tmp_path / "texts", 3)
+    both = {"mixture": [HUB_DATA | {"weight": 1}, {"text_files": "texts", "weight": 1}]}
+    made = run_config(both, tokenizer__tokenizer_name_or_path=TOKENIZER)
+    file = tmp_path / "my.yaml"
+    file.write_text(yaml.safe_dump(made.model_dump(mode="json", by_alias=True, exclude_none=True)))
+    return file
+
+
+def test_what_is_in_the_caches_is_found_without_a_hub(config: Path, hub_home: Path) -> None:
+    done = command(config.parent, str(config), HF_HOME=str(hub_home), HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"tokenizer {TOKENIZER}: already here, ")
+    assert str(hub_home / "hub") in lines[0]
+    assert lines[1].startswith(f"dataset {DATASET} (train): already here, ")
+    assert str(hub_home / "datasets") in lines[1]
+    assert lines[2].startswith("path texts: already here, ")
+    assert lines[3] == "Ready: the run can start offline (HF_HUB_OFFLINE=1)"
+
+
+def test_a_hub_that_cannot_be_reached_is_reported_for_each_requirement(config: Path, tmp_path: Path) -> None:
+    with socket.socket() as closed:  # bound, never listening: a connection is refused at once
+        closed.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        empty = str(tmp_path / "home")
+        done = command(config.parent, str(config), HF_HOME=empty, HF_ENDPOINT=endpoint, HF_HUB_DOWNLOAD_TIMEOUT="1")
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if "cannot reach" in line]
+    assert len(errors) == 2
+    assert TOKENIZER in errors[0]
+    assert DATASET in errors[1]
+    assert "127.0.0.1" in errors[1]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub with one model repository, ``someone/words``: its files by name."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, with_body: bool) -> None:
+        repository, _, name = self.path.partition("/resolve/main/")
+        if repository != "/someone/words" or name not in self.files:
+            self.send_response(404)
+            known = repository == "/someone/words"
+            self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        body = self.files[name]
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{xxhash.xxh3_64_hexdigest(body)}"')
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_files_of_a_hub_are_downloaded_and_then_no_hub_is_needed(tmp_path: Path) -> None:
+    snapshot = make_tokenizer_repository(tmp_path / "made", TOKENIZER)
+    Hub.files = {file.name: file.read_bytes() for file in snapshot.iterdir()}
+    config = tmp_path / "my.yaml"
+    write_texts(tmp_path / "texts", 3)
+    made = run_config({"text_files": "texts"}, tokenizer__tokenizer_name_or_path="someone/words")
+    config.write_text(yaml.safe_dump(made.model_dump(mode="json", by_alias=True, exclude_none=True)))
+    home = str(tmp_path / "home")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        first = command(tmp_path, str(config), HF_HOME=home, HF_ENDPOINT=endpoint)
+        server.shutdown()
+    size = sum(map(len, Hub.files.values()))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith(
+        f"tokenizer someone/words: downloaded {size / 1000:.3g} kB, {home}/hub/models--someone"
+    )
+    again = command(tmp_path, str(config), HF_HOME=home, HF_HUB_OFFLINE="1")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.startswith("tokenizer someone/words: already here, ")
+
+
+def test_every_path_that_is_missing_is_named_by_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_texts(tmp_path / "texts", 2)
+    (tmp_path / "empty").mkdir()
+    config = run_config(
+        {"mixture": [{"text_files": ["text", "texts"], "weight": 1}, {"tokens": {"empty": 2}, "weight": 1}]},
+        {"dataset_folder": "no/where"},
+    )
+    with pytest.raises(InputError) as caught:
+        fetch(data_requirements(config), lambda line: None)
+    first, second, third = str(caught.value).splitlines()
+    parts = "data_stages.0.data.dataset.mixture"
+    assert first == f"{parts}.0.text_files: no such file or folder: text; did you mean 'texts'?"
+    assert second == f"{parts}.1.tokens: folder empty is empty"
+    assert third.startswith("data_stages.1.data.dataset.dataset_folder: no such file or folder: no/where")
+
+
+def test_the_same_thing_is_fetched_once_and_what_comes_new_is_counted(tmp_path: Path) -> None:
+    calls = []
+
+    def download() -> list[Path]:
+        calls.append(1)
+        (tmp_path / "new").write_bytes(b"x" * 1000)
+        return [tmp_path / "new", tmp_path / "old"]
+
+    (tmp_path / "old").write_bytes(b"y" * 300)
+    time.sleep(0.05)  # older than the clock of files is coarse
+    requirements = [
+        RequiredFile("dataset", "a", "key", download),
+        RequiredFile("dataset", "a", "key", download),
+        RequiredFile("remote", "s3://b", "key"),
+    ]
+    met, remote = fetch(requirements, lambda line: None)
+    assert (len(calls), met.size, met.downloaded, met.place) == (1, 1300, 1000, tmp_path)
+    assert (remote.required.name, remote.place) == ("s3://b", None)
+
+
+def test_needs_are_those_of_every_stage_and_source() -> None:
+    config = run_config(
+        {"mixture": [HUB_DATA | {"hf_dataset_splits": ["train", "test"], "weight": 1}, {"source": "a.b", "weight": 2}]},
+        {"tokens": ["s3://bucket/tokens", "here"]},
+        {"corpus": "python-stdlib"},
+        None,
+        tokenizer__tokenizer_name_or_path=TOKENIZER,
+        train_steps=40,
+    )
+    found = [(required.kind, required.name) for required in data_requirements(config)]
+    assert found == [
+        ("tokenizer", TOKENIZER),
+        ("dataset", f"{DATASET} (train)"),
+        ("dataset", f"{DATASET} (test)"),
+        ("own code", "a.b"),
+        ("remote", "s3://bucket/tokens"),
+        ("path", "here"),
+    ]

@@ -1,0 +1,211 @@
+"""Merging files of tokens: every document once, whole, with its loss; in the sources' order or the seed's."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kenotron.cli import main
+from kenotron.config.errors import InputError
+from kenotron.data.formats import open_token_files, open_writer
+from kenotron.prepare import shuffle as shuffle_module
+from kenotron.prepare.merge import merge
+from kenotron.prepare.shuffle import DocumentShuffle
+
+
+def write(path, documents, losses=None, dtype="uint16", tokenizer="t"):
+    ids = np.concatenate([np.asarray(document) for document in documents])
+    loss = None if losses is None else np.concatenate(losses)
+    with open_writer(path, "datatrove", np.dtype(dtype), tokenizer) as writer:
+        writer.write(ids, np.array([len(document) for document in documents]), loss)
+
+
+def read(path):
+    """Documents and, where there are any, their loss masks."""
+    found, losses = [], []
+    for file in open_token_files(path, "test"):
+        cuts = np.asarray(file.ends[:-1]).astype(int)
+        found += [part.tolist() for part in np.split(file.tokens, cuts)]
+        losses += [] if file.loss is None else [part.tolist() for part in np.split(file.loss, cuts)]
+    return found, losses
+
+
+def made_documents(count, first):
+    """No two are equal."""
+    return [[first + number] + [7] * (number % 5) for number in range(count)]
+
+
+def quiet(line):
+    pass
+
+
+@pytest.fixture
+def sources(tmp_path):
+    (tmp_path / "b").mkdir()
+    write(tmp_path / "a.ds", made_documents(30, 1000))
+    write(tmp_path / "b" / "0.ds", made_documents(20, 2000))
+    write(tmp_path / "b" / "1.ds", made_documents(10, 3000))
+    return [str(tmp_path / "a.ds"), str(tmp_path / "b")]
+
+
+ALL = made_documents(30, 1000) + made_documents(20, 2000) + made_documents(10, 3000)
+
+
+def test_end_to_end_is_the_order_of_the_sources(sources, tmp_path):
+    made = merge(sources, tmp_path / "all.ds", report=quiet)
+    assert read(tmp_path / "all.ds")[0] == ALL
+    assert (made["documents"], made["tokens"]) == (60, sum(map(len, ALL)))
+    assert json.loads((tmp_path / "all.ds.manifest.json").read_text()) == made
+
+
+@pytest.mark.parametrize(
+    ("output", "kind"), [("all", ".ds"), ("all", ".index"), ("all", ".metadata"), ("all.bin", ".bin")]
+)
+def test_inspect_holds_files_to_their_manifest(sources, tmp_path, capsys, output, kind):
+    merge(sources, tmp_path / output, max_tokens=25 if output == "all" else None, report=quiet)
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "inspect", str(tmp_path / output), "--json"])
+    sums = json.loads(capsys.readouterr().out)["checksums"]
+    made = sorted((tmp_path / "all").glob("*.ds*")) if output == "all" else [tmp_path / "all.bin", tmp_path / "all.idx"]
+    assert (ended.value.code, sums) == (0, {"files": len(made), "different": []})
+    file = next(file for file in made if file.suffix == kind)
+    before = file.read_bytes()
+    damaged = bytearray(before)
+    damaged[8 if kind == ".index" else -1] ^= 1  # a sorted index stays so
+    file.write_bytes(damaged)
+    with pytest.raises(SystemExit) as ended:
+        main(["data", "inspect", str(tmp_path / output), "--json"])
+    out, err = capsys.readouterr()
+    expected, found = (xxhash.xxh3_128_hexdigest(bytes(each)) for each in (before, damaged))
+    assert ended.value.code == 2
+    assert json.loads(out)["checksums"]["different"] == [{"file": str(file), "expected": expected, "found": found}]
+    assert f"{file}: XXH3 of {expected} in its manifest, found {found}" in err
+
+
+def test_files_hold_at_most_what_is_asked_for_and_documents_stay_whole(sources, tmp_path):
+    made = merge(sources, tmp_path / "all", max_tokens=25, report=quiet)
+    assert read(tmp_path / "all")[0] == ALL
+    assert all(file["tokens"] <= 25 for file in made["files"])
+    assert len(made["files"]) > 5
+    merge(sources, tmp_path / "each", max_tokens=1, report=quiet)  # a document longer than that has its own file
+    assert read(tmp_path / "each")[0] == ALL
+
+
+@pytest.mark.parametrize("bucket", [1 << 24, 10])
+def test_a_shuffle_is_a_permutation_of_documents_that_the_seed_decides(sources, tmp_path, monkeypatch, bucket):
+    monkeypatch.setattr(shuffle_module, "BUCKET_TOKENS", bucket)
+    monkeypatch.setattr(shuffle_module, "TOKENS_AT_ONCE", 20)
+    orders = {}
+    for name, seed in (("x", 1), ("y", 1), ("z", 2)):
+        merge(sources, tmp_path / name, shuffle=True, seed=seed, report=quiet)
+        orders[name] = read(tmp_path / name)[0]
+    assert orders["x"] == orders["y"] != orders["z"]
+    assert sorted(orders["x"]) == sorted(orders["z"]) == sorted(ALL)
+    assert orders["x"] != ALL
+
+
+def test_every_order_is_about_equally_likely(tmp_path, monkeypatch):
+    monkeypatch.setattr(shuffle_module, "BUCKET_TOKENS", 2)
+    counts: dict[tuple[int, ...], int] = {}
+
+    class Sink:
+        def write(self, ids, lengths, loss=None):
+            self.ids = [*getattr(self, "ids", []), *ids.tolist()]
+
+    for seed in range(600):
+        sink = Sink()
+        with DocumentShuffle(tmp_path / str(seed), np.dtype("<u2"), 3, [seed]) as mixed:
+            mixed.write(np.arange(3), np.ones(3, np.int64))
+            mixed.give(sink)
+        counts[tuple(sink.ids)] = counts.get(tuple(sink.ids), 0) + 1
+    assert len(counts) == 6
+    assert sum((count - 100) ** 2 / 100 for count in counts.values()) < 25  # chi², 5 degrees: 1 in 7,000
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=30),
+    cuts=st.lists(st.integers(0, 200), max_size=8),
+    seed=st.integers(0, 2**31),
+)
+def test_documents_that_come_in_pieces_leave_whole(tmp_path_factory, lengths, cuts, seed):
+    ends = np.cumsum(lengths)
+    ids = np.arange(ends[-1])
+    places = sorted({0, int(ends[-1]), *(cut for cut in cuts if cut < ends[-1])})
+    got = []
+
+    class Sink:
+        def write(self, ids, lengths, loss=None):
+            got.extend(tuple(part.tolist()) for part in np.split(ids, np.cumsum(lengths)[:-1]))
+
+    with DocumentShuffle(tmp_path_factory.mktemp("s") / "x", np.dtype("<u2"), len(ids), [seed]) as mixed:
+        for start, stop in pairwise(places):
+            mixed.append(ids[start:stop], ends[(ends > start) & (ends <= stop)] - start)
+        mixed.give(Sink())
+    assert sorted(got) == [tuple(part.tolist()) for part in np.split(ids, ends[:-1])]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loss_mask_goes_with_its_document(tmp_path, shuffle):
+    masked = [[number, number, number] for number in range(1, 20)]
+    losses = [np.array([True, False, number % 2 == 0]) for number in range(1, 20)]
+    write(tmp_path / "a.ds", masked, losses)
+    write(tmp_path / "b.ds", made_documents(5, 1000))
+    merge([str(tmp_path / "a.ds"), str(tmp_path / "b.ds")], tmp_path / "m.ds", shuffle=shuffle, report=quiet)
+    documents, found = read(tmp_path / "m.ds")
+    assert len(documents) == len(found) == 24
+    for document, loss in zip(documents, found):
+        number = document[0]
+        assert loss == ([True] * len(document) if number >= 1000 else [True, False, number % 2 == 0])
+
+
+def test_what_cannot_be_merged_is_named(sources, tmp_path):
+    merge(sources, tmp_path / "all.ds", report=quiet)
+    with pytest.raises(InputError, match=r"--output: .*all\.ds already exists"):
+        merge(sources, tmp_path / "all.ds", report=quiet)
+    write(tmp_path / "other.ds", made_documents(3, 1), tokenizer="another")
+    with pytest.raises(InputError, match=r"other\.ds: tokenizer is 'another', but 't' in .*a\.ds"):
+        merge([*sources, str(tmp_path / "other.ds")], tmp_path / "x.ds", report=quiet)
+    np.arange(10, dtype="<u2").tofile(tmp_path / "bare.ds")
+    with pytest.raises(InputError, match=r"bare\.ds: where its documents end is not known"):
+        merge([str(tmp_path / "bare.ds")], tmp_path / "x.ds", report=quiet)
+    assert not (tmp_path / "x.ds").exists()
+    assert not list(tmp_path.glob(".*unfinished"))
+
+
+def test_two_widths_become_the_wider(tmp_path):
+    write(tmp_path / "a.ds", [[1, 2]])
+    write(tmp_path / "b.ds", [[70_000, 3]], dtype="uint32")
+    assert merge([str(tmp_path / "a.ds"), str(tmp_path / "b.ds")], tmp_path / "m", report=quiet)["dtype"] == "uint32"
+    assert read(tmp_path / "m")[0] == [[1, 2], [70_000, 3]]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_what_is_in_memory_at_a_time_decides_nothing(tmp_path, monkeypatch, shuffle):
+    """Documents longer than a chunk, empty ones, more documents than a block: the same documents and losses."""
+    lengths = [3, 0, 40, 1, 0, 0, 7, 25, 2, 90, 1, 1]
+    documents = [[100 * number + n for n in range(length)] for number, length in enumerate(lengths, start=1)]
+    write(tmp_path / "a.ds", documents, [np.array(ids, int) % 3 > 0 for ids in documents])
+    for module in ("data.formats.token_file", "prepare.shuffle"):
+        monkeypatch.setattr(f"kenotron.{module}.TOKENS_AT_ONCE", 8)
+    monkeypatch.setattr("kenotron.prepare.merge.DOCUMENTS_AT_ONCE", 5)
+    monkeypatch.setattr("kenotron.prepare.shuffle.BUCKET_TOKENS", 50)
+    merge([str(tmp_path / "a.ds")], tmp_path / "m.ds", shuffle=shuffle, seed=4, report=quiet)
+    found, losses = read(tmp_path / "m.ds")
+    assert found != documents if shuffle else found == documents
+    assert sorted(found) == sorted(documents)
+    assert losses == [[token % 3 > 0 for token in ids] for ids in found]
+
+
+def test_an_index_that_is_not_sorted_far_from_its_start_is_named(tmp_path, monkeypatch):
+    write(tmp_path / "a.ds", made_documents(30, 1))
+    ends = np.fromfile(tmp_path / "a.ds.index", "<u8")
+    ends[20] = ends[18]
+    ends.tofile(tmp_path / "a.ds.index")
+    monkeypatch.setattr("kenotron.data.formats.token_file.CHECKED_AT_OPEN", 4)
+    monkeypatch.setattr("kenotron.prepare.merge.DOCUMENTS_AT_ONCE", 7)
+    with pytest.raises(InputError, match=rf"a\.ds: its index of documents is not sorted: entry 20 is {ends[20]}"):
+        merge([str(tmp_path / "a.ds")], tmp_path / "m.ds", report=quiet)

@@ -1,0 +1,62 @@
+"""What is wrong with the arguments of `kenotron data` is told by the option's name, not by a config's key."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kenotron.cli import main
+from kenotron.text.tokenizer import train_byte_level_bpe
+
+WRONG = {
+    "tokenizer": (
+        ["tokenize", "a.txt", "--tokenizer", "/nope", "--output", "o"],
+        "--tokenizer: no such file or folder",
+    ),
+    "tokenizer of inspect": (["inspect", "a.txt", "--tokenizer", "./no"], "--tokenizer: no such file or folder: ./no"),
+    "hub": (["tokenize", "org/name", "--tokenizer", "t", "--output", "o"], "INPUT: 'org/name' is not in the local"),
+    "no split": (["tokenize", "rows", "--tokenizer", "t", "--output", "o", "--split", "x"], "--split: 'rows' has no"),
+    "no column": (
+        ["tokenize", "rows", "--tokenizer", "t", "--output", "o", "--column", "x"],
+        "--column: dataset rows: ",
+    ),
+    "to train": (
+        ["train-tokenizer", "org/name", "--vocab-size", "300", "--output", "o"],
+        "INPUT: 'org/name' is not in",
+    ),
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    from datasets import Dataset, DatasetDict, config
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # read when it was imported
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
+    (tmp_path / "a.txt").write_text("some words")
+    train_byte_level_bpe(["some words"], 300).save(tmp_path / "t")
+    DatasetDict({"train": Dataset.from_dict({"text": ["some words"]})}).save_to_disk(tmp_path / "rows")
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_the_option_is_named(here: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, message = WRONG[case]
+    with pytest.raises(SystemExit) as ended:
+        main(["data", *arguments])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line.startswith(f"error: {message}")
+
+
+def test_python_m_kenotron_is_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kenotron", "data", "inspect", "nowhere"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    assert (done.returncode, done.stderr) == (2, "error: PATH: no such file or folder: nowhere\n")

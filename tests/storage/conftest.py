@@ -1,0 +1,176 @@
+"""Real servers of S3 (moto's) and of Google's storage, and proxies in front that can be slow, break and vanish."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import boto3
+import pytest
+import requests
+from moto.server import ThreadedMotoServer
+
+from kenotron.storage import drivers, fetching
+from kenotron.storage.blocks import block_store
+
+
+class Proxy(ThreadingHTTPServer):
+    """Passes requests on. `breaks(handler)` may answer in place of the server, and returns whether it did."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, at_once: int = 64) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.port, self.latency = port, 0.0
+        self.breaks: Callable[[BaseHTTPRequestHandler], bool] = lambda handler: False
+        self.reads: list[str] = []
+        self.at_once = threading.Semaphore(at_once)
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    def mend(self) -> None:
+        """Whole and fast again."""
+        self.latency, self.breaks = 0.0, lambda handler: False
+        self.reads.clear()
+
+    def handle_error(self, *_: object) -> None:
+        """A client that went away is no error."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Proxy
+
+    def do_GET(self) -> None:
+        self.server.reads.append(f"{self.command} {self.path} {self.headers.get('Range', '')}")
+        time.sleep(self.server.latency)
+        if self.server.breaks(self):
+            return
+        upstream = http.client.HTTPConnection("127.0.0.1", self.server.port)
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        with self.server.at_once:
+            upstream.request(self.command, self.path, body, dict(self.headers))
+            answer = upstream.getresponse()
+            data = answer.read()
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "server", "date"):
+                self.send_header(name, value)
+        if not answer.getheader("Content-Length"):
+            self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+        upstream.close()
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def proxy() -> Iterator[Proxy]:
+    moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    moto.start()
+    made = Proxy(moto.get_host_and_port()[1])
+    yield made
+    made.shutdown()
+    made.server_close()
+    moto.stop()
+
+
+@pytest.fixture
+def server(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """The proxy, whole and fast."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": proxy.url,
+        "AWS_ACCESS_KEY_ID": "robot",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for name in ("AWS_PROFILE", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    proxy.mend()
+    yield proxy
+    proxy.mend()
+
+
+@pytest.fixture
+def bucket(server: Proxy) -> str:
+    """An empty bucket."""
+    s3 = boto3.resource("s3", endpoint_url=f"http://127.0.0.1:{server.port}")
+    made = s3.create_bucket(Bucket="robots")
+    made.objects.all().delete()
+    return "robots"
+
+
+@pytest.fixture
+def upload(server: Proxy, bucket: str) -> Callable[[Path, str], str]:
+    """Puts a file or folder into the bucket; returns its URL."""
+    client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{server.port}")
+
+    def put(path: Path, key: str) -> str:
+        for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+            name = key if path.is_file() else f"{key}/{file.relative_to(path).as_posix()}"
+            client.put_object(Bucket=bucket, Key=name, Body=file.read_bytes())
+        return f"s3://{bucket}/{key}"
+
+    return put
+
+
+@pytest.fixture(scope="session")
+def google_proxy() -> Iterator[Proxy]:
+    emulator = pytest.importorskip("gcp_storage_emulator.server")
+    server = emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket="robots")
+    server.start()
+    made = Proxy(server._api._httpd.server_address[1], at_once=4)  # its backlog is 5
+    yield made
+    made.shutdown()
+    made.server_close()
+    server.stop()
+
+
+@pytest.fixture
+def google(google_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    """A proxy of the emulator of Google's storage, with an empty bucket `robots`."""
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NO_GCE_CHECK", "true")  # which takes seconds
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", google_proxy.url)
+    requests.get(f"{google_proxy.url}/wipe?keep-buckets=1", timeout=10)
+    google_proxy.mend()
+    drivers.reset()
+    yield google_proxy
+    google_proxy.mend()
+
+
+@pytest.fixture
+def google_upload(google: Proxy) -> Callable[[Path, str], str]:
+    """Puts a file or folder into the bucket; returns its URL."""
+
+    def put(path: Path, key: str) -> str:
+        for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+            name = key if path.is_file() else f"{key}/{file.relative_to(path).as_posix()}"
+            address = f"{google.url}/upload/storage/v1/b/robots/o"
+            about = {"uploadType": "media", "name": name}
+            requests.post(address, params=about, data=file.read_bytes(), timeout=10).raise_for_status()
+        return f"gs://robots/{key}"
+
+    return put
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(fetching, "FIRST_WAIT", 0.01)
+    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
+    block_store.cache_clear()
+    return tmp_path / "cache"

@@ -1,0 +1,129 @@
+"""gs://: files read through gcsfs from a server that speaks Google's JSON API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_remote_failures import failing, opened
+from test_remote_tokens import write_folder
+
+from kenotron.config import InputError
+from kenotron.data import open_run
+from kenotron.data.formats import open_token_files
+from kenotron.storage import as_path, drivers, fetching
+from kenotron.storage.fsspec_storage import BlockArray
+from kenotron.text.file_documents import FileDocuments, find_files
+from support.data_runs import run_config
+
+Upload = Callable[[Path, str], str]
+
+
+@pytest.fixture
+def tokens(tmp_path: Path, google_upload: Upload) -> tuple[str, np.ndarray]:
+    ids = np.random.default_rng(0).integers(0, 500, 20_000).astype("<u2")
+    np.save(tmp_path / "ids.npy", ids)
+    return google_upload(tmp_path / "ids.npy", "a folder/ids.npy"), ids
+
+
+def test_ranges(tokens: Any, google: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "BLOCK", 10_000)
+    url, ids = tokens
+    array = opened(url)
+    google.reads.clear()
+    np.testing.assert_array_equal(array[6_000:7_000], ids[6_000:7_000])  # bytes 12128 to 14128
+    assert [read.split()[-1] for read in google.reads if "bytes=" in read] == ["bytes=10000-19999"]
+    np.testing.assert_array_equal(array[:], ids)
+
+
+def test_a_run_equals_that_of_the_files_here(tmp_path: Path, google_upload: Upload) -> None:
+    here = write_folder(tmp_path / "tokens")
+    batches: dict[str, list[Any]] = {}
+    for path in (str(here), google_upload(here, "tokens")):
+        config = run_config({"dataset_folder": path}, data__num_loading_workers=2)
+        with open_run(config, report=lambda line: None) as data, data.loader(1) as loader:
+            batches[path] = [batch for step in loader for batch in step]
+            batches[path] += [batch for batch, *_ in data.validation()]
+    local, remote = batches.values()
+    assert len(local) > 24
+    for one, other in zip(local, remote, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.labels, other.labels)
+
+
+def test_texts(tmp_path: Path, google_upload: Upload) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.jsonl").write_text('{"text": "beep"}\n{"text": "boop"}\n')
+    files = find_files(google_upload(tmp_path / "texts", "texts"), "key")
+    assert [piece.text for piece in FileDocuments("t", files).documents()] == ["beep", "boop"]
+
+
+def test_failures_are_tried_again_once_each_then_named(
+    google: Any, tokens: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fetching, "BLOCK", 10_000)
+    url, ids = tokens
+    google.breaks = failing(2, 503)
+    np.testing.assert_array_equal(opened(url)[:4000], ids[:4000])
+    array = opened(url, tries=3)
+    google.breaks = failing(10**6, 503)
+    google.reads.clear()
+    with pytest.raises(InputError, match=r"ids\.npy, bytes 30000-39999: cannot be read, tried 3 times \(HttpError"):
+        array[15_000:15_010]
+    assert len([read for read in google.reads if "bytes=" in read]) == 3
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def answering(status: int, message: str) -> Callable[[Any], bool]:
+    def breaks(handler: Any) -> bool:
+        body = f'{{"error": {{"code": {status}, "message": "{message}"}}}}'.encode()
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+        return True
+
+    return breaks
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(401, "Anonymous caller does not have storage.objects.get access"), (403, "robot has no access")],
+)
+def test_who_may_not_read_is_told_at_once(google: Any, status: int, message: str) -> None:
+    google.breaks = answering(status, message)
+    with pytest.raises(InputError) as told:
+        open_token_files("gs://robots/private", "PATH")
+    assert str(told.value).startswith("gs://robots/private: cannot be read (PermissionError: ")
+    assert message in str(told.value)
+    assert "\n" not in str(told.value)
+    assert str(told.value).endswith(
+        "; access comes from `gcloud auth application-default login`, or GOOGLE_APPLICATION_CREDENTIALS"
+    )
+    assert len(google.reads) == len(set(google.reads))  # the object, and what lies below
+
+
+def test_what_is_not_there(google: Any) -> None:
+    for url in ("gs://robots/nothing", "gs://nobodys/x"):
+        with pytest.raises(InputError, match=f"no such file or folder: {url}"):
+            open_token_files(url, "PATH")
+    with pytest.raises(InputError, match="expected a path behind gs://"):
+        as_path("gs://")
+
+
+def test_a_changed_file_is_an_error(
+    tmp_path: Path, tokens: Any, google_upload: Upload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "BLOCK", 10_000)
+    url, ids = tokens
+    array = opened(url)
+    assert isinstance(array, BlockArray)
+    assert drivers.filesystem(url).info(url)["generation"] == array.file.version
+    np.save(tmp_path / "ids.npy", ids + 1)
+    google_upload(tmp_path / "ids.npy", "a folder/ids.npy")
+    with pytest.raises(InputError, match=r"ids\.npy: the file has changed since it was opened"):
+        array[15_000:15_010]
+    np.testing.assert_array_equal(opened(url)[:], ids + 1)

@@ -1,0 +1,219 @@
+"""hf://: files of repositories of the Hugging Face hub, read from a server with its answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from huggingface_hub import constants
+from test_remote_failures import failing, opened, waits_of
+from test_remote_runs import write_texts
+from test_remote_tokens import write_folder
+
+from kenotron.config import InputError
+from kenotron.config.remote import RemoteData
+from kenotron.data import open_run
+from kenotron.data.formats import open_token_files
+from kenotron.storage import RemotePath, as_path, drivers, fetching
+from kenotron.storage.hub import OFFLINE_VARIABLES
+from kenotron.text.file_documents import FileDocuments, find_files
+from support.data_runs import run_config
+from support.hub_server import Hub
+from support.written_tokens import write_ds
+
+Push = Callable[[Path, str], str]
+
+
+@pytest.fixture(scope="module")
+def _server() -> Iterator[Hub]:
+    made = Hub()
+    yield made
+    made.shutdown()
+    made.server_close()
+
+
+@pytest.fixture
+def hub(_server: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, _server.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", _server.url)  # which HF_ENDPOINT sets, before the import
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
+    for name in (*OFFLINE_VARIABLES, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    drivers.reset()
+    _server.repositories.clear()
+    _server.tokens.clear()
+    _server.mend()
+    return _server
+
+
+@pytest.fixture
+def push(hub: Hub) -> Push:
+    """Puts a folder into a repository; returns the URL."""
+
+    def put(folder: Path, name: str) -> str:
+        files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        hub.push("stas/robots", {f"{name}/{path}": data for path, data in files.items()})
+        return f"hf://datasets/stas/robots/{name}"
+
+    return put
+
+
+@pytest.fixture
+def tokens(tmp_path: Path, push: Push) -> tuple[str, np.ndarray]:
+    ids = np.random.default_rng(0).integers(0, 500, 20_000).astype("<u2")
+    (tmp_path / "f").mkdir()
+    np.save(tmp_path / "f" / "ids.npy", ids)
+    return f"{push(tmp_path / 'f', 'a folder')}/ids.npy", ids
+
+
+@pytest.mark.parametrize("revision", ["", "@main", "@a commit"])
+def test_a_run_equals_that_of_the_files_here(tmp_path: Path, push: Push, hub: Hub, revision: str) -> None:
+    here = write_folder(tmp_path / "tokens")
+    url = push(here, "tokens")
+    if revision == "@a commit":
+        revision = "@" + hub.push("stas/robots", {"README.md": b"tokens"})
+        hub.push("stas/robots", {"tokens/part 0/0.ds": b"\1\0" * 5000})  # later: not what is asked for
+    url = url.replace("robots", f"robots{revision}")
+    batches: dict[str, list[Any]] = {}
+    for path in (str(here), url):
+        config = run_config({"dataset_folder": path}, data__num_loading_workers=2)
+        with open_run(config, report=lambda line: None) as data, data.loader(1) as loader:
+            batches[path] = [batch for step in loader for batch in step]
+    local, remote = batches.values()
+    assert len(local) == 24
+    for one, other in zip(local, remote, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.labels, other.labels)
+
+
+def test_texts(tmp_path: Path, push: Push) -> None:
+    here = write_texts(tmp_path / "texts")  # jsonl, parquet and more
+    local = FileDocuments("t", find_files(here, "key"))
+    remote = FileDocuments("t", find_files(push(here, "texts"), "key"))
+    assert list(remote.documents()) == list(local.documents())
+    assert remote.content_hash() == local.content_hash()
+
+
+def test_only_what_is_asked_for_is_read(tokens: Any, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "BLOCK", 10_000)
+    url, ids = tokens
+    array = opened(url)
+    hub.reads.clear()
+    np.testing.assert_array_equal(array[6_000:7_000], ids[6_000:7_000])  # bytes 12128 to 14128
+    assert [read.split()[-1] for read in hub.reads] == ["bytes=10000-19999"] * 2  # the hub, and where it sends us
+    np.testing.assert_array_equal(array[:], ids)
+
+
+@pytest.mark.parametrize("file", ["ids.npy", "ids.txt"])  # a large one, and one that the hub itself holds
+def test_a_revision_that_moves_is_an_error(hub: Hub, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "BLOCK", 10_000)
+    old, new = b"a" * 30_000, b"b" * 30_000
+    commit = hub.push("stas/robots", {file: old})
+    url = f"hf://datasets/stas/robots/{file}"
+    with as_path(url).open() as moving, as_path(url.replace("robots", f"robots@{commit}")).open() as pinned:
+        assert moving.read(100) == pinned.read(100) == old[:100]
+        hub.push("stas/robots", {"README.md": b"another file"})
+        moving.seek(11_000)
+        assert moving.read(100) == old[:100]
+        hub.push("stas/robots", {file: new})
+        moving.seek(21_000)
+        with pytest.raises(InputError, match=f"^{url}: the file has changed since it was opened$"):
+            moving.read(100)
+        pinned.seek(21_000)
+        assert pinned.read(100) == old[:100]
+    with as_path(url).open() as again:
+        assert again.read() == new
+        hub.repositories["stas/robots"]["main"].pop(file)
+        with pytest.raises(InputError, match=f"no such file or folder: {url}"):
+            open_token_files(url, "PATH")
+
+
+def test_failures_are_tried_again_then_named(hub: Hub, tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "BLOCK", 10_000)
+    url, ids = tokens
+    hub.breaks = failing(2, 503)
+    np.testing.assert_array_equal(opened(url)[:4000], ids[:4000])
+    array = opened(url, tries=3)
+    hub.breaks = failing(10**6, 503)
+    hub.reads.clear()
+    with pytest.raises(InputError, match=r"ids\.npy, bytes 30000-39999: cannot be read, tried 3 times \(HfHub.*503"):
+        array[15_000:15_010]
+    assert len(hub.reads) == 3
+
+
+def test_the_hub_may_ask_to_be_waited_for(hub: Hub, tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, ids = tokens
+    slept = waits_of(monkeypatch)
+    hub.breaks = failing(1, 429, Retry_After="7")
+    np.testing.assert_array_equal(opened(url)[:], ids)
+    assert slept == [7.0]
+
+
+@pytest.mark.parametrize("stalls", ["/tree/", "/resolve/"])
+def test_a_hub_that_does_not_answer_is_named(
+    tmp_path: Path, hub: Hub, push: Push, stalls: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_ds(tmp_path / "f" / "0.ds", [range(5)], tokenizer=None)
+    url = push(tmp_path / "f", "tokens")
+    monkeypatch.setattr("kenotron.storage.hub_filesystem.TIMEOUT", 0.2)
+    mended, asked = threading.Event(), []
+
+    def stalling(handler: Any) -> bool:
+        if stalls in handler.path:
+            asked.append(handler.path)
+            mended.wait(20)
+        return False
+
+    hub.breaks = stalling
+    with pytest.raises(InputError, match=rf"^{url}: cannot be read, tried 2 times \(ReadTimeout: "):
+        open_token_files(as_path(url, RemoteData(tries=2)), "PATH")
+    mended.set()
+    assert len(asked) == 2
+    assert len(open_token_files(url, "PATH")) == 1
+
+
+def test_a_listing_in_pages_is_read_to_its_end(hub: Hub) -> None:
+    files = {f"a folder/{number}.txt": b"x" * number for number in range(1, 8)}
+    hub.push("stas/robots", files | {"a folder too/no.txt": b"x"})
+    hub.page = 3
+    folder = as_path("hf://datasets/stas/robots/a folder")
+    assert isinstance(folder, RemotePath)
+    found = {file.name: file.stat().st_size for file in folder.walk()}
+    assert found == {f"{number}.txt": number for number in range(1, 8)}
+    assert [read.split("?")[0] for read in hub.reads if "/tree/" in read] == [
+        "GET /api/datasets/stas/robots/tree/main/a%20folder"
+    ] * 3
+
+
+def test_what_is_not_there_or_not_for_us(hub: Hub, tokens: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, ids = tokens
+    with pytest.raises(InputError, match=r"^PATH: no such file or folder: hf://datasets/stas/robots/nothing$"):
+        open_token_files("hf://datasets/stas/robots/nothing", "PATH")
+    with pytest.raises(
+        InputError, match=r"^hf://datasets/stas/robots@old/a folder: its repository has no such revision$"
+    ):
+        open_token_files("hf://datasets/stas/robots@old/a folder", "PATH")
+    gone = (
+        "no such repository on the Hugging Face hub, or no access to it .access comes from `hf auth login`, or HF_TOK"
+    )
+    with pytest.raises(InputError, match=f"^hf://datasets/stas/gone/x: {gone}"):
+        open_token_files("hf://datasets/stas/gone/x", "PATH")
+    hub.tokens["stas/robots"] = "hf_secret"
+    drivers.reset()
+    with pytest.raises(InputError, match=f"^{url}: {gone}"):
+        open_token_files(url, "PATH")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    np.testing.assert_array_equal(opened(url)[:], ids)
+
+
+@pytest.mark.parametrize("variable", OFFLINE_VARIABLES)
+def test_without_network_it_is_said_at_once(hub: Hub, tokens: Any, variable: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(InputError, match=f"^{tokens[0]}: {variable}=1 forbids to ask the Hugging Face hub$"):
+        open_token_files(tokens[0], "PATH")

@@ -1,0 +1,185 @@
+"""Every way of reading a dataset gives from an S3 server what it gives from the same files here."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from test_remote_tokens import write_folder
+
+from kenotron.cli import main
+from kenotron.config import Config, InputError
+from kenotron.data import open_run
+from kenotron.storage import fetching
+from kenotron.text.tokenizer import load_tokenizer, train_byte_level_bpe
+from support.data_runs import run_config
+
+Upload = Callable[[Path, str], str]
+
+STREAM = {"shuffle_buffer": 20, "lanes": 2}
+MODES: dict[str, tuple[str, dict[str, Any]]] = {
+    "packed texts": ("text_files", {"packing": "best_fit"}),
+    "streamed texts": ("text_files", {"streaming": STREAM}),
+    "prompts and answers": ("text_files", {"sft_dataloader": True}),
+    "packed prompts and answers": ("text_files", {"sft_dataloader": True, "packing": "best_fit"}),
+    "a mixture by size": ("mixture", {}),
+}
+
+
+def write_rows(folder: Path) -> Path:
+    """DocumentSource, prompts and answers in three files."""
+    import gzip
+
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    generator, rows = random.Random(0), []
+    for number in range(150):
+        words = " ".join(generator.choice(["beep", "boop", "été", "漢"]) for _ in range(generator.randint(3, 40)))
+        rows.append({"text": words, "prompt": f"{number} and ", "completion": words[:30]})
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:50]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows[50:100]).encode()))
+    parquet.write_table(pa.Table.from_pylist(rows[100:]), folder / "c.parquet", row_group_size=10)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_byte_level_bpe(["beep boop été 漢 and 0 1 2 3 4 5 6 7 8 9"], 300).save(folder)
+    return str(folder)
+
+
+def config_of(mode: str, path: str, tokenizer: str) -> Config:
+    key, more = MODES[mode]
+    dataset: dict[str, Any] = {key: path} | more
+    if key == "mixture":
+        parts = [{"tokens": f"{path}/part {number}", "weight": "size"} for number in range(2)]
+        dataset = {"mixture": [*parts, {"text_files": f"{path}/rows/a.jsonl", "weight": "size"}]}
+    named = {"tokenizer__tokenizer_name_or_path": tokenizer} if "text_files" in str(dataset) else {}
+    return run_config(dataset, model__document_masking=True, val_samples=8, **named)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers(tmp_path: Path, upload: Upload, mode: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "BLOCK", 1000)
+    here = tmp_path / "data"
+    if MODES[mode][0] == "text_files":
+        write_rows(here)
+    else:
+        write_rows(write_folder(here) / "rows")
+    told: list[list[Any]] = []
+    for path in (str(here), upload(here, "data")):
+        monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / path.replace("/", "")))  # nothing made before is found
+        config = config_of(mode, path, tokenizer)
+        with open_run(config, report=lambda line: None) as data:
+            with data.loader(1) as loader:
+                batches = [batch for step in loader for batch in step]
+            batches += [batch for batch, *_ in data.validation()]
+        told.append(batches)
+    assert len(told[0]) > 24
+    for one, other in zip(*told, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.labels, other.labels)
+        np.testing.assert_array_equal(one.documents, other.documents)
+
+
+def test_a_stream_goes_on_where_it_stopped(tmp_path: Path, upload: Upload, tokenizer: str) -> None:
+    here = write_rows(tmp_path / "data")
+    whole, rest = (config_of("streamed texts", path, tokenizer) for path in (str(here), upload(here, "data")))
+    quiet = {"report": lambda line: None}
+    with open_run(whole, **quiet) as data:
+        expected = [data.batch(step) for step in range(1, 13)]
+    with open_run(rest, **quiet) as data:
+        for step in range(1, 7):
+            data.batch(step)
+        states = {name: state() for name, state in data.streams.states(6).items()}
+    with open_run(rest, 7, **quiet) as data:
+        data.streams.restore(6, states.get, 0, 1)
+        for step in range(7, 13):
+            for one, other in zip(data.batch(step), expected[step - 1], strict=True):
+                np.testing.assert_array_equal(one.tokens, other.tokens)
+    upload(write_rows(tmp_path / "other") / "a.jsonl", "data/b.jsonl.gz")  # of another size
+    with open_run(rest, 7, **quiet) as data, pytest.raises(InputError, match="the state of another stream: files is"):
+        data.streams.restore(6, states.get, 0, 1)
+
+
+def run(*arguments: str) -> str:
+    said = io.StringIO()
+    with redirect_stdout(said), pytest.raises(SystemExit) as stop:
+        main(["data", *arguments])
+    assert not stop.value.code
+    return said.getvalue()
+
+
+def test_looking_at_tokens(tmp_path: Path, upload: Upload) -> None:
+    here = write_folder(tmp_path / "tokens")
+    there = upload(here, "tokens")
+    shown = [
+        json.loads(run("show", path, "--sequence-length", "20", "--sample", "300", "--json"))
+        for path in (str(here), there)
+    ]
+    assert shown[0] | {"file": ""} == shown[1] | {"file": ""}
+    assert shown[1]["file"].startswith(there)
+    for question in (["--step", "3"], ["--document", "part 0/0.ds:14"]):
+        answers = []
+        for path in (str(here), there):
+            file = tmp_path / "run.yaml"
+            file.write_text(yaml.safe_dump(run_config({"tokens": path}).model_dump(mode="json")))
+            asked = [part if "ds:" not in part else f"{path}/{part}" for part in question]
+            answers.append(run("which", str(file), *asked).replace(path, ""))
+        assert answers[0] == answers[1]
+
+
+def test_merging_tokens_of_two_tokenizers_is_refused(tmp_path: Path, upload: Upload, capsys: Any) -> None:
+    """Where a manifest tells, too."""
+    folders = []
+    for number in range(2):
+        folder = write_folder(tmp_path / str(number), 1, loss=False)
+        (folder / "manifest.json").write_text(json.dumps({"tokenizer": ["robot/words", "robot/sounds"][number]}))
+        folders.append(upload(folder, f"m{number}"))
+    with pytest.raises(SystemExit) as stop:
+        main(["data", "merge", *folders, "--output", str(tmp_path / "all.ds")])
+    assert stop.value.code == 2
+    assert "tokenizer is 'robot/sounds', but 'robot/words' in s3://robots/m0/part 0/0.ds" in capsys.readouterr().err
+
+
+def test_fetch_looks_at_what_is_read_elsewhere(tmp_path: Path, upload: Upload, capsys: Any) -> None:
+    here = write_folder(tmp_path / "tokens", loss=False)
+    size = sum(file.stat().st_size for file in here.rglob("*") if file.is_file() and ".hidden" not in file.parts)
+    upload(here, "tokens")
+    config = run_config({"tokens": ["s3://robots/tokens", "s3://robots/tokens/part 0/0.ds"]}).model_dump(mode="json")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    told = run("fetch", str(tmp_path / "run.yaml"))
+    assert f"remote s3://robots/tokens: {size / 1000:.3g} kB, read during training" in told
+    assert "remote s3://robots/tokens/part 0/0.ds: 10 kB, read during training" in told
+    with pytest.raises(SystemExit) as stop:
+        main(
+            [
+                "data",
+                "fetch",
+                str(tmp_path / "run.yaml"),
+                "data_stages.0.data.dataset={tokens: [s3://robots/x, s3://no/y]}",
+            ]
+        )
+    assert stop.value.code == 2
+    said = capsys.readouterr()
+    assert "Ready" not in said.out
+    for path in ("s3://robots/x", "s3://no/y"):
+        assert f"data_stages.0.data.dataset.tokens: no such file or folder: {path}" in said.err
+
+
+def test_a_tokenizer_elsewhere_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"a folder or tokenizer\.json on this machine, .* found s3://robots/tok; download"
+    ):
+        load_tokenizer("s3://robots/tok")

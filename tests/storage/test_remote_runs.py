@@ -1,0 +1,161 @@
+"""Whole runs from an S3 server: losses, resume, texts, commands, and how early blocks are asked for."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from test_remote_tokens import write_folder
+
+from kenotron.cli import main
+from kenotron.data import open_run
+from kenotron.data.formats import open_token_files
+from kenotron.data.run import AHEAD
+from kenotron.storage import fsspec_storage
+from kenotron.storage.fetching import Block
+from kenotron.text.file_documents import FileDocuments, find_files
+from support.data_runs import run_config
+from support.tiny_run import metrics, tiny_config, train_quietly
+from support.written_tokens import write_ds
+
+Upload = Callable[[Path, str], str]
+
+
+@pytest.mark.slow
+def test_training_equals_the_local_run(tmp_path: Path, upload: Upload) -> None:
+    for number in range(3):
+        ids = np.random.default_rng(number).integers(0, 64, 1200)
+        write_ds(tmp_path / "ds" / f"{number}.ds", np.split(ids, range(7, 1200, 7)), tokenizer=None)
+    url = upload(tmp_path / "ds", "ds")
+    losses = {}
+    for name, path in (("local", str(tmp_path / "ds")), ("remote", url)):
+        (tmp_path / name).mkdir()
+        data = (f"data_stages.0.data.dataset={{dataset_folder: '{path}'}}", "checkpoints.checkpoint_interval=2")
+        whole = tiny_config(tmp_path / name, *data)
+        train_quietly(whole)
+        losses[name] = [step["lm_loss"] for step in metrics(whole)]
+        (tmp_path / name / "again").mkdir()
+        resumed = tiny_config(
+            tmp_path / name / "again", *data, f"checkpoints.resume_checkpoint_path={tmp_path / name}/checkpoints/2"
+        )
+        train_quietly(resumed)
+        losses[f"{name} resumed"] = [step["lm_loss"] for step in metrics(resumed)]
+    assert losses["remote"] == losses["local"]
+    assert losses["remote resumed"] == losses["local resumed"] == losses["local"][2:]
+
+
+def write_texts(folder: Path) -> Path:
+    import gzip
+
+    rows = [{"text": f"robot {i} says {'beep ' * (i % 7)}", "n": i} for i in range(300)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.jsonl").write_text(lines)
+    (folder / "deep" / "b.jsonl.gz").write_bytes(gzip.compress(lines[::-1][::-1].encode()))
+    (folder / "c.txt").write_text("line of a book\n\n" * 2000)
+    parquet.write_table(pa.Table.from_pylist(rows), folder / "d.parquet", row_group_size=50)
+    with (
+        pa.OSFile(str(folder / "e.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, pa.table({"text": ["x", "y"]}).schema) as w,
+    ):
+        w.write_table(pa.table({"text": ["x", "y"]}))
+    (folder / ".hidden").mkdir()
+    (folder / ".hidden" / "no.txt").write_text("no")
+    return folder
+
+
+def test_texts(tmp_path: Path, upload: Upload) -> None:
+    here = write_texts(tmp_path / "texts")
+    url = upload(here, "texts")
+    local = FileDocuments("t", find_files(here, "key"))
+    remote = FileDocuments("t", find_files(url, "key"))
+    assert [str(f).removeprefix(url) for f in remote.files] == [str(f).removeprefix(str(here)) for f in local.files]
+    assert list(remote.documents()) == list(local.documents())
+    assert list(remote.byte_ranges(3000)) == list(local.byte_ranges(3000))
+    for byte_range in local.byte_ranges(3000):
+        assert list(remote.read(byte_range)) == list(local.read(byte_range))
+    assert remote.content_hash() == local.content_hash()
+    assert remote.signature() == FileDocuments("t", find_files(url, "key")).signature() is not None
+
+
+def test_text_run(tmp_path: Path, upload: Upload) -> None:
+    here = write_texts(tmp_path / "texts")
+    found = []
+    for path in (str(here), upload(here, "texts")):
+        with open_run(run_config({"text_files": path}), report=lambda line: None) as data:
+            found.append((data.batch(3), data.fingerprints()["tokenizer"]))
+    np.testing.assert_array_equal(found[0][0][0].tokens, found[1][0][0].tokens)
+    assert found[0][1] == found[1][1]
+
+
+def run(*arguments: str) -> str:
+    said = io.StringIO()
+    with redirect_stdout(said), pytest.raises(SystemExit) as stop:
+        main(["data", *arguments])
+    assert not stop.value.code
+    return said.getvalue()
+
+
+@pytest.mark.slow
+def test_commands(tmp_path: Path, upload: Upload) -> None:
+    here = write_texts(tmp_path / "texts")
+    url = upload(here, "texts")
+    run("train-tokenizer", str(here / "a.jsonl"), "--vocab-size", "300", "--output", str(tmp_path / "tok"))
+    for name, path in (("local", str(here)), ("remote", url)):
+        shards = ["--shard-size", "0.01", "--workers", "2"]
+        run("tokenize", path, "--tokenizer", str(tmp_path / "tok"), "--output", str(tmp_path / name), *shards)
+    files = sorted(path.name for path in (tmp_path / "local").glob("*.ds"))
+    assert len(files) > 3
+    for file in files:
+        assert (tmp_path / "remote" / file).read_bytes() == (tmp_path / "local" / file).read_bytes()
+    tokens = upload(tmp_path / "local", "tokens")
+    told = json.loads(run("inspect", tokens, "--json"))
+    assert told | {"path": ""} == json.loads(run("inspect", str(tmp_path / "local"), "--json")) | {"path": ""}
+    run("convert", tokens, str(tmp_path / "npy"), "--to", "numpy")
+    for file in files:
+        expected = open_token_files(tmp_path / "local" / file, "PATH")[0].tokens
+        np.testing.assert_array_equal(np.load(tmp_path / "npy" / file.replace(".ds", ".npy")), expected)
+    run("merge", tokens, "--output", str(tmp_path / "all.ds"))
+    assert len(open_token_files(tmp_path / "all.ds", "PATH")[0].tokens) == told["tokens"]
+
+
+@pytest.mark.parametrize("packing", ["windows", "best_fit"])
+def test_blocks_are_asked_for_steps_before_they_are_read(
+    tmp_path: Path, upload: Upload, monkeypatch: pytest.MonkeyPatch, packing: str
+) -> None:
+    monkeypatch.setattr("kenotron.storage.fetching.BLOCK", 256)  # of one sample's size
+    url = upload(write_folder(tmp_path / "tokens", 2, tokens=10_000), "tokens")  # with masks
+    config = run_config({"tokens": url, "packing": packing}, train_steps=30, val_check_interval=-1)
+    asked: dict[str, int] = {}
+    leads: dict[int, list[int]] = {}
+    with open_run(config, report=lambda line: None) as data, monkeypatch.context() as watched:
+        fetch_ahead, ask = data._fetch_ahead, fsspec_storage.request_block
+        now: list[int] = []
+
+        def fetch_for(step: int, *rest: int) -> None:
+            now[:] = [step]
+            leads[step] = []
+            fetch_ahead(step, *rest)
+            now.append(step)
+
+        def asking(block: Block) -> Any:
+            lead = now[0] - asked.setdefault(block.name, now[0])
+            if len(now) > 1:  # it is being read
+                leads[now[0]].append(lead)
+            return ask(block)
+
+        watched.setattr(data, "_fetch_ahead", fetch_for)
+        watched.setattr(fsspec_storage, "request_block", asking)
+        with data.loader(1) as loader:
+            steps = list(loader)
+    assert len(steps) == 30
+    assert all(leads.values())
+    assert min(lead for step in range(AHEAD, 31) for lead in leads[step]) == AHEAD - 1

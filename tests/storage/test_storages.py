@@ -1,0 +1,94 @@
+"""A scheme may be served by a package's own storage; without a URL no driver is loaded."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import IO
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kenotron.config.errors import InputError
+from kenotron.data.formats import open_token_files
+from kenotron.storage import RemotePath, RemoteStat, as_path, paths
+from kenotron.text.file_documents import FileDocuments, find_files
+
+IDS = np.arange(1000, dtype="<u2")
+FILES = {"vault://texts/a.jsonl": b'{"text": "beep"}\n', "vault://texts/deep/b.txt": b"boop"}
+
+
+def npy() -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, IDS)
+    return stream.getvalue()
+
+
+class VaultPath(RemotePath):
+    """Files in a dictionary."""
+
+    @property
+    def _data(self) -> bytes:
+        return (FILES | {"vault://ids.npy": npy()})[self.url]
+
+    def stat(self) -> RemoteStat:
+        try:
+            return RemoteStat(len(self._data), "1")
+        except KeyError:
+            raise FileNotFoundError(self.url) from None
+
+    def is_file(self) -> bool:
+        return self.url in FILES or self.url == "vault://ids.npy"
+
+    def is_dir(self) -> bool:
+        return any(url.startswith(self.url + "/") for url in FILES)
+
+    def walk(self) -> Iterator[RemotePath]:
+        return (VaultPath(url) for url in sorted(FILES) if url.startswith(self.url + "/"))
+
+    def open(self, mode: str = "rb") -> IO[bytes]:
+        return io.BytesIO(self._data)
+
+    def map_array(self, dtype: np.dtype, offset: int, count: int, download: bool) -> NDArray:
+        return np.frombuffer(self._data, dtype, count, offset)
+
+
+@pytest.fixture
+def vault(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A package that registers `vault`."""
+    entry = EntryPoint("vault", f"{__name__}:VaultPath", paths.STORAGES)
+    known = lambda **wanted: EntryPoints([entry]).select(**wanted)  # noqa: E731
+    monkeypatch.setattr("kenotron.storage.paths.entry_points", known)
+    monkeypatch.setattr("kenotron.config.dotted.entry_points", known)
+    paths.storage_of.cache_clear()
+    yield
+    paths.storage_of.cache_clear()
+
+
+def test_tokens_and_texts_of_a_registered_storage(vault: None) -> None:
+    np.testing.assert_array_equal(open_token_files("vault://ids.npy", "PATH")[0].tokens[:], IDS)
+    files = find_files("vault://texts", "text_files")
+    assert [file.relative_to(as_path("vault://texts")).as_posix() for file in files] == ["a.jsonl", "deep/b.txt"]
+    assert [chunk.text for chunk in FileDocuments("texts", files).documents()] == ["beep", "boop"]
+
+
+def test_without_it_the_scheme_is_unknown() -> None:
+    with pytest.raises(InputError, match="vault://: no such protocol"):
+        as_path("vault://texts")
+
+
+def test_no_driver_is_loaded_before_a_url_is_met() -> None:
+    code = """
+import sys
+import kenotron.training, kenotron.data, kenotron.text.documents
+from kenotron.storage import as_path
+as_path("here")
+remote = ("fsspec_storage", "fetching", "blocks", "drivers")
+print([name for name in remote if f"kenotron.storage.{name}" in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

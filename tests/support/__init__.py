@@ -1,0 +1,1 @@
+"""What tests share: tiny runs, ranks, made data, servers. Imported by name: `from support.ranks import …`."""

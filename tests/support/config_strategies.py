@@ -1,0 +1,219 @@
+"""Random valid configs, drawn from the schema itself: a new key is drawn without a line here.
+
+Every field gets values of its type within its bounds. What two fields must agree on, which the types cannot say, is
+put right afterwards, key by key, in `_agree` and the small functions below it.
+"""
+
+from __future__ import annotations
+
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from hypothesis import strategies as st
+from pydantic.fields import FieldInfo
+
+from kenotron.config import Config
+from kenotron.config.architecture import HFArchitecture
+from kenotron.config.optimizer import CustomOptimizer
+from kenotron.config.schema import fields
+from kenotron.config.section import Section
+from kenotron.models.families.llama import LlamaArchitecture
+
+text = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=12)
+tricky = st.sampled_from(
+    [
+        "1e-5",
+        "null",
+        "~",
+        "yes",
+        "12:30:00",
+        "2026-01-01",
+        "010",
+        "0x1f",
+        "a: b",
+        "- c",
+        "# d",
+        "é\u2028",
+        "\x85",
+        "\ufeff",
+        "a\nb",
+        " x ",
+        "<<",
+    ]
+)
+words = text | tricky
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+NOT_OF_STREAMS = ("packing", "max_epochs", "dataset_processing_num_proc_per_process", "dataset_overwrite_cache")
+
+
+def configs() -> st.SearchStrategy[Config]:
+    """Valid configs over the whole schema, variants that no code serves yet included."""
+    return _section(Config).map(_agree).map(Config.model_validate)
+
+
+def _section(section: type[Section]) -> st.SearchStrategy[dict[str, Any]]:
+    if section is HFArchitecture:
+        llama = {name: _field(section, name, field) for name, field in fields(LlamaArchitecture)}
+        return st.fixed_dictionaries({"hf": words}, optional=llama)
+    required, optional = {}, {}
+    for name, field in fields(section):
+        deciding = field.is_required() or name.startswith("is_") or name in ("sft_dataloader", "name")
+        (required if deciding else optional)[name] = _field(section, name, field)
+    return st.fixed_dictionaries(required, optional=optional)
+
+
+def _field(section: type[Section], name: str, field: Any) -> st.SearchStrategy[Any]:
+    if name == "family":
+        return st.just(get_args(field.annotation)[0] if get_origin(field.annotation) is Literal else "llama")
+    if name == "lr_decay_style":
+        return st.sampled_from(["linear", "cosine", "1-sqrt", "sqrt", "constant", "step", "my.schedules.decay"])
+    if name == "loss":
+        return st.none()
+    if name == "rope_scaling":
+        return st.none() | st.just({"rope_type": "linear", "factor": 2.0})
+    if name in ("pattern", "weight_decay_exclude_named_params"):
+        regex = st.sampled_from([".*norm.*", r"model\.embed_tokens", "a|b"])
+        return regex if name == "pattern" else st.none() | st.lists(regex, max_size=2)
+    if name == "val_check_interval":
+        return st.just(-1) | st.integers(1, 1000)
+    if section is CustomOptimizer and name == "name":
+        return st.sampled_from(["torch.optim.Adagrad", "my.optimizers.Lion"])
+    return _value(field.annotation, _bounds(field.metadata))
+
+
+def _bounds(rules: list[Any]) -> dict[str, Any]:
+    names = ("ge", "gt", "le", "lt", "min_length")
+    return {name: getattr(rule, name) for rule in rules for name in names if getattr(rule, name, None) is not None}
+
+
+def _value(kind: Any, bounds: dict[str, Any]) -> st.SearchStrategy[Any]:
+    origin = get_origin(kind)
+    if origin is Annotated:
+        inner, *metadata = get_args(kind)
+        rules = [rule for field in metadata if isinstance(field, FieldInfo) for rule in field.metadata]
+        return _value(inner, bounds | _bounds(rules))
+    if origin in (Union, UnionType):
+        return st.one_of([_value(each, bounds) for each in get_args(kind)])
+    if origin is Literal:
+        return st.sampled_from(get_args(kind))
+    if origin is list:
+        return st.lists(_value(get_args(kind)[0], {}), min_size=bounds.get("min_length", 0), max_size=3)
+    if origin is dict:
+        least = bounds.get("min_length", 0)
+        return st.dictionaries(words, _value(get_args(kind)[1], {}), min_size=least, max_size=3)
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return st.deferred(lambda: _section(kind))
+    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    scalars: dict[Any, st.SearchStrategy[Any]] = {
+        str: words,
+        bool: st.booleans(),
+        type(None): st.none(),
+        Any: plain,
+        int: st.integers(-3 if low is None else low, 10_000 if high is None else high),
+        float: st.floats(
+            0.0 if low is None else low,
+            1e9 if high is None else high,
+            exclude_min="gt" in bounds,
+            exclude_max="lt" in bounds,
+            allow_nan=False,
+        ),
+    }
+    return scalars[kind]
+
+
+def _agree(config: dict[str, Any]) -> dict[str, Any]:
+    """Put right what fields must agree on."""
+    _heads(config["model"]["model_config"])
+    config.setdefault("parallelism", None)
+    if config["parallelism"]:
+        _layout(config)
+    config["tokenizer"] = {"tokenizer_name_or_path": "some/tokenizer"}
+    if config.get("remote_data"):
+        config["data_stages"][0]["data"]["dataset"] = {"tokens": ["s3://a/b", "c"]}
+    _stages(config["data_stages"])
+    _ramps(config)
+    if config["tokens"].get("val_samples"):
+        config["tokens"]["limit_val_batches"] = -1
+    if config["checkpoints"].get("keep_every"):
+        config["checkpoints"]["keep_last"] = 2
+    _schedule(config["optimizer"]["learning_rate_scheduler"])
+    if config.get("profiler"):
+        config["tokens"]["train_steps"] = 10**10
+    config["model"]["dtype"] = "float32"
+    return config
+
+
+def _heads(model: dict[str, Any]) -> None:
+    if "hf" in model:
+        return
+    model.update(num_attention_heads=4, hidden_size=64, num_hidden_layers=4)
+    model.update(num_key_value_heads=2)
+    if "is_mistral_config" in model or model.get("family") == "mistral":
+        model["sliding_window"] = None
+
+
+def _layout(config: dict[str, Any]) -> None:
+    """The drawn layout, with degrees that four heads, four layers and a length of 64 divide into."""
+    layout = config["parallelism"]
+    layout["tp"] = 1 + layout.get("tp", 1) % 2
+    layout["pp"] = 1 + layout.get("pp", 1) % 2
+    layout["context_parallel_size"] = 1 + layout.get("context_parallel_size", 1) % 2
+    layout.update(pp_layers=None, pp_stages_per_rank=None, dp_shard=layout.get("dp", 1), strategy=None)
+    config["tokens"].update(sequence_length=64, batch_accumulation_per_replica=8)
+    config["optimizer"]["zero_stage"] = 1
+    if "hf" not in config["model"]["model_config"]:
+        config["model"]["model_config"]["intermediate_size"] = 128
+
+
+def _stages(stages: list[dict[str, Any]]) -> None:
+    for i, stage in enumerate(stages):
+        stage.update(name=f"stage {i}", start_training_step=1 + 7 * (len(stages) - 1 - i))  # not in order
+        dataset = stage["data"]["dataset"] or {}
+        dataset.pop("weight", None)
+        for part in [dataset, *dataset.get("mixture", [])]:
+            if "dataset_folder" in part:
+                part.update(
+                    dataset_weights=None, dataset_read_path=None, dataset_max_tokens=None, return_positions=True
+                )
+            if part.get("streaming") is not None:
+                for name in NOT_OF_STREAMS:
+                    part.pop(name, None)
+        for part in dataset.get("mixture", []):
+            part["weight"] = 2.0
+        if not any(part.get("max_epochs") for part in [dataset, *dataset.get("mixture", [])]):
+            stage["data"].pop("when_exhausted", None)
+        if len(dataset.get("mixture", [])) < 2:
+            stage["data"].pop("temperature", None)
+            if stage["data"].get("when_exhausted") == "renormalise":
+                stage["data"]["when_exhausted"] = "repeat"
+    stages[-1]["data"].pop("restart", None)  # the first one in order
+
+
+def _ramps(config: dict[str, Any]) -> None:
+    """Lengths that every layout divides, and ramps that come out: 4 micro-batches, then 8."""
+    tokens = config["tokens"]
+    at_once = tokens["micro_batch_size"] * (config["parallelism"] or {}).get("dp", 1)
+    for stage in config["data_stages"]:
+        if stage.get("sequence_length") is not None:
+            stage["sequence_length"] = 128
+        if stage.get("sequence_length_ramp"):
+            stage["sequence_length"] = 128
+            stage["sequence_length_ramp"]["start"] = 8
+        if stage.get("batch_size_ramp"):
+            tokens["batch_accumulation_per_replica"] = 8
+            stage["batch_size_ramp"].update(start=4 * at_once, increment=4 * at_once)
+
+
+def _schedule(schedule: dict[str, Any]) -> None:
+    schedule.update(lr_step_size=5)
+    if schedule.get("min_decay_lr") is not None:
+        schedule["min_decay_lr"] = min(schedule["min_decay_lr"], schedule["learning_rate"])
+    if schedule.get("lr_decay_starting_step") is not None:
+        warmup = schedule.get("lr_warmup_steps", 0)
+        schedule["lr_decay_starting_step"] = max(schedule["lr_decay_starting_step"], warmup)

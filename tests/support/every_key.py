@@ -1,0 +1,580 @@
+"""The table behind test_every_key.py: for every key of the config, a change and what it must change.
+
+    "Optimizer.weight_decay": Row(final_weights, "optimizer.weight_decay=0.5"),
+
+`base` holds overrides that both runs have. `{folder}` stands for the folder that `text_files` below fills.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kenotron.config.decoder import DecoderArchitecture
+from kenotron.config.schema import Row as SchemaRow
+from support.tiny_run import metrics, weights
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run that is over: where its files are, what it was, what it said."""
+
+    folder: Path
+    config: Any
+    run: Any
+    said: str
+
+
+def bits(tensors: dict[str, Any]) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def initial_weights(o: Outcome) -> Any:
+    assert o.run.step == 0
+    return bits(weights(o.run))
+
+
+def final_weights(o: Outcome) -> Any:
+    assert o.run.step > 0
+    return bits(weights(o.run))
+
+
+def initial_names(o: Outcome) -> Any:
+    return sorted(initial_weights(o))
+
+
+def first_loss(o: Outcome) -> Any:
+    return metrics(o.config)[0]["lm_loss"]
+
+
+def last_loss(o: Outcome) -> Any:
+    return metrics(o.config)[-1]["lm_loss"]
+
+
+def rates(o: Outcome) -> Any:
+    return [step["lr"] for step in metrics(o.config)]
+
+
+def tokens(o: Outcome) -> Any:
+    """What the model is fed in steps 1 to 3."""
+    batches = [batch for step in (1, 2, 3) for batch in o.run.data.batch(step)]
+    return [(b.tokens.tobytes(), b.labels.tobytes()) for b in batches]
+
+
+def micro_batches(o: Outcome) -> Any:
+    return [batch.tokens.shape for batch in o.run.data.batch(1)]
+
+
+def steps(o: Outcome) -> Any:
+    return [step["iteration"] for step in metrics(o.config)]
+
+
+def metric(name: str) -> Callable[[Outcome], Any]:
+    def look(o: Outcome) -> Any:
+        return [step.get(name) for step in metrics(o.config)]
+
+    look.__name__ = name
+    return look
+
+
+def checkpoints(o: Outcome) -> Any:
+    return sorted(path.name for path in (o.folder / "checkpoints").iterdir() if path.is_dir())
+
+
+def files(o: Outcome) -> Any:
+    """Names of all files below the folder, those of checkpoints and of TensorBoard by their folder."""
+    found = {str(path.relative_to(o.folder)) for path in o.folder.rglob("*") if path.is_file()}
+    return {name.split("events.out")[0] for name in found}
+
+
+def messages(o: Outcome) -> Any:
+    """What was said after the config, times and sizes left out."""
+    lines = [line.split("]: ", 1)[-1] for line in o.said.splitlines()]
+    start = next((i for i, line in enumerate(lines) if line.startswith(("Weights ", "Loaded "))), 0)
+    kinds = ("iteration", "Sample", "[Stage", "[Training", "Saving", "Read back", "before", "after")
+    return [" ".join(line.split()[:3]) for line in lines[start:] if line.startswith(kinds)]
+
+
+def warnings(o: Outcome) -> Any:
+    return o.said.count("warning: ")
+
+
+def printed_config(o: Outcome) -> Any:
+    return (o.folder / "logs" / o.config.general.run / "config.yaml").read_text()
+
+
+def rows_in_memory(o: Outcome) -> Any:
+    return tuple(o.run.model.model.embed_tokens.weight.shape)
+
+
+def fused(o: Outcome) -> Any:
+    return o.run.optimizer.defaults["fused"]
+
+
+def trace_steps(o: Outcome) -> Any:
+    """The steps that each trace of the profiler recorded."""
+    return [sorted({e["name"] for e in trace if e.get("name", "").startswith("ProfilerStep")}) for trace in _traces(o)]
+
+
+def trace_arguments(o: Outcome) -> Any:
+    """Names of what the traces tell about their events."""
+    return {(name, key) for t in _traces(o) for e in t for name in [e.get("cat")] for key in e.get("args", {})}
+
+
+def trace_allocations(o: Outcome) -> Any:
+    return any(event.get("name") == "[memory]" for trace in _traces(o) for event in trace)
+
+
+def _traces(o: Outcome) -> list[list[dict[str, Any]]]:
+    found = sorted((o.folder / "traces").rglob("*.pt.trace.json"), key=lambda path: path.name.split(".")[-4])
+    return [json.loads(path.read_text())["traceEvents"] for path in found]
+
+
+# What shows as soon as a run is built, and what only a run with checkpoints has; the others look at a run to its end.
+BUILT = {tokens, micro_batches, rows_in_memory, fused, initial_weights, initial_names}
+SAVED = {checkpoints, files, messages}
+
+
+@dataclass(frozen=True)
+class Row:
+    """`change` on top of `base` must make `differs` differ."""
+
+    differs: Callable[[Outcome], Any]
+    change: str | tuple[str, ...]
+    base: tuple[str, ...] = ()
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """`base` and `change`."""
+        return (*self.base, *((self.change,) if isinstance(self.change, str) else self.change))
+
+
+# Refused as not supported yet.
+REFUSED: dict[str, str] = {
+    "DecoderArchitecture._attn_implementation": "model.model_config._attn_implementation=flex_attention",
+    **{
+        f"Qwen2Architecture.{key}": f"model.model_config={{is_qwen2_config: true, {key}: {value}}}"
+        for key, value in {
+            "rope_seq_len_interpolation_factor": 2.0,
+            "flex_attention_mask": "document",
+            "sliding_window_size": 8,
+            "no_rope_layer": 2,
+            "_use_doc_masking": "true",
+            "ring_attn_heads_k_stride": 1,
+            "moe_config": "{num_experts: 2}",
+        }.items()
+    },
+}
+# Not in the schema, and refused by name.
+UNSERVED = [
+    "model.model_config={is_starcoder2_config: true, vocab_size: 64}",
+    "general.benchmark_csv_path=some.csv",
+    "parallelism.expert_parallel_size=2",
+    "model.init_method={use_mup: true}",
+    "checkpoints.checkpointing_engine=datastates",
+    "checkpoints.datastates={host_cache_size: 1, parser_threads: 1, pin_host_cache: true}",
+    "metrics_logging.log_level=1",
+    "tokens.limit_test_batches=1",
+    "lighteval={}",
+    "lighteval={slurm: {qos: low}}",
+    "s3_upload={upload_s3_path: 's3://a/b', remove_after_upload: false}",
+]
+
+
+def owner(row: SchemaRow) -> str:
+    """The section that a key is listed under: for architectures the class that declares it, which families share."""
+    if not issubclass(row.section, DecoderArchitecture):
+        return row.section.__name__
+    name = next(name for name, field in row.section.model_fields.items() if (field.alias or name) == row.name)
+    return next(base.__name__ for base in row.section.__mro__ if name in vars(base).get("__annotations__", {}))
+
+
+# Accepted, and by their description without effect on one machine at degree 1: the run stays the same to the bit.
+SAME: dict[str, str] = {
+    "Parallelism.pp_engine": "parallelism.pp_engine=1f1b",
+    "Parallelism.tp_mode": "parallelism.tp_mode=REDUCE_SCATTER",
+    "Parallelism.tp_linear_async_communication": "parallelism.tp_linear_async_communication=true",
+    "Parallelism.tp_recompute_allgather": "parallelism.tp_recompute_allgather=false",
+    "Parallelism.context_parallel_method": "parallelism.context_parallel_method=ulysses",
+    "Parallelism.strategy": "parallelism.strategy=ddp",
+    "Optimizer.zero_stage": "optimizer.zero_stage=1",
+    "Checkpoints.checkpoints_path_is_shared_file_system": "checkpoints.checkpoints_path_is_shared_file_system=true",
+    "LlamaArchitecture.is_llama_config": "model.model_config.is_llama_config=false",
+    "Model.ddp_bucket_cap_mb": "model.ddp_bucket_cap_mb=100",
+    "General.step": "general.step=100",
+    "General.consumed_train_samples": "general.consumed_train_samples=100",
+}
+
+# Their effect is in what is exported, or in generation: the run stays the same, and the checkpoint tells the value.
+EXPORTED: dict[str, str] = {
+    "DecoderArchitecture.initializer_range": "model.model_config.initializer_range=0.5",
+    "DecoderArchitecture.max_position_embeddings": "model.model_config.max_position_embeddings=100",
+    "DecoderArchitecture.pad_token_id": "model.model_config.pad_token_id=3",
+    "LlamaArchitecture.pretraining_tp": "model.model_config.pretraining_tp=4",
+    "DecoderArchitecture.use_cache": "model.model_config.use_cache=false",
+    "DecoderArchitecture.bos_token_id": "model.model_config.bos_token_id=5",
+}
+
+ARCHITECTURE = "model.model_config."
+DATASET = "data_stages.0.data.dataset"
+FACTORY = "optimizer.optimizer_factory"
+SCHEDULE = "optimizer.learning_rate_scheduler."
+VALIDATION = ("tokens.val_check_interval=3", "tokens.limit_val_batches=3")
+TEXT = (
+    f"{DATASET}={{text_files: '{{folder}}/a.jsonl'}}",
+    "tokenizer={train: {vocab_size: 300}}",
+    "model.model_config.vocab_size=320",
+    "model.model_config.eos_token_id=0",
+)
+STREAM = (*TEXT, "data_stages.0.data.dataset.streaming={shuffle_buffer: 20}")
+STREAMS = (*STREAM, f"{DATASET}.text_files=['{{folder}}/a.jsonl', '{{folder}}/b.jsonl']")
+HUB = (f"{DATASET}={{hf_dataset_or_datasets: '{{folder}}/rows', hf_dataset_splits: train}}", *TEXT[1:])
+USER = (f"{DATASET}={{source: support.user_parts.counting}}",)
+WORDS = ("tokenizer.tokenizer_name_or_path={folder}/words", "model.model_config.vocab_size=320")
+LETTERS = (
+    "tokenizer.tokenizer_name_or_path={folder}/letters",
+    "model.model_config.vocab_size=320",
+    "tokens.sequence_length=64",
+)
+ANSWERS = "sft_dataloader: true, prompt_column_name: text, completion_column_name: other"
+SFT = (f"{DATASET}={{hf_dataset_or_datasets: '{{folder}}/rows', {ANSWERS}}}", *LETTERS)
+SFT_FILES = (f"{DATASET}={{text_files: '{{folder}}/a.jsonl', {ANSWERS}}}", *LETTERS)
+NANOSET = (f"{DATASET}={{dataset_folder: ['{{folder}}/ds/a', '{{folder}}/ds/b']}}",)
+TOKENS = (f"{DATASET}={{tokens: '{{folder}}/ds/a'}}",)
+RAW = (f"{DATASET}={{tokens: '{{folder}}/raw.bin', token_dtype: uint16}}", "model.model_config.vocab_size=512")
+RAMPED = (  # 4, 8 and 16 samples in the first three steps
+    "tokens.batch_accumulation_per_replica=6",
+    "data_stages.0.batch_size_ramp={start: 4, increment: 4, samples: 20}",
+)
+SHORTER = ("data_stages.0.sequence_length_ramp={start: 8, steps: 2}",)
+EARLIER = ("checkpoints.resume_checkpoint_path={folder}/earlier/checkpoints/2",)
+SGD = (f"{FACTORY}={{name: sgd, momentum: 0.5}}",)
+MUON = (f"{FACTORY}={{name: muon, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-8}}",)
+DECAY = (SCHEDULE + "lr_decay_style=linear", SCHEDULE + "min_decay_lr=0.001", "tokens.train_steps=5")
+PROFILER = (
+    "tokens.train_steps=5",
+    "profiler={profiler_export_path: '{here}/traces', skip_first: 0, wait: 0, warmup: 1, active: 1, with_stack: false}",
+)
+
+
+def mixture(first: str, second: str, weights: tuple[int, int] = (1, 1)) -> str:
+    parts = [f"{{weight: {weight}, {part}}}" for weight, part in zip(weights, (first, second))]
+    return f"{DATASET}={{mixture: [{', '.join(parts)}]}}"
+
+
+def share(part: str, *more: str) -> Row:
+    """The weight of `part` in a mixture, from 1:1 to 3:1."""
+    other = "source: support.user_parts.counting"
+    return Row(tokens, mixture(part, other, (3, 1)), (mixture(part, other), *more))
+
+
+def limit(base: tuple[str, ...], epochs: float = 0.02) -> Row:
+    """A run of three steps ends when a small part of an epoch is read."""
+    return Row(steps, f"{DATASET}.max_epochs={epochs}", base)
+
+
+ROWS: dict[str, Row] = {
+    # ---- general, parallelism ----
+    "General.project": Row(printed_config, "general.project=other"),
+    "General.run": Row(files, "general.run=other"),
+    "General.seed": Row(initial_weights, "general.seed=8"),
+    "General.hooks": Row(metric("skipped"), "general.hooks=[{path: support.user_parts.Poison, kwargs: {steps: [2]}}]"),
+    "Hook.path": Row(
+        metric("skipped"),
+        "general.hooks=[{path: support.user_parts.Poison, kwargs: {steps: [2]}}]",
+        ("general.hooks=[{path: support.user_parts.Spy}]",),
+    ),
+    "Hook.kwargs": Row(
+        metric("skipped"),
+        "general.hooks=[{path: support.user_parts.Poison, kwargs: {steps: [3]}}]",
+        ("general.hooks=[{path: support.user_parts.Poison, kwargs: {steps: [2]}}]",),
+    ),
+    "General.ignore_sanity_checks": Row(messages, "general.ignore_sanity_checks=false"),
+    "Parallelism.recompute_layer": Row(
+        lambda o: [s["hardware_tflops_per_gpu"] / s["model_tflops_per_gpu"] > 1.05 for s in metrics(o.config)],
+        "parallelism.recompute_layer=true",
+    ),
+    # ---- model ----
+    "DecoderArchitecture.eos_token_id": Row(
+        tokens, ARCHITECTURE + "eos_token_id=3", ("tokenizer.tokenizer_name_or_path={folder}/words", *TEXT[::2])
+    ),
+    "DecoderArchitecture.hidden_act": Row(first_loss, ARCHITECTURE + "hidden_act=gelu"),
+    "DecoderArchitecture.hidden_size": Row(first_loss, ARCHITECTURE + "hidden_size=32"),
+    "DecoderArchitecture.intermediate_size": Row(first_loss, ARCHITECTURE + "intermediate_size=32"),
+    "DecoderArchitecture.num_attention_heads": Row(first_loss, ARCHITECTURE + "num_attention_heads=2"),
+    "DecoderArchitecture.num_hidden_layers": Row(first_loss, ARCHITECTURE + "num_hidden_layers=3"),
+    "LlamaArchitecture.attention_bias": Row(initial_names, ARCHITECTURE + "attention_bias=true"),
+    "DecoderArchitecture.num_key_value_heads": Row(first_loss, ARCHITECTURE + "num_key_value_heads=1"),
+    "LlamaStyleArchitecture.rms_norm_eps": Row(first_loss, ARCHITECTURE + "rms_norm_eps=0.01"),
+    "RopeArchitecture.rope_scaling": Row(first_loss, ARCHITECTURE + "rope_scaling={rope_type: linear, factor: 4.0}"),
+    "RopeArchitecture.rope_theta": Row(first_loss, ARCHITECTURE + "rope_theta=10.0"),
+    "RopeArchitecture.rope_interleaved": Row(first_loss, ARCHITECTURE + "rope_interleaved=true"),
+    "DecoderArchitecture.tie_word_embeddings": Row(first_loss, ARCHITECTURE + "tie_word_embeddings=true"),
+    "DecoderArchitecture.vocab_size": Row(first_loss, ARCHITECTURE + "vocab_size=80"),
+    "DecoderArchitecture.z_loss_enabled": Row(final_weights, ARCHITECTURE + "z_loss_enabled=true"),
+    "DecoderArchitecture.z_loss_coefficient": Row(
+        metric("z_loss"), ARCHITECTURE + "z_loss_coefficient=0.5", (ARCHITECTURE + "z_loss_enabled=true",)
+    ),
+    "HFArchitecture.hf": Row(first_loss, "model.model_config={hf: '{folder}/hf'}", (ARCHITECTURE + "hidden_size=32",)),
+    "RandomInit.std": Row(initial_weights, "model.init_method.std=0.1"),
+    "RandomInit.scaling_method": Row(initial_weights, "model.init_method.scaling_method=NONE"),
+    "ExistingCheckpointInit.path": Row(initial_weights, "model.init_method={path: '{folder}/hf'}"),
+    "Model.model_config": Row(first_loss, ARCHITECTURE + "hidden_size=32"),
+    "Model.init_method": Row(initial_weights, "model.init_method.std=0.1"),
+    "Model.dtype": Row(first_loss, "model.dtype=bfloat16"),
+    "Model.make_vocab_size_divisible_by": Row(rows_in_memory, "model.make_vocab_size_divisible_by=48"),
+    "Model.loss": Row(first_loss, "model.loss=support.user_parts.smoothed"),
+    "Model.document_masking": Row(first_loss, "model.document_masking=true", TEXT),
+    # ---- tokenizer ----
+    "Tokenizer.tokenizer_name_or_path": Row(tokens, ("tokenizer={tokenizer_name_or_path: '{folder}/words'}",), TEXT),
+    "Tokenizer.tokenizer_max_length": Row(tokens, "tokenizer.tokenizer_max_length=5", TEXT),
+    "Tokenizer.train": Row(tokens, "tokenizer.train.vocab_size=280", TEXT),
+    "TokenizerTraining.vocab_size": Row(tokens, "tokenizer.train.vocab_size=280", TEXT),
+    # ---- checkpoints ----
+    "Checkpoints.checkpoints_path": Row(files, "checkpoints.checkpoints_path={here}/checkpoints/below"),
+    "Checkpoints.checkpoint_interval": Row(checkpoints, "checkpoints.checkpoint_interval=2"),
+    "Checkpoints.save_initial_state": Row(checkpoints, "checkpoints.save_initial_state=false"),
+    "Checkpoints.save_final_state": Row(checkpoints, "checkpoints.save_final_state=false"),
+    "Checkpoints.resume_checkpoint_path": Row(
+        steps, "checkpoints.resume_checkpoint_path={folder}/earlier/checkpoints/2"
+    ),
+    "Checkpoints.load_lr_scheduler": Row(
+        steps,
+        "checkpoints.load_lr_scheduler=false",
+        EARLIER,
+    ),
+    "Checkpoints.load_optimizer": Row(
+        final_weights,
+        "checkpoints.load_optimizer=false",
+        EARLIER,
+    ),
+    "Checkpoints.keep_last": Row(checkpoints, "checkpoints.keep_last=1", ("checkpoints.checkpoint_interval=1",)),
+    "Checkpoints.keep_every": Row(
+        checkpoints, "checkpoints.keep_every=2", ("checkpoints.checkpoint_interval=1", "checkpoints.keep_last=1")
+    ),
+    # ---- logging ----
+    "Logging.log_level": Row(messages, "logging.log_level=warning"),
+    "Logging.iteration_step_info_interval": Row(messages, "logging.iteration_step_info_interval=2", DECAY),
+    "Logging.log_dir": Row(files, "logging.log_dir={here}/logs/below"),
+    "Logging.tensorboard": Row(files, "logging.tensorboard=true"),
+    "Logging.sample_prompts": Row(messages, 'logging.sample_prompts=["The sum"]', TEXT),
+    # ---- tokens ----
+    "Tokens.sequence_length": Row(tokens, "tokens.sequence_length=8"),
+    "Tokens.train_steps": Row(steps, "tokens.train_steps=4"),
+    "Tokens.micro_batch_size": Row(micro_batches, "tokens.micro_batch_size=2"),
+    "Tokens.batch_accumulation_per_replica": Row(micro_batches, "tokens.batch_accumulation_per_replica=2"),
+    "Tokens.val_check_interval": Row(metric("val_loss"), "tokens.val_check_interval=2", VALIDATION),
+    "Tokens.limit_val_batches": Row(metric("val_tokens"), "tokens.limit_val_batches=2", VALIDATION),
+    "Tokens.val_samples": Row(metric("val_tokens"), "tokens.val_samples=3", VALIDATION),
+    "Tokens.val_fraction": Row(
+        metric("val_tokens"),
+        "tokens.val_fraction=0.5",
+        (*TEXT, "tokens.val_fraction=0.1", "tokens.val_check_interval=3", "tokens.limit_val_batches=-1"),
+    ),
+    # ---- optimizer ----
+    "Optimizer.optimizer_factory": Row(final_weights, f"{FACTORY}={{name: sgd}}"),
+    "AdamW.adam_eps": Row(final_weights, f"{FACTORY}.adam_eps=0.01"),
+    "AdamW.adam_beta1": Row(final_weights, f"{FACTORY}.adam_beta1=0.5"),
+    "AdamW.adam_beta2": Row(final_weights, f"{FACTORY}.adam_beta2=0.5"),
+    "AdamW.torch_adam_is_fused": Row(fused, f"{FACTORY}.torch_adam_is_fused=false"),
+    "AdamW.name": Row(final_weights, f"{FACTORY}={{name: adamW}}", SGD),
+    "SGD.name": Row(final_weights, SGD),
+    "SGD.momentum": Row(final_weights, f"{FACTORY}.momentum=0.9", SGD),
+    "SGD.nesterov": Row(final_weights, f"{FACTORY}.nesterov=true", SGD),
+    "Muon.name": Row(final_weights, MUON),
+    "Muon.adam_eps": Row(final_weights, f"{FACTORY}.adam_eps=0.01", MUON),
+    "Muon.adam_beta1": Row(final_weights, f"{FACTORY}.adam_beta1=0.5", MUON),
+    "Muon.adam_beta2": Row(final_weights, f"{FACTORY}.adam_beta2=0.5", MUON),
+    "Muon.torch_adam_is_fused": Row(fused, f"{FACTORY}.torch_adam_is_fused=false", MUON),
+    "Muon.muon_momentum": Row(final_weights, f"{FACTORY}.muon_momentum=0.5", MUON),
+    "Muon.muon_nesterov": Row(final_weights, f"{FACTORY}.muon_nesterov=false", MUON),
+    "Muon.muon_ns_steps": Row(final_weights, f"{FACTORY}.muon_ns_steps=2", MUON),
+    "Muon.muon_learning_rate_scale": Row(final_weights, f"{FACTORY}.muon_learning_rate_scale=2.0", MUON),
+    "CustomOptimizer.name": Row(final_weights, (f"{FACTORY}={{name: torch.optim.RMSprop}}",)),
+    "CustomOptimizer.kwargs": Row(
+        final_weights, f"{FACTORY}.kwargs={{alpha: 0.5}}", (f"{FACTORY}={{name: torch.optim.RMSprop}}",)
+    ),
+    "Optimizer.weight_decay": Row(final_weights, "optimizer.weight_decay=0.5"),
+    "Optimizer.clip_grad": Row(final_weights, "optimizer.clip_grad=0.01", SGD),
+    "Optimizer.learning_rate_scheduler": Row(rates, SCHEDULE + "learning_rate=0.02"),
+    "LearningRateScheduler.learning_rate": Row(rates, SCHEDULE + "learning_rate=0.02"),
+    "LearningRateScheduler.lr_warmup_steps": Row(rates, SCHEDULE + "lr_warmup_steps=3"),
+    "LearningRateScheduler.lr_warmup_style": Row(rates, SCHEDULE + "lr_warmup_style=constant"),
+    "LearningRateScheduler.lr_decay_style": Row(rates, SCHEDULE + "lr_decay_style=cosine", DECAY),
+    "LearningRateScheduler.lr_decay_steps": Row(rates, SCHEDULE + "lr_decay_steps=2", DECAY),
+    "LearningRateScheduler.lr_decay_starting_step": Row(rates, SCHEDULE + "lr_decay_starting_step=3", DECAY),
+    "LearningRateScheduler.min_decay_lr": Row(rates, SCHEDULE + "min_decay_lr=0.005", DECAY),
+    "LearningRateScheduler.lr_step_size": Row(
+        rates,
+        SCHEDULE + "lr_step_size=2",
+        (SCHEDULE + "lr_decay_style=step", SCHEDULE + "lr_step_size=1", "tokens.train_steps=5"),
+    ),
+    "LearningRateScheduler.lr_step_gamma": Row(
+        rates,
+        SCHEDULE + "lr_step_gamma=0.5",
+        (SCHEDULE + "lr_decay_style=step", SCHEDULE + "lr_step_size=1", "tokens.train_steps=5"),
+    ),
+    "Optimizer.weight_decay_exclude_named_params": Row(
+        final_weights, "optimizer.weight_decay_exclude_named_params=['.*norm.*']"
+    ),
+    "Optimizer.param_groups": Row(final_weights, "optimizer.param_groups=[{pattern: norm, learning_rate_scale: 0.5}]"),
+    "ParamGroup.pattern": Row(
+        final_weights,
+        "optimizer.param_groups=[{pattern: mlp, learning_rate_scale: 0.5}]",
+        ("optimizer.param_groups=[{pattern: norm, learning_rate_scale: 0.5}]",),
+    ),
+    "ParamGroup.learning_rate_scale": Row(
+        final_weights,
+        "optimizer.param_groups=[{pattern: norm, learning_rate_scale: 0.0}]",
+        ("optimizer.param_groups=[{pattern: norm, learning_rate_scale: 0.5}]",),
+    ),
+    "ParamGroup.weight_decay": Row(final_weights, "optimizer.param_groups=[{pattern: norm, weight_decay: 0.0}]"),
+    # ---- data ----
+    "DataStage.name": Row(messages, "data_stages.0.name=other"),
+    "DataStage.start_training_step": Row(
+        tokens,
+        "data_stages.1.start_training_step=2",
+        (
+            "data_stages=[{name: a, start_training_step: 1, data: {dataset: null}}, "
+            "{name: b, start_training_step: 3, data: {dataset: null, seed: 9}}]",
+        ),
+    ),
+    "DataStage.sequence_length": Row(tokens, "data_stages.0.sequence_length=8"),
+    "DataStage.batch_size_ramp": Row(micro_batches, RAMPED[-1], RAMPED[:-1]),
+    "BatchSizeRamp.start": Row(metric("global_batch_size"), "data_stages.0.batch_size_ramp.start=8", RAMPED),
+    "BatchSizeRamp.increment": Row(metric("global_batch_size"), "data_stages.0.batch_size_ramp.increment=20", RAMPED),
+    "BatchSizeRamp.samples": Row(metric("global_batch_size"), "data_stages.0.batch_size_ramp.samples=30", RAMPED),
+    "DataStage.sequence_length_ramp": Row(micro_batches, SHORTER),
+    "SequenceLengthRamp.start": Row(micro_batches, "data_stages.0.sequence_length_ramp.start=4", SHORTER),
+    "SequenceLengthRamp.steps": Row(metric("sequence_length"), "data_stages.0.sequence_length_ramp.steps=1", SHORTER),
+    "DataStage.data": Row(tokens, "data_stages.0.data.seed=4"),
+    "Data.dataset": Row(tokens, USER),
+    "Data.seed": Row(tokens, "data_stages.0.data.seed=4"),
+    "Data.temperature": Row(
+        tokens,
+        "data_stages.0.data.temperature=5.0",
+        (mixture("source: support.user_parts.counting", "source: support.user_parts.counting_down", (9, 1)),),
+    ),
+    "Data.when_exhausted": Row(
+        steps, "data_stages.0.data.when_exhausted=repeat", (*TOKENS, f"{DATASET}.max_epochs=0.02")
+    ),
+    "Data.restart": Row(
+        tokens,
+        "data_stages.1.data.restart=true",
+        (
+            "data_stages=[{name: a, start_training_step: 1, data: {dataset: null}}, "
+            "{name: b, start_training_step: 3, data: {dataset: null}}]",
+        ),
+    ),
+    "PretrainDataset.hf_dataset_or_datasets": Row(tokens, f"{DATASET}.hf_dataset_or_datasets={{folder}}/rows2", HUB),
+    "PretrainDataset.hf_dataset_splits": Row(tokens, f"{DATASET}.hf_dataset_splits=test", HUB),
+    "PretrainDataset.text_column_name": Row(tokens, f"{DATASET}.text_column_name=other", HUB),
+    "PretrainDataset.packing": Row(tokens, f"{DATASET}.packing=best_fit", HUB),
+    "PretrainDataset.weight": share("hf_dataset_or_datasets: '{folder}/rows'", *TEXT[1:]),
+    "PretrainDataset.max_epochs": limit(HUB),
+    "TextFiles.text_files": Row(tokens, f"{DATASET}.text_files={{folder}}/b.jsonl", TEXT),
+    "TextFiles.text_column_name": Row(tokens, f"{DATASET}.text_column_name=other", TEXT),
+    "TextFiles.packing": Row(tokens, f"{DATASET}.packing=best_fit", TEXT),
+    "TextFiles.streaming": Row(tokens, STREAM[-1], TEXT),
+    "EmbeddedCorpus.streaming": Row(tokens, STREAM[-1], (f"{DATASET}={{corpus: python-stdlib}}", *TEXT[1:])),
+    "PretrainDataset.streaming": Row(tokens, STREAM[-1], HUB),
+    "Streaming.shuffle_buffer": Row(tokens, f"{DATASET}.streaming.shuffle_buffer=30", STREAM),
+    "Streaming.lanes": Row(tokens, f"{DATASET}.streaming.lanes=2", STREAMS),
+    "TextFiles.weight": share("text_files: '{folder}/a.jsonl'", *TEXT[1:]),
+    "TextFiles.max_epochs": limit(TEXT),
+    "SFTDataset.max_epochs": limit(SFT, 0.05),
+    "SFTFiles.max_epochs": limit(SFT_FILES, 0.05),
+    "SFTDataset.hf_dataset_or_datasets": Row(tokens, f"{DATASET}.hf_dataset_or_datasets={{folder}}/rows2", SFT),
+    "SFTDataset.hf_dataset_splits": Row(
+        tokens, (f"{DATASET}.hf_dataset_splits=test", f"{DATASET}.completion_column_name=text"), SFT
+    ),
+    "SFTDataset.weight": share(f"hf_dataset_or_datasets: '{{folder}}/rows', {ANSWERS}", *LETTERS),
+    "SFTDataset.sft_dataloader": Row(tokens, SFT, (HUB[0], *LETTERS)),
+    "SFTDataset.debug_max_samples": Row(tokens, f"{DATASET}.debug_max_samples=40", SFT),
+    "SFTDataset.prompt_column_name": Row(tokens, f"{DATASET}.prompt_column_name=other", SFT),
+    "SFTDataset.completion_column_name": Row(tokens, f"{DATASET}.completion_column_name=text", SFT),
+    "SFTDataset.packing": Row(tokens, f"{DATASET}.packing=windows", SFT),
+    "SFTFiles.text_files": Row(tokens, f"{DATASET}.text_files={{folder}}/b.jsonl", SFT_FILES),
+    "SFTFiles.weight": share(f"text_files: '{{folder}}/a.jsonl', {ANSWERS}", *LETTERS),
+    "SFTFiles.sft_dataloader": Row(tokens, SFT_FILES, (TEXT[0], *LETTERS)),
+    "SFTFiles.debug_max_samples": Row(tokens, f"{DATASET}.debug_max_samples=40", SFT_FILES),
+    "SFTFiles.prompt_column_name": Row(tokens, f"{DATASET}.prompt_column_name=other", SFT_FILES),
+    "SFTFiles.completion_column_name": Row(tokens, f"{DATASET}.completion_column_name=text", SFT_FILES),
+    "SFTFiles.packing": Row(tokens, f"{DATASET}.packing=windows", SFT_FILES),
+    "NanosetDataset.dataset_folder": Row(tokens, f"{DATASET}.dataset_folder={{folder}}/ds/b", NANOSET),
+    "NanosetDataset.dataset_weights": Row(tokens, f"{DATASET}.dataset_weights=[1, 5]", NANOSET),
+    "NanosetDataset.dataset_read_path": Row(
+        tokens, f"{DATASET}.dataset_read_path=['{{folder}}/ds/b', '{{folder}}/ds/b']", NANOSET
+    ),
+    "NanosetDataset.tokenizer_name": Row(warnings, f"{DATASET}.tokenizer_name=another", (*NANOSET, *WORDS)),
+    "NanosetDataset.return_positions": Row(
+        first_loss, f"{DATASET}.return_positions=false", (*NANOSET, "model.document_masking=true")
+    ),
+    "NanosetDataset.dataset_max_tokens": Row(tokens, f"{DATASET}.dataset_max_tokens=[100, 100]", NANOSET),
+    "NanosetDataset.shuffle_files": Row(
+        tokens, f"{DATASET}.shuffle_files=true", (*NANOSET, f"{DATASET}.dataset_max_tokens=[100, 100]")
+    ),
+    "NanosetDataset.packing": Row(tokens, f"{DATASET}.packing=best_fit", NANOSET),
+    "NanosetDataset.weight": share("dataset_folder: '{folder}/ds/a'"),
+    "NanosetDataset.max_epochs": limit(NANOSET),
+    "TokenFilesDataset.tokens": Row(tokens, f"{DATASET}.tokens={{folder}}/ds/b", TOKENS),
+    "TokenFilesDataset.token_dtype": Row(tokens, f"{DATASET}.token_dtype=uint8", RAW),
+    "TokenFilesDataset.packing": Row(tokens, f"{DATASET}.packing=best_fit", TOKENS),
+    "TokenFilesDataset.weight": share("tokens: '{folder}/ds/a'"),
+    "TokenFilesDataset.max_epochs": limit(TOKENS),
+    "CustomSource.source": Row(tokens, f"{DATASET}.source=support.user_parts.counting_down", USER),
+    "CustomSource.kwargs": Row(tokens, f"{DATASET}.kwargs={{start: 5}}", USER),
+    "CustomSource.weight": share("source: support.user_parts.counting_down"),
+    "CustomSource.max_epochs": limit(USER, 0.005),
+    "MixtureDataset.mixture": Row(
+        tokens, mixture("source: support.user_parts.counting", "source: support.user_parts.counting_down"), USER
+    ),
+    # ---- profiler ----
+    "Profiler.profiler_export_path": Row(files, "profiler.profiler_export_path={here}/elsewhere", PROFILER),
+    "Profiler.wait": Row(trace_steps, "profiler.wait=1", PROFILER),
+    "Profiler.warmup": Row(trace_steps, "profiler.warmup=2", PROFILER),
+    "Profiler.active": Row(trace_steps, "profiler.active=2", PROFILER),
+    "Profiler.repeat": Row(trace_steps, "profiler.repeat=2", PROFILER),
+    "Profiler.skip_first": Row(trace_steps, "profiler.skip_first=1", PROFILER),
+    "Profiler.record_shapes": Row(trace_arguments, "profiler.record_shapes=true", PROFILER),
+    "Profiler.profile_memory": Row(trace_allocations, "profiler.profile_memory=true", PROFILER),
+    "Profiler.with_stack": Row(trace_arguments, "profiler.with_stack=true", PROFILER),
+    "Profiler.export_chrome_trace": Row(files, "profiler.export_chrome_trace=true", PROFILER),
+}
+
+# Tests of their own in test_every_key.py, and one in another file: what they change is no number of a short run.
+OWN_TESTS = {
+    "test_config_variants.py": """
+        DecoderArchitecture.family LlamaArchitecture.family Qwen2Architecture.family MistralArchitecture.family
+        MistralArchitecture.is_mistral_config Qwen2Architecture.is_qwen2_config
+        Qwen2Architecture._fused_rotary_emb Qwen2Architecture._fused_rms_norm Qwen2Architecture._use_qkv_packed
+        Qwen2Architecture.log_attn_probs Qwen2Architecture.pretraining_tp""",
+    "test_families_equal_transformers.py": "MistralArchitecture.sliding_window Qwen2Architecture.attention_bias",
+    "test_remote_tokens.py": "Config.remote_data RemoteData.cache_folder RemoteData.cache_gb",
+    "test_remote_failures.py": "RemoteData.tries",
+    "test_console_and_metrics.py": "Logging.log_level_replica",
+    "test_every_key.py": """
+        Model.compile Data.num_loading_workers Tokenizer.tokenizer_revision
+        PretrainDataset.hf_dataset_config_name PretrainDataset.dataset_processing_num_proc_per_process
+        PretrainDataset.dataset_overwrite_cache SFTDataset.hf_dataset_config_name EmbeddedCorpus.corpus
+        EmbeddedCorpus.packing EmbeddedCorpus.weight EmbeddedCorpus.max_epochs Optimizer.accumulate_grad_in_fp32""",
+    "test_sft.py": """
+        SFTDataset.dataset_processing_num_proc_per_process SFTDataset.dataset_overwrite_cache
+        SFTDataset.messages_column_name SFTFiles.messages_column_name""",
+    "test_token_folders.py": """
+        NanosetDataset.vocab_size NanosetDataset.token_size_in_bytes NanosetDataset.skip_in_stream
+        NanosetDataset.pad_samples_to_global_batch_size NanosetDataset.use_old_brrr_dataloader""",
+    "test_nonfinite_steps.py": "Optimizer.skip_nonfinite_steps",
+    "test_matrix.py": "Parallelism.dp Parallelism.pp Parallelism.tp Parallelism.context_parallel_size",
+    "test_data_parallel.py": "Parallelism.dp_shard Parallelism.cpu_offload",
+    "test_pipeline.py": "Parallelism.pp_stages_per_rank Parallelism.pp_layers",
+    "test_failing_ranks.py": "Parallelism.timeout_seconds",
+}
+OWN = {key: test for test, keys in OWN_TESTS.items() for key in keys.split()}
+
+# Sections: what their keys do is what they do.
+SECTIONS = """Config.general Config.parallelism Config.model Config.tokenizer Config.checkpoints Config.logging
+    Config.tokens Config.optimizer Config.data_stages Config.profiler"""

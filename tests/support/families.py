@@ -1,0 +1,66 @@
+"""Small random models of every built-in family, in transformers' form and in ours, with the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from kenotron.interop.hf_config import architecture_from_hf
+from kenotron.models import named_parameters
+from kenotron.models.decoder import Decoder
+
+SHAPES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": 0,
+    "bos_token_id": 1,
+}
+THETA = {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}
+# (model_type, its own keys of config.json)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": 5, "head_dim": 8}),
+    "mistral_without_window": ("mistral", {"sliding_window": None, "head_dim": 8}),
+    "qwen2": ("qwen2", {"use_sliding_window": False}),
+    "qwen2_tied": ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
+}
+
+
+def hf_model(which: str, seed: int = 0) -> PreTrainedModel:
+    """A random model of transformers, fp32, in eval mode; biases are random too."""
+    kind, keys = FAMILIES[which]
+    logging.set_verbosity_error()
+    config = AutoConfig.for_model(kind, **SHAPES, **THETA, **keys)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.25, generator=generator)
+    return model.eval()
+
+
+def ours_of(theirs: PreTrainedModel) -> Decoder:
+    """Our model of the same config and weights."""
+    config = {**theirs.config.to_dict(), "architectures": [type(theirs).__name__]}
+    model = Decoder(architecture_from_hf(config, "config.json"))
+    weights = theirs.state_dict()
+    with torch.no_grad():
+        for name, parameter in named_parameters(model):
+            parameter.copy_(weights[name])
+    return model
+
+
+def save(theirs: PreTrainedModel, folder: Path) -> Path:
+    """`save_pretrained`."""
+    logging.disable_progress_bar()
+    theirs.save_pretrained(folder)
+    return folder

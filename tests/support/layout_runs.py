@@ -1,0 +1,218 @@
+"""Real training on any layout, and what a run is compared by.
+
+    problem = Problem("llama", overrides)                 # what is trained: the same on every layout
+    reference = train_alone(problem, folder)              # one process
+    differences = run_ranks(8, train_on_layout, problem, "dp=2 tp=2 pp=2", folder)
+
+A layout is written as overrides of the config: short names for the degrees, whole paths for the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kenotron as kn
+from kenotron.config import Config, refuse_unsupported
+from kenotron.interop import initial_tensors
+from kenotron.models import named_parameters
+from kenotron.parallel.mesh import Mesh, axes, build_mesh
+from kenotron.parallel.shards import shard_of
+from kenotron.training.build import build_run
+from kenotron.training.hooks import Hook
+from kenotron.training.run import Run, close
+from kenotron.training.step import StepResult, train_step
+from support.tiny_run import tiny_dict
+
+SAMPLES = 16  # of every global batch, whatever the layout
+LENGTH = 16
+STEPS = 10
+
+SHORT = {
+    "dp": "parallelism.dp",
+    "shard": "parallelism.dp_shard",
+    "tp": "parallelism.tp",
+    "pp": "parallelism.pp",
+    "cp": "parallelism.context_parallel_size",
+    "zero": "optimizer.zero_stage",
+    "mode": "parallelism.tp_mode",
+    "async": "parallelism.tp_linear_async_communication",
+    "engine": "parallelism.pp_engine",
+    "method": "parallelism.context_parallel_method",
+    "accum": "tokens.batch_accumulation_per_replica",
+    "recompute": "parallelism.recompute_layer",
+    "compile": "model.compile",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained. `overrides` change the model or the data, never the layout."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    steps: int = STEPS
+    model: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, layout: str, folder: Path) -> Config:
+        """The config of this problem on `layout`, at the one global batch size."""
+        given = [part.split("=", 1) for part in layout.split()]
+        wanted = {SHORT.get(name, name): value for name, value in given}
+        accumulation = int(wanted.setdefault("tokens.batch_accumulation_per_replica", "2"))
+        micro, rest = divmod(SAMPLES, int(wanted.get("parallelism.dp", 1)) * accumulation)
+        assert not rest, f"{layout}: {SAMPLES} samples do not divide"
+        wanted["tokens.micro_batch_size"] = str(micro)
+        plain = tiny_dict(folder / layout.replace(" ", "_").replace("=", "-"))
+        plain["model"]["model_config"] |= {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "vocab_size": 61,
+            "z_loss_enabled": True,
+            "z_loss_coefficient": 0.001,
+        } | self.model
+        plain["tokens"] |= {"sequence_length": LENGTH, "train_steps": self.steps}
+        plain["optimizer"]["zero_stage"] = None
+        # Adam turns the rounding of a gradient near 0 into a step of full size: small steps keep that below the bounds.
+        plain["optimizer"]["learning_rate_scheduler"]["learning_rate"] = 0.001
+        return kn.load(plain, [*self.overrides, *(f"{path}={value}" for path, value in wanted.items())])
+
+
+@contextmanager
+def prepared(config: Config, mesh: Mesh) -> Iterator[Run]:
+    """A run of `config` on this rank, at step 0."""
+    refuse_unsupported(config)
+    logger = logging.getLogger("kenotron")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        run = build_run(config, mesh, torch.device("cpu"), open_weights=initial_tensors)
+        try:
+            yield run
+        finally:
+            close(run)
+    finally:
+        logger.setLevel(level)
+
+
+def steps(run: Run, first_gradients: dict[str, torch.Tensor] | None = None) -> list[StepResult]:
+    """Train from where `run` is to the end, without hooks; clipped gradients of the first step into the dict."""
+    results = []
+    while not run.finished:
+        batches = run.data.batch(run.step + 1, run.mesh.rank("batch"), run.mesh.degree("batch"))
+        if first_gradients is not None and run.step == 0:
+            run.hooks = [_Keep(first_gradients)]
+        results.append(train_step(run, batches))
+        run.hooks = []
+        run.step += 1
+    return results
+
+
+class _Keep(Hook):
+    """A hook of one moment: copies of this rank's gradients."""
+
+    def __init__(self, into: dict[str, torch.Tensor]) -> None:
+        self.into = into
+
+    def before_update(self, run: Run) -> None:
+        for name, parameter in named_parameters(*run.parts):
+            assert parameter.grad is not None, f"{name} has no gradient"
+            self.into[name] = shard_of(parameter.grad).tensor.clone()
+
+
+def train_alone(problem: Problem, folder: Path) -> Path:
+    """Train in this process; a file with weights, gradients and numbers of every step."""
+    config = problem.config("", folder / "alone")
+    gradients: dict[str, torch.Tensor] = {}
+    with prepared(config, Mesh()) as run:
+        before = _pieces(run)
+        results = steps(run, gradients)
+        numbers = [(result.lm_loss, result.z_loss, result.grad_norm) for result in results]
+        samples = [_samples(run, step) for step in (1, 2, problem.steps)]
+        after = {name: tensor.clone() for name, (tensor, _) in _pieces(run).items()}
+    path = folder / f"{problem.name}.pt"
+    started = {name: tensor for name, (tensor, _) in before.items()}
+    torch.save(
+        {"before": started, "gradients": gradients, "numbers": numbers, "after": after, "samples": samples}, path
+    )
+    return path
+
+
+@dataclass
+class Seen:
+    """What one rank saw of a layout, against the run of one process."""
+
+    numbers: list[tuple[float, float, float]]  # lm_loss, z_loss, grad_norm of every step
+    samples: list[list[int]]  # that this rank's data-parallel place read, at some steps
+    unequal_at_start: list[str]  # parameters whose first bits differ
+    gradient_errors: dict[str, float]  # squared norm of this rank's difference over that of the whole gradient
+    weight_error: float  # largest absolute difference after the last step
+    local_numbers: int  # elements of this rank's parameters
+
+
+def train_on_layout(rank: int, problem: Problem, layout: str, folder: Path, reference: Path) -> Seen:
+    """One rank of `layout`."""
+    config = problem.config(layout, folder)
+    mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
+    expected = torch.load(reference)
+    gradients: dict[str, torch.Tensor] = {}
+    with prepared(config, mesh) as run:
+        before = _pieces(run)
+        unequal = [name for name, (tensor, box) in before.items() if not tensor.equal(expected["before"][name][box])]
+        local = sum(tensor.numel() for tensor, _ in before.values())
+        results = steps(run, gradients)
+        errors = {}
+        for name, gradient in gradients.items():
+            whole = expected["gradients"][name]
+            box = before[name][1]
+            cut = _real(gradient, whole[box].shape)
+            errors[name] = float((cut - whole[box]).square().sum() / whole.square().sum())
+        after = _pieces(run)
+        weight_error = max(
+            (
+                float((tensor - expected["after"][name][box]).abs().max())
+                for name, (tensor, box) in after.items()
+                if tensor.numel()
+            ),
+            default=0.0,
+        )
+        return Seen(
+            numbers=[(result.lm_loss, result.z_loss, result.grad_norm) for result in results],
+            samples=[_samples(run, step) for step in (1, 2, problem.steps)],
+            unequal_at_start=unequal,
+            gradient_errors=errors,
+            weight_error=weight_error,
+            local_numbers=local,
+        )
+
+
+def _samples(run: Run, step: int) -> list[int]:
+    batches = run.data.batch(step, run.mesh.rank("batch"), run.mesh.degree("batch"))
+    return [int(sample) for batch in batches for sample in batch.sample_ids]
+
+
+def _pieces(run: Run) -> dict[str, tuple[torch.Tensor, tuple[slice, ...]]]:
+    """Name → this rank's block of a parameter, and where it lies; rows that pad the vocabulary are cut off."""
+    vocab = run.parts[0].config.vocab_size
+    pieces = {}
+    for name, parameter in named_parameters(*run.parts):
+        shard = shard_of(parameter.detach())
+        limit = [vocab if name in run.parts[0].vocab_parameters and d == 0 else n for d, n in enumerate(shard.shape)]
+        box = tuple(
+            slice(min(start, most), min(start + size, most))
+            for start, size, most in zip(shard.offset, shard.tensor.shape, limit)
+        )
+        pieces[name] = (_real(shard.tensor, [part.stop - part.start for part in box]).clone(), box)
+    return pieces
+
+
+def _real(tensor: torch.Tensor, shape: Any) -> torch.Tensor:
+    return tensor[tuple(slice(0, size) for size in shape)]

@@ -1,0 +1,18 @@
+"""What processes of tests import once, before they fork children that train: a child then starts in half a second.
+
+Torch's compiler is in it because every optimizer imports it, for a second and a half.
+"""
+
+PRELOAD = (
+    "kenotron.checkpoint.tensors",
+    "kenotron.cli.train",
+    "kenotron.data",
+    "kenotron.generate",
+    "kenotron.models.families.llama",
+    "kenotron.training.build",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+)

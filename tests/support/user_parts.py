@@ -1,0 +1,320 @@
+"""What a user might bring: hooks, an optimizer, a token source. Named in configs as ``user_parts.…``."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kenotron.config.errors import InputError
+from kenotron.training import Hook
+
+
+class SlowStep(Hook):
+    """Sleeps within every step, after its line of metrics was written."""
+
+    priority = -15
+
+    def after_step(self, run: Any, result: Any) -> None:
+        time.sleep(120)
+
+
+class Poison(Hook):
+    """Puts NaN into a weight's gradient (by a hook on the tensor) at the given steps."""
+
+    def __init__(self, steps: list[int], value: float = float("nan")) -> None:
+        self.steps, self.value = steps, value
+        self.handle: Any = None
+
+    def before_step(self, run: Any) -> None:
+        if run.step + 1 in self.steps:
+            parameter = next(run.model.parameters())
+            self.handle = parameter.register_post_accumulate_grad_hook(self._spoil)
+
+    def _spoil(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.fill_(self.value)
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+
+def counting(sequence_length: int, seed: int, start: int = 0, rows: int = 1000) -> list[np.ndarray]:
+    """A token source: sample i is i, i + 1, … modulo 64, from `start` on."""
+    base = np.arange(sequence_length + 1, dtype=np.int64)
+    return [(base + row + start) % 64 for row in range(rows)]
+
+
+class Spy(Hook):
+    """Looks at what is computed in which type, and at which rate weights change."""
+
+    def __init__(self) -> None:
+        self.compute: set[torch.dtype] = set()
+        self.gradients: set[torch.dtype] = set()
+        self.rates: list[list[float]] = []
+
+    def on_train_start(self, run: Any) -> None:
+        from kenotron.models.blocks.linear import Linear
+
+        for module in run.model.modules():
+            if isinstance(module, Linear):
+                module.register_forward_hook(self._look)
+
+    def _look(self, module: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        self.compute |= {inputs[0].dtype, output.dtype}
+
+    def before_update(self, run: Any) -> None:
+        self.gradients |= {parameter.grad.dtype for parameter in run.model.parameters()}
+        self.rates.append(sorted(group["lr"] for group in run.optimizer.param_groups))
+
+
+class Gradients(Hook):
+    """Keeps the gradients of the first step that it sees."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, torch.Tensor] = {}
+
+    def before_update(self, run: Any) -> None:
+        self.first = self.first or {name: weight.grad.clone() for name, weight in run.model.named_parameters()}
+
+
+class PoisonWeight(Hook):
+    """Puts NaN into a weight after the given step: every later loss is NaN."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.step == self.step:
+            with torch.no_grad():
+                next(run.model.parameters()).fill_(float("nan"))
+
+
+class LittleRoom(Hook):
+    """From the given step on no file may grow beyond `bytes`, as on a full disk."""
+
+    def __init__(self, step: int, bytes: int) -> None:
+        self.step, self.bytes = step, bytes
+
+    def before_step(self, run: Any) -> None:
+        if run.step + 1 == self.step:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.bytes, self.bytes))
+
+
+def counting_down(sequence_length: int, seed: int, rows: int = 1000) -> list[np.ndarray]:
+    """Another token source, the other way."""
+    return [63 - row for row in counting(sequence_length, seed, rows=rows)]
+
+
+class Slow:
+    """A token source that keeps a thread busy for a while."""
+
+    def __init__(self, sequence_length: int, seed: int) -> None:
+        self.length = sequence_length + 1
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        time.sleep(0.05)
+        return np.full(self.length, index % 50)
+
+
+class Threads(Hook):
+    """Counts the loader's threads while the run goes on."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def before_step(self, run: Any) -> None:
+        names = [thread.name for thread in threading.enumerate()]
+        self.most = max(self.most, sum(name.startswith("kenotron-loader") for name in names))
+
+
+class Broken(Hook):
+    def after_step(self, run: Any, result: Any) -> None:
+        raise RuntimeError("this hook is broken")
+
+
+class Measures(Hook):
+    """Records a number in every step, another at the start of the run, and one of all ranks."""
+
+    def __init__(self, name: str = "twice_the_loss") -> None:
+        self.name = name
+
+    def on_train_start(self, run: Any) -> None:
+        run.record_metric("parameters", sum(parameter.numel() for parameter in run.model.parameters()))
+
+    def after_step(self, run: Any, result: Any) -> None:
+        run.record_metric(self.name, 2 * result.lm_loss)
+        run.record_metric("mean_rank", run.mesh.rank("batch"), reduce="mean")
+        run.record_metric("highest_rank", run.mesh.rank("batch"), reduce="max")
+
+
+class StopAt(Hook):
+    """Asks the run to stop after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.step == self.step:
+            run.stop("enough")
+
+
+class Recorder(Hook):
+    """Writes every moment down, with the step; `seen` survives a restart."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name, self.moments, self.seen = name, [], 0
+
+    def on_train_start(self, run: Any) -> None:
+        self.moments.append(f"on_train_start {run.step}")
+
+    def before_step(self, run: Any) -> None:
+        self.moments.append(f"before_step {run.step}")
+
+    def before_update(self, run: Any) -> None:
+        norm = torch.stack([p.grad.square().sum() for p in run.model.parameters()]).sum().sqrt()
+        self.moments.append(f"before_update {run.step}")
+        self.norm = float(norm)
+
+    def after_step(self, run: Any, result: Any) -> None:
+        assert all(parameter.grad is None for parameter in run.model.parameters())
+        self.seen += 1
+        self.moments.append(f"after_step {run.step}")
+
+    def after_validation(self, run: Any, result: Any) -> None:
+        self.moments.append(f"after_validation {run.step}")
+
+    def on_save(self, run: Any, path: Any) -> None:
+        assert (path / "manifest.json").exists()
+        self.moments.append(f"on_save {path.name}")
+
+    def on_train_end(self, run: Any) -> None:
+        self.moments.append(f"on_train_end {run.step}")
+
+    def on_error(self, run: Any, error: Exception) -> None:
+        self.moments.append(f"on_error {run.step} {error}")
+
+    def on_close(self, run: Any) -> None:
+        self.moments.append("on_close")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "name": self.name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["name"] == self.name
+        self.seen = state["seen"]
+
+
+def slowly(sequence_length: int, seed: int) -> list[np.ndarray]:
+    """A token source that takes its time to open, and leaves the file `opening` when it begins."""
+    Path("opening").touch()
+    time.sleep(200)
+    return counting(sequence_length, seed)
+
+
+class Trickle:
+    """A token source that takes 30 ms a sample."""
+
+    def __init__(self, sequence_length: int, seed: int) -> None:
+        self.rows = counting(sequence_length, seed)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        time.sleep(0.03)
+        return self.rows[index]
+
+
+class TerminateIn(Hook):
+    """Sends SIGTERM to its own process within a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def before_step(self, run: Any) -> None:
+        if run.step + 1 == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+class OnRank(Hook):
+    """On one rank, after a step: raise an error, a wrong input, die by a signal, or sleep for ever."""
+
+    def __init__(self, what: str, rank: int = 1, step: int = 2) -> None:
+        self.what, self.step = what, step
+        self.here = int(os.environ.get("RANK", "0")) == rank
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if not self.here or run.step != self.step:
+            return
+        if self.what == "raise":
+            raise RuntimeError("this hook is broken on one rank")
+        if self.what == "sleep":
+            time.sleep(1000)
+        os.kill(os.getpid(), getattr(signal, self.what))
+
+
+class CutShort(Hook):
+    """On rank 1, after the second step: a file that is mapped is cut short, and read."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if os.environ.get("RANK") == "1" and run.step == 2:
+            mapped = np.memmap(self.path, mode="r")
+            os.truncate(self.path, 1000)
+            mapped.sum()
+
+
+class WrongInput(Hook):
+    """Every rank finds that the input is wrong."""
+
+    def on_train_start(self, run: Any) -> None:
+        raise InputError("general.hooks: expected another one, found this one")
+
+
+class Leisurely(Hook):
+    """Takes a tenth of a second after every step."""
+
+    def after_step(self, run: Any, result: Any) -> None:
+        time.sleep(0.1)
+
+
+def late(sequence_length: int, seed: int, rank: int, seconds: float) -> list[np.ndarray]:
+    """A token source that one rank needs a while to open."""
+    if int(os.environ.get("RANK", "0")) == rank:
+        time.sleep(seconds)
+    return counting(sequence_length, seed)
+
+
+def forgets_to_sum(root, blocks, mesh, *, zero_stage, compute_dtype, cpu_offload, bucket_cap_mb):
+    """A data-parallel strategy with a mistake: no gradient is summed over the ranks."""
+
+
+def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss: cross entropy with some probability for every other token."""
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
+
+
+def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A loss that returns the mean, where one number for every token is expected."""
+    return torch.nn.functional.cross_entropy(logits, labels)
+
+
+def half_life(elapsed: int, decay_steps: int) -> float:
+    """A decay: half after every two steps."""
+    return 0.5 ** (elapsed / 2)

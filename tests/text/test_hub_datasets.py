@@ -1,0 +1,203 @@
+"""Datasets and tokenizers of the hub, from local caches made here, in processes that may open no socket."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from kenotron.text.hub_datasets import HubDocuments
+from support.hub_cache import DATASET, TOKENIZER, made_documents, make_hub_cache, offline_environment
+
+NO_SOCKET = """
+import socket
+def refuse(*_, **__): raise AssertionError("a socket was opened")
+socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
+import sys; sys.path[:0] = {folders}
+from kenotron.config.errors import InputError
+from kenotron.text.hub_datasets import HubDocuments
+from kenotron.data import load_tokenizer, open_run
+from support.data_runs import run_config
+
+def failure(function):
+    try:
+        function()
+    except InputError as error:
+        return str(error)
+"""
+
+
+def run(code, environment, cache):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and "OFFLINE" not in k}
+    program = NO_SOCKET.format(folders=[os.path.dirname(os.path.dirname(__file__))]) + textwrap.dedent(code)
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=clean | environment | {"KENOTRON_CACHE": str(cache)},
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_offline_a_cached_dataset_and_tokenizer_are_read_without_a_socket(hub_home, tmp_path, variable):
+    code = f"""
+    config = run_config({{"hf_dataset_or_datasets": "{DATASET}"}}, tokenizer__tokenizer_name_or_path="{TOKENIZER}")
+    with open_run(config) as data:
+        stage = data._open(0).result()
+        cache = stage.sources[0].cache
+        print(len(cache.train.ends), len(cache.validation.ends), cache.train.bytes + cache.validation.bytes)
+        print(data.tokenizer.decode(data.batch(1)[0].tokens[0][:3]))
+        print("\\n".join(data.describe()))
+    print([m for m in ("torch", "datasets", "transformers") if m in sys.modules])
+    print(failure(lambda: load_tokenizer("robot-test/nothing")))
+    print(failure(lambda: HubDocuments("robot-test/nothing").content_hash()))
+    """
+    environment = {"HF_HOME": str(hub_home), variable: "1"}
+    lines = run(code, environment, tmp_path)
+    documents = made_documents()
+    assert lines.pop(0).startswith("tokenized stas/openwebtext-10k: 48,400 tokens in ")
+    train, held, size = map(int, lines[0].split())
+    assert train + held == len(documents)
+    assert held > 40
+    assert size == sum(map(len, documents))
+    assert lines[1].startswith("word")
+    assert "documents end with token 2 (model_config.eos_token_id, as the tokenizer has none)" in lines[2]
+    assert lines[4] == "['datasets']"
+    assert lines[5].endswith(
+        f"'robot-test/nothing' is not in the local Hugging Face cache, and {variable}=1 forbids to fetch it"
+    )
+    assert lines[6].endswith(
+        f"'robot-test/nothing' is not in the local Hugging Face caches, and {variable}=1 forbids to fetch it"
+    )
+
+    if variable != "HF_HUB_OFFLINE":
+        return
+    again = run(code.split("print(failure")[0], environment, tmp_path)
+    assert again[:2] == lines[:2]
+    assert again[-1] == "[]"  # found again without importing `datasets`
+
+
+def test_without_a_prepared_copy_the_snapshot_of_the_repository_is_read(tmp_path):
+    home = make_hub_cache(tmp_path / "home", prepared=False)
+    code = f"""
+    texts = HubDocuments("{DATASET}")
+    documents = [text for text, *_ in texts.documents()]
+    print(texts.size, len(documents), documents[0][:8])
+    """
+    first = made_documents()[0][:8]
+    assert run(code, offline_environment(home), tmp_path) == [f"400 400 {first}"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder of data files, and two that `save_to_disk` wrote."""
+    import datasets
+
+    folder = tmp_path_factory.mktemp("saved")
+    rows = datasets.Dataset.from_dict({"text": [f"row {n}" for n in range(10)], "number": list(range(10))})
+    rows.save_to_disk(folder / "one")
+    datasets.DatasetDict({"train": rows, "test": rows.select(range(3))}).save_to_disk(folder / "splits")
+    (folder / "files").mkdir()
+    rows.to_parquet(folder / "files" / "part.parquet")
+    datasets.load_dataset(str(folder / "files"), split="train").save_to_disk(folder / "train only")
+    return folder
+
+
+def test_local_folders_splits_and_fractions_give_the_rows_they_name(saved, tmp_path):
+    code = f"""
+    import os; os.chdir("{saved}")
+    def rows(*arguments):
+        texts = HubDocuments(*arguments)
+        found = [text for text, *_ in texts.documents()]
+        assert texts.size == len(found)
+        return " ".join(text.split()[-1] for text in found)
+    print(rows("one"))
+    print(rows("files"))
+    print(rows("splits", "test"))
+    print(rows("splits", ["test", "train"]))
+    print(rows({{"one": 0.39, "splits": 0.1}}))
+    one, again, test = HubDocuments("one"), HubDocuments("one"), HubDocuments("one", "test")
+    print(one.content_hash() == again.content_hash() != test.content_hash())
+    print(HubDocuments({{"one": 0.5}}).content_hash() != HubDocuments("one").content_hash())
+    for function in (
+        lambda: HubDocuments("splits", "dev").content_hash(),
+        lambda: list(HubDocuments("one", column="body").documents()),
+        lambda: list(HubDocuments("one", column="number").documents()),
+        lambda: HubDocuments("files", "dev").content_hash(),
+        lambda: HubDocuments("files", "train", "german").content_hash(),
+        lambda: HubDocuments("train only", "test").content_hash(),
+        lambda: HubDocuments("train only", "train", "german").content_hash(),
+        lambda: HubDocuments("/nowhere").content_hash(),
+        lambda: HubDocuments({{"one": 0.0}}),
+    ):
+        print(failure(function))
+    """
+    lines = run(code, {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}, tmp_path)
+    whole = "0 1 2 3 4 5 6 7 8 9"
+    assert lines[:7] == [whole, whole, "0 1 2", "0 1 2 " + whole, "0 1 2 0", "True", "True"]
+    expected = [
+        "'splits' has no split 'dev'; it has train, test",
+        "no text column 'body'; found number, text",
+        "row 1: column 'number' must hold text, found int",
+        "'files': Unknown split \"dev\"",
+        "'files': BuilderConfig 'german' not found",
+        "hf_dataset_splits: 'train only' has no split 'test'; it has train",
+        "hf_dataset_config_name: 'train only' was saved from the configuration 'default', not 'german'",
+        "no such folder: /nowhere",
+        "fraction of 'one' must be above 0",
+    ]
+    for line, part in zip(lines[7:], expected, strict=True):
+        assert part in line
+
+
+def test_a_folder_of_parquet_has_a_signature_that_follows_its_files(tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for name in ("part.parquet", "README.md"):
+        (folder / name).write_text(name)
+        os.utime(folder / name, (1_000_000, 1_000_000))
+    first = HubDocuments(str(folder)).signature()
+    assert first is not None
+    assert HubDocuments(str(folder)).signature() == first
+    (folder / "part.parquet").write_text("other content")
+    assert HubDocuments(str(folder)).signature() is None  # changed within these two seconds: nothing cheap is known
+    os.utime(folder / "part.parquet", (1_000_000, 1_000_000))
+    assert HubDocuments(str(folder)).signature() not in (None, first)
+
+
+def test_a_hub_that_cannot_be_reached_is_said_at_once():
+    """Port 9 of this machine answers nobody."""
+    code = "from kenotron.data import load_tokenizer; load_tokenizer('robot-test/nothing')"
+    clean = {k: v for k, v in os.environ.items() if "OFFLINE" not in k and "proxy" not in k.lower()}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env=clean | {"HF_HOME": "/nowhere", "HF_ENDPOINT": "http://127.0.0.1:9"},
+    )
+    last = result.stderr.strip().splitlines()[-1]
+    assert "cannot reach the Hugging Face hub for 'robot-test/nothing', and it is not cached here" in last
+    assert "127.0.0.1: Connection refused" in last
+
+
+@pytest.mark.slow
+def test_the_made_cache_serves_the_libraries_themselves(hub_home):
+    code = f"""
+import datasets, transformers
+print(datasets.load_dataset("{DATASET}", split="train")[0]["text"][:8])
+print(transformers.AutoTokenizer.from_pretrained("{TOKENIZER}")("word0 word3 other").input_ids)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | offline_environment(hub_home),
+    )
+    assert result.stdout.splitlines() == [made_documents()[0][:8], "[4, 7, 0]"]

@@ -1,0 +1,268 @@
+"""Prompts and answers: the tokens are the tokenizer's own, and the loss covers those of the answers alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kenotron.config.errors import InputError
+from kenotron.data import NO_LOSS, open_run
+from kenotron.text.sft import Example, chat_segments, encode_examples
+from kenotron.text.tokenizer import TextTokenizer, load_tokenizer, train_byte_level_bpe
+from support.data_runs import run_config, write_texts
+
+PAIRS = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}"} for a in range(8) for b in range(8)]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is 4."},
+    {"role": "user", "content": "And é漢?\n"},
+    {"role": "assistant", "content": "No  number.\n\n    Indented 漢."},
+]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' %}[[{{ m['content'] + '<|im_end|>' }}]]{% else %}{{ m['content'] + '<|im_end|>' }}"
+    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PLAIN = CHATML.replace("[[", "").replace("]]", "")
+TAGGED = CHATML.replace("[[", "{% generation %}").replace("]]", "{% endgeneration %}")
+END = "<|im_end|>"
+
+
+def quiet(line: str) -> None:
+    return None
+
+
+def write_tokenizer(folder: Path, template: str | None = PLAIN, trimmed: bool = True) -> Path:
+    """A byte-level tokenizer of 300 entries and two of a chat, with the offsets that GPT-2's has (or whole ones)."""
+    from tokenizers import processors
+
+    made = train_byte_level_bpe([json.dumps(PAIRS), *(m["content"] for m in CHAT)] * 3, 300)
+    made.backend.add_special_tokens(["<|im_start|>", END])
+    if trimmed:
+        made.backend.post_processor = processors.ByteLevel(trim_offsets=True)  # type: ignore[assignment]
+    config = made.config | {"eos_token": END, "chat_template": template}
+    TextTokenizer(made.backend, config).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("trimmed")))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    return load_tokenizer(write_tokenizer(tmp_path_factory.mktemp("whole"), trimmed=False))
+
+
+def encode(tokenizer: TextTokenizer, segments: list[tuple[str, bool]], special: bool, limit: int | None = None) -> Any:
+    text = Example(segments, special).to_json()
+    return encode_examples(tokenizer.backend, [text], tokenizer.eos_token_id, limit)[0]
+
+
+TEXT = st.text(st.sampled_from("ab 1+=\n.é漢🙂") | st.characters(codec="utf-8"), min_size=1, max_size=12)
+
+
+@given(prompt=TEXT, answer=TEXT.filter(str.strip))
+def test_a_token_is_in_the_loss_if_it_holds_a_byte_of_the_answer(
+    whole: TextTokenizer, prompt: str, answer: str
+) -> None:
+    found = encode(whole, [(prompt, False), (answer, True)], special=True)
+    assert found.ids == [*whole.encode(prompt + answer), whole.eos_token_id]
+    sizes = whole.token_bytes()
+    assert sizes is not None
+    ends = np.cumsum(sizes[found.ids[:-1]])
+    assert found.loss_mask.tolist() == [*(ends > len(prompt.encode())), True]
+    assert found.bytes == len((prompt + answer).encode())
+
+
+def test_blanks_of_an_answer_are_in_the_loss_where_offsets_leave_them_out(tokenizer: TextTokenizer) -> None:
+    for prompt, answer in (("a:", "    x = 1"), ("a: ", "b   c"), ("a\n", "   "), ("one", " two  "), ("  x  ", "y")):
+        found = encode(tokenizer, [(prompt, False), (answer + ".", True)], special=True)
+        own = encode(tokenizer, [(answer + ".", True)], special=True)
+        assert found.ids == [*tokenizer.encode(prompt + answer + "."), tokenizer.eos_token_id]
+        parts = [*tokenizer.encode(prompt), *own.ids]
+        if found.ids == parts:  # no token holds bytes of both
+            assert found.loss_mask.tolist() == [False] * (len(parts) - len(own.ids)) + [True] * len(own.ids)
+        assert not found.loss_mask[: len(tokenizer.encode(prompt)) - 1].any()
+        assert own.loss_mask.all()
+
+
+def test_what_is_cut_has_no_end(tokenizer: TextTokenizer) -> None:
+    full = encode(tokenizer, [("2 + 2 =", False), (" 4 and more", True)], special=True)
+    cut = encode(tokenizer, [("2 + 2 =", False), (" 4 and more", True)], special=True, limit=8)
+    assert cut.ids == full.ids[:8]
+    assert cut.loss_mask.tolist() == full.loss_mask[:8].tolist()
+
+
+@pytest.mark.parametrize("template", [PLAIN, TAGGED], ids=["plain", "generation tags"])
+def test_conversations_are_those_of_transformers(template: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ours = load_tokenizer(write_tokenizer(tmp_path / "ours", template))
+    theirs = AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "theirs", TAGGED))
+    expected = theirs.apply_chat_template(CHAT, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    found = encode(ours, chat_segments(CHAT, ours, "here"), special=False)
+    assert found.ids == list(expected["input_ids"])  # whose last message ends with the end of text already
+    assert found.loss_mask.tolist() == [bool(mask) for mask in expected["assistant_masks"]]
+    answer = ours.decode([token for token, in_loss in zip(found.ids, found.loss_mask) if in_loss])
+    assert answer == "".join(m["content"] + END for m in CHAT if m["role"] == "assistant")
+
+
+def test_a_template_file_is_read_and_an_end_is_added_where_none_is(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "t", None)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    )
+    tokenizer = load_tokenizer(folder)
+    segments = chat_segments([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], tokenizer, "x")
+    assert segments == [("user: a\n", False), ("assistant: b\n", True)]
+    found = encode(tokenizer, segments, special=False)
+    assert found.ids[-1] == tokenizer.eos_token_id
+    assert found.loss_mask[-1]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (None, CHAT, r"here: messages need a tokenizer with a chat template, and this one \(.*\) has none"),
+        (PLAIN, [], r"here: expected messages as a list of \{role, content\}, found \[\]"),
+        (PLAIN, "hello", r"expected messages as a list"),
+        (PLAIN, [{"role": "user"}], r"here: the chat template refuses these messages: .*content"),
+        ("{{ messages | length }}", CHAT, r"does not write message 3 after its generation prompt; mark the answers"),
+    ],
+)
+def test_conversations_that_cannot_be_written_are_one_line(
+    template: str | None, messages: Any, message: str, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path, template))
+    with pytest.raises(InputError, match=message):
+        chat_segments(messages, tokenizer, "here")
+
+
+# ---- in a run ----------------------------------------------------------------------------------------------
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]]) -> str:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def config_of(folder: Path, dataset: dict[str, Any], **changes: Any) -> Any:
+    name = str(folder / "words" if (folder / "words").is_dir() else write_tokenizer(folder / "words"))
+    return run_config(dataset, tokenizer__tokenizer_name_or_path=name, **({"sequence_length": 24} | changes))
+
+
+def trained_answers(data: Any) -> list[str]:
+    """The text of every answer of all training rows: what its labels say, the end of text at its end."""
+    (source,) = data.stage_of(1).sources
+    indices = np.arange(len(source))
+    read = source.read(indices)
+    tokens, loss = read.tokens, read.loss_mask
+    return sorted(data.tokenizer.decode(tokens[loss].tolist()).split(END)[:-1])
+
+
+@pytest.mark.parametrize("form", ["jsonl", "hub"])
+def test_every_answer_is_in_the_loss_and_no_prompt(form: str, tmp_path: Path) -> None:
+    import datasets
+
+    if form == "jsonl":
+        dataset = {"text_files": write_rows(tmp_path / "rows.jsonl", PAIRS), "sft_dataloader": True}
+    else:
+        datasets.disable_progress_bars()
+        datasets.Dataset.from_list(PAIRS).save_to_disk(tmp_path / "rows")
+        dataset = {"hf_dataset_or_datasets": str(tmp_path / "rows"), "sft_dataloader": True}
+    with open_run(config_of(tmp_path, dataset), 1, quiet) as data:
+        (source,) = data.stage_of(1).sources
+        held = len(source.cache.validation.ends)  # type: ignore[union-attr]
+        found = trained_answers(data)
+        assert len(found) == len(PAIRS) - held
+        assert held > 3
+        assert set(found) <= {pair["completion"] for pair in PAIRS}
+        assert "0 of" in source.describe()
+        assert "with a loss), " in source.describe()
+        batches = [*data.batch(1), *(batch for batch, *_ in data.validation())]
+        for batch in batches:
+            assert batch.documents is not None  # masked from each other, though model.document_masking is off
+            assert (batch.labels != NO_LOSS).any()
+        size = sum(size for _, size, *_ in data.validation())
+        assert data.compression_baselines() == {}
+    of_answers = sum(len(pair["completion"].encode()) for pair in PAIRS)
+    assert 0 < size < of_answers  # bytes of the answers that are held out, not of their prompts
+
+
+def test_a_stage_without_answers_is_masked_as_the_model_says(tmp_path: Path) -> None:
+    """Whatever comes after it, so that a stage of answers may be added to a run that has begun."""
+    text = {"text_files": str(write_texts(tmp_path / "texts"))}
+    answers = {"text_files": write_rows(tmp_path / "rows.jsonl", PAIRS), "sft_dataloader": True}
+    config = config_of(tmp_path, text)
+    both = config.model_copy(update={"data_stages": run_config(text, answers).data_stages})
+    with open_run(config, 1, quiet) as alone, open_run(both, 1, quiet) as data:
+        for one, other in ((alone.batch(1), data.batch(1)), *zip(alone.validation(), data.validation())):
+            assert one[0].documents is None
+            assert other[0].documents is None
+            assert np.array_equal(one[0].labels, other[0].labels)
+        assert data.batch(7)[0].documents is not None
+
+
+def test_long_examples_are_cut_and_rows_without_an_answer_left_out(tmp_path: Path) -> None:
+    rows = [*PAIRS[:9], {"prompt": "x", "completion": ""}, {"prompt": "y", "completion": "1 + 1 " * 40}]
+    dataset = {"text_files": write_rows(tmp_path / "rows.jsonl", rows), "sft_dataloader": True}
+    with open_run(config_of(tmp_path, dataset, val_fraction=0.01), 1, quiet) as data:
+        (source,) = data.stage_of(1).sources
+        assert "1 row left out without an answer" in source.describe()
+        assert f"1 of {len(rows) - 1 - len(source.cache.validation.ends)} documents cut" in source.describe()
+        longest = source.read(np.arange(len(source))).loss_mask.sum(axis=1).max()
+        assert longest == 24  # all of a row but the prompt's token, and nothing of the rest elsewhere
+        assert source.read(np.arange(len(source))).loss_mask.sum() < 24 + 9 * 6
+
+
+def test_debug_max_samples_and_columns(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [{"q": p["prompt"], "a": p["completion"], "text": "."} for p in PAIRS])
+    named = {"text_files": file, "prompt_column_name": "q", "completion_column_name": "a", "debug_max_samples": 5}
+    off = {"val_fraction": 0.01}
+    with open_run(config_of(tmp_path, named, **off), 1, quiet) as data:
+        (source,) = data.stage_of(1).sources
+        split, held = source.cache.train, source.cache.validation
+        assert len(split.ends) + len(held.ends) == 5
+        few = trained_answers(data)
+    with open_run(config_of(tmp_path, named | {"debug_max_samples": None}, **off), 1, quiet) as data:
+        assert len(trained_answers(data)) > len(few)
+    write_rows(tmp_path / "chats.jsonl", [{"said": CHAT, "prompt": "a", "completion": "b"}, PAIRS[0], PAIRS[1]])
+    chats = {"text_files": str(tmp_path / "chats.jsonl"), "messages_column_name": "said"}
+    with open_run(config_of(tmp_path, chats | {"sft_dataloader": True}, sequence_length=200), 1, quiet) as data:
+        cache = data.stage_of(1).sources[0].cache
+        texts = [data.tokenizer.decode(side.tokens) for side in (cache.train, cache.validation)]  # type: ignore
+        assert sum(text.count("<|im_start|>assistant") for text in texts) == 2
+    with pytest.raises(InputError, match=r"rows.jsonl, row 1: expected text in the columns 'prompt' and 'completion'"):
+        open_run(config_of(tmp_path, {"text_files": file, "sft_dataloader": True}), 1, quiet)
+    write_rows(tmp_path / "questions.jsonl", [{"prompt": "a", "completion": ""}] * 3)
+    asked = {"text_files": str(tmp_path / "questions.jsonl"), "sft_dataloader": True}
+    with pytest.raises(InputError, match=r"questions.jsonl: no text in it \(no row has an answer\)"):
+        open_run(config_of(tmp_path, asked), 1, quiet)
+
+
+def test_workers_make_the_same_tokens(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list([{"messages": CHAT[:3]}, {"messages": CHAT}] * 20).save_to_disk(tmp_path / "rows")
+    dataset = {"hf_dataset_or_datasets": str(tmp_path / "rows"), "sft_dataloader": True, "packing": "windows"}
+    sides = []
+    for workers in (1, 2):
+        more = {"dataset_processing_num_proc_per_process": workers, "dataset_overwrite_cache": workers == 2}
+        with open_run(config_of(tmp_path, dataset | more), 1, quiet) as data:
+            (source,) = data.stage_of(1).sources
+            split = source.cache.train  # type: ignore[union-attr]
+            sides.append((split.tokens.tolist(), split.ends.tolist(), split.loss.tolist()))  # type: ignore[union-attr]
+            windows = source.read(np.arange(len(source))).loss_mask
+            assert windows is not None
+            assert windows[:, 1:].ravel().tolist() == sides[-1][2][1 : 1 + windows[:, 1:].size]
+    assert sides[0] == sides[1]

@@ -1,0 +1,422 @@
+"""What one sees of a run: console lines in the seeds' form, metrics.jsonl, TensorBoard, samples, traces."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kenotron.config import InputError, load
+from kenotron.training.console import human_format
+from kenotron.training.metrics import drop_later_steps
+from support.tiny_run import metrics, text_overrides, tiny_config, train_and_listen, train_quietly
+
+PREFIX = re.compile(r"^\d\d/\d\d/\d{4} \d\d:\d\d:\d\d \[(DEBUG|INFO|WARNING|ERROR)\|DP=0\|PP=0\|TP=0\]: ")
+# Line 1 and line 5 of the seeds' log.
+SEEDS_FIRST = (
+    "iteration: 1 / 15 | consumed_tokens: 512 | elapsed_time_per_iteration_ms: 4.71K | tokens_per_sec: 109 | "
+    "tokens_per_sec_per_gpu: 109 | global_batch_size: 2 | lm_loss: 5.32 | lr: 0.00015 | "
+    "model_tflops_per_gpu: 1.87e-05 | hardware_tflops_per_gpu: 1.87e-05 | grad_norm: 2.96 | "
+    "cuda_memory_allocated: 67.4M | cuda_max_memory_reserved: 520M | hd_total_memory_tb: 2.13T | "
+    "hd_used_memory_tb: 952G | hd_free_memory_tb: 1.18T"
+)
+SEEDS_FIFTH = (
+    "iteration: 5 / 15 | consumed_tokens: 2.56K | elapsed_time_per_iteration_ms: 9.15 | tokens_per_sec: 55.9K | "
+    "tokens_per_sec_per_gpu: 55.9K | global_batch_size: 2 | lm_loss: 5.27 | lr: 0.000264 | "
+    "model_tflops_per_gpu: 0.00962 | hardware_tflops_per_gpu: 0.00962 | grad_norm: 3.2"
+)
+
+
+def names(line: str) -> list[str]:
+    return [field.split(": ")[0].replace("cuda_", "cpu_") for field in line.split(" | ")]
+
+
+def iteration_lines(said: str) -> list[str]:
+    lines = [PREFIX.sub("", line) for line in said.splitlines()]
+    return [line for line in lines if line.startswith("iteration: ")]
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, str]:
+    """A run of 8 steps with a save after step 6, and what it said."""
+    config = tiny_config(
+        tmp_path_factory.mktemp("watched"),
+        "tokens.train_steps=8",
+        "checkpoints.checkpoint_interval=6",
+        "logging.tensorboard=true",
+        "tokens.val_check_interval=4",
+        "tokens.limit_val_batches=2",
+    )
+    _, said = train_and_listen(config)
+    return config, said
+
+
+def test_every_line_has_the_seeds_prefix(watched) -> None:
+    assert all(PREFIX.match(line) for line in watched[1].splitlines())
+
+
+def test_fields_and_their_order_are_those_of_the_seeds_log_with_memory_at_first_and_after_a_save(watched) -> None:
+    for number, line in enumerate(iteration_lines(watched[1]), 1):
+        seeds = SEEDS_FIRST if number <= 4 or number == 7 else SEEDS_FIFTH
+        assert names(line) == names(seeds), f"iteration {number}"
+
+
+def test_a_parser_of_the_seeds_lines_reads_ours(watched) -> None:
+    """The numbers of a line, read back, are those of metrics.jsonl to three digits."""
+    factors = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+    for line, raw in zip(iteration_lines(watched[1]), metrics(watched[0]), strict=True):
+        for field in line.split(" | ")[1:]:
+            name, shown = field.split(": ")
+            number, suffix = re.fullmatch(r"(-?[\d.]+(?:e[-+]\d+)?)([KMGT]?)", shown).groups()
+            assert float(number) * factors[suffix] == pytest.approx(raw[name], rel=6e-3), field
+
+
+def test_metrics_hold_every_field_of_the_console_raw_and_one_object_a_step(watched) -> None:
+    steps = metrics(watched[0])
+    assert [step["iteration"] for step in steps] == list(range(1, 9))
+    for line, step in zip(iteration_lines(watched[1]), steps, strict=True):
+        assert [name for name in step if name in names(line)] == names(line)
+        assert all(isinstance(value, int | float) for value in step.values())
+    assert steps[0]["consumed_tokens"] == 64
+    # Rates are of this step's own time.
+    for step in steps:
+        seconds = step["elapsed_time_per_iteration_ms"] / 1000
+        assert step["tokens_per_sec"] == pytest.approx(64 / seconds)
+        assert step["model_tflops_per_gpu"] == pytest.approx(step["hardware_tflops_per_gpu"])
+        assert step["data_wait_ms"] <= step["elapsed_time_per_iteration_ms"]
+        assert 0 < step["matmul_share_causal"] < step["matmul_share"] < 1
+
+
+def test_tflops_are_three_forward_passes_over_the_steps_time(watched) -> None:
+    hidden, kv, width, length, layers, inner, vocab = 16, 2, 4, 16, 2, 24, 64
+    attention = 2 * hidden * (4 + 2 * kv) * width + 4 * length * hidden + 2 * hidden * hidden
+    token = layers * (attention + 6 * hidden * inner) + 2 * hidden * vocab
+    for step in metrics(watched[0]):
+        assert step["model_tflops_per_gpu"] == pytest.approx(3 * token * step["tokens_per_sec"] / 1e12)
+
+
+def test_recomputation_counts_for_the_hardware_and_not_for_the_model(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "parallelism.recompute_layer=true")
+    train_quietly(config)
+    for step in metrics(config):
+        # A token's products in two blocks: q, o 16x16; k, v 16x8; gate, up, down 16x24; attention's square 16 x 16 x 2.
+        blocks = 2 * 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16 * 16)
+        head = 2 * 16 * 64
+        share = (4 * blocks + 3 * head) / (3 * blocks + 3 * head)
+        assert step["hardware_tflops_per_gpu"] == pytest.approx(step["model_tflops_per_gpu"] * share)
+
+
+def test_validation_is_part_of_the_line_of_its_step(watched) -> None:
+    steps = metrics(watched[0])
+    assert [step["iteration"] for step in steps if "val_loss" in step] == [4, 8]
+    assert steps[3]["val_loss"] == pytest.approx(math.log(64), rel=0.05)  # random tokens cannot be predicted
+    assert watched[1].count("validation: 4 / 8 | val_loss: ") == 1
+
+
+def test_tensorboard_reads_every_scalar_back(watched) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = watched[0]
+    events = EventAccumulator(str(Path(config.logging.log_dir) / "tiny" / "tensorboard"))
+    events.Reload()
+    steps = metrics(config)
+    assert set(events.Tags()["scalars"]) == {name for step in steps for name in step} - {"iteration"}
+    for name in ("lm_loss", "lr", "grad_norm", "consumed_tokens", "val_loss", "tokens_per_sec"):
+        found = [(event.step, event.value) for event in events.Scalars(name)]
+        expected = [(step["iteration"], step[name]) for step in steps if name in step]
+        assert [step for step, _ in found] == [step for step, _ in expected], name
+        assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=1e-6), name
+    (text,) = (event.tensor_proto.string_val[0].decode() for event in events.Tensors("config/text_summary"))
+    assert "hidden_size: 16" in text
+
+
+def test_the_resolved_config_is_printed_and_written(watched) -> None:
+    config, said = watched
+    path = Path(config.logging.log_dir) / "tiny" / "config.yaml"
+    assert load(path) == config
+    printed = [PREFIX.sub("", line) for line in said.splitlines()]
+    for line in path.read_text().splitlines():
+        assert line in printed
+
+
+@pytest.mark.parametrize(
+    "said_once", ["[Start training] datetime: ", "Total number of parameters: ", "Saved checkpoint"]
+)
+def test_the_start_and_the_saves_are_announced(said_once: str, watched) -> None:
+    expected = 2 if said_once == "Saved checkpoint" else 1
+    assert watched[1].count(said_once) == expected
+
+
+def test_a_save_says_where_how_much_and_how_long(watched) -> None:
+    config, said = watched
+    saves = re.findall(r"Saved checkpoint at (\S+): ([\d.]+)MiB in ([\d.]+) s", said)
+    assert [Path(path).name for path, _, _ in saves] == ["6", "8"]
+    folder = Path(config.checkpoints.checkpoints_path) / "6"
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json")
+    assert float(saves[0][1]) == pytest.approx(size / 2**20, abs=0.006)
+
+
+# ---- keys of logging ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("interval", "shown"), [(1, [1, 2, 3, 4, 5, 6]), (3, [1, 4, 6]), (10, [1, 6])])
+def test_iteration_lines_come_every_so_many_steps_and_at_the_last(
+    interval: int, shown: list[int], tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path, f"logging.iteration_step_info_interval={interval}", "tokens.train_steps=6")
+    _, said = train_and_listen(config)
+    found = [int(re.match(r"iteration: (\d+) / 6", line).group(1)) for line in iteration_lines(said)]
+    assert found == shown
+    assert len(metrics(config)) == 6  # what is written does not depend on what is shown
+
+
+def test_log_level_is_the_least_severe_that_is_shown(tmp_path: Path) -> None:
+    seen = {}
+    for level in ("debug", "info", "warning", "error"):
+        (tmp_path / level).mkdir()
+        _, said = train_and_listen(tiny_config(tmp_path / level, f"logging.log_level={level}"))
+        seen[level] = {PREFIX.match(line).group(1) for line in said.splitlines()}
+    assert seen["warning"] == {"WARNING"}
+    assert seen["error"] == set()
+    assert seen["info"] == {"INFO", "WARNING"}
+    assert seen["debug"] >= seen["info"]
+
+
+def test_log_level_passive_leaves_the_logger_as_it_is(tmp_path: Path) -> None:
+    import logging
+
+    logger = logging.getLogger("kenotron")
+    before = logger.level
+    try:
+        logger.setLevel("CRITICAL")
+        _, said = train_and_listen(tiny_config(tmp_path, "logging.log_level=passive"))
+        assert (said, logger.level) == ("", logging.CRITICAL)
+    finally:
+        logger.setLevel(before)
+
+
+def test_log_level_replica_is_that_of_the_other_ranks(tmp_path: Path) -> None:
+    from kenotron.parallel.mesh import Mesh
+    from kenotron.training import console
+
+    class Second(Mesh):
+        def rank(self, name: str) -> int:
+            return int(name in ("world", "batch"))
+
+    config = tiny_config(tmp_path, "logging.log_level=info", "logging.log_level_replica=error")
+    console.start_logging(config, Second())
+    assert console.logger.level == 40
+    console.start_logging(config, Mesh())
+    assert console.logger.level == 20
+
+
+def test_sample_prompts_are_continued_at_the_start_and_at_the_end(tmp_path: Path) -> None:
+    prompts = 'logging.sample_prompts=["The sum", "of 3"]'
+    config = tiny_config(tmp_path, *text_overrides(tmp_path), prompts)
+    _, said = train_and_listen(config)
+    assert all(PREFIX.match(line) for line in said.splitlines())
+    for when in ("before training", "after step 3"):
+        for prompt in ("The sum", "of 3"):
+            assert said.count(f"Sample {when}, continuing {prompt!r}:") == 1
+    lines = [PREFIX.sub("", line) for line in said.splitlines()]
+    after = lines[lines.index("Sample after step 3, continuing 'The sum':") + 1]
+    assert after.startswith("The sum")
+    assert len(after) > len("The sum")
+
+
+def test_sampling_does_not_change_the_run(tmp_path: Path) -> None:
+    found = []
+    for name, prompts in (("without", []), ("with", ['logging.sample_prompts=["The sum"]'])):
+        (tmp_path / name).mkdir()
+        config = tiny_config(tmp_path / name, *text_overrides(tmp_path), *prompts, "model.dtype=bfloat16")
+        train_quietly(config)
+        found.append([step["lm_loss"] for step in metrics(config)])
+    assert found[0] == found[1]
+
+
+def test_sample_prompts_without_a_tokenizer_are_refused_in_one_line(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, 'logging.sample_prompts=["The sum"]')
+    with pytest.raises(InputError, match=r"logging\.sample_prompts.*tokenizer"):
+        train_quietly(config)
+
+
+def test_the_profiler_writes_its_trace_for_the_steps_it_names(tmp_path: Path) -> None:
+    keys = "profiler_export_path: %s, wait: 1, warmup: 1, active: 2, repeat: 1, skip_first: 1" % (tmp_path / "traces")
+    config = tiny_config(
+        tmp_path, f"profiler={{{keys}, export_chrome_trace: true, with_stack: false}}", "tokens.train_steps=6"
+    )
+    _, said = train_and_listen(config)
+    (folder,) = (tmp_path / "traces").iterdir()
+    (chrome,) = folder.glob("chrome_trace_step_*.json")
+    (board,) = folder.glob("*.pt.trace.json")
+    assert said.count(f"Wrote the profiler's trace to {folder}") == 1
+    events = json.loads(chrome.read_text())["traceEvents"]
+    assert json.loads(board.read_text())["traceEvents"]
+    steps = sorted({event["name"] for event in events if event.get("name", "").startswith("ProfilerStep")})
+    assert len(steps) == 2, steps
+    assert any(event.get("name") == "aten::mm" for event in events)
+
+
+def test_a_run_over_text_prints_validation_in_bits_per_byte_beside_compressors(tmp_path: Path) -> None:
+    validate = ("tokens.val_check_interval=3", "tokens.limit_val_batches=-1", "tokens.val_fraction=0.2")
+    config = tiny_config(tmp_path, *text_overrides(tmp_path), *validate)
+    run, said = train_and_listen(config)
+    step = metrics(config)[-1]
+    # Independently: every held-out token's loss in bits over the bytes of the held-out documents.
+    import torch
+
+    texts = list(run.data.validation_texts())
+    total = 0.0
+    for batch, *_ in run.data.validation():
+        from kenotron.training.step import to_device
+
+        micro = to_device(batch, run)
+        with torch.no_grad():
+            logits = run.model(micro.tokens, micro.ctx).double()
+        total += float(torch.nn.functional.cross_entropy(logits, micro.labels, ignore_index=-100, reduction="sum"))
+    size = sum(len(text.encode()) for text in texts)
+    first = len(texts[0].encode()) and run.tokenizer.encode(texts[0])[0]
+    without_first = size - len(run.tokenizer.decode([first]).encode())  # the very first token is no label
+    assert step["val_bits_per_byte"] == pytest.approx(total / math.log(2) / without_first, rel=1e-5)
+    assert re.search(r"bits per byte on the validation text: [\d.]+ \| for comparison: gzip.*xz", said)
+
+
+# ---- human_format ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (4710, "4.71K"),
+        (11.8, "11.8"),
+        (10, "10"),
+        (10.0, "10"),
+        (9.15, "9.15"),
+        (109, "109"),
+        (512, "512"),
+        (1024, "1.02K"),
+        (4096, "4.1K"),
+        (54976, "55K"),
+        (0.000296, "0.000296"),
+        (7.26e-05, "7.26e-05"),
+        (1e-05, "1e-05"),
+        (0.0101, "0.0101"),
+        (5.3249, "5.32"),
+        (3.2, "3.2"),
+        (67_400_000, "67.4M"),
+        (952e9, "952G"),
+        (2.13e12, "2.13T"),
+        (12368, "12.4K"),
+        (999.6, "1K"),
+        (999_950, "1M"),
+        (0, "0"),
+        (-2840, "-2.84K"),
+        (-0.5, "-0.5"),
+        (11.0, "11"),
+        (1, "1"),
+        (math.nan, "nan"),
+        (math.inf, "inf"),
+        (-math.inf, "-inf"),
+        (0.9999, "1"),
+    ],
+)
+def test_numbers_are_shown_as_in_the_seeds_log(number: float, shown: str) -> None:
+    assert human_format(number) == shown
+
+
+@given(st.floats(min_value=-9e17, max_value=9e17).filter(lambda x: abs(x) > 1e-300))
+def test_what_is_shown_is_the_number_to_three_digits(number: float) -> None:
+    shown = human_format(number)
+    factors = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+    factor = factors.get(shown[-1], 1.0)
+    value = float(shown.rstrip("KMGTP")) * factor
+    assert value == pytest.approx(number, rel=0.0051)
+    digits = re.sub(r"e.*", "", shown.rstrip("KMGTP")).replace(".", "").lstrip("-0")
+    assert len(digits) <= 3
+    if 1 <= abs(number) < 999e15:
+        assert 1 <= abs(float(shown.rstrip("KMGTP"))) < 1000
+
+
+# ---- metrics.jsonl after a kill ----------------------------------------------------------------------------
+
+
+def test_steps_that_will_be_done_again_are_dropped_with_a_line_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"iteration": k, "lm_loss": k / 7}) + "\n" for k in range(1, 6)) + '{"iterat')
+    drop_later_steps(path, 3)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"iteration": k, "lm_loss": k / 7} for k in (1, 2, 3)
+    ]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_resumed_run_has_every_step_once_in_metrics_and_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    keys = ("logging.tensorboard=true", "checkpoints.checkpoint_interval=2", "checkpoints.save_final_state=false")
+    train_quietly(tiny_config(tmp_path, *keys, "tokens.train_steps=3"))
+    config = tiny_config(tmp_path, *keys, "tokens.train_steps=5")
+    train_quietly(config)  # from 2: step 3 is done again
+    assert [step["iteration"] for step in metrics(config)] == [1, 2, 3, 4, 5]
+    events = EventAccumulator(str(tmp_path / "logs" / "tiny" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("lm_loss")] == [1, 2, 3, 4, 5]
+
+
+def test_without_a_terminal_the_time_left_is_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a minute a step, four minutes are left after the first of five."""
+    from kenotron.training.observing import Pace
+
+    clock = iter(range(100))
+    monkeypatch.setattr(Pace, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("kenotron.training.observing.time", SimpleNamespace(perf_counter=lambda: 60.0 * next(clock)))
+    _, said = train_and_listen(tiny_config(tmp_path, "tokens.train_steps=5"))
+    assert re.findall(r"training: .*", said) == [
+        "training: 20% | ETA 0:04:00",
+        "training: 40% | ETA 0:03:00",
+        "training: 60% | ETA 0:02:00",
+        "training: 80% | ETA 0:01:00",
+    ]
+
+
+def test_a_run_that_is_stopped_saves_without_compressing_anything_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm gives seconds between SIGTERM and SIGKILL; xz may take a minute."""
+    from kenotron.data import RunData
+
+    monkeypatch.setattr(RunData, "compression_baselines", lambda self: pytest.fail("compressed"))
+    validate = ("tokens.val_check_interval=1", "tokens.limit_val_batches=-1", "tokens.val_fraction=0.2")
+    stop = "general.hooks=[{path: support.user_parts.StopAt, kwargs: {step: 2}}]"
+    run = train_quietly(tiny_config(tmp_path, *text_overrides(tmp_path), *validate, stop))
+    assert run.step == 2
+    assert (tmp_path / "checkpoints" / "2" / "manifest.json").exists()
+
+
+def test_compressors_run_after_the_last_save(tmp_path: Path) -> None:
+    validate = ("tokens.val_check_interval=3", "tokens.limit_val_batches=-1", "tokens.val_fraction=0.2")
+    _, said = train_and_listen(tiny_config(tmp_path, *text_overrides(tmp_path), *validate))
+    assert said.index("Saved checkpoint at") < said.index("for comparison: gzip_bits_per_byte")
+
+
+def test_the_page_on_metrics_has_every_field(watched) -> None:
+    from support.tiny_run import REPOSITORY
+
+    page = (REPOSITORY / "docs" / "metrics.md").read_text()
+    assert [name for step in metrics(watched[0]) for name in step if f"`{name}`" not in page] == []
+
+
+def test_the_project_is_in_tensorboards_text(watched) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (folder,) = Path(watched[0].logging.log_dir).glob("*/tensorboard")
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    (text,) = events.Tensors("project/text_summary")
+    assert text.tensor_proto.string_val == [b"tests"]

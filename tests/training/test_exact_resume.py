@@ -1,0 +1,337 @@
+"""A run killed at any moment and started again is, bit for bit, the run that was never killed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support.nursery import Finished, Nursery
+from support.tiny_run import equal_bits, metrics, saved_weights, tiny_config, tiny_dict, write_texts
+
+STEPS = 12
+MOMENTS = ("lm_loss", "grad_norm", "lr", "consumed_tokens", "real_tokens", "val_loss", "skipped")
+
+STREAMED = {"text_files": "texts.jsonl"}
+
+RUNS: dict[str, dict[str, Any]] = {
+    "fp32 with AdamW": {},
+    "bf16 with Muon, two micro-batches": {
+        "model.dtype": "bfloat16",
+        "optimizer.optimizer_factory": {"name": "muon", "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8},
+        "tokens.micro_batch_size": 2,
+        "tokens.batch_accumulation_per_replica": 2,
+        "model.model_config.tie_word_embeddings": True,
+    },
+    "text that is streamed": {
+        "model.document_masking": True,
+        "data_stages": [
+            {
+                "name": name,
+                "start_training_step": start,
+                "data": {"dataset": {**STREAMED, "streaming": {"shuffle_buffer": 20}}, "seed": 1},
+            }
+            for name, start in (("first", 1), ("second", 6))
+        ],
+    },
+}
+
+
+def two_stages_of_text(folder: Path, changes: dict[str, Any]) -> Path:
+    """A run over two stages of text with validation, saved every third step, as a YAML file."""
+    content = tiny_dict(folder)
+    dataset = {"text_files": Path(write_texts(folder)).name}
+    content["data_stages"] = [
+        {"name": "first", "start_training_step": 1, "data": {"dataset": dataset, "seed": 1}},
+        {"name": "second", "start_training_step": 6, "data": {"dataset": dataset, "seed": 2}},
+    ]
+    content["tokenizer"] = {"train": {"vocab_size": 300}}
+    content["model"]["model_config"] |= {"vocab_size": 300, "eos_token_id": 0}
+    content["tokens"] |= {"train_steps": STEPS, "val_check_interval": 3, "limit_val_batches": 1, "val_fraction": 0.1}
+    content["checkpoints"] |= {"checkpoint_interval": 3, "keep_last": 2}
+    for path, value in changes.items():
+        *sections, key = path.split(".")
+        section = content
+        for name in sections:
+            section = section[name]
+        section[key] = value
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """Hash of every tensor file of a checkpoint."""
+    files = [path for part in ("model", "optimizer") for path in sorted((folder / part).iterdir())]
+    return {f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def story(folder: Path) -> list[dict[str, Any]]:
+    """What must not depend on whether a run was killed: every step's numbers, in the order of the file."""
+    config = tiny_config(folder)
+    return [{name: step[name] for name in ("iteration", *MOMENTS) if name in step} for step in metrics(config)]
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def uninterrupted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nursery: Nursery
+) -> tuple[dict[str, Any], Path]:
+    """The changes that make the run, and the folder in which it went through in one go."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    changes = RUNS[request.param]
+    finished = nursery.run("train", two_stages_of_text(folder, changes), folder=folder)
+    assert (finished.code, finished.stderr) == (0, "")
+    assert [step["iteration"] for step in story(folder)] == list(range(1, STEPS + 1))
+    return changes, folder
+
+
+def same_run(folder: Path, other: Path) -> None:
+    assert story(folder) == story(other)
+    last = Path("checkpoints") / str(STEPS)
+    assert digest(folder / last) == digest(other / last)
+    assert equal_bits(saved_weights(folder / last), saved_weights(other / last))
+    moments = saved_weights(folder / last, "optimizer")
+    assert {str(tensor.dtype) for tensor in saved_weights(folder / last).values()} == {"torch.float32"}
+    assert len(moments) > len(saved_weights(folder / last))  # a validation just before the save hides nothing
+
+
+@pytest.mark.parametrize("attempt", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_run_killed_at_file_system_events_ends_as_if_it_had_not_been(
+    attempt: int, uninterrupted: tuple[dict[str, Any], Path], nursery: Nursery, tmp_path: Path
+) -> None:
+    changes, whole = uninterrupted
+    file = two_stages_of_text(tmp_path, changes)
+    dice = random.Random(f"{attempt} {sorted(changes)}")
+    kills = 0
+    for _ in range(60):  # a save alone is some twenty events; a run that got nowhere for long would not end
+        finished = nursery.run("train", file, folder=tmp_path, die_at=dice.randint(10, 90))
+        assert finished.code in (0, -signal.SIGKILL), finished.stderr
+        if finished.code == 0:
+            break
+        kills += 1
+    assert finished.code == 0, "killed 60 times, and never through"
+    assert kills >= 2
+    same_run(tmp_path, whole)
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_times_ends_as_if_it_had_not_been(
+    uninterrupted: tuple[dict[str, Any], Path], nursery: Nursery, tmp_path: Path
+) -> None:
+    changes, whole = uninterrupted
+    file = two_stages_of_text(tmp_path, changes)
+    dice = random.Random(5)
+    for _ in range(4):
+        child = nursery.start("train", file, folder=tmp_path)
+        time.sleep(dice.uniform(0.2, 2.0))
+        kill(child.pid, signal.SIGKILL)
+        child.wait()
+    assert nursery.run("train", file, folder=tmp_path).code == 0
+    same_run(tmp_path, whole)
+
+
+def kill(pid: int, number: int) -> None:
+    """Also where the process may be gone already."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def wait_for_steps(folder: Path, count: int) -> None:
+    """Until metrics.jsonl has `count` lines."""
+    deadline = time.monotonic() + 60
+    path = folder / "logs" / "tiny" / "metrics.jsonl"
+    while not path.exists() or len(path.read_text().splitlines()) < count:
+        assert time.monotonic() < deadline, "no step was done in a minute"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_finishes_the_step_saves_and_exits_with_0_and_the_run_goes_on_exactly(
+    name: str, nursery: Nursery, tmp_path: Path
+) -> None:
+    file = endless(tmp_path)
+    child = nursery.start("train", file, folder=tmp_path)
+    wait_for_steps(tmp_path, 5)
+    os.kill(child.pid, getattr(signal, name))
+    finished = child.wait()
+    assert (finished.code, finished.stderr) == (0, "")
+    stopped = story(tmp_path)[-1]["iteration"]
+    assert f"{name}: saving after step {stopped} and stopping" in finished.stdout
+    assert (tmp_path / "checkpoints" / "latest.txt").read_text().strip() == str(stopped)
+
+    more = f"tokens.train_steps={stopped + 4}"
+    continued = nursery.run("train", file, more, folder=tmp_path)
+    assert continued.code == 0
+    assert f"start_iteration_step: {stopped} " in continued.stdout
+    other = tmp_path / "whole"
+    other.mkdir()
+    assert nursery.run("train", endless(other), more, folder=other).code == 0
+    assert story(tmp_path) == story(other)
+    last = Path("checkpoints") / str(stopped + 4)
+    assert digest(tmp_path / last) == digest(other / last)
+
+
+def endless(folder: Path) -> Path:
+    file = folder / "endless.yaml"
+    content = tiny_dict(folder)
+    content["tokens"]["train_steps"] = 1_000_000
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def test_ctrl_c_under_torchrun_comes_twice_and_is_one_request(nursery: Nursery, tmp_path: Path) -> None:
+    child = nursery.start("train", endless(tmp_path), folder=tmp_path)
+    wait_for_steps(tmp_path, 2)
+    os.kill(child.pid, signal.SIGINT)  # from the terminal, and passed on by torchrun
+    kill(child.pid, signal.SIGINT)
+    finished = child.wait()
+    assert (finished.code, finished.stderr) == (0, "")
+    assert "SIGINT: saving after step" in finished.stdout
+
+
+def test_a_second_signal_leaves_at_once_with_exit_code_130(nursery: Nursery, tmp_path: Path) -> None:
+    content = yaml.safe_load(endless(tmp_path).read_text())
+    content["general"]["hooks"] = ["support.user_parts.SlowStep"]
+    file = tmp_path / "slow.yaml"
+    file.write_text(yaml.safe_dump(content))
+    child = nursery.start("train", file, folder=tmp_path)
+    wait_for_steps(tmp_path, 1)  # the hook comes after the metrics: the child is asleep within its step
+    deadline = time.monotonic() + 60
+    while child.runs():  # within two seconds of the first a signal is the same request; one of the later is the second
+        kill(child.pid, signal.SIGTERM)
+        assert time.monotonic() < deadline, "signals for a minute did not end the run"
+        time.sleep(0.2)
+    finished = child.wait()
+    assert finished.code == 130
+    assert "Traceback" not in finished.stderr
+    assert not (tmp_path / "checkpoints" / "1").exists()
+
+
+# ---- what may differ, and what may not ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def stopped_at_4(nursery: Nursery, tmp_path: Path) -> Path:
+    """The YAML of a run of 6 steps that has checkpoints at 2 and 4, and no more."""
+    content = tiny_dict(tmp_path)
+    content["tokens"]["train_steps"] = 4
+    content["checkpoints"]["checkpoint_interval"] = 2
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(content))
+    assert nursery.run("train", file, folder=tmp_path).code == 0
+    content["tokens"]["train_steps"] = 6
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def one_error_line(finished: Finished) -> str:
+    assert finished.code == 2
+    assert finished.stderr.count("\n") == 1, finished.stderr
+    assert finished.stderr.startswith("error: ")
+    return finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("optimizer.weight_decay=0.2", "optimizer.weight_decay is 0.1 there and 0.2 in this config"),
+        ("general.seed=8", "general.seed is 7 there and 8"),
+        ("model.model_config.hidden_size=32", "model.model_config.hidden_size"),
+        ("tokens.batch_accumulation_per_replica=2", "tokens.batch_accumulation_per_replica"),
+        ("data_stages.0.data.seed=4", "data_stages.0.data.seed"),
+        ("model.dtype=bfloat16", "model.dtype"),
+    ],
+)
+def test_a_changed_key_is_another_run_and_exit_code_2_names_it(
+    override: str, key: str, stopped_at_4: Path, nursery: Nursery
+) -> None:
+    line = one_error_line(nursery.run("train", stopped_at_4, override, folder=stopped_at_4.parent))
+    assert key in line
+    assert "--fresh" in line
+    assert "checkpoints.checkpoints_path" in line
+    assert len(story(stopped_at_4.parent)) == 4  # nothing was touched
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),  # train_steps was raised from 4 to 6
+        ("tokens.micro_batch_size=2", "tokens.batch_accumulation_per_replica=2"),
+        ("tokens.micro_batch_size=1", "tokens.batch_accumulation_per_replica=4"),
+        (
+            "logging.log_level=warning",
+            "checkpoints.checkpoint_interval=3",
+            "parallelism.tp_mode=all_reduce",
+        ),
+    ],
+)
+def test_the_same_run_goes_on_with_more_steps_another_split_or_other_intervals(
+    overrides: tuple[str, ...], stopped_at_4: Path, nursery: Nursery
+) -> None:
+    folder = stopped_at_4.parent
+    finished = nursery.run("train", stopped_at_4, *overrides, folder=folder)
+    assert (finished.code, finished.stderr) == (0, "")
+    quiet = "logging.log_level=warning" in overrides
+    assert ("Loaded weights, optimizer, schedule and data position of" in finished.stdout) != quiet
+    assert [step["iteration"] for step in story(folder)] == [1, 2, 3, 4, 5, 6]
+    assert (folder / "checkpoints" / "latest.txt").read_text().strip() == "6"
+
+
+def test_a_finished_run_says_so_and_exits_with_0(stopped_at_4: Path, nursery: Nursery) -> None:
+    finished = nursery.run("train", stopped_at_4, "tokens.train_steps=4", folder=stopped_at_4.parent)
+    assert (finished.code, finished.stderr) == (0, "")
+    assert "This run is finished" in finished.stdout
+    assert "tokens.train_steps" in finished.stdout
+
+
+def test_fresh_sets_earlier_checkpoints_aside_and_starts_at_step_0(stopped_at_4: Path, nursery: Nursery) -> None:
+    folder = stopped_at_4.parent
+    before = digest(folder / "checkpoints" / "4")
+    finished = nursery.run("train", stopped_at_4, "general.seed=8", "--fresh", folder=folder)
+    assert (finished.code, finished.stderr) == (0, "")
+    assert "start_iteration_step: 0 " in finished.stdout
+    (aside,) = (folder / "checkpoints").glob("replaced-*")
+    assert sorted(path.name for path in aside.iterdir()) == ["2", "4", "latest.txt"]
+    assert digest(aside / "4") == before
+    assert [step["iteration"] for step in story(folder)] == [1, 2, 3, 4, 5, 6]
+    assert digest(folder / "checkpoints" / "4") != before
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(stopped_at_4: Path, nursery: Nursery) -> None:
+    folder = stopped_at_4.parent
+    victim = next((folder / "checkpoints" / "4" / "model").glob("*.safetensors"))
+    content = bytearray(victim.read_bytes())
+    content[-5] ^= 1
+    victim.write_bytes(content)
+    finished = nursery.run("train", stopped_at_4, folder=folder)
+    assert (finished.code, finished.stderr) == (0, "")
+    warnings = [line for line in finished.stdout.splitlines() if "[WARNING|" in line]
+    assert any("checkpoints/4" in line and victim.name in line for line in warnings), warnings
+    assert "start_iteration_step: 2 " in finished.stdout
+    assert [step["iteration"] for step in story(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_named_by_date_keeps_its_name_when_it_goes_on(nursery: Nursery, tmp_path: Path) -> None:
+    content = tiny_dict(tmp_path)
+    content["general"]["run"] = "named_%date_%jobid"
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(content))
+    job = {"SLURM_JOB_ID": "4711"}
+    assert nursery.run("train", file, folder=tmp_path, env=job).code == 0
+    (name,) = (path.name for path in (tmp_path / "logs").iterdir())
+    assert name.startswith("named_2")
+    assert name.endswith("_4711")
+    time.sleep(1.1)  # the date has seconds
+    finished = nursery.run("train", file, "tokens.train_steps=5", folder=tmp_path, env={"SLURM_JOB_ID": "4712"})
+    assert finished.code == 0
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == [name]
+    lines = (tmp_path / "logs" / name / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 5

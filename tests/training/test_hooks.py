@@ -1,0 +1,242 @@
+"""Hooks: the moments of a run come in their order, state survives, and a hook may end the run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kenotron as kn
+from kenotron.config import InputError
+from kenotron.config.errors import RunFailed
+from kenotron.parallel.mesh import Mesh
+from kenotron.training.build import build_hooks
+from kenotron.training.console import human_format
+from kenotron.training.hooks import Hook, load_hook
+from support import user_parts
+from support.tiny_run import metrics, tiny_config, tiny_dict, train_and_listen, train_quietly
+
+RECORDER = "general.hooks=[support.user_parts.Recorder]"
+VALIDATION = ("tokens.val_check_interval=2", "tokens.limit_val_batches=1")
+
+
+def recorders(run: Any) -> list[user_parts.Recorder]:
+    return [hook for hook in run.hooks if isinstance(hook, user_parts.Recorder)]
+
+
+def test_moments_come_in_their_order(tmp_path: Path) -> None:
+    run = train_quietly(tiny_config(tmp_path, RECORDER, *VALIDATION, "checkpoints.checkpoint_interval=2"))
+    (recorder,) = recorders(run)
+    step = ["before_step {0}", "before_update {0}"]
+    expected = [
+        "on_train_start 0",
+        *[moment.format(0) for moment in step],
+        "after_step 1",
+        *[moment.format(1) for moment in step],
+        "after_validation 2",
+        "after_step 2",
+        "on_save 2",
+        *[moment.format(2) for moment in step],
+        "after_validation 3",
+        "after_step 3",
+        "on_train_end 3",
+        "on_save 3",
+        "on_close",
+    ]
+    assert recorder.moments == expected
+
+
+def test_before_an_update_gradients_are_clipped(tmp_path: Path) -> None:
+    run = train_quietly(tiny_config(tmp_path, RECORDER, "optimizer.clip_grad=0.25"))
+    assert metrics(run.config)[-1]["grad_norm"] > 0.25
+    assert recorders(run)[0].norm == pytest.approx(0.25, rel=1e-4)
+
+
+def test_a_skipped_step_has_no_update(tmp_path: Path) -> None:
+    hooks = "general.hooks=[support.user_parts.Recorder, {path: support.user_parts.Poison, kwargs: {steps: [2]}}]"
+    (recorder,) = recorders(train_quietly(tiny_config(tmp_path, hooks)))
+    assert "before_step 1" in recorder.moments
+    assert "before_update 1" not in recorder.moments
+    assert "after_step 2" in recorder.moments
+
+
+def test_state_survives_a_restart_also_of_two_hooks_of_one_class(tmp_path: Path) -> None:
+    hooks = (
+        "general.hooks=["
+        + ", ".join(f"{{path: support.user_parts.Recorder, kwargs: {{name: {n}}}}}" for n in "ab")
+        + "]"
+    )
+    train_quietly(tiny_config(tmp_path, hooks))
+    state = json.loads((tmp_path / "checkpoints" / "3" / "manifest.json").read_text())["state"]["hooks"]
+    assert state["support.user_parts.Recorder"] == {"seen": 3, "name": "a"}
+    assert state["support.user_parts.Recorder#2"] == {"seen": 3, "name": "b"}
+    run = train_quietly(tiny_config(tmp_path, hooks, "tokens.train_steps=5"))
+    assert [recorder.seen for recorder in recorders(run)] == [5, 5]
+
+
+def test_hooks_may_change_between_the_parts_of_a_run(tmp_path: Path) -> None:
+    train_quietly(tiny_config(tmp_path))
+    run = train_quietly(tiny_config(tmp_path, RECORDER, "tokens.train_steps=4"))
+    assert recorders(run)[0].seen == 1
+    train_quietly(tiny_config(tmp_path, "tokens.train_steps=5"))
+
+
+def test_a_hook_may_end_the_run_in_good_order(tmp_path: Path) -> None:
+    hooks = "general.hooks=[support.user_parts.Recorder, {path: support.user_parts.StopAt, kwargs: {step: 2}}]"
+    run, said = train_and_listen(tiny_config(tmp_path, hooks, "tokens.train_steps=100"))
+    assert run is not None
+    assert (run.step, run.stop_reason, run.finished) == (2, "enough", False)
+    assert "Run stopped (enough) at step 2 of 100" in said
+    assert recorders(run)[0].moments[-3:] == ["on_train_end 2", "on_save 2", "on_close"]
+
+
+def test_after_an_error_every_hook_is_closed(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "general.hooks=[support.user_parts.Broken, support.user_parts.Recorder]")
+    closed: list[str] = []
+    plain = user_parts.Recorder.on_close
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(user_parts.Recorder, "on_close", lambda self, run: (closed.append("yes"), plain(self, run)))
+        with pytest.raises(RuntimeError, match="this hook is broken"):
+            train_quietly(config)
+    assert closed == ["yes"]
+    assert len(metrics(config)) == 1
+
+
+def test_hooks_are_called_by_priority_and_then_in_the_order_of_the_list(tmp_path: Path) -> None:
+    listed = [{"path": "support.user_parts.Recorder", "kwargs": {"name": name}} for name in "ab"]
+    content = tiny_dict(tmp_path)
+    content["general"]["hooks"] = listed
+    hooks = build_hooks(kn.load(content, VALIDATION), Mesh())
+    assert [type(hook).__name__ for hook in hooks] == [
+        "Validation",
+        "Recorder",
+        "Recorder",
+        "Metrics",
+        "NonFiniteGuard",
+        "Pace",
+        "Signals",
+        "CheckpointHook",
+        "Compressors",
+    ]
+    assert [hook.name for hook in hooks if isinstance(hook, user_parts.Recorder)] == ["a", "b"]
+
+
+def test_a_recorded_metric_is_part_of_its_step_everywhere(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = tiny_config(tmp_path, "general.hooks=[support.user_parts.Measures]", "logging.tensorboard=true")
+    _, said = train_and_listen(config)
+    first, second, third = metrics(config)
+    assert [step["twice_the_loss"] for step in (first, second, third)] == [
+        2 * step["lm_loss"] for step in (first, second, third)
+    ]
+    assert (first["mean_rank"], first["highest_rank"]) == (0, 0)
+    assert "parameters" in first
+    assert "parameters" not in second
+    lines = [line for line in said.splitlines() if "iteration: " in line]
+    assert [
+        f"twice_the_loss: {human_format(step['twice_the_loss'])} |" in line
+        for step, line in zip(metrics(config), lines)
+    ] == [True] * 3
+    curves = EventAccumulator(str(tmp_path / "logs" / "tiny" / "tensorboard"))
+    curves.Reload()
+    points = [(point.step, point.value) for point in curves.Scalars("twice_the_loss")]
+    assert points == [(step["iteration"], pytest.approx(step["twice_the_loss"])) for step in metrics(config)]
+
+
+def test_a_metric_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "general.hooks=[{path: support.user_parts.Measures, kwargs: {name: grad_norm}}]")
+    with pytest.raises(RunFailed, match=r"step 1: a hook recorded the metric 'grad_norm', which every step has"):
+        train_quietly(config)
+
+
+def test_hooks_learn_of_an_error_before_they_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[user_parts.Recorder] = []
+    plain = user_parts.Recorder.__init__
+    monkeypatch.setattr(
+        user_parts.Recorder, "__init__", lambda self, name="": (plain(self, name), recorded.append(self))[0]
+    )
+    monkeypatch.setattr(user_parts.Broken, "on_error", lambda self, run, error: 1 / 0, raising=False)
+    config = tiny_config(tmp_path, "general.hooks=[support.user_parts.Broken, support.user_parts.Recorder]")
+    with pytest.raises(RuntimeError, match="this hook is broken"):
+        train_quietly(config)
+    assert recorded[0].moments[-2:] == ["on_error 1 this hook is broken", "on_close"]
+
+
+def test_a_hook_by_its_python_path_in_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_hooks_here.py").write_text(
+        "from kenotron.training import Hook\n"
+        "class Stop(Hook):\n"
+        "    def after_step(self, run, result):\n"
+        "        run.stop(f'loss {result.lm_loss:.0f}')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    run = train_quietly(tiny_config(tmp_path, "general.hooks=[my_hooks_here.Stop]"))
+    assert run.stop_reason == "loss 4"
+
+
+def test_a_function_that_returns_a_hook_will_do_and_anything_else_is_refused() -> None:
+    assert isinstance(load_hook("support.user_parts.Poison", {"steps": [1]}), Hook)
+    with pytest.raises(InputError, match=r"general\.hooks: support\.user_parts\.counting made a list"):
+        load_hook("support.user_parts.counting", {"sequence_length": 4, "seed": 0})
+    with pytest.raises(InputError, match=r"does not take .*missing a required argument: 'steps'"):
+        load_hook("support.user_parts.Poison", {"step": 1})
+
+
+def test_the_plan_of_a_run_that_goes_on_tells_what_is_left(tmp_path: Path) -> None:
+    stages = (
+        "data_stages=[{name: a, start_training_step: 1, data: {dataset: null}}, "
+        "{name: b, start_training_step: 4, data: {dataset: null, seed: 9}}]"
+    )
+    train_quietly(tiny_config(tmp_path, stages, "tokens.train_steps=4"))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        kn.train(tiny_config(tmp_path, stages, "tokens.train_steps=6"))
+    for line in (
+        "Stage a has 0 remaining training steps and has consumed 12 samples",
+        "Stage b has 2 remaining training steps and has consumed 4 samples",
+        "start_iteration_step: 4 | consumed_train_samples: 16",
+    ):
+        assert line in said.getvalue()
+
+
+VALIDATING = ("tokens.val_check_interval=1", "tokens.limit_val_batches=-1", "tokens.train_steps=4")
+
+
+def test_a_run_asked_to_stop_saves_without_validating_first(tmp_path: Path) -> None:
+    terminate = "general.hooks=[{path: support.user_parts.TerminateIn, kwargs: {step: 2}}]"
+    _, said = train_and_listen(tiny_config(tmp_path, *VALIDATING, terminate, "checkpoints.checkpoint_interval=2"))
+    assert "validation: 1 / 4" in said
+    assert "validation: 2 / 4" not in said
+    assert "SIGTERM: saving after step 2 and stopping" in said
+    assert (tmp_path / "checkpoints" / "2" / "manifest.json").exists()
+
+
+def test_a_validation_under_way_gives_way_to_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import signal
+
+    from kenotron.training import validation
+
+    to_device, batches = validation.to_device, []
+
+    def and_terminate(*given: object) -> object:
+        batches.append(given)
+        if len(batches) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return to_device(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(validation, "to_device", and_terminate)
+    _, said = train_and_listen(tiny_config(tmp_path, *VALIDATING))
+    assert len(batches) == 3
+    assert "validation: 1 / 4" not in said
+    assert (tmp_path / "checkpoints" / "1" / "manifest.json").exists()
+
+
+def test_the_last_step_is_validated_even_then(tmp_path: Path) -> None:
+    terminate = "general.hooks=[{path: support.user_parts.TerminateIn, kwargs: {step: 4}}]"
+    _, said = train_and_listen(tiny_config(tmp_path, *VALIDATING, terminate))
+    assert "validation: 4 / 4" in said

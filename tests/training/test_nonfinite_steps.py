@@ -1,0 +1,160 @@
+"""A loss or gradient that is not finite changes nothing, is counted, and stops the run when it goes on and on."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kenotron.config.errors import RunFailed
+from kenotron.training.guards import NonFiniteGuard
+from kenotron.training.saved_state import load_hook_states
+from support.nursery import Nursery
+from support.tiny_run import (
+    equal_bits,
+    losses,
+    metrics,
+    saved_weights,
+    tiny_config,
+    tiny_dict,
+    train_and_listen,
+    train_quietly,
+)
+from support.user_parts import Recorder
+
+
+def poison(steps: list[int], value: str = ".nan") -> str:
+    return f"general.hooks=[{{path: support.user_parts.Poison, kwargs: {{steps: {steps}, value: {value}}}}}]"
+
+
+EVERY_STEP = "checkpoints.checkpoint_interval=1"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value", [".nan", ".inf"])
+def test_a_poisoned_gradient_skips_the_step_and_changes_no_bit(value: str, dtype: str, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, poison([2], value), EVERY_STEP, f"model.dtype={dtype}", "tokens.train_steps=4")
+    _, said = train_and_listen(config)
+    assert [step["skipped"] for step in metrics(config)] == [False, True, False, False]
+    assert [step["iteration"] for step in metrics(config)] == [1, 2, 3, 4]
+    assert metrics(config)[1]["grad_norm"] is None
+    assert math.isfinite(losses(config)[1])
+    for part in ("model", "optimizer"):
+        before, after, later = (saved_weights(tmp_path / "checkpoints" / str(k), part) for k in (1, 2, 3))
+        assert equal_bits(before, after), part
+        assert not equal_bits(after, later), part
+    (warning,) = (line for line in said.splitlines() if "skipped" in line)
+    assert "[WARNING|" in warning
+    assert "step 2 skipped" in warning
+    assert "1 skipped so far" in warning
+
+
+def test_the_next_step_is_the_one_that_would_have_come_without_the_skipped_one(tmp_path: Path) -> None:
+    """Nothing of the bad gradient stays behind: the step after it starts from the same weights with fresh gradients."""
+    (tmp_path / "poisoned").mkdir()
+    (tmp_path / "clean").mkdir()
+    changes = (
+        EVERY_STEP,
+        "tokens.train_steps=3",
+        "optimizer.optimizer_factory={name: sgd}",
+        "optimizer.clip_grad=null",
+    )
+    poisoned = train_quietly(tiny_config(tmp_path / "poisoned", poison([2]), *changes))
+    clean = train_quietly(tiny_config(tmp_path / "clean", *changes))
+    assert losses(poisoned.config)[:2] == losses(clean.config)[:2]
+    # By hand: the weights of step 1 minus the rate times the gradient of the third batch there.
+    from kenotron.training.step import forward_backward
+
+    before = saved_weights(tmp_path / "poisoned" / "checkpoints" / "1")
+    after = saved_weights(tmp_path / "poisoned" / "checkpoints" / "3")
+    for name, parameter in clean.model.named_parameters():
+        parameter.data.copy_(before[name])
+    batches = clean.data.batch(3)
+    forward_backward(clean, batches, 1 / sum(int((b.labels != -100).sum()) for b in batches))
+    for name, parameter in clean.model.named_parameters():
+        assert parameter.grad is not None
+        expected = before[name] * (1 - 0.01 * 0.1) - 0.01 * parameter.grad
+        assert (after[name] - expected).abs().max() < 1e-7
+
+
+def test_the_run_fails_after_the_allowed_number_in_a_row(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, poison([2, 3, 4]), "optimizer.skip_nonfinite_steps=2", "tokens.train_steps=9")
+    with pytest.raises(RunFailed, match=r"step 4: .*3 non-finite steps in a row.*skip_nonfinite_steps allows 2"):
+        train_quietly(config)
+    assert [step["skipped"] for step in metrics(config)] == [False, True, True, True]
+
+
+def test_a_good_step_between_starts_the_count_anew(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, poison([2, 3, 5, 6]), "optimizer.skip_nonfinite_steps=2", "tokens.train_steps=7")
+    _, said = train_and_listen(config)
+    assert [step["skipped"] for step in metrics(config)] == [False, True, True, False, True, True, False]
+    assert "(4 skipped so far)" in said
+
+
+def test_none_allowed_stops_at_the_first(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, poison([1]), "optimizer.skip_nonfinite_steps=0")
+    with pytest.raises(RunFailed, match="step 1: "):
+        train_quietly(config)
+
+
+def test_a_poisoned_weight_stops_the_run_with_exit_code_1_and_one_line(nursery: Nursery, tmp_path: Path) -> None:
+    content: dict[str, Any] = tiny_dict(tmp_path)
+    content["general"]["hooks"] = [{"path": "support.user_parts.PoisonWeight", "kwargs": {"step": 2}}]
+    content["optimizer"]["skip_nonfinite_steps"] = 3
+    content["tokens"]["train_steps"] = 50
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(content))
+    finished = nursery.run("train", file, folder=tmp_path)
+    assert finished.code == 1
+    assert finished.stderr.startswith("error: step 6: lm_loss nan")
+    assert finished.stderr.count("\n") == 1
+    assert "4 non-finite steps in a row" in finished.stderr
+
+
+def test_the_count_survives_a_restart(tmp_path: Path) -> None:
+    allowed = "optimizer.skip_nonfinite_steps=3"
+    first = tiny_config(tmp_path, poison([3, 4]), allowed, "tokens.train_steps=4")
+    train_quietly(first)
+    manifest = json.loads((tmp_path / "checkpoints" / "4" / "manifest.json").read_text())
+    assert manifest["state"]["hooks"]["kenotron.training.guards.NonFiniteGuard"] == {"in_a_row": 2, "total": 2}
+    with pytest.raises(RunFailed, match=r"step 6: .*4 non-finite steps in a row"):
+        train_quietly(tiny_config(tmp_path, poison([5, 6]), allowed, "tokens.train_steps=9"))
+
+
+def test_the_count_of_a_checkpoint_from_before_the_package_was_renamed_is_found() -> None:
+    first, second, guard = Recorder(), Recorder(), NonFiniteGuard()
+    load_hook_states(
+        [first, second, guard],
+        {
+            "kenotron.train.guards.NonFiniteGuard": {"in_a_row": 2, "total": 5},
+            "support.user_parts.Recorder#2": {"seen": 3, "name": ""},
+            "another.Hook": {"unknown": True},
+        },
+    )
+    assert (guard.in_a_row, guard.total, first.seen, second.seen) == (2, 5, 0, 3)
+
+
+def test_no_checkpoint_is_pruned_while_steps_are_being_skipped(tmp_path: Path) -> None:
+    keys = ("checkpoints.checkpoint_interval=1", "checkpoints.keep_last=1", "tokens.train_steps=5")
+    train_quietly(tiny_config(tmp_path, poison([3, 4, 5]), *keys))
+    steps = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit())
+    assert steps == [2, 3, 4, 5]
+    train_quietly(tiny_config(tmp_path, *keys[:2], "tokens.train_steps=6"))
+    steps = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit())
+    assert steps == [6]
+
+
+def test_metrics_of_a_skipped_step_are_json_with_null_where_there_is_no_number(tmp_path: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    config = tiny_config(tmp_path, poison([2]))
+    train_quietly(config)
+    text = (Path(config.logging.log_dir) / config.general.run / "metrics.jsonl").read_text()
+    steps = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    assert [step["skipped"] for step in steps] == [False, True, False]
+    assert [step["grad_norm"] is None for step in steps] == [False, True, False]

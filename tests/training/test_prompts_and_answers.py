@@ -1,0 +1,79 @@
+"""A run on prompts and answers: it learns the answers' tokens and no others, and goes on exactly where it stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from support.hub_cache import make_tokenizer_repository
+from support.tiny_run import equal_bits, losses, metrics, saved_weights, tiny_config, train_quietly
+
+ROWS = [{"prompt": f"word{a} word{b} ", "completion": f"word{a + b} word{b}"} for a in range(9) for b in range(9)]
+DATASET = "data_stages.0.data.dataset"
+
+
+def overrides(folder: Path) -> list[str]:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    words = make_tokenizer_repository(folder / "hub", "robot/words")
+    return [
+        f"{DATASET}={{text_files: {file}, sft_dataloader: true}}",
+        f"tokenizer.tokenizer_name_or_path={words}",
+        "model.model_config.vocab_size=200",
+        "model.model_config.eos_token_id=2",
+        "checkpoints.save_initial_state=true",
+        "checkpoints.checkpoint_interval=2",
+        "tokens.train_steps=4",
+    ]
+
+
+def test_the_loss_is_that_of_the_answers_of_each_example_alone(tmp_path: Path) -> None:
+    from test_train_step import hf_model
+
+    config = tiny_config(tmp_path, *overrides(tmp_path))
+    run = train_quietly(config)
+    model = hf_model(config, saved_weights(tmp_path / "checkpoints" / "0"))
+    total, count = 0.0, 0
+    for batch in run.data.batch(1):
+        for row in batch.tokens.tolist():
+            # Two words, two words with a loss, the end; what follows the last example is padding: the end, too.
+            for first in range(0, len(row) - 3, 5):
+                example = torch.tensor([*row[first : first + 4], 2])
+                if example[0] == 2:
+                    continue
+                logits = model(example[None, :-1]).logits[0]
+                total += F.cross_entropy(logits[1:], example[2:], reduction="sum").item()
+                count += 3
+    assert count == metrics(config)[0]["real_tokens"]
+    assert losses(config)[0] == pytest.approx(total / count, rel=1e-6)
+
+
+def test_a_run_goes_on_exactly(tmp_path: Path) -> None:
+    given = overrides(tmp_path)
+    whole = tmp_path / "whole"
+    train_quietly(tiny_config(whole, *given))
+    again = tiny_config(tmp_path / "again", *given, f"checkpoints.resume_checkpoint_path={whole}/checkpoints/2")
+    train_quietly(again)
+    assert equal_bits(saved_weights(whole / "checkpoints" / "4"), saved_weights(tmp_path / "again/checkpoints/4"))
+
+
+def test_what_is_exported_is_that_of_a_run_on_plain_text(tmp_path: Path) -> None:
+    """Byte for byte where both have the same weights, before the first step; after the last one, what was saved."""
+    from safetensors.torch import load_file
+
+    from kenotron.interop import to_hf
+
+    given, found = overrides(tmp_path), []
+    plain = f"{DATASET}={{text_files: {tmp_path}/rows.jsonl, text_column_name: prompt}}"
+    for name, dataset in (("answers", given[0]), ("text", plain)):
+        train_quietly(tiny_config(tmp_path / name, *given[1:], dataset, "tokens.train_steps=1"))
+        exported = to_hf(tmp_path / name / "checkpoints" / "0", tmp_path / name / "hf").path
+        found.append({file.name: file.read_bytes() for file in sorted(exported.iterdir())})
+    assert found[0] == found[1]
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(found[0])
+    last = to_hf(tmp_path / "answers" / "checkpoints" / "1", tmp_path / "last", dtype="float32").path
+    assert equal_bits(load_file(last / "model.safetensors"), saved_weights(tmp_path / "answers" / "checkpoints" / "1"))

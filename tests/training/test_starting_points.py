@@ -1,0 +1,276 @@
+"""Where a run begins, what of a checkpoint it takes, and which checkpoints it leaves."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kenotron.config import InputError
+from support.tiny_run import (
+    equal_bits,
+    largest_difference,
+    losses,
+    metrics,
+    saved_weights,
+    tiny_config,
+    train_and_listen,
+    train_quietly,
+    weights,
+)
+
+RATES = "optimizer.learning_rate_scheduler={learning_rate: 0.01, lr_warmup_steps: 4, lr_decay_style: constant}"
+
+
+def steps_saved(folder: Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
+
+
+def optimizer_step(folder: Path) -> float:
+    """How many updates AdamW thinks it has done."""
+    (count,) = {float(t) for name, t in saved_weights(folder, "optimizer").items() if name.endswith(".step")}
+    return count
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of 8 steps with a checkpoint at 4."""
+    config = tiny_config(
+        tmp_path_factory.mktemp("earlier"), RATES, "tokens.train_steps=8", "checkpoints.checkpoint_interval=4"
+    )
+    train_quietly(config)
+    return config
+
+
+def start_from(earlier: Any, folder: Path, *overrides: str) -> Any:
+    path = Path(earlier.checkpoints.checkpoints_path) / "4"
+    source = f"checkpoints.resume_checkpoint_path={path}"
+    return tiny_config(folder, RATES, "tokens.train_steps=8", source, *overrides)
+
+
+def loss_of(run: Any, tensors: dict[str, torch.Tensor], step: int) -> float:
+    """The loss of the given weights on the batch of `step`."""
+    from kenotron.training.step import forward_backward
+
+    with torch.no_grad():
+        for name, parameter in run.model.named_parameters():
+            parameter.copy_(tensors[name])
+    batches = run.data.batch(step)
+    loss, _ = forward_backward(run, batches, 1 / sum(int((b.labels != -100).sum()) for b in batches))
+    return loss.item()
+
+
+def test_a_checkpoint_of_another_run_is_continued_exactly(earlier: Any, tmp_path: Path) -> None:
+    config = start_from(earlier, tmp_path)
+    run, said = train_and_listen(config)
+    assert "Loaded weights, optimizer, schedule and data position of" in said
+    assert [step["iteration"] for step in metrics(config)] == [5, 6, 7, 8]
+    assert losses(config) == losses(earlier)[4:]
+    final = saved_weights(Path(earlier.checkpoints.checkpoints_path) / "8")
+    assert equal_bits(weights(run), final)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("folder", ["model", "optimizer"])
+def test_a_damaged_checkpoint_of_another_run_is_refused_with_the_name_of_its_file(
+    folder: str, earlier: Any, tmp_path: Path
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(Path(earlier.checkpoints.checkpoints_path) / "4", damaged)
+    (file,) = (damaged / folder).glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1  # of a tensor's last element: nothing but the checksum shows it
+    file.write_bytes(content)
+    config = start_from(earlier, tmp_path, f"checkpoints.resume_checkpoint_path={damaged}")
+    with pytest.raises(InputError, match=f"{file} is damaged: its checksum is "):
+        train_quietly(config)
+
+
+def test_without_the_optimizer_its_moments_start_afresh(earlier: Any, tmp_path: Path) -> None:
+    config = start_from(earlier, tmp_path, "checkpoints.load_optimizer=false")
+    train_quietly(config)
+    assert [step["iteration"] for step in metrics(config)] == [5, 6, 7, 8]
+    assert losses(config)[0] == losses(earlier)[4]
+    assert losses(config)[1] != losses(earlier)[5]
+    assert optimizer_step(tmp_path / "checkpoints" / "8") == 4
+
+
+def test_without_the_schedule_the_run_starts_at_step_0_and_at_the_first_sample(earlier: Any, tmp_path: Path) -> None:
+    config = start_from(earlier, tmp_path, "checkpoints.load_lr_scheduler=false")
+    run = train_quietly(config)
+    assert [step["lr"] for step in metrics(config)][:4] == pytest.approx([0.0025, 0.005, 0.0075, 0.01])
+    assert [step["consumed_tokens"] for step in metrics(config)][:2] == [64, 128]
+    assert optimizer_step(tmp_path / "checkpoints" / "8") == 12
+    at_4 = saved_weights(Path(earlier.checkpoints.checkpoints_path) / "4")
+    assert losses(config)[0] == pytest.approx(loss_of(run, at_4, step=1), rel=1e-6)
+
+
+def test_without_either_only_the_weights_are_taken(earlier: Any, tmp_path: Path) -> None:
+    keys = ("checkpoints.load_lr_scheduler=false", "checkpoints.load_optimizer=false")
+    config = start_from(earlier, tmp_path, *keys)
+    _, said = train_and_listen(config)
+    assert "Loaded weights of" in said
+    assert optimizer_step(tmp_path / "checkpoints" / "8") == 8
+    (tmp_path / "by path").mkdir()
+    path = Path(earlier.checkpoints.checkpoints_path) / "4"
+    by_path = tiny_config(tmp_path / "by path", RATES, "tokens.train_steps=8", f"model.init_method={{path: '{path}'}}")
+    run = train_quietly(by_path)
+    assert losses(by_path) == losses(config)
+    assert equal_bits(weights(run), saved_weights(tmp_path / "checkpoints" / "8"))
+
+
+def test_a_folder_of_checkpoints_means_its_newest(earlier: Any, tmp_path: Path) -> None:
+    folder = f"checkpoints.resume_checkpoint_path={earlier.checkpoints.checkpoints_path}"
+    config = tiny_config(tmp_path, RATES, "tokens.train_steps=10", folder)
+    train_quietly(config)
+    assert [step["iteration"] for step in metrics(config)] == [9, 10]
+
+
+def test_once_a_run_has_its_own_checkpoints_it_goes_on_from_those(earlier: Any, tmp_path: Path) -> None:
+    train_quietly(start_from(earlier, tmp_path, "tokens.train_steps=6"))
+    config = start_from(earlier, tmp_path)
+    _, said = train_and_listen(config)
+    assert f"Loaded weights, optimizer, schedule and data position of {tmp_path / 'checkpoints' / '6'}" in said
+    assert losses(config) == losses(earlier)[4:]
+
+
+def test_a_checkpoint_that_leaves_no_step_to_do_is_an_error_that_says_so(earlier: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is at step 4 and tokens\.train_steps is 4"):
+        train_quietly(start_from(earlier, tmp_path, "tokens.train_steps=4"))
+
+
+def test_a_checkpoint_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, f"checkpoints.resume_checkpoint_path={tmp_path}/nowhere/10")
+    with pytest.raises(InputError, match="nowhere/10"):
+        train_quietly(config)
+
+
+def test_another_global_batch_cannot_keep_the_data_position(earlier: Any, tmp_path: Path) -> None:
+    config = start_from(earlier, tmp_path, "tokens.micro_batch_size=8")
+    with pytest.raises(InputError, match=r"16 samples in 4 steps.*load_lr_scheduler: false"):
+        train_quietly(config)
+    train_quietly(start_from(earlier, tmp_path, "tokens.micro_batch_size=8", "checkpoints.load_lr_scheduler=false"))
+
+
+def test_another_architecture_is_an_error_that_names_the_tensor(earlier: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"model\.layers\.\d.*mlp.*weight"):
+        train_quietly(start_from(earlier, tmp_path, "model.model_config.intermediate_size=32"))
+
+
+# ---- what is saved, and kept -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ((), [2, 4, 6, 7]),
+        (("checkpoints.save_final_state=false",), [2, 4, 6]),
+        (("checkpoints.save_initial_state=true",), [0, 2, 4, 6, 7]),
+        (("checkpoints.keep_last=2",), [6, 7]),
+        (("checkpoints.keep_last=1", "checkpoints.keep_every=4"), [4, 7]),
+        (("checkpoints.checkpoint_interval=100", "checkpoints.save_final_state=false"), []),
+    ],
+)
+def test_the_checkpoints_that_a_run_of_7_steps_leaves(
+    keys: tuple[str, ...], expected: list[int], tmp_path: Path
+) -> None:
+    config = tiny_config(tmp_path, "tokens.train_steps=7", "checkpoints.checkpoint_interval=2", *keys)
+    train_quietly(config)
+    assert steps_saved(tmp_path / "checkpoints") == expected
+
+
+def test_the_initial_state_is_that_of_the_rules_and_a_start_from_it_is_a_start(tmp_path: Path) -> None:
+    from kenotron.models import build, initialize_model, named_parameters
+
+    config = tiny_config(tmp_path, "checkpoints.save_initial_state=true", "tokens.train_steps=3")
+    run = train_quietly(config)
+    model = build(config.model)
+    initialize_model(model, std=0.05, scaling="NUM_LAYERS", seed=7)
+    expected = {name: parameter.detach() for name, parameter in named_parameters(model)}
+    assert equal_bits(saved_weights(tmp_path / "checkpoints" / "0"), expected)
+
+    import shutil
+
+    shutil.rmtree(tmp_path / "checkpoints" / "3")  # as if it had been killed before the first step was done
+    (tmp_path / "checkpoints" / "latest.txt").write_text("0")
+    final, logged = weights(run), losses(config)
+    again = train_quietly(config)
+    assert equal_bits(weights(again), final)
+    assert losses(config) == logged
+
+
+def test_saving_at_the_last_step_is_done_once(tmp_path: Path) -> None:
+    _, said = train_and_listen(tiny_config(tmp_path, "tokens.train_steps=4", "checkpoints.checkpoint_interval=2"))
+    assert said.count("Saving checkpoint at") == 2
+
+
+def test_weights_of_a_hugging_face_folder_start_a_run(earlier: Any, tmp_path: Path) -> None:
+    from kenotron.interop import to_hf
+
+    at_4 = Path(earlier.checkpoints.checkpoints_path) / "4"
+    to_hf(at_4, tmp_path / "hf", dtype="float32")
+    config = tiny_config(
+        tmp_path,
+        f"model.init_method={{path: '{tmp_path / 'hf'}'}}",
+        "checkpoints.save_initial_state=true",
+    )
+    train_quietly(config)
+    assert largest_difference(saved_weights(tmp_path / "checkpoints" / "0"), saved_weights(at_4)) == 0
+
+
+def test_an_imported_hugging_face_checkpoint_is_trained_on(earlier: Any, tmp_path: Path) -> None:
+    """It holds weights and no optimizer: the run starts there with fresh moments, at step 0."""
+    from kenotron.interop import from_hf, to_hf
+
+    at_4 = Path(earlier.checkpoints.checkpoints_path) / "4"
+    to_hf(at_4, tmp_path / "hf", dtype="float32")
+    from_hf(tmp_path / "hf", tmp_path / "imported")
+    config = tiny_config(
+        tmp_path, RATES, f"checkpoints.resume_checkpoint_path={tmp_path}/imported", "checkpoints.load_optimizer=false"
+    )
+    run = train_quietly(config)
+    assert [step["iteration"] for step in metrics(config)] == [1, 2, 3]
+    assert losses(config)[0] == pytest.approx(loss_of(run, saved_weights(at_4), step=1), rel=1e-6)
+
+
+# ---- starting over -----------------------------------------------------------------------------------------
+
+
+def test_fresh_loses_nothing_however_often(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    train_quietly(config)
+    first = losses(config)
+    for _ in range(3):
+        train_quietly(config, fresh=True)
+    assert losses(config) == first
+    kept = [path for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("replaced-")]
+    assert [steps_saved(path) for path in kept] == [[3], [3], [3]]
+    logs = sorted((tmp_path / "logs" / "tiny").glob("metrics-replaced-*.jsonl"))
+    assert [len(path.read_text().splitlines()) for path in logs] == [3, 3, 3]
+
+
+def test_fresh_also_sets_aside_what_a_killed_save_left_almost_done(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    train_quietly(config)
+    root = tmp_path / "checkpoints"
+    (root / "3").rename(root / "3.tmp-0123abcd")  # whole, but killed before its rename
+    run, said = train_and_listen(config, fresh=True)
+    assert run is not None
+    assert "start_iteration_step: 0 " in said
+
+
+def test_with_every_checkpoint_damaged_the_run_says_so_and_starts_over(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "checkpoints.checkpoint_interval=1")
+    final = weights(train_quietly(config))
+    for step in (1, 2, 3):
+        victim = next((tmp_path / "checkpoints" / str(step) / "model").glob("*.safetensors"))
+        victim.write_bytes(victim.read_bytes()[:-1])
+    run, said = train_and_listen(config)
+    assert run is not None
+    for step in (1, 2, 3):
+        assert any(f"checkpoints/{step}" in line for line in said.splitlines() if "[WARNING|" in line)
+    assert "start_iteration_step: 0 " in said
+    assert equal_bits(weights(run), final)
+    assert equal_bits(saved_weights(tmp_path / "checkpoints" / "3"), final)

@@ -1,0 +1,239 @@
+"""A training step is plain mathematics: the same as transformers and torch.optim in a dozen lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from support import user_parts
+from support.tiny_run import (
+    largest_difference,
+    losses,
+    metrics,
+    saved_weights,
+    text_overrides,
+    tiny_config,
+    train_quietly,
+    weights,
+)
+
+SGD = "optimizer.optimizer_factory={name: sgd, momentum: 0.9}"
+
+
+def hf_model(config: Any, initial: dict[str, Tensor]) -> torch.nn.Module:
+    """transformers' Llama of the config's shapes with the given weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    shapes = config.model.architecture
+    names = """hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size
+        rms_norm_eps max_position_embeddings tie_word_embeddings"""
+    theirs = LlamaConfig(
+        **{name: getattr(shapes, name) for name in names.split()},
+        rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
+    )
+    model = LlamaForCausalLM(theirs)
+    missing = model.load_state_dict(initial, strict=False).missing_keys
+    assert missing in ([], ["lm_head.weight"])
+    return model
+
+
+def plain_training(run: Any, make: Any, rates: list[float]) -> tuple[torch.nn.Module, list[float], list[float]]:
+    """The run's steps in plain code: the model, and losses and gradient norms by step."""
+    config = run.config
+    model = hf_model(config, saved_weights(Path(config.checkpoints.checkpoints_path) / "0"))
+    optimizer = make(model.parameters())
+    seen, norms = [], []
+    for step, rate in enumerate(rates, 1):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        batches = run.data.batch(step)
+        tokens = torch.cat([torch.from_numpy(batch.tokens) for batch in batches])
+        labels = torch.cat([torch.from_numpy(batch.labels) for batch in batches])
+        loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return model, seen, norms
+
+
+@pytest.mark.parametrize("tied", ["false", "true"])
+@pytest.mark.parametrize("kind", ["sgd", "adamW"])
+def test_weights_after_some_steps_are_those_of_transformers_and_torch(kind: str, tied: str, tmp_path: Path) -> None:
+    # A large epsilon: Adam would blow up the rounding of gradients that are almost 0 to whole steps.
+    overrides = ["optimizer.optimizer_factory.adam_eps=1.0e-4"]
+    if kind == "sgd":
+        overrides = [SGD, "optimizer.learning_rate_scheduler.learning_rate=0.5"]
+    config = tiny_config(
+        tmp_path,
+        "checkpoints.save_initial_state=true",
+        "optimizer.clip_grad=0.5",
+        "tokens.batch_accumulation_per_replica=2",
+        "tokens.train_steps=4",
+        f"model.model_config.tie_word_embeddings={tied}",
+        *overrides,
+    )
+    run = train_quietly(config)
+    peak = config.optimizer.learning_rate_scheduler.learning_rate
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        if kind == "sgd":
+            return torch.optim.SGD(parameters, momentum=0.9, weight_decay=0.1)
+        return torch.optim.AdamW(parameters, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1)
+
+    model, expected_losses, norms = plain_training(run, make, [peak / 2, peak, peak, peak])
+    steps = metrics(config)
+    assert [step["lm_loss"] for step in steps] == pytest.approx(expected_losses, rel=2e-6)
+    assert [step["grad_norm"] for step in steps] == pytest.approx(norms, rel=2e-5)
+    assert max(norms) > 0.5, "clipping had nothing to do"
+    expected = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    moved = largest_difference(weights(run), saved_weights(tmp_path / "checkpoints" / "0"))
+    assert largest_difference(weights(run), expected) < 1e-4 * moved
+
+
+def splits(folder: Path, *overrides: str) -> list[Any]:
+    """The same global batch of 4 as 4 x 1, 2 x 2, 1 x 4."""
+    runs = []
+    for micro, accumulated in ((4, 1), (2, 2), (1, 4)):
+        here = folder / f"{micro}x{accumulated}"
+        here.mkdir()
+        split = (f"tokens.micro_batch_size={micro}", f"tokens.batch_accumulation_per_replica={accumulated}")
+        runs.append(train_quietly(tiny_config(here, *overrides, *split)))
+    return runs
+
+
+def assert_same_run(runs: list[Any], loss: float, weight: float) -> None:
+    first, *others = runs
+    for other in others:
+        assert losses(other.config) == pytest.approx(losses(first.config), rel=loss)
+        assert largest_difference(weights(other), weights(first)) < weight
+
+
+@pytest.mark.parametrize("factory", [SGD, "optimizer.clip_grad=1.0"], ids=["sgd", "adamW"])
+def test_the_split_into_micro_batches_does_not_change_the_run(factory: str, tmp_path: Path) -> None:
+    assert_same_run(splits(tmp_path, factory, "tokens.train_steps=5"), loss=1e-6, weight=1e-5)
+
+
+@pytest.mark.parametrize("packing", ["windows", "best_fit"])
+def test_micro_batches_with_uneven_real_tokens_weigh_every_token_the_same(packing: str, tmp_path: Path) -> None:
+    """Document masking takes the loss from the last token of each document, here and there."""
+    overrides = [*text_overrides(tmp_path), "model.document_masking=true", "tokens.sequence_length=24"]
+    overrides.append(f"data_stages.0.data.dataset.packing={packing}")
+    overrides.append("general.hooks=[support.user_parts.Gradients]")
+    runs = splits(tmp_path, *overrides, "checkpoints.save_initial_state=true", "optimizer.clip_grad=null")
+    per_micro_batch = [int((batch.labels != -100).sum()) for batch in runs[2].data.batch(1)]
+    assert len(set(per_micro_batch)) > 1, "the micro-batches are even: nothing is tested"
+    assert_same_run(runs, loss=1e-6, weight=1e-5)
+
+    config = runs[0].config
+    model = hf_model(config, saved_weights(Path(config.checkpoints.checkpoints_path) / "0"))
+    total, count = torch.zeros(()), 0
+    for batch in runs[0].data.batch(1):
+        for tokens, labels, documents in zip(batch.tokens, batch.labels, batch.documents, strict=True):
+            for document in sorted(set(documents)):  # each alone
+                where = documents == document
+                logits = model(torch.from_numpy(tokens[where])[None]).logits[0]
+                total = total + F.cross_entropy(logits, torch.from_numpy(labels[where]), reduction="sum")
+        count += int((batch.labels != -100).sum())
+    assert count == metrics(config)[0]["real_tokens"]
+    assert losses(config)[0] == pytest.approx(total.item() / count, rel=1e-6)
+
+    (total / count).backward()
+    given = next(hook for hook in runs[0].hooks if isinstance(hook, user_parts.Gradients)).first
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert wanted.keys() == given.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(given[name], gradient, rtol=2e-5, atol=1e-6 * float(gradient.abs().max()), msg=name)
+
+
+def test_bf16_computes_in_bf16_and_keeps_fp32_masters(tmp_path: Path) -> None:
+    hook = "general.hooks=[support.user_parts.Spy]"
+    run = train_quietly(tiny_config(tmp_path, "model.dtype=bfloat16", hook))
+    (spy,) = (hook for hook in run.hooks if isinstance(hook, user_parts.Spy))
+    assert spy.compute == {torch.bfloat16}  # what goes into every linear, and what comes out
+    assert spy.gradients == {torch.float32}
+    assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
+    assert {tensor.dtype for tensor in saved_weights(tmp_path / "checkpoints" / "3").values()} == {torch.float32}
+    moments = saved_weights(tmp_path / "checkpoints" / "3", "optimizer")
+    assert {tensor.dtype for tensor in moments.values()} == {torch.float32}
+    # Masters hold more than bf16 can: rounding them would change most.
+    master = weights(run)["model.embed_tokens.weight"]
+    assert (master.bfloat16().float() != master).float().mean() > 0.9
+
+
+def test_bf16_follows_fp32(tmp_path: Path) -> None:
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        (tmp_path / dtype).mkdir()
+        config = tiny_config(tmp_path / dtype, f"model.dtype={dtype}", "tokens.train_steps=10")
+        train_quietly(config)
+        found[dtype] = losses(config)
+    assert found["bfloat16"] != found["float32"]
+    assert found["bfloat16"] == pytest.approx(found["float32"], rel=3e-3)
+
+
+def test_fp32_is_fp32_throughout(tmp_path: Path) -> None:
+    run = train_quietly(tiny_config(tmp_path, "general.hooks=[support.user_parts.Spy]"))
+    (spy,) = (hook for hook in run.hooks if isinstance(hook, user_parts.Spy))
+    assert spy.compute == spy.gradients == {torch.float32}
+
+
+def test_the_learning_rate_is_applied_printed_and_written_alike(tmp_path: Path) -> None:
+    schedule = "optimizer.learning_rate_scheduler={learning_rate: 0.01, lr_warmup_steps: 2, lr_decay_style: linear}"
+    config = tiny_config(
+        tmp_path,
+        schedule,
+        "optimizer.learning_rate_scheduler.min_decay_lr=0.002",
+        "tokens.train_steps=6",
+        "general.hooks=[support.user_parts.Spy]",
+        "optimizer.param_groups=[{pattern: embed_tokens, learning_rate_scale: 0.5}]",
+    )
+    run = train_quietly(config)
+    (spy,) = (hook for hook in run.hooks if isinstance(hook, user_parts.Spy))
+    curve = [0.005, 0.01, 0.008, 0.006, 0.004, 0.002]
+    assert [step["lr"] for step in metrics(config)] == pytest.approx(curve)
+    assert spy.rates == [pytest.approx([rate / 2, rate]) for rate in curve]
+
+
+def test_the_loss_of_a_step_leaves_the_z_loss_out_and_shows_it_apart(tmp_path: Path) -> None:
+    keys = ("model.model_config.z_loss_enabled=true", "model.model_config.z_loss_coefficient=0.5")
+    (tmp_path / "with").mkdir()
+    (tmp_path / "without").mkdir()
+    with_z, without = tiny_config(tmp_path / "with", *keys), tiny_config(tmp_path / "without")
+    for config in (with_z, without):
+        train_quietly(config)
+    assert losses(with_z)[0] == pytest.approx(losses(without)[0], rel=1e-6)
+    assert losses(with_z)[2] != losses(without)[2]  # it moved the weights
+    assert 0.5 * 3 < metrics(with_z)[0]["z_loss"] < 0.5 * 25  # log(64) is 4.2
+    assert "z_loss" not in metrics(without)[0]
+
+
+def test_padding_the_vocabulary_changes_neither_the_run_nor_the_saved_files(tmp_path: Path) -> None:
+    runs = {}
+    for multiple in (1, 48):  # 64 tokens in 96 rows
+        (tmp_path / str(multiple)).mkdir()
+        config = tiny_config(tmp_path / str(multiple), f"model.make_vocab_size_divisible_by={multiple}")
+        runs[multiple] = train_quietly(config)
+    assert runs[48].model.model.embed_tokens.weight.shape == (96, 16)
+    assert losses(runs[48].config) == pytest.approx(losses(runs[1].config), rel=1e-6)
+    for part in ("model", "optimizer"):
+        plain, padded = (saved_weights(tmp_path / m / "checkpoints" / "3", part) for m in ("1", "48"))
+        assert {name: tensor.shape for name, tensor in plain.items()} == {n: t.shape for n, t in padded.items()}
+        assert largest_difference(plain, padded) < 1e-6
+
+
+def test_recomputed_layers_do_not_change_the_run(tmp_path: Path) -> None:
+    found = []
+    for value in ("false", "true"):
+        (tmp_path / value).mkdir()
+        config = tiny_config(tmp_path / value, f"parallelism.recompute_layer={value}", "model.dtype=bfloat16")
+        found.append(weights(train_quietly(config)))
+    assert largest_difference(*found) == 0

@@ -1,0 +1,222 @@
+"""The seeds' walkthrough: their config, unchanged, by their own commands, with the hub's files in a local cache."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.hub_cache import TOKENIZER, offline_environment
+from support.tiny_run import REPOSITORY, environment
+
+EXAMPLE = REPOSITORY / "examples" / "llama" / "config_tiny_llama.yaml"
+COMMENTS = {"dp": "数据并行大小", "pp": "流水线并行大小", "tp": "张量并行大小"}  # all that our copy leaves out
+
+# What the seeds' log and the issue give.
+LEARNING_RATES = """0.00015 0.0003 0.000296 0.000283 0.000264 0.000237 0.000206 0.000172 0.000138 0.000104
+    7.26e-05 4.65e-05 2.66e-05 1.42e-05 1e-05"""
+CONSUMED = "512 1.02K 1.54K 2.05K 2.56K 3.07K 3.58K 4.1K 4.61K 5.12K 5.63K 6.14K 6.66K 7.17K 7.68K"
+TRAIN = ("--config-file", "config_tiny_llama.yaml")
+LINE = re.compile(r"^\d\d/\d\d/\d{4} \d\d:\d\d:\d\d \[(?:INFO|WARNING)\|DP=0\|PP=0\|TP=0\]: (.*)$")
+ALWAYS = """iteration consumed_tokens elapsed_time_per_iteration_ms tokens_per_sec tokens_per_sec_per_gpu
+    global_batch_size lm_loss lr model_tflops_per_gpu hardware_tflops_per_gpu grad_norm"""
+MEMORY = "cpu_memory_allocated cpu_max_memory_reserved hd_total_memory_tb hd_used_memory_tb hd_free_memory_tb"
+
+
+def torchrun(
+    script: str, *arguments: str, folder: Path, home: Path, ranks: int = 1
+) -> subprocess.CompletedProcess[str]:
+    """``CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc_per_node=1 <script> …`` with no way out of this machine."""
+    settings = offline_environment(home) | {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTHONPATH": str(Path(__file__).parent / "no_network"),
+        "KENOTRON_CACHE": str(folder / "cache"),
+    }
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", str(REPOSITORY / script)]
+    return subprocess.run(
+        [*launcher, *arguments],
+        cwd=folder,
+        env=environment(folder, **settings),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory, hub_home: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The folder of a finished walkthrough, and what the command said."""
+    folder = tmp_path_factory.mktemp("walkthrough")
+    text = EXAMPLE.read_text()
+    for axis, comment in COMMENTS.items():
+        text = text.replace(f"  {axis}: 1\n", f"  {axis}: 1  # {comment}\n")
+    (folder / "config_tiny_llama.yaml").write_text(text, encoding="utf-8")
+    return folder, torchrun("run_train.py", *TRAIN, folder=folder, home=hub_home)
+
+
+@pytest.fixture(scope="module")
+def messages(walked: tuple[Path, subprocess.CompletedProcess[str]]) -> list[str]:
+    """Every line of the log without its prefix, which each must have."""
+    matches = [LINE.match(line) for line in walked[1].stdout.splitlines()]
+    without = [line for line, match in zip(walked[1].stdout.splitlines(), matches) if match is None]
+    assert not without, f"lines without the seeds' prefix: {without[:3]}"
+    return [match.group(1) for match in matches if match]
+
+
+@pytest.fixture(scope="module")
+def iterations(messages: list[str]) -> list[dict[str, str]]:
+    """The fields of the iteration lines, as printed."""
+    lines = [message for message in messages if message.startswith("iteration: ")]
+    return [dict(field.split(": ", 1) for field in line.split(" | ")) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def steps(walked: tuple[Path, subprocess.CompletedProcess[str]]) -> list[dict[str, float]]:
+    """The objects of metrics.jsonl."""
+    (path,) = (walked[0] / "logs").glob("*/metrics.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_seeds_config_trains_by_the_seeds_command(walked) -> None:
+    assert walked[1].returncode == 0, walked[1].stderr
+
+
+def test_nothing_is_said_on_stderr_and_no_socket_leaves_the_machine(walked) -> None:
+    assert walked[1].stderr == ""
+
+
+def test_the_watch_on_sockets_is_awake(tmp_path: Path) -> None:
+    code = "import socket; socket.create_connection(('192.0.2.1', 9), timeout=1)"
+    watched = {"PYTHONPATH": str(Path(__file__).parent / "no_network")}
+    process = subprocess.run([sys.executable, "-c", code], env=environment(tmp_path, **watched), capture_output=True)
+    assert process.returncode != 0
+    assert b"NETWORK: socket.connect" in process.stderr
+    assert socket.create_server(("127.0.0.1", 0))  # here, in the tests, nothing is closed
+
+
+def test_the_model_has_12368_parameters(walked, messages: list[str]) -> None:
+    assert any(message.startswith("Total number of parameters: 12.4K (0.05MiB)") for message in messages)
+    assert any(message.startswith("Local number of parameters: 12.4K (0.05MiB)") for message in messages)
+    from kenotron import checkpoint
+
+    tensors = checkpoint.read_tensors(walked[0] / "checkpoints" / "15")
+    assert sum(tensor.numel() for tensor in tensors.values()) == 12368
+
+
+def test_the_learning_rate_printed_is_the_seeds_at_every_step(iterations: list[dict[str, str]]) -> None:
+    assert [fields["lr"] for fields in iterations] == LEARNING_RATES.split()
+
+
+def test_the_learning_rate_written_is_the_seeds_at_every_step(steps: list[dict[str, float]]) -> None:
+    assert [float(f"{step['lr']:.3g}") for step in steps] == [float(rate) for rate in LEARNING_RATES.split()]
+
+
+def test_consumed_tokens_count_two_sequences_of_256_a_step(
+    iterations: list[dict[str, str]], steps: list[dict[str, float]]
+) -> None:
+    assert [fields["consumed_tokens"] for fields in iterations] == CONSUMED.split()
+    assert [step["consumed_tokens"] for step in steps] == [512 * (k + 1) for k in range(15)]
+    assert {fields["global_batch_size"] for fields in iterations} == {"2"}
+
+
+def test_fifteen_iterations_are_printed_with_the_seeds_fields_in_the_seeds_order(
+    iterations: list[dict[str, str]],
+) -> None:
+    assert [fields["iteration"] for fields in iterations] == [f"{k} / 15" for k in range(1, 16)]
+    for number, fields in enumerate(iterations, 1):
+        with_memory = number <= 4 or number == 11  # the first steps, and the one after the save at 10
+        assert list(fields) == ALWAYS.split() + (MEMORY.split() if with_memory else []), f"iteration {number}"
+
+
+def test_the_loss_starts_at_that_of_a_uniform_guess_and_falls(steps: list[dict[str, float]]) -> None:
+    import math
+
+    assert abs(steps[0]["lm_loss"] - math.log(256)) < 0.1  # std 0.025 at width 16: the logits are almost equal
+    assert steps[-1]["lm_loss"] < steps[0]["lm_loss"]
+
+
+def test_the_stages_have_nine_and_six_steps(messages: list[str]) -> None:
+    text = "\n".join(messages)
+    assert (
+        "[Training Plan] Stage Stable Training Stage has 9 remaining training steps and has consumed 0 samples" in text
+    )
+    assert "[Training Plan] Stage Annealing Phase has 6 remaining training steps and has consumed 0 samples" in text
+    assert "[Training Plan] There are 2 training stages" in text
+    assert "[Stage Stable Training Stage] start from step 1" in text
+    assert "[Stage Annealing Phase] start from step 10" in text
+
+
+def test_the_start_is_announced_in_the_seeds_words(messages: list[str]) -> None:
+    started = re.compile(
+        r"\[Start training\] datetime: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+ \| mbs: 2 \| grad_accum: 1 \| "
+        r"global_batch_size: 2 \| sequence_length: 256 \| train_steps: 15 \| start_iteration_step: 0 \| "
+        r"consumed_train_samples: 0"
+    )
+    assert sum(bool(started.fullmatch(message)) for message in messages) == 1
+
+
+def test_checkpoints_stand_at_steps_10_and_15(walked, messages: list[str]) -> None:
+    folder = walked[0] / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["10", "15"]
+    assert (folder / "latest.txt").read_text().strip() == "15"
+    assert [m for m in messages if m.startswith("Saving checkpoint at")] == [
+        "Saving checkpoint at checkpoints/10",
+        "Saving checkpoint at checkpoints/15",
+    ]
+
+
+def test_the_run_is_named_once_by_date_and_job(walked) -> None:
+    (folder,) = (walked[0] / "logs").iterdir()
+    assert re.fullmatch(r"tiny_llama_\d{8}_\d{6}_local", folder.name)
+    assert (folder / "config.yaml").exists()
+
+
+def test_the_missing_end_token_is_said_to_be_the_models(messages: list[str]) -> None:
+    assert any("documents end with token 2" in message and TOKENIZER in message for message in messages)
+
+
+@pytest.mark.budget(15, reason="torchrun and its rank are real processes, which import torch each")
+def test_the_seeds_generate_command_continues_two_prompts(walked, hub_home: Path) -> None:
+    given = ("--ckpt-path", "checkpoints/10/", "--tp", "1", "--pp", "1")
+    process = torchrun("run_generate.py", *given, folder=walked[0], home=hub_home)
+    assert (process.returncode, process.stderr) == (0, "")
+    first, second = process.stdout.split("\n\n")[:2]
+    assert first.startswith("The future of AI is")
+    assert second.startswith("def fib(n)")
+    assert len(first.split()) > 20
+
+
+@pytest.mark.slow
+def test_the_same_command_again_says_that_the_run_is_finished(walked, hub_home: Path) -> None:
+    before = sorted((walked[0] / "logs").iterdir())
+    process = torchrun("run_train.py", *TRAIN, folder=walked[0], home=hub_home)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "This run is finished: checkpoints/15 has all 15 steps" in process.stdout
+    assert sorted((walked[0] / "logs").iterdir()) == before
+
+
+@pytest.mark.slow
+def test_the_seeds_config_trains_on_8_ranks_and_any_layout_decodes_what_it_saved(
+    tmp_path: Path, hub_home: Path
+) -> None:
+    text = EXAMPLE.read_text()
+    for axis in ("dp", "pp", "tp"):
+        text = text.replace(f"  {axis}: 1\n", f"  {axis}: 2\n")
+    (tmp_path / "config_tiny_llama.yaml").write_text(text, encoding="utf-8")
+    trained = torchrun("run_train.py", *TRAIN, folder=tmp_path, home=hub_home, ranks=8)
+    assert (trained.returncode, trained.stderr) == (0, "")
+    assert "iteration: 15 / 15" in trained.stdout
+    drawn = ("--temperature", "1.0", "--dtype", "float32", "--json")
+    prompts = ("--prompt", "word3 word4 word5", "--prompt", "word80", "--prompt", "word9 word1")
+    given = ("--ckpt-path", "checkpoints/15/", *drawn, *prompts)
+    alone = torchrun("run_generate.py", *given, folder=tmp_path, home=hub_home)
+    split = torchrun("run_generate.py", *given, "--tp", "2", "--pp", "2", folder=tmp_path, home=hub_home, ranks=4)
+    assert (alone.returncode, alone.stderr, split.returncode, split.stderr) == (0, "", 0, "")
+    completions = [json.loads(line) for line in alone.stdout.splitlines()]
+    assert [len(set(completion["tokens"])) > 10 for completion in completions] == [True] * 3
+    assert [json.loads(line) for line in split.stdout.splitlines()] == completions

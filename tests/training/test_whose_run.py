@@ -1,0 +1,307 @@
+"""One folder, one run: who may write into it, whose metrics stand there, and what is wrong is said before work."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kenotron.config import InputError
+from support.nursery import Nursery
+from support.tiny_run import (
+    equal_bits,
+    losses,
+    metrics,
+    saved_weights,
+    text_overrides,
+    tiny_config,
+    tiny_yaml,
+    train_and_listen,
+    train_quietly,
+    weights,
+)
+
+
+def wait_for(path: Path) -> None:
+    for _ in range(600):
+        if path.exists() and path.stat().st_size:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{path} did not come")
+
+
+def test_a_second_run_in_the_folder_of_a_living_one_is_refused_and_of_a_killed_one_is_not(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    file = tiny_yaml(tmp_path)
+    child = nursery.start("train", file, "general.hooks=[support.user_parts.SlowStep]", folder=tmp_path)
+    wait_for(tmp_path / "logs" / "tiny" / "metrics.jsonl")
+    elsewhere = f"logging.log_dir={tmp_path / 'other logs'}"
+    with pytest.raises(InputError, match=r"another run is using .*checkpoints"):
+        train_quietly(tiny_config(tmp_path, "general.seed=8", elsewhere))
+    assert not (tmp_path / "other logs").exists()
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait().code == -9
+    train_quietly(tiny_config(tmp_path))
+    assert (tmp_path / "checkpoints" / "3").is_dir()
+
+
+def test_a_run_that_failed_lets_its_folder_go(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        train_quietly(tiny_config(tmp_path, "general.hooks=[nowhere.Hook]"))
+    train_quietly(tiny_config(tmp_path))
+
+
+# ---- architectures by reference ----------------------------------------------------------------------------
+
+
+def hf_folder(folder: Path) -> Path:
+    """A Hugging Face model's folder with its shapes alone."""
+    folder.mkdir()
+    values: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+        "max_position_embeddings": 32,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_a_run_whose_shapes_come_from_a_hugging_face_folder_goes_on_exactly(tmp_path: Path) -> None:
+    shapes = f"model.model_config={{hf: '{hf_folder(tmp_path / 'hf')}'}}"
+    elsewhere = f"checkpoints.checkpoints_path={tmp_path / 'whole'}"
+    whole = tiny_config(tmp_path, shapes, "tokens.train_steps=6", "general.run=whole", elsewhere)
+    expected = weights(train_quietly(whole))
+    train_quietly(tiny_config(tmp_path, shapes, "tokens.train_steps=3"))
+    config = tiny_config(tmp_path, shapes, "tokens.train_steps=6")
+    run = train_quietly(config)
+    assert losses(config) == losses(whole)
+    assert equal_bits(weights(run), expected)
+
+
+# ---- other people's checkpoints ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def imported(tmp_path: Path) -> Path:
+    """A trained model that went to Hugging Face's format and came back as checkpoint 0."""
+    from kenotron.interop import from_hf, to_hf
+
+    (tmp_path / "trained").mkdir()
+    train_quietly(tiny_config(tmp_path / "trained"))
+    to_hf(tmp_path / "trained" / "checkpoints" / "3", tmp_path / "hf", dtype="float32")
+    from_hf(tmp_path / "hf", tmp_path / "imported")
+    return tmp_path / "imported"
+
+
+def test_an_imported_checkpoint_is_resumed_from_at_step_0(imported: Path, tmp_path: Path) -> None:
+    config = tiny_config(
+        tmp_path, f"checkpoints.resume_checkpoint_path={imported}", "checkpoints.save_initial_state=true"
+    )
+    _, said = train_and_listen(config)
+    assert "Loaded weights, schedule and data position of" in said
+    assert [step["iteration"] for step in metrics(config)] == [1, 2, 3]
+    start, trained = saved_weights(tmp_path / "checkpoints" / "0"), tmp_path / "trained" / "checkpoints" / "3"
+    assert equal_bits(start, saved_weights(trained))
+
+
+def test_a_checkpoint_that_leaves_no_step_to_do_is_refused_and_says_how_to_go_on(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    train_quietly(tiny_config(first))
+    source = f"checkpoints.resume_checkpoint_path={first / 'checkpoints' / '3'}"
+    with pytest.raises(InputError, match=r"at step 3 and tokens\.train_steps is 3.*load_lr_scheduler: false"):
+        train_quietly(tiny_config(second, source))
+    train_quietly(tiny_config(second, source, "checkpoints.load_lr_scheduler=false"))
+
+
+# ---- metrics of another run --------------------------------------------------------------------------------
+
+
+def kept(folder: Path) -> list[list[int]]:
+    """Steps in the metrics that were set aside."""
+    files = sorted(folder.glob("metrics-replaced-*.jsonl"))
+    return [[json.loads(line)["iteration"] for line in path.read_text().splitlines()] for path in files]
+
+
+def test_a_run_of_the_same_name_with_other_checkpoints_erases_no_metrics(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "tokens.train_steps=4")
+    train_quietly(config)
+    other = f"checkpoints.checkpoints_path={tmp_path / 'wide'}"
+    _, said = train_and_listen(tiny_config(tmp_path, "tokens.train_steps=2", other))
+    assert kept(tmp_path / "logs" / "tiny") == [[1, 2, 3, 4]]
+    assert "was written by an earlier run; it is now metrics-replaced-" in said
+    assert [step["iteration"] for step in metrics(config)] == [1, 2]
+
+
+def test_going_on_with_the_first_after_the_second_keeps_both(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "tokens.train_steps=2")
+    train_quietly(config)
+    train_quietly(tiny_config(tmp_path, f"checkpoints.checkpoints_path={tmp_path / 'wide'}"))
+    train_quietly(tiny_config(tmp_path, "tokens.train_steps=4"))
+    assert sorted(kept(tmp_path / "logs" / "tiny")) == [[1, 2], [1, 2, 3]]
+    assert [step["iteration"] for step in metrics(config)] == [3, 4]
+
+
+def test_a_run_that_goes_on_keeps_one_file_of_metrics(tmp_path: Path) -> None:
+    train_quietly(tiny_config(tmp_path, "tokens.train_steps=2"))
+    config = tiny_config(tmp_path, "tokens.train_steps=4")
+    train_quietly(config)
+    assert kept(tmp_path / "logs" / "tiny") == []
+    assert [step["iteration"] for step in metrics(config)] == [1, 2, 3, 4]
+
+
+# ---- what is wrong is said before the data are opened -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.param_groups=[{pattern: nothing_here}]", "nothing_here"),
+        ("general.hooks=[support.user_parts.Spi]", "did you mean 'Spy'"),
+    ],
+)
+def test_a_wrong_hook_or_parameter_group_is_an_error_before_any_data_are_read(
+    override: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(*_: object, **__: object) -> None:
+        raise AssertionError("the data were opened first")
+
+    monkeypatch.setattr("kenotron.data.open_run", opened)
+    with pytest.raises(InputError, match=said):
+        train_quietly(tiny_config(tmp_path, override))
+
+
+def test_no_thread_of_the_data_outlives_a_run_that_could_not_be_prepared(tmp_path: Path) -> None:
+    stages = (
+        "data_stages=[{name: A, start_training_step: 1, data: {dataset: null}}, "
+        "{name: B, start_training_step: 3, data: {dataset: {source: support.user_parts.counting}}}]"
+    )
+    with pytest.raises(InputError, match=r"logging\.sample_prompts"):
+        train_quietly(tiny_config(tmp_path, stages, 'logging.sample_prompts=["The"]'))
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kenotron-stage")]
+
+
+# ---- the same data, or a word about it ---------------------------------------------------------------------
+
+
+def change_texts(folder: Path) -> None:
+    with (folder / "texts.jsonl").open("a") as file:
+        file.writelines(
+            json.dumps({"text": f"entirely new words {number} zebra quagga " * 9}) + "\n" for number in range(90)
+        )
+
+
+def test_text_that_changed_is_a_warning_and_the_tokenizer_stays_the_checkpoints(tmp_path: Path) -> None:
+    overrides = [*text_overrides(tmp_path), "checkpoints.checkpoint_interval=2"]
+    train_quietly(tiny_config(tmp_path, *overrides))
+    change_texts(tmp_path)
+    _, said = train_and_listen(tiny_config(tmp_path, *overrides, "tokens.train_steps=6"))
+    (warning,) = [line for line in said.splitlines() if "has changed since" in line]
+    assert "[WARNING|" in warning
+    assert "texts.jsonl" in warning
+    first, last = (tmp_path / "checkpoints" / step / "tokenizer" / "tokenizer.json" for step in ("3", "6"))
+    assert first.read_bytes() == last.read_bytes()
+
+
+def test_text_that_did_not_change_is_no_warning(tmp_path: Path) -> None:
+    train_quietly(tiny_config(tmp_path, *text_overrides(tmp_path)))
+    _, said = train_and_listen(tiny_config(tmp_path, *text_overrides(tmp_path), "tokens.train_steps=6"))
+    assert "has changed since" not in said
+
+
+def test_another_tokenizer_under_the_same_name_is_another_run(tmp_path: Path) -> None:
+    import shutil
+
+    overrides = text_overrides(tmp_path)
+    train_quietly(tiny_config(tmp_path, *overrides, f"checkpoints.checkpoints_path={tmp_path / 'first'}"))
+    named = tmp_path / "tokenizer"
+    shutil.copytree(tmp_path / "first" / "3" / "tokenizer", named)
+    overrides[1] = f"tokenizer={{tokenizer_name_or_path: '{named}'}}"
+    train_quietly(tiny_config(tmp_path, *overrides))
+
+    change_texts(tmp_path)
+    again = [*text_overrides_kept(overrides), "tokenizer={train: {vocab_size: 299}}"]
+    train_quietly(tiny_config(tmp_path, *again, f"checkpoints.checkpoints_path={tmp_path / 'second'}"))
+    shutil.rmtree(named)
+    shutil.copytree(tmp_path / "second" / "3" / "tokenizer", named)
+    with pytest.raises(InputError, match=r"tokenizer: .* is not the tokenizer of .*checkpoints/3 \(hash"):
+        train_quietly(tiny_config(tmp_path, *overrides, "tokens.train_steps=6"))
+
+
+def text_overrides_kept(overrides: list[str]) -> list[str]:
+    return [override for override in overrides if not override.startswith("tokenizer=")]
+
+
+# ---- small words of warning --------------------------------------------------------------------------------
+
+
+def test_sequences_longer_than_the_model_has_positions_are_warned_of(tmp_path: Path) -> None:
+    _, said = train_and_listen(tiny_config(tmp_path, "tokens.sequence_length=40", "tokens.train_steps=1"))
+    (warning,) = [line for line in said.splitlines() if "max_position_embeddings only 32" in line]
+    assert "[WARNING|" in warning
+
+
+def test_another_name_for_a_run_that_continues_is_a_warning_and_has_no_effect(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "general.run=first_%date_%jobid")
+    train_quietly(config)
+    _, said = train_and_listen(tiny_config(tmp_path, "general.run=first_%date_%jobid", "tokens.train_steps=4"))
+    assert "keeps its name" not in said
+    _, said = train_and_listen(tiny_config(tmp_path, "general.run=second", "tokens.train_steps=5"))
+    (warning,) = [line for line in said.splitlines() if "keeps its name: first_" in line]
+    assert "not second" in warning
+    assert len(list((tmp_path / "logs").iterdir())) == 1
+
+
+def test_a_saved_config_of_another_schema_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_quietly(tiny_config(tmp_path))
+    (tmp_path / "checkpoints" / "3" / "config.yaml").write_text("general: {project: old, colour: blue}\n")
+    monkeypatch.setattr("kenotron.checkpoint.newest_complete", lambda *_: tmp_path / "checkpoints" / "3")
+    with pytest.raises(InputError, match=r"3/config\.yaml: .*another version of kenotron"):
+        train_quietly(tiny_config(tmp_path, "tokens.train_steps=5"))
+
+
+def test_the_first_line_names_the_project(tmp_path: Path) -> None:
+    _, said = train_and_listen(tiny_config(tmp_path))
+    assert said.splitlines()[0].endswith("]: project: tests")
+
+
+def test_the_last_line_says_how_long_the_steps_waited_for_data(tmp_path: Path) -> None:
+    slow = "data_stages.0.data.dataset={source: support.user_parts.Trickle}"
+    _, said = train_and_listen(tiny_config(tmp_path, slow, "data_stages.0.data.num_loading_workers=0"))
+    (line,) = [line for line in said.splitlines() if "Run finished at step 3" in line]
+    share = float(line.split("tokens; ")[1].split("%")[0])
+    waited = sum(step["data_wait_ms"] for step in metrics(tiny_config(tmp_path)))
+    assert share == pytest.approx(
+        100 * waited / sum(step["elapsed_time_per_iteration_ms"] for step in metrics(tiny_config(tmp_path))), abs=0.06
+    )
+    assert share > 0
+
+
+def test_rows_that_pad_the_vocabulary_are_zero_after_a_resume_and_with_weights_by_path(tmp_path: Path) -> None:
+    pad = "model.make_vocab_size_divisible_by=50"
+    train_quietly(tiny_config(tmp_path, "tokens.train_steps=2", pad))
+    (tmp_path / "other").mkdir()
+    weights_of = f"model.init_method={{path: '{tmp_path / 'checkpoints' / '2'}'}}"
+    for config in (tiny_config(tmp_path, pad), tiny_config(tmp_path / "other", pad, weights_of)):
+        table = train_quietly(config).model.model.embed_tokens.weight
+        assert table.shape[0] == 100
+        assert not table[64:].any()
