@@ -111,8 +111,9 @@ def test_a_run_inside_a_running_event_loop(tmp_path: Path) -> None:
 
 
 def test_no_thread_of_a_run_outlives_it(tmp_path: Path) -> None:
+    before = set(threading.enumerate())  # of other tests' remote files, say
     train_quietly(tiny_config(tmp_path, "data_stages.0.data.num_loading_workers=3"))
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("kenotron")]
+    assert not [thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("kenotron")]
 
 
 def test_errors_in_the_input_are_exceptions_with_the_line_of_the_command(tmp_path: Path) -> None:

@@ -2,7 +2,10 @@
 
     results = run_ranks(2, work, argument)     # [work(0, argument), work(1, argument)]
 
-There is one pool for all world sizes: a job on two ranks takes the first two, in a process group made for that job.
+There is one pool for all world sizes: a job on two ranks takes the first two. They keep their process group and its
+device meshes for the next job on as many ranks, and with them what torch has worked out for each mesh (how DTensors
+move), which is a third of a small job's time.
+
 Ranks are forked when first needed, at most eight, from a server that has imported torch and done nothing else: a
 copy of a test process would inherit its threads' locks, torch's caches and every open file.
 
@@ -13,26 +16,30 @@ collective, and the next job forks new ones.
 from __future__ import annotations
 
 import atexit
+import functools
 import io
+import itertools
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
+from kenotron.parallel.torch_internals import set_timeout_of_all_groups
 from support.preload import PRELOAD
 
 MOST_RANKS = 8
 TIMEOUT_S = 300
 COLLECTIVE_TIMEOUT_S = 120  # long: a machine may be busy with other work
+JOBS_PER_GROUP = 25  # then ranks start afresh: groups that a job made, such as an optimizer's, are its own
 ROUNDING = 2e-6  # of a gradient or loss in fp32: both sides round, and every kind of processor in its own way
 
 
@@ -42,15 +49,22 @@ class Pool:
     def __init__(self) -> None:
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
+        self.joined: list[int] = []  # the world size of the group that each rank is in; 0: none
+        self.jobs = 0  # since that group was made
+        self.numbers = itertools.count()
+        self.folder = tempfile.TemporaryDirectory()  # of the stores through which the ranks of a group meet
 
     def run(self, world_size: int, work: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """`work(rank, *args)` on the first `world_size` ranks."""
         while len(self.pipes) < world_size:
             self._fork()
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, pipe in enumerate(self.pipes[:world_size]):
-                pipe.send((folder, rank, world_size, work, args))
-            return self._collect(self.pipes[:world_size])
+        keep = self.joined[:world_size] == [world_size] * world_size and self.jobs < JOBS_PER_GROUP
+        self.jobs = self.jobs + 1 if keep else 1
+        self.joined = [world_size if rank < world_size else size for rank, size in enumerate(self.joined)]
+        store = None if keep else f"{self.folder.name}/{next(self.numbers)}"
+        for rank, pipe in enumerate(self.pipes[:world_size]):
+            pipe.send((store, rank, world_size, work, args))
+        return self._collect(self.pipes[:world_size])
 
     def _fork(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -61,6 +75,7 @@ class Pool:
         theirs.close()
         self.pipes.append(ours)
         self.processes.append(process)
+        self.joined.append(0)
 
     def _collect(self, pipes: list[Connection]) -> list[Any]:
         """Every rank's result; the first failure to arrive is the one reported."""
@@ -87,7 +102,7 @@ class Pool:
         for process in self.processes:
             process.kill()
             process.join()
-        self.pipes, self.processes = [], []
+        self.pipes, self.processes, self.joined = [], [], []
 
 
 _pool = Pool()
@@ -111,20 +126,25 @@ atexit.register(_pool.close)
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)  # an OpenMP pool does not survive a fork
+    init_device_mesh = functools.lru_cache(None)(device_mesh.init_device_mesh)
+    device_mesh.init_device_mesh = lambda *args, **options: init_device_mesh(*args, **options)
     while True:
         try:
-            folder, rank, world_size, work, args = pipe.recv()
+            store, rank, world_size, work, args = pipe.recv()
         except EOFError:
             os._exit(0)
         try:
-            store = dist.FileStore(f"{folder}/store", world_size)
-            timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+            if store is not None:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                init_device_mesh.cache_clear()
+                forget_meshes()
+                file = dist.FileStore(store, world_size)
+                dist.init_process_group("gloo", store=file, rank=rank, world_size=world_size)
+            set_timeout_of_all_groups(COLLECTIVE_TIMEOUT_S)
             result = io.BytesIO()
             torch.save(work(rank, *args), result)  # by value: a shared tensor would die with its rank
             dist.barrier()
-            dist.destroy_process_group()
-            forget_meshes()
             pipe.send((False, result.getvalue()))
         except BaseException:
             pipe.send((True, traceback.format_exc()))
