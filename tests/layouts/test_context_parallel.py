@@ -420,7 +420,7 @@ def test_bf16_is_as_near_to_float64_as_one_processs_bf16(method: str) -> None:
 
 
 @pytest.mark.budget(15, reason="every rank compiles the blocks")
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("method", METHODS)
 def test_compiled_blocks_mean_the_same(method: str, recompute: bool) -> None:
     check_model(2, method, Setting(documents=True, recompute=recompute, compile_backend="aot_eager"))
@@ -441,7 +441,7 @@ def compiled_graphs_rank(rank: int, method: str) -> list[int]:
 
 
 @pytest.mark.budget(15, reason="every rank compiles the blocks")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [METHODS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in METHODS[1:])])
 def test_new_documents_compile_nothing_anew(method: str) -> None:
     for counts in run_ranks(2, compiled_graphs_rank, method):
         assert counts[0] > 0

@@ -225,11 +225,11 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Problem, Path, li
     [
         pytest.param("dp=2", marks=SLOW),
         pytest.param("dp=2 zero=1", marks=SLOW),
-        "dp=2 zero=3",
+        pytest.param("dp=2 zero=3", marks=SLOW),
         pytest.param("tp=2 mode=REDUCE_SCATTER", marks=SLOW),
         pytest.param("pp=2", marks=SLOW),
         "pp=2 engine=zbv_zero_bubble accum=4",
-        "cp=2 zero=2",
+        pytest.param("cp=2 zero=2", marks=SLOW),
         "dp=2 tp=2 zero=3 mode=REDUCE_SCATTER",
         "pp=2 cp=2",
     ],

@@ -112,7 +112,9 @@ def alone(micro_batches: int) -> Record:
     return train(0, Layout(micro_batches=micro_batches, optimizer="muon"), 12)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
+)
 @pytest.mark.parametrize("degrees", [(("dp_shard", 2),), (("dp_replicate", 2), ("dp_shard", 2))], ids=str)
 def test_a_model_trains_by_muon_as_on_one_process(degrees: tuple[tuple[str, int], ...], stage: int) -> None:
     layout = Layout(degrees, stage, micro_batches=3, optimizer="muon")

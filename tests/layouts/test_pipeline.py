@@ -208,7 +208,7 @@ def test_recomputation_computes_every_block_twice_and_no_more(engine: str) -> No
     assert sum(counts) == 8 * 4 * 2  # layers, micro-batches, twice
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 @pytest.mark.parametrize("engine", PP_ENGINES)
 def test_pipelines_of_two_replicas_sum_their_gradients(engine: str, zero_stage: int) -> None:
     if zero_stage == 3 and engine in ZERO_BUBBLE_ENGINES:

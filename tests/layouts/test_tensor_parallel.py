@@ -90,6 +90,11 @@ MODELS = [
 ]
 
 
+def slow(case: Any) -> Any:
+    """What the other cases meet as well."""
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
 def name(options: dict[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in options.items()) or "plain"
 
@@ -225,14 +230,17 @@ def check(case: Case, gradient_limit: float = ROUNDING, loss_limit: float = ROUN
 
 @pytest.mark.parametrize("options", MODELS, ids=name)
 @pytest.mark.parametrize("how", MODES, ids=name)
-@pytest.mark.parametrize("tp", [2, 4])
-def test_gradients_of_every_parameter_are_those_of_one_process(
-    tp: int, how: dict[str, Any], options: dict[str, Any]
-) -> None:
-    check(Case(**how, **options, layout=(("tp", tp),)))
+def test_gradients_of_every_parameter_are_those_of_one_process(how: dict[str, Any], options: dict[str, Any]) -> None:
+    check(Case(**how, **options))
 
 
+@pytest.mark.parametrize("options", [*(slow(each) for each in MODELS[:3]), *MODELS[3:]], ids=name)
 @pytest.mark.parametrize("how", MODES, ids=name)
+def test_on_four_ranks_too(how: dict[str, Any], options: dict[str, Any]) -> None:
+    check(Case(**how, **options, layout=(("tp", 4),)))
+
+
+@pytest.mark.parametrize("how", [slow(MODES[0]), MODES[1], *map(slow, MODES[2:4]), MODES[4], slow(MODES[5])], ids=name)
 def test_blocks_compile_without_a_graph_break(how: dict[str, Any]) -> None:
     recompute = how.get("asynchronous", False)
     check(Case(**how, kv_heads=1, bias=True, z_loss=True, recompute=recompute, compiled="aot_eager"))
@@ -254,7 +262,7 @@ def test_sharded_over_data_parallel_ranks_too_it_is_still_one_process(
     check(Case(mode=mode, asynchronous=True, zero_stage=zero_stage, layout=layout, **options))
 
 
-@pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+@pytest.mark.parametrize("mode", [slow("ALL_REDUCE"), "REDUCE_SCATTER"])
 def test_compiled_blocks_sharded_over_data_parallel_ranks(mode: str) -> None:
     layout = (("dp_shard", 2), ("tp", 2))
     check(Case(mode=mode, asynchronous=True, zero_stage=3, layout=layout, compiled="aot_eager", recompute=True))
@@ -271,6 +279,7 @@ def test_fused_products_have_one_process_gradients(regather: bool, options: dict
     check(Case(mode="REDUCE_SCATTER", asynchronous=True, fused=True, regather=regather, **options))
 
 
+@pytest.mark.slow
 def test_compiled_blocks_with_fused_products() -> None:
     check(Case(mode="REDUCE_SCATTER", asynchronous=True, fused=True, bias=True, compiled="aot_eager"))
 
