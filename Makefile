@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 THREADS ?= 2
+# One of them has the layouts, with ranks of its own.
+WORKERS ?= 3
 # Byte code is kept: many tests start processes, and each would compile the package again.
 export PYTHONDONTWRITEBYTECODE =
 
@@ -19,12 +21,10 @@ train: setup  ## train a small Llama on text that every machine has: at most 5 m
 	$(BIN)/kenotron train examples/quickstart.yaml
 
 test: $(VENV)/.installed-test  ## run the test suite
-	$(BIN)/python -m pytest -n $(THREADS) --dist loadfile -m "not slow" --ignore=tests/layouts tests
-	$(BIN)/python -m pytest -m "not slow" tests/layouts
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --budget
 
 slow: $(VENV)/.installed-test  ## run the slow tests, and the properties on many more examples
-	$(BIN)/python -m pytest -n $(THREADS) --dist loadfile -m "slow or hypothesis" --hypothesis-profile=thorough --ignore=tests/layouts tests
-	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=thorough tests/layouts
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow or hypothesis" --hypothesis-profile=thorough
 
 mutants: $(VENV)/.installed-test  ## see which of the field's bugs the quick tests would miss; ONLY=name for one
 	PYTHONPATH=tests $(BIN)/python -m mutants.run --workers $(THREADS) --only $(ONLY)

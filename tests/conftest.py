@@ -1,7 +1,6 @@
 """Fixtures for every test: a temporary cache, a Hugging Face home made here, one nursery of processes.
 
-`make test` gives every file to one pytest worker (`--dist loadfile`), and runs the layouts afterwards in a single
-process: eight ranks fill the machine, and a second pool beside them makes collectives time out.
+With `pytest -n` a file goes to one worker, and all layouts to the same one: ranks come from one pool of eight.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -28,6 +27,17 @@ hypothesis.settings.load_profile("quick")
 
 if TYPE_CHECKING:
     from support.nursery import Nursery
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deal out files, with all of tests/layouts as one; the largest go first."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "layouts" if nodeid.startswith("tests/layouts/") else super()._split_scope(nodeid)
+
+    return ByFile(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -85,7 +85,9 @@ def entries(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.name != ".lock")
 
 
-@pytest.mark.parametrize("step", [20, 10], ids=["a new step", "the same step again"])
+@pytest.mark.parametrize(
+    "step", [pytest.param(20, marks=pytest.mark.slow), 10], ids=["a new step", "the same step again"]
+)
 def test_a_process_killed_at_any_call_leaves_the_old_state_or_the_new_one(folder: Path, step: int) -> None:
     save_step(folder / "pattern", 10, seed=1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import random
@@ -105,11 +106,12 @@ def documents_in(tokens: np.ndarray, ends: np.ndarray) -> list[list[int]]:
     return [part.tolist() for part in np.split(np.asarray(tokens), ends.astype(np.int64))[:-1]]
 
 
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
+
 # ---- what is read ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("buffer", [1, 7, 1000])
+@pytest.mark.parametrize(("shards", "buffer"), [(1, 7), (3, 1), (3, 7), SLOW(1, 1), SLOW(1, 1000), SLOW(3, 1000)])
 @pytest.mark.parametrize("max_tokens", [None, 20])
 def test_an_epoch_is_the_documents_of_the_cached_mode(
     folder: Path, tokenizer: TextTokenizer, shards: int, buffer: int, max_tokens: int | None
@@ -275,7 +277,7 @@ def saved(data: RunData, step: int) -> dict[str, bytes]:
     return {name: make() for name, make in data.streams.states(step).items()}
 
 
-@pytest.mark.parametrize(("shards", "masking"), [(1, True), (3, False), (4, True), (6, False)])
+@pytest.mark.parametrize(("shards", "masking"), [(1, True), SLOW(3, False), (4, True), SLOW(6, False)])
 def test_samples_do_not_depend_on_ranks_and_resume_anywhere_on_another_layout(
     config_of: Callable[..., Config], shards: int, masking: bool
 ) -> None:
@@ -470,6 +472,7 @@ def test_a_long_text_is_encoded_in_parts_without_changing_a_token(
         encode([["x" * 3000]])
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_on_a_long_stream(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     generator = random.Random(2)
     some = [words(generator, 200) for _ in range(50)]

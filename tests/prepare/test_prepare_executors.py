@@ -63,7 +63,7 @@ def test_local_tasks_write_the_plain_command_s_bytes(corpus: Path) -> None:
     assert run_on(Cluster("local"), "tokens") == made  # done already
 
 
-@pytest.mark.parametrize("tasks", [2, 9])
+@pytest.mark.parametrize("tasks", [2, pytest.param(9, marks=pytest.mark.slow)])
 def test_tasks_in_any_number_and_order_are_the_same_bytes(corpus: Path, tasks: int) -> None:
     """By themselves, as a cluster would start them; the last to come writes the manifest."""
     output = corpus / "tokens"

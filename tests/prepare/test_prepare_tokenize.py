@@ -139,6 +139,7 @@ def test_a_finished_folder_says_so_and_other_work_in_it_is_refused(corpus, token
         tokenize([str(folder)], tokenizer, tmp_path / "mine", SMALL, 1, quiet)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_without_doing_its_finished_shards_again(corpus, tokenizer, tmp_path, nursery):
     folder, _ = corpus
     tokenize([str(folder)], tokenizer, tmp_path / "whole", SMALL, 1, quiet)

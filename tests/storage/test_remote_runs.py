@@ -127,7 +127,7 @@ def test_commands(tmp_path: Path, upload: Upload) -> None:
     assert len(open_token_files(tmp_path / "all.ds", "PATH")[0].tokens) == told["tokens"]
 
 
-@pytest.mark.parametrize("packing", ["windows", "best_fit"])
+@pytest.mark.parametrize("packing", ["windows", pytest.param("best_fit", marks=pytest.mark.slow)])
 def test_blocks_are_asked_for_steps_before_they_are_read(
     tmp_path: Path, upload: Upload, monkeypatch: pytest.MonkeyPatch, packing: str
 ) -> None:

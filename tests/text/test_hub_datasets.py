@@ -43,7 +43,13 @@ def run(code, environment, cache):
     return result.stdout.splitlines()
 
 
-@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"])
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "HF_HUB_OFFLINE",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")),
+    ],
+)
 def test_offline_a_cached_dataset_and_tokenizer_are_read_without_a_socket(hub_home, tmp_path, variable):
     code = f"""
     config = run_config({{"hf_dataset_or_datasets": "{DATASET}"}}, tokenizer__tokenizer_name_or_path="{TOKENIZER}")

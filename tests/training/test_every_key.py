@@ -192,6 +192,7 @@ def test_the_number_of_loading_workers_does_not_change_the_run(tmp_path: Path) -
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_revision_that_is_not_there_is_named(nursery: Nursery, hub_home: Path, tmp_path: Path) -> None:
     content = tiny_dict(tmp_path)
     content["data_stages"][0]["data"]["dataset"] = {"text_files": "a.txt"}
