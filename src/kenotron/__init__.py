@@ -24,29 +24,33 @@ __all__ = ["Hook", "load", "train"]
 
 
 def load(
-    source: str | Path | dict[str, Any],
+    source: str | Path | dict[str, Any] | Config,
     overrides: Sequence[str] = (),
     *,
     report: Callable[[str], None] | None = None,
 ) -> Config:
-    """The config of a YAML file (or of a dict in the same schema) with ``path=value`` overrides on top."""
+    """The config of a YAML file, a dict in the same schema, or another config, with ``path=value`` overrides on top.
+
+    A config is not changed in place: ``config = kn.load(config, ["tokens.train_steps=100"])``.
+    """
     from kenotron.config import load as load_config
 
     return load_config(source, overrides, report=report)
 
 
-def train(config: Config, *, fresh: bool = False) -> Run | None:
-    """Train as `config` says, going on from its newest checkpoint if there is one.
+def train(config: Config | str | Path | dict[str, Any], *, fresh: bool = False) -> Run | None:
+    """Train as `config` (or the YAML file of that name) says, going on from its newest checkpoint if there is one.
 
     A layout of one rank trains in this process, and so does a rank that torchrun started: that returns the run
-    (model, metrics of the last step, data), or None when the checkpoint already has all steps. A layout of more starts
-    its ranks on this machine, waits for them, and returns None: what they did is in the run's log folder and its
-    checkpoints. `fresh` sets earlier checkpoints aside. Raises `kenotron.config.InputError` when the input is wrong,
-    `kenotron.config.errors.RunFailed` when a rank failed.
+    (model, metrics of the last step, data), as its checkpoint has it if all steps are done already. A layout of more
+    starts its ranks on this machine, waits for them, and returns None: what they did is in the run's log folder and
+    its checkpoints. `fresh` sets earlier checkpoints aside. Raises `kenotron.config.InputError` when the input is
+    wrong, `kenotron.config.errors.RunFailed` when a rank failed.
     """
+    from kenotron.config import Config
     from kenotron.launch import launch
 
-    return launch(config, fresh=fresh)
+    return launch(config if isinstance(config, Config) else load(config), fresh=fresh, reopen=True)
 
 
 def __getattr__(name: str) -> type[Hook]:

@@ -123,12 +123,12 @@ def test_an_optimizer_is_known_by_its_name(minimal: dict[str, Any], keys: dict[s
     assert load(minimal).optimizer.optimizer_factory == expected
 
 
-@pytest.mark.parametrize("name", ["adamw", "AdamW", "lion", 3])
+@pytest.mark.parametrize("name", ["adam", "Adam", "lion", 3])
 def test_an_unknown_optimizer_lists_what_there_is(minimal: dict[str, Any], name: Any) -> None:
     minimal["optimizer"]["optimizer_factory"]["name"] = name
     with pytest.raises(InputError, match="expected a name among adamW, sgd, muon") as caught:
         load(minimal)
-    assert ("did you mean 'adamW'?" in str(caught.value)) == (name in ("adamw", "AdamW"))
+    assert ("did you mean 'adamW'?" in str(caught.value)) == (name in ("adam", "Adam"))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from kenotron.config.document import parse, parse_value
     ("text", "value"),
     [
         ("1e-5", 1e-5),
-        ("1E5", 1e5),
-        ("-3e+2", -300.0),
+        ("1E5", 100000),
+        ("-3e+2", -300),
+        ("1.25e1", 12.5),
         ("1.0e-5", 1e-5),
         (".5", 0.5),
         ("5.", 5.0),

@@ -48,14 +48,12 @@ def test_two_runs_in_one_process_are_those_of_two_processes(tmp_path: Path) -> N
     assert losses(configs[0]) != losses(configs[1])
 
 
-def test_a_finished_run_gives_none_and_fresh_starts_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fresh_starts_a_finished_run_over(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
-    assert kn.train(config) is not None
-    assert kn.train(config) is None
-    assert "This run is finished" in capsys.readouterr().out
-    again = kn.train(config, fresh=True)
-    assert again is not None
+    for options in ({}, {}, {"fresh": True}):
+        assert train_quietly(config, **options).step == 3
     assert len(metrics(config)) == 3
+    assert len(list((tmp_path / "checkpoints").glob("replaced-*"))) == 1
 
 
 def test_kn_train_and_kn_hook_work_whatever_was_imported_before(tmp_path: Path) -> None:

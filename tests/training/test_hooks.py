@@ -183,7 +183,7 @@ def test_a_function_that_returns_a_hook_will_do_and_anything_else_is_refused() -
     assert isinstance(load_hook("support.user_parts.Poison", {"steps": [1]}), Hook)
     with pytest.raises(InputError, match=r"general\.hooks: support\.user_parts\.counting made a list"):
         load_hook("support.user_parts.counting", {"sequence_length": 4, "seed": 0})
-    with pytest.raises(InputError, match=r"does not take .*missing a required argument: 'steps'"):
+    with pytest.raises(InputError, match=r"cannot be called with .*missing a required argument: 'steps'"):
         load_hook("support.user_parts.Poison", {"step": 1})
 
 

@@ -9,14 +9,17 @@ kenotron config reference                                the reference page as M
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kenotron.config import Config, dump, load, refuse_unsupported
 from kenotron.config import diff as differences
-from kenotron.config.data import paths_of
-from kenotron.config.errors import counted
+from kenotron.config.data import CustomSource, PretrainDataset, SFTDataset, paths_of
+from kenotron.config.dotted import import_dotted, import_registered
+from kenotron.config.errors import counted, is_a_path, no_such_path
+from kenotron.config.warnings import warnings_of
 
 app = typer.Typer(help="Check, show and compare configs.", no_args_is_help=True)
 
@@ -30,10 +33,12 @@ def _say(line: str) -> None:
 
 @app.command()
 def check(file: File, overrides: Overrides = None) -> None:
-    """Check a config: keys, types, cross-checks, and that everything in it is supported."""
+    """Check a config: keys, types, cross-checks, that everything in it is supported, and that what it names is here."""
     config = load(file, overrides or [], report=_say)
     refuse_unsupported(config)
-    _check_restarts(config)
+    _check_names(config)
+    for line in warnings_of(config):
+        _say(f"warning: {line}")
     stages, lengths = config.data_stages, set(config.sequence_lengths.values())
     samples, length = f"{config.global_batch_size}", f"{max(lengths)}"
     if any(stage.batch_size_ramp for stage in stages):
@@ -46,13 +51,48 @@ def check(file: File, overrides: Overrides = None) -> None:
     )
 
 
-def _check_restarts(config: Config) -> None:
-    """Errors (InputError): a stage restarts what no earlier one read. (A mix file may lie where the run will be.)"""
-    paths = [path for dataset in config.datasets for path in paths_of(dataset)]
-    if any(stage.data.restart for stage in config.data_stages) and not any(path.endswith(".json") for path in paths):
-        from kenotron.data.stage_plan import plan_stages  # half a second: only where it can find an error
+def _check_names(config: Config) -> None:
+    """Errors (InputError): a dotted path that cannot be imported, a path that is not here; nothing is opened.
 
-        plan_stages(config)
+    Names of the Hugging Face hub are not looked up. Libraries are imported only where they can find an error.
+    """
+    for entry in config.general.hooks or []:
+        from kenotron.training.hooks import find_hook
+
+        find_hook(*((entry, {}) if isinstance(entry, str) else (entry.path, entry.kwargs)))
+    factory, style = config.optimizer.optimizer_factory, config.optimizer.learning_rate_scheduler.lr_decay_style
+    for key, name in {
+        "optimizer.optimizer_factory.name": factory.name,
+        "optimizer.learning_rate_scheduler.lr_decay_style": style,
+        "model.loss": config.model.loss or "",
+        "parallelism.strategy": config.parallelism.strategy or "",
+    }.items():
+        if "." in name:
+            import_dotted(name, key)
+    init, architecture = config.model.init_method, config.model.architecture
+    for key, path in {
+        "tokenizer.tokenizer_name_or_path": config.tokenizer.tokenizer_name_or_path,
+        "model.init_method.path": getattr(init, "path", None),
+        "model.model_config.hf": getattr(architecture, "hf", None),
+        "checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path,
+    }.items():
+        if path and (key.startswith("checkpoints.") or is_a_path(path)) and not Path(path).expanduser().exists():
+            raise no_such_path(key, path)
+    for dataset in config.datasets:
+        names = dataset.hf_dataset_or_datasets if isinstance(dataset, PretrainDataset | SFTDataset) else []
+        for name in [names] if isinstance(names, str) else names:
+            if is_a_path(name) and not Path(name).expanduser().exists():
+                raise no_such_path("dataset.hf_dataset_or_datasets", name)
+    restarts = any(stage.data.restart for stage in config.data_stages)
+    if restarts or any(paths_of(dataset) or isinstance(dataset, CustomSource) for dataset in config.datasets):
+        from kenotron.data.sources import DATASETS
+        from kenotron.data.stage_plan import check_paths, datasets_of  # half a second
+
+        check_paths(config)
+        for number, stage in enumerate(config.data_stages):
+            for at, dataset in datasets_of(stage.data, number):
+                if isinstance(dataset, CustomSource):
+                    import_registered(dataset.source, f"{at}.source", DATASETS)
 
 
 @app.command()

@@ -125,8 +125,10 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         return yaml.compose(text, Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        at = f"{name}:{mark.line + 1}" if mark else name
+        at = f"{name}:{mark.line + 1}" if mark and not name.startswith("override ") else name
         detail = " ".join(part for part in (error.context, error.problem) if part)
+        if at == name and text.startswith(("{", "[")):
+            detail += "; in a shell, quote the complete override: '…={a: 1}'"
         raise InputError(f"{at}: not valid YAML: {detail}") from None
     except yaml.YAMLError as error:
         raise InputError(f"{name}: not valid YAML: {str(error).splitlines()[0]}") from None
@@ -149,7 +151,10 @@ class _NodeReader:
             if node.tag not in _PLAIN:
                 raise InputError(f"{self._at(node)}: expected plain YAML, found the tag '{node.tag}'")
             try:
-                return _scalars.construct_object(node)
+                value = _scalars.construct_object(node)
+                # 1e3 is a whole number; a key that wants a float gets 1000.0 of it
+                whole = isinstance(value, float) and "e" in node.value.lower() and value.is_integer()
+                return int(value) if whole else value
             except (ValueError, yaml.YAMLError):
                 raise InputError(f"{self._at(node)}: cannot read '{node.value}' as {node.tag.split(':')[-1]}") from None
         if id(node) in self.open:

@@ -1,7 +1,7 @@
 """Objects named by dotted path or entry point: how a config refers to a user's own class or function.
 
 import_dotted("torch.optim.Adagrad", "optimizer.optimizer_factory.name")      # the class
-import_dotted("counting.CountingTokens", "dataset.source")                    # counting.py in the working folder
+import_dotted("counting.CountingTokens", "dataset.source")                    # counting.py beside the YAML file
 import_registered("genomes", "dataset.source", "kenotron.datasets")           # an entry point of an installed package
 """
 
@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Collection
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from kenotron.config.errors import InputError, nearest
@@ -20,7 +21,8 @@ from kenotron.config.errors import InputError, nearest
 def import_dotted(path: str, key: str) -> Any:
     """The object that ``package.module.name`` names; `key` is the config key to blame when there is none.
 
-    Modules of the working folder are found too, which a console script would not search. Raises `InputError`.
+    Installed modules come first, then those beside the YAML file (`find_beside`), then those of the working folder,
+    which a console script would not search. Raises `InputError`.
     """
     module_name, _, name = path.rpartition(".")
     if not module_name:
@@ -58,6 +60,13 @@ def import_registered(name: str, key: str, group: str, built_in: Collection[str]
         raise InputError(
             f"{key}: '{name}' is registered as {entry.value}, which cannot be imported: {error}"
         ) from error
+
+
+def find_beside(file: Path) -> None:
+    """Find modules in the folder of a config `file` too; ranks that this process starts get its search path."""
+    folder = str(file.absolute().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def _import_module(name: str) -> Any:

@@ -40,9 +40,10 @@ class PeerFailed(Exception):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """A "did you mean" suffix for an unknown `name`; empty if no valid name is similar."""
-    match = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
-    return f"; did you mean '{match[0]}'?" if match else ""
+    """A "did you mean" suffix for an unknown `name`, whatever its case; empty if no valid name is similar."""
+    by_lower = {each.lower(): each for each in valid}
+    match = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    return f"; did you mean '{by_lower[match[0]]}'?" if match else ""
 
 
 def nearest_sibling(path: Path) -> str:
@@ -54,6 +55,12 @@ def no_such_path(where: str, path: object) -> InputError:
     """The error for a missing `path` that the key or option `where` names. Remote folders are not listed."""
     near = "" if "://" in str(path) else nearest_sibling(Path(str(path)).expanduser())
     return InputError(f"{where}: no such file or folder: {path}{near}")
+
+
+def is_a_path(name_or_path: str | Path) -> bool:
+    """Whether it can be no name of the hub, by its form alone."""
+    name = str(name_or_path)
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def counted(number: int, noun: str) -> str:

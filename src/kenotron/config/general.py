@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Tag
+from pydantic import AfterValidator, Discriminator, Tag
+from pydantic_core import PydanticCustomError
 
 from kenotron.config.section import OURS, RECORD, Section, by_rule, key, null_means
 
 DEFAULT_RUN_NAME = "%date_%jobid"
+
+
+def _inside(name: str) -> str:
+    if name.startswith(("/", "~")) or ".." in PurePath(name).parts or "\0" in name:
+        raise PydanticCustomError("expected", "a name whose folder is inside logging.log_dir")
+    return name
 
 
 class Hook(Section):
@@ -32,7 +40,7 @@ class General(Section):
     """Name and seed of the run, and its hooks."""
 
     project: str = key("Name of the project, printed at the start of a run and written to TensorBoard.")
-    run: Annotated[str, null_means(DEFAULT_RUN_NAME)] = key(
+    run: Annotated[str, AfterValidator(_inside), null_means(DEFAULT_RUN_NAME)] = key(
         "Name of the run and of its log folder. `%date` and `%jobid` are filled in when the run first starts; a "
         "resumed run keeps its name.",
         DEFAULT_RUN_NAME,

@@ -17,25 +17,29 @@ from pydantic import ValidationError
 from kenotron.config.config import Config
 from kenotron.config.dialects import upgrade
 from kenotron.config.document import Document, Keys, read
+from kenotron.config.dotted import find_beside
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.config.overrides import apply
 from kenotron.config.unserved import named, take_unserved
+from kenotron.config.writing import to_dict
 
 
 def load(
-    source: str | Path | dict[str, Any],
+    source: str | Path | dict[str, Any] | Config,
     overrides: Sequence[str] = (),
     *,
     report: Callable[[str], None] | None = None,
 ) -> Config:
-    """The config of a YAML file, or of a dict in the same schema, with `path=value` overrides on top.
+    """The config of a YAML file, of a dict in the same schema or of another config, with `path=value` overrides on top.
 
     `report` is called with one line for every key of an older form that was upgraded; by default they are
     logged as warnings. `%date` and `%jobid` in the run's name stay until `fill_run_name`. Raises InputError
     with one line for everything that is wrong, NotSupportedYet for keys that ask for what is not implemented.
     """
     say = report or logging.getLogger("kenotron").warning
-    document = read(source)
+    document = read(to_dict(source) if isinstance(source, Config) else source)
+    if document.name:
+        find_beside(Path(document.name))
     for line in upgrade(document):
         say(line)
     for text in overrides:

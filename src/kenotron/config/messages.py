@@ -76,7 +76,9 @@ def _lines(error: dict[str, Any], extra: list[Location], document: Document) -> 
     else:
         if error["type"] == "variant" and isinstance(error["input"], dict) and "name" in error["input"]:
             keys, error = (*keys, "name"), error | {"input": error["input"]["name"]}
-        yield _at(document, keys, f"{dotted(keys)}: {_expected(error, context)}")
+        words = _names(error["input"]) if isinstance(error["input"], dict | str) else []
+        hint = next(filter(None, (_space_missing(word, location) for word in words)), "")
+        yield _at(document, keys, f"{dotted(keys)}: {_expected(error, context)}{hint}")
 
 
 def dotted(keys: Keys) -> str:
@@ -125,8 +127,17 @@ def _unknown(location: Location) -> str:
     message = f"unknown key '{dotted(_without_tags(location))}'"
     if near := nearest(name, siblings(location[:-1])):
         return message + near
+    if hint := _space_missing(name, location[:-1]):
+        return message + hint
     elsewhere = paths_by_name().get(name, [])
     return f"{message}; did you mean '{elsewhere[0]}'?" if elsewhere else message
+
+
+def _space_missing(text: str, location: Location) -> str:
+    """A hint for ``train_steps:100``, which YAML takes for one word; empty if that is not the matter."""
+    key, colon, value = text.partition(":")
+    known = bool(colon) and (key in siblings(location) or key in paths_by_name())
+    return f"; write '{key}: {value}', with a space after the colon" if known else ""
 
 
 def _mixed_variants(location: Location, extra: list[Location], document: Document) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Tag
 
 from kenotron.config.architecture import Architecture
 from kenotron.config.decoder import DecoderArchitecture
-from kenotron.config.section import OURS, LocalPath, Section, by_rule, has, key, null_means, upper_case
+from kenotron.config.section import OURS, LocalPath, Section, also_called, by_rule, has, key, upper_case
 
 
 class RandomInit(Section):
@@ -44,6 +44,8 @@ InitMethod = Annotated[
 ]
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]  # a run trains in the first two
+DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "half": "float16", "fp64": "float64"}
+_dtype_rule = also_called(DTYPE_NAMES, "bfloat16", get_args(Dtype), "bfloat16 or float32")
 
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16")  # of exports and of generation
 
@@ -54,7 +56,7 @@ class Model(Section):
     # pydantic reserves the name `model_config`.
     architecture: Architecture = key("Shapes of the model.", alias="model_config")
     init_method: InitMethod = key("Where the initial weights come from.")
-    dtype: Annotated[Dtype, null_means("bfloat16")] = key(
+    dtype: Annotated[Dtype, _dtype_rule] = key(
         "Dtype of the forward and backward computation: bfloat16 or float32.", "bfloat16"
     )
     make_vocab_size_divisible_by: int = key(

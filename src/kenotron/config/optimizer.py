@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Tag
+from pydantic import AfterValidator, BeforeValidator, Tag
 from pydantic_core import PydanticCustomError
 
 from kenotron.config.section import OURS, Section, by_rule, key
@@ -32,13 +32,13 @@ class _AdamKeys(Section):
 class AdamW(_AdamKeys):
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019)."""
 
-    name: Literal["adamW"] = key("Selects AdamW.", "adamW")
+    name: Annotated[Literal["adamW"], BeforeValidator(lambda value: _any_case(value))] = key("Selects AdamW.", "adamW")
 
 
 class SGD(Section):
     """Stochastic gradient descent."""
 
-    name: Literal["sgd"] = key("Selects SGD.", "sgd")
+    name: Annotated[Literal["sgd"], BeforeValidator(lambda value: _any_case(value))] = key("Selects SGD.", "sgd")
     momentum: float = key("Decay of the velocity; 0: plain SGD.", 0.0, ge=0, lt=1, mark=OURS)
     nesterov: bool = key("Use Nesterov momentum.", False, mark=OURS)
 
@@ -46,7 +46,9 @@ class SGD(Section):
 class Muon(_AdamKeys):
     """Orthogonalized momentum for hidden matrices (Jordan et al., 2024); AdamW for everything else."""
 
-    name: Literal["muon"] = key("Selects Muon.", "muon", mark=OURS)
+    name: Annotated[Literal["muon"], BeforeValidator(lambda value: _any_case(value))] = key(
+        "Selects Muon.", "muon", mark=OURS
+    )
     muon_momentum: float = key("Momentum decay for hidden matrices.", 0.95, ge=0, lt=1, mark=OURS)
     muon_nesterov: bool = key("Use Nesterov momentum for hidden matrices.", True, mark=OURS)
     muon_ns_steps: int = key("Newton-Schulz iterations of the orthogonalization.", 5, ge=1, mark=OURS)
@@ -72,7 +74,13 @@ def _choose_factory(value: Any) -> str | None:
         return "(adamW)" if any(k in value for k in _AdamKeys.model_fields) else "(sgd)"
     if isinstance(name, str) and "." in name:
         return "(custom)"
-    return _FACTORY_TAGS.get(name) if isinstance(name, str) else None
+    return _FACTORY_TAGS.get(_any_case(name)) if isinstance(name, str) else None
+
+
+def _any_case(value: Any) -> Any:
+    """`AdamW` and `adamw` are `adamW`."""
+    names = {name.lower(): name for name in _FACTORY_TAGS}
+    return names.get(value.lower(), value) if isinstance(value, str) else value
 
 
 _FACTORY_TAGS = {"adamW": "(adamW)", "sgd": "(sgd)", "muon": "(muon)"}

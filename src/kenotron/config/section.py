@@ -44,6 +44,16 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True, allow_inf_nan=False)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Always an error: a config is made anew, so that every value of it has been checked."""
+        from kenotron.config.schema import rows
+
+        paths = (row.path for row in rows() if row.section is type(self) and row.name == name)
+        path, new = next(paths, name).replace("<i>", "0"), value if isinstance(value, str | int | float) else "…"
+        raise AttributeError(
+            f"a config is not changed in place; make a changed copy: config = kn.load(config, ['{path}={new}'])"
+        )
+
 
 def key(description: str, default: Any = ..., *, mark: str | None = None, **rules: Any) -> Any:
     """A field with its description; without a default it is required."""
@@ -77,8 +87,8 @@ def by_rule(choose: Callable[[Any], str | None], expected: str, keys: Iterable[s
 class _Spelling:
     """A value with more spellings than the one that is stored."""
 
-    def __init__(self, convert: Callable[[Any], Any], any_case: bool) -> None:
-        self.convert, self.any_case = convert, any_case
+    def __init__(self, convert: Callable[[Any], Any], any_case: bool = False, names: Iterable[str] = ()) -> None:
+        self.convert, self.any_case, self.names = convert, any_case, names
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self.convert, handler(source))
@@ -87,12 +97,14 @@ class _Spelling:
         inner = handler(schema)
         if self.any_case:
             inner["enum"] += [name.lower() for name in inner["enum"]]
+        if self.names:
+            inner["enum"] = [*inner["enum"], *self.names]
         return {"anyOf": [inner, {"type": "null"}]}
 
 
 def null_means(default: object) -> _Spelling:
     """An explicit null means the default."""
-    return _Spelling(lambda value: default if value is None else value, any_case=False)
+    return _Spelling(lambda value: default if value is None else value)
 
 
 def _expand_home(path: str) -> str:
@@ -120,3 +132,20 @@ def upper_case(default: str) -> _Spelling:
 def has(value: Any, name: str) -> bool:
     """Whether a variant, as a mapping or as a section, has this key."""
     return name in value if isinstance(value, dict) else name in type(value).model_fields
+
+
+def also_called(names: dict[str, str], default: str, served: Iterable[str], expected: str) -> _Spelling:
+    """More names of a value, in any case (`names`: theirs → the stored one); null means `default`.
+
+    A name that is neither one of them nor `served` is an error that says `expected`.
+    """
+
+    def convert(value: Any) -> Any:
+        if value is None:
+            return default
+        name = str(value).lower().removeprefix("torch.")
+        if name not in names and name not in served:
+            raise PydanticCustomError("expected", expected)  # type: ignore[arg-type]
+        return names.get(name, name)
+
+    return _Spelling(convert, names=names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from kenotron.config.section import OURS, Section, key
@@ -13,6 +13,14 @@ from kenotron.config.section import OURS, Section, key
 def _never_or_positive(value: int) -> int:
     if value == 0 or value < -1:
         raise PydanticCustomError("expected", "-1 (never) or a number of steps above 0")
+    return value
+
+
+def _some(value: object) -> object:
+    if value == 0 and not isinstance(value, bool):
+        raise PydanticCustomError(
+            "expected", "a number above 0 (1e-9 holds out one document, or sample, and trains on all others)"
+        )
     return value
 
 
@@ -33,7 +41,7 @@ class Tokens(Section):
         ge=1,
         mark=OURS,
     )
-    val_fraction: float = key(
+    val_fraction: Annotated[float, BeforeValidator(_some)] = key(
         "Fraction of the documents that is held out, chosen by their hash (at least one of two or more documents). "
         "They are held out even if the run never validates.",
         0.005,

@@ -27,12 +27,13 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "tokens.limit_test_batches": (0,),
     "lighteval": (None,),
     "s3_upload": (None,),
+    "wandb": (None,),
 }
 
 # Served key → its values that are not.
 _VALUES: dict[str, tuple[str, ...]] = {
     "model.dtype": (
-        *("float16", "float64", "complex64", "complex128"),
+        *("float16", "fp16", "half", "float64", "fp64", "complex64", "complex128"),
         *("uint8", "int8", "int16", "int32", "int64", "bool"),
     ),
     "model.init_method.scaling_method": ("layer_index", "model_scale"),
@@ -78,9 +79,9 @@ def _values(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
     for path, values in _VALUES.items():
         keys = tuple(path.split("."))
         value = _at(data, keys)
-        if isinstance(value, str) and value.lower() in values:
+        if isinstance(value, str) and value.lower().removeprefix("torch.") in values:
             yield keys, value
-    half = _at(data, ("model", "dtype")) in (None, "bfloat16")
+    half = str(_at(data, ("model", "dtype"))).lower().removeprefix("torch.") in ("none", "bfloat16", "bf16")
     if half and _at(data, ("optimizer", "accumulate_grad_in_fp32")) is False:
         yield ("optimizer", "accumulate_grad_in_fp32"), "false with model.dtype: bfloat16"
     for name in ("resume_checkpoint_path", "checkpoints_path"):

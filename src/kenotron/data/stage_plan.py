@@ -191,13 +191,13 @@ def plan_stages(config: Config) -> list[StagePlan]:
     return planned
 
 
-def check_paths(config: Config, step: int) -> None:
+def check_paths(config: Config, step: int | None = None) -> None:
     """Check that the paths on this machine that the stage of `step` reads exist: at once, as nothing is opened.
 
-    Error (InputError): one does not.
+    None: those of all stages. Errors (InputError): one does not; those of `plan_stages`.
     """
-    stage = next(stage for stage in plan_stages(config) if stage.start <= step < stage.stop)
-    for source in stage.sources:
+    stages = [stage for stage in plan_stages(config) if step is None or stage.start <= step < stage.stop]
+    for source in (source for stage in stages for source in stage.sources):
         key, paths = source.spec.paths()
         with complete_keys(source.at):
             for path in paths:

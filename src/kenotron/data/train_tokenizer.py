@@ -8,12 +8,12 @@ from itertools import chain
 from pathlib import Path
 
 from kenotron.config import Config
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, is_a_path
 from kenotron.data.cached_folder import cached_folder
 from kenotron.data.source import RunSettings, TextSpec
 from kenotron.data.stage_plan import SourcePlan, StagePlan, complete_keys
 from kenotron.storage.files import cache_root
-from kenotron.text.tokenizer import SPLIT_PATTERN, TextTokenizer, is_a_path, load_tokenizer, train_byte_level_bpe
+from kenotron.text.tokenizer import SPLIT_PATTERN, TextTokenizer, load_tokenizer, train_byte_level_bpe
 
 TRAINING_CHARACTERS = 200_000_000
 """Most text that a tokenizer is trained on; more changes little and costs memory."""

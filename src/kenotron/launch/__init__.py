@@ -39,18 +39,18 @@ T = TypeVar("T")
 TORCH_WAITS_LONGER_S = 10.0
 
 
-def launch(config: Config, *, fresh: bool = False) -> Run | None:
+def launch(config: Config, *, fresh: bool = False, reopen: bool = False) -> Run | None:
     """Train `config`: in this process if the layout needs one or if it is one of the ranks, else in ranks started here.
 
-    Returns the run of this process; None if it was finished already, or ran in other processes. Raises InputError or
-    RunFailed.
+    Returns the run of this process; None if it ran in other processes, or was finished already (`reopen`: that run is
+    loaded and returned, if it is of this process). Raises InputError or RunFailed.
     """
     from kenotron.config import refuse_unsupported
     from kenotron.launch.training import train
 
     refuse_unsupported(config)
     if started_as_rank() or config.parallelism.world_size == 1:
-        return work_on_ranks(config, train, fresh=fresh)
+        return work_on_ranks(config, train, fresh=fresh, reopen=reopen)
     from kenotron.training.mapped_files import truncated_file
     from kenotron.training.start import name_before_start
 

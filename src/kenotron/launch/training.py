@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
 
 
-def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = False) -> Run | None:
+def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = False, reopen: bool = False) -> Run | None:
     """`kenotron.training.train`, the architecture resolved first."""
     config = run_on_rank0(lambda: interop.resolve_architecture(config))
-    return training.train(config, mesh, device, fresh=fresh, open_weights=interop.initial_tensors)
+    return training.train(config, mesh, device, fresh=fresh, reopen=reopen, open_weights=interop.initial_tensors)
 
 
 def record(config: Config, mesh: Mesh, device: torch.device, *, steps: int, order: int, folder: str) -> None:

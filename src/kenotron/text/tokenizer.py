@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, is_a_path
 from kenotron.storage import is_remote
 from kenotron.storage.hub import configure_hub, first_line, hub_file
 
@@ -182,12 +182,6 @@ def end_of_text(tokenizer: HasEndOfText | None, architecture: Any) -> int:
     """The token that ends a text in training, generation and exports: the tokenizer's, else the model config's."""
     eos = tokenizer.eos_token_id if tokenizer else None
     return architecture.eos_token_id if eos is None else eos
-
-
-def is_a_path(name_or_path: str | Path) -> bool:
-    """Whether it can be no name of the hub, by its form alone."""
-    name = str(name_or_path)
-    return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def load_tokenizer(name_or_path: str | Path, revision: str | None = None) -> TextTokenizer:

@@ -12,6 +12,7 @@ restore.py          loading that checkpoint
 checkpoint_hook.py  saving checkpoints
 saved_state.py      the form in which model, optimizer and hooks are saved
 run_folder.py       the log folder
+failures.py         what to change when memory or a disk is full
 
 metrics.py, console.py, report.py     numbers and messages
 validation.py, guards.py, observing.py     more hooks
@@ -43,20 +44,24 @@ def train(
     device: torch.device,
     *,
     fresh: bool = False,
+    reopen: bool = False,
     open_weights: OpenWeights | None = None,
 ) -> Run | None:
     """Train as `config` says, from its newest checkpoint if there is one. All ranks of `mesh` call it.
 
     Its architecture is resolved (`interop.resolve_architecture`). `fresh` sets earlier checkpoints aside and starts at
-    step 0. `open_weights` opens what `model.init_method.path` names. Returns the run; None if its checkpoint has all
-    steps already, and nothing was loaded. Raises InputError if the input is wrong, RunFailed if the run cannot go on.
+    step 0. `open_weights` opens what `model.init_method.path` names. Returns the run; if its checkpoint has all steps
+    already, nothing is loaded and None returned, or with `reopen` the run as it ended. Raises InputError if the input
+    is wrong, RunFailed if the run cannot go on.
     """
     from kenotron.kernels.host_memory import keep_freed_memory
     from kenotron.parallel.ranks import run_on_rank0
     from kenotron.training import console, report
     from kenotron.training.build import build_run
+    from kenotron.training.failures import machine_limits
+    from kenotron.training.metrics import logged_step
     from kenotron.training.run import close, fit, report_failure
-    from kenotron.training.run_folder import open_log_folder
+    from kenotron.training.run_folder import log_folder, open_log_folder
     from kenotron.training.start import choose_start, own_folder, run_name, with_run_name
 
     keep_freed_memory()  # changes malloc for the whole process: steps allocate the same sizes again and again
@@ -64,16 +69,19 @@ def train(
     first = mesh.is_first
     if first:
         report.first_line(config)
-    with own_folder(config):
+    with machine_limits(config), own_folder(config):
         start = choose_start(config, fresh)
         config = with_run_name(config, run_on_rank0(lambda: run_name(config, start.path if start.continues else None)))
-        if start.continues and start.step >= config.tokens.train_steps:
-            if first:
-                report.already_finished(config, start)
+        done = start.continues and start.step >= config.tokens.train_steps
+        if done and first:
+            report.already_finished(config, start)
+        if done and not reopen:
             return None
         run = build_run(config, mesh, device, start, open_weights)
         try:
-            if first:
+            if done:
+                run.last_metrics = logged_step(log_folder(config), run.step) if first else {}
+            elif first:
                 open_log_folder(config, start.continues)
                 report.exhausted(run) if run.finished else report.training_plan(run)
             if not run.finished:

@@ -49,7 +49,7 @@ def build_run(
     """
     report.resolved_config(config)
     hooks = build_hooks(config, mesh)
-    check_paths(config, start.step + 1)
+    check_paths(config, min(start.step + 1, config.tokens.train_steps))
     load_loss(config.model.loss)
 
     with torch.device("meta"):

@@ -25,6 +25,7 @@ State that has to survive a restart goes through `state_dict`: JSON values, save
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kenotron.config.dotted import import_dotted
@@ -84,12 +85,22 @@ def load_hook(path: str, kwargs: dict[str, object]) -> Hook:
 
     Raises InputError if `path` does not take `kwargs`, or returns no hook.
     """
-    make = import_dotted(path, "general.hooks")
-    try:
-        inspect.signature(make).bind(**kwargs)
-    except TypeError as error:
-        raise InputError(f"general.hooks: {path} does not take {kwargs or 'no arguments'}: {error}") from None
-    hook = make(**kwargs)
+    hook = find_hook(path, kwargs)(**kwargs)
     if not isinstance(hook, Hook):
         raise InputError(f"general.hooks: {path} made a {type(hook).__name__}, expected a kenotron.Hook")
     return hook
+
+
+def find_hook(path: str, kwargs: dict[str, object]) -> Callable[..., Any]:
+    """The class or function at a dotted path, not called yet. Errors as in `load_hook`, as far as they show before."""
+    make = import_dotted(path, "general.hooks")
+    if not callable(make) or (isinstance(make, type) and not issubclass(make, Hook)):
+        raise InputError(f"general.hooks: expected a kenotron.Hook class, or a function that returns one, at '{path}'")
+    try:
+        inspect.signature(make).bind(**kwargs)
+    except TypeError as error:
+        given = f"kwargs {kwargs}" if kwargs else "no kwargs"
+        raise InputError(f"general.hooks: {path} cannot be called with {given}: {error}") from None
+    except ValueError:  # a function in C that does not show its arguments
+        pass
+    return make

@@ -12,6 +12,7 @@ with the causal half only (`_causal`). docs/metrics.md has every field.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -105,7 +106,14 @@ class Metrics(Hook):
         self.validation = {}
         run.last_metrics = raw
         assert self.file is not None
-        self.file.write(json.dumps({name: _json_number(value) for name, value in raw.items()}) + "\n")
+        try:
+            self.file.write(json.dumps({name: _json_number(value) for name, value in raw.items()}) + "\n")
+        except OSError as error:
+            path, self.file = self.file.name, None  # closing it would write the line again
+            raise RunFailed(
+                f"{path}: cannot write the metrics of step {run.step}: {error.strerror}; free space there, or set "
+                f"another logging.log_dir, and start the same command again: it resumes from the newest checkpoint"
+            ) from error
         if run.config.logging.tensorboard:
             self._tensorboard(run, raw)
         interval = run.config.logging.iteration_step_info_interval
@@ -233,6 +241,16 @@ def memory_fields(run: Run) -> dict[str, int]:
         "hd_used_memory_tb": disk.used,
         "hd_free_memory_tb": disk.free,
     }
+
+
+def logged_step(folder: Path, step: int) -> dict[str, float]:
+    """The metrics of `step` in the log folder of a run; none if they are not there."""
+    path = folder / "metrics.jsonl"
+    for line in reversed(path.read_text().splitlines() if path.exists() else []):
+        with contextlib.suppress(json.JSONDecodeError, KeyError):
+            if (found := json.loads(line))["iteration"] == step:
+                return found
+    return {}
 
 
 def drop_later_steps(path: Path, step: int) -> None:

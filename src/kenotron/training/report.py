@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron.config import dump
+from kenotron.config.warnings import warnings_of
 from kenotron.models import named_parameters
 from kenotron.models.decoder import Decoder
 from kenotron.parallel import device as devices
@@ -33,20 +34,12 @@ def first_line(config: Config) -> None:
 
 
 def resolved_config(config: Config) -> None:
-    """The config with all defaults, and a warning if sequences are longer than generation can be."""
+    """The config with all defaults, and the warnings about it."""
     logger.info("Config:\n%s", dump(config).rstrip())
-    architecture = config.model.decoder
-    positions = architecture.max_position_embeddings
-    name, length = max(config.sequence_lengths.items(), key=lambda each: each[1])
-    if length > positions:
-        logger.warning(
-            "%s is %d, model_config.max_position_embeddings only %d: the model trains on all of it, but generation "
-            "will stop at %d tokens",
-            name,
-            length,
-            positions,
-            positions,
-        )
+    for line in warnings_of(config):
+        logger.warning("%s", line)
+    if config.model.compile:
+        logger.info("model.compile: the first step compiles the blocks, which takes up to a minute")
 
 
 def model_size(skeleton: Decoder, parts: Sequence[Decoder], device: torch.device) -> None:
@@ -132,10 +125,11 @@ def farewell(run: Run) -> None:
 def next_commands(run: Run, folder: Path) -> list[str]:
     """Three commands for a shell in the working folder: generate, convert to Hugging Face, show the curves."""
     us, path, logs = program("kenotron"), shlex.quote(str(folder)), shlex.quote(run.config.logging.log_dir)
-    prompt = '--prompt "def main("' if run.tokenizer is not None else "--prompt-tokens 1,2,3"
+    prompts = run.config.logging.sample_prompts
+    prompt = f"--prompt {shlex.quote(prompts[0])} " if prompts else "" if run.tokenizer else "--prompt-tokens 1,2,3 "
     curves = f"{program('tensorboard')} --logdir {logs}"
     return [
-        f"{us} generate {path} {prompt} --max-new-tokens 64",
+        f"{us} generate {path} {prompt}--max-new-tokens 64",
         f"{us} convert to-hf {path} {shlex.quote(f'{folder}-hf')}",
         curves if run.config.logging.tensorboard else f"{us} checkpoint show {path}",
     ]

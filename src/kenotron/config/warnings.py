@@ -1,0 +1,48 @@
+"""What a valid config says and probably does not mean: one line each, with the numbers.
+
+>>> list(warnings_of(load("my.yaml", ["tokens.train_steps=20"])))      # doctest: +SKIP
+['optimizer.learning_rate_scheduler.lr_warmup_steps is 50, tokens.train_steps only 20: the learning rate …']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kenotron.config.config import Config
+from kenotron.config.decoder import DecoderArchitecture
+
+HIGHEST_LEARNING_RATE = 1.0  # runs use 1e-5 to 5e-2
+
+
+def warnings_of(config: Config) -> Iterator[str]:
+    """The warnings about `config`, of which none stops a run."""
+    yield from _schedule(config)
+    yield from _length(config)
+
+
+def _schedule(config: Config) -> Iterator[str]:
+    schedule, steps = config.optimizer.learning_rate_scheduler, config.tokens.train_steps
+    at, rate, warmup = "optimizer.learning_rate_scheduler", schedule.learning_rate, schedule.lr_warmup_steps
+    decays = schedule.lr_decay_style != "constant" and (schedule.min_decay_lr is None or schedule.final_lr < rate)
+    if rate >= HIGHEST_LEARNING_RATE:
+        yield f"{at}.learning_rate is {rate:g}: training is likely to diverge; common rates are 1e-5 to 5e-2"
+    if steps < warmup and schedule.lr_warmup_style == "linear":
+        yield (
+            f"{at}.lr_warmup_steps is {warmup}, tokens.train_steps only {steps}: the learning rate ends at "
+            f"{rate * steps / warmup:.3g} and never reaches {rate:g}"
+        )
+    elif steps <= (schedule.lr_decay_starting_step or 0) and decays:
+        yield (
+            f"{at}.lr_decay_starting_step is {schedule.decay_start}, tokens.train_steps only {steps}: the learning "
+            f"rate never decays"
+        )
+
+
+def _length(config: Config) -> Iterator[str]:
+    architecture = config.model.architecture
+    name, length = max(config.sequence_lengths.items(), key=lambda each: each[1])
+    if isinstance(architecture, DecoderArchitecture) and length > (positions := architecture.max_position_embeddings):
+        yield (
+            f"{name} is {length}, model_config.max_position_embeddings only {positions}: the model trains on all of "
+            f"it, but generation will stop at {positions} tokens"
+        )

@@ -1,0 +1,250 @@
+"""The mistakes of a first hour: each is answered with an exit code and one line that says what to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kenotron as kn
+from kenotron.cli import main
+from kenotron.config.errors import RunFailed
+from support.tiny_run import metrics, tiny_config, tiny_dict, tiny_yaml, train_and_listen, train_quietly, write_texts
+
+Tell = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tell:
+    """``kenotron <arguments>`` in a folder with `tiny.yaml` and `texts.jsonl`: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    tiny_yaml(tmp_path)
+    write_texts(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        code = ended.value.code
+        return (code if isinstance(code, int) else 0, *capsys.readouterr())
+
+    return call
+
+
+STAGE = "data_stages.0.data.dataset"
+LR = "optimizer.learning_rate_scheduler"
+
+REFUSED = [
+    # names and numbers, as people write them
+    ("model.dtype=foo", "model.dtype: expected bfloat16 or float32, found 'foo'"),
+    ("model.dtype=fp16", "not supported yet: model.dtype: fp16"),
+    ("model.dtype=16", "model.dtype: expected bfloat16 or float32, found 16"),
+    ("wandb.project=mine", "not supported yet: wandb"),
+    ("tokens.train_steps=1.5e0", "tokens.train_steps: expected an integer, found 1.5"),
+    (
+        "tokens.val_fraction=0",
+        "tokens.val_fraction: expected a number above 0 (1e-9 holds out one document, or sample, and trains on all "
+        "others), found 0",
+    ),
+    ("optimizer.optimizer_factory.name=adam", "found 'adam'; did you mean 'adamW'?"),
+    (f"{LR}.lr_decay_style=COSINE", "found 'COSINE'; did you mean 'cosine'?"),
+    (
+        "general.run=../../evil",
+        "general.run: expected a name whose folder is inside logging.log_dir, found '../../evil'",
+    ),
+    ("general.run=/tmp/evil", "general.run: expected a name whose folder is inside logging.log_dir, found '/tmp/evil'"),
+    # YAML
+    (
+        "model.model_config={hf:gpt2}",
+        "unknown key 'model.model_config.hf:gpt2'; write 'hf: gpt2', with a space after the colon",
+    ),
+    (
+        "model.init_method={path:x}",
+        "found a map with 'path:x'; did you mean 'path'?; write 'path: x', with a space after the colon",
+    ),
+    (
+        "tokens=train_steps:3",
+        "tokens: expected a map of keys, found 'train_steps:3'; write 'train_steps: 3', with a space after the colon",
+    ),
+    (
+        "tokens={train_steps:",
+        "not valid YAML: while parsing a flow node expected the node content, but found '<stream end>'; in a shell, "
+        "quote the complete override: '…={a: 1}'",
+    ),
+    # what the config names is not here
+    (
+        f"{STAGE}={{text_files: text.jsonl}}",
+        f"{STAGE}.text_files: no such file or folder: text.jsonl; did you mean 'texts.jsonl'?",
+    ),
+    (f"{STAGE}={{tokens: [a, b]}}", f"{STAGE}.tokens: no such file or folder: a"),
+    (f"{STAGE}={{dataset_folder: a}}", f"{STAGE}.dataset_folder: no such file or folder: a"),
+    (f"{STAGE}={{source: nowhere.Source}}", f"{STAGE}.source: cannot import 'nowhere' of 'nowhere.Source': No module"),
+    (f"{STAGE}={{hf_dataset_or_datasets: ./a}}", "dataset.hf_dataset_or_datasets: no such file or folder: ./a"),
+    ("tokenizer.tokenizer_name_or_path=./a", "tokenizer.tokenizer_name_or_path: no such file or folder: ./a"),
+    ("model.init_method={path: ./a}", "model.init_method.path: no such file or folder: ./a"),
+    ("checkpoints.resume_checkpoint_path=a", "checkpoints.resume_checkpoint_path: no such file or folder: a"),
+    ("general.hooks=[nowhere.Hook]", "general.hooks: cannot import 'nowhere' of 'nowhere.Hook': No module"),
+    (
+        "general.hooks=[os.path.join]",
+        "general.hooks: os.path.join cannot be called with no kwargs: missing a required argument: 'a'",
+    ),
+    (
+        "general.hooks=[os.sep]",
+        "general.hooks: expected a kenotron.Hook class, or a function that returns one, at 'os.sep'",
+    ),
+    ("model.loss=nowhere.loss", "model.loss: cannot import 'nowhere' of 'nowhere.loss': No module named 'nowhere'"),
+    (f"{LR}.lr_decay_style=math.sine", "lr_decay_style: module 'math' has no 'sine'; did you mean 'sin'?"),
+]
+
+
+@pytest.mark.parametrize(("override", "line"), REFUSED, ids=[override for override, _ in REFUSED])
+def test_config_check_refuses_in_one_line(override: str, line: str, tell: Tell) -> None:
+    more = ["tokenizer.tokenizer_name_or_path=gpt2"] if "hf_dataset" in override or "text_files" in override else []
+    code, _, stderr = tell("config", "check", "tiny.yaml", override, *more)
+    assert code == 2
+    assert stderr.startswith("error: ")
+    assert stderr.count("\n") == 1
+    assert line in stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("model.dtype=BF16", "model.dtype", "bfloat16"),
+        ("model.dtype=torch.float32", "model.dtype", "float32"),
+        ("optimizer.optimizer_factory.name=AdamW", "optimizer.optimizer_factory.name", "adamW"),
+        ("tokens.train_steps=1e3", "tokens.train_steps", 1000),
+        ("tokens.train_steps=1.5e3", "tokens.train_steps", 1500),
+        (f"{LR}.learning_rate=1e0", f"{LR}.learning_rate", 1.0),
+        ("general.run=group/name", "general.run", "group/name"),
+        ("wandb=null", "general.project", "tests"),
+    ],
+)
+def test_usual_spellings_are_taken(override: str, key: str, value: object, tmp_path: Path) -> None:
+    found: Any = tiny_config(tmp_path, override)
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert (type(found), found) == (type(value), value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["tokens.train_steps=20", f"{LR}.lr_warmup_steps=50"],
+            f"{LR}.lr_warmup_steps is 50, tokens.train_steps only 20: the learning rate ends at 0.004 and never "
+            "reaches 0.01",
+        ),
+        (
+            [
+                "tokens.train_steps=9",
+                f"{LR}.lr_decay_style=1-sqrt",
+                f"{LR}.lr_decay_starting_step=9",
+                f"{LR}.min_decay_lr=0",
+            ],
+            f"{LR}.lr_decay_starting_step is 9, tokens.train_steps only 9: the learning rate never decays",
+        ),
+        ([f"{LR}.learning_rate=30"], f"{LR}.learning_rate is 30: training is likely to diverge; common rates are"),
+        (["tokens.sequence_length=64"], "tokens.sequence_length is 64, model_config.max_position_embeddings only 32:"),
+    ],
+)
+def test_what_is_valid_but_hardly_meant_is_a_warning(overrides: list[str], line: str, tell: Tell) -> None:
+    code, stdout, stderr = tell("config", "check", "tiny.yaml", *overrides)
+    assert code == 0
+    assert ": valid: " in stdout
+    assert stderr.startswith(f"warning: {line}")
+    assert stderr.count("\n") == 1
+
+
+def test_a_run_logs_the_same_warnings(tmp_path: Path) -> None:
+    _, said = train_and_listen(tiny_config(tmp_path, f"{LR}.learning_rate=1.5", "tokens.train_steps=1"))
+    assert said.count("WARNING") == 2 + 1  # one is the saved checkpoint's
+    assert "learning_rate is 1.5: training is likely to diverge" in said
+    assert "the learning rate ends at 0.75 and never reaches 1.5" in said
+
+
+def test_modules_are_found_beside_the_yaml_file(tell: Tell, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    tiny_yaml(folder)
+    (folder / "beside_the_yaml.py").write_text("import kenotron as kn\nclass Mine(kn.Hook):\n    pass\n")
+    assert tell("config", "check", "runs/tiny.yaml", "general.hooks=[beside_the_yaml.Mine]")[0] == 0
+    assert tell("train", "runs/tiny.yaml", "general.hooks=[beside_the_yaml.Mine]", "tokens.train_steps=1")[0] == 0
+
+
+# ---- from Python -------------------------------------------------------------------------------------------
+
+
+def test_kn_train_takes_the_path_of_a_yaml_file(tmp_path: Path) -> None:
+    path = tiny_yaml(tmp_path)
+    run = train_quietly(str(path))
+    assert run.config == kn.load(path)
+
+
+def test_a_config_says_how_to_change_it(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    with pytest.raises(AttributeError, match=r"config = kn\.load\(config, \['tokens\.train_steps=5'\]\)"):
+        config.tokens.train_steps = 5
+    assert kn.load(config, ["tokens.train_steps=5"]) == tiny_config(tmp_path, "tokens.train_steps=5")
+
+
+def test_a_finished_run_is_returned_with_its_last_numbers(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path)
+    first = train_quietly(config)
+    again, said = train_and_listen(config)
+    assert again is not None
+    assert "This run is finished" in said
+    assert again.step == 3
+    assert again.last_metrics == metrics(config)[-1]
+    assert all((a == b).all() for a, b in zip(again.model.parameters(), first.model.parameters()))
+
+
+# ---- a machine that is too small ---------------------------------------------------------------------------
+
+
+class OutOfMemory(kn.Hook):
+    """Asks for more memory than there is, as a too large batch does."""
+
+    def before_step(self, run: Any) -> None:
+        import torch
+
+        torch.empty(2**60, dtype=torch.uint8)
+
+
+class FullDisk(kn.Hook):
+    """The disk of `metrics.jsonl` is full."""
+
+    priority = -11
+
+    def on_train_start(self, run: Any) -> None:
+        (metrics_hook,) = [hook for hook in run.hooks if type(hook).__name__ == "Metrics"]
+        metrics_hook.file = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+
+
+@pytest.mark.parametrize(
+    ("hook", "line"),
+    [
+        (
+            OutOfMemory,
+            r"^out of memory \(.*\); lower tokens.micro_batch_size, now 4 \(raise .* to keep the batch\), set "
+            r"parallelism.recompute_layer: true, or split the model: parallelism.tp, parallelism.pp, "
+            r"optimizer.zero_stage: 3$",
+        ),
+        (
+            FullDisk,
+            r"^/dev/full: cannot write the metrics of step 1: No space left on device; free space there, or set "
+            r"another logging.log_dir, and start the same command again: it resumes from the newest checkpoint$",
+        ),
+    ],
+)
+def test_a_machine_that_is_too_small_is_one_line_with_the_keys_to_change(hook: type, line: str, tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=line):
+        train_and_listen(tiny_config(tmp_path, f"general.hooks=[{hook.__module__}.{hook.__name__}]"))
+
+
+def test_a_dict_trains_too(tmp_path: Path) -> None:
+    assert train_quietly(tiny_dict(tmp_path)).step == 3
