@@ -117,6 +117,59 @@ def test_moe_layer_recompute_is_ignored_with_a_message(minimal: dict[str, Any], 
     assert "moe_layer_recompute is ignored" in lines[0]
 
 
+@pytest.mark.parametrize("beside", [{}, {"rope_interleaved": True}])
+def test_interleaved_rotary_is_rope_interleaved(minimal: dict[str, Any], beside: dict[str, Any]) -> None:
+    minimal["model"]["model_config"] |= {"interleaved_rotary": True} | beside
+    config, lines = upgraded(minimal)
+    assert config.model.decoder.model_dump()["rope_interleaved"] is True
+    assert lines == ["model.model_config.interleaved_rotary is now rope_interleaved"]
+
+
+def test_interleaved_rotary_beside_another_rope_interleaved_is_an_error(minimal: dict[str, Any]) -> None:
+    minimal["model"]["model_config"] |= {"interleaved_rotary": True, "rope_interleaved": False}
+    with pytest.raises(InputError, match="interleaved_rotary True is the old name of rope_interleaved, which is False"):
+        load(minimal)
+
+
+QWEN = "model:\n  init_method: {std: 0.02}\n  model_config:\n    is_qwen2_config: true\n"
+
+
+@pytest.mark.parametrize("last", ["null", "{num_experts: 4}"])
+def test_of_two_moe_configs_the_last_counts_as_in_nanotron(
+    minimal: dict[str, Any], write: Callable[[str], Path], last: str
+) -> None:
+    del minimal["model"]
+    first = "{num_experts: 8}" if last == "null" else "null"
+    keys = f"    moe_config: {first}\n    hidden_size: 16\n    moe_config: {last}\n"
+    shapes = "    num_attention_heads: 2\n    num_hidden_layers: 1\n    intermediate_size: 32\n    vocab_size: 64\n"
+    path = write(QWEN + keys + shapes + yaml.safe_dump(minimal))
+    config, lines = upgraded(path)
+    assert lines == [f"{path}:7: duplicate key 'moe_config' (first on line 5); the last one counts, as in nanotron"]
+    if last == "null":
+        refuse_unsupported(config)
+    else:
+        with pytest.raises(NotSupportedYet, match=r"model\.model_config\.moe_config: .*4"):
+            refuse_unsupported(config)
+
+
+def test_a_key_that_is_repeated_elsewhere_is_an_error(write: Callable[[str], Path]) -> None:
+    path = write(QWEN + "    hidden_size: 16\n    hidden_size: 16\n")
+    with pytest.raises(InputError, match=r"my.yaml:6: duplicate key 'hidden_size' \(first on line 5\)$"):
+        load(path)
+    path = write("moe_config: 1\nmoe_config: 2\n")
+    with pytest.raises(InputError, match="duplicate key 'moe_config'"):
+        load(path)
+
+
+@pytest.mark.parametrize("value", ["sdpa", "flash_attention_2"])
+def test_an_attention_implementation_is_said_to_choose_nothing(minimal: dict[str, Any], value: str) -> None:
+    lines: list[str] = []
+    override = f"model.model_config._attn_implementation={value}"
+    load(minimal, [override], report=lines.append)
+    said = f"model.model_config._attn_implementation: {value} chooses nothing yet: attention takes the fastest path"
+    assert [line.split(" that it finds")[0] for line in lines] == [f"override {override}: {said}"]
+
+
 def test_kenotrons_lighteval_keys_are_refused_by_name(minimal: dict[str, Any]) -> None:
     minimal["lighteval"] = {"slurm_template": "t.jinja", "generation": {"greedy": {"sampler": "GREEDY", "seed": None}}}
     with pytest.raises(NotSupportedYet, match=r"^not supported yet: lighteval$"):
@@ -128,7 +181,7 @@ def test_upgraded_lines_name_file_and_line(minimal: dict[str, Any], write: Calla
     text = text.replace("    adam_eps: 1.0e-08\n", "")
     path = write(text)
     number = text.splitlines().index("  adam_eps: 1e-6") + 1
-    assert upgraded(path)[1] == [f"{path}:{number}: optimizer.adam_eps is now optimizer.optimizer_factory.adam_eps"]
+    assert upgraded(path)[1][:1] == [f"{path}:{number}: optimizer.adam_eps is now optimizer.optimizer_factory.adam_eps"]
 
 
 def test_an_error_in_an_upgraded_key_names_the_line_where_it_was_written(write: Callable[[str], Path]) -> None:

@@ -23,7 +23,12 @@ DATASET = "data_stages.0.data.dataset"
         (["checkpoints.datastates={host_cache_size: 1}"], "checkpoints.datastates"),
         (["s3_upload={upload_s3_path: 's3://a/b', remove_after_upload: false}"], "s3_upload"),
         (["checkpoints.checkpointing_engine=datastates"], "checkpoints.checkpointing_engine: datastates"),
-        (["checkpoints.resume_checkpoint_path=s3://a/b"], "checkpoints.resume_checkpoint_path: s3://a/b"),
+        (["doremi={domain_names: 'a, b', ref_model_resume_checkpoint_path: x}"], "doremi"),
+        (["model.init_method={rescale_prenorm_residual: true}"], "model.init_method.rescale_prenorm_residual: True"),
+        (["model.init_method={initializer_range: 0.02}"], "model.init_method.initializer_range: 0.02"),
+        (["model.init_method={n_residuals_per_layer: 1}"], "model.init_method.n_residuals_per_layer: 1"),
+        (["model.model_config={num_experts_per_tok: 1}"], "family LlaMoE"),
+        (["model.model_config={is_llamoe_config: true, moe_capacity_factor: 1}"], "family LlaMoE"),
         (["model.model_config={is_starcoder2_config: true, anything: 1}"], "family Starcoder2"),
         (["model.model_config={is_mamba_config: true, ssm_cfg: {d_state: 16}}"], "family Mamba"),
         (["model.model_config={is_qwen2_config: true, moe_config: {num_experts: 4}}"], "model_config.moe_config: "),
@@ -42,7 +47,7 @@ DATASET = "data_stages.0.data.dataset"
         (["model.dtype=float16"], "model.dtype: float16"),
         (["optimizer.accumulate_grad_in_fp32=false"], "optimizer.accumulate_grad_in_fp32: false"),
         (["metrics_logging.log_level=1"], "metrics_logging.log_level: 1"),
-        (["general.benchmark_csv_path=b.csv"], "general.benchmark_csv_path"),
+        (["metrics_logging={log_detail_interval: 10}"], "metrics_logging.log_detail_interval: 10"),
         (["tokens.limit_test_batches=1"], "tokens.limit_test_batches: 1"),
     ],
 )
@@ -58,6 +63,37 @@ def test_it_is_refused_by_name(minimal: dict[str, Any], overrides: list[str], na
 def test_everything_unsupported_is_named_at_once(minimal: dict[str, Any]) -> None:
     with pytest.raises(NotSupportedYet, match=r"parallelism\.expert_parallel_size: 2; .*lighteval"):
         refuse_unsupported(load(minimal, ["parallelism.expert_parallel_size=2", "lighteval={}"]))
+
+
+@pytest.mark.parametrize("url", ["s3://a/b", "s3:/a/b", "gs://a/b", "hf://a/b", "https://a/b", "file:///a/b"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "checkpoints.checkpoints_path",
+        "checkpoints.resume_checkpoint_path",
+        "logging.log_dir",
+        "general.benchmark_csv_path",
+        "profiler.profiler_export_path",
+        "remote_data.cache_folder",
+        "model.init_method.path",
+    ],
+)
+def test_a_url_is_no_local_path(minimal: dict[str, Any], path: str, url: str) -> None:
+    with pytest.raises(NotSupportedYet) as caught:
+        load(minimal, [f"{path}={url}"])
+    assert str(caught.value) == f"not supported yet: {path}: {url}: expected a local path"
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "~/runs/a", "/data/s3:/a", "./s3:/a", "C:/runs", "a:b"])
+def test_a_local_path_is_no_url(minimal: dict[str, Any], folder: str) -> None:
+    load(minimal, [f"checkpoints.checkpoints_path={folder}", f"logging.log_dir={folder}"])
+
+
+def test_the_line_of_a_url_is_named(minimal: dict[str, Any], write: Callable[[str], Path]) -> None:
+    path = write(dump(load(minimal)).replace("checkpoints_path: checkpoints", "checkpoints_path: gs://b/run"))
+    number = next(i for i, line in enumerate(path.read_text().splitlines(), 1) if "gs://" in line)
+    with pytest.raises(NotSupportedYet, match=rf"gs://b/run: expected a local path \(.*my.yaml:{number}\)$"):
+        load(path)
 
 
 OFF = {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kenotron import cli
 from kenotron.cli import main
 from kenotron.cli.generate import BUILT_IN_PROMPTS, seeds_main
 from kenotron.generate import generate
@@ -179,6 +180,7 @@ def test_context_parallelism_is_no_option_of_generation(shell, path):
 
 def test_degrees_that_do_not_make_torchruns_processes_are_told_once_with_the_arithmetic(shell, path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(cli, "RANK0_REPORTS_WITHIN_S", 0.0)  # rank 1 waits for rank 0 to be reported by torchrun
     said = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)

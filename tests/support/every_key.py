@@ -171,7 +171,11 @@ REFUSED: dict[str, str] = {
 # Not in the schema, and refused by name.
 UNSERVED = [
     "model.model_config={is_starcoder2_config: true, vocab_size: 64}",
-    "general.benchmark_csv_path=some.csv",
+    "doremi={domain_names: 'a, b'}",
+    "model.init_method={initializer_range: 0.02}",
+    "model.init_method={rescale_prenorm_residual: true}",
+    "model.init_method={n_residuals_per_layer: 1}",
+    "metrics_logging.log_detail_interval=10",
     "parallelism.expert_parallel_size=2",
     "model.init_method={use_mup: true}",
     "checkpoints.checkpointing_engine=datastates",
@@ -292,6 +296,7 @@ ROWS: dict[str, Row] = {
         "general.hooks=[{path: support.user_parts.Poison, kwargs: {steps: [3]}}]",
         ("general.hooks=[{path: support.user_parts.Poison, kwargs: {steps: [2]}}]",),
     ),
+    "General.benchmark_csv_path": Row(files, "general.benchmark_csv_path={here}/benchmark.csv"),
     "General.ignore_sanity_checks": Row(messages, "general.ignore_sanity_checks=false"),
     "Parallelism.recompute_layer": Row(
         lambda o: [s["hardware_tflops_per_gpu"] / s["model_tflops_per_gpu"] > 1.05 for s in metrics(o.config)],

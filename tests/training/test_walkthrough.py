@@ -191,6 +191,17 @@ def test_the_seeds_generate_command_continues_two_prompts(walked, hub_home: Path
     assert len(first.split()) > 20
 
 
+@pytest.mark.budget(15, reason="torchrun and its ranks are real processes")
+def test_processes_that_do_not_fit_the_layout_are_reported_once_and_at_the_end(walked, hub_home: Path) -> None:
+    process = torchrun("run_train.py", *TRAIN, folder=walked[0], home=hub_home, ranks=2)
+    line = "error: parallelism: dp 1 x pp 1 x tp 1 x cp 1 needs 1 process, but 2 were started"
+    lines = process.stderr.splitlines()
+    assert lines.count(line) == 1  # rank 0's; what follows is torchrun's own report
+    assert lines[-2].strip() == f"traceback : {line}"
+    assert "exitcode  : 2 " in process.stderr
+    assert process.returncode != 0
+
+
 @pytest.mark.slow
 def test_the_same_command_again_says_that_the_run_is_finished(walked, hub_home: Path) -> None:
     before = sorted((walked[0] / "logs").iterdir())

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kenotron.cli import said_once
 from kenotron.config.errors import InputError, counted
 from kenotron.config.parallelism import Parallelism
 
@@ -60,7 +60,7 @@ def generate(
     """Continue prompts with a trained model."""
     if stream and as_json:
         raise InputError("--stream and --json: give one of them")
-    with _said_once():
+    with said_once():
         _check_processes(dp, pp, tp)
         prompts = _prompts(prompt or [], prompt_file, prompt_tokens or [])
         from kenotron.generate.layout import check_layout
@@ -87,17 +87,6 @@ def generate(
     )
     work_on_ranks(request, decode_on_ranks)
     leave()
-
-
-@contextmanager
-def _said_once() -> Iterator[None]:
-    """What is wrong with the command line is wrong on every rank that torchrun has started: rank 0 says it."""
-    try:
-        yield
-    except InputError:
-        if os.environ.get("RANK", "0") == "0":
-            raise
-        raise typer.Exit(2) from None
 
 
 def _check_processes(dp: int, pp: int, tp: int) -> None:

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from kenotron.cli import said_once
+
 
 def train(
     file: Annotated[Path, typer.Argument(help="The YAML file of the run.")],
@@ -20,9 +22,12 @@ def train(
 ) -> None:
     """Train a config, with as many local processes as its layout needs. Resumes from the newest complete checkpoint."""
     from kenotron.config import load
-    from kenotron.launch import launch, leave
+    from kenotron.launch import check_processes, launch, leave
 
-    launch(load(file, overrides or (), report=_say), fresh=fresh)
+    with said_once():
+        config = load(file, overrides or (), report=_say)
+        check_processes(config)
+    launch(config, fresh=fresh)
     leave()
 
 

@@ -115,7 +115,7 @@ class DecoderArchitecture(Section):
     use_cache: bool = key("Written to the export.", True, mark=EXPORT)
     vocab_size: int = key("Rows of the embedding before padding.", 32000, ge=1)
     attn_implementation: AttentionImplementation = key(
-        "flash_attention_2 and sdpa both mean the built-in attention, which takes the fastest path it finds.",
+        "Chooses nothing yet: with flash_attention_2 and with sdpa, attention takes the fastest path that it finds.",
         "flash_attention_2",
         alias="_attn_implementation",
     )

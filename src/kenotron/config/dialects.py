@@ -5,6 +5,7 @@ optimizer:                            optimizer:
 data: {dataset: …}            →       data_stages: [{name: …, start_training_step: 1, data: {dataset: …}}]
 dataset_folder: {a: 1, b: 2}  →       dataset_folder: [a, b], dataset_weights: [1, 2]
 moe_layer_recompute: false    →       (removed)
+interleaved_rotary: true      →       rope_interleaved: true
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ _FIRST_STAGE = "Training Stage"
 
 def upgrade(document: Document) -> Iterator[str]:
     """Rewrite `document` in place; yields one message per upgraded key."""
-    for rewrite in (_flat_adam, _data_without_stages, _folder_weights, _moe_recompute):
+    for rewrite in (_flat_adam, _data_without_stages, _folder_weights, _moe_recompute, _interleaved_rotary):
         yield from rewrite(document)
 
 
-def _line(document: Document, keys: Keys, what: str) -> str:
+def at_line(document: Document, keys: Keys, what: str) -> str:
+    """`what`, after the file and line (or the override) where `keys` were written."""
     place = document.place(keys)
     return f"{place}: {what}" if place else what
 
@@ -40,20 +42,20 @@ def _flat_adam(document: Document) -> Iterator[str]:
         new: Keys = ("optimizer", "optimizer_factory", name)
         if not isinstance(document.get(*new[:-1]), dict) or name in document.get(*new[:-1]):
             raise InputError(
-                _line(
+                at_line(
                     document,
                     ("optimizer", name),
                     f"optimizer.{name} is also set in optimizer.optimizer_factory; remove one of them",
                 )
             )
-        yield _line(document, ("optimizer", name), f"optimizer.{name} is now optimizer.optimizer_factory.{name}")
+        yield at_line(document, ("optimizer", name), f"optimizer.{name} is now optimizer.optimizer_factory.{name}")
         document.move(("optimizer", name), new)
 
 
 def _data_without_stages(document: Document) -> Iterator[str]:
     if not isinstance(document.get("data"), dict) or "data_stages" in document.data:
         return
-    yield _line(document, ("data",), "data is now data_stages, a list of stages (here one, starting at step 1)")
+    yield at_line(document, ("data",), "data is now data_stages, a list of stages (here one, starting at step 1)")
     document.places[("data_stages",)] = document.place(("data",))
     document.data["data_stages"] = [{"name": _FIRST_STAGE, "start_training_step": 1}]
     document.move(("data",), ("data_stages", 0, "data"))
@@ -77,10 +79,10 @@ def _folder_weights(document: Document) -> Iterator[str]:
             continue
         if document.get(*keys, "dataset_weights") is not None:
             raise InputError(
-                _line(document, folder, "dataset_folder has weights, and so has dataset_weights; remove one of them")
+                at_line(document, folder, "dataset_folder has weights, and so has dataset_weights; remove one of them")
             )
         place = document.place(folder)
-        yield _line(document, folder, "dataset_folder {folder: weight} is now dataset_folder and dataset_weights")
+        yield at_line(document, folder, "dataset_folder {folder: weight} is now dataset_folder and dataset_weights")
         document.put(folder, list(weights), place)
         document.put((*keys, "dataset_weights"), list(weights.values()), place)
 
@@ -89,9 +91,28 @@ def _moe_recompute(document: Document) -> Iterator[str]:
     parallelism = document.get("parallelism")
     if isinstance(parallelism, dict) and "moe_layer_recompute" in parallelism:
         keys = ("parallelism", "moe_layer_recompute")
-        yield _line(
+        yield at_line(
             document,
             keys,
             "parallelism.moe_layer_recompute is ignored: mixture-of-experts layers are not supported yet",
         )
         del parallelism["moe_layer_recompute"]
+
+
+def _interleaved_rotary(document: Document) -> Iterator[str]:
+    around: Keys = ("model", "model_config")
+    old, new = (*around, "interleaved_rotary"), (*around, "rope_interleaved")
+    keys = document.get(*around)
+    if not isinstance(keys, dict) or "interleaved_rotary" not in keys or "family" in keys:
+        return
+    if "rope_interleaved" in keys and keys["rope_interleaved"] != keys["interleaved_rotary"]:
+        raise InputError(
+            at_line(
+                document,
+                old,
+                f"interleaved_rotary {keys['interleaved_rotary']} is the old name of rope_interleaved, which is "
+                f"{keys['rope_interleaved']}; remove one of them",
+            )
+        )
+    yield at_line(document, old, "model.model_config.interleaved_rotary is now rope_interleaved")
+    document.move(old, new)

@@ -6,7 +6,8 @@
                                >>> document.place(("tokens", "train_steps"))
                                'my.yaml:2'
 
-Plain scalars follow `scalars`; a duplicate key is an error, and so is every tag other than plain data.
+Plain scalars follow `scalars`; a duplicate key is an error, and so is every tag other than plain data. One of
+nanotron's own examples has `moe_config` twice: there the last one counts, with a line in `notes`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ Keys = tuple[str | int, ...]  # ("data_stages", 0, "name")
 _LARGEST = 100_000  # nodes of a file with aliases expanded; stops a malicious one
 
 
+_LAST_COUNTS = {("model", "model_config", "moe_config")}
 _PLAIN = {f"tag:yaml.org,2002:{tag}" for tag in ("bool", "int", "float", "null", "str")}
 _MERGE = "tag:yaml.org,2002:merge"
 _scalars = yaml.constructor.SafeConstructor()
@@ -38,6 +40,7 @@ class Document:
     data: dict[str, Any]
     name: str = ""
     places: dict[Keys, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # what a reader of the file should know
 
     def place(self, keys: Keys) -> str:
         """The origin of `keys`, or of the innermost section around them that has one."""
@@ -178,7 +181,10 @@ class _NodeReader:
                 raise InputError(f"{self._at(name_node)}: expected text as a key, found {name_node.value} (quote it)")
             if name in own:
                 first = own[name].start_mark.line + 1
-                raise InputError(f"{self._at(name_node)}: duplicate key '{name}' (first on line {first})")
+                twice = f"{self._at(name_node)}: duplicate key '{name}' (first on line {first})"
+                if (*keys, name) not in _LAST_COUNTS:
+                    raise InputError(twice)
+                self.document.notes.append(f"{twice}; the last one counts, as in nanotron")
             own[name] = name_node
             result[name] = self._noted(name_node, value_node, (*keys, name))
         for name_node, value_node in self._merged(node):

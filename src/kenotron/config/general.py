@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Discriminator, Tag
 from pydantic_core import PydanticCustomError
 
-from kenotron.config.section import OURS, RECORD, Section, by_rule, key, null_means
+from kenotron.config.section import OURS, RECORD, LocalPath, Section, by_rule, key, null_means
 
 DEFAULT_RUN_NAME = "%date_%jobid"
 
@@ -53,6 +53,11 @@ class General(Section):
     step: int | None = key("Step of the checkpoint that contains this file; set when it is saved.", None, mark=RECORD)
     consumed_train_samples: int | None = key(
         "Samples consumed up to the checkpoint that contains this file; set when it is saved.", None, mark=RECORD
+    )
+    benchmark_csv_path: LocalPath | None = key(
+        "CSV file that gets one row at the end of each run: speed, memory, layout, model. Runs share it. With "
+        "NANOTRON_BENCHMARK=1 in the environment a run stops after 4 steps.",
+        None,
     )
     ignore_sanity_checks: bool = key(
         "False: read every checkpoint back and verify it right after it is written.",

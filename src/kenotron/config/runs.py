@@ -36,6 +36,7 @@ _FREE = (
     "general.run",
     "general.step",
     "general.consumed_train_samples",
+    "general.benchmark_csv_path",
     "general.ignore_sanity_checks",
     "general.hooks*",
     "checkpoints.checkpoints_path*",

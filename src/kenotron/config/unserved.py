@@ -8,23 +8,27 @@ A feature that arrives takes its line out of the list and adds its section to th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-_ANY = object()
+from kenotron.config.decoder import SERVED_ATTENTION
 
 # Key → the values that ask for nothing. Parents come after their children: what is left of them is nothing either.
 _OFF: dict[str, tuple[Any, ...]] = {
-    "general.benchmark_csv_path": (None,),
     "parallelism.expert_parallel_size": (1,),
     "model.init_method.use_mup": (False,),
+    "model.init_method.initializer_range": (),  # these three: Mamba's
+    "model.init_method.rescale_prenorm_residual": (),
+    "model.init_method.n_residuals_per_layer": (),
     "checkpoints.checkpointing_engine": (None, "torch"),
     "checkpoints.datastates": (None,),
     "datastates": (None,),
+    "metrics_logging.log_detail_interval": (),
     "metrics_logging.log_level": (0,),
-    "metrics_logging.log_detail_interval": (_ANY,),  # counts at log_level 1 only
     "metrics_logging": (None, {}),
     "tokens.limit_test_batches": (0,),
+    "doremi": (None,),
     "lighteval": (None,),
     "s3_upload": (None,),
     "wandb": (None,),
@@ -44,8 +48,20 @@ _VALUES: dict[str, tuple[str, ...]] = {
 _FAMILIES: dict[str, tuple[str, ...]] = {
     "Starcoder2": ("is_starcoder2_config", "grouped_query", "multi_query", "global_attn_layers", "num_kv_heads"),
     "Mamba": ("is_mamba_config", "ssm_cfg"),
-    "LlaMoE": ("is_llamoe_config", "moe_num_experts"),
+    "LlaMoE": ("is_llamoe_config", "moe_num_experts", "num_experts_per_tok", "moe_capacity_factor"),
 }
+
+# Keys that name local files or folders. A URL there would be taken for a folder called `s3:`.
+_LOCAL = (
+    "general.benchmark_csv_path",
+    "checkpoints.checkpoints_path",
+    "checkpoints.resume_checkpoint_path",
+    "logging.log_dir",
+    "profiler.profiler_export_path",
+    "remote_data.cache_folder",
+    "model.init_method.path",
+)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # `s3:/bucket` too: what pathlib makes of `s3://bucket`
 
 Keys = tuple[str, ...]
 
@@ -55,7 +71,15 @@ def take_unserved(data: dict[str, Any]) -> list[tuple[Keys, object]]:
 
     Listed keys that ask for nothing are taken out of `data`: the schema does not have them.
     """
-    return [*_keys(data), *_values(data), *_family(data)]
+    return [*_keys(data), *_values(data), *_urls(data), *_family(data)]
+
+
+def choices_without_effect(data: dict[str, Any]) -> Iterator[tuple[Keys, str]]:
+    """Keys of a config's plain `data` that are accepted with several values and mean the same with all of them."""
+    keys = ("model", "model_config", "_attn_implementation")
+    value = _at(data, keys)
+    if value in SERVED_ATTENTION:
+        yield keys, f"{named(keys, value)} chooses nothing yet: attention takes the fastest path that it finds"
 
 
 def named(keys: Sequence[str | int], value: object) -> str:
@@ -65,6 +89,9 @@ def named(keys: Sequence[str | int], value: object) -> str:
 
 
 def _keys(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
+    details = _at(data, ("metrics_logging",))
+    if isinstance(details, dict) and _same(details.get("log_level"), 0):
+        details.pop("log_detail_interval", None)  # counts at log_level 1 only
     for path, off in _OFF.items():
         *around, name = keys = tuple(path.split("."))
         section = _at(data, around)
@@ -84,10 +111,14 @@ def _values(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
     half = str(_at(data, ("model", "dtype"))).lower().removeprefix("torch.") in ("none", "bfloat16", "bf16")
     if half and _at(data, ("optimizer", "accumulate_grad_in_fp32")) is False:
         yield ("optimizer", "accumulate_grad_in_fp32"), "false with model.dtype: bfloat16"
-    for name in ("resume_checkpoint_path", "checkpoints_path"):
-        folder = _at(data, ("checkpoints", name))
-        if isinstance(folder, str) and folder.startswith("s3:"):
-            yield ("checkpoints", name), folder
+
+
+def _urls(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
+    for path in _LOCAL:
+        keys = tuple(path.split("."))
+        value = _at(data, keys)
+        if isinstance(value, str) and _URL.match(value):
+            yield keys, f"{value}: expected a local path"
 
 
 def _family(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
@@ -109,5 +140,5 @@ def _at(data: Any, keys: Sequence[str]) -> Any:
 def _same(value: Any, off: Any) -> bool:
     """Whether `value` is the listed one: text in any case, and true is not 1."""
     if isinstance(value, str):
-        return value.lower() == off or off is _ANY
-    return off is _ANY or (value == off and type(value) is type(off))
+        return value.lower() == off
+    return value == off and type(value) is type(off)

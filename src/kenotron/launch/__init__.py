@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kenotron.config.errors import InputError, counted
 from kenotron.config.parallelism import HasLayout
-from kenotron.launch.environment import Ranks, check_devices, ranks_from_environment, share_threads, started_as_rank
+from kenotron.launch.environment import check_devices, ranks_from_environment, share_threads, started_as_rank
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,14 +86,19 @@ def work_on_ranks(
 
         start_ranks(config, work, options, logs, explain_bus_error)
         return None
-    ranks = ranks_from_environment()
-    if ranks.world_size != needed:
+    check_processes(config)
+    return _work_alone(config, work, options) if needed == 1 else _work_as_rank(config, work, options)
+
+
+def check_processes(config: HasLayout) -> None:
+    """Raise InputError if torchrun or Slurm has started another number of processes than `config`'s layout needs."""
+    needed, ranks = config.parallelism.world_size, ranks_from_environment()
+    if started_as_rank() and ranks.world_size != needed:
         layout = " x ".join(f"{name} {degree}" for name, degree in config.parallelism.degrees.items())
         raise InputError(
             f"parallelism: {layout} needs {counted(needed, 'process')}, but "
             f"{ranks.world_size} {'was' if ranks.world_size == 1 else 'were'} started"
         )
-    return _work_alone(config, work, options) if needed == 1 else _work_as_rank(config, ranks, work, options)
 
 
 def _work_alone(config: RankConfig, work: Callable[..., T], options: dict[str, object]) -> T:
@@ -104,12 +109,13 @@ def _work_alone(config: RankConfig, work: Callable[..., T], options: dict[str, o
     return work(config, build_mesh(axes(config), 1, device.type), device, **options)
 
 
-def _work_as_rank(config: RankConfig, ranks: Ranks, work: Callable[..., T], options: dict[str, object]) -> T:
+def _work_as_rank(config: RankConfig, work: Callable[..., T], options: dict[str, object]) -> T:
     from kenotron.launch.failures import Watch
     from kenotron.parallel.device import best_device
     from kenotron.parallel.mesh import axes, build_mesh
     from kenotron.parallel.torch_internals import set_timeout_of_all_groups
 
+    ranks = ranks_from_environment()
     check_devices(ranks.local_world_size)
     share_threads(ranks.local_world_size)
     device = best_device(ranks.local_rank)

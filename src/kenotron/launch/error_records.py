@@ -15,9 +15,13 @@ ENDED_BY_ANOTHER = 75  # exit code of a rank that ended because another did
 
 
 def record(error: Exception) -> int:
-    """Write `error` where the launcher looks for it, in the form of torch's own records; returns the exit code."""
+    """Write `error` where the launcher looks for it, in the form of torch's own records; returns the exit code.
+
+    torchrun shows the call stack of its records and not their message, so wrong input has its message there, too.
+    """
     code = 2 if isinstance(error, InputError) else 1
     stack = "" if _is_for_users(error) else "".join(traceback.format_exception(error))
+    stack = f"error: {error}" if code == 2 else stack
     details = {"py_callstack": stack, "timestamp": str(int(time.time()))}
     content = {"message": {"message": in_a_line(error), "errorCode": code, "extraInfo": details}}
     replace_file(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), json.dumps(content).encode(), durable=False)

@@ -15,7 +15,7 @@ run_folder.py       the log folder
 failures.py         what to change when memory or a disk is full
 
 metrics.py, console.py, report.py     numbers and messages
-validation.py, guards.py, observing.py     more hooks
+validation.py, guards.py, observing.py, benchmark.py     more hooks
 compare.py          two layouts of one config, compared
 
 The package is called `training` because `kenotron.train` is the function.

@@ -14,6 +14,7 @@ from kenotron.models.token_loss import load_loss
 from kenotron.optim.build import build_optimizer
 from kenotron.parallel.ranks import wait_for_all
 from kenotron.training import report
+from kenotron.training.benchmark import Benchmark
 from kenotron.training.checkpoint_hook import CheckpointHook
 from kenotron.training.console import logger
 from kenotron.training.guards import NonFiniteGuard, Signals
@@ -110,6 +111,8 @@ def _first_rank_hooks(config: Config) -> list[Hook]:
     hooks: list[Hook] = [Metrics(log_folder(config)), Progress() if Progress.wanted() else Pace()]
     if config.tokens.validates:
         hooks.append(Compressors())
+    if config.general.benchmark_csv_path is not None:
+        hooks.append(Benchmark(Path(config.general.benchmark_csv_path)))
     if config.profiler is not None and config.profiler.profiler_export_path is not None:
         hooks.append(ProfilerHook(Path(config.profiler.profiler_export_path) / (config.general.run or "run")))
     return hooks

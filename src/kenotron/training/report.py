@@ -44,13 +44,18 @@ def resolved_config(config: Config) -> None:
 
 def model_size(skeleton: Decoder, parts: Sequence[Decoder], device: torch.device) -> None:
     """Parameters of the whole model (`skeleton`) and of this rank's `parts`; memory of `device`."""
-    here = [shard_of(parameter).tensor for part in parts for parameter in part.parameters()]
-    width = here[0].element_size()
-    total = sum(parameter.numel() for _, parameter in named_parameters(skeleton))
-    for name, count in (("Total", total), ("Local", sum(tensor.numel() for tensor in here))):
+    width = next(parts[0].parameters()).element_size()
+    for name, count in parameter_counts(skeleton, parts).items():
         size = console.mebibytes(count * width)
         logger.info("%s number of parameters: %s (%s)", name, human_format(count), size)
     logger.info("[After model building]%s", console.show_memory(devices.memory(device)))
+
+
+def parameter_counts(skeleton: Decoder, parts: Sequence[Decoder]) -> dict[str, int]:
+    """Parameters of the whole model (``Total``) and of this rank's shard of it (``Local``)."""
+    here = [shard_of(parameter).tensor for part in parts for parameter in part.parameters()]
+    total = sum(parameter.numel() for _, parameter in named_parameters(skeleton))
+    return {"Total": total, "Local": sum(tensor.numel() for tensor in here)}
 
 
 def training_plan(run: Run) -> None:
