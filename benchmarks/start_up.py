@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from support.hub_cache import make_hub_cache, offline_environment  # noqa: E402
 
-CONFIG = ROOT / "examples" / "llama" / "config_tiny_llama.yaml"
+CONFIG = ROOT / "examples" / "config_tiny_llama-david.yaml"
 KENOTRON = str(Path(sys.executable).with_name("kenotron"))
 
 

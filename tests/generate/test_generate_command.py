@@ -11,8 +11,12 @@ import pytest
 from kenotron import cli
 from kenotron.cli import main
 from kenotron.cli.generate import BUILT_IN_PROMPTS, seeds_main
+from kenotron.config import InputError
+from kenotron.config.parallelism import Parallelism
 from kenotron.generate import generate
+from kenotron.generate.layout import choose_layout
 from kenotron.generate.load import load_for_generation
+from kenotron.interop import open_source
 from support.tiny_llamas import our_model, save_ours, small_tokenizer
 
 RUN_GENERATE = Path(__file__).parents[2] / "run_generate.py"
@@ -154,6 +158,37 @@ def test_the_seeds_script_runs(path, capfd, monkeypatch):
         runpy.run_path(str(RUN_GENERATE), run_name="__main__")
     assert not exit_.value.code
     assert capfd.readouterr().out.startswith(BUILT_IN_PROMPTS[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "saved", "processes", "expected"),
+    [
+        ((None, None, None), (2, 2, 2), 8, (2, 2, 2)),
+        ((None, None, None), (4, 2, 2), 8, (2, 2, 2)),
+        ((None, None, None), (1, 1, 1), 8, (8, 1, 1)),
+        ((None, None, None), (2, 2, 2), 1, (1, 1, 1)),
+        ((None, None, None), (2, 2, 2), None, (1, 1, 1)),
+        ((None, None, 1), (2, 2, 2), 2, (1, 2, 1)),
+        ((None, 1, 1), (2, 2, 2), 1, (1, 1, 1)),
+        ((None, 4, None), (2, 2, 2), 4, (1, 4, 1)),
+        ((2, 2, None), (2, 2, 2), 8, (2, 2, 2)),
+        ((None, None, 2), (2, 2, 2), None, (1, 1, 2)),
+    ],
+)
+def test_degrees_that_are_not_given_are_the_checkpoints_where_the_processes_fit(given, saved, processes, expected):
+    trained = Parallelism(**dict(zip(("dp", "pp", "tp"), saved)))
+    chosen = choose_layout(*given, trained, processes)
+    assert (chosen.dp, chosen.pp, chosen.tp) == expected
+
+
+@pytest.mark.parametrize(("given", "processes"), [((None, None, None), 6), ((1, None, None), 8), ((3, 2, 2), 8)])
+def test_degrees_that_fit_no_layout_are_refused_with_the_arithmetic(given, processes):
+    with pytest.raises(InputError, match=rf"needs \d+ process(es)?, but {processes} were started"):
+        choose_layout(*given, Parallelism(dp=2, pp=2, tp=2), processes)
+
+
+def test_the_layout_that_a_checkpoint_was_trained_on_is_known(path):
+    assert open_source(path).layout == Parallelism()
 
 
 def test_in_the_seeds_spelling_0_is_1(shell, path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,17 +12,20 @@ from pathlib import Path
 
 import pytest
 
+import kenotron as kn
+from kenotron.config.writing import diff
 from support.hub_cache import TOKENIZER, offline_environment
 from support.tiny_run import REPOSITORY, environment
 
-EXAMPLE = REPOSITORY / "examples" / "llama" / "config_tiny_llama.yaml"
+ONE_PROCESS = "examples/config_tiny_llama-david.yaml"
+EIGHT_PROCESSES = "examples/llama/config_tiny_llama.yaml"
 COMMENTS = {"dp": "数据并行大小", "pp": "流水线并行大小", "tp": "张量并行大小"}  # all that our copy leaves out
 
 # What the seeds' log and the issue give.
 LEARNING_RATES = """0.00015 0.0003 0.000296 0.000283 0.000264 0.000237 0.000206 0.000172 0.000138 0.000104
     7.26e-05 4.65e-05 2.66e-05 1.42e-05 1e-05"""
 CONSUMED = "512 1.02K 1.54K 2.05K 2.56K 3.07K 3.58K 4.1K 4.61K 5.12K 5.63K 6.14K 6.66K 7.17K 7.68K"
-TRAIN = ("--config-file", "config_tiny_llama.yaml")
+TRAIN = ("--config-file", ONE_PROCESS)
 LINE = re.compile(r"^\d\d/\d\d/\d{4} \d\d:\d\d:\d\d \[(?:INFO|WARNING)\|DP=0\|PP=0\|TP=0\]: (.*)$")
 ALWAYS = """iteration consumed_tokens elapsed_time_per_iteration_ms tokens_per_sec tokens_per_sec_per_gpu
     global_batch_size lm_loss lr model_tflops_per_gpu hardware_tflops_per_gpu grad_norm"""
@@ -52,10 +56,11 @@ def torchrun(
 def walked(tmp_path_factory: pytest.TempPathFactory, hub_home: Path) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """The folder of a finished walkthrough, and what the command said."""
     folder = tmp_path_factory.mktemp("walkthrough")
-    text = EXAMPLE.read_text()
+    text = (REPOSITORY / ONE_PROCESS).read_text()
     for axis, comment in COMMENTS.items():
         text = text.replace(f"  {axis}: 1\n", f"  {axis}: 1  # {comment}\n")
-    (folder / "config_tiny_llama.yaml").write_text(text, encoding="utf-8")
+    (folder / "examples").mkdir()
+    (folder / ONE_PROCESS).write_text(text, encoding="utf-8")
     return folder, torchrun("run_train.py", *TRAIN, folder=folder, home=hub_home)
 
 
@@ -211,23 +216,55 @@ def test_the_same_command_again_says_that_the_run_is_finished(walked, hub_home: 
     assert sorted((walked[0] / "logs").iterdir()) == before
 
 
+def test_the_seeds_two_configs_differ_in_the_layout_alone() -> None:
+    one, eight = (kn.load(REPOSITORY / path) for path in (ONE_PROCESS, EIGHT_PROCESSES))
+    changes = {"parallelism.dp": (1, 2), "parallelism.pp": (1, 2), "parallelism.tp": (1, 2)}
+    assert {path: (before, after) for path, before, after in diff(one, eight)} == changes
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Path:
+    """A folder with the examples in it, as the root of the repository has."""
+    ignored = shutil.ignore_patterns("checkpoints", "logs", "__pycache__")
+    shutil.copytree(REPOSITORY / "examples", tmp_path / "examples", ignore=ignored)
+    return tmp_path
+
+
 @pytest.mark.slow
-def test_the_seeds_config_trains_on_8_ranks_and_any_layout_decodes_what_it_saved(
-    tmp_path: Path, hub_home: Path
+def test_kenotrons_command_trains_on_8_ranks_and_any_layout_decodes_what_it_saved(
+    examples: Path, hub_home: Path
 ) -> None:
-    text = EXAMPLE.read_text()
-    for axis in ("dp", "pp", "tp"):
-        text = text.replace(f"  {axis}: 1\n", f"  {axis}: 2\n")
-    (tmp_path / "config_tiny_llama.yaml").write_text(text, encoding="utf-8")
-    trained = torchrun("run_train.py", *TRAIN, folder=tmp_path, home=hub_home, ranks=8)
+    trained = torchrun("run_train.py", "--config-file", EIGHT_PROCESSES, folder=examples, home=hub_home, ranks=8)
     assert (trained.returncode, trained.stderr) == (0, "")
     assert "iteration: 15 / 15" in trained.stdout
+    seeds = ("--ckpt-path", "checkpoints/10/", "--tp", "1", "--pp", "1")
+    continued = torchrun("run_generate.py", *seeds, folder=examples, home=hub_home)
+    assert (continued.returncode, continued.stderr) == (0, "")
+    assert continued.stdout.startswith("The future of AI is")
     drawn = ("--temperature", "1.0", "--dtype", "float32", "--json")
     prompts = ("--prompt", "word3 word4 word5", "--prompt", "word80", "--prompt", "word9 word1")
     given = ("--ckpt-path", "checkpoints/15/", *drawn, *prompts)
-    alone = torchrun("run_generate.py", *given, folder=tmp_path, home=hub_home)
-    split = torchrun("run_generate.py", *given, "--tp", "2", "--pp", "2", folder=tmp_path, home=hub_home, ranks=4)
+    alone = torchrun("run_generate.py", *given, folder=examples, home=hub_home)
+    split = torchrun("run_generate.py", *given, "--tp", "2", "--pp", "2", folder=examples, home=hub_home, ranks=4)
     assert (alone.returncode, alone.stderr, split.returncode, split.stderr) == (0, "", 0, "")
     completions = [json.loads(line) for line in alone.stdout.splitlines()]
     assert [len(set(completion["tokens"])) > 10 for completion in completions] == [True] * 3
     assert [json.loads(line) for line in split.stdout.splitlines()] == completions
+
+
+@pytest.mark.slow
+def test_the_8_process_commands_of_the_first_readme_work_without_a_network(examples: Path, hub_home: Path) -> None:
+    """run_train.py with debug_run_train.yaml, then run_generation.py on the checkpoint's own layout."""
+    config = ("--config-file", "examples/debug_run_train.yaml")
+    trained = torchrun("run_train.py", *config, folder=examples, home=hub_home, ranks=8)
+    assert (trained.returncode, trained.stderr) == (0, "")
+    assert "Saved checkpoint at checkpoints/text/4" in trained.stdout
+    given = ("--ckpt-path", "checkpoints/text/4")
+    said = torchrun("run_generation.py", *given, folder=examples, home=hub_home, ranks=8)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert re.match(r"The future of AI is.{20,}\n\ndef fib\(n\)", said.stdout, re.DOTALL)
+    exact = (*given, "--dtype", "float32", "--json", "--max-new-tokens", "16")
+    eight = torchrun("run_generation.py", *exact, folder=examples, home=hub_home, ranks=8)
+    one = torchrun("run_generation.py", *exact, folder=examples, home=hub_home)
+    assert eight.stdout == one.stdout
+    assert len(one.stdout.splitlines()) == 2

@@ -5,7 +5,8 @@ of the file. Text goes to stdout, everything else to stderr; with --json, one ob
 
     kenotron generate checkpoints/100 --tp 2 --pp 2        starts four local ranks; rank 0 prints
 
-whatever layout the checkpoint was saved on. Under torchrun each process is one of the ranks.
+whatever layout the checkpoint was saved on. Under torchrun each process is one of the ranks, and degrees that are not
+given are those of the checkpoint if they fit the number of processes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from typing import Annotated
 import typer
 
 from kenotron.cli import said_once
-from kenotron.config.errors import InputError, counted
-from kenotron.config.parallelism import Parallelism
+from kenotron.config.errors import InputError
 
 BUILT_IN_PROMPTS = ("The future of AI is", "def fib(n)")
 
@@ -53,22 +53,29 @@ def generate(
         str | None, typer.Option(help="float32, bfloat16 or float16; default: that of the config.")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts decoded per batch.")] = 8,
-    tp: Annotated[int, typer.Option(help="Degree of tensor parallelism.", min=1)] = 1,
-    pp: Annotated[int, typer.Option(help="Number of pipeline stages.", min=1)] = 1,
-    dp: Annotated[int, typer.Option(help="Replicas of the model; prompts are divided among them.", min=1)] = 1,
+    tp: Annotated[
+        int | None,
+        typer.Option(
+            help="Degree of tensor parallelism; default of all three: 1, or under torchrun the checkpoint's.", min=1
+        ),
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Number of pipeline stages.", min=1)] = None,
+    dp: Annotated[
+        int | None, typer.Option(help="Replicas of the model; prompts are divided among them.", min=1)
+    ] = None,
 ) -> None:
     """Continue prompts with a trained model."""
     if stream and as_json:
         raise InputError("--stream and --json: give one of them")
     with said_once():
-        _check_processes(dp, pp, tp)
         prompts = _prompts(prompt or [], prompt_file, prompt_tokens or [])
-        from kenotron.generate.layout import check_layout
+        from kenotron.generate.layout import check_layout, choose_layout
         from kenotron.generate.request import Request, decode_on_ranks
         from kenotron.interop.sources import open_source
 
-        layout = Parallelism(dp=dp, pp=pp, tp=tp)
-        check_layout(open_source(path, verify=False).model.decoder, layout)
+        source = open_source(path, verify=False)
+        layout = choose_layout(dp, pp, tp, source.layout, _processes())
+        check_layout(source.model.decoder, layout)
     from kenotron.launch import leave, work_on_ranks
 
     request = Request(
@@ -89,16 +96,11 @@ def generate(
     leave()
 
 
-def _check_processes(dp: int, pp: int, tp: int) -> None:
-    """Under torchrun the degrees must be those of the processes that there are."""
+def _processes() -> int | None:
+    """The number of processes that torchrun has started; None without it."""
     from kenotron.launch.environment import ranks_from_environment, started_as_rank
 
-    needed = dp * pp * tp
-    if started_as_rank() and ranks_from_environment().world_size != needed:
-        raise InputError(
-            f"--dp {dp} x --pp {pp} x --tp {tp} needs {counted(needed, 'process')}, but "
-            f"{ranks_from_environment().world_size} were started"
-        )
+    return ranks_from_environment().world_size if started_as_rank() else None
 
 
 def _prompts(texts: list[str], file: str | None, tokens: list[str]) -> list[str | list[int]]:
@@ -134,8 +136,8 @@ def _ids(text: str) -> list[int]:
 def seeds_main(arguments: Sequence[str] | None = None) -> None:
     """``run_generate.py --ckpt-path checkpoints/10/ --tp 2 --pp 2``: the same command in nanotron's spelling.
 
-    Works under torchrun, where dp x pp x tp must be its processes, and without. The key-value cache is always on;
-    ``--use-cache`` asks for what is there.
+    Works under torchrun, where dp x pp x tp must be its processes, and without. A degree of 0 is one that is not given.
+    The key-value cache is always on; ``--use-cache`` asks for what is there.
     """
     import argparse
 
@@ -144,9 +146,10 @@ def seeds_main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="run_generate.py", description="Generate from a checkpoint.")
     parser.add_argument("--ckpt-path", required=True, help="checkpoint, or folder of checkpoints")
     for axis in ("dp", "pp", "tp"):
-        parser.add_argument(f"--{axis}", type=int, default=1, help="ranks (0: as the checkpoint needs, which is 1)")
+        parser.add_argument(f"--{axis}", type=int, default=0, help="ranks (0: the checkpoint's, if they fit, else 1)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--use-cache", action="store_true", help="always enabled")
     given, rest = parser.parse_known_args(arguments)
-    layout = [part for axis in ("dp", "pp", "tp") for part in (f"--{axis}", str(getattr(given, axis) or 1))]
+    degrees = {axis: getattr(given, axis) for axis in ("dp", "pp", "tp")}
+    layout = [part for axis, degree in degrees.items() if degree for part in (f"--{axis}", str(degree))]
     main(["generate", given.ckpt_path, "--max-new-tokens", str(given.max_new_tokens), *layout, *rest])

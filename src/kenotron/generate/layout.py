@@ -1,10 +1,36 @@
-"""Which layouts a model can be decoded on: pipeline stages of at least one layer, heads that tp divides."""
+"""The layout of a model that is decoded: chosen for the processes there are, and checked against its shapes."""
 
 from __future__ import annotations
 
 from kenotron.config.decoder import DecoderArchitecture
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, counted
 from kenotron.config.parallelism import Parallelism
+
+
+def choose_layout(
+    dp: int | None, pp: int | None, tp: int | None, saved: Parallelism, processes: int | None
+) -> Parallelism:
+    """The degrees that are given (not None), and for `processes` that torchrun has started the others.
+
+    Those are the degrees that the checkpoint was `saved` on, with as many replicas as there are processes for, where
+    that fits, else 1. Raises InputError if the degrees need another number of processes.
+
+    >>> choose_layout(None, None, None, Parallelism(dp=4, pp=2, tp=2), 8)
+    Parallelism(dp=2, pp=2, tp=2)
+    """
+    layout = Parallelism(dp=dp or 1, pp=pp or 1, tp=tp or 1)
+    if processes is None:
+        return layout
+    pp, tp = pp or saved.pp, tp or saved.tp
+    fitting = Parallelism(dp=dp or max(1, processes // (pp * tp)), pp=pp, tp=tp)
+    if fitting.world_size == processes:
+        return fitting
+    if layout.world_size != processes:
+        raise InputError(
+            f"--dp {layout.dp} x --pp {layout.pp} x --tp {layout.tp} needs {counted(layout.world_size, 'process')}, "
+            f"but {processes} were started"
+        )
+    return layout
 
 
 def check_layout(model: DecoderArchitecture, layout: Parallelism) -> None:

@@ -8,7 +8,7 @@ source.weights["model.norm.weight"]
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from kenotron.config.architecture import HFArchitecture
 from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
 from kenotron.config.errors import InputError
 from kenotron.config.model import Model
+from kenotron.config.parallelism import Parallelism
 from kenotron.config.resolved import read_resolved
 from kenotron.interop.hf_config import Report, architecture_from_hf, quiet, read_json
 from kenotron.interop.hf_weights import Box, Stored, Weights, find_config, hf_weights, is_hub_name, locate
@@ -37,13 +38,14 @@ if TYPE_CHECKING:
 class Source:
     """`path` is the folder of a checkpoint or model, `tokenizer` that of one, or None.
 
-    `model` is the config's section.
+    `model` is the config's section; `layout` the one that a checkpoint was trained on, of degrees 1 otherwise.
     """
 
     path: Path
     model: Model
     weights: Weights
     tokenizer: Path | None
+    layout: Parallelism = field(default_factory=Parallelism)
 
     @property
     def architecture(self) -> DecoderArchitecture:
@@ -91,7 +93,8 @@ def checkpoint_source(path: Path, verify: bool = True) -> Source:
     weights = Weights(stored, str(folder))
     tokenizer = folder / "tokenizer"
     has_tokenizer = any((tokenizer / name).is_file() for name in TOKENIZER_FILES)
-    return Source(folder, read_resolved(folder / "config.yaml").model, weights, tokenizer if has_tokenizer else None)
+    config = read_resolved(folder / "config.yaml")
+    return Source(folder, config.model, weights, tokenizer if has_tokenizer else None, config.parallelism)
 
 
 def _read(read: Callable[..., Tensor], shape: tuple[int, ...], box: Box) -> Tensor:

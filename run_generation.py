@@ -1,0 +1,4 @@
+from kenotron.cli.generate import seeds_main
+
+if __name__ == "__main__":
+    seeds_main()
