@@ -83,7 +83,7 @@ def test_runs_share_a_file_and_a_short_one_counts_all_of_its_steps(tmp_path: Pat
 def test_a_run_that_is_finished_already_adds_none(tmp_path: Path) -> None:
     key, path = bench(tmp_path)
     train_quietly(tiny_config(tmp_path, key))
-    assert train_and_listen(tiny_config(tmp_path, key))[0] is None
+    assert train_quietly(tiny_config(tmp_path, key)).finished
     assert len(rows(path)) == 1
 
 
