@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kenotron.config import dump, load
 from support.layout_runs import SAMPLES, Problem, Seen, train_alone, train_on_layout
 from support.pairwise import covering, options, pairs
 from support.ranks import run_ranks
@@ -153,6 +154,26 @@ def test_ten_steps_of_every_layout_mean_what_one_process_means(
 ) -> None:
     reference = reference_of(PROBLEMS[problem])
     expect_the_same(run_ranks(world_size, train_on_layout, PROBLEMS[problem], layout, tmp_path, reference), reference)
+
+
+STRATEGIES = {"fsdp_grad_op": 2, "fsdp": 3, "fsdp_hybrid": "hybrid"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shards"),
+    [(2, ""), pytest.param(4, "", marks=pytest.mark.slow), pytest.param(4, "shard=2", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_that_a_yaml_names_means_what_one_process_means(
+    world_size: int, shards: str, strategy: str, reference_of: Callable[[Problem], Path], tmp_path: Path
+) -> None:
+    problem, layout = QUICK["tied"], f"dp={world_size} {shards} zero=null strategy={strategy}"
+    path = tmp_path / "my.yaml"
+    path.write_text(dump(problem.config(layout, tmp_path)))
+    assert f"  strategy: {strategy}\n" in path.read_text()
+    assert load(path, report=lambda line: None).zero_stage == STRATEGIES[strategy]
+    reference = reference_of(problem)
+    expect_the_same(run_ranks(world_size, train_on_layout, problem, layout, tmp_path, reference), reference)
 
 
 def test_there_are_at_least_forty_layouts() -> None:

@@ -245,8 +245,25 @@ def test_compiled_blocks_have_the_same_gradients(engine: str) -> None:
     check(f"parallelism.pp_engine={engine}", "parallelism.pp=2", "model.compile=true")
 
 
+def count_layers(rank: int, config: Config) -> list[int]:
+    """Layers of each of this rank's parts."""
+    return [len(part.model.layers) for part in Rank(config).parts]
+
+
 def test_layers_go_where_the_config_says() -> None:
-    check("parallelism.pp=2", "parallelism.pp_layers=[1, 7]")
+    layout = ("parallelism.pp=2", "parallelism.pp_layers=[1, 7]")
+    assert run_ranks(2, count_layers, config_of(*layout)) == [[1], [7]]
+    check(*layout)
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_rank_has_as_many_stages_as_the_config_says(stages: int) -> None:
+    engine = ("parallelism.pp=2", "parallelism.pp_engine=interleaved_1f1b")
+    layout = (*engine, f"parallelism.pp_stages_per_rank={stages}")
+    counts = run_ranks(2, count_layers, config_of(*layout))
+    assert [len(layers) for layers in counts] == [stages, stages]
+    assert sum(map(sum, counts)) == 8
+    check(*layout)
 
 
 def steps_of_other_shapes(rank: int, config: Config, counts: Sequence[int]) -> list[tuple[torch.Tensor, Pieces]]:

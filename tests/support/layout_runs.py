@@ -41,6 +41,7 @@ SHORT = {
     "pp": "parallelism.pp",
     "cp": "parallelism.context_parallel_size",
     "zero": "optimizer.zero_stage",
+    "strategy": "parallelism.strategy",
     "mode": "parallelism.tp_mode",
     "async": "parallelism.tp_linear_async_communication",
     "engine": "parallelism.pp_engine",

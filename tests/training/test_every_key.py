@@ -26,9 +26,12 @@ from support import every_key, user_parts
 from support.every_key import EXPORTED, HUB, OWN, REFUSED, ROWS, SAME, UNSERVED, Outcome
 from support.hub_cache import TOKENIZER, make_tokenizer_repository, offline_environment
 from support.key_runs import Runs
+from support.layout_runs import SHORT
 from support.nursery import Nursery
 from support.tiny_run import REPOSITORY, TEXTS, tiny_config, tiny_dict, train_and_listen, train_quietly, weights
 from support.written_tokens import write_ds
+
+SHORT_NAMES = {path.split(".")[1]: short for short, path in SHORT.items()}
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +150,9 @@ def test_every_key_of_the_schema_is_in_the_table() -> None:
 def test_the_tests_that_the_table_names_are_there_and_know_the_key() -> None:
     files = {path.name: path for path in (REPOSITORY / "tests").rglob("test_*.py")}
     for key, file in OWN.items():
-        by_short_names = files[file].parent.name == "layouts"  # "cp=2"
-        assert by_short_names or key.split(".")[1] in files[file].read_text(), key
+        text, name = files[file].read_text(), key.split(".")[1]
+        short = SHORT_NAMES.get(name, name)  # "cp=2" in tests of layouts
+        assert re.search(rf"\b{name}\b|[\" ]{short}=", text), key
 
 
 def test_what_is_marked_for_the_export_is_in_its_list() -> None:
