@@ -32,6 +32,15 @@ def test_to_hf_says_what_was_written_and_proposes_a_command_that_works(shell, tm
     exec(program, {})
 
 
+@pytest.mark.parametrize("direction", ["to-hf", "from-hf"])
+def test_a_url_is_no_folder_to_write_to(direction, shell, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = shell("convert", direction, "anything", "gs://bucket/out")
+    assert (code, out) == (2, "")
+    assert err == "error: DST: expected a local path, found gs://bucket/out; only inputs may be remote\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_from_hf_says_what_was_written_and_proposes_a_command_that_works(shell, tmp_path):
     save_hf(hf_llama(max_position_embeddings=256), tmp_path / "hf", small_tokenizer(), shard="50KB")
     code, out, err = shell("convert", "from-hf", tmp_path / "hf", tmp_path / "ours")

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from kenotron.cli.data import on_this_machine
+
 app = typer.Typer(help="Convert models to and from Hugging Face's format.", no_args_is_help=True)
 
 
@@ -24,6 +26,7 @@ def from_hf(
     """Convert a Hugging Face model to a checkpoint."""
     from kenotron import interop
 
+    on_this_machine(dst, "DST")
     with _progress("Reading") as progress:
         saved = interop.from_hf(src, dst, family=family, report=_say, progress=progress)
     print(f"Wrote {saved.path}: {saved.bytes / 1e6:.1f} MB in {saved.seconds:.1f} s")
@@ -43,6 +46,7 @@ def to_hf(
     """Convert a checkpoint to a folder that transformers loads."""
     from kenotron import interop
 
+    on_this_machine(dst, "DST")
     with _progress("Writing") as progress:
         written = interop.to_hf(src, dst, dtype=dtype, max_shard_size=max_shard_size, report=_say, progress=progress)
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]

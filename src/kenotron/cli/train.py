@@ -21,11 +21,12 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Move earlier checkpoints aside and start at step 0.")] = False,
 ) -> None:
     """Train a config, with as many local processes as its layout needs. Resumes from the newest complete checkpoint."""
-    from kenotron.config import load
+    from kenotron.config import load, refuse_unsupported
     from kenotron.launch import check_processes, launch, leave
 
     with said_once():
         config = load(file, overrides or (), report=_say)
+        refuse_unsupported(config)
         check_processes(config)
     launch(config, fresh=fresh)
     leave()
