@@ -10,10 +10,10 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow mutants lint bench reference docs clean
+.PHONY: help setup train test slow mutants compare-power lint bench reference docs clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed  ## create .venv and install Kénotron, nothing more
 
@@ -28,6 +28,9 @@ slow: $(VENV)/.installed-test  ## run the slow tests, and the properties on many
 
 mutants: $(VENV)/.installed-test  ## see which of the field's bugs the quick tests would miss; ONLY=name for one
 	PYTHONPATH=tests $(BIN)/python -m mutants.run --workers $(THREADS) --only $(ONLY)
+
+compare-power: $(VENV)/.installed-test  ## how often `kenotron compare` is right: 200 pairs that agree, 25 seeded faults
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m compare_power.run
 
 lint: $(VENV)/.installed-dev  ## formatting, lint, types, layering, generated docs
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files --show-diff-on-failure

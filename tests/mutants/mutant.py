@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SOURCE = "src/kenotron"
@@ -46,10 +53,63 @@ class Mutant:
             )
         return text.replace(self.find, self.replace)
 
+    @contextmanager
+    def in_this_process(self, root: Path = ROOT) -> Iterator[None]:
+        """The bug in the functions of the loaded module, wherever they have been imported to, until the end.
+
+        Errors (DoesNotApply): besides those of `patched`, the bug is outside of the functions and methods of the file.
+        """
+        module = importlib.import_module("kenotron." + self.file.removesuffix(".py").replace("/", "."))
+        before, after = (_functions(text) for text in ((root / SOURCE / self.file).read_text(), self.patched(root)))
+        changed = [name for name in before if after.get(name) != before[name]]
+        if not changed:
+            raise DoesNotApply(f"mutant {self.name} changes no function of {SOURCE}/{self.file}")
+        codes = _codes(compile(self.patched(root), f"<{self.name}>", "exec"))
+        kept = []
+        try:
+            for name in changed:
+                function = _resolve(module, name)
+                kept.append((function, function.__code__))
+                function.__code__ = codes[name]
+            yield
+        finally:
+            for function, code in kept:
+                function.__code__ = code
+
     @property
     def targets(self) -> list[str]:
         """Its tests as pytest takes them at the root of the repository."""
         return [f"tests/{test}" for test in self.tests]
+
+
+def _functions(text: str) -> dict[str, str]:
+    """Qualified name → syntax of every function of a module and method of its classes."""
+
+    def walk(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, str]]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef):
+                yield prefix + node.name, ast.dump(node)
+            elif isinstance(node, ast.ClassDef):
+                yield from walk(node.body, f"{prefix}{node.name}.")
+
+    return dict(walk(ast.parse(text).body, ""))
+
+
+def _codes(code: CodeType) -> dict[str, CodeType]:
+    """Qualified name → code of everything that is defined in `code`."""
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return {each.co_qualname: each for each in inner} | {k: v for each in inner for k, v in _codes(each).items()}
+
+
+def _resolve(module: Any, name: str) -> Any:
+    """The function of a qualified name, without decorators."""
+    *classes, last = name.split(".")
+    for each in classes:
+        module = getattr(module, each)
+    found = inspect.getattr_static(module, last)
+    if isinstance(found, property):
+        found = found.fget
+    return inspect.unwrap(getattr(found, "__func__", found))
 
 
 @dataclass(frozen=True)

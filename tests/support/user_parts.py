@@ -305,6 +305,12 @@ def forgets_to_sum(root, blocks, mesh, *, zero_stage, compute_dtype, cpu_offload
     """A data-parallel strategy with a mistake: no gradient is summed over the ranks."""
 
 
+def halves_a_gradient(root, blocks, mesh, *, zero_stage, compute_dtype, cpu_offload, bucket_cap_mb):
+    """A data-parallel strategy with a mistake: backward loses half of what reaches the first layer's first norm."""
+    norm = blocks[0].get_submodule("input_layernorm")
+    norm.register_forward_hook(lambda module, inputs, output: output / 2 + output.detach() / 2)
+
+
 def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """A loss: cross entropy with some probability for every other token."""
     return torch.nn.functional.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)

@@ -1,15 +1,17 @@
 """`kenotron compare my.yaml parallelism.tp=2 parallelism.pp=2`: two layouts of one config, one verdict.
 
-Four short runs: the config as it is, the same with its samples in other orders or in fp32 (what rounding does), and the
+Five short runs: the config as it is, three times with its weights changed a little (what rounding may do), and the
 config on the other layout. Exit code 0: they agree; 1: they do not.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,44 +24,57 @@ if TYPE_CHECKING:
     from kenotron.training.compare import Comparison
 
 
+class Dtype(StrEnum):
+    """Values of `--dtype`."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
 def compare(
     file: Annotated[Path, typer.Argument(help="The YAML file of the run.")],
     overrides: Annotated[list[str], typer.Argument(help="The other layout, such as parallelism.tp=2.")],
     steps: Annotated[int, typer.Option(help="Steps to train on each layout.", min=1)] = 10,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Run both layouts in this dtype; float32 sees much smaller faults.")
+    ] = None,
     picture: Annotated[Path | None, typer.Option(help="Plot both runs to this PNG file (needs matplotlib).")] = None,
 ) -> None:
     """Train a few steps on two layouts, and check that they agree up to rounding."""
     from kenotron.config import load
 
-    plain = load(file)
-    other = on_layout(file, plain, overrides)
+    both = [] if dtype is None else [f"model.dtype={dtype}"]
+    plain = load(file, both)
+    other = on_layout(file, plain, [*overrides, *both])
     _check(plain, other, steps, picture)
     from kenotron.interop import resolve_architecture
     from kenotron.launch import work_on_ranks
     from kenotron.launch.training import record
-    from kenotron.training.compare import compare as measure
-    from kenotron.training.compare import draw, references
+    from kenotron.training.compare import SEEDS, backward_order, distances, draw, judge
 
+    layout = " ".join(overrides)
+    runs = [("as it is", plain, 0)]
+    runs += [("weights changed as rounding might", plain, seed) for seed in SEEDS]
+    runs += [(layout, other, 0)]
+    measured = []
+    names = backward_order(resolve_architecture(plain))
     with tempfile.TemporaryDirectory(prefix="kenotron-compare-") as temporary:
-        folder = Path(temporary)
-        rounding = references(plain)
-        runs = [("as it is", plain, 0)]
-        runs += [(each.name, load(file, each.overrides), each.order) for each in rounding]
-        runs += [(" ".join(overrides), other, 0)]
-        for number, (name, config, order) in enumerate(runs):
+        for number, (name, config, seed) in enumerate(runs):
             ranks = config.parallelism.world_size
             print(
                 f"run {number + 1} of {len(runs)}: {name}, {counted(steps, 'step')} on {counted(ranks, 'rank')}",
                 file=sys.stderr,
             )
-            work_on_ranks(config, record, steps=steps, order=order, folder=str(folder / str(number)))
-        a, *others, b = (folder / str(number) for number in range(len(runs)))
-        comparison = measure(
-            a, [(at, each.safety) for at, each in zip(others, rounding)], b, resolve_architecture(plain)
-        )
-    _print(comparison)
+            folder = Path(temporary) / str(number)
+            work_on_ranks(config, record, steps=steps, seed=seed, folder=str(folder))
+            measured.append(distances(Path(temporary) / "0", folder, names))
+            if number:
+                shutil.rmtree(folder)  # four times the weights
+    a, *rounding, b = measured
+    comparison = judge(a, rounding, b)
+    _print(comparison, plain.model.dtype)
     if picture is not None:
-        draw(comparison, picture, ("as it is", " ".join(overrides)))
+        draw(comparison, picture, ("as it is", layout))
         print(f"Picture: {picture}")
     if not comparison.agrees:
         raise typer.Exit(1)
@@ -114,7 +129,7 @@ def _check(plain: Config, other: Config, steps: int, picture: Path | None) -> No
         raise InputError("--picture: drawing needs matplotlib: pip install 'kenotron[plots]'")
 
 
-def _print(comparison: Comparison) -> None:
+def _print(comparison: Comparison, dtype: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -124,12 +139,21 @@ def _print(comparison: Comparison) -> None:
         table.add_row(str(number.step), number.name, *shown, "" if number.agrees else "differs")
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
-    for kind, tensors in (("gradients of step 1", comparison.gradients), ("weights at the end", comparison.weights)):
+    for kind, tensors in (
+        ("gradients of step 1", comparison.gradients),
+        ("update of step 1", comparison.update),
+        ("movement of the weights", comparison.movement),
+    ):
         worst = max(tensors, key=lambda tensor: tensor.difference / tensor.allowed)
         print(
             f"{kind}: {sum(tensor.agrees for tensor in tensors)} of {len(tensors)} parameters agree; the farthest "
             f"apart is {worst.name}, by {worst.difference:.1e} of its norm where rounding explains {worst.allowed:.1e}"
         )
+    usual, worst = comparison.blind_below()
+    print(
+        f"Blind below: a gradient off by less than {usual:.1e} of its norm ({worst.name}: {worst.allowed:.1e}) looks "
+        f"like {dtype} rounding" + ("." if dtype == "float32" else "; --dtype float32 sees far less.")
+    )
     print(_verdict(comparison))
 
 
@@ -137,12 +161,15 @@ def _verdict(comparison: Comparison) -> str:
     if comparison.agrees:
         return "The layouts agree: all differences are within rounding."
     parts = []
-    parameter, number = comparison.first_parameter(), comparison.first_number()
-    if parameter is not None:
+    origin, number = comparison.origin(), comparison.first_number()
+    if origin is not None:
+        kind, parameter = origin
         parts.append(
-            f"the first parameter whose gradient differs at step 1 is {parameter.name} (by {parameter.difference:.1e}, "
-            f"rounding explains {parameter.allowed:.1e})"
+            f"look at {parameter.name}, whose {kind} differs by {parameter.difference:.1e} (rounding explains "
+            f"{parameter.allowed:.1e})"
         )
     if number is not None:
         parts.append(f"{number.name} differs from step {number.step} on")
-    return f"The layouts DIFFER: {'; '.join(parts) or 'the weights at the end are not the same'}."
+        if origin is None and number.step == 1:
+            parts[-1] += ", though the gradients of step 1 agree"
+    return f"The layouts DIFFER: {'; '.join(parts)}."

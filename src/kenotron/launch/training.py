@@ -22,7 +22,7 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     return training.train(config, mesh, device, fresh=fresh, reopen=reopen, open_weights=interop.initial_tensors)
 
 
-def record(config: Config, mesh: Mesh, device: torch.device, *, steps: int, order: int, folder: str) -> None:
+def record(config: Config, mesh: Mesh, device: torch.device, *, steps: int, seed: int, folder: str) -> None:
     """`kenotron.training.compare.record`, the architecture resolved first."""
     config = run_on_rank0(lambda: interop.resolve_architecture(config))
-    compare.record(config, mesh, device, steps=steps, order=order, folder=folder, open_weights=interop.initial_tensors)
+    compare.record(config, mesh, device, steps=steps, seed=seed, folder=folder, open_weights=interop.initial_tensors)

@@ -1,70 +1,74 @@
-"""Do two layouts of one config train the same model? Measured against what rounding alone does.
+"""Do two layouts of one config train the same model? Measured against what rounding does.
 
-    A        the config as it is                    losses, gradient norms, gradients of step 1, weights at the end
-    R1, R2   A, with the samples of every batch in another order: the same sums, added up in another order;
-             for a run in bf16, R2 is A in fp32: a layout rounds more than sums there, so all of A's rounding counts
+    A        the config as it is
+    R1 … R3  A, every initial weight changed at random by about PERTURBATION of its size
     B        the config on another layout
 
-In exact arithmetic all four are equal. A and R differ by rounding, so how far they drift apart is what rounding does to
-this model, on this machine, by this step. B may drift some times as far (`Reference.safety`); a wrong collective goes
-a thousand times farther:
+In exact arithmetic A and B are equal; on a computer they add up the same numbers in other orders. What that may do to
+this model is measured with the R's: every weight is off by 128 roundings in float32, by one in bfloat16, and B may go
+SAFETY times as far from A as the farthest of them. A wrong collective goes a hundred times farther:
 
     step   lm_loss A   lm_loss B     |A - B|   rounding explains
-       1   4.1271238   4.1271243    4.8e-07             4.1e-06      agrees
-       1   4.1271238   4.1302110    3.1e-03             4.1e-06      differs
+       1   4.1271238   4.1271243    4.8e-07             8.9e-06      agrees
+       1   4.1271238   4.1302110    3.1e-03             8.9e-06      differs
+
+Compared are the initial weights (equal to the bit), the gradients of step 1 before clipping, its update, loss and
+gradient norm of every step, and how far the weights moved in all. A small difference of an R may be luck. So
+parameters of the same kind in all layers share one bound, a bound never shrinks from step to step, and that of the
+first gradient norm comes from the gradient itself: norms are no farther apart than what they are norms of.
+
+Which parameter is to blame? A wrong gradient contaminates all that backward reaches after it, so it is the first:
+
+    backward   lm_head ▶ norm ▶ layer 3 ▶ layer 2 … down up gate norm o v k q norm ▶ layer 1 ▶ layer 0 ▶ embedding
+    agrees?       yes     yes      yes                yes  yes yes  yes yes no no no no     no       no      no
+                                                                       ▲ v_proj of layer 2
+
+If the loss of step 1 differs, forward is wrong already, and with it every gradient: then it is the farthest of all.
+Where all gradients agree, it is the farthest update.
+
+In bfloat16 rounding explains gradients that are off by many percent, and faults below that are not seen
+(`Comparison.blind_below`); `kenotron compare --dtype float32` sees them.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from kenotron import checkpoint
 from kenotron.config import Config, dump
-from kenotron.models import build, named_parameters
+from kenotron.kernels.hashing import derive_key
+from kenotron.kernels.random import fill_normal_shard_
+from kenotron.models import Context, build, named_parameters
+from kenotron.optim.clip import clip_gradients
+from kenotron.parallel.shards import shard_of
 from kenotron.training.build import build_run
-from kenotron.training.hooks import Hook
 from kenotron.training.initial_weights import OpenWeights
 from kenotron.training.run import Run, close
 from kenotron.training.saved_state import model_tensors, optimizer_tensors
-from kenotron.training.step import train_step
+from kenotron.training.step import count_real_tokens, forward_backward, train_step
 
 if TYPE_CHECKING:
     from kenotron.data import TokenBatch
     from kenotron.parallel.mesh import Mesh
 
-FLOOR = 16 * torch.finfo(torch.float32).eps  # relative; for what happened to round the same way in A and R
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A run that differs from A by rounding alone: its name, overrides, order of samples, and how many times its
-    distance from A a correct layout may have.
-    """
-
-    name: str
-    overrides: tuple[str, ...]
-    order: int
-    safety: float
-
-
-# Two other orders are a small sample of all, and a layout reorders sums over features too.
-BACKWARDS = Reference("samples backwards", (), 1, 10.0)
-ODD_FIRST = Reference("odd samples first", (), 2, 10.0)
-# A and B round in bf16 at different places: twice as far in all, and the largest of many numbers.
-IN_FP32 = Reference("in float32", ("model.dtype=float32",), 0, 4.0)
-
-
-def references(config: Config) -> tuple[Reference, ...]:
-    """The runs that show how far rounding alone moves `config`."""
-    return (BACKWARDS, ODD_FIRST if config.model.dtype == "float32" else IN_FP32)
+PERTURBATION = {"float32": 2.0**-17, "bfloat16": 2.0**-9}  # standard deviation, relative, by the compute dtype
+SEEDS = (1, 2, 3)  # of the R's
+SAFETY = 3.0  # of norms over a parameter, which hardly are small by luck
+NUMBER_SAFETY = 10.0  # of a loss or norm, which may be
+FLOOR = 16 * torch.finfo(torch.float32).eps  # relative: losses and sums are fp32 in every run
+# Adam turns a gradient that rounds to either side of 0 into a step of full size: of a tensor's update the elements
+# that differ most, this share and at least two, are left out.
+TRIMMED = 0.02
 
 
 # ---- one run -----------------------------------------------------------------------------------------------
@@ -76,57 +80,145 @@ def record(
     device: torch.device,
     *,
     steps: int,
-    order: int,
+    seed: int,
     folder: str,
     open_weights: OpenWeights | None = None,
 ) -> None:
-    """Train `steps` steps of `config` on this layout and write what is compared to `folder`. Every rank calls it."""
+    """Train `steps` steps of `config` on this layout and write what is compared to `folder`. Every rank calls it.
+
+    `seed` 0 is the config as it is; others change the initial weights as the R's have them.
+    """
     from kenotron.training import console
 
     console.start_logging(config, mesh)
     console.logger.setLevel("WARNING")
     run = build_run(config, mesh, device, open_weights=open_weights)
     try:
-        numbers = []
-        run.hooks = [_KeepGradients(Path(folder))]
+        root, numbers = Path(folder), []
+        run.hooks = []
+        if seed:
+            _perturb(run, PERTURBATION[config.model.dtype], seed)
+        _save(run, root / "start", model_tensors(*run.parts), {})
         while run.step < steps:
-            batches = run.data.batch(run.step + 1, mesh.rank("batch"), mesh.degree("batch"))
-            result = train_step(run, reordered(batches, order))
-            run.hooks = []
+            batches = list(run.data.batch(run.step + 1, mesh.rank("batch"), mesh.degree("batch")))
+            if run.step == 0:
+                _save_gradients(run, batches, root / "gradients")
+            result = train_step(run, batches)
             run.step += 1
             numbers.append([result.lm_loss, result.grad_norm])
-        _save(run, Path(folder) / "weights", model_tensors(*run.parts), {"numbers": numbers})
+            if run.step == 1:
+                _save(run, root / "updated", model_tensors(*run.parts), {})
+        _save(run, root / "end", model_tensors(*run.parts), {"numbers": numbers})
     finally:
         close(run)
 
 
-def reordered(batches: Sequence[TokenBatch], order: int) -> list[TokenBatch]:
-    """The same samples in another order: 0 as they are, 1 backwards, 2 with the odd ones first."""
-    if order == 0:
-        return list(batches)
-    rows = [np.arange(len(batch.tokens)) for batch in batches]
-    if order == 1:
-        return [batch[row[::-1]] for batch, row in reversed(list(zip(batches, rows)))]
-    return [batch[np.concatenate((row[1::2], row[::2]))] for batch, row in zip(batches, rows)]
+@torch.no_grad()
+def _perturb(run: Run, size: float, seed: int) -> None:
+    for name, parameter in named_parameters(*run.parts):
+        shard = shard_of(parameter)
+        noise = torch.empty(shard.tensor.shape, dtype=shard.tensor.dtype, device=shard.tensor.device)
+        fill_normal_shard_(noise, derive_key("compare", seed, name), shard.shape, shard.offset, size)
+        shard.tensor.addcmul_(shard.tensor, noise)
+    if run.pipeline is not None:
+        run.pipeline.share_tied_weights()
 
 
-class _KeepGradients(Hook):
-    """Saves the gradients of the first step, after clipping."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def before_update(self, run: Run) -> None:
-        gradients = {
-            f"state.{name}.gradient": parameter.grad
-            for name, parameter in named_parameters(*run.parts)
-            if parameter.grad is not None
-        }
-        _save(run, self.folder / "gradients", optimizer_tensors(gradients, run.parts), {})
+def _save_gradients(run: Run, batches: Sequence[TokenBatch], root: Path) -> None:
+    """The gradients of these batches before clipping, on a second pass: what the first forgot to clear is in them."""
+    parameters = dict(named_parameters(*run.parts))
+    for _ in range(2):
+        run.optimizer.zero_grad(set_to_none=True)
+        forward_backward(run, batches, 1.0 / max(count_real_tokens(run, batches), 1))
+        clip_gradients(parameters.values(), None, run.mesh)  # which sums the partial ones
+    gradients = {f"state.{name}.gradient": p.grad for name, p in parameters.items() if p.grad is not None}
+    _save(run, root, optimizer_tensors(gradients, run.parts), {})
+    run.optimizer.zero_grad(set_to_none=True)
 
 
 def _save(run: Run, root: Path, tensors: dict[str, Any], state: dict[str, Any]) -> None:
     checkpoint.save(root, 1, model=tensors, optimizer=None, state=state, config_yaml=dump(run.config), model_config={})
+
+
+# ---- how far a run is from A -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Distances:
+    """How far a run is from A: of each parameter the norm of the difference over A's norm, as backward reaches them."""
+
+    numbers: list[list[float]]  # [lm_loss, grad_norm] of each step, of the run itself
+    start: dict[str, float]
+    gradients: dict[str, float]
+    gradient: float  # of the gradients of all parameters as one vector
+    update: dict[str, float]  # of step 1
+    movement: dict[str, float]  # from the first weights to the last
+
+
+def distances(a: Path, other: Path, names: Sequence[str]) -> Distances:
+    """From A to another run, by what `record` wrote to their folders, of the parameters in `names`."""
+    start, updated, end = (_pairs(a / kind, other / kind) for kind in ("start", "updated", "end"))
+    gradient_of = _pairs(a / "gradients", other / "gradients")
+    starts: dict[str, float] = {}
+    gradients: dict[str, float] = {}
+    updates: dict[str, float] = {}
+    movements: dict[str, float] = {}
+    squares = torch.zeros(2, dtype=torch.float64)
+    for name in names:
+        ours, theirs = start(name)
+        starts[name] = _relative((theirs - ours).norm(), ours.norm())
+        for later, into in ((updated, updates), (end, movements)):
+            moved, moved_there = (after - before for after, before in zip(later(name), (ours, theirs)))
+            into[name] = _relative(_trimmed_norm(moved_there - moved), moved.norm())
+        ours, theirs = gradient_of(f"state.{name}.gradient")
+        difference, norm = (theirs - ours).norm(), ours.norm()
+        gradients[name] = _relative(difference, norm)
+        squares += torch.stack((difference, norm)).square()
+    numbers = json.loads((other / "end" / "1" / "manifest.json").read_text())["state"]["numbers"]
+    return Distances(numbers, starts, gradients, _relative(*squares.sqrt()), updates, movements)
+
+
+def backward_order(config: Config) -> list[str]:
+    """All parameters of the model, as backward reaches them: found on the meta device, which computes nothing."""
+    with torch.device("meta"):
+        model = build(config.model)
+        names = [name for name, _ in named_parameters(model)]
+        reached: list[str] = []
+        for name, parameter in named_parameters(model):
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: reached.append(name))
+        tokens = torch.zeros(8, dtype=torch.int64)
+        ctx = Context(shape=(1, 8), positions=torch.arange(8), attention=_any_attention, sample_ids=tokens[:1])
+        try:
+            logits = model(tokens, ctx)
+            logits.sum().backward()
+        except RuntimeError:  # a model that looks at values
+            reached = []
+    return [*reached, *(name for name in reversed(names) if name not in reached)]
+
+
+def _any_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+    return q * k.sum() * v.sum()
+
+
+def _pairs(a: Path, other: Path) -> Callable[[str], tuple[Tensor, Tensor]]:
+    readers = [checkpoint.block_reader(folder / "1") for folder in (a, other)]
+
+    def read(name: str) -> tuple[Tensor, Tensor]:
+        ours, theirs = (block(name, (0,) * len(shapes[name]), shapes[name]).double() for shapes, block in readers)
+        return ours, theirs
+
+    return read
+
+
+def _relative(difference: Tensor, norm: Tensor) -> float:
+    return float(difference / norm.clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def _trimmed_norm(difference: Tensor) -> Tensor:
+    squares = difference.flatten().square()
+    count = squares.numel()
+    kept = max(1, count - max(2, int(TRIMMED * count)))
+    return squares[squares <= squares.kthvalue(kept).values].sum().sqrt()
 
 
 # ---- the comparison ----------------------------------------------------------------------------------------
@@ -150,7 +242,7 @@ class Number:
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """One parameter: norm of the difference of its gradients at step 1, or of its weights at the end, over A's norm."""
+    """What differs of one parameter: norm of the difference of B and A, over A's norm."""
 
     name: str
     difference: float
@@ -164,80 +256,100 @@ class ParameterDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that was compared; parameters in the order of the model."""
+    """Everything that was compared; parameters in the order in which backward reaches them."""
 
     numbers: list[Number]
-    gradients: list[ParameterDifference]
-    weights: list[ParameterDifference]
+    start: list[ParameterDifference]  # initial weights, equal to the bit
+    gradients: list[ParameterDifference]  # of step 1, before clipping
+    update: list[ParameterDifference]  # of the weights in step 1
+    movement: list[ParameterDifference]  # of the weights in all steps
 
     @property
     def agrees(self) -> bool:
         """Whether rounding explains every difference."""
-        found: list[Number | ParameterDifference] = [*self.numbers, *self.gradients, *self.weights]
-        return all(each.agrees for each in found)
-
-    def first_parameter(self) -> ParameterDifference | None:
-        """The first parameter whose gradient at step 1 is not explained by rounding."""
-        return next((each for each in self.gradients if not each.agrees), None)
+        tensors = (*self.start, *self.gradients, *self.update, *self.movement)
+        return all(each.agrees for each in self.numbers) and not _wrong(tensors)
 
     def first_number(self) -> Number | None:
         """The first loss or gradient norm that is not explained by rounding."""
         return next((each for each in self.numbers if not each.agrees), None)
 
+    @property
+    def forward_agrees(self) -> bool:
+        """Whether rounding explains the loss of step 1."""
+        return self.numbers[0].agrees
 
-def compare(a: Path, rounding: Sequence[tuple[Path, float]], b: Path, config: Config) -> Comparison:
-    """Compare what `record` wrote to the folders of A, of its references (with their safety), and of B."""
-    with torch.device("meta"):
-        names = [name for name, _ in named_parameters(build(config.model))]
+    def origin(self) -> tuple[str, ParameterDifference] | None:
+        """What differs first, and the parameter to blame for it (see the module); None if no parameter differs."""
+        if found := _wrong(self.start):
+            return "initial weights", _farthest(found)
+        if found := _wrong(self.gradients):
+            return "gradient of step 1", found[0] if self.forward_agrees else _farthest(found)
+        first = self.first_number()
+        if first is None or first.step > 1:
+            if found := _wrong(self.update):
+                return "update of step 1", _farthest(found)
+            if found := _wrong(self.movement):
+                return "weights at the end", _farthest(found)
+        return None  # a loss or norm alone
+
+    def blind_below(self) -> tuple[float, ParameterDifference]:
+        """Errors of a gradient, relative to its norm, that look like rounding: of most parameters, and the worst."""
+        worst = max(self.gradients, key=lambda each: each.allowed)
+        return statistics.median(each.allowed for each in self.gradients), worst
+
+
+def _wrong(tensors: Sequence[ParameterDifference]) -> list[ParameterDifference]:
+    return [each for each in tensors if not each.agrees]
+
+
+def _farthest(tensors: Sequence[ParameterDifference]) -> ParameterDifference:
+    """The one that rounding explains least; NaN is farthest of all."""
+    return max(tensors, key=lambda each: math.inf if math.isnan(each.difference) else each.difference - each.allowed)
+
+
+def judge(a: Distances, rounding: Sequence[Distances], b: Distances) -> Comparison:
+    """Whether B is as near to A as rounding brings it; `a` are A's distances from itself, for its numbers."""
+    gradient = _allowed([each.gradient for each in rounding])
     return Comparison(
-        _numbers(_steps(a), [(_steps(folder), safety) for folder, safety in rounding], _steps(b)),
-        _tensors([f"state.{name}.gradient" for name in names], "gradients", a, rounding, b),
-        _tensors(names, "weights", a, rounding, b),
+        _numbers(a.numbers, [each.numbers for each in rounding], b.numbers, gradient),
+        [ParameterDifference(name, difference, 0.0) for name, difference in b.start.items()],
+        _tensors([each.gradients for each in rounding], b.gradients),
+        _tensors([each.update for each in rounding], b.update),
+        _tensors([each.movement for each in rounding], b.movement),
     )
 
 
-Steps = list[list[float]]  # [lm_loss, grad_norm] of each
+def _allowed(found: Sequence[float], safety: float = SAFETY) -> float:
+    return safety * max(found) + FLOOR
 
 
-def _steps(folder: Path) -> Steps:
-    return json.loads((folder / "weights" / "1" / "manifest.json").read_text())["state"]["numbers"]
-
-
-def _numbers(a: Steps, others: Sequence[tuple[Steps, float]], b: Steps) -> list[Number]:
+def _numbers(
+    a: list[list[float]], others: Sequence[list[list[float]]], b: list[list[float]], gradient: float
+) -> list[Number]:
     found = []
-    allowed = [0.0, 0.0]  # rounding errors grow from step to step: what was possible once stays possible
+    allowed = [0.0, gradient]  # relative
     for step, (ours, theirs) in enumerate(zip(a, b, strict=True)):
         for which, name in enumerate(("lm_loss", "grad_norm")):
-            apart = (safety * abs(ours[which] - other[step][which]) for other, safety in others)
-            allowed[which] = max(allowed[which], *apart)
-            floor = FLOOR * abs(ours[which])
-            found.append(Number(name, step + 1, ours[which], theirs[which], allowed[which] + floor))
+            value = ours[which]
+            apart = _allowed([abs(value - other[step][which]) / (abs(value) or 1.0) for other in others], NUMBER_SAFETY)
+            allowed[which] = max(allowed[which], apart)
+            found.append(Number(name, step + 1, value, theirs[which], allowed[which] * abs(value)))
     return found
 
 
-def _tensors(
-    names: Sequence[str], kind: str, a: Path, rounding: Sequence[tuple[Path, float]], b: Path
-) -> list[ParameterDifference]:
-    allowed = dict.fromkeys(names, 0.0)
-    for other, safety in rounding:
-        for name, difference in _differences(names, a / kind, other / kind):
-            allowed[name] = max(allowed[name], safety * difference)
-    usual = statistics.median(allowed.values())  # a small tensor may round the same way by luck
-    return [
-        ParameterDifference(
-            name.removeprefix("state.").removesuffix(".gradient"),
-            difference,
-            max(allowed[name], usual) + FLOOR,
-        )
-        for name, difference in _differences(names, a / kind, b / kind)
-    ]
+def _tensors(others: Sequence[dict[str, float]], b: dict[str, float]) -> list[ParameterDifference]:
+    allowed: dict[str, float] = {}
+    for name in b:
+        kind = _kind(name)
+        allowed[kind] = max(allowed.get(kind, 0.0), _allowed([other[name] for other in others]))
+    usual = statistics.median(allowed[_kind(name)] for name in b)
+    return [ParameterDifference(name, found, max(allowed[_kind(name)], usual)) for name, found in b.items()]
 
 
-def _differences(names: Sequence[str], a: Path, b: Path) -> Iterator[tuple[str, float]]:
-    for name in names:
-        ours, theirs = (checkpoint.read_tensors(at / "1", [name], verify=False)[name].double() for at in (a, b))
-        scale = ours.norm().clamp(min=torch.finfo(torch.float64).tiny)
-        yield name, float((ours - theirs).norm() / scale)
+def _kind(name: str) -> str:
+    """A parameter's name without the number of its layer."""
+    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def draw(comparison: Comparison, path: Path, labels: tuple[str, str]) -> None:
