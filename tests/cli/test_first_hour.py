@@ -12,7 +12,16 @@ import pytest
 import kenotron as kn
 from kenotron.cli import main
 from kenotron.config.errors import RunFailed
-from support.tiny_run import metrics, tiny_config, tiny_dict, tiny_yaml, train_and_listen, train_quietly, write_texts
+from support.tiny_run import (
+    metrics,
+    text_overrides,
+    tiny_config,
+    tiny_dict,
+    tiny_yaml,
+    train_and_listen,
+    train_quietly,
+    write_texts,
+)
 
 Tell = Callable[..., tuple[int, str, str]]
 
@@ -248,3 +257,105 @@ def test_a_machine_that_is_too_small_is_one_line_with_the_keys_to_change(hook: t
 
 def test_a_dict_trains_too(tmp_path: Path) -> None:
     assert train_quietly(tiny_dict(tmp_path)).step == 3
+
+
+# ---- the command line --------------------------------------------------------------------------------------
+
+COMMANDS = [
+    (
+        ("generate", "gpt2"),
+        "error: no checkpoint at gpt2: the current folder has no 'gpt2'; import a model of the Hugging Face hub first: "
+        "kenotron convert from-hf gpt2 FOLDER",
+    ),
+    (("generate", "tiny.yaml"), "error: tiny.yaml is a file; expected a checkpoint, or a folder of checkpoints"),
+    (
+        ("generate", "x", "--batch-size", "0", "--stream"),
+        "error: Invalid value for '--batch-size': Input should be greater than or equal to 1",
+    ),
+    (("data", "inspect", "nowhere"), "error: token files: no such file or folder: nowhere"),
+    (("data", "show", "nowhere", "--sequence-length", "4"), "error: token files: no such file or folder: nowhere"),
+    (
+        ("train", "tiny.yaml", "parallelism.dp=64"),
+        "error: parallelism: 64 ranks on 2 cores, at most 8 are started here; lower a degree, or start them yourself: "
+        "torchrun --nproc_per_node=64 run_train.py --config-file my.yaml",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "line"), COMMANDS, ids=[" ".join(arguments) for arguments, _ in COMMANDS])
+def test_a_wrong_command_is_one_line(
+    arguments: tuple[str, ...], line: str, tell: Tell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kenotron.launch.environment.cores", lambda: 2)
+    code, _, stderr = tell(*arguments)
+    said = [each for each in stderr.splitlines() if not each.startswith("Try ")]
+    assert (code, said) == (2, [line])
+
+
+def test_the_version_and_the_bare_command(tell: Tell) -> None:
+    assert tell("--version") == (0, f"kenotron {kn.__version__}\n", "")
+    code, stdout, stderr = tell()
+    assert (code, stderr) == (2, "")
+    assert "Usage: kenotron" in stdout
+    code, stdout, stderr = tell("data")
+    assert (code, stderr) == (2, "")
+
+
+def test_the_shell_completes_commands(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_KENOTRON_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "kenotron gen")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert tell()[1].split() == ["generate"]
+
+
+def test_a_lost_latest_txt_costs_nothing_and_unnamed_prompts_are_named(tell: Tell, tmp_path: Path) -> None:
+    train_quietly(tiny_config(tmp_path, *text_overrides(tmp_path), "tokens.train_steps=1"))
+    (tmp_path / "checkpoints" / "latest.txt").unlink()
+    code, stdout, stderr = tell("generate", "checkpoints", "--max-new-tokens", "2")
+    assert code == 0
+    assert stderr == "no --prompt: continuing 'The future of AI is' and 'def fib(n)'\n"
+    assert stdout.startswith("The future of AI is")
+
+
+def test_two_runs_of_one_name_keep_their_curves_apart(tmp_path: Path) -> None:
+    tensorboard = "logging.tensorboard=true"
+    train_quietly(tiny_config(tmp_path, tensorboard))
+    train_quietly(tiny_config(tmp_path, tensorboard), fresh=True)
+    folders = sorted(path.name.partition("-2")[0] for path in (tmp_path / "logs" / "tiny").glob("tensorboard*"))
+    assert folders == ["tensorboard", "tensorboard-replaced"]
+
+
+def test_a_run_too_short_for_its_trace_says_so(tmp_path: Path) -> None:
+    profiler = f"profiler={{profiler_export_path: {tmp_path / 'traces'}, skip_first: 0}}"
+    config = tiny_config(tmp_path, profiler)
+    train_quietly(tiny_config(tmp_path, "tokens.train_steps=3"))
+    _, said = train_and_listen(kn.load(config, ["tokens.train_steps=4"]))
+    assert "profiler: no trace was written: it needs 3 steps of one process" in said
+
+
+# ---- a machine without a network ---------------------------------------------------------------------------
+
+
+def test_a_url_of_an_unknown_host_is_not_tried_again(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kenotron.storage.fetching.time.sleep", pytest.fail)
+    code, _, stderr = tell("data", "inspect", "https://nowhere.invalid/a.ds")
+    assert code == 2
+    assert stderr.startswith("error: https://nowhere.invalid/a.ds: cannot be read (")
+    assert stderr.count("\n") == 1
+
+
+def test_a_mistyped_input_is_answered_without_asking_an_unreachable_hub_again(
+    tell: Tell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr("kenotron.text.hub_datasets.unreachable", lambda: "huggingface.co: unknown")
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("asked the hub"))
+    code, _, stderr = tell("data", "train-tokenizer", "text.jsnl", "--vocab-size", "300", "--output", "t")
+    assert (code, stderr) == (2, "error: INPUT: no such file or folder: text.jsnl; did you mean 'texts.jsonl'?\n")
+    code, _, stderr = tell("data", "train-tokenizer", "texts", "--vocab-size", "300", "--output", "t")
+    assert (code, stderr) == (
+        2,
+        "error: INPUT: cannot reach the Hugging Face hub for 'texts', and it is not cached here (huggingface.co: "
+        "unknown); no local folder has that name; did you mean 'texts.jsonl'?\n",
+    )

@@ -50,7 +50,7 @@ def shell(capfd):
 def test_without_a_prompt_two_built_in_ones_are_continued(shell, path, loaded):
     code, out, err = shell("generate", path, "--max-new-tokens", 5)
     expected = generate(loaded.model, loaded.tokenizer, BUILT_IN_PROMPTS, max_new_tokens=5)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, "no --prompt: continuing 'The future of AI is' and 'def fib(n)'\n")
     assert out == "\n\n".join(completion.prompt + completion.text for completion in expected) + "\n"
 
 

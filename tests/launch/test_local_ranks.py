@@ -172,6 +172,25 @@ def test_fewer_accelerators_than_ranks_is_said_in_one_line(monkeypatch: pytest.M
     share.check_devices(4)
 
 
+def test_a_rank_ends_with_the_process_that_started_it() -> None:
+    rank = (
+        "from kenotron.launch.environment import end_with_parent\n"
+        "import os, time\n"
+        "end_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    started = int(launcher.stdout.readline())
+    launcher.kill()
+    assert launcher.stdout.read() == ""  # its other end is closed: nobody holds it any more
+    launcher.wait()
+    assert not Path(f"/proc/{started}/exe").exists()
+
+
 def test_an_earlier_launchs_log_is_kept_under_another_name(tmp_path: Path) -> None:
     path = local._fresh_log(tmp_path / "ranks", 1)
     path.write_text("earlier")

@@ -1,12 +1,14 @@
 """Datasets and tokenizers of the hub, from local caches made here, in processes that may open no socket."""
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
+from kenotron.storage import hub
 from kenotron.text.hub_datasets import HubDocuments
 from support.hub_cache import DATASET, TOKENIZER, made_documents, make_hub_cache, offline_environment
 
@@ -16,6 +18,7 @@ def refuse(*_, **__): raise AssertionError("a socket was opened")
 socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
 import sys; sys.path[:0] = {folders}
 from kenotron.config.errors import InputError
+from kenotron.storage import hub
 from kenotron.text.hub_datasets import HubDocuments
 from kenotron.data import load_tokenizer, open_run
 from support.data_runs import run_config
@@ -193,6 +196,17 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once():
 
 
 @pytest.mark.slow
+def test_a_hub_that_stalls_is_not_waited_for_without_limit(monkeypatch):
+    import huggingface_hub
+
+    with socket.create_server(("127.0.0.1", 0)) as silent, monkeypatch.context() as patch:
+        patch.setattr(hub, "SILENCE_S", 0.2)
+        hub.limit_waits()
+        with pytest.raises(Exception, match="timed out"):
+            huggingface_hub.get_session().get(f"http://127.0.0.1:{silent.getsockname()[1]}/api/datasets/a/b")
+    hub.limit_waits()
+
+
 def test_the_made_cache_serves_the_libraries_themselves(hub_home):
     code = f"""
 import datasets, transformers

@@ -199,7 +199,9 @@ def _in_order(entries: list[Found]) -> list[Found]:
 
 
 def resolve(path: Path | str) -> Path:
-    """The checkpoint that a user means: a step's folder itself, or a folder whose `latest.txt` names one.
+    """The checkpoint that a user means: a step's folder itself, or of a folder the one that `latest.txt` names.
+
+    Without that file, the one saved last.
 
     >>> resolve("checkpoints/10")        # doctest: +SKIP
     PosixPath('checkpoints/10')
@@ -212,12 +214,16 @@ def resolve(path: Path | str) -> Path:
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: {_nearby(path)}")
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file; expected a checkpoint, or a folder of checkpoints")
     if (path / MANIFEST).exists():
         read_manifest(path)
         return path
     steps = [str(entry.step) for entry in list_checkpoints(path) if entry.manifest]
     have = f"it has {', '.join(steps)}" if steps else "it has no complete checkpoint"
     if not (path / LATEST).exists():
+        if steps:  # the file was lost: the last that was saved
+            return path / steps[-1]
         raise CheckpointError(f"{path} is not a checkpoint: {_looks_like(path) or have}")
     step = (path / LATEST).read_text().strip()
     if step not in steps:
@@ -229,11 +235,13 @@ def resolve(path: Path | str) -> Path:
 def _nearby(path: Path) -> str:
     parent = next(parent for parent in path.parents if parent.exists() or parent == parent.parent)
     if parent != path.parent:
-        return f"{parent} has no {path.relative_to(parent).parts[0]!r}"
+        where = "the current folder" if parent == Path() else parent
+        return f"{where} has no {path.relative_to(parent).parts[0]!r}"
     complete = [str(entry.step) for entry in list_checkpoints(parent) if entry.manifest]
     if path.name.isdigit() and complete:
         return f"{parent} has {', '.join(complete)}"
-    return f"{parent} has no {path.name!r}{nearest(path.name, [entry.name for entry in parent.iterdir()])}"
+    where = "the current folder" if parent == Path() else parent
+    return f"{where} has no {path.name!r}{nearest(path.name, [entry.name for entry in parent.iterdir()])}"
 
 
 def _looks_like(path: Path) -> str | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
+import kenotron
 from kenotron.cli import checkpoint, config, convert, data
 from kenotron.cli import data_fetch as _data_fetch  # noqa: F401 (its command is data.app's)
 from kenotron.cli import data_prepare as _data_prepare  # noqa: F401 (its commands are data.app's)
@@ -22,11 +24,24 @@ HELP = """Pretrain language models from one YAML file, on a laptop or on a clust
 [dim]kenotron init tiny-llama > my.yaml; kenotron train my.yaml[/dim]"""
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"kenotron {kenotron.__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """The options of `kenotron` itself."""
+
+
 def build_app() -> Callable[[list[str]], int]:
     """A function from arguments to the exit code."""
-    app = typer.Typer(
-        help=HELP, no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False
-    )
+    app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
+    app.callback()(_options)
     app.command()(init)
     app.command()(train)
     app.command()(generate)
@@ -40,6 +55,8 @@ def build_app() -> Callable[[list[str]], int]:
         try:
             code = app(arguments, prog_name="kenotron", standalone_mode=False)
         except TyperException as error:
+            if not error.format_message():  # a command without a subcommand: its help was printed
+                return 2
             print(f"error: {error.format_message()}", file=sys.stderr)  # names the option
             context = getattr(error, "ctx", None)
             print(f"Try '{context.command_path if context else 'kenotron'} --help'.", file=sys.stderr)

@@ -49,7 +49,7 @@ def show(
     from kenotron.data.formats import open_token_files
     from kenotron.prepare.inspect import sample_at
 
-    found = sample_at(open_token_files(path, "PATH", dtype), sequence_length, sample)
+    found = sample_at(open_token_files(path, "token files", dtype), sequence_length, sample)
     loaded = _load(tokenizer)
     if loaded:
         found["text"] = loaded.decode(found["tokens"])
@@ -86,7 +86,7 @@ def inspect(
     loaded = _load(tokenizer)
     report = look(path, dtype, vocab_size or (loaded.vocab_size if loaded else None), window)
     if loaded:
-        places = starts_of_documents(open_token_files(path, "PATH", dtype), samples, 64)
+        places = starts_of_documents(open_token_files(path, "token files", dtype), samples, 64)
         report["samples"] = [{"at": place, "text": loaded.decode(ids.tolist())} for place, ids in places]
     if as_json:
         print(json.dumps(report, indent=2))

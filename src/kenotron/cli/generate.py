@@ -1,7 +1,7 @@
 """`kenotron generate checkpoints/100 --prompt "def main("`: text from a checkpoint.
 
-Without a prompt two built-in ones are continued. Prompts stand in the order of the command line, then those
-of the file. Text goes to stdout, everything else to stderr; with --json, one object a prompt and line.
+Without a prompt two built-in ones are continued, and named on stderr. Prompts stand in the order of the command
+line, then those of the file. Text goes to stdout, everything else to stderr; with --json, one object a prompt and line.
 
     kenotron generate checkpoints/100 --tp 2 --pp 2        starts four local ranks; rank 0 prints
 
@@ -52,7 +52,7 @@ def generate(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; default: that of the config.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Prompts decoded per batch.")] = 8,
+    batch_size: Annotated[int, typer.Option(help="Prompts decoded per batch.", min=1)] = 8,
     tp: Annotated[
         int | None,
         typer.Option(
@@ -82,6 +82,7 @@ def generate(
         parallelism=layout,
         path=str(path),
         prompts=prompts,
+        built_in=not (prompt or prompt_file or prompt_tokens),
         dtype=dtype,
         show="stream" if stream else "json" if as_json else "text",
         max_new_tokens=max_new_tokens,

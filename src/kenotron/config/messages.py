@@ -125,10 +125,8 @@ def _names(found: dict[str, Any] | str) -> list[str]:
 def _unknown(location: Location) -> str:
     name = str(location[-1])
     message = f"unknown key '{dotted(_without_tags(location))}'"
-    if near := nearest(name, siblings(location[:-1])):
+    if near := _space_missing(name, location[:-1]) or nearest(name, siblings(location[:-1])):
         return message + near
-    if hint := _space_missing(name, location[:-1]):
-        return message + hint
     elsewhere = paths_by_name().get(name, [])
     return f"{message}; did you mean '{elsewhere[0]}'?" if elsewhere else message
 

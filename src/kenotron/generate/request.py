@@ -6,6 +6,7 @@ work_on_ranks(request, decode_on_ranks)
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Literal
 
 from kenotron.config.errors import InputError
@@ -28,6 +29,7 @@ class Request(Section):
     parallelism: Parallelism
     path: str
     prompts: list[str | list[int]]
+    built_in: bool = False  # the prompts are the command's own: nobody asked for them by name
     dtype: str | None = None
     show: Literal["text", "json", "stream"] = "text"
     max_new_tokens: int = 64
@@ -74,6 +76,8 @@ def decode_on_ranks(request: Request, mesh: Mesh, device: torch.device) -> None:
     )
     if not mesh.is_first:
         return
+    if request.built_in:
+        print(f"no --prompt: continuing {' and '.join(map(repr, prompts))}", file=sys.stderr)
     if printer is not None:
         printer.finish()
         warn_of_stops(completions)

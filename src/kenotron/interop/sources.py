@@ -67,6 +67,15 @@ def open_source(
         return hf_source(folder, report, family)
     if not ours and hub and is_hub_name(path):
         return hf_source(path, report, family)
+    if not ours and not folder.exists() and is_hub_name(path):
+        try:
+            checkpoint.resolve(folder)
+        except InputError as error:
+            if "did you mean" in str(error):
+                raise
+            raise InputError(
+                f"{error}; import a model of the Hugging Face hub first: kenotron convert from-hf {path} FOLDER"
+            ) from None
     return checkpoint_source(folder, verify)
 
 

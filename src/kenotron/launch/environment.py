@@ -5,10 +5,16 @@ Sixteen cores and four ranks: four threads each, unless OMP_NUM_THREADS says oth
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 from dataclasses import dataclass
 
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, counted
+
+MOST_RANKS_PER_CORE = 4  # 8 ranks of a small model on a laptop's 2 cores are slow and useful, 64 are a mistake
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,27 @@ def share_threads(ranks_on_machine: int) -> None:
         import torch
 
         torch.set_num_threads(threads_each(ranks_on_machine))
+
+
+def check_cores(ranks_on_machine: int) -> None:
+    """Raise InputError if the ranks are far more than the machine can run: each is a process of about half a GB."""
+    most = max(MOST_RANKS_PER_CORE * cores(), 8)
+    if ranks_on_machine > most:
+        raise InputError(
+            f"parallelism: {ranks_on_machine} ranks on {counted(cores(), 'core')}, at most {most} are started here; "
+            f"lower a degree, or start them yourself: torchrun --nproc_per_node={ranks_on_machine} run_train.py "
+            f"--config-file my.yaml"
+        )
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process as soon as the one that started it is gone (Linux; elsewhere nothing)."""
+    if not sys.platform.startswith("linux"):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel knew
+        os._exit(1)
 
 
 def check_devices(ranks_on_machine: int) -> None:

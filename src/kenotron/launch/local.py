@@ -27,7 +27,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kenotron.config.errors import InputError, RunFailed
-from kenotron.launch.environment import check_devices, threads_each
+from kenotron.launch.environment import check_cores, check_devices, threads_each
 from kenotron.launch.error_records import ENDED_BY_ANOTHER
 from kenotron.launch.rank import function_path
 
@@ -57,6 +57,7 @@ def start_ranks(
 
     count = config.parallelism.world_size
     check_devices(count)
+    check_cores(count)
     with tempfile.TemporaryDirectory(prefix="kenotron-") as temporary, _quiet_launcher():
         folder = Path(temporary)
         logs = logs or folder / "ranks"

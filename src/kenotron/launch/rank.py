@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from kenotron.config.errors import PeerFailed
+from kenotron.launch.environment import end_with_parent
 from kenotron.launch.error_records import ENDED_BY_ANOTHER, record
 from kenotron.storage.files import replace_file
 
 
 def main() -> None:
     """Run the work in the folder of the first argument, and exit with its code."""
+    end_with_parent()
     folder = Path(sys.argv[1])
     replace_file(folder / f"{os.environ['RANK']}.pid", str(os.getpid()).encode(), durable=False)
     if os.environ["RANK"] != "0":

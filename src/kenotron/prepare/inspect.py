@@ -70,7 +70,7 @@ def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | Non
 
     Errors (InputError): what is wrong with a file; a negative id.
     """
-    files = open_token_files(path, "PATH", dtype)
+    files = open_token_files(path, "token files", dtype)
     largest, beyond, first = -1, 0, None
     lengths = _Lengths()
     documents, windows = Duplicates(), Duplicates()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import socket
 import sys
 import threading
 import time
@@ -73,13 +74,14 @@ class Block(NamedTuple):
 def file_info(url: str, settings: RemoteData) -> FileInfo:
     """The driver's current `info` of a file or folder. Errors: FileNotFoundError; InputError as in `with_retries`."""
     fs = filesystem(url)
-    return with_retries(url, settings.tries, lambda: fs.info(url))
+    return with_retries(url, settings.tries, lambda: fs.info(url), opening=True)
 
 
-def with_retries(what: str, tries: int, read: Callable[[], T]) -> T:
+def with_retries(what: str, tries: int, read: Callable[[], T], opening: bool = False) -> T:
     """``read()``, tried up to `tries` times with growing waits.
 
-    Errors (InputError): `what` and the driver's message, after the last try or at once if a retry cannot help.
+    Errors (InputError): `what` and the driver's message, after the last try or at once if a retry cannot help. When
+    `opening`, a host that is not known is such a case: the URL is mistyped, or this machine is offline.
     """
     for number in range(1, tries + 1):
         try:
@@ -88,7 +90,7 @@ def with_retries(what: str, tries: int, read: Callable[[], T]) -> T:
             raise
         except Exception as error:  # drivers raise whatever their libraries do
             words = f"{type(error).__name__}: {first_line(error)}"
-            if _is_final(error):
+            if _is_final(error) or (opening and _is_unknown_host(error)):
                 known = CREDENTIALS.get(what.partition("://")[0]) if _is_denied(error) else None
                 hint = f"; access comes from {known}" if known else ""
                 raise InputError(f"{what}: cannot be read ({words}){hint}") from None
@@ -111,6 +113,15 @@ def _is_final(error: BaseException) -> bool:
         return status not in PASSING
     final = (IsADirectoryError, NotADirectoryError, ValueError, TypeError, AttributeError)
     return _is_denied(error) or isinstance(error, (*final, NotImplementedError, ImportError))
+
+
+def _is_unknown_host(error: BaseException | None) -> bool:
+    """Whether a name was not resolved, which libraries wrap in errors of their own."""
+    for _ in range(10):  # a chain of errors may be a ring
+        if isinstance(error, socket.gaierror) or isinstance(getattr(error, "os_error", None), socket.gaierror):
+            return True
+        error = error and (error.__cause__ or error.__context__)
+    return False
 
 
 def _is_denied(error: BaseException) -> bool:

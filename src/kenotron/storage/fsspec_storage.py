@@ -77,7 +77,7 @@ class FsspecPath(RemotePath):
     def walk(self) -> Iterator[FsspecPath]:
         """By one listing, which each of the paths keeps."""
         fs = filesystem(self.url)
-        found = with_retries(self.url, self.settings.tries, lambda: fs.find(self.url, detail=True))
+        found = with_retries(self.url, self.settings.tries, lambda: fs.find(self.url, detail=True), opening=True)
         root = fs._strip_protocol(self.url).rstrip("/") + "/"
         base = self.url.rstrip("/")
         listing = Listing(

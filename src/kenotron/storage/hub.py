@@ -14,6 +14,8 @@ OFFLINE_VARIABLES = ("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_OFFL
 HUB_CREDENTIALS = "`hf auth login`, or HF_TOKEN"
 """Where the credentials of the hub come from."""
 
+SILENCE_S = 30.0
+
 PROXY_VARIABLES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
 
 
@@ -94,6 +96,15 @@ def unreachable() -> str | None:
     except OSError as error:
         return f"{address.hostname}: {error.strerror or error}"
     return None
+
+
+def limit_waits() -> None:
+    """Let the hub's requests fail, and be tried again, if nothing arrives for `SILENCE_S` seconds: by default
+    `huggingface_hub` waits forever.
+    """
+    import huggingface_hub
+
+    huggingface_hub.get_session().timeout = SILENCE_S
 
 
 def cached_revision(repo: str, revision: str | None, repo_type: str) -> str | None:

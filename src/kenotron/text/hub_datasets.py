@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kenotron.config.errors import InputError, nearest_sibling
-from kenotron.storage.hub import cached_revision, configure_hub, first_line, offline_variable, unreachable
+from kenotron.storage.hub import cached_revision, configure_hub, first_line, limit_waits, offline_variable, unreachable
 from kenotron.text.documents import (
     LONGEST_CHUNK,
     YOUNG,
@@ -223,6 +223,10 @@ def load_rows(name: str, config_name: str | None, split: str, streaming: bool = 
             return _of_configuration(saved[split], name, config_name)
         if name.startswith(("/", ".", "~")) and not folder.is_dir():
             raise InputError(f"dataset.hf_dataset_or_datasets: no such folder: {name}")
+        asks_hub = not folder.exists() and not _in_caches(datasets, name) and offline_variable() is None
+        if asks_hub and (reason := unreachable()):
+            raise InputError(_unreachable(name, reason))
+        limit_waits()
         try:
             return datasets.load_dataset(name, config_name, split=split, streaming=streaming)
         except OSError:
@@ -230,6 +234,19 @@ def load_rows(name: str, config_name: str | None, split: str, streaming: bool = 
             if snapshot is None:
                 raise
             return datasets.load_dataset(snapshot, config_name, split=split, streaming=streaming)
+
+
+def _in_caches(datasets: Any, name: str) -> bool:
+    """Whether the hub's cache or that of `datasets` has anything of a repository."""
+    prepared = Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___")
+    return prepared.exists() or cached_revision(name, None, "dataset") is not None
+
+
+def _unreachable(name: str, reason: str) -> str:
+    return (
+        f"dataset.hf_dataset_or_datasets: cannot reach the Hugging Face hub for '{name}', and it is not cached here "
+        f"({reason}); no local folder has that name{nearest_sibling(Path(name))}"
+    )
 
 
 def _of_configuration(rows: Any, name: str, config_name: str | None) -> Any:
@@ -287,10 +304,7 @@ def _explained(name: str, *library_errors: type[Exception]) -> Iterator[None]:
                 f"{key}: '{name}' is not in the local Hugging Face caches, and {offline}=1 forbids to fetch it"
             ) from None
         if reason := unreachable():
-            raise InputError(
-                f"{key}: cannot reach the Hugging Face hub for '{name}', and it is not cached here ({reason}); "
-                f"no local folder has that name{nearest_sibling(Path(name))}"
-            ) from None
+            raise InputError(_unreachable(name, reason)) from None
         raise InputError(f"{key}: cannot load '{name}': {first_line(error)}") from None
 
 

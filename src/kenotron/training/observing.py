@@ -132,6 +132,7 @@ class ProfilerHook(Hook):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.profile: Any = None
+        self.written = False
 
     def on_train_start(self, run: Run) -> None:
         """Start the profiler."""
@@ -149,6 +150,7 @@ class ProfilerHook(Hook):
             if settings.export_chrome_trace:  # the same file under another name: torch writes a trace only once
                 (written,) = set(self.folder.iterdir()) - before
                 shutil.copyfile(written, self.folder / f"chrome_trace_step_{run.step}.json")
+            self.written = True
             logger.info("Wrote the profiler's trace to %s", self.folder)
 
         self.profile = profile(
@@ -176,3 +178,8 @@ class ProfilerHook(Hook):
         """Stop the profiler."""
         if self.profile is not None:
             self.profile.stop()
+
+    def on_train_end(self, run: Run) -> None:
+        """Say so if the run was too short for the trace."""
+        if not self.written and (settings := run.config.profiler):
+            logger.warning("profiler: no trace was written: it needs %d steps of one process", settings.steps)
