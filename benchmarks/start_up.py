@@ -83,7 +83,7 @@ def seconds_to_first_step(home: Path) -> float:
         said = []
         for line in process.stdout:
             said.append(line)
-            if "iteration: 1 /" in line:
+            if line.startswith("step 1/"):
                 elapsed = time.perf_counter() - begin
                 process.kill()
                 process.communicate()

@@ -97,11 +97,11 @@ def test_two_launches_of_ours_at_once_do_not_meet(tmp_path: Path, one_process: l
 def test_rank_0_has_the_console_and_the_other_a_log_file(two_launches) -> None:
     first, one, *_ = two_launches
     console = one.stdout.splitlines()
-    assert {LINE.match(line).group(2) for line in console} == {"0"}
-    assert sum("iteration: " in line for line in console) == 3
+    assert console[0] == "project: tests"
+    assert sum(line.startswith("step ") for line in console) == 3
     log = (first / "logs" / "tiny" / "ranks" / "1.log").read_text().splitlines()
-    assert {LINE.match(line).group(2) for line in log} == {"1"}
-    assert any("Local number of parameters" in line for line in log)
+    assert all(re.match(r"\d\d:\d\d:\d\d rank 1: ", line) for line in log)
+    assert any("Total number of parameters" in line for line in log)
 
 
 def test_a_name_with_a_date_is_one_name_on_all_ranks(two_launches) -> None:
@@ -245,4 +245,7 @@ def test_ranks_other_than_0_log_everything_only_to_their_own_file(
     console.logger.info("a line")
     console.logger.error("an error")
     console.logger.setLevel(before)
-    assert [line.split("]: ")[1] for line in capsys.readouterr().out.splitlines()] == shown
+    said = [
+        re.fullmatch(r"\d\d:\d\d:\d\d rank 1: (?:\w+: )?(.*)", line) for line in capsys.readouterr().out.splitlines()
+    ]
+    assert [match and match.group(1) for match in said] == shown

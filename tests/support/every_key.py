@@ -362,6 +362,7 @@ ROWS: dict[str, Row] = {
     ),
     # ---- logging ----
     "Logging.log_level": Row(messages, "logging.log_level=warning"),
+    "Logging.format": Row(messages, "logging.format=nanotron"),
     "Logging.iteration_step_info_interval": Row(messages, "logging.iteration_step_info_interval=2", DECAY),
     "Logging.log_dir": Row(files, "logging.log_dir={here}/logs/below"),
     "Logging.tensorboard": Row(files, "logging.tensorboard=true"),

@@ -1,4 +1,4 @@
-"""What one sees of a run: console lines in the seeds' form, metrics.jsonl, TensorBoard, samples, traces."""
+"""What one sees of a run: console lines, plain and in nanotron's form, metrics.jsonl, TensorBoard, samples, traces."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, str]:
         "logging.tensorboard=true",
         "tokens.val_check_interval=4",
         "tokens.limit_val_batches=2",
+        "logging.format=nanotron",
     )
     _, said = train_and_listen(config)
     return config, said
@@ -59,6 +60,22 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, str]:
 
 def test_every_line_has_the_seeds_prefix(watched) -> None:
     assert all(PREFIX.match(line) for line in watched[1].splitlines())
+
+
+def test_a_plain_log_has_no_prefix_no_config_and_lines_of_at_most_120_columns(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, "checkpoints.checkpoint_interval=2", "model.model_config.z_loss_enabled=true")
+    _, said = train_and_listen(config)
+    lines = said.splitlines()
+    assert lines[0] == "project: tests"
+    assert len(lines) < 20
+    assert "\n".join(lines).count("number of parameters") == 1
+    for absent in ("[INFO", "Local number", "Peak reserved", "warning", "Saving checkpoint"):
+        assert absent not in said, absent
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [re.sub(r"[\d.]+(e-\d+)?[KM]?", "#", line) for line in steps] == [
+        "step #/# | loss # | z_loss # | lr # | grad_norm # | # tokens/s | # ms | # tokens"
+    ] * 3
+    assert max(map(len, steps)) <= 120
 
 
 def test_fields_and_their_order_are_those_of_the_seeds_log_with_memory_at_first_and_after_a_save(watched) -> None:
@@ -171,7 +188,7 @@ def test_iteration_lines_come_every_so_many_steps_and_at_the_last(
 ) -> None:
     config = tiny_config(tmp_path, f"logging.iteration_step_info_interval={interval}", "tokens.train_steps=6")
     _, said = train_and_listen(config)
-    found = [int(re.match(r"iteration: (\d+) / 6", line).group(1)) for line in iteration_lines(said)]
+    found = [int(found) for found in re.findall(r"^step (\d+)/6 \|", said, re.MULTILINE)]
     assert found == shown
     assert len(metrics(config)) == 6  # what is written does not depend on what is shown
 
@@ -180,7 +197,9 @@ def test_log_level_is_the_least_severe_that_is_shown(tmp_path: Path) -> None:
     seen = {}
     for level in ("debug", "info", "warning", "error"):
         (tmp_path / level).mkdir()
-        _, said = train_and_listen(tiny_config(tmp_path / level, f"logging.log_level={level}"))
+        _, said = train_and_listen(
+            tiny_config(tmp_path / level, f"logging.log_level={level}", "logging.format=nanotron")
+        )
         seen[level] = {PREFIX.match(line).group(1) for line in said.splitlines()}
     assert seen["warning"] == {"WARNING"}
     assert seen["error"] == set()
@@ -218,7 +237,7 @@ def test_log_level_replica_is_that_of_the_other_ranks(tmp_path: Path) -> None:
 
 def test_sample_prompts_are_continued_at_the_start_and_at_the_end(tmp_path: Path) -> None:
     prompts = 'logging.sample_prompts=["The sum", "of 3"]'
-    config = tiny_config(tmp_path, *text_overrides(tmp_path), prompts)
+    config = tiny_config(tmp_path, *text_overrides(tmp_path), prompts, "logging.format=nanotron")
     _, said = train_and_listen(config)
     assert all(PREFIX.match(line) for line in said.splitlines())
     for when in ("before training", "after step 3"):

@@ -137,10 +137,9 @@ def test_a_recorded_metric_is_part_of_its_step_everywhere(tmp_path: Path) -> Non
     assert (first["mean_rank"], first["highest_rank"]) == (0, 0)
     assert "parameters" in first
     assert "parameters" not in second
-    lines = [line for line in said.splitlines() if "iteration: " in line]
+    lines = [line for line in said.splitlines() if line.startswith("step ")]
     assert [
-        f"twice_the_loss: {human_format(step['twice_the_loss'])} |" in line
-        for step, line in zip(metrics(config), lines)
+        f"| twice_the_loss {human_format(step['twice_the_loss'])}" in line for step, line in zip(metrics(config), lines)
     ] == [True] * 3
     curves = EventAccumulator(str(tmp_path / "logs" / "tiny" / "tensorboard"))
     curves.Reload()
@@ -195,7 +194,7 @@ def test_the_plan_of_a_run_that_goes_on_tells_what_is_left(tmp_path: Path) -> No
     train_quietly(tiny_config(tmp_path, stages, "tokens.train_steps=4"))
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        kn.train(tiny_config(tmp_path, stages, "tokens.train_steps=6"))
+        kn.train(tiny_config(tmp_path, stages, "tokens.train_steps=6", "logging.format=nanotron"))
     for line in (
         "Stage a has 0 remaining training steps and has consumed 12 samples",
         "Stage b has 2 remaining training steps and has consumed 4 samples",

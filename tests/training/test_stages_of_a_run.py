@@ -28,7 +28,7 @@ def test_a_run_whose_data_are_used_up_ends_in_good_order(tmp_path: Path) -> None
     assert "val_loss" in metrics(run.config)[-1]  # as after every last step
     assert (tmp_path / "checkpoints" / "2").is_dir()
     assert "counting reaches its 0.01 epochs at step 3: the run ends after step 2" in said
-    assert [f"iteration: {step} / 2 " in said for step in (1, 2)] == [True, True]
+    assert [f"step {step}/2 " in said for step in (1, 2)] == [True, True]
     assert (run.last_step, run.total_tokens) == (2, 2 * 4 * run.config.tokens.sequence_length)
     assert "Run stopped ('support.user_parts.counting' is exhausted after 0.01 epochs) at step 2 of 9" in said
     _, said = train_and_listen(tiny_config(tmp_path, *overrides))

@@ -203,7 +203,7 @@ def test_the_initial_state_is_that_of_the_rules_and_a_start_from_it_is_a_start(t
 
 def test_saving_at_the_last_step_is_done_once(tmp_path: Path) -> None:
     _, said = train_and_listen(tiny_config(tmp_path, "tokens.train_steps=4", "checkpoints.checkpoint_interval=2"))
-    assert said.count("Saving checkpoint at") == 2
+    assert said.count("Saved checkpoint at") == 2
 
 
 def test_weights_of_a_hugging_face_folder_start_a_run(earlier: Any, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_fresh_also_sets_aside_what_a_killed_save_left_almost_done(tmp_path: Pat
     (root / "3").rename(root / "3.tmp-0123abcd")  # whole, but killed before its rename
     run, said = train_and_listen(config, fresh=True)
     assert run is not None
-    assert "start_iteration_step: 0 " in said
+    assert "Training from step 1 to 3: " in said
 
 
 def test_with_every_checkpoint_damaged_the_run_says_so_and_starts_over(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_with_every_checkpoint_damaged_the_run_says_so_and_starts_over(tmp_path:
     run, said = train_and_listen(config)
     assert run is not None
     for step in (1, 2, 3):
-        assert any(f"checkpoints/{step}" in line for line in said.splitlines() if "[WARNING|" in line)
-    assert "start_iteration_step: 0 " in said
+        assert any(f"checkpoints/{step}" in line for line in said.splitlines() if line.startswith("warning: "))
+    assert "Training from step 1 to 3: " in said
     assert equal_bits(weights(run), final)
     assert equal_bits(saved_weights(tmp_path / "checkpoints" / "3"), final)

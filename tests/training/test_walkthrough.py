@@ -145,6 +145,38 @@ def test_the_loss_starts_at_that_of_a_uniform_guess_and_falls(steps: list[dict[s
     assert steps[-1]["lm_loss"] < steps[0]["lm_loss"]
 
 
+def test_the_log_has_every_line_of_the_seeds(messages: list[str]) -> None:
+    expected = [
+        "Config:",
+        "Model Config:",
+        "Building model..",
+        "Setting PP block ranks...",
+        "Total number of parameters: ",
+        "Local number of parameters: ",
+        "[After model building] Memory usage: ",
+        "No checkpoint path provided.",
+        "Parametrizing model parameters using StandardParametrizator",
+        "[Optimizer Building] Using LearningRateForSP as learning rate",
+        "[Training Plan] Stage Stable Training Stage has ",
+        "Using `datasets` library",
+        f"Loading tokenizer from {TOKENIZER} and transformers/hf_hub versions ('",
+        "[Training Plan] There are 2 training stages",
+        "[Stage Stable Training Stage] start from step 1",
+        "[Start training] datetime: ",
+        "Resuming training from stage Stable Training Stage, it has trained for 0 samples and has 9 remaining ",
+        " Memory usage: ",
+        "iteration: 1 / 15 | ",
+        " Memory usage: ",
+        "iteration: 2 / 15 | ",
+        "Saving checkpoint at checkpoints/10",
+    ]
+    found = iter(messages)
+    for start in expected:  # in this order
+        assert any(message.startswith(start) for message in found), start
+    assert "  hidden_size: 16" in [message[2:] for message in messages]
+    assert "hidden_size: 16" in messages
+
+
 def test_the_stages_have_nine_and_six_steps(messages: list[str]) -> None:
     text = "\n".join(messages)
     assert (

@@ -19,6 +19,7 @@ def train(
         list[str] | None, typer.Argument(help="Any key by its dotted path, such as tokens.train_steps=100.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Move earlier checkpoints aside and start at step 0.")] = False,
+    nanotron: Annotated[bool, typer.Option("--nanotron", hidden=True)] = False,
 ) -> None:
     """Train a config, with as many local processes as its layout needs. Resumes from the newest complete checkpoint."""
     from kenotron.config import load, refuse_unsupported
@@ -27,6 +28,8 @@ def train(
     with said_once():
         config = load(file, overrides or (), report=_say)
         refuse_unsupported(config)
+        if nanotron and "format" not in config.logging.model_fields_set:
+            config = config.model_copy(update={"logging": config.logging.model_copy(update={"format": "nanotron"})})
         check_processes(config)
     launch(config, fresh=fresh)
     leave()
@@ -38,7 +41,7 @@ def _say(line: str) -> None:
 
 
 def seeds_main(arguments: Sequence[str] | None = None) -> None:
-    """``run_train.py --config-file my.yaml [path=value …]``: the same command in nanotron's spelling."""
+    """``run_train.py --config-file my.yaml [path=value …]``: the same command in nanotron's spelling and log format."""
     from kenotron.cli import main
 
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -51,4 +54,4 @@ def seeds_main(arguments: Sequence[str] | None = None) -> None:
             translated.insert(0, given.pop(0))
         else:
             translated.append(argument)
-    main(["train", *translated])
+    main(["train", "--nanotron", *translated])

@@ -21,6 +21,11 @@ class Logging(Section):
         "print errors only, unless this is debug.",
         "info",
     )
+    format: Literal["plain", "nanotron"] = key(
+        "Form of the console lines: plain, or nanotron's for its log parsers (the default of run_train.py).",
+        "plain",
+        mark=OURS,
+    )
     iteration_step_info_interval: int = key("Steps between iteration lines.", 1, ge=1)
     log_dir: LocalPath = key(
         "Folder of the logs: config.yaml, metrics.jsonl and tensorboard/ are written to <log_dir>/<run>/.",

@@ -68,7 +68,7 @@ def train(
     console.start_logging(config, mesh)
     first = mesh.is_first
     if first:
-        report.first_line(config)
+        report.run_log(config).project(config)
     with machine_limits(config), own_folder(config):
         start = choose_start(config, fresh)
         config = with_run_name(config, run_on_rank0(lambda: run_name(config, start.path if start.continues else None)))
@@ -83,7 +83,7 @@ def train(
                 run.last_metrics = logged_step(log_folder(config), run.step) if first else {}
             elif first:
                 open_log_folder(config, start.continues)
-                report.exhausted(run) if run.finished else report.training_plan(run)
+                report.exhausted(run) if run.finished else report.run_log(config).plan(run)
             if not run.finished:
                 fit(run)
                 if first:

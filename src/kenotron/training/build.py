@@ -13,7 +13,6 @@ from kenotron.models import build, named_parameters
 from kenotron.models.token_loss import load_loss
 from kenotron.optim.build import build_optimizer
 from kenotron.parallel.ranks import wait_for_all
-from kenotron.training import report
 from kenotron.training.benchmark import Benchmark
 from kenotron.training.checkpoint_hook import CheckpointHook
 from kenotron.training.console import logger
@@ -23,6 +22,7 @@ from kenotron.training.initial_weights import OpenWeights, fill_weights
 from kenotron.training.metrics import Metrics
 from kenotron.training.model_parts import build_parts
 from kenotron.training.observing import Pace, ProfilerHook, Progress, SampleCompletions
+from kenotron.training.report import run_log
 from kenotron.training.restore import restore
 from kenotron.training.run import Run, close
 from kenotron.training.run_folder import log_folder
@@ -48,11 +48,13 @@ def build_run(
 
     Data come late because tokenizing may take an hour; missing paths are found before weights take minutes.
     """
-    report.resolved_config(config)
+    log = run_log(config)
+    log.config(config)
     hooks = build_hooks(config, mesh)
     check_paths(config, min(start.step + 1, config.tokens.train_steps))
     load_loss(config.model.loss)
 
+    log.building()
     with torch.device("meta"):
         skeleton = build(config.model)
     parts, pipeline = build_parts(config, mesh, device)
@@ -61,7 +63,9 @@ def build_run(
         if pipeline is not None:
             pipeline.share_tied_weights()
     optimizer = build_optimizer(named_parameters(*parts), config.optimizer)
-    report.model_size(skeleton, parts, device)
+    log.model_size(skeleton, parts, device)
+    if start.path is None:
+        log.first_weights()
 
     data = open_data(config, start)
     run = Run(config, mesh, device, skeleton, parts, optimizer, data, hooks, pipeline)

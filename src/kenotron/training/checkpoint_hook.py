@@ -15,6 +15,7 @@ from kenotron.parallel.ranks import run_on_rank0
 from kenotron.training import console
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
+from kenotron.training.report import run_log
 from kenotron.training.saved_state import manifest_state, model_tensors, optimizer_tensors
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def save(run: Run) -> Path:
     """
     root = Path(run.config.checkpoints.checkpoints_path)
     if run.mesh.is_first:
-        logger.warning("Saving checkpoint at %s", root / str(run.step))
+        run_log(run.config).saving(root / str(run.step))
     for module in run.roots:
         data_parallel.reshard_params(module)
     # Before its first update an optimizer has no state, and a new one is the same thing.

@@ -1,6 +1,7 @@
-"""Console output, in the form that nanotron's log parsers read.
+"""Console output, in one of two forms (`logging.format`).
 
-    08/31/2024 14:37:31 [INFO|DP=0|PP=0|TP=0]: iteration: 5 / 15 | consumed_tokens: 2.56K | … | lm_loss: 5.27
+    plain       step 5/15 | loss 5.27 | lr 0.000264 | grad_norm 3.2 | 55.9K tokens/s | 9.15 ms | 2.56K tokens
+    nanotron    08/31/2024 14:37:31 [INFO|DP=0|PP=0|TP=0]: iteration: 5 / 15 | … | lm_loss: 5.27
 
 Numbers are for people (`human_format`); ``metrics.jsonl`` has them raw.
 """
@@ -42,10 +43,7 @@ def start_logging(config: Config, mesh: Mesh) -> None:
     for handler in logger.handlers[:]:
         logger.removeHandler(handler)
     handler = _Stdout()
-    node = os.environ.get("SLURMD_NODENAME")
-    place = f"DP={mesh.rank('batch')}|PP={mesh.rank('pp')}|TP={mesh.rank('tp')}" + (f"|{node}" if node else "")
-    prefix = "%(asctime)s [%(levelname)s|" + place + "]: "
-    handler.setFormatter(_EveryLine(prefix, datefmt="%m/%d/%Y %H:%M:%S"))
+    handler.setFormatter(_Nanotron(mesh) if config.logging.format == "nanotron" else _Plain(mesh))
     shared = not mesh.is_first and "KENOTRON_LAUNCH" not in os.environ
     if shared and level != "debug":
         handler.setLevel(logging.ERROR)
@@ -66,11 +64,25 @@ class _Stdout(logging.StreamHandler[Any]):
         return sys.stdout
 
 
-class _EveryLine(logging.Formatter):
-    """Puts the prefix before every line of a message, so that `grep` finds all of them."""
+class _Plain(logging.Formatter):
+    """Rank 0's messages as they are, other ranks' with rank and time; what is worse than information says so."""
 
-    def __init__(self, prefix: str, datefmt: str) -> None:
-        super().__init__(prefix, datefmt)
+    def __init__(self, mesh: Mesh) -> None:
+        rank = "" if mesh.is_first else f"%(asctime)s rank {mesh.rank('world')}: "
+        super().__init__(rank + "%(level)s%(message)s", datefmt="%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        return super().format(record)
+
+
+class _Nanotron(logging.Formatter):
+    """Puts nanotron's prefix before every line of a message, so that `grep` finds all of them."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        node = os.environ.get("SLURMD_NODENAME")
+        place = f"DP={mesh.rank('batch')}|PP={mesh.rank('pp')}|TP={mesh.rank('tp')}" + (f"|{node}" if node else "")
+        super().__init__("%(asctime)s [%(levelname)s|" + place + "]: ", datefmt="%m/%d/%Y %H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
         prefix = super().format(record)
@@ -78,7 +90,28 @@ class _EveryLine(logging.Formatter):
         return lines + ("\n" + self.formatException(record.exc_info) if record.exc_info else "")
 
 
-def iteration_line(fields: Mapping[str, float], last_step: int) -> str:
+PLAIN = {  # name in the metrics → its field of a plain line
+    "lm_loss": "loss {}",
+    "z_loss": "z_loss {}",
+    "lr": "lr {}",
+    "grad_norm": "grad_norm {}",
+    "tokens_per_sec": "{} tokens/s",
+    "elapsed_time_per_iteration_ms": "{} ms",
+    "consumed_tokens": "{} tokens",
+    "sequence_length": "sequence length {}",
+    "cuda_max_memory_reserved": "{}B peak memory",
+}
+
+
+def plain_line(fields: Mapping[str, float], recorded: Mapping[str, float], last_step: int) -> str:
+    """``step 5/15 | loss 5.27 | …`` from raw `fields`, and what hooks `recorded`; at most 120 columns without that."""
+    shown = [f"step {fields['iteration']}/{last_step}"]
+    shown += [form.format(human_format(fields[name])) for name, form in PLAIN.items() if name in fields]
+    shown += [f"{name} {human_format(value)}" for name, value in recorded.items()]
+    return " | ".join(shown)
+
+
+def nanotron_line(fields: Mapping[str, float], last_step: int) -> str:
     """``iteration: 5 / 15 | consumed_tokens: 2.56K | …`` from raw `fields`, in their order."""
     shown = [f"iteration: {fields['iteration']} / {last_step}"]
     shown += [f"{name}: {human_format(value)}" for name, value in fields.items() if name != "iteration"]

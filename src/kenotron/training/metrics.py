@@ -25,9 +25,8 @@ from kenotron.models import flops_per_token
 from kenotron.models.plan import modules
 from kenotron.parallel import device as devices
 from kenotron.storage.files import replace_file
-from kenotron.training import console
-from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
+from kenotron.training.report import run_log
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -102,7 +101,8 @@ class Metrics(Hook):
         self.written_step = run.step
         shown = self._console_fields(run, result)
         raw = {**shown, **self._other_fields(run, result), **self._source_fields(run), **self.validation}
-        self._add_recorded(run, shown, raw)
+        recorded = self._take_recorded(run, raw)
+        raw |= recorded
         self.validation = {}
         run.last_metrics = raw
         assert self.file is not None
@@ -118,18 +118,17 @@ class Metrics(Hook):
             self._tensorboard(run, raw)
         interval = run.config.logging.iteration_step_info_interval
         if (run.step - 1) % interval == 0 or run.finished:
-            logger.info("%s", console.iteration_line(shown, run.last_step))
+            run_log(run.config).step(run, shown, recorded)
 
-    def _add_recorded(self, run: Run, shown: dict[str, Any], raw: dict[str, Any]) -> None:
-        """What hooks recorded, at the end of both lines."""
+    def _take_recorded(self, run: Run, raw: dict[str, Any]) -> dict[str, Any]:
+        """What hooks recorded for this step."""
         recorded, run.recorded = run.recorded, {}
         if taken := sorted(recorded.keys() & raw.keys()):
             raise RunFailed(
                 f"step {run.step}: a hook recorded the metric {taken[0]!r}, which every step has already; "
                 f"record it under another name"
             )
-        shown |= recorded
-        raw |= recorded
+        return recorded
 
     def on_error(self, run: Run, error: Exception) -> None:
         """Write the line of a step that is done, if a hook failed before."""

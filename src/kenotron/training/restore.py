@@ -25,7 +25,6 @@ def restore(run: Run, start: Start) -> None:
     Raises InputError if a file is damaged, or if the config reads other data than the checkpoint's step assumes.
     """
     if start.path is None:
-        logger.info("No checkpoint path provided.")
         return
     settings = run.config.checkpoints
     with_optimizer = (start.continues or settings.load_optimizer) and (start.path / "optimizer").is_dir()
