@@ -91,10 +91,10 @@ def files(o: Outcome) -> Any:
 
 
 def messages(o: Outcome) -> Any:
-    """What was said after the config, times and sizes left out."""
+    """What was said, times and sizes left out; without the config, which nanotron's format has."""
     lines = [line.split("]: ", 1)[-1] for line in o.said.splitlines()]
     start = next((i for i, line in enumerate(lines) if line.startswith(("Weights ", "Loaded "))), 0)
-    kinds = ("iteration", "Sample", "[Stage", "[Training", "Saving", "Read back", "before", "after")
+    kinds = ("step", "iteration", "Sample", "[", "Saved", "Read back", "before", "after")
     return [" ".join(line.split()[:3]) for line in lines[start:] if line.startswith(kinds)]
 
 

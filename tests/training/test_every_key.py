@@ -241,7 +241,7 @@ def test_a_tokenized_dataset_is_cached_unless_the_cache_is_to_be_overwritten(
             os.utime(path, (0, 0))  # as if an earlier process had made it
         again = f"{every_key.DATASET}.dataset_overwrite_cache={overwrite}"
         config = tiny_config(tmp_path / str(number), *(text.replace("{folder}", str(shared)) for text in HUB), again)
-        said.append(train_and_listen(config)[1].count("]: tokenized "))
+        said.append(train_and_listen(config)[1].count("\ntokenized "))
     assert said == [1, 0, 1]
 
 
