@@ -281,7 +281,7 @@ def test_a_saved_config_of_another_schema_is_one_line(tmp_path: Path, monkeypatc
 
 def test_the_first_line_names_the_project(tmp_path: Path) -> None:
     _, said = train_and_listen(tiny_config(tmp_path))
-    assert said.splitlines()[0].endswith("]: project: tests")
+    assert said.splitlines()[0] == "project: tests"
 
 
 def test_the_last_line_says_how_long_the_steps_waited_for_data(tmp_path: Path) -> None:
