@@ -113,6 +113,8 @@ def _all_in(folder: Path) -> list[Found]:
     """The folder's checkpoints, sound or not; an error if there is none at all."""
     found = list_checkpoints(folder)
     if not folder.is_dir():
+        if folder.is_file():
+            raise CheckpointError(f"{folder} is a file; expected a folder of checkpoints")
         siblings = [path.name for path in folder.absolute().parent.glob("*")]
         raise CheckpointError(f"{folder} is not a folder{nearest(folder.name, siblings)}")
     if not found:

@@ -145,6 +145,7 @@ OPTIONS = {
     "dataset.hf_dataset_splits": "--split",
     "dataset.hf_dataset_config_name": "--config-name",
     "dataset.text_column_name": "--column",
+    "tokenizer.train.vocab_size": "--vocab-size",
 }
 """Config keys and the options of commands that stand for them."""
 

@@ -200,6 +200,11 @@ def load_tokenizer(name_or_path: str | Path, revision: str | None = None) -> Tex
     if path.is_dir():
         if (path / "tokenizer.json").is_file():
             return _read(path / "tokenizer.json", path)
+        if not any((path / name).is_file() for name in TOKENIZER_FILES):
+            raise InputError(
+                f"tokenizer.tokenizer_name_or_path: the folder {path} has no tokenizer; expected tokenizer.json, or "
+                f"other files that `transformers` reads, in it"
+            )
         return _from_transformers(str(path), None)
     if is_a_path(name_or_path):
         raise InputError(f"tokenizer.tokenizer_name_or_path: no such file or folder: {name_or_path}")
