@@ -108,7 +108,9 @@ def said(comparison: Comparison) -> str:
 def margins(comparison: Comparison) -> str:
     """The largest differences over what is allowed."""
     tensors = {"gradient": comparison.gradients, "update": comparison.update, "weights": comparison.movement}
-    found = {name: max(each.difference / each.allowed for each in some) for name, some in tensors.items()}
+    found = {
+        name: max((each.difference / each.allowed for each in some), default=0.0) for name, some in tensors.items()
+    }
     for name in ("lm_loss", "grad_norm"):
         numbers = [each for each in comparison.numbers if each.name == name]
         found[name] = max(abs(each.a - each.b) / each.allowed for each in numbers)

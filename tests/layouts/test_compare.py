@@ -48,7 +48,15 @@ def test_layouts_of_one_config_agree(layout: str, dtype: str, tmp_path: Path) ->
         ("lm_loss", 2),
         ("grad_norm", 2),
     ]
-    assert len(comparison.gradients) == len(comparison.movement) == 2 * 9 + 3
+    assert len(comparison.gradients) == 2 * 9 + 3
+    assert len(comparison.update) == len(comparison.movement)
+    assert len(comparison.update) == 2 * 9 + 3 if dtype == "float32" else len(comparison.update) < 9
+    assert [each.name for each in comparison.outputs] == [
+        "model.embed_tokens",
+        "model.layers.0",
+        "model.layers.1",
+        "model.norm",
+    ]
     usual, worst = comparison.blind_below()
     assert usual <= worst.allowed
     assert 1e-6 < usual < 1e-3 if dtype == "float32" else 1e-3 < usual < 0.3
@@ -78,7 +86,7 @@ def test_a_layout_that_forgets_a_sum_is_found_at_its_first_parameter(dtype: str,
 def distance(numbers: list[list[float]], **of: float) -> Distances:
     """A run at these numbers whose gradients, updates and movements are `of` parameters away; 1e-6 unless given."""
     found = {"head": 1e-6, "layers.1.w": 1e-6, "layers.0.w": 1e-6} | {k.replace("_", "."): v for k, v in of.items()}
-    return Distances(numbers, dict.fromkeys(found, 0.0), found, max(found.values()), found, found)
+    return Distances(numbers, dict.fromkeys(found, 0.0), found, max(found.values()), {}, found, found)
 
 
 A = [[4.0, 2.0], [3.9, 1.9]]

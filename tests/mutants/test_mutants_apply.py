@@ -41,3 +41,12 @@ def test_code_that_has_moved_on_is_named(tmp_path: Path) -> None:
         mutant.patched(tmp_path)
     file.write_text("x = 1\n")
     assert mutant.patched(tmp_path) == "x = 2\n"
+
+
+def test_a_bug_outside_of_functions_cannot_be_put_into_a_running_process() -> None:
+    outside = next(mutant for mutant in MUTANTS if mutant.name == "gradients-not-summed-over-cp")
+    with (
+        pytest.raises(DoesNotApply, match=r"changes no function of src/kenotron/parallel/mesh.py"),
+        outside.in_this_process(),
+    ):
+        pass

@@ -144,6 +144,9 @@ def _print(comparison: Comparison, dtype: str) -> None:
         ("update of step 1", comparison.update),
         ("movement of the weights", comparison.movement),
     ):
+        if not tensors:
+            print(f"{kind}: not compared, the gradients are too uncertain in {dtype}")
+            continue
         worst = max(tensors, key=lambda tensor: tensor.difference / tensor.allowed)
         print(
             f"{kind}: {sum(tensor.agrees for tensor in tensors)} of {len(tensors)} parameters agree; the farthest "

@@ -23,8 +23,9 @@ Which parameter is to blame? A wrong gradient contaminates all that backward rea
     agrees?       yes     yes      yes                yes  yes yes  yes yes no no no no     no       no      no
                                                                        ▲ v_proj of layer 2
 
-If the loss of step 1 differs, forward is wrong already, and with it every gradient: then it is the farthest of all.
-Where all gradients agree, it is the farthest update.
+If the loss of step 1 differs, forward is wrong already, and with it every gradient. Then it is the parameter that is
+farthest off in the first layer (or embedding, final norm, head) whose output differs, averaged over all tokens. Where
+loss and gradients agree, it is the farthest update.
 
 In bfloat16 rounding explains gradients that are off by many percent, and faults below that are not seen
 (`Comparison.blind_below`); `kenotron compare --dtype float32` sees them.
@@ -38,6 +39,7 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,7 @@ from kenotron.kernels.hashing import derive_key
 from kenotron.kernels.random import fill_normal_shard_
 from kenotron.models import Context, build, named_parameters
 from kenotron.optim.clip import clip_gradients
+from kenotron.parallel.ranks import gather
 from kenotron.parallel.shards import shard_of
 from kenotron.training.build import build_run
 from kenotron.training.initial_weights import OpenWeights
@@ -66,9 +69,11 @@ SEEDS = (1, 2, 3)  # of the R's
 SAFETY = 3.0  # of norms over a parameter, which hardly are small by luck
 NUMBER_SAFETY = 10.0  # of a loss or norm, which may be
 FLOOR = 16 * torch.finfo(torch.float32).eps  # relative: losses and sums are fp32 in every run
-# Adam turns a gradient that rounds to either side of 0 into a step of full size: of a tensor's update the elements
-# that differ most, this share and at least two, are left out.
-TRIMMED = 0.02
+# Adam takes a step of full size in the direction of a gradient's sign, which rounding decides where it is near 0. So
+# the updates of a parameter are compared only where its gradient is known to NOISY of its norm, and then without the
+# elements that differ most: this share, and at least four.
+NOISY = 0.01
+TRIMMED = 0.25
 
 
 # ---- one run -----------------------------------------------------------------------------------------------
@@ -125,15 +130,53 @@ def _perturb(run: Run, size: float, seed: int) -> None:
 
 
 def _save_gradients(run: Run, batches: Sequence[TokenBatch], root: Path) -> None:
-    """The gradients of these batches before clipping, on a second pass: what the first forgot to clear is in them."""
+    """Gradients of these batches before clipping, and outputs: of a second pass, with what the first left behind."""
     parameters = dict(named_parameters(*run.parts))
+    outputs = _Outputs(run)
     for _ in range(2):
         run.optimizer.zero_grad(set_to_none=True)
         forward_backward(run, batches, 1.0 / max(count_real_tokens(run, batches), 1))
         clip_gradients(parameters.values(), None, run.mesh)  # which sums the partial ones
     gradients = {f"state.{name}.gradient": p.grad for name, p in parameters.items() if p.grad is not None}
-    _save(run, root, optimizer_tensors(gradients, run.parts), {})
+    _save(run, root, optimizer_tensors(gradients, run.parts) | outputs.means(), {})
     run.optimizer.zero_grad(set_to_none=True)
+
+
+class _Outputs:
+    """Sums over tokens what layers, embedding and final norm put out, on whichever ranks they are."""
+
+    def __init__(self, run: Run) -> None:
+        self.sums: dict[str, tuple[Tensor, int]] = {}
+        self.hooks = []
+        names = [name for name, _ in named_parameters(run.skeleton)]
+        for layer in [] if run.config.model.compile else dict.fromkeys(map(layer_of, names)):
+            for part in run.parts:
+                module = dict(part.named_modules()).get(layer)
+                if module is not None:
+                    self.hooks.append(module.register_forward_hook(partial(self._add, layer)))
+
+    def _add(self, layer: str, module: Any, inputs: Any, output: Any) -> None:
+        if torch.is_tensor(output):
+            rows = output.detach().float().flatten(0, -2)
+            total, count = self.sums.get(layer, (0.0, 0))
+            self.sums[layer] = total + rows.sum(0).cpu(), count + len(rows)
+
+    def means(self) -> dict[str, Tensor]:
+        """``output.<layer>`` → the mean over the tokens of all ranks; nothing is summed from here on."""
+        for hook in self.hooks:
+            hook.remove()
+        ranks = gather(self.sums)
+        found = {}
+        for layer in dict.fromkeys(layer for sums in ranks for layer in sums):
+            totals, counts = zip(*(sums[layer] for sums in ranks if layer in sums))
+            found[f"output.{layer}"] = torch.stack(totals).sum(0) / sum(counts)
+        return found
+
+
+def layer_of(name: str) -> str:
+    """The module that a parameter is counted to: its layer, ``model.layers.3``, or its own, ``model.norm``."""
+    layer = re.match(r".*?\.\d+(?=\.)", name)
+    return layer.group() if layer else name.rpartition(".")[0]
 
 
 def _save(run: Run, root: Path, tensors: dict[str, Any], state: dict[str, Any]) -> None:
@@ -151,6 +194,7 @@ class Distances:
     start: dict[str, float]
     gradients: dict[str, float]
     gradient: float  # of the gradients of all parameters as one vector
+    outputs: dict[str, float]  # of step 1, by layer, as forward reaches them
     update: dict[str, float]  # of step 1
     movement: dict[str, float]  # from the first weights to the last
 
@@ -174,8 +218,14 @@ def distances(a: Path, other: Path, names: Sequence[str]) -> Distances:
         difference, norm = (theirs - ours).norm(), ours.norm()
         gradients[name] = _relative(difference, norm)
         squares += torch.stack((difference, norm)).square()
+    shapes, _ = checkpoint.block_reader(a / "gradients" / "1")
+    layers = dict.fromkeys(layer_of(name) for name in reversed(names))
+    outputs = {}
+    for layer in (layer for layer in layers if f"output.{layer}" in shapes):
+        ours, theirs = gradient_of(f"output.{layer}")
+        outputs[layer] = _relative((theirs - ours).norm(), ours.norm())
     numbers = json.loads((other / "end" / "1" / "manifest.json").read_text())["state"]["numbers"]
-    return Distances(numbers, starts, gradients, _relative(*squares.sqrt()), updates, movements)
+    return Distances(numbers, starts, gradients, _relative(*squares.sqrt()), outputs, updates, movements)
 
 
 def backward_order(config: Config) -> list[str]:
@@ -217,7 +267,7 @@ def _relative(difference: Tensor, norm: Tensor) -> float:
 def _trimmed_norm(difference: Tensor) -> Tensor:
     squares = difference.flatten().square()
     count = squares.numel()
-    kept = max(1, count - max(2, int(TRIMMED * count)))
+    kept = max(1, count - max(4, int(TRIMMED * count)))
     return squares[squares <= squares.kthvalue(kept).values].sum().sqrt()
 
 
@@ -260,9 +310,10 @@ class Comparison:
 
     numbers: list[Number]
     start: list[ParameterDifference]  # initial weights, equal to the bit
+    outputs: list[ParameterDifference]  # of the layers in step 1, in the order of forward
     gradients: list[ParameterDifference]  # of step 1, before clipping
-    update: list[ParameterDifference]  # of the weights in step 1
-    movement: list[ParameterDifference]  # of the weights in all steps
+    update: list[ParameterDifference]  # of the weights in step 1, where gradients are no noise
+    movement: list[ParameterDifference]  # of the weights in all steps, likewise
 
     @property
     def agrees(self) -> bool:
@@ -274,17 +325,12 @@ class Comparison:
         """The first loss or gradient norm that is not explained by rounding."""
         return next((each for each in self.numbers if not each.agrees), None)
 
-    @property
-    def forward_agrees(self) -> bool:
-        """Whether rounding explains the loss of step 1."""
-        return self.numbers[0].agrees
-
     def origin(self) -> tuple[str, ParameterDifference] | None:
         """What differs first, and the parameter to blame for it (see the module); None if no parameter differs."""
         if found := _wrong(self.start):
             return "initial weights", _farthest(found)
         if found := _wrong(self.gradients):
-            return "gradient of step 1", found[0] if self.forward_agrees else _farthest(found)
+            return "gradient of step 1", found[0] if self.numbers[0].agrees else self._origin_in_forward(found)
         first = self.first_number()
         if first is None or first.step > 1:
             if found := _wrong(self.update):
@@ -292,6 +338,15 @@ class Comparison:
             if found := _wrong(self.movement):
                 return "weights at the end", _farthest(found)
         return None  # a loss or norm alone
+
+    def _origin_in_forward(self, gradients: list[ParameterDifference]) -> ParameterDifference:
+        """The farthest of the first layer whose output differs; of what has no output here (the head) if none does."""
+        right = {each.name for each in self.outputs if each.agrees}
+        first = next((each.name for each in self.outputs if not each.agrees), None)
+        suspects = [each for each in gradients if layer_of(each.name) not in right]
+        if first is not None:
+            suspects = [each for each in suspects if layer_of(each.name) == first]
+        return _farthest(suspects or gradients)
 
     def blind_below(self) -> tuple[float, ParameterDifference]:
         """Errors of a gradient, relative to its norm, that look like rounding: of most parameters, and the worst."""
@@ -310,13 +365,16 @@ def _farthest(tensors: Sequence[ParameterDifference]) -> ParameterDifference:
 
 def judge(a: Distances, rounding: Sequence[Distances], b: Distances) -> Comparison:
     """Whether B is as near to A as rounding brings it; `a` are A's distances from itself, for its numbers."""
-    gradient = _allowed([each.gradient for each in rounding])
+    numbers = [each.numbers for each in rounding]
+    gradients = _tensors([each.gradients for each in rounding], b.gradients)
+    known = [each.name for each in gradients if each.allowed <= NOISY]
     return Comparison(
-        _numbers(a.numbers, [each.numbers for each in rounding], b.numbers, gradient),
+        _numbers(a.numbers, numbers, b.numbers, _allowed([each.gradient for each in rounding])),
         [ParameterDifference(name, difference, 0.0) for name, difference in b.start.items()],
-        _tensors([each.gradients for each in rounding], b.gradients),
-        _tensors([each.update for each in rounding], b.update),
-        _tensors([each.movement for each in rounding], b.movement),
+        _tensors([each.outputs for each in rounding], b.outputs),
+        gradients,
+        _tensors([each.update for each in rounding], {name: b.update[name] for name in known}),
+        _tensors([each.movement for each in rounding], {name: b.movement[name] for name in known}),
     )
 
 
@@ -339,6 +397,8 @@ def _numbers(
 
 
 def _tensors(others: Sequence[dict[str, float]], b: dict[str, float]) -> list[ParameterDifference]:
+    if not b:
+        return []
     allowed: dict[str, float] = {}
     for name in b:
         kind = _kind(name)
@@ -348,8 +408,8 @@ def _tensors(others: Sequence[dict[str, float]], b: dict[str, float]) -> list[Pa
 
 
 def _kind(name: str) -> str:
-    """A parameter's name without the number of its layer."""
-    return re.sub(r"\.\d+\.", ".*.", name)
+    """The name of a parameter or layer without the number of the layer."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def draw(comparison: Comparison, path: Path, labels: tuple[str, str]) -> None:
