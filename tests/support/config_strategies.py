@@ -75,6 +75,8 @@ def _field(section: type[Section], name: str, field: Any) -> st.SearchStrategy[A
         return st.sampled_from(["linear", "cosine", "1-sqrt", "sqrt", "constant", "step", "my.schedules.decay"])
     if name == "loss":
         return st.none()
+    if name == "run":  # a folder inside logging.log_dir
+        return words.filter(lambda run: not run.startswith(("/", "~")) and ".." not in run and "\0" not in run)
     if name == "rope_scaling":
         return st.none() | st.just({"rope_type": "linear", "factor": 2.0})
     if name in ("pattern", "weight_decay_exclude_named_params"):

@@ -170,7 +170,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_0_and_the_run_goes_on_e
     more = f"tokens.train_steps={stopped + 4}"
     continued = nursery.run("train", file, more, folder=tmp_path)
     assert continued.code == 0
-    assert f"start_iteration_step: {stopped} " in continued.stdout
+    assert f"Training from step {stopped + 1} to " in continued.stdout
     other = tmp_path / "whole"
     other.mkdir()
     assert nursery.run("train", endless(other), more, folder=other).code == 0
@@ -297,7 +297,7 @@ def test_fresh_sets_earlier_checkpoints_aside_and_starts_at_step_0(stopped_at_4:
     before = digest(folder / "checkpoints" / "4")
     finished = nursery.run("train", stopped_at_4, "general.seed=8", "--fresh", folder=folder)
     assert (finished.code, finished.stderr) == (0, "")
-    assert "start_iteration_step: 0 " in finished.stdout
+    assert "Training from step 1 to " in finished.stdout
     (aside,) = (folder / "checkpoints").glob("replaced-*")
     assert sorted(path.name for path in aside.iterdir()) == ["2", "4", "latest.txt"]
     assert digest(aside / "4") == before
@@ -313,9 +313,9 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(stopped
     victim.write_bytes(content)
     finished = nursery.run("train", stopped_at_4, folder=folder)
     assert (finished.code, finished.stderr) == (0, "")
-    warnings = [line for line in finished.stdout.splitlines() if "[WARNING|" in line]
+    warnings = [line for line in finished.stdout.splitlines() if line.startswith("warning: ")]
     assert any("checkpoints/4" in line and victim.name in line for line in warnings), warnings
-    assert "start_iteration_step: 2 " in finished.stdout
+    assert "Training from step 3 to " in finished.stdout
     assert [step["iteration"] for step in story(folder)] == [1, 2, 3, 4, 5, 6]
 
 

@@ -30,7 +30,7 @@ def test_a_disk_without_room_ends_the_run_and_leaves_the_last_checkpoint(nursery
 
     again = nursery.run("train", file, "general.hooks=null", folder=tmp_path)
     assert (again.code, again.stderr) == (0, "")
-    assert "start_iteration_step: 2 " in again.stdout
+    assert "Training from step 3 to " in again.stdout
 
 
 def test_a_checkpoints_path_that_is_a_file_is_said_in_one_line(nursery: Nursery, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_stages_of_two_lengths_count_their_own_tokens_and_validate_at_the_first(
     assert {step["val_tokens"] for step in steps} == {2 * 4 * 16}
     assert {batch.tokens.shape for batch in run.data.batch(7)} == {(4, 32)}
     assert "sequence length 32 (16 at first, all from step 6 on)" in said
-    assert "global_batch_size: 4 | sequence_length: 32 | lm_loss" in said
+    assert " tokens | sequence length 32" in said
 
 
 def test_floating_point_operations_are_those_of_the_steps_own_length(tmp_path: Path) -> None:

@@ -221,7 +221,8 @@ def test_the_missing_end_token_is_said_to_be_the_models(messages: list[str]) -> 
 def test_the_seeds_generate_command_continues_two_prompts(walked, hub_home: Path) -> None:
     given = ("--ckpt-path", "checkpoints/10/", "--tp", "1", "--pp", "1")
     process = torchrun("run_generate.py", *given, folder=walked[0], home=hub_home)
-    assert (process.returncode, process.stderr) == (0, "")
+    assert process.returncode == 0
+    assert process.stderr == "no --prompt: continuing 'The future of AI is' and 'def fib(n)'\n"
     first, second = process.stdout.split("\n\n")[:2]
     assert first.startswith("The future of AI is")
     assert second.startswith("def fib(n)")

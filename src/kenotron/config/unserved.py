@@ -78,7 +78,7 @@ def choices_without_effect(data: dict[str, Any]) -> Iterator[tuple[Keys, str]]:
     """Keys of a config's plain `data` that are accepted with several values and mean the same with all of them."""
     keys = ("model", "model_config", "_attn_implementation")
     value = _at(data, keys)
-    if value in SERVED_ATTENTION:
+    if value in SERVED_ATTENTION[1:]:  # the first is the default, which every resolved config names
         yield keys, f"{named(keys, value)} chooses nothing yet: attention takes the fastest path that it finds"
 
 
