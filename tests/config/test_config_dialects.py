@@ -163,9 +163,9 @@ def test_a_key_that_is_repeated_elsewhere_is_an_error(write: Callable[[str], Pat
 
 def test_an_attention_implementation_is_said_to_choose_nothing(minimal: dict[str, Any]) -> None:
     lines: list[str] = []
-    override = f"model.model_config._attn_implementation=sdpa"
+    override = "model.model_config._attn_implementation=sdpa"
     load(minimal, [override], report=lines.append)
-    said = f"model.model_config._attn_implementation: sdpa chooses nothing yet: attention takes the fastest path"
+    said = "model.model_config._attn_implementation: sdpa chooses nothing yet: attention takes the fastest path"
     assert [line.split(" that it finds")[0] for line in lines] == [f"override {override}: {said}"]
 
 
