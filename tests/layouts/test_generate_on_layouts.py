@@ -220,6 +220,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Problem, Path, li
     return problem, folder, messages, losses
 
 
+@pytest.mark.budget(8, reason="four ranks on two cores decode twice while they train")
 @pytest.mark.parametrize(
     "layout",
     [

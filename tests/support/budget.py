@@ -4,7 +4,7 @@ A test of the quick tier has 5 seconds. One that needs more says why:
 
     @pytest.mark.budget(12, reason="starts two runs as real processes, which import torch each")
 
-`pytest --budget` (as `make test` does) fails a test that takes twice as much, both by the clock and in processor
+`pytest --budget` (as `make test` does) fails a test that takes four times as much, both by the clock and in processor
 time: its own, its pool of ranks' and its subprocesses'. A neighbour that takes the processor away lengthens the first
 and hardly the second; ranks that work side by side add up in the second only. Fixtures are not charged.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 SECONDS = 5.0
-TOLERANCE = 2.0  # processor time itself grows on a busy machine, by half and more
+TOLERANCE = 4.0  # processor time itself grows on a busy machine, and three workers share two cores
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
