@@ -26,6 +26,7 @@ LEARNING_RATES = """0.00015 0.0003 0.000296 0.000283 0.000264 0.000237 0.000206 
     7.26e-05 4.65e-05 2.66e-05 1.42e-05 1e-05"""
 CONSUMED = "512 1.02K 1.54K 2.05K 2.56K 3.07K 3.58K 4.1K 4.61K 5.12K 5.63K 6.14K 6.66K 7.17K 7.68K"
 TRAIN = ("--config-file", ONE_PROCESS)
+PROMPTS_NAMED = "no --prompt: continuing 'The future of AI is' and 'def fib(n)'\n"
 LINE = re.compile(r"^\d\d/\d\d/\d{4} \d\d:\d\d:\d\d \[(?:INFO|WARNING)\|DP=0\|PP=0\|TP=0\]: (.*)$")
 ALWAYS = """iteration consumed_tokens elapsed_time_per_iteration_ms tokens_per_sec tokens_per_sec_per_gpu
     global_batch_size lm_loss lr model_tflops_per_gpu hardware_tflops_per_gpu grad_norm"""
@@ -222,7 +223,7 @@ def test_the_seeds_generate_command_continues_two_prompts(walked, hub_home: Path
     given = ("--ckpt-path", "checkpoints/10/", "--tp", "1", "--pp", "1")
     process = torchrun("run_generate.py", *given, folder=walked[0], home=hub_home)
     assert process.returncode == 0
-    assert process.stderr == "no --prompt: continuing 'The future of AI is' and 'def fib(n)'\n"
+    assert process.stderr == PROMPTS_NAMED
     first, second = process.stdout.split("\n\n")[:2]
     assert first.startswith("The future of AI is")
     assert second.startswith("def fib(n)")
@@ -272,7 +273,7 @@ def test_kenotrons_command_trains_on_8_ranks_and_any_layout_decodes_what_it_save
     assert "iteration: 15 / 15" in trained.stdout
     seeds = ("--ckpt-path", "checkpoints/10/", "--tp", "1", "--pp", "1")
     continued = torchrun("run_generate.py", *seeds, folder=examples, home=hub_home)
-    assert (continued.returncode, continued.stderr) == (0, "")
+    assert (continued.returncode, continued.stderr) == (0, PROMPTS_NAMED)
     assert continued.stdout.startswith("The future of AI is")
     drawn = ("--temperature", "1.0", "--dtype", "float32", "--json")
     prompts = ("--prompt", "word3 word4 word5", "--prompt", "word80", "--prompt", "word9 word1")
@@ -294,7 +295,7 @@ def test_the_8_process_commands_of_the_first_readme_work_without_a_network(examp
     assert "Saved checkpoint at checkpoints/text/4" in trained.stdout
     given = ("--ckpt-path", "checkpoints/text/4")
     said = torchrun("run_generation.py", *given, folder=examples, home=hub_home, ranks=8)
-    assert (said.returncode, said.stderr) == (0, "")
+    assert (said.returncode, said.stderr) == (0, PROMPTS_NAMED)
     assert re.match(r"The future of AI is.{20,}\n\ndef fib\(n\)", said.stdout, re.DOTALL)
     exact = (*given, "--dtype", "float32", "--json", "--max-new-tokens", "16")
     eight = torchrun("run_generation.py", *exact, folder=examples, home=hub_home, ranks=8)
