@@ -70,8 +70,8 @@ def save(size: str, root: Path) -> None:
 
 def decode(rank: int, folder: str, arguments: argparse.Namespace) -> None:
     """One rank. Rank 0 prints."""
-    from kenotron.generate import generate
-    from kenotron.generate.load import load_for_generation
+    from kenotron.generation import generate
+    from kenotron.generation.load import load_for_generation
     from kenotron.parallel.mesh import build_mesh
 
     torch.set_num_threads(1)

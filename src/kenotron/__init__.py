@@ -5,6 +5,7 @@ import kenotron as kn
 config = kn.load("my.yaml", ["tokens.train_steps=100"])
 run = kn.train(config)
 print(run.last_metrics["lm_loss"])
+print(kn.generate("checkpoints", "def main(")[0].text)
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kenotron.config import Config
+    from kenotron.generation import Completion
     from kenotron.training import Hook, Run
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Hook", "load", "train"]
+__all__ = ["Hook", "generate", "load", "train"]
 
 # Everything is imported where it is used: `import kenotron` costs nothing.
 
@@ -51,6 +53,43 @@ def train(config: Config | str | Path | dict[str, Any], *, fresh: bool = False) 
     from kenotron.launch import launch
 
     return launch(config if isinstance(config, Config) else load(config), fresh=fresh, reopen=True)
+
+
+def generate(
+    path: str | Path,
+    prompts: str | Sequence[str | Sequence[int]],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_at_eos: bool = True,
+    dtype: str | None = None,
+    batch_size: int = 8,
+) -> list[Completion]:
+    """Continue one prompt or several with the model at `path`, in this process; `kenotron generate` gives the same.
+
+    `path` is a checkpoint, a folder of checkpoints (the newest is used) or a Hugging Face model folder. A prompt is a
+    text or a list of token ids. A completion has `prompt`, `text`, `tokens` (the new ones) and `stopped_by`.
+    `temperature` 0 is greedy; `dtype` None is that of the config. Raises `kenotron.config.InputError`.
+    """
+    from kenotron.generation import generate as continue_prompts
+    from kenotron.generation.load import load_for_generation
+
+    model, tokenizer, _ = load_for_generation(path, dtype)
+    return continue_prompts(
+        model,
+        tokenizer,
+        [prompts] if isinstance(prompts, str) else prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_at_eos=stop_at_eos,
+        batch_size=batch_size,
+    )
 
 
 def __getattr__(name: str) -> type[Hook]:

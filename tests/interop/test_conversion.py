@@ -11,7 +11,7 @@ from kenotron import checkpoint
 from kenotron.config import load
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.data import load_tokenizer
-from kenotron.generate.load import load_for_generation
+from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, initial_tensors, open_source, to_hf
 from kenotron.models import named_parameters
 from kenotron.models.families.llama import LlamaArchitecture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kenotron.generate.load import load_for_generation
+from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, to_hf
 from support.tiny_llamas import (
     VARIANTS,

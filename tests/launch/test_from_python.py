@@ -1,4 +1,4 @@
-"""`kn.load` and `kn.train` from Python: a script, a notebook, a thread, a server."""
+"""`kn.load`, `kn.train` and `kn.generate` from Python: a script, a notebook, a thread, a server."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_fresh_starts_a_finished_run_over(tmp_path: Path) -> None:
     assert len(list((tmp_path / "checkpoints").glob("replaced-*"))) == 1
 
 
-def test_kn_train_and_kn_hook_work_whatever_was_imported_before(tmp_path: Path) -> None:
+def test_the_functions_of_kenotron_work_whatever_was_imported_before(tmp_path: Path) -> None:
     """No module of the package has the name of a function of `kenotron`."""
     code = f"""
 import sys, io, contextlib
@@ -68,8 +68,9 @@ config = tiny_config(Path({str(tmp_path)!r}))
 with contextlib.redirect_stdout(io.StringIO()):
     assert kn.train(config).step == 3
     assert kn.train(config, fresh=True).step == 3
-import kenotron.training
+import kenotron.generation, kenotron.training
 assert callable(kn.train)
+assert callable(kn.generate)
 from kenotron.training import Hook
 assert kn.Hook is Hook
 """

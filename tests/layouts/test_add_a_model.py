@@ -19,8 +19,8 @@ import yaml
 import kenotron as kn
 from kenotron.config import Config, dump, load
 from kenotron.config.errors import InputError
-from kenotron.generate import generate
-from kenotron.generate.load import load_for_generation
+from kenotron.generation import generate
+from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, open_source, to_hf
 from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.training import train

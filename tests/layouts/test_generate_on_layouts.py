@@ -12,8 +12,8 @@ import torch
 
 from kenotron import checkpoint
 from kenotron.config import dump, load
-from kenotron.generate import Completion, generate
-from kenotron.generate.load import load_for_generation
+from kenotron.generation import Completion, generate
+from kenotron.generation.load import load_for_generation
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.training.observing import SampleCompletions
 from kenotron.training.saved_state import model_tensors

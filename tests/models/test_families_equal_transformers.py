@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from kenotron.config import load
 from kenotron.config.architecture import built_in_sections
 from kenotron.config.errors import InputError, NotSupportedYet
-from kenotron.generate import generate
-from kenotron.generate.load import load_for_generation
+from kenotron.generation import generate
+from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, to_hf
 from kenotron.interop.hf_config import architecture_from_hf
 from kenotron.kernels.attention import Borders, attention

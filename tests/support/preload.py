@@ -7,7 +7,7 @@ PRELOAD = (
     "kenotron.checkpoint.tensors",
     "kenotron.cli.train",
     "kenotron.data",
-    "kenotron.generate",
+    "kenotron.generation",
     "kenotron.models.families.llama",
     "kenotron.training.build",
     "torch._dynamo",

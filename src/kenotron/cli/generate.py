@@ -69,8 +69,8 @@ def generate(
         raise InputError("--stream and --json: give one of them")
     with said_once():
         prompts = _prompts(prompt or [], prompt_file, prompt_tokens or [])
-        from kenotron.generate.layout import check_layout, choose_layout
-        from kenotron.generate.request import Request, decode_on_ranks
+        from kenotron.generation.layout import check_layout, choose_layout
+        from kenotron.generation.request import Request, decode_on_ranks
         from kenotron.interop.sources import open_source
 
         source = open_source(path, verify=False)

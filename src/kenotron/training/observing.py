@@ -108,7 +108,7 @@ class SampleCompletions(Hook):
         self._show(run, f"after step {run.step}")
 
     def _show(self, run: Run, when: str) -> None:
-        from kenotron.generate import ModelOnRanks, generate
+        from kenotron.generation import ModelOnRanks, generate
 
         prompts = run.config.logging.sample_prompts or []
         completions = generate(

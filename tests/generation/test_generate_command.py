@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
+import kenotron as kn
 from kenotron import cli
 from kenotron.cli import main
 from kenotron.cli.generate import BUILT_IN_PROMPTS, seeds_main
 from kenotron.config import InputError
 from kenotron.config.parallelism import Parallelism
-from kenotron.generate import generate
-from kenotron.generate.layout import choose_layout
-from kenotron.generate.load import load_for_generation
+from kenotron.generation import generate
+from kenotron.generation.layout import choose_layout
+from kenotron.generation.load import load_for_generation
 from kenotron.interop import open_source
 from support.tiny_llamas import our_model, save_ours, small_tokenizer
 
@@ -75,6 +76,18 @@ def test_json_gives_an_object_a_prompt_and_line(shell, path, loaded):
     assert code == 0
     assert found == [vars(completion) for completion in expected]
     assert list(found[0]) == ["prompt", "text", "tokens", "stopped_by"]
+
+
+def test_kn_generate_gives_what_the_command_prints(shell, path):
+    options = ("--max-new-tokens", 6, "--temperature", 0.9, "--top-k", 50, "--top-p", 0.9, "--seed", 4, "--no-eos-stop")
+    drawn = {"max_new_tokens": 6, "temperature": 0.9, "top_k": 50, "top_p": 0.9, "seed": 4, "stop_at_eos": False}
+    _, out, _ = shell("generate", path, "--prompt", "def", "--prompt-tokens", "70,71", *options, "--json")
+    printed = [json.loads(line) for line in out.splitlines()]
+    assert [vars(each) for each in kn.generate(path.parent, ["def", [70, 71]], **drawn)] == printed
+    (single,) = kn.generate(str(path), "def", batch_size=1, dtype="float32", **drawn)
+    assert vars(single) == printed[0]
+    with pytest.raises(InputError, match="prompt 1: expected a text or a list of token ids, found 70"):
+        kn.generate(path, [70, 71])
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])

@@ -23,8 +23,8 @@ import torch
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.config.model import WEIGHT_DTYPES, Model
 from kenotron.config.parallelism import Parallelism
-from kenotron.generate.layout import check_layout
-from kenotron.generate.ranks import ModelOnRanks
+from kenotron.generation.layout import check_layout
+from kenotron.generation.ranks import ModelOnRanks
 from kenotron.interop.sources import Source, open_source
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import ModelPart, build, materialize

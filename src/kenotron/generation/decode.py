@@ -21,10 +21,10 @@ import torch
 
 from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.errors import InputError
-from kenotron.generate.kv_cache import KVCache
-from kenotron.generate.ranks import ModelOnRanks
-from kenotron.generate.sampling import NOT_FINITE, Sampling, next_tokens
-from kenotron.generate.text import TextStream
+from kenotron.generation.kv_cache import KVCache
+from kenotron.generation.ranks import ModelOnRanks
+from kenotron.generation.sampling import NOT_FINITE, Sampling, next_tokens
+from kenotron.generation.text import TextStream
 from kenotron.models.decoder import Decoder
 from kenotron.text.tokenizer import end_of_text
 
@@ -181,6 +181,8 @@ def _row(
 ) -> DecodingRow:
     """Tokens of a prompt and how many may follow it, checked."""
     where = f"prompt {index + 1}"
+    if isinstance(prompt, int):
+        raise InputError(f"{where}: expected a text or a list of token ids, found {prompt}")
     if isinstance(prompt, str) and tokenizer is None:
         raise InputError(f"{where}: there is no tokenizer here, so a prompt must be token ids, not text")
     tokens = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer else [int(t) for t in prompt]

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from kenotron.generate.text import UNFINISHED, TextStream
+from kenotron.generation.text import UNFINISHED, TextStream
 from kenotron.text.tokenizer import TextTokenizer
 
 

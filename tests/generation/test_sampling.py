@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from kenotron.config.errors import InputError
-from kenotron.generate.sampling import NOT_FINITE, Sampling, cut, draw, next_tokens
+from kenotron.generation.sampling import NOT_FINITE, Sampling, cut, draw, next_tokens
 
 logit_rows = st.lists(st.integers(-8, 8).map(lambda n: n / 2), min_size=2, max_size=12)  # ties are likely
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.config.errors import InputError
-from kenotron.generate import generate
-from kenotron.generate.load import load_for_generation
+from kenotron.generation import generate
+from kenotron.generation.load import load_for_generation
 from kenotron.interop import to_hf
 from support.tiny_llamas import (
     VARIANTS,

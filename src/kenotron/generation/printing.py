@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from kenotron.generate.decode import Completion
+from kenotron.generation.decode import Completion
 
 STOPS = {
     "max_position_embeddings": "stopped at the model's max_position_embeddings",

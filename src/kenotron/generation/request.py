@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Literal
 from kenotron.config.errors import InputError
 from kenotron.config.parallelism import Parallelism
 from kenotron.config.section import Section
-from kenotron.generate.decode import generate
-from kenotron.generate.load import load_for_generation
-from kenotron.generate.printing import StreamPrinter, print_json, print_texts, warn_of_stops
+from kenotron.generation.decode import generate
+from kenotron.generation.load import load_for_generation
+from kenotron.generation.printing import StreamPrinter, print_json, print_texts, warn_of_stops
 from kenotron.parallel.ranks import run_on_rank0
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Decoding from a checkpoint: prompts in, texts out.
 
-from kenotron.generate import generate
-from kenotron.generate.load import load_for_generation
+from kenotron.generation import generate
+from kenotron.generation.load import load_for_generation
 
 model, tokenizer, _ = load_for_generation("checkpoints/10")
 generate(model, tokenizer, ["def main("], max_new_tokens=32)[0].text
@@ -13,7 +13,7 @@ load.py        from a checkpoint onto a layout; layout.py: which layouts a model
 request.py     what `kenotron generate` asks of every rank; printing.py: what rank 0 prints
 """
 
-from kenotron.generate.decode import Completion, generate
-from kenotron.generate.ranks import ModelOnRanks
+from kenotron.generation.decode import Completion, generate
+from kenotron.generation.ranks import ModelOnRanks
 
 __all__ = ["Completion", "ModelOnRanks", "generate"]
