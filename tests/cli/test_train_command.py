@@ -109,6 +109,32 @@ def test_the_end_of_a_run_names_commands_that_work(tmp_path: Path, nursery: Nurs
     assert (tmp_path / "checkpoints" / "3-hf" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
+def test_the_line_of_the_readme_resumes_a_run_on_four_ranks(tmp_path: Path, nursery: Nursery) -> None:
+    """On the starter config of README's walkthrough, at a size of seconds; without the micro-batches it is refused."""
+    line = next(line for line in (REPOSITORY / "README.md").read_text().splitlines() if "parallelism.dp=2" in line)
+    command = shlex.split(line.removeprefix("$ kenotron "), comments=True)
+    content = yaml.safe_load(nursery.run("init", "text-folder", folder=tmp_path).stdout)
+    content["data_stages"][0]["data"]["dataset"]["text_files"] = write_texts(tmp_path)
+    content["tokenizer"]["train"]["vocab_size"] = 300
+    content["model"]["model_config"] |= {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 300}
+    content["tokens"] |= {"sequence_length": 32, "train_steps": 3}
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(content))
+    assert nursery.run("train", "my.yaml", "tokens.train_steps=2", folder=tmp_path).code == 0
+
+    micro = command.pop()
+    refused = nursery.run(*command, folder=tmp_path)
+    overrides = f"{micro} tokens.batch_accumulation_per_replica=1"
+    assert refused.stderr == (
+        "error: checkpoints/text-folder/2 has a global batch of 8 sequences, this config has 16 (micro_batch_size 8 x "
+        f"batch_accumulation_per_replica 1 x dp 2); to keep it, add {overrides}; to change it, start over with "
+        "--fresh, or set another checkpoints.checkpoints_path\n"
+    )
+    resumed = nursery.run(*command, micro, folder=tmp_path)
+    assert (resumed.code, resumed.stderr) == (0, "")
+    assert "step 3/3 " in resumed.stdout
+
+
 # ---- what was wrong is said in one line, and exit code 2 ---------------------------------------------------
 
 

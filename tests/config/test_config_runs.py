@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kenotron.config import load, same_run_difference, to_dict
+from kenotron.config import InputError, load, same_run_difference, to_dict
+from kenotron.config.runs import same_batch_overrides
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,25 @@ def test_another_run_is_told_by_its_first_other_key(
     text = ["data_stages.0.data.dataset={text_files: a}", "tokenizer.tokenizer_name_or_path=t"]
     saved = to_dict(load(minimal, text))
     assert same_run_difference(saved, load(minimal, [*text, *overrides])) == difference
+
+
+@pytest.mark.parametrize(
+    ("micro", "accumulation", "dp", "expected"),
+    [(8, 1, 2, (4, 1)), (2, 6, 4, (1, 3)), (4, 3, 1, (4, 3)), (3, 4, 2, (3, 2)), (6, 1, 2, (3, 1))],
+)
+def test_overrides_keep_the_global_batch_on_any_number_of_replicas(
+    minimal: dict[str, Any], micro: int, accumulation: int, dp: int, expected: tuple[int, int]
+) -> None:
+    sizes = [f"tokens.micro_batch_size={micro}", f"tokens.batch_accumulation_per_replica={accumulation}"]
+    saved = load(minimal, sizes)
+    other = load(minimal, [*sizes, f"parallelism.dp={dp}", *same_batch_overrides(saved, dp)])
+    assert (other.tokens.micro_batch_size, other.tokens.batch_accumulation_per_replica) == expected
+    assert same_run_difference(to_dict(saved), other) is None
+
+
+def test_replicas_that_do_not_divide_the_global_batch_are_refused(minimal: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"parallelism\.dp: expected a divisor of the global batch of 2, found 3"):
+        same_batch_overrides(load(minimal), 3)
 
 
 def test_validation_is_free_for_the_share_held_out_is_the_same_without_it(minimal: dict[str, Any]) -> None:

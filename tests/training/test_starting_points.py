@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from kenotron.config import InputError
+from kenotron.training.start import choose_start, name_before_start
 from support.tiny_run import (
     equal_bits,
     largest_difference,
@@ -71,6 +73,20 @@ def test_a_checkpoint_of_another_run_is_continued_exactly(earlier: Any, tmp_path
     assert losses(config) == losses(earlier)[4:]
     final = saved_weights(Path(earlier.checkpoints.checkpoints_path) / "8")
     assert equal_bits(weights(run), final)  # type: ignore[arg-type]
+
+
+def test_another_global_batch_is_refused_with_overrides_that_keep_it(earlier: Any) -> None:
+    """Before the ranks of the other layout start, and by each of them under torchrun; with the overrides both go on."""
+    folder, layout = Path(earlier.checkpoints.checkpoints_path).parent, ("parallelism.dp=2", "parallelism.tp=2")
+    wrong = tiny_config(folder, RATES, "tokens.train_steps=8", *layout)
+    for start in (name_before_start, choose_start):
+        with pytest.raises(InputError, match="has a global batch of 4 sequences, this config has 8 ") as refused:
+            start(wrong, False)
+    told = re.findall(r"tokens\.\w+=\d+", str(refused.value))
+    right = tiny_config(folder, RATES, "tokens.train_steps=8", *layout, *told)
+    assert (right.tokens.micro_batch_size, right.global_batch_size) == (2, 4)
+    assert name_before_start(right, False)[1] == folder / "logs" / "tiny" / "ranks"
+    assert choose_start(right, False).step == 8
 
 
 @pytest.mark.parametrize("folder", ["model", "optimizer"])

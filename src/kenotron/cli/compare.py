@@ -6,7 +6,6 @@ config on the other layout. Exit code 0: they agree; 1: they do not.
 
 from __future__ import annotations
 
-import math
 import shutil
 import sys
 import tempfile
@@ -91,6 +90,8 @@ def on_layout(file: Path, plain: Config, overrides: Sequence[str]) -> Config:
 
 def _at_one_batch_size(plain: Config, other: Config, overrides: Sequence[str]) -> list[str]:
     """The overrides, with the micro-batches divided so that the global batch stays what it is."""
+    from kenotron.config.runs import same_batch_overrides
+
     wanted, found = plain.global_batch_size, other.global_batch_size
     if wanted == found:
         return list(overrides)
@@ -98,15 +99,7 @@ def _at_one_batch_size(plain: Config, other: Config, overrides: Sequence[str]) -
         raise InputError(
             f"the other layout has a global batch of {found} sequences, this config {wanted}: they would be other runs"
         )
-    per_replica, rest = divmod(wanted, other.parallelism.dp)
-    if rest:
-        raise InputError(
-            f"parallelism.dp: expected a divisor of the global batch of {wanted}, found {other.parallelism.dp}"
-        )
-    ramps = [stage.batch_size_ramp for stage in plain.data_stages if stage.batch_size_ramp]
-    sizes = [size // other.parallelism.dp for ramp in ramps for size in (ramp.start, ramp.increment)]
-    micro = math.gcd(per_replica, plain.tokens.micro_batch_size, *sizes)
-    split = [f"tokens.micro_batch_size={micro}", f"tokens.batch_accumulation_per_replica={per_replica // micro}"]
+    split = same_batch_overrides(plain, other.parallelism.dp)
     print(f"The global batch stays {wanted}: {' '.join(split)}", file=sys.stderr)
     return [*overrides, *split]
 

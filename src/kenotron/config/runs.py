@@ -15,12 +15,14 @@ Only stages of `data_stages` that have begun at the step of the resume are compa
 
 from __future__ import annotations
 
+import math
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from kenotron.config.config import Config
+from kenotron.config.errors import InputError
 from kenotron.config.resolved import resolved
 from kenotron.config.writing import ABSENT, diff, flatten, to_dict
 
@@ -57,6 +59,10 @@ _FREE = (
 )
 
 
+BATCH_KEYS = ("tokens.micro_batch_size", "tokens.batch_accumulation_per_replica", "parallelism.dp")
+"""Their product is the global batch."""
+
+
 def fill_run_name(config: Config, now: datetime, jobid: str | None) -> Config:
     """Fill every `%date` (YYYYmmdd_HHMMSS) and `%jobid` (`local` without a job) in `general.run`."""
     name = config.general.run.replace("%date", now.strftime("%Y%m%d_%H%M%S")).replace("%jobid", jobid or "local")
@@ -74,7 +80,7 @@ def same_run_difference(saved: dict[str, Any], config: Config, step: int | None 
     before = resolved(saved)
     same_batch = before.global_batch_size == config.global_batch_size
     for path, old, new in diff(before, config):
-        if path in ("tokens.micro_batch_size", "tokens.batch_accumulation_per_replica", "parallelism.dp"):
+        if path in BATCH_KEYS:
             free = same_batch
         elif path == "checkpoints.resume_checkpoint_path":
             free = _within(new, config.checkpoints.checkpoints_path)
@@ -83,6 +89,23 @@ def same_run_difference(saved: dict[str, Any], config: Config, step: int | None 
         if not free:
             return path, old, new
     return _first_difference(_stages(before, step, begun=True), _stages(config, step, begun=True))
+
+
+def same_batch_overrides(config: Config, dp: int) -> list[str]:
+    """Overrides that divide the micro-batches of `config` so that `dp` replicas have its global batch.
+
+    A global batch of 8 in micro-batches of 8, on two replicas: ``tokens.micro_batch_size=4
+    tokens.batch_accumulation_per_replica=1``. Raises InputError if `dp` does not divide the global batch.
+    """
+    per_replica, rest = divmod(config.global_batch_size, dp)
+    if rest:
+        raise InputError(
+            f"parallelism.dp: expected a divisor of the global batch of {config.global_batch_size}, found {dp}"
+        )
+    ramps = [stage.batch_size_ramp for stage in config.data_stages if stage.batch_size_ramp]
+    sizes = [size // dp for ramp in ramps for size in (ramp.start, ramp.increment)]
+    micro = math.gcd(per_replica, config.tokens.micro_batch_size, *sizes)
+    return [f"tokens.micro_batch_size={micro}", f"tokens.batch_accumulation_per_replica={per_replica // micro}"]
 
 
 def past_stage_difference(saved: dict[str, Any], config: Config, step: int) -> Difference | None:

@@ -21,7 +21,8 @@ from pydantic import ValidationError
 from kenotron import checkpoint
 from kenotron.config import Config, fill_run_name, same_run_difference
 from kenotron.config.errors import InputError
-from kenotron.config.runs import edited_stages, past_stage_difference
+from kenotron.config.resolved import read_resolved, resolved
+from kenotron.config.runs import edited_stages, past_stage_difference, same_batch_overrides
 from kenotron.parallel.ranks import run_on_rank0
 from kenotron.training.console import logger
 
@@ -93,15 +94,19 @@ def name_before_start(config: Config, fresh: bool) -> tuple[Config, Path]:
     """For the launcher: the config for the ranks, and the folder of their logs.
 
     A new run gets its name here, one for all ranks. One that goes on keeps its config: its ranks read the name from the
-    checkpoint, and warn if the config has another.
+    checkpoint, and warn if the config has another. Raises InputError if it goes on with another global batch, which is
+    what a change of the layout may cause.
     """
     logs = Path(config.logging.log_dir)
     if not fresh:
         try:
             continued = checkpoint.resolve(Path(config.checkpoints.checkpoints_path))
-            return config, logs / run_name(config, continued) / "ranks"
-        except (InputError, KeyError, TypeError):
+            before = read_resolved(continued / "config.yaml")
+        except InputError:
             pass  # no run yet, or none that can be read, which the ranks report
+        else:
+            _check_batch(before, config, continued)
+            return config, logs / before.general.run / "ranks"
     name = run_name(config, None)
     return with_run_name(config, name), logs / name / "ranks"
 
@@ -139,6 +144,7 @@ def _check_same_run(config: Config, path: Path, step: int) -> None:
     """Raise InputError if `config` does not continue the run of the checkpoint `path`; log what it changes."""
     saved = checkpoint.read_config(path)
     try:
+        _check_batch(resolved(saved), config, path)
         difference = same_run_difference(saved, config, step)
     except ValidationError as error:
         first = error.errors()[0]
@@ -164,6 +170,23 @@ def _check_same_run(config: Config, path: Path, step: int) -> None:
     pattern = re.escape(config.general.run).replace("%date", r"\d{8}_\d{6}").replace("%jobid", r"\w+")
     if not re.fullmatch(pattern, name):
         logger.warning("general.run: a run that continues keeps its name: %s, not %s", name, config.general.run)
+
+
+def _check_batch(before: Config, config: Config, path: Path) -> None:
+    """Raise InputError, with the overrides that keep it, if the global batch is another than in the checkpoint `path`.
+
+    It is not kept without asking: a YAML's micro-batches mean the same on one process and on a thousand.
+    """
+    old, new = before.global_batch_size, config.global_batch_size
+    if old == new:
+        return
+    tokens, dp = config.tokens, config.parallelism.dp
+    raise InputError(
+        f"{path} has a global batch of {old} sequences, this config has {new} (micro_batch_size "
+        f"{tokens.micro_batch_size} x batch_accumulation_per_replica {tokens.batch_accumulation_per_replica} x dp "
+        f"{dp}); to keep it, add {' '.join(same_batch_overrides(before, dp))}; to change it, start over with --fresh, "
+        f"or set another checkpoints.checkpoints_path"
+    )
 
 
 def _changed_stage(saved: dict[str, Any], path: Path, step: int, difference: tuple[str, Any, Any]) -> str:
