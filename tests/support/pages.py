@@ -1,0 +1,34 @@
+"""The code blocks of a page of docs/, as they stand there.
+
+page = read_page("extend.md")
+blocks(page, "yaml")              # the text of every yaml block
+files(page)                       # {"my_hook.py": "import kenotron as kn…"}: blocks with a title
+sections(page)["Hook"]            # the text below a heading of the second level
+"""
+
+from __future__ import annotations
+
+import re
+
+from support.tiny_run import REPOSITORY
+
+
+def read_page(name: str) -> str:
+    """The text of docs/`name`."""
+    return (REPOSITORY / "docs" / name).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """All blocks of a language, in order."""
+    return re.findall(rf"^```{language}\b[^\n]*\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
+
+def files(page: str) -> dict[str, str]:
+    """The blocks with a title, by it."""
+    return dict(re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', page, re.DOTALL | re.MULTILINE))
+
+
+def sections(page: str) -> dict[str, str]:
+    """The text below each heading of the second level, by heading."""
+    parts = re.split(r"^## (.+)\n", page, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
