@@ -42,9 +42,10 @@ bench: $(VENV)/.installed-dev  ## measure against the peers, on this machine, in
 	$(BIN)/python benchmarks/one_rank.py
 	$(BIN)/python benchmarks/data_wait.py
 
-reference: $(VENV)/.installed  ## write docs/config-reference.md and the JSON schema anew
+reference: $(VENV)/.installed  ## write docs/config-reference.md, the JSON schema and the notebook anew
 	$(BIN)/kenotron config reference > docs/config-reference.md
 	$(BIN)/kenotron config schema > docs/config.schema.json
+	$(BIN)/python tests/support/notebook.py
 
 docs: $(VENV)/.installed-docs  ## build the documentation into site/
 	$(BIN)/mkdocs build --strict
