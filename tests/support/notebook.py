@@ -1,12 +1,14 @@
 """docs/python.ipynb from docs/python.md: prose becomes markdown cells, python and bash blocks become code cells.
 
 python tests/support/notebook.py          # writes the notebook anew
+python tests/support/notebook.py --check  # exit code 1 unless it is the page's
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,4 +39,9 @@ def _cell(kind: str, text: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    (DOCS / "python.ipynb").write_text(notebook_text(), encoding="utf-8")
+    notebook = DOCS / "python.ipynb"
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(
+            None if notebook.read_text(encoding="utf-8") == notebook_text() else f"{notebook} is not docs/python.md"
+        )
+    notebook.write_text(notebook_text(), encoding="utf-8")

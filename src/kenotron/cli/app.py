@@ -19,7 +19,7 @@ from kenotron.cli.generate import generate
 from kenotron.cli.init import init
 from kenotron.cli.train import train
 
-HELP = """Pretrain language models from one YAML file, on a laptop or on a cluster.
+HELP = """Pretrain language models from one YAML file, in one process or on any parallel layout.
 
 [dim]kenotron init tiny-llama > my.yaml; kenotron train my.yaml[/dim]"""
 
