@@ -26,9 +26,13 @@ QUICK_STAGES = """data_stages=[{name: ramped, start_training_step: 1, data: {dat
     batch_size_ramp: {start: 8, increment: 8, samples: 8}, sequence_length_ramp: {start: 4, steps: 2}},
     {name: longer, start_training_step: 4, sequence_length: 32, data: {dataset: null}}]"""
 
+GROUPS = (  # patterns that match parameters of one pipeline rank alone
+    "optimizer.weight_decay_exclude_named_params=[model.embed_tokens]",
+    "optimizer.param_groups=[{pattern: layers.0, learning_rate_scale: 0.5}, {pattern: model.norm, weight_decay: 0.2}]",
+)
 PROBLEMS = {
     "plain": Problem("plain"),
-    "tied": Problem("tied", model={"tie_word_embeddings": True, "num_key_value_heads": 2}),
+    "tied": Problem("tied", GROUPS, model={"tie_word_embeddings": True, "num_key_value_heads": 2}),
     "deep": Problem("deep", model={"tie_word_embeddings": True, "num_hidden_layers": 8}),
     "biased": Problem("biased", model={"attention_bias": True, "num_key_value_heads": 8, "rope_interleaved": True}),
     "ramped": Problem("ramped", (STAGES,)),

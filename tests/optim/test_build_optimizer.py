@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kenotron.config.errors import InputError, NotSupportedYet
-from kenotron.optim.build import build_optimizer
+from kenotron.optim.build import ELEMENTWISE, build_optimizer
 from kenotron.optim.groups import set_learning_rate
 
 
@@ -57,7 +57,7 @@ def test_adamw_keys_reach_the_optimizer(tiny, section):
     assert optimizer.defaults["eps"] == 1e-6
 
 
-@pytest.mark.parametrize("factory", ["adamW", "sgd", "muon"])
+@pytest.mark.parametrize("factory", ["adamW", "sgd", "muon", *(f"torch.optim.{make.__name__}" for make in ELEMENTWISE)])
 def test_masters_under_fsdp_on_one_rank_get_the_plain_bits(tiny, section, set_gradients, group_of_one, factory):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -67,7 +67,8 @@ def test_masters_under_fsdp_on_one_rank_get_the_plain_bits(tiny, section, set_gr
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
     assert all(isinstance(p, DTensor) for p in sharded.parameters())
-    config = section({"name": factory, **({"momentum": 0.9} if factory == "sgd" else {})})
+    momentum = {"momentum": 0.9} if factory == "sgd" else {}
+    config = section({"name": factory, **momentum})
     expected = run(plain, build_optimizer(plain.named_parameters(), config), set_gradients)
     actual = run(sharded, build_optimizer(sharded.named_parameters(), config), set_gradients)
     for a, b in zip(actual, expected, strict=True):
@@ -181,13 +182,61 @@ def test_training_lowers_a_loss(tiny, section, factory):
     assert math.isfinite(losses[-1])
 
 
-def test_torchs_muon_is_refused_on_shards(tiny, section):
+class Elementwise(WithoutDecay):
+    elementwise = True
+
+
+def sharded_over_two(model):
+    """Its parameters, the second of which says that it is a shard."""
+
     class Mesh:
         def size(self):
             return 2
 
-    parameters = list(tiny().named_parameters())
+    parameters = list(model.named_parameters())
     parameters[1][1].device_mesh = Mesh()
-    config = section({"name": "torch.optim.Muon"}, weight_decay=0.0)
-    with pytest.raises(InputError, match=r"torch.optim.Muon needs full matrices.*expected muon"):
-        build_optimizer(parameters, config)
+    return parameters
+
+
+@pytest.mark.parametrize("name", ["torch.optim.Adafactor", f"{__name__}.WithoutDecay"])
+def test_an_optimizer_that_may_need_whole_matrices_is_refused_without_them(tiny, section, name):
+    config = section({"name": name}, weight_decay=0.0)
+    with pytest.raises(
+        InputError, match=rf"{name} is not known to be elem.* where ranks hold shards .*expected adamW, sgd"
+    ):
+        build_optimizer(sharded_over_two(tiny()), config)
+    with pytest.raises(
+        InputError, match=rf"{name} is not .*rows that pad the vocabulary \(model\.make_vocab_size_divis"
+    ):
+        build_optimizer(tiny().named_parameters(), config, padded=True)
+    build_optimizer(tiny().named_parameters(), config)
+
+
+@pytest.mark.parametrize("name", [f"{__name__}.Elementwise", "torch.optim.RMSprop"])
+def test_an_elementwise_optimizer_is_accepted_everywhere(tiny, section, name):
+    config = section({"name": name}, weight_decay=0.0)
+    build_optimizer(sharded_over_two(tiny()), config, padded=True)
+
+
+@pytest.mark.parametrize("make", ELEMENTWISE)
+def test_what_torch_has_of_elementwise_optimizers_is_elementwise(make):
+    """A matrix steps as its parts do, each a parameter of its own; and Adafactor, which is none, does not."""
+
+    def stepped(make, size):
+        generator = torch.Generator().manual_seed(1)
+        whole = torch.randn(6, 4, generator=generator)
+        gradients = [torch.randn(6, 4, generator=generator) for _ in range(3)]
+        parts = [nn.Parameter(part.clone()) for rows in whole.split(size) for part in rows.split(size, 1)]
+        optimizer = make(parts, lr=0.01)
+        for gradient in gradients:
+            pieces = [part for rows in gradient.split(size) for part in rows.split(size, 1)]
+            for part, piece in zip(parts, pieces, strict=True):
+                part.grad = piece.clone()
+            optimizer.step()
+        columns = math.ceil(4 / size)
+        rows = [torch.cat(parts[i : i + columns], 1) for i in range(0, len(parts), columns)]
+        return torch.cat(rows).detach()
+
+    torch.testing.assert_close(stepped(make, 2), stepped(make, 8), rtol=1e-6, atol=1e-7)
+    difference = stepped(torch.optim.Adafactor, 2) - stepped(torch.optim.Adafactor, 8)
+    assert difference.abs().max() > 1e-5

@@ -50,6 +50,25 @@ def test_an_exclusion_that_names_nothing_gets_the_nearest_name(tiny, section):
         parameter_groups(tiny().named_parameters(), config)
 
 
+def test_patterns_are_checked_against_the_whole_model_where_a_rank_has_a_part_of_it(tiny, section):
+    whole = list(tiny().named_parameters())
+    config = section(
+        weight_decay_exclude_named_params=[r"model\.embed_tokens"],
+        param_groups=[{"pattern": r"layers\.0\.", "learning_rate_scale": 0.5}, {"pattern": "model.norm"}],
+    )
+    names = [name for name, _ in whole]
+    cut = names.index("model.layers.1.up_proj.weight")
+    first, last = whole[:cut], [pair for pair in whole[cut:] if pair[0] != "model.norm.weight"]
+    with pytest.raises(InputError):
+        parameter_groups(last, config)
+    (group,) = parameter_groups(last, config, names)
+    assert (group["weight_decay"], group["learning_rate_scale"]) == (0.1, 1.0)
+    excluded, scaled = parameter_groups(first, config, names)
+    assert (excluded["weight_decay"], scaled["weight_decay"], scaled["learning_rate_scale"]) == (0.0, 0.1, 0.5)
+    with pytest.raises(InputError, match="is found in no parameter's name"):
+        parameter_groups(last, section(param_groups=[{"pattern": r"layers\.2\."}]), names)
+
+
 def test_the_first_pattern_that_matches_wins(tiny, section):
     model = tiny()
     config = section(

@@ -60,7 +60,11 @@ class Muon(_AdamKeys):
 class CustomOptimizer(Section):
     """Any `torch.optim.Optimizer` class by dotted path."""
 
-    name: str = key("Dotted path of the class, such as torch.optim.Adagrad.", mark=OURS)
+    name: str = key(
+        "Dotted path of the class, such as torch.optim.Adagrad. Under tp, ZeRO and a padded vocabulary it must be "
+        "elementwise: known to be, or a class with `elementwise = True`.",
+        mark=OURS,
+    )
     kwargs: dict[str, Any] = key("Keyword arguments in addition to params, lr and weight_decay.", {}, mark=OURS)
 
 

@@ -25,7 +25,7 @@ their first parameter.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,18 +38,23 @@ if TYPE_CHECKING:
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], optimizer_config: Optimizer
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    optimizer_config: Optimizer,
+    all_names: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Splits the trainable parameters into groups uniform in settings and mesh.
+
+    Patterns are checked against `all_names`, those of the whole model where this rank has a part of it (pp); None:
+    those of the parameters.
 
     Each group is `{"params", "lr", "learning_rate_scale", "weight_decay"}`; with Muon also `"algorithm"`,
     which is `"muon"` for hidden matrices and `"adamw"` for the rest. A tied parameter appears once, under
     its first name.
 
-    Raises `InputError` for a pattern that is not a regular expression or that decides about no parameter.
+    Raises `InputError` for a pattern that decides about no parameter.
     """
     parameters = _unique(named_parameters)
-    names = [name for name, _ in parameters]
+    names = [name for name, _ in parameters] if all_names is None else all_names
     rules = optimizer_config.param_groups or []
     chosen = _choose_rules([rule.pattern for rule in rules], names)
     excluded = _excluded(optimizer_config.weight_decay_exclude_named_params or [], names)
@@ -108,7 +113,7 @@ def _unique(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[
     return unique
 
 
-def _choose_rules(patterns: list[str], names: list[str]) -> dict[str, int]:
+def _choose_rules(patterns: list[str], names: Sequence[str]) -> dict[str, int]:
     """For each name that some pattern is found in, the index of the first such pattern."""
     key = "optimizer.param_groups"
     found = [{name for name in names if re.search(pattern, name)} for pattern in patterns]
@@ -126,7 +131,7 @@ def _choose_rules(patterns: list[str], names: list[str]) -> dict[str, int]:
     return chosen
 
 
-def _excluded(patterns: list[str], names: list[str]) -> set[str]:
+def _excluded(patterns: list[str], names: Sequence[str]) -> set[str]:
     """The names that some pattern matches from their start."""
     key = "optimizer.weight_decay_exclude_named_params"
     excluded: set[str] = set()
@@ -140,7 +145,7 @@ def _excluded(patterns: list[str], names: list[str]) -> set[str]:
     return excluded
 
 
-def _nearest(pattern: str, names: list[str]) -> str:
+def _nearest(pattern: str, names: Sequence[str]) -> str:
     """The name, or the end or part of one, that is nearest to the pattern without its special characters."""
     plain = pattern.replace("\\", "").replace(".*", "").strip("^$")
     ends = [name.split(".", i)[-1] for name in names for i in range(name.count(".") + 1)]

@@ -62,7 +62,12 @@ def build_run(
         fill_weights(parts, config.model.init_method, config.general.seed, open_weights)
         if pipeline is not None:
             pipeline.share_tied_weights()
-    optimizer = build_optimizer(named_parameters(*parts), config.optimizer)
+    optimizer = build_optimizer(
+        named_parameters(*parts),
+        config.optimizer,
+        all_names=[name for name, _ in named_parameters(skeleton)],
+        padded=config.model.decoder.vocab_size % config.model.make_vocab_size_divisible_by > 0,
+    )
     log.model_size(skeleton, parts, device)
     if start.path is None:
         log.first_weights()
