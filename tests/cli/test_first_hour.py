@@ -333,6 +333,24 @@ COMMANDS = [
     (("data", "inspect", "nowhere"), "error: token files: no such file or folder: nowhere"),
     (("data", "show", "nowhere", "--sequence-length", "4"), "error: token files: no such file or folder: nowhere"),
     (
+        ("compare", "tiny.yaml", "parallelism.tp=2", "--steps", "1", "--picture", "s3://bucket/compare.png"),
+        "error: --picture: expected the path of a file on this machine, found s3://bucket/compare.png",
+    ),
+    (
+        ("compare", "tiny.yaml", "parallelism.tp=2", "--steps", "1", "--picture", "nowhere/compare.png"),
+        "error: --picture: no such file or folder: nowhere",
+    ),
+    (
+        (
+            "train",
+            "tiny.yaml",
+            "optimizer.optimizer_factory={name: torch.optim.Adafactor}",
+            "model.make_vocab_size_divisible_by=1024",
+        ),
+        "error: optimizer.optimizer_factory.name: torch.optim.Adafactor is not known to be elementwise, which it has "
+        "to be with rows that pad the vocabulary (model.make_vocab_size_divisible_by); expected adamW, sgd, muon",
+    ),
+    (
         ("train", "tiny.yaml", "parallelism.dp=64"),
         "error: parallelism: 64 ranks on 2 cores, at most 8 are started here; lower a degree, or start them yourself: "
         "torchrun --nproc_per_node=64 run_train.py --config-file my.yaml",

@@ -53,6 +53,16 @@ def test_a_fresh_process_with_everything_on_says_nothing_on_stderr(tmp_path: Pat
     assert len(list((tmp_path / "traces").rglob("*.pt.trace.json"))) == 2
 
 
+def test_the_first_line_comes_before_torch(tmp_path: Path) -> None:
+    tiny_yaml(tmp_path)
+    code = "import sys; sys.modules['torch'] = None; from kenotron.cli import main; main(['train', 'tiny.yaml'])"
+    process = subprocess.run(
+        [KENOTRON[0], "-c", code], env=environment(tmp_path), cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert "import of torch halted" in process.stderr
+    assert process.stdout == "project: tests\n"
+
+
 def test_a_run_from_another_folder_puts_its_files_there(tmp_path: Path, nursery: Nursery) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -5,11 +5,14 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 
+from kenotron.config.errors import InputError
+from kenotron.data import load_tokenizer
 from kenotron.storage import hub
-from kenotron.text.hub_datasets import HubDocuments
+from kenotron.text.hub_datasets import HubDocuments, load_rows
 from support.hub_cache import DATASET, TOKENIZER, made_documents, make_hub_cache, offline_environment
 
 NO_SOCKET = """
@@ -193,6 +196,47 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once():
     last = result.stderr.strip().splitlines()[-1]
     assert "cannot reach the Hugging Face hub for 'robot-test/nothing', and it is not cached here" in last
     assert "127.0.0.1: Connection refused" in last
+
+
+def test_a_hub_that_accepts_and_never_answers_is_named_at_once(monkeypatch, tmp_path):
+    """The connection stands: the kernel completes it before the server would accept it."""
+    from huggingface_hub import constants
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for name in (*hub.OFFLINE_VARIABLES, *hub.PROXY_VARIABLES, *map(str.lower, hub.PROXY_VARIABLES)):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(hub, "ANSWER_S", 0.2)
+        for ask in (
+            lambda: load_rows("robot-test/nothing", None, "train"),
+            lambda: load_tokenizer("robot-test/nothing"),
+        ):
+            with pytest.raises(
+                InputError, match=r"cannot reach .* not cached here \(127\.0\.0\.1: no answer in 0\.2 s\)"
+            ):
+                ask()
+
+
+@pytest.mark.parametrize("first_line", [b"HTTP/1.1 503 Busy\r\n\r\n", b"what?\r\n"])
+def test_a_hub_that_answers_anything_is_there(monkeypatch, first_line):
+    from huggingface_hub import constants
+
+    for name in (*hub.PROXY_VARIABLES, *map(str.lower, hub.PROXY_VARIABLES)):
+        monkeypatch.delenv(name, raising=False)
+
+    def answer():
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(first_line)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert hub.unreachable() is None
+        thread.join()
 
 
 @pytest.mark.slow

@@ -51,6 +51,7 @@ def test_a_log_dir_that_is_a_file_is_said_in_one_line_that_names_the_key(nursery
     assert finished.code == 2
     assert finished.stderr.startswith("error: logging.log_dir: cannot write to ")
     assert finished.stderr.count("\n") == 1
+    assert "number of parameters" not in finished.stdout  # said before the model is built
 
 
 def test_with_sanity_checks_a_checkpoint_is_read_back_before_earlier_ones_go(

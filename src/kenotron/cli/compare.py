@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kenotron.config.errors import InputError, counted
+from kenotron.config.errors import InputError, counted, no_such_path
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -37,7 +37,7 @@ def compare(
     dtype: Annotated[
         Dtype | None, typer.Option(help="Run both layouts in this dtype; float32 sees much smaller faults.")
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="Plot both runs to this PNG file (needs matplotlib).")] = None,
+    picture: Annotated[str | None, typer.Option(help="Plot both runs to this PNG file (needs matplotlib).")] = None,
 ) -> None:
     """Train a few steps on two layouts, and check that they agree up to rounding."""
     from kenotron.config import load
@@ -73,7 +73,7 @@ def compare(
     comparison = judge(a, rounding, b)
     _print(comparison, plain.model.dtype)
     if picture is not None:
-        draw(comparison, picture, ("as it is", layout))
+        draw(comparison, Path(picture), ("as it is", layout))
         print(f"Picture: {picture}")
     if not comparison.agrees:
         raise typer.Exit(1)
@@ -104,11 +104,12 @@ def _at_one_batch_size(plain: Config, other: Config, overrides: Sequence[str]) -
     return [*overrides, *split]
 
 
-def _check(plain: Config, other: Config, steps: int, picture: Path | None) -> None:
+def _check(plain: Config, other: Config, steps: int, picture: str | None) -> None:
     """Everything that is wrong with the two configs, before the first run."""
     from importlib.util import find_spec
 
     from kenotron.config import refuse_unsupported, same_run_difference, to_dict
+    from kenotron.storage.paths import is_remote
 
     for config in (plain, other):
         refuse_unsupported(config)
@@ -118,7 +119,13 @@ def _check(plain: Config, other: Config, steps: int, picture: Path | None) -> No
         raise InputError(f"{key}: {ours!r} and {theirs!r} are other runs; expected overrides of the layout alone")
     if steps > plain.tokens.train_steps:
         raise InputError(f"--steps: expected at most tokens.train_steps {plain.tokens.train_steps}, found {steps}")
-    if picture is not None and find_spec("matplotlib") is None:
+    if picture is None:
+        return
+    if is_remote(picture):
+        raise InputError(f"--picture: expected the path of a file on this machine, found {picture}")
+    if not Path(picture).absolute().parent.is_dir():
+        raise no_such_path("--picture", str(Path(picture).parent))
+    if find_spec("matplotlib") is None:
         raise InputError("--picture: drawing needs matplotlib: pip install 'kenotron[plots]'")
 
 

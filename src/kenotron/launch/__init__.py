@@ -46,9 +46,11 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False) -> Run 
     loaded and returned, if it is of this process). Raises InputError or RunFailed.
     """
     from kenotron.config import refuse_unsupported
-    from kenotron.launch.training import train
 
     refuse_unsupported(config)
+    _print_first_line(config)
+    from kenotron.launch.training import train
+
     if started_as_rank() or config.parallelism.world_size == 1:
         return work_on_ranks(config, train, fresh=fresh, reopen=reopen)
     from kenotron.training.mapped_files import truncated_file
@@ -56,6 +58,13 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False) -> Run 
 
     config, logs = name_before_start(config, fresh)
     return work_on_ranks(config, train, logs=logs, explain_bus_error=partial(truncated_file, config), fresh=fresh)
+
+
+def _print_first_line(config: Config) -> None:
+    """Say what is trained before torch is imported, which takes seconds; nanotron's log has it with its prefix."""
+    logs = config.logging
+    if logs.format == "plain" and logs.log_level in ("debug", "info") and ranks_from_environment().rank == 0:
+        print(f"project: {config.general.project}", flush=True)
 
 
 class RankConfig(HasLayout, Protocol):

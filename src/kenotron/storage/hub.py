@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from pathlib import Path
+from ssl import SSLError
 from urllib.parse import urlsplit
 
 from kenotron.config.errors import InputError, nearest_sibling
@@ -14,7 +14,9 @@ OFFLINE_VARIABLES = ("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_OFFL
 HUB_CREDENTIALS = "`hf auth login`, or HF_TOKEN"
 """Where the credentials of the hub come from."""
 
+ANSWER_S = 10.0
 SILENCE_S = 30.0
+"""Seconds within which the hub answers a first request, and after which a request fails if nothing arrives."""
 
 PROXY_VARIABLES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
 
@@ -84,17 +86,30 @@ def hub_file(repo: str, file: str, revision: str | None, key: str, optional: boo
 
 
 def unreachable() -> str | None:
-    """Why the hub cannot be connected to, found out in one try; None if it can, or if a proxy decides."""
+    """Why the hub cannot be asked, found out in one try; None if it answers, or if a proxy decides.
+
+    Libraries would try again for minutes, also where the connection stands and no answer ever comes.
+    """
+    from http.client import HTTPConnection, HTTPException, HTTPSConnection
+
     from huggingface_hub import constants
 
     if any(os.environ.get(name) or os.environ.get(name.lower()) for name in PROXY_VARIABLES):
         return None
     address = urlsplit(constants.ENDPOINT)
-    port = address.port or (80 if address.scheme == "http" else 443)
+    connect = HTTPConnection if address.scheme == "http" else HTTPSConnection
+    connection = connect(address.hostname or "", address.port, timeout=ANSWER_S)
     try:
-        socket.create_connection((address.hostname or "", port), timeout=10).close()
+        connection.request("HEAD", address.path or "/")
+        connection.getresponse()
+    except (SSLError, HTTPException):
+        return None  # it answers; what is wrong is the library's to say
+    except TimeoutError:
+        return f"{address.hostname}: no answer in {ANSWER_S:g} s"
     except OSError as error:
         return f"{address.hostname}: {error.strerror or error}"
+    finally:
+        connection.close()
     return None
 
 

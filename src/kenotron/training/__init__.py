@@ -61,7 +61,7 @@ def train(
     from kenotron.training.failures import machine_limits
     from kenotron.training.metrics import logged_step
     from kenotron.training.run import close, fit, report_failure
-    from kenotron.training.run_folder import log_folder, open_log_folder
+    from kenotron.training.run_folder import log_folder, make_log_folder, open_log_folder
     from kenotron.training.start import choose_start, own_folder, run_name, with_run_name
 
     keep_freed_memory()  # changes malloc for the whole process: steps allocate the same sizes again and again
@@ -77,6 +77,8 @@ def train(
             report.already_finished(config, start)
         if done and not reopen:
             return None
+        if not done:
+            run_on_rank0(lambda: make_log_folder(config))
         run = build_run(config, mesh, device, start, open_weights)
         try:
             if done:

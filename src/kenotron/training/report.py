@@ -37,8 +37,7 @@ class RunLog:
     always_local = False
 
     def project(self, config: Config) -> None:
-        """The project's name, before anything is loaded."""
-        logger.info("project: %s", config.general.project)
+        """The project's name, before anything is loaded: printed by `launch`, before torch is."""
 
     def config(self, config: Config) -> None:
         """The config with all defaults: here at level debug, the run's folder has it, and what is hardly meant."""
@@ -90,6 +89,10 @@ class NanotronLog(RunLog):
     """The same in the lines of nanotron's log, in its order."""
 
     always_local = True
+
+    def project(self, config: Config) -> None:
+        """The project's name, before anything is loaded."""
+        logger.info("project: %s", config.general.project)
 
     def config(self, config: Config) -> None:
         """The config with all defaults, and the model's once more."""

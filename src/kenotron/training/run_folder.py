@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 import yaml
@@ -21,19 +22,33 @@ def log_folder(config: Config) -> Path:
     return Path(config.logging.log_dir) / config.general.run
 
 
+def make_log_folder(config: Config) -> None:
+    """Make the folder, before the model is built. Raises InputError if that is not possible, or no file fits in it."""
+    folder = log_folder(config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _cannot_write(folder, error) from error
+
+
 def open_log_folder(config: Config, continues: bool) -> None:
-    """Make the folder, with the resolved config in it; metrics of another run there are renamed.
+    """Write the resolved config to the folder; metrics of another run there are renamed.
 
     `continues`: the run goes on from a checkpoint of its own. Raises InputError if the folder cannot be written.
     """
     folder = log_folder(config)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         if not (continues and _is_of_this_run(config, folder)):
             _set_metrics_aside(folder)
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     except OSError as error:
-        raise InputError(f"logging.log_dir: cannot write to {folder}: {error.strerror}") from error
+        raise _cannot_write(folder, error) from error
+
+
+def _cannot_write(folder: Path, error: OSError) -> InputError:
+    return InputError(f"logging.log_dir: cannot write to {folder}: {error.strerror}")
 
 
 def _is_of_this_run(config: Config, folder: Path) -> bool:
