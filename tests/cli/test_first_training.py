@@ -26,7 +26,14 @@ STEPS, MORE_STEPS = 12, 14  # in place of the page's 1000 and 1500
 
 
 def commands() -> list[str]:
-    return [line for block in blocks(PAGE, "bash") for line in block.splitlines()]
+    """Every command of the page's bash blocks; one may have several lines, inside of quotes."""
+    found: list[str] = []
+    for block in blocks(PAGE, "bash"):
+        quoted = False
+        for line in block.splitlines():
+            found[-1:] = [f"{found[-1]}\n{line}"] if quoted else [*found[-1:], line]
+            quoted = found[-1].count('"') % 2 == 1
+    return found
 
 
 def shrink(file: Path) -> None:
