@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from kenotron.kernels.bfloat16 import bfloat16_is_fast
 from kenotron.optim.matrix_owners import Exchange, balance, in_rounds, mesh_group
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -174,16 +175,8 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 
 
 def matmul_dtype(device: torch.device) -> torch.dtype:
-    """Bfloat16 where its matrix products are fast, float32 elsewhere.
-
-    Measured on a CPU with AMX, [384, 1024], one thread: bfloat16 5x faster than float32. A CPU without such
-    instructions has to emulate it. A torch that cannot tell counts as one.
-    """
-    if device.type != "cpu":
-        return torch.bfloat16
-    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    fast = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
-    return torch.bfloat16 if fast else torch.float32
+    """Bfloat16 where its matrix products are fast, float32 elsewhere."""
+    return torch.bfloat16 if bfloat16_is_fast(device) else torch.float32
 
 
 Batch = tuple[list[Tensor], "Exchange | None"]

@@ -9,6 +9,7 @@ import torch
 
 from kenotron.config.errors import InputError
 from kenotron.data.stage_plan import check_paths
+from kenotron.kernels.bfloat16 import bfloat16_is_fast
 from kenotron.models import build, named_parameters
 from kenotron.models.token_loss import load_loss
 from kenotron.optim.build import build_optimizer
@@ -69,6 +70,10 @@ def build_run(
         padded=config.model.decoder.vocab_size % config.model.make_vocab_size_divisible_by > 0,
     )
     log.model_size(skeleton, parts, device)
+    if config.model.dtype == "bfloat16" and not bfloat16_is_fast(device):
+        logger.warning(
+            "model.dtype bfloat16: this CPU multiplies float32 faster, and model.dtype=float32 trains faster here"
+        )
     if start.path is None:
         log.first_weights()
 
