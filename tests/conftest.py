@@ -1,6 +1,6 @@
 """Fixtures for every test: a temporary cache, a Hugging Face home made here, one nursery of processes.
 
-With `pytest -n` a file goes to one worker, and all layouts to the same one: ranks come from one pool of eight.
+With `pytest -n` a file goes to one worker, and all layouts to two: each of them starts a pool of eight ranks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ if TYPE_CHECKING:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Deal out files, with all of tests/layouts as one; the largest go first."""
+    """Deal out files, with tests/layouts as two of about the same length; the largest go first."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "layouts" if nodeid.startswith("tests/layouts/") else super()._split_scope(nodeid)
+            if nodeid.startswith("tests/layouts/"):
+                return "layouts, first half" if nodeid < "tests/layouts/test_me" else "layouts, second half"
+            return super()._split_scope(nodeid)
 
     return ByFile(config, log)
 
