@@ -17,7 +17,7 @@ help:  ## list the targets
 
 setup: $(VENV)/.installed  ## create .venv and install Kénotron, nothing more
 
-train: setup  ## train a small Llama on text that every machine has: 4 to 10 minutes on 2 CPU cores
+train: setup  ## train a small Llama on text that every machine has: under 5 minutes on 2 CPU cores
 	$(BIN)/kenotron train examples/quickstart.yaml
 
 test: $(VENV)/.installed-test  ## run the test suite
