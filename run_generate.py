@@ -1,4 +1,4 @@
-from kenotron.cli.generate import seeds_main
+from kenotron.cli.seeds import run_generate
 
 if __name__ == "__main__":
-    seeds_main()
+    run_generate()

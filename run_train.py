@@ -1,4 +1,4 @@
-from kenotron.cli.train import seeds_main
+from kenotron.cli.seeds import run_train
 
 if __name__ == "__main__":
-    seeds_main()
+    run_train()

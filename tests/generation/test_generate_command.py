@@ -11,7 +11,8 @@ import pytest
 import kenotron as kn
 from kenotron import cli
 from kenotron.cli import main
-from kenotron.cli.generate import BUILT_IN_PROMPTS, seeds_main
+from kenotron.cli.generate import BUILT_IN_PROMPTS
+from kenotron.cli.seeds import run_generate
 from kenotron.config import InputError
 from kenotron.config.parallelism import Parallelism
 from kenotron.generation import generate
@@ -160,7 +161,7 @@ def test_an_empty_or_foreign_prompt_file_is_named(shell, path, tmp_path):
 def test_the_seeds_command_is_the_same_thing(shell, path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")  # as under torchrun
-    seeds = shell("--ckpt-path", f"{path}/", "--tp", 1, "--pp", 1, "--use-cache", command=seeds_main)
+    seeds = shell("--ckpt-path", f"{path}/", "--tp", 1, "--pp", 1, "--use-cache", command=run_generate)
     assert seeds == shell("generate", path, "--max-new-tokens", 128)
     assert seeds[0] == 0
 
@@ -205,7 +206,7 @@ def test_the_layout_that_a_checkpoint_was_trained_on_is_known(path):
 
 
 def test_in_the_seeds_spelling_0_is_1(shell, path):
-    zeros = shell("--ckpt-path", path, "--tp", 0, "--pp", 0, "--dp", 0, "--max-new-tokens", 5, command=seeds_main)
+    zeros = shell("--ckpt-path", path, "--tp", 0, "--pp", 0, "--dp", 0, "--max-new-tokens", 5, command=run_generate)
     assert zeros == shell("generate", path, "--max-new-tokens", 5)
 
 
@@ -232,7 +233,7 @@ def test_degrees_that_do_not_make_torchruns_processes_are_told_once_with_the_ari
     said = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        code, _, err = shell("--ckpt-path", path, "--tp", 2, "--pp", 2, command=seeds_main)
+        code, _, err = shell("--ckpt-path", path, "--tp", 2, "--pp", 2, command=run_generate)
         assert code == 2
         said.append(err)
     assert said == ["error: --dp 1 x --pp 2 x --tp 2 needs 4 processes, but 2 were started\n", ""]

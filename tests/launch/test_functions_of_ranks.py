@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kenotron.launch.rank import function_at, function_path
+from kenotron.launch.functions import function_at, function_path
 from kenotron.training import train
 from kenotron.training.compare import record
 

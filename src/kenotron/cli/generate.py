@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kenotron.cli import said_once
+from kenotron.cli.rank0 import said_once
 from kenotron.config.errors import InputError
 
 BUILT_IN_PROMPTS = ("The future of AI is", "def fib(n)")
@@ -132,25 +131,3 @@ def _ids(text: str) -> list[int]:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
         raise InputError(f"--prompt-tokens: expected ids such as 1,17,4, found {text!r}") from None
-
-
-def seeds_main(arguments: Sequence[str] | None = None) -> None:
-    """``run_generate.py --ckpt-path checkpoints/10/ --tp 2 --pp 2``: the same command in nanotron's spelling.
-
-    Works under torchrun, where dp x pp x tp must be its processes, and without. A degree of 0 is one that is not given.
-    The key-value cache is always on; ``--use-cache`` asks for what is there.
-    """
-    import argparse
-
-    from kenotron.cli import main
-
-    parser = argparse.ArgumentParser(prog="run_generate.py", description="Generate from a checkpoint.")
-    parser.add_argument("--ckpt-path", required=True, help="checkpoint, or folder of checkpoints")
-    for axis in ("dp", "pp", "tp"):
-        parser.add_argument(f"--{axis}", type=int, default=0, help="ranks (0: the checkpoint's, if they fit, else 1)")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--use-cache", action="store_true", help="always enabled")
-    given, rest = parser.parse_known_args(arguments)
-    degrees = {axis: getattr(given, axis) for axis in ("dp", "pp", "tp")}
-    layout = [part for axis, degree in degrees.items() if degree for part in (f"--{axis}", str(degree))]
-    main(["generate", given.ckpt_path, "--max-new-tokens", str(given.max_new_tokens), *layout, *rest])

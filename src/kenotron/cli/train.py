@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kenotron.cli import said_once
+from kenotron.cli.rank0 import said_once
 
 
 def train(
@@ -38,20 +37,3 @@ def train(
 def _say(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":  # what is said of the file is the same on every rank
         print(line, file=sys.stderr)
-
-
-def seeds_main(arguments: Sequence[str] | None = None) -> None:
-    """``run_train.py --config-file my.yaml [path=value …]``: the same command in nanotron's spelling and log format."""
-    from kenotron.cli import main
-
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    translated: list[str] = []
-    while given:
-        argument = given.pop(0)
-        if argument.startswith("--config-file="):
-            translated.insert(0, argument.split("=", 1)[1])
-        elif argument == "--config-file" and given:
-            translated.insert(0, given.pop(0))
-        else:
-            translated.append(argument)
-    main(["train", "--nanotron", *translated])

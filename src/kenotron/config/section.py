@@ -46,12 +46,10 @@ class Section(BaseModel):
 
     def __setattr__(self, name: str, value: object) -> None:
         """Always an error: a config is made anew, so that every value of it has been checked."""
-        from kenotron.config.schema import rows
-
-        paths = (row.path for row in rows() if row.section is type(self) and row.name == name)
-        path, new = next(paths, name).replace("<i>", "0"), value if isinstance(value, str | int | float) else "…"
+        new = value if isinstance(value, str | int | float) else "…"
         raise AttributeError(
-            f"a config is not changed in place; make a changed copy: config = kn.load(config, ['{path}={new}'])"
+            f"a config is not changed in place; make a changed copy with the key's dotted path: "
+            f"config = kn.load(config, ['….{name}={new}'])"
         )
 
 

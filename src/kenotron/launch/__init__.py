@@ -9,6 +9,7 @@ launch(config)      train: in this process if it is a rank, alone or one of seve
 work_on_ranks(…)    the same for any other function of (config, mesh, device)
 local.py            the ranks of this machine, through torch's elastic launcher
 rank.py             what one of those processes runs
+functions.py        how it is named for them
 environment.py      torchrun's variables; devices and threads shared among the ranks
 failures.py         a rank that raises or dies ends all of them, and is reported as the cause
 error_records.py    how a rank's error reaches the launcher

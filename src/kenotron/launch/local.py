@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from kenotron.config.errors import InputError, RunFailed
 from kenotron.launch.environment import check_cores, check_devices, threads_each
 from kenotron.launch.error_records import ENDED_BY_ANOTHER
-from kenotron.launch.rank import function_path
+from kenotron.launch.functions import function_path
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

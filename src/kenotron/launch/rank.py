@@ -8,18 +8,16 @@ process only writes it to its own log file.
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from kenotron.config.errors import PeerFailed
 from kenotron.launch.environment import end_with_parent
 from kenotron.launch.error_records import ENDED_BY_ANOTHER, record
+from kenotron.launch.functions import function_at
 from kenotron.storage.files import replace_file
 
 
@@ -56,23 +54,6 @@ def run(folder: Path) -> int:
         _note(traceback.format_exc())
         return record(error)
     return 0
-
-
-def function_path(function: Callable[..., object]) -> str:
-    """``module:name`` of a function or class at the top of a module, as pickle names it.
-
-    Raises ValueError for any other function: another process could not find it.
-    """
-    path = f"{function.__module__}:{function.__qualname__}"
-    if function.__module__ == "__main__" or "." in function.__qualname__:
-        raise ValueError(f"{path} cannot be called in other processes; move it to the top of a module they can import")
-    return path
-
-
-def function_at(path: str) -> Any:
-    """The function of a `function_path`."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _note(text: str) -> None:

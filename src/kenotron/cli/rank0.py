@@ -1,0 +1,33 @@
+"""Input that is wrong on every rank is reported by one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+RANK0_REPORTS_WITHIN_S = 10.0  # modules may take this long to import on a rank of a loaded machine
+
+
+@contextmanager
+def said_once() -> Iterator[None]:
+    """What is wrong with the command line or the config is wrong on every rank that torchrun has started.
+
+    Rank 0 reports it, also in the summary that torchrun prints last. The others wait to be ended by torchrun, which
+    would end rank 0 before its report if they exited first.
+    """
+    from kenotron.config.errors import InputError
+
+    try:
+        yield
+    except InputError as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(RANK0_REPORTS_WITHIN_S)
+            sys.exit(2)
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            from kenotron.launch.error_records import record
+
+            record(error)
+        raise

@@ -1,0 +1,42 @@
+"""The scripts of nanotron and of the first Kénotron, in their spelling: run_train.py, run_generate.py."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kenotron.cli import main
+
+
+def run_train(arguments: Sequence[str] | None = None) -> None:
+    """``run_train.py --config-file my.yaml [path=value …]``: the same command in nanotron's spelling and log format."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    translated: list[str] = []
+    while given:
+        argument = given.pop(0)
+        if argument.startswith("--config-file="):
+            translated.insert(0, argument.split("=", 1)[1])
+        elif argument == "--config-file" and given:
+            translated.insert(0, given.pop(0))
+        else:
+            translated.append(argument)
+    main(["train", "--nanotron", *translated])
+
+
+def run_generate(arguments: Sequence[str] | None = None) -> None:
+    """``run_generate.py --ckpt-path checkpoints/10/ --tp 2 --pp 2``: the same command in nanotron's spelling.
+
+    Works under torchrun, where dp x pp x tp must be its processes, and without. A degree of 0 is one that is not given.
+    The key-value cache is always on; ``--use-cache`` asks for what is there.
+    """
+    parser = argparse.ArgumentParser(prog="run_generate.py", description="Generate from a checkpoint.")
+    parser.add_argument("--ckpt-path", required=True, help="checkpoint, or folder of checkpoints")
+    for axis in ("dp", "pp", "tp"):
+        parser.add_argument(f"--{axis}", type=int, default=0, help="ranks (0: the checkpoint's, if they fit, else 1)")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--use-cache", action="store_true", help="always enabled")
+    given, rest = parser.parse_known_args(arguments)
+    degrees = {axis: getattr(given, axis) for axis in ("dp", "pp", "tp")}
+    layout = [part for axis, degree in degrees.items() if degree for part in (f"--{axis}", str(degree))]
+    main(["generate", given.ckpt_path, "--max-new-tokens", str(given.max_new_tokens), *layout, *rest])

@@ -1,0 +1,24 @@
+"""Functions by name, for processes that do not share memory."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+def function_path(function: Callable[..., object]) -> str:
+    """``module:name`` of a function or class at the top of a module, as pickle names it.
+
+    Raises ValueError for any other function: another process could not find it.
+    """
+    path = f"{function.__module__}:{function.__qualname__}"
+    if function.__module__ == "__main__" or "." in function.__qualname__:
+        raise ValueError(f"{path} cannot be called in other processes; move it to the top of a module they can import")
+    return path
+
+
+def function_at(path: str) -> Any:
+    """The function of a `function_path`."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
