@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import kenotron as kn
-from kenotron import cli
-from kenotron.cli import main
+from kenotron.cli import main, rank0
 from kenotron.cli.generate import BUILT_IN_PROMPTS
 from kenotron.cli.seeds import run_generate
 from kenotron.config import InputError
@@ -229,7 +228,7 @@ def test_context_parallelism_is_no_option_of_generation(shell, path):
 
 def test_degrees_that_do_not_make_torchruns_processes_are_told_once_with_the_arithmetic(shell, path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(cli, "RANK0_REPORTS_WITHIN_S", 0.0)  # rank 1 waits for rank 0 to be reported by torchrun
+    monkeypatch.setattr(rank0, "RANK0_REPORTS_WITHIN_S", 0.0)  # rank 1 waits for rank 0 to be reported by torchrun
     said = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)

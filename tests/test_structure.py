@@ -1,0 +1,55 @@
+"""No file grows beyond what can be read in one go, and files import downward."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from support.tiny_run import REPOSITORY
+
+LINES = 600
+
+
+def dotted(path: Path) -> str:
+    """The module of a file in src."""
+    return ".".join(path.relative_to(REPOSITORY / "src").with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {dotted(path): path for path in (REPOSITORY / "src" / "kenotron").rglob("*.py")}
+
+
+@pytest.mark.parametrize("folder", ["src", "tests"])
+def test_no_file_is_longer_than_six_hundred_lines(folder: str) -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in (REPOSITORY / folder).rglob("*.py")}
+    assert lengths
+    assert {str(path): length for path, length in lengths.items() if length > LINES} == {}
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    """Imports inside functions count; those under TYPE_CHECKING do not."""
+    imports = {module: imported_by(module) for module in MODULES}
+    try:
+        list(TopologicalSorter(imports).static_order())
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
+def imported_by(module: str) -> set[str]:
+    """The modules of the package that the file of `module` imports."""
+    found: set[str] = set()
+    pending: list[ast.AST] = [ast.parse(MODULES[module].read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            pending += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & MODULES.keys()
+        elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & MODULES.keys() if names <= MODULES.keys() else {node.module}
+        pending += ast.iter_child_nodes(node)
+    return found - {module}
