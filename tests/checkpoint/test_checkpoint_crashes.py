@@ -299,6 +299,7 @@ def test_everything_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pyt
     assert ("sync", tmp_path.name) in kinds[:published], "the name of the new root was not synced"
 
 
+@pytest.mark.slow
 def test_real_kills_at_random_moments_never_cost_more_than_the_save_they_hit(folder: Path) -> None:
     root, rows, moments = folder / "root", 30_000, random.Random(0)
     began = time.perf_counter()

@@ -28,6 +28,7 @@ def relative_yaml(folder: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.budget(10, reason="a process that imports torch, TensorBoard and the profiler, as a user's first does")
 def test_a_fresh_process_with_everything_on_says_nothing_on_stderr(tmp_path: Path) -> None:
     """bf16, text, TensorBoard, validation, samples, profiler: no library prints anything besides."""
@@ -234,6 +235,7 @@ def test_help_names_every_command_without_torch(tmp_path: Path) -> None:
         assert re.search(rf"\b{name}\b", shown.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.budget(8, reason="a process of its own, which imports torch for 5 s: a terminal cannot be given to a fork")
 def test_on_a_terminal_log_lines_scroll_above_a_bar_with_the_time_left(tmp_path: Path) -> None:
     import os

@@ -247,6 +247,7 @@ def test_two_tensor_parallel_ranks_stream_what_one_process_does(shell, path):
     assert shell("generate", path, *options, "--tp", 2) == shell("generate", path, *options)
 
 
+@pytest.mark.slow
 def test_two_replicas_share_out_the_prompts_of_stdin_and_rank_0_prints_all(shell, path, monkeypatch):
     said = []
     for dp in (1, 2):

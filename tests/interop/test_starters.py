@@ -41,7 +41,7 @@ def validated(steps: list[dict[str, float]]) -> list[float]:
     return [step["iteration"] for step in steps if step.get("val_loss")]
 
 
-@pytest.mark.parametrize("files", [2, 5])
+@pytest.mark.parametrize("files", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_text_folder_on_a_folder_of_few_files(nursery: Nursery, tmp_path: Path, files: int) -> None:
     generator = random.Random(files)
     (tmp_path / "texts").mkdir()

@@ -139,6 +139,7 @@ def test_a_million_normals_have_the_normal_distribution():
     assert abs(np.corrcoef(z[:-1], z[1:])[0, 1]) < 4 / n**0.5
 
 
+@pytest.mark.slow
 def test_tails_hold_as_many_draws_as_they_should():
     stats = pytest.importorskip("scipy.stats")
     n = 20_000_000

@@ -27,6 +27,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
 def test_a_repeated_step_faults_in_no_pages_when_freed_memory_is_kept():
     faults = {

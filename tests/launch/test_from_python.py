@@ -143,6 +143,7 @@ def test_importing_kenotron_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_the_script_with_data_of_its_own_trains_on_them(tmp_path: Path) -> None:
     """As docs/coming-from-nanotron.md has it: its squares mod 64 are few and soon known, random tokens never are."""
     page = (REPOSITORY / "docs" / "coming-from-nanotron.md").read_text()

@@ -67,6 +67,7 @@ def end(process: subprocess.Popen[str]) -> Finished:
     return Finished(process.returncode, stdout, stderr)
 
 
+@pytest.mark.slow
 def test_two_launches_at_once_both_train_as_one_process_does(two_launches, one_process: list[float]) -> None:
     first, one, second, other = two_launches
     assert (one.code, one.stderr) == (0, "")
@@ -76,6 +77,7 @@ def test_two_launches_at_once_both_train_as_one_process_does(two_launches, one_p
     assert (first / "checkpoints" / "3" / "manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_under_torchrun_rank_0_alone_speaks(two_launches) -> None:
     other = two_launches[3]
     assert {LINE.match(line).group(2) for line in other.stdout.splitlines()} == {"0"}
@@ -94,6 +96,7 @@ def test_two_launches_of_ours_at_once_do_not_meet(tmp_path: Path, one_process: l
         assert written_losses(folder) == pytest.approx(one_process, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_rank_0_has_the_console_and_the_other_a_log_file(two_launches) -> None:
     first, one, *_ = two_launches
     console = one.stdout.splitlines()
@@ -104,6 +107,7 @@ def test_rank_0_has_the_console_and_the_other_a_log_file(two_launches) -> None:
     assert any("Total number of parameters" in line for line in log)
 
 
+@pytest.mark.slow
 def test_a_name_with_a_date_is_one_name_on_all_ranks(two_launches) -> None:
     second = two_launches[2]
     (folder,) = (second / "logs").iterdir()

@@ -196,14 +196,14 @@ def ranks_of(layout: str) -> int:
 
 
 PAIRS = [
-    ("plain", "", "dp=2 zero=3"),
     ("tied", "pp=2 engine=1f1b", "tp=2 mode=REDUCE_SCATTER"),
     ("muon", "dp=2 zero=3", "dp=2 zero=0"),
-    ("plain", "tp=4", "dp=4 shard=2 zero=hybrid"),
     ("sgd", "dp=2 zero=3 cp=2", "pp=2 engine=interleaved_1f1b accum=4"),
     ("streamed", "dp=2 zero=1", "dp=4 zero=2"),
 ]
 MORE_PAIRS = [
+    ("plain", "tp=4", "dp=4 shard=2 zero=hybrid"),
+    ("plain", "", "dp=2 zero=3"),
     ("plain", "dp=2 zero=1", ""),
     ("tied", "tp=2", "dp=2 zero=2"),
     ("tied", "dp=2 zero=3 tp=2", "pp=4 engine=1f1b accum=4"),

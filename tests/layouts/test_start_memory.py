@@ -133,6 +133,7 @@ def expect_no_more_than_left_behind(results: list[tuple[int, int]], whole: int) 
 PARAMETERS = 2 * 8192 * 512 + 4 * (4 * 512 * 512 + 3 * 512 * 1536 + 2 * 512) + 512
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_building_and_filling_needs_the_memory_of_the_shard(name: str, tmp_path: Path) -> None:
     results = run_ranks(world(name), start_fresh, name, tmp_path)

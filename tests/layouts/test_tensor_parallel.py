@@ -262,6 +262,7 @@ def test_sharded_over_data_parallel_ranks_too_it_is_still_one_process(
     check(Case(mode=mode, asynchronous=True, zero_stage=zero_stage, layout=layout, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [slow("ALL_REDUCE"), "REDUCE_SCATTER"])
 def test_compiled_blocks_sharded_over_data_parallel_ranks(mode: str) -> None:
     layout = (("dp_shard", 2), ("tp", 2))

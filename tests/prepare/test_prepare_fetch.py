@@ -104,6 +104,7 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_files_of_a_hub_are_downloaded_and_then_no_hub_is_needed(tmp_path: Path) -> None:
     snapshot = make_tokenizer_repository(tmp_path / "made", TOKENIZER)
     Hub.files = {file.name: file.read_bytes() for file in snapshot.iterdir()}

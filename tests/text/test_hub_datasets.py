@@ -251,6 +251,7 @@ def test_a_hub_that_stalls_is_not_waited_for_without_limit(monkeypatch):
     hub.limit_waits()
 
 
+@pytest.mark.slow
 def test_the_made_cache_serves_the_libraries_themselves(hub_home):
     code = f"""
 import datasets, transformers

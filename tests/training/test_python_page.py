@@ -40,6 +40,7 @@ def run_cell(source: str, names: dict[str, Any], folder: Path) -> None:
     (folder / file).write_text(said.getvalue())
 
 
+@pytest.mark.slow
 @pytest.mark.budget(10, reason="trains three models, of 60 steps each")
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)

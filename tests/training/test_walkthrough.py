@@ -230,6 +230,7 @@ def test_the_seeds_generate_command_continues_two_prompts(walked, hub_home: Path
     assert len(first.split()) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.budget(15, reason="torchrun and its ranks are real processes")
 def test_processes_that_do_not_fit_the_layout_are_reported_once_and_at_the_end(walked, hub_home: Path) -> None:
     process = torchrun("run_train.py", *TRAIN, folder=walked[0], home=hub_home, ranks=2)
