@@ -24,6 +24,7 @@ from kenotron.config.optimizer import SGD, AdamW, CustomOptimizer, Muon
 from kenotron.models.families.llama import LlamaArchitecture
 from kenotron.models.families.mistral import MistralArchitecture
 from kenotron.models.families.qwen2 import Qwen2Architecture
+from kenotron.models.families.qwen3 import Qwen3Architecture
 
 HF = {"hf_dataset_or_datasets": "org/name"}
 
@@ -38,6 +39,9 @@ HF = {"hf_dataset_or_datasets": "org/name"}
         ({"family": "llama", "hidden_size": 64}, LlamaArchitecture),
         ({"is_qwen2_config": True}, Qwen2Architecture),
         ({"family": "qwen2"}, Qwen2Architecture),
+        ({"family": "qwen3"}, Qwen3Architecture),
+        ({"is_qwen3_config": True, "head_dim": 8}, Qwen3Architecture),
+        ({"head_dim": 8}, Qwen3Architecture),
         ({"family": "mistral"}, MistralArchitecture),
         ({"is_mistral_config": True, "sliding_window": 8}, MistralArchitecture),
         ({"_fused_rotary_emb": False, "_fused_rms_norm": False, "log_attn_probs": False}, Qwen2Architecture),

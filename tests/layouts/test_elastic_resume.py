@@ -36,7 +36,7 @@ from kenotron.training.checkpoint_hook import save
 from kenotron.training.run import Run, close
 from kenotron.training.start import choose_start, own_folder, run_name
 from kenotron.training.step import train_step
-from support.layout_runs import SAMPLES, SHORT, Problem, prepared
+from support.layout_runs import FAMILIES, SAMPLES, SHORT, Problem, prepared
 from support.nursery import Nursery
 from support.ranks import run_ranks
 from support.tiny_run import REPOSITORY, equal_bits, saved_weights
@@ -65,6 +65,7 @@ PROBLEMS = {
         DEEP | {"attention_bias": True},
     ),
     "streamed": Problem("streamed", (SCHEDULE, *STREAM), LAST, DEEP | {"vocab_size": 300, "eos_token_id": 0}),
+    **{family: Problem(family, (SCHEDULE,), LAST, DEEP | keys) for family, keys in FAMILIES.items()},
 }
 Numbers = list[tuple[float, float, float]]  # lm_loss, grad_norm, learning_rate of some steps
 
@@ -212,6 +213,7 @@ MORE_PAIRS = [
     ("tied", "dp=2 zero=3 tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b", "dp=4 shard=2 zero=1 tp=2"),
     ("streamed", "dp=4 tp=2", "pp=2 engine=1f1b"),
     ("plain", "tp=8", "pp=2 engine=zbv_zero_bubble accum=4 dp=2 zero=2 cp=2"),
+    *((family, "dp=2 zero=1 tp=2", "tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b accum=4") for family in FAMILIES),
 ]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kenotron.config import dump, load
-from support.layout_runs import SAMPLES, Problem, Seen, train_alone, train_on_layout
+from support.layout_runs import Problem, expect_the_same, train_alone, train_on_layout
 from support.pairwise import covering, options, pairs
 from support.ranks import run_ranks
 
@@ -115,27 +115,6 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Problem]
         return made[key]
 
     return get
-
-
-def expect_the_same(ranks: list[Seen], reference: Path) -> None:
-    import torch
-
-    expected = torch.load(reference)
-    for seen in ranks:
-        assert seen.unequal_at_start == []
-        for (loss, z_loss, norm), (loss0, z_loss0, norm0) in zip(seen.numbers, expected["numbers"], strict=True):
-            assert loss == pytest.approx(loss0, rel=1e-5)
-            assert z_loss == pytest.approx(z_loss0, rel=1e-5)
-            assert norm == pytest.approx(norm0, rel=1e-5)
-        assert seen.weight_error < 1e-4
-    for number, samples in enumerate(expected["samples"]):
-        assert {sample for seen in ranks for sample in seen.samples[number]} == set(samples)
-        if reference.stem != "ramped":
-            assert len(samples) == SAMPLES
-    for name in expected["gradients"]:
-        parts = [seen.gradient_errors[name] for seen in ranks if name in seen.gradient_errors]
-        assert parts, f"no rank has {name}"
-        assert sum(parts) ** 0.5 < 1e-6 * len(parts) ** 0.5, name  # replicas count once each
 
 
 def names(layouts: list[tuple[int, str, str]]) -> list[str]:

@@ -1,6 +1,6 @@
 """Every built-in family computes what transformers computes: logits, loss, gradients, decoding.
 
-Mistral's sliding window and Qwen2's attention_bias are what tells them from a Llama.
+Mistral's sliding window, Qwen2's attention_bias, Qwen3's norms of queries and keys are what tells them from a Llama.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from kenotron.config.architecture import built_in_sections
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.generation import generate
 from kenotron.generation.load import load_for_generation
-from kenotron.interop import from_hf, to_hf
+from kenotron.interop import from_hf, initial_tensors, to_hf
 from kenotron.interop.hf_config import architecture_from_hf
 from kenotron.kernels.attention import Borders, attention
-from kenotron.models import Context, build, named_parameters
+from kenotron.models import Context, build, flops_per_token, named_parameters
+from kenotron.models.decoder import Decoder
 from support.families import FAMILIES, hf_model, ours_of, save
 from support.tiny_llamas import our_config, our_logits, random_tokens
 
@@ -77,6 +78,38 @@ def test_an_import_exported_again_is_the_same_model(which: str, tmp_path: Path) 
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
     assert type(again) is type(theirs)
     close(again(tokens).logits.detach(), theirs(tokens).logits.detach())
+
+
+@pytest.mark.parametrize("which", ["qwen3"])
+def test_norms_of_queries_and_keys_follow_the_order_of_ropes_channels(which: str, tmp_path: Path) -> None:
+    theirs = hf_model(which)
+    folder, tokens = save(theirs, tmp_path / "hf"), random_tokens(1, 17)
+    halves = load_for_generation(folder).config.architecture
+    turned = halves.model_copy(update={"rope_interleaved": True})
+    model = Decoder(turned)
+    weights = initial_tensors(str(folder), turned)
+    with torch.no_grad():
+        for name, parameter in named_parameters(model):
+            parameter.copy_(weights[name])
+    close(our_logits(model, tokens), theirs(tokens).logits.detach())
+
+
+def test_a_head_dim_of_its_own_is_known_by_name_where_it_is_wrong(tmp_path: Path) -> None:
+    keys = {"is_qwen3_config": True, "hidden_size": 30, "num_attention_heads": 4}
+    assert load(our_config(tmp_path, **keys, head_dim=6)).model.decoder.head_dim == 6
+    with pytest.raises(InputError, match=r"model_config.head_dim: expected an even number, found 5"):
+        load(our_config(tmp_path, **keys, head_dim=5))
+    with pytest.raises(InputError, match=r"num_attention_heads: expected a divisor of hidden_size 30, found 4"):
+        load(our_config(tmp_path, **keys))
+    plain = hf_model("llama").config.to_dict() | {"head_dim": 16, "architectures": ["LlamaForCausalLM"]}
+    with pytest.raises(NotSupportedYet, match="head_dim 16, other than hidden_size / num_attention_heads = 8"):
+        architecture_from_hf(plain, "config.json")
+
+
+def test_flops_of_wide_heads_are_those_of_their_matrices() -> None:
+    heads, kv, width, hidden, length = 4, 2, 16, 32, 64
+    layer = 2 * hidden * (2 * heads + 2 * kv) * width + 4 * length * heads * width + 6 * hidden * 48
+    assert flops_per_token(ours_of(hf_model("qwen3")), length, causal=False) == 2 * layer + 2 * hidden * 300
 
 
 def test_a_window_in_blocks_is_the_masked_softmax_in_float64() -> None:

@@ -92,7 +92,7 @@ def test_the_plan_covers_every_matrix_once() -> None:
     assert [name for name, _ in modules(model, model.plan.blocks)] == [f"model.layers.{i}" for i in range(5)]
 
 
-@pytest.mark.parametrize("field", ["column", "kv", "row", "vocab", "sequence"])
+@pytest.mark.parametrize("field", ["column", "kv", "row", "vocab", "sequence", "per_head"])
 def test_a_pattern_that_names_nothing_is_an_error(field: str) -> None:
     model = meta_llama(GROUPED)
     broken = replace(model.plan, **{field: ("model.layers.*.self_attn.query",)})

@@ -184,6 +184,14 @@ MUTANTS = [
 ]
 
 NOT_COUNTED = [
+    Mutant(
+        name="a-weight-of-all-heads-takes-one-ranks-gradient",
+        file="parallel/tensor.py",
+        find="partial = self.per_head or (self.on_shards and self.training)",
+        replace="partial = self.on_shards and self.training",
+        why="norms of queries and keys learn from the heads of one rank alone, and ranks drift apart",
+        tests=("layouts/test_families_on_layouts.py::test_a_layout_means_what_one_process_means[qwen3-2-tp=2]",),
+    ),
     NotCounted(
         name="reduce-scatter-by-mean-on-gpus",
         file="parallel/collectives.py",

@@ -158,6 +158,8 @@ def _heads(model: dict[str, Any]) -> None:
     model.update(num_key_value_heads=2)
     if "is_mistral_config" in model or model.get("family") == "mistral":
         model["sliding_window"] = None
+    if model.get("head_dim"):
+        model["head_dim"] = 10
 
 
 def _layout(config: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import kenotron as kn
@@ -33,6 +34,10 @@ from support.tiny_run import tiny_dict
 SAMPLES = 16  # of every global batch, whatever the layout
 LENGTH = 16
 STEPS = 10
+# Keys of families whose layers have more than a Llama's, which layouts have to treat by themselves.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"is_qwen3_config": True, "head_dim": 6, "num_key_value_heads": 2},
+}
 
 SHORT = {
     "dp": "parallelism.dp",
@@ -193,6 +198,26 @@ def train_on_layout(rank: int, problem: Problem, layout: str, folder: Path, refe
             weight_error=weight_error,
             local_numbers=local,
         )
+
+
+def expect_the_same(ranks: list[Seen], reference: Path, rounding: float = 1e-6) -> None:
+    """Numbers, samples, first gradients (to `rounding`) and last weights are those of one process."""
+    expected = torch.load(reference)
+    for seen in ranks:
+        assert seen.unequal_at_start == []
+        for (loss, z_loss, norm), (loss0, z_loss0, norm0) in zip(seen.numbers, expected["numbers"], strict=True):
+            assert loss == pytest.approx(loss0, rel=1e-5)
+            assert z_loss == pytest.approx(z_loss0, rel=1e-5)
+            assert norm == pytest.approx(norm0, rel=1e-5)
+        assert seen.weight_error < 1e-4
+    for number, samples in enumerate(expected["samples"]):
+        assert {sample for seen in ranks for sample in seen.samples[number]} == set(samples)
+        if reference.stem != "ramped":
+            assert len(samples) == SAMPLES
+    for name in expected["gradients"]:
+        parts = [seen.gradient_errors[name] for seen in ranks if name in seen.gradient_errors]
+        assert parts, f"no rank has {name}"
+        assert sum(parts) ** 0.5 < rounding * len(parts) ** 0.5, name  # replicas count once each
 
 
 def _samples(run: Run, step: int) -> list[int]:

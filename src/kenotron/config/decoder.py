@@ -149,11 +149,16 @@ class DecoderArchitecture(Section):
 
     def shape_problems(self) -> Iterator[Problem]:
         """(key, what is wrong) of shapes that do not fit each other."""
-        width, heads, kv = self.hidden_size, self.num_attention_heads, self.kv_heads
-        if width % heads:
-            yield "num_attention_heads", f"expected a divisor of hidden_size {width}, found {heads}"
+        heads, kv = self.num_attention_heads, self.kv_heads
+        yield from self.head_dim_problems()
         if kv > heads or heads % kv:
             yield "num_key_value_heads", f"expected a divisor of num_attention_heads {heads}, found {kv}"
+
+    def head_dim_problems(self) -> Iterator[Problem]:
+        """What keeps heads from having a head_dim."""
+        if self.hidden_size % self.num_attention_heads:
+            expected = f"expected a divisor of hidden_size {self.hidden_size}, found {self.num_attention_heads}"
+            yield "num_attention_heads", expected
 
     def tp_problems(self, tp: int) -> Iterator[str]:
         """What tensor parallelism of degree `tp` cannot divide."""
@@ -206,8 +211,8 @@ class RopeArchitecture(DecoderArchitecture):
         """True with rope_scaling dynamic, whose angles depend on the longest text of a batch."""
         return self.rope_type == "dynamic"
 
-    def shape_problems(self) -> Iterator[Problem]:
+    def head_dim_problems(self) -> Iterator[Problem]:
         """RoPE rotates pairs of channels, so a head needs an even number of them."""
         if self.hidden_size % self.num_attention_heads == 0 and self.head_dim % 2:
             yield "hidden_size", f"expected an even hidden_size / num_attention_heads, found {self.head_dim}"
-        yield from super().shape_problems()
+        yield from super().head_dim_problems()

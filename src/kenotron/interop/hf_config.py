@@ -130,7 +130,8 @@ def _refuse_foreign(config: Mapping[str, Any], where: str, family: type[Family[A
         if not isinstance(config.get(key), int):
             raise InputError(f"{where}: {key}: expected an integer, found {config.get(key)!r}")
     width, heads = config["hidden_size"], config["num_attention_heads"]
-    if config.get("head_dim") not in (None, width // heads):
+    free = any(field.alias == "head_dim" for field in family.section.model_fields.values())
+    if not free and config.get("head_dim") not in (None, width // heads):
         raise NotSupportedYet(
             f"{where}: head_dim {config['head_dim']}, other than hidden_size / num_attention_heads = {width // heads}"
         )

@@ -2,7 +2,8 @@
 
 RoPE turns pairs of channels. In Hugging Face's Llama pair i is (i, i + head_dim / 2), in the interleaved form
 (Meta's, nanotron's `rope_interleaved`) it is (2 i, 2 i + 1). Scores are sums over channels, so permuting the
-rows of q_proj and k_proj alike turns a model of one form into the same model of the other:
+rows of q_proj and k_proj, and the weights of their norms, alike turns a model of one form into the same model of the
+other:
 
     interleaved   a0 b0 a1 b1 a2 b2
     halves        a0 a1 a2 b0 b1 b2
@@ -15,7 +16,9 @@ from torch import Tensor
 
 def is_rotated(name: str) -> bool:
     """Do the rows of this parameter stand in the order of RoPE's pairs?"""
-    return name.endswith((".q_proj.weight", ".k_proj.weight", ".q_proj.bias", ".k_proj.bias"))
+    return any(
+        name.endswith(f".{which}_{module}") for which in "qk" for module in ("proj.weight", "proj.bias", "norm.weight")
+    )
 
 
 def to_halves(rows: Tensor, head_dim: int) -> Tensor:

@@ -179,6 +179,7 @@ SHAPES = (
     "num_hidden_layers",
     "num_attention_heads",
     "kv_heads",
+    "head_dim",
     "vocab_size",
 )
 

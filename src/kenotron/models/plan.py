@@ -23,8 +23,9 @@ class Plan:
 
     `column`, `row`: linears split by output or input features. `kv`: those of `column` that make key-value heads,
     which may be fewer than the ranks. `vocab`: embedding and head, split by vocabulary rows. `sequence`: modules that
-    work on sequence shards under sequence parallelism. `blocks`: the unit of recomputation,
-    compilation, FSDP wrapping and pipeline cuts.
+    work on sequence shards under sequence parallelism. `per_head`: modules with one weight for all heads, such as a
+    norm of queries; a rank applies it to its own heads, so gradients are summed over ranks. `blocks`: the unit of
+    recomputation, compilation, FSDP wrapping and pipeline cuts.
     """
 
     blocks: str
@@ -33,6 +34,7 @@ class Plan:
     row: tuple[str, ...] = ()
     vocab: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
+    per_head: tuple[str, ...] = ()
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError for a pattern that names no module of the complete `model`: its weights would be replicated.

@@ -63,7 +63,7 @@ def _local_gradients(parameters: Iterable[Tensor]) -> dict[tuple[Any, tuple[int,
             shards[None, ()].append(gradient)
             continue
         if any(placement.is_partial() for placement in gradient.placements):
-            # A weight that worked on sequence shards: its gradient is still one summand per rank.
+            # A weight that worked on sequence shards or on some heads: its gradient is still one summand per rank.
             gradient = gradient.redistribute(placements=parameter.placements)
             parameter.grad = gradient
         sharded = tuple(

@@ -23,7 +23,8 @@ Two ranks hold of an MLP with hidden 4 and intermediate 6:
 
 `apply` swaps the modules that a plan names. All parameters become DTensors on the mesh's tp axis, as labels only:
 FSDP2, checkpoints and clipping read them, the maths runs on local tensors. Where a rank's gradient is one summand of
-the whole (a norm that saw only its tokens), its label says so: Partial(); FSDP2 and `optim.clip` sum it once a step.
+the whole (a norm that saw only its tokens, or its heads), its label says so: Partial(); FSDP2 and `optim.clip` sum it
+once a step.
 
 Shards of tokens are for training. In eval mode (validation, generation: any number of tokens) REDUCE_SCATTER computes
 as ALL_REDUCE does, and hidden states are whole.
@@ -96,7 +97,10 @@ def apply(
     settings = TensorParallelSettings.over(
         mesh, mode=mode, asynchronous=asynchronous, recompute_allgather=recompute_allgather
     )
-    kv, on_shards = ({name for p in patterns for name, _ in modules(model, p)} for patterns in (plan.kv, plan.sequence))
+    kv, on_shards, per_head = (
+        {name for p in patterns for name, _ in modules(model, p)}
+        for patterns in (plan.kv, plan.sequence, plan.per_head)
+    )
     for pattern in plan.column:
         for name, module in modules(model, pattern):
             _replace(model, name, ColumnParallelLinear(module, settings, _head_dim(model, name), name in kv, name))
@@ -112,7 +116,7 @@ def apply(
     for name, module in list(model.named_modules()):
         if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
             _check_is_a_leaf(name, module)
-            _replace(model, name, Replicated(module, settings, name in on_shards))
+            _replace(model, name, Replicated(module, settings, name in on_shards, name in per_head))
 
 
 def _replace(model: nn.Module, name: str, parallel: nn.Module) -> None:
@@ -451,11 +455,14 @@ class Replicated(nn.Module):
     """Any module whose weights every rank holds whole (a norm): its own maths, on local tensors.
 
     `on_shards`: with REDUCE_SCATTER in training it sees the rank's own tokens, so its gradients are summands.
+    `per_head`: it sees the rank's own heads, in every mode.
     """
 
-    def __init__(self, module: nn.Module, settings: TensorParallelSettings, on_shards: bool) -> None:
+    def __init__(
+        self, module: nn.Module, settings: TensorParallelSettings, on_shards: bool, per_head: bool = False
+    ) -> None:
         super().__init__()
-        self.on_shards = on_shards and settings.sequence
+        self.on_shards, self.per_head = on_shards and settings.sequence, per_head
         for name, parameter in module.named_parameters():
             self.register_parameter(name, settings.parameter(parameter, Replicate()))
         for name, buffer in module.named_buffers():
@@ -464,7 +471,7 @@ class Replicated(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, with its arguments and result."""
-        partial = self.on_shards and self.training
+        partial = self.per_head or (self.on_shards and self.training)
         tensors = {
             name: _local(parameter, partial) for name, parameter in self._parameters.items() if parameter is not None
         }

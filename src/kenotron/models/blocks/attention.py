@@ -1,8 +1,8 @@
 """Grouped-query self-attention (Ainslie et al. 2023, arXiv 2305.13245).
 
-    x ── q_proj ── rope ──┐
-      ├─ k_proj ── rope ──┼── ctx.attention ── o_proj ── y
-      └─ v_proj ──────────┘
+    x ── q_proj ── norm ── rope ──┐
+      ├─ k_proj ── norm ── rope ──┼── ctx.attention ── o_proj ── y         the norms where a family has them
+      └─ v_proj ──────────────────┘
 
 Tokens come flat, ``[tokens, hidden]``; only here do they fold into ``[sequences, heads, length, head_dim]``.
 Head counts are read off the width of the local projections, so a tensor-parallel shard with half the columns
@@ -23,7 +23,7 @@ class Attention(nn.Module):
     """Query, key, value and output projections around the attention function of the context.
 
     `window`: tokens that a token attends to, itself included; None: all before it. `layer` is the global number,
-    for attention functions with memory.
+    for attention functions with memory. `q_norm`, `k_norm`: what normalizes queries and keys, all heads side by side.
     """
 
     def __init__(
@@ -38,6 +38,8 @@ class Attention(nn.Module):
         output_bias: bool = False,
         rope_interleaved: bool = False,
         window: int | None = None,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.head_dim, self.layer, self.rope_interleaved, self.window = head_dim, layer, rope_interleaved, window
@@ -45,9 +47,18 @@ class Attention(nn.Module):
         self.k_proj = Linear(hidden_size, kv_heads * head_dim, qkv_bias)
         self.v_proj = Linear(hidden_size, kv_heads * head_dim, qkv_bias)
         self.o_proj = Linear(heads * head_dim, hidden_size, output_bias)
+        self.q_norm, self.k_norm = q_norm, k_norm
 
     @staticmethod
-    def of(config: RopeArchitecture, layer: int, *, qkv_bias: bool = False, output_bias: bool = False) -> Attention:
+    def of(
+        config: RopeArchitecture,
+        layer: int,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+    ) -> Attention:
         """As a section describes it."""
         return Attention(
             config.hidden_size,
@@ -59,11 +70,15 @@ class Attention(nn.Module):
             output_bias=output_bias,
             rope_interleaved=config.rope_interleaved,
             window=config.attention_window,
+            q_norm=q_norm,
+            k_norm=k_norm,
         )
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
         """x ``[tokens, hidden]``; rope (cos, sin) each ``[sequences, length, head_dim / 2]``."""
         q, k, v = self.q_proj.grouped(x, self.q_proj, self.k_proj, self.v_proj)
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
         q = apply_rope(self._heads(q, ctx), *rope, self.rope_interleaved)
         k = apply_rope(self._heads(k, ctx), *rope, self.rope_interleaved)
         v = self._heads(v, ctx)

@@ -31,6 +31,14 @@ class RMSNorm(nn.Module):
         return 0.0  # by the field's convention only matrix products count
 
 
+class HeadRMSNorm(RMSNorm):
+    """RMSNorm of every head by itself: x ``[tokens, heads * head_dim]`` → the same shape; one weight for all heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the heads that this rank holds: their number is x's."""
+        return super().forward(x.unflatten(-1, (-1, self.weight.shape[0]))).flatten(-2)
+
+
 class LayerNorm(nn.Module):
     """x ``[tokens, hidden]`` → the same shape."""
 

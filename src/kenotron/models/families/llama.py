@@ -59,7 +59,15 @@ class LlamaStyle(Family[C]):
         ),
     )
 
-    def pre_norm_block(self, layer: int, *, qkv_bias: bool = False, output_bias: bool = False) -> nn.Module:
+    def pre_norm_block(
+        self,
+        layer: int,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+    ) -> nn.Module:
         """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
         from kenotron.models.blocks.attention import Attention
         from kenotron.models.blocks.mlp import GatedMLP
@@ -67,7 +75,7 @@ class LlamaStyle(Family[C]):
 
         return PreNormBlock(
             self.final_norm(),
-            Attention.of(self.config, layer, qkv_bias=qkv_bias, output_bias=output_bias),
+            Attention.of(self.config, layer, qkv_bias=qkv_bias, output_bias=output_bias, q_norm=q_norm, k_norm=k_norm),
             self.final_norm(),
             GatedMLP(self.config.hidden_size, self.config.intermediate_size, self.config.hidden_act),
         )

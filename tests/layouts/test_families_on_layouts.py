@@ -1,0 +1,53 @@
+"""Families whose layers have more than a Llama's mean on every layout what they mean in one process.
+
+A weight that sees only a rank's heads (Qwen3's norms of queries and keys) has a gradient to be summed over tp ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from support.layout_runs import FAMILIES, Problem, expect_the_same, train_alone, train_on_layout
+from support.ranks import run_ranks
+
+PROBLEMS = {family: Problem(family, steps=4, model=keys) for family, keys in FAMILIES.items()}
+ROUNDING = 5e-6  # a norm's gradient: a few numbers, each a sum over all tokens and heads whose terms nearly cancel
+QUICK = [("qwen3", 2, "tp=2")]
+LAYOUTS = [
+    (2, "tp=2 mode=REDUCE_SCATTER recompute=true"),
+    (4, "tp=4"),  # twice as many ranks as key-value heads
+    (4, "dp=2 zero=3 tp=2 mode=REDUCE_SCATTER async=true"),
+    (4, "tp=2 pp=2 engine=1f1b"),
+    (4, "tp=2 cp=2"),
+]
+
+
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """What one process makes of a family, each trained once."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = train_alone(PROBLEMS[family], tmp_path_factory.mktemp("alone"))
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "layout"),
+    [
+        *QUICK,
+        *(pytest.param(family, *layout, marks=pytest.mark.slow) for family in PROBLEMS for layout in LAYOUTS),
+    ],
+)
+def test_a_layout_means_what_one_process_means(
+    family: str, world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    reference = reference_of(family)
+    ranks = run_ranks(world_size, train_on_layout, PROBLEMS[family], layout, tmp_path, reference)
+    expect_the_same(ranks, reference, ROUNDING)
