@@ -17,6 +17,7 @@ NOT_READ = {
     "pp_stages_per_rank": "read through Parallelism.stages_per_rank",
     "is_llama_config": "a marker",
     "is_mistral_config": "a marker",
+    "is_olmo2_config": "a marker",
     "is_qwen2_config": "a marker",
     "is_qwen3_config": "a marker",
     "lr_decay_steps": "read through LearningRateScheduler.decay_steps",

@@ -23,6 +23,7 @@ from kenotron.config.model import ExistingCheckpointInit, RandomInit
 from kenotron.config.optimizer import SGD, AdamW, CustomOptimizer, Muon
 from kenotron.models.families.llama import LlamaArchitecture
 from kenotron.models.families.mistral import MistralArchitecture
+from kenotron.models.families.olmo2 import Olmo2Architecture
 from kenotron.models.families.qwen2 import Qwen2Architecture
 from kenotron.models.families.qwen3 import Qwen3Architecture
 
@@ -39,6 +40,8 @@ HF = {"hf_dataset_or_datasets": "org/name"}
         ({"family": "llama", "hidden_size": 64}, LlamaArchitecture),
         ({"is_qwen2_config": True}, Qwen2Architecture),
         ({"family": "qwen2"}, Qwen2Architecture),
+        ({"family": "olmo2"}, Olmo2Architecture),
+        ({"is_olmo2_config": True}, Olmo2Architecture),
         ({"family": "qwen3"}, Qwen3Architecture),
         ({"is_qwen3_config": True, "head_dim": 8}, Qwen3Architecture),
         ({"head_dim": 8}, Qwen3Architecture),

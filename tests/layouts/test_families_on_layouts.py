@@ -1,6 +1,7 @@
 """Families whose layers have more than a Llama's mean on every layout what they mean in one process.
 
-A weight that sees only a rank's heads (Qwen3's norms of queries and keys) has a gradient to be summed over tp ranks.
+A weight that sees only a rank's heads (Qwen3's norms of queries and keys) has a gradient to be summed over tp ranks;
+norms over all heads (OLMo 2's) have a sum of squares, whose gradient is to be summed as well.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from support.ranks import run_ranks
 
 PROBLEMS = {family: Problem(family, steps=4, model=keys) for family, keys in FAMILIES.items()}
 ROUNDING = 5e-6  # a norm's gradient: a few numbers, each a sum over all tokens and heads whose terms nearly cancel
-QUICK = [("qwen3", 2, "tp=2")]
+QUICK = [("olmo2", 2, "tp=2 mode=REDUCE_SCATTER"), ("qwen3", 2, "tp=2")]
 LAYOUTS = [
     (2, "tp=2 mode=REDUCE_SCATTER recompute=true"),
     (4, "tp=4"),  # twice as many ranks as key-value heads

@@ -1,6 +1,7 @@
 """Every built-in family computes what transformers computes: logits, loss, gradients, decoding.
 
-Mistral's sliding window, Qwen2's attention_bias, Qwen3's norms of queries and keys are what tells them from a Llama.
+Mistral's sliding window, Qwen2's attention_bias, Qwen3's norms of queries and keys, OLMo 2's norms behind each
+branch are what tells them from a Llama.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def test_an_import_exported_again_is_the_same_model(which: str, tmp_path: Path) 
     close(again(tokens).logits.detach(), theirs(tokens).logits.detach())
 
 
-@pytest.mark.parametrize("which", ["qwen3"])
+@pytest.mark.parametrize("which", ["qwen3", "olmo2"])
 def test_norms_of_queries_and_keys_follow_the_order_of_ropes_channels(which: str, tmp_path: Path) -> None:
     theirs = hf_model(which)
     folder, tokens = save(theirs, tmp_path / "hf"), random_tokens(1, 17)

@@ -8,6 +8,7 @@ DATA = "layouts/test_data_parallel.py"
 TENSOR = "layouts/test_tensor_parallel.py"
 PIPELINE = "layouts/test_pipeline.py"
 CONTEXT = "layouts/test_context_parallel.py"
+FAMILIES = "layouts/test_families_on_layouts.py::test_a_layout_means_what_one_process_means"
 
 MUTANTS = [
     Mutant(
@@ -69,16 +70,16 @@ MUTANTS = [
     Mutant(
         name="a-replicated-kv-head-counted-once",
         file="parallel/tensor.py",
-        find="_local(parameter, partial=True)[self.rows]",
-        replace="_local(parameter)[self.rows]",
+        find="_local(parameter, partial=True)[rows]",
+        replace="_local(parameter)[rows]",
         why="kv heads that several tp ranks share get the gradient of one rank's queries",
         tests=(f"{TENSOR}::test_gradients_of_every_parameter_are_those_of_one_process",),
     ),
     Mutant(
         name="norms-not-summed-under-reduce-scatter",
         file="parallel/tensor.py",
-        find="        partial = self.on_shards and self.training\n",
-        replace="        partial = False\n",
+        find="partial = self.per_head or (self.on_shards and self.training)",
+        replace="partial = self.per_head",
         why="norms on sequence shards learn from one rank's tokens (the sequence-parallel bug of Megatron's history)",
         tests=(f"{TENSOR}::test_gradients_of_every_parameter_are_those_of_one_process",),
     ),
@@ -190,7 +191,15 @@ NOT_COUNTED = [
         find="partial = self.per_head or (self.on_shards and self.training)",
         replace="partial = self.on_shards and self.training",
         why="norms of queries and keys learn from the heads of one rank alone, and ranks drift apart",
-        tests=("layouts/test_families_on_layouts.py::test_a_layout_means_what_one_process_means[qwen3-2-tp=2]",),
+        tests=(f"{FAMILIES}[qwen3-2-tp=2]",),
+    ),
+    Mutant(
+        name="norm-over-all-heads-forgets-the-other-ranks-gradients",
+        file="parallel/tensor.py",
+        find="squares = copy_to(reduce_from(squares, group), group)",
+        replace="squares = reduce_from(squares, group)",
+        why="the loss is right, and the gradients through a norm over split features lack what other ranks do with it",
+        tests=(f"{FAMILIES}[olmo2-2-tp=2 mode=REDUCE_SCATTER]",),
     ),
     NotCounted(
         name="reduce-scatter-by-mean-on-gpus",

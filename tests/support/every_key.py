@@ -557,11 +557,12 @@ OWN_TESTS = {
         DecoderArchitecture.family LlamaArchitecture.family Qwen2Architecture.family MistralArchitecture.family
         MistralArchitecture.is_mistral_config Qwen2Architecture.is_qwen2_config
         Qwen3Architecture.family Qwen3Architecture.is_qwen3_config
+        Olmo2Architecture.family Olmo2Architecture.is_olmo2_config
         Qwen2Architecture._fused_rotary_emb Qwen2Architecture._fused_rms_norm Qwen2Architecture._use_qkv_packed
         Qwen2Architecture.log_attn_probs Qwen2Architecture.pretraining_tp""",
     "test_families_equal_transformers.py": """
         MistralArchitecture.sliding_window Qwen2Architecture.attention_bias
-        Qwen3Architecture.attention_bias Qwen3Architecture.head_dim""",
+        Qwen3Architecture.attention_bias Qwen3Architecture.head_dim Olmo2Architecture.attention_bias""",
     "test_remote_tokens.py": "Config.remote_data RemoteData.cache_folder RemoteData.cache_gb",
     "test_remote_failures.py": "RemoteData.tries",
     "test_console_and_metrics.py": "Logging.log_level_replica",

@@ -36,6 +36,7 @@ LENGTH = 16
 STEPS = 10
 # Keys of families whose layers have more than a Llama's, which layouts have to treat by themselves.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "olmo2": {"is_olmo2_config": True, "num_key_value_heads": 2},
     "qwen3": {"is_qwen3_config": True, "head_dim": 6, "num_key_value_heads": 2},
 }
 

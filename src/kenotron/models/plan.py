@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 class Plan:
     """Each field holds patterns of module names.
 
-    `column`, `row`: linears split by output or input features. `kv`: those of `column` that make key-value heads,
-    which may be fewer than the ranks. `vocab`: embedding and head, split by vocabulary rows. `sequence`: modules that
-    work on sequence shards under sequence parallelism. `per_head`: modules with one weight for all heads, such as a
-    norm of queries; a rank applies it to its own heads, so gradients are summed over ranks. `blocks`: the unit of
-    recomputation, compilation, FSDP wrapping and pipeline cuts.
+    `column`, `row`: linears split by output or input features; in `column` also an RMSNorm over all features of such an
+    output. `kv`: those of `column` that make key-value heads, which may be fewer than the ranks. `vocab`: embedding and
+    head, split by vocabulary rows. `sequence`: modules that work on sequence shards under sequence parallelism.
+    `per_head`: modules with one weight for all heads, such as a norm of queries; a rank applies it to its own heads, so
+    gradients are summed over ranks. `blocks`: the unit of recomputation, compilation, FSDP wrapping and pipeline cuts.
     """
 
     blocks: str

@@ -49,6 +49,7 @@ from kenotron.kernels.linear_cross_entropy import VocabularyRanks, linear_cross_
 from kenotron.models import Context, Plan
 from kenotron.models.blocks.head import LMHead
 from kenotron.models.blocks.linear import Embedding
+from kenotron.models.blocks.norm import RMSNorm
 from kenotron.models.decoder import Decoder
 from kenotron.models.plan import modules
 from kenotron.models.token_loss import sum_of_losses
@@ -103,16 +104,17 @@ def apply(
     )
     for pattern in plan.column:
         for name, module in modules(model, pattern):
-            _replace(model, name, ColumnParallelLinear(module, settings, _head_dim(model, name), name in kv, name))
+            parallel = ColumnParallelRMSNorm if isinstance(module, RMSNorm) else ColumnParallelLinear
+            _replace(model, name, parallel(module, settings, _head_dim(model, name), name in kv, name))
     for pattern in plan.row:
         for name, module in modules(model, pattern):
             _replace(model, name, RowParallelLinear(module, settings, _head_dim(model, name), name))
     tied: dict[Any, nn.Parameter] = {}
     for pattern in plan.vocab:
         for name, module in modules(model, pattern):
-            parallel = _vocab_parallel(name, module, settings)
-            parallel.tie(tied.setdefault(module.weight, parallel.weight))
-            _replace(model, name, parallel)
+            vocabulary = _vocab_parallel(name, module, settings)
+            vocabulary.tie(tied.setdefault(module.weight, vocabulary.weight))
+            _replace(model, name, vocabulary)
     for name, module in list(model.named_modules()):
         if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
             _check_is_a_leaf(name, module)
@@ -228,11 +230,7 @@ class ColumnParallelLinear(nn.Module):
         self, linear: Any, settings: TensorParallelSettings, head_dim: int = 1, kv: bool = False, name: str = ""
     ) -> None:
         super().__init__()
-        self.settings, self.rows = settings, None
-        heads = linear.weight.shape[0] // head_dim
-        if kv and heads < settings.degree and settings.degree % heads == 0:
-            first = settings.rank * heads // settings.degree * head_dim
-            self.rows = slice(first, first + head_dim)
+        self.settings, self.rows = settings, _rows_of_the_head(linear, settings, head_dim) if kv else None
         placement = Shard(0) if self.rows is None else Replicate()
         self.weight = settings.parameter(linear.weight, placement, head_dim, name)
         self.bias = None if linear.bias is None else settings.parameter(linear.bias, placement, head_dim, name)
@@ -252,11 +250,54 @@ class ColumnParallelLinear(nn.Module):
         return _ColumnProducts.apply(x, settings.group, *how, *weights, *biases)
 
     def _here(self, parameter: Tensor) -> Tensor:
-        return _local(parameter) if self.rows is None else _local(parameter, partial=True)[self.rows]
+        return _rows_here(parameter, self.rows)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Those of the full matrix: its DTensor has the full shape."""
         return 2.0 * self.weight.numel()
+
+
+def _rows_of_the_head(module: Any, settings: TensorParallelSettings, head_dim: int) -> slice | None:
+    """Where there are fewer key-value heads than ranks: rows of the one that this rank works with. Otherwise None."""
+    heads = module.weight.shape[0] // head_dim
+    if heads >= settings.degree or settings.degree % heads:
+        return None
+    first = settings.rank * heads // settings.degree * head_dim
+    return slice(first, first + head_dim)
+
+
+def _rows_here(parameter: Tensor, rows: slice | None) -> Tensor:
+    """This rank's shard, or of a weight that it holds whole some `rows`: the gradient is a summand then."""
+    return _local(parameter) if rows is None else _local(parameter, partial=True)[rows]
+
+
+class ColumnParallelRMSNorm(nn.Module):
+    """RMSNorm over all features that a column-parallel linear makes: x ``[tokens, features / tp]`` → the same shape.
+
+    Ranks add up their sums of squares, forward, and the gradients of the sum, backward. Key-value heads that several
+    ranks hold (0 0 1 1) count equally often, so the mean over ranks is the mean over features all the same.
+    """
+
+    def __init__(
+        self, norm: Any, settings: TensorParallelSettings, head_dim: int = 1, kv: bool = False, name: str = ""
+    ) -> None:
+        super().__init__()
+        self.settings, self.eps = settings, norm.eps
+        self.rows = _rows_of_the_head(norm, settings, head_dim) if kv else None
+        placement = Shard(0) if self.rows is None else Replicate()
+        self.weight = settings.parameter(norm.weight, placement, head_dim, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computed in fp32."""
+        group, wide = self.settings.group, x.float()
+        squares = wide.square().sum(-1, keepdim=True)
+        squares = copy_to(reduce_from(squares, group), group)  # every rank goes on with the sum in its own way
+        scale = torch.rsqrt(squares / (x.shape[-1] * group.size()) + self.eps)
+        return (wide * scale * _rows_here(self.weight, self.rows)).to(x.dtype)
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """As RMSNorm's."""
+        return 0.0
 
 
 class _ColumnProducts(torch.autograd.Function):

@@ -1,0 +1,66 @@
+"""OLMo 2 (arXiv 2501.00656): a Llama whose norms stand behind attention and MLP, and with norms of queries and keys.
+
+Those two norms run over all heads at once; under tp the ranks add up their sums of squares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from kenotron.config.section import OURS, key
+from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Q_NORM, K_NORM = "model.layers.*.self_attn.q_norm", "model.layers.*.self_attn.k_norm"
+
+
+class Olmo2Architecture(LlamaStyleArchitecture):
+    """The OLMo 2 family, under Hugging Face's names."""
+
+    family: Literal["olmo2"] = key("The family's name.", "olmo2", mark=OURS)
+    is_olmo2_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    attention_bias: bool = key("Biases on the attention projections.", False)
+
+
+class Olmo2(LlamaStyle[Olmo2Architecture]):
+    """No norm before a branch, one behind each."""
+
+    section = Olmo2Architecture
+    plan = replace(
+        LlamaStyle.plan,
+        column=(*LlamaStyle.plan.column, Q_NORM, K_NORM),
+        kv=(*LlamaStyle.plan.kv, K_NORM),
+        sequence=(
+            "model.layers.*.post_attention_layernorm",
+            "model.layers.*.post_feedforward_layernorm",
+            "model.norm",
+        ),
+    )
+    hf_model_type = "olmo2"
+    hf_class = "Olmo2ForCausalLM"
+
+    def block(self, layer: int) -> nn.Module:
+        """Layer number `layer`."""
+        from kenotron.models.blocks.attention import Attention
+        from kenotron.models.blocks.mlp import GatedMLP
+        from kenotron.models.blocks.norm import RMSNorm
+        from kenotron.models.blocks.post_norm import PostNormBlock
+
+        config, bias = self.config, self.config.attention_bias
+        q_norm = RMSNorm(config.num_attention_heads * config.head_dim, config.rms_norm_eps)
+        k_norm = RMSNorm(config.kv_heads * config.head_dim, config.rms_norm_eps)
+        return PostNormBlock(
+            Attention.of(config, layer, qkv_bias=bias, output_bias=bias, q_norm=q_norm, k_norm=k_norm),
+            self.final_norm(),
+            GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act),
+            self.final_norm(),
+        )
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json without rms_norm_eps means 1e-5 there."""
+        return values | {"rms_norm_eps": config.get("rms_norm_eps", 1e-5)}
