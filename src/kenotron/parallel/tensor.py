@@ -243,14 +243,13 @@ class ColumnParallelLinear(nn.Module):
     def grouped(x: Tensor, *linears: ColumnParallelLinear) -> tuple[Tensor, ...]:
         """What several column-parallel linears make of the same x, with one collective forward and one backward."""
         settings, sequence = linears[0].settings, linears[0].settings.sequence and linears[0].training
-        weights = [linear._here(linear.weight).to(x.dtype) for linear in linears]
-        biases = [None if linear.bias is None else linear._here(linear.bias).to(x.dtype) for linear in linears]
+        weights = [_rows_here(linear.weight, linear.rows).to(x.dtype) for linear in linears]
+        biases = [
+            None if linear.bias is None else _rows_here(linear.bias, linear.rows).to(x.dtype) for linear in linears
+        ]
         keep_whole = not (sequence and settings.recompute_allgather)
         how = (sequence, settings.asynchronous, keep_whole, sequence and settings.fused)
         return _ColumnProducts.apply(x, settings.group, *how, *weights, *biases)
-
-    def _here(self, parameter: Tensor) -> Tensor:
-        return _rows_here(parameter, self.rows)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Those of the full matrix: its DTensor has the full shape."""
