@@ -29,7 +29,7 @@ class Request(Section):
     parallelism: Parallelism
     path: str
     prompts: list[str | list[int]]
-    built_in: bool = False  # the prompts are the command's own: nobody asked for them by name
+    built_in: bool = False  # the prompts are the command's own: no user named them
     dtype: str | None = None
     show: Literal["text", "json", "stream"] = "text"
     max_new_tokens: int = 64

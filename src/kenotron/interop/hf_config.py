@@ -35,7 +35,7 @@ ROPE_UNREAD: dict[str, set[str]] = {
     "llama3": set(),
     "yarn": {"finetuned"},
 }
-# Keys of a section that this file settles, or that are ours alone.
+# Keys of a section that this file decides, or that are ours alone.
 SETTLED = {"family", "eos_token_id", "hidden_act", "rope_theta", "rope_scaling", "rope_interleaved"}
 
 

@@ -11,7 +11,7 @@ and a number becomes a normal by looking it up:
 Octaves keep the tail exact: each segment is 1/256 as wide as u is small, so the straight line is within 1e-6
 of the true quantile from the middle out to 8.2 sigma (u = 2**-54), the last there is.
 
-Numpy only. `normal_array` is the reference twin of `kernels.random.normal`.
+Numpy only. `normal_array` is the reference for `kernels.random.normal`.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def hub_file(repo: str, file: str, revision: str | None, key: str, optional: boo
 def unreachable() -> str | None:
     """Why the hub cannot be asked, found out in one try; None if it answers, or if a proxy decides.
 
-    Libraries would try again for minutes, also where the connection stands and no answer ever comes.
+    Libraries would try again for minutes, also on an open connection that never answers.
     """
     from http.client import HTTPConnection, HTTPException, HTTPSConnection
 

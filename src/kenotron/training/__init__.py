@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.parallel.mesh import Mesh
     from kenotron.training.initial_weights import OpenWeights
+    from kenotron.training.observing import Complete
     from kenotron.training.run import Run
 
 __all__ = ["Hook", "train"]
@@ -46,18 +47,20 @@ def train(
     fresh: bool = False,
     reopen: bool = False,
     open_weights: OpenWeights | None = None,
+    complete: Complete | None = None,
 ) -> Run | None:
     """Train as `config` says, from its newest checkpoint if there is one. All ranks of `mesh` call it.
 
     Its architecture is resolved (`interop.resolve_architecture`). `fresh` sets earlier checkpoints aside and starts at
-    step 0. `open_weights` opens what `model.init_method.path` names. Returns the run; if its checkpoint has all steps
+    step 0. `open_weights` opens what `model.init_method.path` names, `complete` continues
+    `logging.sample_prompts`. Returns the run; if its checkpoint has all steps
     already, nothing is loaded and None returned, or with `reopen` the run as it ended. Raises InputError if the input
     is wrong, RunFailed if the run cannot go on.
     """
     from kenotron.kernels.host_memory import keep_freed_memory
     from kenotron.parallel.ranks import run_on_rank0
     from kenotron.training import console, report
-    from kenotron.training.build import build_run
+    from kenotron.training.build import build_hooks, build_run
     from kenotron.training.failures import machine_limits
     from kenotron.training.metrics import logged_step
     from kenotron.training.run import close, fit, report_failure
@@ -79,7 +82,8 @@ def train(
             return None
         if not done:
             run_on_rank0(lambda: make_log_folder(config))
-        run = build_run(config, mesh, device, start, open_weights)
+        hooks = build_hooks(config, mesh, complete)
+        run = build_run(config, mesh, device, start, open_weights, hooks)
         try:
             if done:
                 run.last_metrics = logged_step(log_folder(config), run.step) if first else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.data import RunData
     from kenotron.parallel.mesh import Mesh
+    from kenotron.training.observing import Complete
 
 FROM_SCRATCH = Start()
 
@@ -44,14 +46,16 @@ def build_run(
     device: torch.device,
     start: Start = FROM_SCRATCH,
     open_weights: OpenWeights | None = None,
+    hooks: Sequence[Hook] = (),
 ) -> Run:
-    """A run at the step of `start`: hooks → model → optimizer → data → checkpoint. All ranks call it.
+    """A run at the step of `start`: model → optimizer → data → checkpoint. All ranks call it.
+
+    `open_weights` opens what `model.init_method.path` names, and `hooks` are those of `build_hooks`.
 
     Data come late because tokenizing may take an hour; missing paths are found before weights take minutes.
     """
     log = run_log(config)
     log.config(config)
-    hooks = build_hooks(config, mesh)
     check_paths(config, min(start.step + 1, config.tokens.train_steps))
     load_loss(config.model.loss)
 
@@ -78,7 +82,7 @@ def build_run(
         log.first_weights()
 
     data = open_data(config, start)
-    run = Run(config, mesh, device, skeleton, parts, optimizer, data, hooks, pipeline)
+    run = Run(config, mesh, device, skeleton, parts, optimizer, data, list(hooks), pipeline)
     try:
         wait_for_all()
         restore(run, start)
@@ -103,7 +107,7 @@ def open_data(config: Config, start: Start) -> RunData:
     return data
 
 
-def build_hooks(config: Config, mesh: Mesh) -> list[Hook]:
+def build_hooks(config: Config, mesh: Mesh, complete: Complete | None = None) -> list[Hook]:
     """The hooks that this config asks for, in the order in which they are called (`Hook.priority`).
 
     What only writes lines or files is on the first rank; what computes or decides is on all.
@@ -112,7 +116,9 @@ def build_hooks(config: Config, mesh: Mesh) -> list[Hook]:
     if config.tokens.validates:
         hooks.append(Validation())
     if config.logging.sample_prompts:
-        hooks.append(SampleCompletions())
+        if complete is None:
+            raise InputError("logging.sample_prompts: this caller of training has nothing to complete them with")
+        hooks.append(SampleCompletions(complete))
     if mesh.is_first:
         hooks += _first_rank_hooks(config)
     for entry in config.general.hooks or []:

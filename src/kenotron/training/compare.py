@@ -100,7 +100,6 @@ def record(
     run = build_run(config, mesh, device, open_weights=open_weights)
     try:
         root, numbers = Path(folder), []
-        run.hooks = []
         if seed:
             _perturb(run, PERTURBATION[config.model.dtype], seed)
         _save(run, root / "start", model_tensors(*run.parts), {})

@@ -40,8 +40,8 @@ def _out_of_memory(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     # torch.OutOfMemoryError and the CPU's allocator both raise RuntimeErrors
-    told = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
-    return told or isinstance(error, MemoryError)
+    named = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+    return named or isinstance(error, MemoryError)
 
 
 def _smaller(config: Config) -> str:

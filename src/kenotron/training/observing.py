@@ -15,8 +15,12 @@ from kenotron.training.console import human_format, logger
 from kenotron.training.hooks import Hook
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
+
+    Complete = Callable[[Run, Sequence[str]], Sequence[str]]
 
 
 class Progress(Hook):
@@ -93,11 +97,13 @@ class Pace(Hook):
 class SampleCompletions(Hook):
     """Logs completions of `logging.sample_prompts`, before the first step and after the last.
 
-    All ranks of the run decode the same prompts in lockstep: sharded weights are gathered by all of them at once.
+    `complete` makes them, on all ranks at once: training knows no decoding.
     """
 
     priority = -70
-    MAX_NEW_TOKENS = 64
+
+    def __init__(self, complete: Complete) -> None:
+        self.complete = complete
 
     def on_train_start(self, run: Run) -> None:
         """Complete the prompts with the weights that training starts from."""
@@ -108,20 +114,9 @@ class SampleCompletions(Hook):
         self._show(run, f"after step {run.step}")
 
     def _show(self, run: Run, when: str) -> None:
-        from kenotron.generation import ModelOnRanks, generate
-
         prompts = run.config.logging.sample_prompts or []
-        completions = generate(
-            ModelOnRanks(run.parts, run.mesh, run.device, run.pipeline, lockstep=True),
-            run.tokenizer,
-            prompts,
-            max_new_tokens=self.MAX_NEW_TOKENS,
-            temperature=0.8,
-            top_p=0.95,
-            seed=run.config.general.seed,
-        )
-        for prompt, completion in zip(prompts, completions):
-            logger.info("Sample %s, continuing %r:\n%s", when, prompt, prompt + completion.text)
+        for prompt, text in zip(prompts, self.complete(run, prompts)):
+            logger.info("Sample %s, continuing %r:\n%s", when, prompt, prompt + text)
 
 
 class ProfilerHook(Hook):

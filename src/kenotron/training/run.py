@@ -2,7 +2,7 @@
 
     build_run ─▶ fit ─▶ close
 
-    run = build_run(config, mesh, device, start)    # hooks → model → optimizer → data → checkpoint
+    run = build_run(config, mesh, device, start)    # model → optimizer → data → checkpoint
     fit(run)                                        # for every batch: train_step, then the hooks
 
 `kenotron.training.train` does all of it. Read `fit` first: it is the loop.
