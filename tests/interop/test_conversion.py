@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.data import load_tokenizer
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, initial_tensors, open_source, to_hf
+from kenotron.interop.hf_weights import Weights
 from kenotron.models import named_parameters
 from kenotron.models.families.llama import LlamaArchitecture
 from support.tiny_llamas import (
@@ -77,6 +79,21 @@ def test_an_import_exported_again_is_the_same_model_bit_for_bit(hf_folder, tmp_p
     assert all(torch.equal(before[name], after[name]) for name in before)
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert json.loads((tmp_path / "again" / name).read_text()) == json.loads((hf_folder / name).read_text())
+
+
+def test_an_import_holds_no_more_than_two_tensors_at_once(hf_folder, tmp_path, monkeypatch):
+    alive, most, read = [], [], Weights.__getitem__
+
+    def counted(self, name):
+        most.append(sum(each() is not None for each in alive))
+        found = read(self, name)
+        alive.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(Weights, "__getitem__", counted)
+    from_hf(hf_folder, tmp_path / "ours")
+    assert len(most) == len(load_file(hf_folder / "model.safetensors"))
+    assert max(most) <= 1
 
 
 def test_bf16_weights_stay_bf16_on_both_ways(tmp_path):

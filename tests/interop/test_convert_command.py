@@ -5,7 +5,9 @@ import shlex
 import pytest
 
 from kenotron.cli import main
+from support.nanotron_files import write_nanotron
 from support.tiny_llamas import hf_llama, our_model, save_hf, save_ours, small_tokenizer
+from support.tiny_run import tiny_config, tiny_dict, train_quietly, weights
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def test_to_hf_says_what_was_written_and_proposes_a_command_that_works(shell, tm
     exec(program, {})
 
 
-@pytest.mark.parametrize("direction", ["to-hf", "from-hf"])
+@pytest.mark.parametrize("direction", ["to-hf", "from-hf", "from-nanotron"])
 def test_a_url_is_no_folder_to_write_to(direction, shell, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, err = shell("convert", direction, "anything", "gs://bucket/out")
@@ -53,6 +55,20 @@ def test_from_hf_says_what_was_written_and_proposes_a_command_that_works(shell, 
     assert out.startswith("Once upon a time")
 
 
+def test_from_nanotron_says_what_was_written_and_proposes_a_command_that_works(shell, tmp_path):
+    config = tiny_dict(tmp_path)
+    first = train_quietly(tiny_config(tmp_path, "tokens.train_steps=2"))
+    write_nanotron(tmp_path / "theirs", config, weights(first), tp=2)
+    code, out, err = shell("convert", "from-nanotron", tmp_path / "theirs", tmp_path / "ours")
+    assert (code, len(err.splitlines())) == (0, 1)
+    assert "begins with a fresh one" in err
+    wrote, proposed, _ = out.splitlines()
+    assert wrote.startswith(f"Wrote {tmp_path / 'ours' / '2'}: ")
+    code, out, err = shell(*shlex.split(proposed.removeprefix("Next: "))[1:], f"logging.log_dir={tmp_path / 'again'}")
+    assert (code, err) == (0, "")
+    assert "Training from step 3 to 3" in out
+
+
 def test_what_is_left_out_is_said_on_stderr(shell, tmp_path):
     save_hf(hf_llama(attention_dropout=0.1), tmp_path / "hf")
     code, _, err = shell("convert", "from-hf", tmp_path / "hf", tmp_path / "ours")
@@ -62,11 +78,11 @@ def test_what_is_left_out_is_said_on_stderr(shell, tmp_path):
     assert "has no tokenizer" in tokenizer
 
 
-@pytest.mark.parametrize("direction", ["from-hf", "to-hf"])
+@pytest.mark.parametrize("direction", ["from-hf", "to-hf", "from-nanotron"])
 def test_nothing_there_is_one_line_and_exit_code_2(direction, shell, tmp_path):
     code, out, err = shell("convert", direction, tmp_path / "nowhere", tmp_path / "out")
     assert (code, out) == (2, "")
-    assert err.startswith("error: no ")
+    assert err.startswith(("error: no ", "error: SRC: no "))
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 

@@ -248,7 +248,7 @@ def _looks_like(path: Path) -> str | None:
     if ".tmp-" in path.name:
         return "it is what a killed process left of a save"
     if (path / "checkpoint_metadata.json").exists():
-        return "it is a nanotron checkpoint, which has to be converted first"
+        return "it is a nanotron checkpoint; `kenotron convert from-nanotron` makes one of it"
     if (path / "config.json").exists():
         return "it is a Hugging Face model; `kenotron convert from-hf` makes a checkpoint of it"
     return None

@@ -139,7 +139,7 @@ class _SavePlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         value = self.state_dict[write_item.index.fqn]
         if isinstance(value, TensorShard):
-            return value.tensor
+            return value.tensor if value.read is None else value.read()
         return io.BytesIO(json.dumps(plain(value, write_item.index.fqn)).encode())
 
 

@@ -1,4 +1,4 @@
-"""`kenotron convert from-hf|to-hf SRC DST`: models to and from Hugging Face's form."""
+"""`kenotron convert from-hf|to-hf|from-nanotron SRC DST`: models from and to the files of other systems."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from kenotron.cli.data import on_this_machine
 
-app = typer.Typer(help="Convert models to and from Hugging Face's format.", no_args_is_help=True)
+app = typer.Typer(help="Convert models to and from Hugging Face's format, and nanotron's runs.", no_args_is_help=True)
 
 
 @app.command("from-hf")
@@ -52,6 +52,22 @@ def to_hf(
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
     print(f"Wrote {written.path}: {files}, {written.bytes / 1e6:.1f} MB in {written.dtype}")
     print(f'Next: python -c "import transformers as t; print(t.AutoModelForCausalLM.from_pretrained({str(dst)!r}))"')
+
+
+@app.command("from-nanotron")
+def from_nanotron(
+    src: Annotated[Path, typer.Argument(help="A checkpoint of nanotron, or a folder of checkpoints (its latest).")],
+    dst: Annotated[Path, typer.Argument(help="New folder of checkpoints; the step keeps its number.")],
+) -> None:
+    """Convert a nanotron checkpoint (Llama or Qwen2) to one that a run goes on from: weights, optimizer, position."""
+    from kenotron import interop
+
+    on_this_machine(dst, "DST")
+    with _progress("Reading") as progress:
+        saved = interop.from_nanotron(src, dst, report=_say, progress=progress)
+    print(f"Wrote {saved.path}: {saved.bytes / 1e6:.1f} MB in {saved.seconds:.1f} s")
+    print(f"Next: kenotron train {saved.path / 'config.yaml'}")
+    print(f"  or, in a config of the same data_stages: checkpoints.resume_checkpoint_path: {saved.path}")
 
 
 def _say(line: str) -> None:

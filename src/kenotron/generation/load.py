@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.config.errors import NotSupportedYet
 from kenotron.config.model import WEIGHT_DTYPES, Model
 from kenotron.config.parallelism import Parallelism
 from kenotron.generation.layout import check_layout
 from kenotron.generation.ranks import ModelOnRanks
-from kenotron.interop.sources import Source, open_source
+from kenotron.interop.sources import Source, check_shape, open_source
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import ModelPart, build, materialize
 from kenotron.models.decoder import Decoder
@@ -125,9 +125,7 @@ def fill(part: Decoder, source: Source) -> None:
 def _read(name: str, shard: TensorShard, rows: int | None, source: Source) -> None:
     """Tensor `name` of the source, cast, into the block that `shard` is of it. Beyond `rows` is padding: zeros."""
     shape = (shard.shape[0] if rows is None else rows, *shard.shape[1:])
-    found = source.weights.stored(name).shape
-    if found != shape:
-        raise InputError(f"{source.path}: {name} has shape {list(found)}, and its config says {list(shape)}")
+    check_shape(source, name, shape)
     local = shard.tensor
     real = min(max(shape[0] - shard.offset[0], 0), local.shape[0])
     if real:

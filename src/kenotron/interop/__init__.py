@@ -1,7 +1,8 @@
-"""Hugging Face in and out.
+"""Hugging Face in and out, nanotron in.
 
     from_hf("meta-llama/Llama-3.2-1B", "llama")      # → checkpoint llama/0
     to_hf("checkpoints/100", "exported")             # → a folder for transformers
+    from_nanotron("nanotron/checkpoints", "mine")    # → checkpoint mine/<step>, optimizer included
     hf_architecture("exported", {"rope_theta": 5e5}) # model_config: {hf: exported, rope_theta: 5e5}
     initial_tensors("exported", architecture)        # init_method: {path: exported}, or a checkpoint of ours
 
@@ -9,6 +10,7 @@
 """
 
 from kenotron.interop.exporting import Exported, to_hf
+from kenotron.interop.from_nanotron import from_nanotron
 from kenotron.interop.importing import from_hf
 from kenotron.interop.sources import Source, hf_architecture, initial_tensors, open_source, resolve_architecture
 
@@ -16,6 +18,7 @@ __all__ = [
     "Exported",
     "Source",
     "from_hf",
+    "from_nanotron",
     "hf_architecture",
     "initial_tensors",
     "open_source",

@@ -5,22 +5,28 @@
 
 Names are the same on both sides, so tensors go over as they are. `config.yaml` is complete, so that every
 tool of ours opens the folder; what it says on data and optimizer is a placeholder, and training starts from
-the weights by ``model.init_method: {path: llama}`` in a config of one's own.
+the weights by ``model.init_method: {path: llama}`` in a config of one's own. One tensor at a time is in memory.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kenotron import checkpoint
 from kenotron.config import Config, dump, load
 from kenotron.config.errors import InputError
 from kenotron.interop.hf_config import Report, quiet
-from kenotron.interop.sources import Source, fitting, hf_source, skeleton
+from kenotron.interop.sources import Source, check_shape, hf_source, skeleton
+from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Progress = Callable[[int, int], None]
 
@@ -46,11 +52,18 @@ def from_hf(
         raise InputError(f"{root} holds checkpoints already (or is a file); name a new folder")
     source = hf_source(src, report, family)
     wanted = dict(skeleton(source.model).named_parameters())
-    tensors: dict[str, Any] = {}
-    for name, parameter in wanted.items():
-        tensors[name] = fitting(source, name, tuple(parameter.shape)).contiguous()
+    done = itertools.count(1)
+
+    def read(name: str) -> Tensor:
         if progress:
-            progress(len(tensors), len(wanted))
+            progress(next(done), len(wanted))
+        return source.weights[name].contiguous()
+
+    tensors = {}
+    for name, parameter in wanted.items():
+        check_shape(source, name, tuple(parameter.shape))
+        one = source.weights.block(name, (0,) * parameter.dim(), (1,) * parameter.dim())  # it has the dtype
+        tensors[name] = TensorShard.later(tuple(parameter.shape), one.dtype, partial(read, name))
     config = _config(source, str(src), root)
     return checkpoint.save(
         root,

@@ -111,12 +111,11 @@ def _read(read: Callable[..., Tensor], shape: tuple[int, ...], box: Box) -> Tens
     return read([part.start for part in box], [part.stop - part.start for part in box])
 
 
-def fitting(source: Source, name: str, shape: tuple[int, ...]) -> Tensor:
-    """The source's tensor `name`, which must have `shape`."""
-    tensor = source.weights[name]
-    if tuple(tensor.shape) != shape:
-        raise InputError(f"{source.path}: {name} has shape {list(tensor.shape)}, and its config says {list(shape)}")
-    return tensor
+def check_shape(source: Source, name: str, shape: tuple[int, ...]) -> None:
+    """Raise InputError unless the source's tensor `name` has `shape`; it is not read."""
+    found = source.weights.shape(name)
+    if found != shape:
+        raise InputError(f"{source.path}: {name} has shape {list(found)}, and its config says {list(shape)}")
 
 
 def skeleton(model: Model) -> Decoder:
