@@ -154,7 +154,7 @@ class Row:
 
 # Refused as not supported yet.
 REFUSED: dict[str, str] = {
-    "DecoderArchitecture._attn_implementation": "model.model_config._attn_implementation=flex_attention",
+    "AttentionArchitecture._attn_implementation": "model.model_config._attn_implementation=flex_attention",
     **{
         f"Qwen2Architecture.{key}": f"model.model_config={{is_qwen2_config: true, {key}: {value}}}"
         for key, value in {
@@ -215,7 +215,7 @@ SAME: dict[str, str] = {
 # Their effect is in what is exported, or in generation: the run stays the same, and the checkpoint tells the value.
 EXPORTED: dict[str, str] = {
     "DecoderArchitecture.initializer_range": "model.model_config.initializer_range=0.5",
-    "DecoderArchitecture.max_position_embeddings": "model.model_config.max_position_embeddings=100",
+    "AttentionArchitecture.max_position_embeddings": "model.model_config.max_position_embeddings=100",
     "DecoderArchitecture.pad_token_id": "model.model_config.pad_token_id=3",
     "LlamaArchitecture.pretraining_tp": "model.model_config.pretraining_tp=4",
     "DecoderArchitecture.use_cache": "model.model_config.use_cache=false",
@@ -308,11 +308,11 @@ ROWS: dict[str, Row] = {
     ),
     "DecoderArchitecture.hidden_act": Row(first_loss, ARCHITECTURE + "hidden_act=gelu"),
     "DecoderArchitecture.hidden_size": Row(first_loss, ARCHITECTURE + "hidden_size=32"),
-    "DecoderArchitecture.intermediate_size": Row(first_loss, ARCHITECTURE + "intermediate_size=32"),
-    "DecoderArchitecture.num_attention_heads": Row(first_loss, ARCHITECTURE + "num_attention_heads=2"),
+    "AttentionArchitecture.intermediate_size": Row(first_loss, ARCHITECTURE + "intermediate_size=32"),
+    "AttentionArchitecture.num_attention_heads": Row(first_loss, ARCHITECTURE + "num_attention_heads=2"),
     "DecoderArchitecture.num_hidden_layers": Row(first_loss, ARCHITECTURE + "num_hidden_layers=3"),
     "LlamaArchitecture.attention_bias": Row(initial_names, ARCHITECTURE + "attention_bias=true"),
-    "DecoderArchitecture.num_key_value_heads": Row(first_loss, ARCHITECTURE + "num_key_value_heads=1"),
+    "AttentionArchitecture.num_key_value_heads": Row(first_loss, ARCHITECTURE + "num_key_value_heads=1"),
     "LlamaStyleArchitecture.rms_norm_eps": Row(first_loss, ARCHITECTURE + "rms_norm_eps=0.01"),
     "RopeArchitecture.rope_scaling": Row(first_loss, ARCHITECTURE + "rope_scaling={rope_type: linear, factor: 4.0}"),
     "RopeArchitecture.rope_theta": Row(first_loss, ARCHITECTURE + "rope_theta=10.0"),

@@ -165,24 +165,8 @@ def _check_context_parallel(config: Config) -> Iterator[Problem]:
                 f"{method} splits a sequence into {parts} parts; expected {name} to be a multiple of {parts}, found "
                 f"{length}",
             )
-    if not isinstance(model, DecoderArchitecture):
-        return
-    heads = model.num_attention_heads
-    if model.attention_window is not None:
-        yield at, f"expected 1 with a sliding window of {model.attention_window} tokens (not supported yet), found {cp}"
-    if method == "ulysses" and heads % layout.tp == 0 and heads // layout.tp % cp:
-        yield (
-            at,
-            f"ulysses splits the query heads of a rank, num_attention_heads {heads} / tp {layout.tp} = "
-            f"{heads // layout.tp}; expected a divisor of that, found {cp} (ring and allgather take any degree)",
-        )
-    for name, length in lengths.items():
-        if model.depends_on_longest and length > model.max_position_embeddings:
-            yield (
-                at,
-                "rope_scaling dynamic depends on the longest position of a batch, and a rank has only its own tokens; "
-                f"expected 1, or {name} of at most max_position_embeddings {model.max_position_embeddings}",
-            )
+    if isinstance(model, DecoderArchitecture):
+        yield from ((at, problem) for problem in model.cp_problems(cp, layout.tp, method, lengths))
 
 
 def _check_pipeline(config: Config) -> Iterator[Problem]:

@@ -1,6 +1,10 @@
 """What the section of every decoder-only family has: shapes, tokens, the loss; and what follows from them.
 
-A family's own section derives from one of the two classes here and adds its keys:
+A family's own section derives from one of the classes here and adds its keys:
+
+    DecoderArchitecture       what every decoder has; enough for a family without attention (Mamba)
+    AttentionArchitecture     and heads, a feed-forward, a context length
+    RopeArchitecture          and rotary positions
 
     class MistralArchitecture(RopeArchitecture):
         family: Literal["mistral"] = key("The family's name.", "mistral", mark=OURS)
@@ -9,7 +13,8 @@ A family's own section derives from one of the two classes here and adds its key
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator
@@ -82,6 +87,8 @@ class DecoderArchitecture(Section):
 
     not_served: ClassVar[tuple[str, ...]] = ()
     """Fields that are known from other systems; a value other than their default is refused."""
+    shape_keys: ClassVar[tuple[str, ...]] = ("hidden_size", "num_hidden_layers", "vocab_size")
+    """What the weights of another model must agree in to be taken over."""
 
     family: str = key(
         "The family: a built-in one's name, the dotted path of one of yours (my_module.MyFamily), or the name that an "
@@ -97,6 +104,59 @@ class DecoderArchitecture(Section):
     hidden_act: str = key("Activation of the feed-forward (silu in a gated one: SwiGLU).", "silu")
     hidden_size: int = key("Width of the residual stream.", 4096, ge=1)
     initializer_range: float = key("Kept for the export; init_method.std is what counts.", 0.02, mark=EXPORT)
+    num_hidden_layers: int = key("Layers.", 32, ge=1)
+    pad_token_id: int | None = key("Padding token that the export names.", None, mark=EXPORT)
+    tie_word_embeddings: bool = key("One matrix for the embedding and the output layer.", False)
+    use_cache: bool = key("Written to the export.", True, mark=EXPORT)
+    vocab_size: int = key("Rows of the embedding before padding.", 32000, ge=1)
+    z_loss_enabled: bool = key("Add z_loss_coefficient * log(Z)^2 to every token's loss.", False)
+    z_loss_coefficient: float = key("Weight of the z-loss.", 1e-4, ge=0)
+
+    @property
+    def longest_text(self) -> int:
+        """Positions that the model can read in generation."""
+        return sys.maxsize
+
+    @property
+    def depends_on_longest(self) -> bool:
+        """Whether a token's result depends on the longest position of its batch."""
+        return False
+
+    def shape_problems(self) -> Iterator[Problem]:
+        """(key, what is wrong) of shapes that do not fit each other."""
+        yield from ()
+
+    def tp_problems(self, tp: int) -> Iterator[str]:
+        """What tensor parallelism of degree `tp` cannot divide."""
+        yield from ()
+
+    def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
+        """What keeps `cp` ranks from sharing sequences by `method`; `lengths`: keys of sequence lengths, and these."""
+        yield from ()
+
+    def unsupported(self) -> Iterator[str]:
+        """``key: value`` of everything that is asked for here and that no code serves yet."""
+        if self.hidden_act not in ACTIVATIONS:
+            yield f"hidden_act: {self.hidden_act}{nearest(self.hidden_act, ACTIVATIONS)}"
+        for name in self.not_served:
+            field = type(self).model_fields[name]
+            if getattr(self, name) != field.default:
+                yield f"{field.alias or name}: {getattr(self, name)}"
+
+
+class AttentionArchitecture(DecoderArchitecture):
+    """A decoder of attention and feed-forward."""
+
+    shape_keys = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "kv_heads",
+        "head_dim",
+        "vocab_size",
+    )
+
     intermediate_size: int = key("Width inside the feed-forward.", 11008, ge=1)
     max_position_embeddings: int = key(
         "Context length that the export names (rope_scaling dynamic and yarn read it where they name no "
@@ -106,21 +166,14 @@ class DecoderArchitecture(Section):
         mark=EXPORT,
     )
     num_attention_heads: int = key("Query heads.", 32, ge=1)
-    num_hidden_layers: int = key("Layers.", 32, ge=1)
     num_key_value_heads: int | None = key(
         "Key and value heads, shared by groups of query heads; null: as many as query heads.", None, ge=1
     )
-    pad_token_id: int | None = key("Padding token that the export names.", None, mark=EXPORT)
-    tie_word_embeddings: bool = key("One matrix for the embedding and the output layer.", False)
-    use_cache: bool = key("Written to the export.", True, mark=EXPORT)
-    vocab_size: int = key("Rows of the embedding before padding.", 32000, ge=1)
     attn_implementation: AttentionImplementation = key(
         "Chooses nothing yet: with flash_attention_2 and with sdpa, attention takes the fastest path that it finds.",
         "flash_attention_2",
         alias="_attn_implementation",
     )
-    z_loss_enabled: bool = key("Add z_loss_coefficient * log(Z)^2 to every token's loss.", False)
-    z_loss_coefficient: float = key("Weight of the z-loss.", 1e-4, ge=0)
 
     @property
     def kv_heads(self) -> int:
@@ -139,16 +192,11 @@ class DecoderArchitecture(Section):
 
     @property
     def longest_text(self) -> int:
-        """Positions that the model can read in generation."""
+        """max_position_embeddings."""
         return self.max_position_embeddings
 
-    @property
-    def depends_on_longest(self) -> bool:
-        """Whether a token's result depends on the longest position of its batch."""
-        return False
-
     def shape_problems(self) -> Iterator[Problem]:
-        """(key, what is wrong) of shapes that do not fit each other."""
+        """Heads that do not share the width, or key-value heads that do not share the heads."""
         heads, kv = self.num_attention_heads, self.kv_heads
         yield from self.head_dim_problems()
         if kv > heads or heads % kv:
@@ -161,7 +209,7 @@ class DecoderArchitecture(Section):
             yield "num_attention_heads", expected
 
     def tp_problems(self, tp: int) -> Iterator[str]:
-        """What tensor parallelism of degree `tp` cannot divide."""
+        """Heads and the width of the feed-forward."""
         heads, kv = self.num_attention_heads, self.kv_heads
         if heads % tp:
             yield f"expected a divisor of num_attention_heads {heads}, found {tp}"
@@ -170,19 +218,31 @@ class DecoderArchitecture(Section):
         if self.intermediate_size % tp:
             yield f"expected a divisor of intermediate_size {self.intermediate_size}, found {tp}"
 
+    def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
+        """A sliding window, heads that ulysses cannot share out, positions that depend on all tokens."""
+        heads = self.num_attention_heads
+        if self.attention_window is not None:
+            yield f"expected 1 with a sliding window of {self.attention_window} tokens (not supported yet), found {cp}"
+        if method == "ulysses" and heads % tp == 0 and heads // tp % cp:
+            yield (
+                f"ulysses splits the query heads of a rank, num_attention_heads {heads} / tp {tp} = {heads // tp}; "
+                f"expected a divisor of that, found {cp} (ring and allgather take any degree)"
+            )
+        for name, length in lengths.items():
+            if self.depends_on_longest and length > self.max_position_embeddings:
+                yield (
+                    "rope_scaling dynamic depends on the longest position of a batch, and a rank has only its own "
+                    f"tokens; expected 1, or {name} of at most max_position_embeddings {self.max_position_embeddings}"
+                )
+
     def unsupported(self) -> Iterator[str]:
-        """``key: value`` of everything that is asked for here and that no code serves yet."""
+        """The same, and attention implementations."""
         if self.attn_implementation not in SERVED_ATTENTION:
             yield f"_attn_implementation: {self.attn_implementation}"
-        if self.hidden_act not in ACTIVATIONS:
-            yield f"hidden_act: {self.hidden_act}{nearest(self.hidden_act, ACTIVATIONS)}"
-        for name in self.not_served:
-            field = type(self).model_fields[name]
-            if getattr(self, name) != field.default:
-                yield f"{field.alias or name}: {getattr(self, name)}"
+        yield from super().unsupported()
 
 
-class RopeArchitecture(DecoderArchitecture):
+class RopeArchitecture(AttentionArchitecture):
     """A decoder with rotary positions."""
 
     rope_scaling: RopeScaling = key(

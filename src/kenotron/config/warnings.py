@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kenotron.config.config import Config
-from kenotron.config.decoder import DecoderArchitecture
+from kenotron.config.decoder import AttentionArchitecture
 
 HIGHEST_LEARNING_RATE = 1.0  # runs use 1e-5 to 5e-2
 
@@ -41,7 +41,7 @@ def _schedule(config: Config) -> Iterator[str]:
 def _length(config: Config) -> Iterator[str]:
     architecture = config.model.architecture
     name, length = max(config.sequence_lengths.items(), key=lambda each: each[1])
-    if isinstance(architecture, DecoderArchitecture) and length > (positions := architecture.max_position_embeddings):
+    if isinstance(architecture, AttentionArchitecture) and length > (positions := architecture.max_position_embeddings):
         yield (
             f"{name} is {length}, model_config.max_position_embeddings only {positions}: the model trains on all of "
             f"it, but generation will stop at {positions} tokens"

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from kenotron.config.decoder import ACTIVATIONS, ROPE_KEYS, DecoderArchitecture, RopeArchitecture
+from kenotron.config.decoder import (
+    ACTIVATIONS,
+    ROPE_KEYS,
+    AttentionArchitecture,
+    DecoderArchitecture,
+    RopeArchitecture,
+)
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.models.family import Family, families, family_named, family_of
 
@@ -126,9 +132,12 @@ def _refuse_foreign(config: Mapping[str, Any], where: str, family: type[Family[A
             raise NotSupportedYet(f"{where}: {key}: {json.dumps(config[key])}")
     if config.get("quantization_config"):
         raise NotSupportedYet(f"{where}: quantized weights (quantization_config)")
-    for key in ("hidden_size", "num_attention_heads"):
+    attends = issubclass(family.section, AttentionArchitecture)
+    for key in ("hidden_size", *(["num_attention_heads"] if attends else [])):
         if not isinstance(config.get(key), int):
             raise InputError(f"{where}: {key}: expected an integer, found {config.get(key)!r}")
+    if not attends:
+        return
     width, heads = config["hidden_size"], config["num_attention_heads"]
     free = any(field.alias == "head_dim" for field in family.section.model_fields.values())
     if not free and config.get("head_dim") not in (None, width // heads):
@@ -185,10 +194,8 @@ def hf_config(architecture: DecoderArchitecture, dtype: str, eos_token_id: int |
         values = {
             theirs: getattr(architecture, ours) for ours, theirs in _shared_keys(type(family)) if hasattr(plain, theirs)
         }
-        if hasattr(plain, "num_key_value_heads"):
-            values["num_key_value_heads"] = architecture.kv_heads
-        elif architecture.kv_heads != architecture.num_attention_heads:
-            raise InputError(f"num_key_value_heads {architecture.kv_heads}: {family.hf_class} has no grouped queries")
+        if isinstance(architecture, AttentionArchitecture):
+            values |= _heads_for(plain, architecture, family.hf_class)
         if isinstance(architecture, RopeArchitecture):
             values |= _rope_for(plain, architecture)
         values |= {"hidden_act": architecture.hidden_act, "eos_token_id": eos_token_id, "dtype": dtype}
@@ -196,6 +203,14 @@ def hf_config(architecture: DecoderArchitecture, dtype: str, eos_token_id: int |
         return AutoConfig.for_model(family.hf_model_type, **family.to_hf(values))
     finally:
         logging.set_verbosity(verbosity)
+
+
+def _heads_for(plain: PretrainedConfig, architecture: AttentionArchitecture, hf_class: str) -> dict[str, Any]:
+    if hasattr(plain, "num_key_value_heads"):
+        return {"num_key_value_heads": architecture.kv_heads}
+    if architecture.kv_heads != architecture.num_attention_heads:
+        raise InputError(f"num_key_value_heads {architecture.kv_heads}: {hf_class} has no grouped queries")
+    return {}
 
 
 def _rope_for(plain: PretrainedConfig, architecture: RopeArchitecture) -> dict[str, Any]:

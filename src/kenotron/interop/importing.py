@@ -100,7 +100,7 @@ def _copy_tokenizer(source: Source, report: Report) -> Callable[[Path], None] | 
 
 def _config(source: Source, name: str, root: Path) -> Config:
     """A complete config around the model: it loads, and says in its data stage that it is none."""
-    length = min(source.architecture.max_position_embeddings, 2048)
+    length = min(source.architecture.longest_text, 2048)
     schedule = {"learning_rate": 1e-5, "lr_warmup_steps": 0, "lr_warmup_style": "linear", "lr_decay_style": "linear"}
     return load(
         {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kenotron import checkpoint
 from kenotron.config.architecture import HFArchitecture
-from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
+from kenotron.config.decoder import AttentionArchitecture, DecoderArchitecture, RopeArchitecture
 from kenotron.config.errors import InputError
 from kenotron.config.model import Model
 from kenotron.config.parallelism import Parallelism
@@ -148,11 +148,11 @@ def resolve_architecture(config: Config) -> Config:
     if not isinstance(architecture, HFArchitecture):
         return config
     resolved = hf_architecture(architecture.hf, architecture.overrides)
-    if resolved.attention_window is not None and config.parallelism.context_parallel_size > 1:
-        raise InputError(
-            f"parallelism.context_parallel_size: expected 1 with the sliding window of {architecture.hf}, "
-            f"{resolved.attention_window} tokens (not supported yet)"
-        )
+    layout = config.parallelism
+    if (cp := layout.context_parallel_size) > 1:
+        method, lengths = layout.context_parallel_method, config.sequence_lengths
+        for problem in resolved.cp_problems(cp, layout.tp, method, lengths):
+            raise InputError(f"parallelism.context_parallel_size: {problem} (the model of {architecture.hf})")
     return config.model_copy(update={"model": config.model.model_copy(update={"architecture": resolved})})
 
 
@@ -172,34 +172,23 @@ def initial_tensors(
     return source.weights if architecture is None else fitted(source, architecture)
 
 
-SHAPES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "kv_heads",
-    "head_dim",
-    "vocab_size",
-)
-
-
 def fitted(source: Source, wanted: DecoderArchitecture) -> Weights:
     """The source's weights as a model of `wanted` has them."""
     have = source.architecture
-    for key in SHAPES:
-        if getattr(have, key) != getattr(wanted, key):
+    for key in wanted.shape_keys:
+        if (found := getattr(have, key, "none")) != getattr(wanted, key):
             name = "num_key_value_heads" if key == "kv_heads" else key
             raise InputError(
-                f"model.model_config.{name}: the weights in {source.path} have {getattr(have, key)}, "
+                f"model.model_config.{name}: the weights in {source.path} have {found}, "
                 f"the config says {getattr(wanted, key)}"
             )
     _check_extra(source, wanted)
     stored = {name: source.weights.stored(name) for name in source.weights}
     interleaved = _interleaved(wanted)
-    if _interleaved(have) != interleaved:
+    if isinstance(wanted, AttentionArchitecture) and _interleaved(have) != interleaved:
         turn = to_interleaved if interleaved else to_halves
         for name in filter(is_rotated, source.weights):
-            stored[name] = Stored(stored[name].shape, partial(_turned, stored[name], turn, have.head_dim))
+            stored[name] = Stored(stored[name].shape, partial(_turned, stored[name], turn, wanted.head_dim))
     if wanted.tie_word_embeddings:
         if not have.tie_word_embeddings:
             raise InputError(
