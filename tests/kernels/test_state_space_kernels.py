@@ -1,0 +1,173 @@
+"""Mamba's scans and convolution are their recurrences, token by token in float64: values, states, every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from kenotron.kernels import selective_scan as by_channel
+from kenotron.kernels import state_space_dual as by_head
+from kenotron.kernels.causal_conv import causal_conv
+from kenotron.kernels.selective_scan import selective_scan
+from kenotron.kernels.state_space_dual import state_space_dual
+
+SEQUENCES, LENGTH, CHANNELS, N = 2, 75, 6, 3  # two chunks of 32 and a part
+HEADS, HEAD_DIM, GROUPS = 4, 2, 2
+BORDERS = [(0, 0), (0, 5), (0, 32), (0, 33), (0, 70), (1, 31), (1, 74)]  # where documents begin, chunk ends among them
+WIDTH = 4
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)), dtype=torch.float64)
+
+
+def starts_of(borders: list[tuple[int, int]]) -> Tensor:
+    starts = torch.zeros(SEQUENCES, LENGTH, dtype=torch.bool)
+    starts[tuple(zip(*borders))] = True
+    return starts
+
+
+def channel_scan_by_tokens(x, dt, a, b, c, d, starts, state):
+    h, outputs = state, []
+    for t in range(x.shape[1]):
+        if starts is not None:
+            h = h * ~starts[:, t, None, None]
+        h = (dt[:, t, :, None] * a).exp() * h + (dt[:, t] * x[:, t])[..., None] * b[:, t, None]
+        outputs.append((h * c[:, t, None]).sum(-1) + d * x[:, t])
+    return torch.stack(outputs, 1), h
+
+
+def head_scan_by_tokens(x, dt, a, b, c, d, starts, state):
+    b, c = (each.repeat_interleave(HEADS // GROUPS, 2) for each in (b, c))
+    h, outputs = state, []
+    for t in range(x.shape[1]):
+        if starts is not None:
+            h = h * ~starts[:, t, None, None, None]
+        added = (dt[:, t, :, None] * x[:, t])[..., None] * b[:, t, :, None]
+        h = (dt[:, t] * a).exp()[..., None, None] * h + added
+        outputs.append((h * c[:, t, :, None]).sum(-1) + d[:, None] * x[:, t])
+    return torch.stack(outputs, 1), h
+
+
+def channel_inputs(length: int = LENGTH) -> list[Tensor]:
+    dt = random(SEQUENCES, length, CHANNELS, seed=1).exp()  # up to about 10: many a state is forgotten at once
+    states = [random(SEQUENCES, length, N, seed=2), random(SEQUENCES, length, N, seed=3)]
+    a, first = -random(CHANNELS, N).exp(), random(SEQUENCES, CHANNELS, N)
+    return [random(SEQUENCES, length, CHANNELS), dt, a, *states, random(CHANNELS), first]
+
+
+def head_inputs(length: int = LENGTH) -> list[Tensor]:
+    dt = random(SEQUENCES, length, HEADS, seed=1).exp()
+    states = [random(SEQUENCES, length, GROUPS, N, seed=2), random(SEQUENCES, length, GROUPS, N, seed=3)]
+    a, first = -random(HEADS).exp(), random(SEQUENCES, HEADS, HEAD_DIM, N)
+    return [random(SEQUENCES, length, HEADS, HEAD_DIM), dt, a, *states, random(HEADS), first]
+
+
+KINDS = {
+    "by_channel": (selective_scan, channel_scan_by_tokens, channel_inputs),
+    "by_head": (state_space_dual, head_scan_by_tokens, head_inputs),
+}
+
+
+def everything(scan: Callable, inputs: list[Tensor], starts: Tensor | None) -> list[Tensor]:
+    """Output, last state, and the gradient of each input for an upstream gradient of both."""
+    *given, first = (each.clone().requires_grad_() for each in inputs)
+    y, last = scan(*given, starts, first)
+    upstream = [random(*y.shape, seed=7).to(y.dtype), random(*last.shape, seed=8).to(last.dtype)]
+    gradients = torch.autograd.grad([y, last], [*given, first], upstream)
+    return [y.detach(), last.detach(), *gradients]
+
+
+def expect_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        error = (ours.double() - theirs).norm() / theirs.norm()
+        assert error < tolerance, (number, error)
+
+
+@pytest.mark.parametrize("borders", [None, BORDERS], ids=["sequences", "documents"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scan_by_chunks_is_the_recurrence_by_tokens(kind: str, borders: list[tuple[int, int]] | None) -> None:
+    scan, by_tokens, make = KINDS[kind]
+    inputs, starts = make(), None if borders is None else starts_of(borders)
+    expected = everything(by_tokens, inputs, starts)
+    expect_close(everything(scan, inputs, starts), expected, 1e-12)
+    expect_close(everything(scan, [each.float() for each in inputs], starts), expected, 2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_in_two_parts_is_the_text_when_the_state_is_passed_on(kind: str) -> None:
+    scan, _, make = KINDS[kind]
+    x, dt, a, b, c, d, first = make()
+    whole, last = scan(x, dt, a, b, c, d, None, first)
+    parts, state = [], first
+    for begin, end in pairwise([0, 40, 41, 42, LENGTH]):  # one token at a time among them, as in generation
+        here = slice(begin, end)
+        y, state = scan(x[:, here], dt[:, here], a, b[:, here], c[:, here], d, None, state)
+        parts.append(y)
+    expect_close([torch.cat(parts, 1), state], [whole, last], 1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strong_decay_over_a_whole_chunk_gives_neither_inf_nor_nan(kind: str) -> None:
+    scan, by_tokens, make = KINDS[kind]
+    x, dt, a, *rest = make()
+    inputs = [x, dt * 30, a * 10, *rest]  # exponents of thousands a token: exp of their positive would overflow
+    expected = everything(by_tokens, inputs, None)
+    found = everything(scan, [each.float() for each in inputs], None)
+    assert all(each.isfinite().all() for each in found)
+    expect_close(found, expected, 1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_with_a_time_step_of_zero_leaves_the_state_as_it_is(kind: str) -> None:
+    scan, _, make = KINDS[kind]
+    x, dt, a, b, c, d, first = make()
+    dt[:, 20:30] = 0.0
+    _, last = scan(x[:, :30], dt[:, :30], a, b[:, :30], c[:, :30], d, None, first)
+    _, expected = scan(x[:, :20], dt[:, :20], a, b[:, :20], c[:, :20], d, None, first)
+    expect_close([last], [expected], 1e-12)
+
+
+def test_both_scans_are_cut_into_several_chunks_here() -> None:
+    assert by_channel.CHUNK < LENGTH
+    assert by_head.CHUNK < LENGTH
+
+
+@pytest.mark.parametrize("borders", [None, BORDERS], ids=["sequences", "documents"])
+def test_the_convolution_is_torchs_on_every_document_by_itself(borders: list[tuple[int, int]] | None) -> None:
+    given = [random(SEQUENCES, LENGTH, CHANNELS), random(CHANNELS, 1, WIDTH), random(CHANNELS)]
+    x, weight, bias = (each.requires_grad_() for each in given)
+    starts = None if borders is None else starts_of(borders)
+    rows = []
+    for row in range(SEQUENCES):
+        cuts = sorted({0, LENGTH, *(at for which, at in borders or [] if which == row)})
+        documents = [x[row, begin:end].T for begin, end in pairwise(cuts)]
+        conv = [
+            torch.nn.functional.conv1d(each[None], weight, bias, padding=WIDTH - 1, groups=CHANNELS)[
+                0, :, : each.shape[1]
+            ]
+            for each in documents
+        ]
+        rows.append(torch.cat(conv, 1).T)
+    expected = torch.stack(rows)
+    found, last = causal_conv(x, weight, bias, starts)
+    upstream = random(*expected.shape, seed=5)
+    pairs = (torch.autograd.grad(each, (x, weight, bias), upstream) for each in (found, expected))
+    assert torch.allclose(found, expected, atol=1e-12)
+    assert all(torch.allclose(ours, theirs, atol=1e-12) for ours, theirs in zip(*pairs))
+    assert torch.equal(last, x[:, 1 - WIDTH :])
+
+
+def test_the_convolution_goes_on_from_its_last_inputs() -> None:
+    x, weight = random(SEQUENCES, LENGTH, CHANNELS), random(CHANNELS, 1, WIDTH)
+    whole, last = causal_conv(x, weight, None)
+    parts, state = [], None
+    for begin, end in pairwise([0, 1, 2, 40, LENGTH]):
+        y, state = causal_conv(x[:, begin:end], weight, None, None, state)
+        parts.append(y)
+    assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-12)
+    assert torch.equal(state, last)
