@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kenotron.config.errors import InputError
@@ -51,6 +51,7 @@ def test_bins_are_those_of_a_plain_search(drawn: tuple[int, list[int]]) -> None:
     assert best_fit_decreasing(np.array(lengths, dtype=np.int64), capacity).tolist() == naive_bins(lengths, capacity)
 
 
+@example(4, [1, 6])
 @given(st.integers(1, 12), st.lists(st.integers(0, 40), max_size=40))
 def test_every_token_is_in_one_row_and_only_long_documents_are_cut(length: int, lengths: list[int]) -> None:
     sizes = np.array(lengths, dtype=np.int64)

@@ -29,7 +29,7 @@ MESHES = {
     "with cp": (("dp_shard", 2), ("cp", 2)),
     "with tp": (("dp_shard", 2), ("tp", 2)),
 }
-QUICK = {"two ranks": (0, 3), "four ranks": (1, 2), "hybrid": STAGES, "with cp": (1, 3), "with tp": (2, 3)}
+QUICK = {"two ranks": (0, 3), "four ranks": (1, 2), "hybrid": STAGES, "with cp": (0, 1, 3), "with tp": (2, 3)}
 STAGES_ON_MESHES = [
     (mesh, stage) if stage in QUICK[mesh] else pytest.param(mesh, stage, marks=SLOW)
     for mesh in MESHES

@@ -17,7 +17,7 @@ MUTANTS = [
         find="    for module in _sharded(root):\n        module.set_gradient_divide_factor(1.0)\n",
         replace="    for module in _sharded(root)[:1]:\n        module.set_gradient_divide_factor(1.0)\n",
         why="FSDP2's settings do not recurse: blocks average their gradients, off by the world size in silence",
-        tests=(f"{DATA}::test_every_stage_on_every_mesh_is_one_process[two ranks-1-3]",),
+        tests=(f"{DATA}::test_every_stage_on_every_mesh_is_one_process[two ranks-3-3]",),
     ),
     Mutant(
         name="weights-not-resharded-after-the-last-micro-batch",
@@ -41,7 +41,7 @@ MUTANTS = [
         find="                self._add(parameter)\n        self._start()\n",
         replace="                self._add(parameter)\n",
         why="what does not fill a bucket is never reduced: replicas drift apart in the embedding alone",
-        tests=(f"{DATA}::test_every_stage_on_every_mesh_is_one_process",),
+        tests=(f"{DATA}::test_replicas_sum_as_much_together_as_they_are_told",),
     ),
     Mutant(
         name="gradients-not-summed-over-cp",

@@ -36,7 +36,7 @@ from mutants.tables import MUTANTS, NOT_COUNTED
 
 TIMEOUT_S = 300
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", "--tb=line")
-FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)  # a line of pytest's summary
+FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)  # a line of pytest's summary
 KILLED, SURVIVED, UNDECIDED = "killed", "SURVIVED", "UNDECIDED"
 
 

@@ -158,7 +158,7 @@ def test_a_signal_finishes_the_step_saves_and_exits_with_0_and_the_run_goes_on_e
     name: str, nursery: Nursery, tmp_path: Path
 ) -> None:
     file = endless(tmp_path)
-    child = nursery.start("train", file, folder=tmp_path)
+    child = nursery.start("train", file, "checkpoints.save_final_state=false", folder=tmp_path)
     wait_for_steps(tmp_path, 5)
     os.kill(child.pid, getattr(signal, name))
     finished = child.wait()
