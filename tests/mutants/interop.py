@@ -6,6 +6,8 @@ from mutants.mutant import Mutant
 
 FROM_NANOTRON = ("interop/test_from_nanotron.py::test_weights_moments_and_position_are_those_that_were_written",)
 
+EXPORT = ("layouts/test_export_on_layouts.py::test_every_layout_exports_the_whole_model",)
+
 MUTANTS = [
     Mutant(
         name="masters-of-nanotron-dropped",
@@ -22,5 +24,13 @@ MUTANTS = [
         replace='for dp in reversed(range(self.sizes["dp"]))]',
         why="moments of the right size belong to other weights",
         tests=FROM_NANOTRON,
+    ),
+    Mutant(
+        name="only-rank-0-exports-its-shards",
+        file="interop/exporting.py",
+        find="for file in list(files)[rank::ranks]:",
+        replace="for file in list(files)[rank::ranks] if rank == 0 else []:",
+        why="the export of a run on several ranks lacks most of its files, and its index names them",
+        tests=EXPORT,
     ),
 ]

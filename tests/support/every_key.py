@@ -360,6 +360,7 @@ ROWS: dict[str, Row] = {
     "Checkpoints.keep_every": Row(
         checkpoints, "checkpoints.keep_every=2", ("checkpoints.checkpoint_interval=1", "checkpoints.keep_last=1")
     ),
+    "Checkpoints.export_hf": Row(files, "checkpoints.export_hf=true"),
     # ---- logging ----
     "Logging.log_level": Row(messages, "logging.log_level=warning"),
     "Logging.format": Row(messages, "logging.format=nanotron"),

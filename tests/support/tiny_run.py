@@ -140,6 +140,13 @@ def saved_weights(path: Path, folder: str = "model") -> dict[str, Tensor]:
     return checkpoint.read_tensors(path, folder=folder)
 
 
+def exported(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a Hugging Face folder."""
+    from safetensors.torch import load_file
+
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
 def equal_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """The same names with the same bytes: NaN equals NaN, 0.0 is not -0.0."""
     return a.keys() == b.keys() and all(a[name].numpy().tobytes() == b[name].numpy().tobytes() for name in a)

@@ -36,3 +36,9 @@ class Checkpoints(Section):
         ge=1,
         mark=OURS,
     )
+    export_hf: bool = key(
+        "Write every checkpoint for Hugging Face's transformers, too: weights in model.dtype and the tokenizer, in its "
+        "folder `hf`.",
+        False,
+        mark=OURS,
+    )

@@ -45,6 +45,7 @@ _FREE = (
     "checkpoints.checkpoint_interval",
     "checkpoints.save_*",
     "checkpoints.keep_*",
+    "checkpoints.export_hf",
     # layout
     "parallelism.*",
     "tokens.micro_batch_size",

@@ -3,7 +3,9 @@
     to_hf("checkpoints/100", "exported", dtype="bfloat16", max_shard_size="5GB")
     → exported/config.json, generation_config.json, model.safetensors (or shards and an index), tokenizer files
 
-The folder is written beside its place and renamed when it is complete. At most one shard is in memory.
+The folder is written beside its place and renamed when it is complete. At most one shard is in memory. In a run all
+ranks call it (`checkpoints.export_hf`), and each writes some of the shards: it reads their tensors from the checkpoint,
+whose files do not depend on the layout, so no rank ever gathers the model.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from kenotron.interop.hf_weights import INDEX, Weights
 from kenotron.interop.sources import Source, checkpoint_source, fitted, skeleton
 from kenotron.interop.tensor_names import by_hf_name, their_tensor
 from kenotron.models.family import Family, family_of
+from kenotron.parallel.ranks import raise_on_any_rank, rank_and_size, run_on_rank0
 from kenotron.storage.files import publish_folder, temporary_beside
 from kenotron.text.tokenizer import end_of_text, load_tokenizer
 
@@ -50,43 +53,65 @@ def to_hf(
     *,
     dtype: str | None = None,
     max_shard_size: str | int = "5GB",
+    verify: bool = True,
     report: Report = quiet,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write checkpoint `src` as a Hugging Face model in the new folder `dst`.
+    """Write checkpoint `src` as a Hugging Face model in the new folder `dst`; all ranks of a run call it together.
 
-    `dtype` None is the config's `model.dtype`. `progress(done, total)` counts bytes.
+    `dtype` None is the config's `model.dtype`. `verify` False: the checkpoint's checksums were compared already.
+    `progress(done, total)` counts bytes.
     Errors (InputError): no checkpoint at `src` or a damaged one, `dst` not empty, an unknown dtype or size,
     disk full.
     """
     final = Path(dst).expanduser()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise InputError(f"{final} is not empty; name a new folder")
-    source = checkpoint_source(Path(src).expanduser())
+    rank, ranks = rank_and_size()
+    source = raise_on_any_rank(lambda: checkpoint_source(Path(src).expanduser(), verify and rank == 0))
     name = dtype or source.model.dtype
     if name not in WEIGHT_DTYPES:
         known = ", ".join(WEIGHT_DTYPES)
         raise InputError(f"dtype: expected one of {known}, found {name!r}{nearest(name, WEIGHT_DTYPES)}")
     weights = fitted(source, _in_halves(source.architecture))
     shapes = {parameter: tuple(value.shape) for parameter, value in skeleton(source.model).named_parameters()}
-    size_limit = _size(max_shard_size)
-    temporary = temporary_beside(final)
-    try:
+    groups = by_hf_name(family_of(source.architecture), shapes)
+    itemsize = 4 if name == "float32" else 2
+    sizes = {theirs: sum(math.prod(shapes[each]) for each in ours) * itemsize for theirs, ours in groups.items()}
+    files = _shards(sizes, _size(max_shard_size))
+    temporary = run_on_rank0(lambda: temporary_beside(final))
+
+    def begin() -> None:
         temporary.mkdir(parents=True)
         _write_configs(source, temporary, name)
-        files, size = _write_weights(
-            weights, family_of(source.architecture), shapes, temporary, name, size_limit, progress
-        )
+        if len(files) > 1:
+            _write_index(temporary, files, sizes)
+
+    def write() -> None:
+        family, done, total = family_of(source.architecture), 0, sum(sizes.values())
+        for file in list(files)[rank::ranks]:
+            _write_shard(temporary / file, {theirs: groups[theirs] for theirs in files[file]}, weights, family, name)
+            done += sum(sizes[theirs] for theirs in files[file])
+            if progress:
+                progress(done, total)
+
+    def finish() -> None:
         if source.tokenizer:
             load_tokenizer(source.tokenizer).save(temporary)
         else:
             report(f"{source.path} has no tokenizer, so {final} has none")
         publish_folder(temporary, final)
+
+    try:
+        run_on_rank0(begin)
+        raise_on_any_rank(write)
+        run_on_rank0(finish)
     except OSError as error:
         raise InputError(f"cannot write {final}: {error.strerror or error}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return Exported(final, files, size, name)
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return Exported(final, list(files), sum(sizes.values()), name)
 
 
 def _in_halves(architecture: DecoderArchitecture) -> DecoderArchitecture:
@@ -95,43 +120,36 @@ def _in_halves(architecture: DecoderArchitecture) -> DecoderArchitecture:
     return architecture.model_copy(update={"rope_interleaved": False}) if rope else architecture
 
 
-def _write_weights(
-    weights: Weights,
-    family: Family[Any],
-    shapes: dict[str, tuple[int, ...]],
-    folder: Path,
-    dtype: str,
-    size_limit: int,
-    progress: Progress | None,
-) -> tuple[list[str], int]:
-    """Shards of at most `size_limit` bytes, and an index when there are several. Returns file names and bytes."""
-    import torch
+def _shards(sizes: dict[str, int], size_limit: int) -> dict[str, list[str]]:
+    """File → the tensors in it, in order: files of at most `size_limit` bytes, or one tensor."""
     from huggingface_hub import split_state_dict_into_shards_factory
-    from safetensors.torch import save_file
 
-    target: torch.dtype = getattr(torch, dtype)
-    groups = by_hf_name(family, shapes)
-    sizes = {
-        theirs: sum(math.prod(shapes[name]) for name in names) * target.itemsize for theirs, names in groups.items()
-    }
     split = split_state_dict_into_shards_factory(
         sizes,  # type: ignore[type-var]
         get_storage_size=lambda size: size,  # type: ignore[arg-type, return-value]
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=size_limit,
     )
-    done = 0
-    for file, names in split.filename_to_tensors.items():
-        shard = {name: their_tensor(weights, family, name, groups[name]).to(target).contiguous() for name in names}
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        shutil.copymode(folder / "config.json", folder / file)  # save_file makes files that only their owner reads
-        done += sum(sizes[name] for name in names)
-        if progress:
-            progress(done, sum(sizes.values()))
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    return list(split.filename_to_tensors), done
+    return split.filename_to_tensors
+
+
+def _write_index(folder: Path, files: dict[str, list[str]], sizes: dict[str, int]) -> None:
+    places = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _write_shard(file: Path, groups: dict[str, list[str]], weights: Weights, family: Family[Any], dtype: str) -> None:
+    """One safetensors file: each of their tensors from ours of its group."""
+    import torch
+    from safetensors.torch import save_file
+
+    target: torch.dtype = getattr(torch, dtype)
+    shard = {
+        theirs: their_tensor(weights, family, theirs, ours).to(target).contiguous() for theirs, ours in groups.items()
+    }
+    save_file(shard, file, metadata={"format": "pt"})
+    shutil.copymode(file.with_name("config.json"), file)  # save_file makes files that only their owner reads
 
 
 def _write_configs(source: Source, folder: Path, dtype: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kenotron import interop, training
+from kenotron.launch.export_hook import ExportHook
 from kenotron.parallel.ranks import run_on_rank0
 from kenotron.training import compare
 
@@ -22,7 +23,14 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     """`kenotron.training.train`, the architecture resolved first."""
     config = run_on_rank0(lambda: interop.resolve_architecture(config))
     return training.train(
-        config, mesh, device, fresh=fresh, reopen=reopen, open_weights=interop.initial_tensors, complete=complete
+        config,
+        mesh,
+        device,
+        fresh=fresh,
+        reopen=reopen,
+        open_weights=interop.initial_tensors,
+        complete=complete,
+        export=ExportHook(),
     )
 
 

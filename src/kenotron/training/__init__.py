@@ -48,12 +48,13 @@ def train(
     reopen: bool = False,
     open_weights: OpenWeights | None = None,
     complete: Complete | None = None,
+    export: Hook | None = None,
 ) -> Run | None:
     """Train as `config` says, from its newest checkpoint if there is one. All ranks of `mesh` call it.
 
     Its architecture is resolved (`interop.resolve_architecture`). `fresh` sets earlier checkpoints aside and starts at
     step 0. `open_weights` opens what `model.init_method.path` names, `complete` continues
-    `logging.sample_prompts`. Returns the run; if its checkpoint has all steps
+    `logging.sample_prompts`, `export` serves `checkpoints.export_hf`. Returns the run; if its checkpoint has all steps
     already, nothing is loaded and None returned, or with `reopen` the run as it ended. Raises InputError if the input
     is wrong, RunFailed if the run cannot go on.
     """
@@ -82,7 +83,7 @@ def train(
             return None
         if not done:
             run_on_rank0(lambda: make_log_folder(config))
-        hooks = build_hooks(config, mesh, complete)
+        hooks = build_hooks(config, mesh, complete, export)
         run = build_run(config, mesh, device, start, open_weights, hooks)
         try:
             if done:

@@ -107,7 +107,7 @@ def open_data(config: Config, start: Start) -> RunData:
     return data
 
 
-def build_hooks(config: Config, mesh: Mesh, complete: Complete | None = None) -> list[Hook]:
+def build_hooks(config: Config, mesh: Mesh, complete: Complete | None = None, export: Hook | None = None) -> list[Hook]:
     """The hooks that this config asks for, in the order in which they are called (`Hook.priority`).
 
     What only writes lines or files is on the first rank; what computes or decides is on all.
@@ -119,6 +119,10 @@ def build_hooks(config: Config, mesh: Mesh, complete: Complete | None = None) ->
         if complete is None:
             raise InputError("logging.sample_prompts: this caller of training has nothing to complete them with")
         hooks.append(SampleCompletions(complete))
+    if config.checkpoints.export_hf:
+        if export is None:
+            raise InputError("checkpoints.export_hf: this caller of training has nothing to export with")
+        hooks.append(export)
     if mesh.is_first:
         hooks += _first_rank_hooks(config)
     for entry in config.general.hooks or []:
