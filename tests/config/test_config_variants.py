@@ -44,7 +44,7 @@ HF = {"hf_dataset_or_datasets": "org/name"}
         ({"is_olmo2_config": True}, Olmo2Architecture),
         ({"family": "qwen3"}, Qwen3Architecture),
         ({"is_qwen3_config": True, "head_dim": 8}, Qwen3Architecture),
-        ({"head_dim": 8}, Qwen3Architecture),
+        ({"head_dim": 8}, LlamaArchitecture),
         ({"family": "mistral"}, MistralArchitecture),
         ({"is_mistral_config": True, "sliding_window": 8}, MistralArchitecture),
         ({"_fused_rotary_emb": False, "_fused_rms_norm": False, "log_attn_probs": False}, Qwen2Architecture),

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenotron.config.decoder import ACTIVATIONS
+from kenotron.config.decoder import ACTIVATIONS, AttentionArchitecture
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.interop import hf_architecture
 from kenotron.interop.hf_config import architecture_from_hf, hf_config
-from kenotron.models.families.llama import LlamaArchitecture
+from kenotron.models.families.llama import Llama, LlamaArchitecture
 from support.tiny_llamas import VARIANTS, hf_llama
 
 SMALL = {
@@ -75,7 +75,6 @@ def test_keys_that_only_travel_are_kept():
         ({"model_type": "gemma"}, "'gemma'; expected one of llama"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"head_dim": 32}, "head_dim 32"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_act": "relu2"}, "hidden_act 'relu2'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
@@ -100,6 +99,18 @@ def test_what_the_maths_does_not_serve_is_refused_by_name(changes, named):
 def test_a_wrong_value_is_named_with_its_file(changes, named):
     with pytest.raises(InputError, match=named):
         read(**changes)
+
+
+def test_heads_may_be_wider_than_their_share_of_the_hidden_size():
+    assert (read(head_dim=32).head_dim, read(head_dim=16).free_head_dim, read().head_dim) == (32, None, 16)
+    exported = hf_config(read(head_dim=32), "float32", 2)
+    assert (exported.head_dim, hf_config(read(), "float32", 2).head_dim) == (32, 16)
+
+
+def test_a_family_without_a_key_for_wide_heads_refuses_them(monkeypatch):
+    monkeypatch.setattr(Llama, "section", AttentionArchitecture)
+    with pytest.raises(NotSupportedYet, match="head_dim 32, other than hidden_size / num_attention_heads = 16"):
+        read(head_dim=32)
 
 
 def test_of_several_ends_of_text_the_first_is_taken_and_that_is_said():

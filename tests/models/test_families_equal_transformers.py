@@ -102,9 +102,6 @@ def test_a_head_dim_of_its_own_is_known_by_name_where_it_is_wrong(tmp_path: Path
         load(our_config(tmp_path, **keys, head_dim=5))
     with pytest.raises(InputError, match=r"num_attention_heads: expected a divisor of hidden_size 30, found 4"):
         load(our_config(tmp_path, **keys))
-    plain = hf_model("llama").config.to_dict() | {"head_dim": 16, "architectures": ["LlamaForCausalLM"]}
-    with pytest.raises(NotSupportedYet, match="head_dim 16, other than hidden_size / num_attention_heads = 8"):
-        architecture_from_hf(plain, "config.json")
 
 
 def test_flops_of_wide_heads_are_those_of_their_matrices() -> None:

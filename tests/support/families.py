@@ -27,9 +27,9 @@ SHAPES = {
 THETA = {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}
 # (model_type, its own keys of config.json)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
+    "llama": ("llama", {"head_dim": 16}),
     "mistral": ("mistral", {"sliding_window": 5, "head_dim": 8}),
-    "mistral_without_window": ("mistral", {"sliding_window": None, "head_dim": 8}),
+    "mistral_without_window": ("mistral", {"sliding_window": None, "head_dim": 6}),
     "olmo2": ("olmo2", {}),
     "olmo2_biased": ("olmo2", {"attention_bias": True, "rms_norm_eps": 1e-3}),
     "qwen3": ("qwen3", {"head_dim": 16}),

@@ -250,6 +250,14 @@ class RopeArchitecture(AttentionArchitecture):
     )
     rope_theta: float = key("Base of the rotary frequencies.", 10000.0, gt=0)
     rope_interleaved: bool = key("Rotate neighbouring pairs instead of the two halves of a head.", False)
+    free_head_dim: int | None = key(
+        "Channels of one head; null: hidden_size / num_attention_heads.", None, ge=2, alias="head_dim", mark=OURS
+    )
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head, with the default filled in."""
+        return self.free_head_dim or super().head_dim
 
     @property
     def rope_type(self) -> str:
@@ -272,7 +280,11 @@ class RopeArchitecture(AttentionArchitecture):
         return self.rope_type == "dynamic"
 
     def head_dim_problems(self) -> Iterator[Problem]:
-        """RoPE rotates pairs of channels, so a head needs an even number of them."""
+        """RoPE rotates pairs of channels, so a head needs an even number; otherwise a given `head_dim` is free."""
+        if self.free_head_dim is not None:
+            if self.free_head_dim % 2:
+                yield "head_dim", f"expected an even number, found {self.free_head_dim}"
+            return
         if self.hidden_size % self.num_attention_heads == 0 and self.head_dim % 2:
             yield "hidden_size", f"expected an even hidden_size / num_attention_heads, found {self.head_dim}"
         yield from super().head_dim_problems()

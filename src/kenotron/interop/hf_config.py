@@ -83,7 +83,7 @@ def architecture_from_hf(
     found |= {"hidden_act": _activation(config.get("hidden_act", _default(kind, "hidden_act")), where)}
     if issubclass(kind.section, RopeArchitecture):
         found |= _rope(config, where)
-    found |= _end_of_text(config, where, report)
+    found |= _head_dim(config, where, kind) | _end_of_text(config, where, report)
     for key in ("bos_token_id", "eos_token_id"):
         if key in config and found.get(key) is None:
             report(f"{where}: {key} is null; {_default(kind, key)} is written instead")
@@ -136,14 +136,18 @@ def _refuse_foreign(config: Mapping[str, Any], where: str, family: type[Family[A
     for key in ("hidden_size", *(["num_attention_heads"] if attends else [])):
         if not isinstance(config.get(key), int):
             raise InputError(f"{where}: {key}: expected an integer, found {config.get(key)!r}")
-    if not attends:
-        return
-    width, heads = config["hidden_size"], config["num_attention_heads"]
-    free = any(field.alias == "head_dim" for field in family.section.model_fields.values())
-    if not free and config.get("head_dim") not in (None, width // heads):
-        raise NotSupportedYet(
-            f"{where}: head_dim {config['head_dim']}, other than hidden_size / num_attention_heads = {width // heads}"
-        )
+
+
+def _head_dim(config: Mapping[str, Any], where: str, family: type[Family[Any]]) -> dict[str, Any]:
+    """`head_dim` where it is another one than the widths make it."""
+    if not issubclass(family.section, AttentionArchitecture):
+        return {}
+    width, given = config["hidden_size"] // config["num_attention_heads"], config.get("head_dim")
+    if given in (None, width):
+        return {}
+    if not any(field.alias == "head_dim" for field in family.section.model_fields.values()):
+        raise NotSupportedYet(f"{where}: head_dim {given}, other than hidden_size / num_attention_heads = {width}")
+    return {"head_dim": given}
 
 
 def _end_of_text(config: Mapping[str, Any], where: str, report: Report) -> dict[str, int]:
@@ -198,6 +202,8 @@ def hf_config(architecture: DecoderArchitecture, dtype: str, eos_token_id: int |
             values |= _heads_for(plain, architecture, family.hf_class)
         if isinstance(architecture, RopeArchitecture):
             values |= _rope_for(plain, architecture)
+            if architecture.free_head_dim is not None or hasattr(plain, "head_dim"):
+                values["head_dim"] = architecture.head_dim
         values |= {"hidden_act": architecture.hidden_act, "eos_token_id": eos_token_id, "dtype": dtype}
         values |= {**family.hf_fixed, "architectures": [family.hf_class]}
         return AutoConfig.for_model(family.hf_model_type, **family.to_hf(values))

@@ -11,6 +11,8 @@ simply has half the heads.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from kenotron.config.decoder import RopeArchitecture
@@ -50,28 +52,17 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = q_norm, k_norm
 
     @staticmethod
-    def of(
-        config: RopeArchitecture,
-        layer: int,
-        *,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        q_norm: nn.Module | None = None,
-        k_norm: nn.Module | None = None,
-    ) -> Attention:
-        """As a section describes it."""
+    def of(config: RopeArchitecture, layer: int, **options: Any) -> Attention:
+        """As a section describes it. `options` of the constructor: biases, norms."""
         return Attention(
             config.hidden_size,
             config.num_attention_heads,
             config.kv_heads,
             config.head_dim,
             layer,
-            qkv_bias=qkv_bias,
-            output_bias=output_bias,
             rope_interleaved=config.rope_interleaved,
             window=config.attention_window,
-            q_norm=q_norm,
-            k_norm=k_norm,
+            **options,
         )
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:

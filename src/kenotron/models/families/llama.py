@@ -8,7 +8,7 @@ Names are Hugging Face's, so a checkpoint of either loads into the other tensor 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kenotron.config.decoder import RopeArchitecture
 from kenotron.config.section import EXPORT, OURS, key
@@ -59,23 +59,15 @@ class LlamaStyle(Family[C]):
         ),
     )
 
-    def pre_norm_block(
-        self,
-        layer: int,
-        *,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        q_norm: nn.Module | None = None,
-        k_norm: nn.Module | None = None,
-    ) -> nn.Module:
-        """``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+    def pre_norm_block(self, layer: int, **attention: Any) -> nn.Module:
+        """``x + attention(norm(x))``, then ``x + mlp(norm(x))``. `attention`: options of `Attention.of`."""
         from kenotron.models.blocks.attention import Attention
         from kenotron.models.blocks.mlp import GatedMLP
         from kenotron.models.blocks.pre_norm import PreNormBlock
 
         return PreNormBlock(
             self.final_norm(),
-            Attention.of(self.config, layer, qkv_bias=qkv_bias, output_bias=output_bias, q_norm=q_norm, k_norm=k_norm),
+            Attention.of(self.config, layer, **attention),
             self.final_norm(),
             GatedMLP(self.config.hidden_size, self.config.intermediate_size, self.config.hidden_act),
         )
