@@ -26,6 +26,7 @@ from kenotron.models.families.mistral import MistralArchitecture
 from kenotron.models.families.olmo2 import Olmo2Architecture
 from kenotron.models.families.qwen2 import Qwen2Architecture
 from kenotron.models.families.qwen3 import Qwen3Architecture
+from kenotron.models.families.smollm3 import SmolLM3Architecture
 
 HF = {"hf_dataset_or_datasets": "org/name"}
 
@@ -42,6 +43,8 @@ HF = {"hf_dataset_or_datasets": "org/name"}
         ({"family": "qwen2"}, Qwen2Architecture),
         ({"family": "olmo2"}, Olmo2Architecture),
         ({"is_olmo2_config": True}, Olmo2Architecture),
+        ({"family": "smollm3"}, SmolLM3Architecture),
+        ({"is_smollm3_config": True, "no_rope_layers": [1, 0], "num_hidden_layers": 2}, SmolLM3Architecture),
         ({"family": "qwen3"}, Qwen3Architecture),
         ({"is_qwen3_config": True, "head_dim": 8}, Qwen3Architecture),
         ({"head_dim": 8}, LlamaArchitecture),

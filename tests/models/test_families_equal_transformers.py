@@ -1,7 +1,7 @@
 """Every built-in family computes what transformers computes: logits, loss, gradients, decoding.
 
 Mistral's sliding window, Qwen2's attention_bias, Qwen3's norms of queries and keys, OLMo 2's norms behind each
-branch are what tells them from a Llama.
+branch, SmolLM3's layers without positions are what tells them from a Llama.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kenotron.config import load
 from kenotron.config.architecture import built_in_sections
@@ -19,11 +19,13 @@ from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.generation import generate
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, initial_tensors, to_hf
-from kenotron.interop.hf_config import architecture_from_hf
+from kenotron.interop.hf_config import architecture_from_hf, hf_config
 from kenotron.kernels.attention import Borders, attention
 from kenotron.models import Context, build, flops_per_token, named_parameters
 from kenotron.models.decoder import Decoder
-from support.families import FAMILIES, hf_model, ours_of, save
+from kenotron.models.families.qwen2 import Qwen2Architecture
+from kenotron.models.families.smollm3 import SmolLM3Architecture
+from support.families import FAMILIES, filled, hf_model, ours_of, save
 from support.tiny_llamas import our_config, our_logits, random_tokens
 
 
@@ -87,11 +89,7 @@ def test_norms_of_queries_and_keys_follow_the_order_of_ropes_channels(which: str
     folder, tokens = save(theirs, tmp_path / "hf"), random_tokens(1, 17)
     halves = load_for_generation(folder).config.architecture
     turned = halves.model_copy(update={"rope_interleaved": True})
-    model = Decoder(turned)
-    weights = initial_tensors(str(folder), turned)
-    with torch.no_grad():
-        for name, parameter in named_parameters(model):
-            parameter.copy_(weights[name])
+    model = filled(Decoder(turned), initial_tensors(str(folder), turned))
     close(our_logits(model, tokens), theirs(tokens).logits.detach())
 
 
@@ -102,6 +100,32 @@ def test_a_head_dim_of_its_own_is_known_by_name_where_it_is_wrong(tmp_path: Path
         load(our_config(tmp_path, **keys, head_dim=5))
     with pytest.raises(InputError, match=r"num_attention_heads: expected a divisor of hidden_size 30, found 4"):
         load(our_config(tmp_path, **keys))
+
+
+def test_layers_without_rope_are_those_of_transformers_and_of_nanotron(tmp_path: Path) -> None:
+    for interval in (1, 2, 3, 4, 12):
+        theirs = AutoConfig.for_model("smollm3", num_hidden_layers=12, no_rope_layer_interval=interval).no_rope_layers
+        keys = {"num_hidden_layers": 12, "hidden_size": 32, "num_attention_heads": 4}
+        one = SmolLM3Architecture(**keys, no_rope_layer_interval=interval)
+        other = Qwen2Architecture(**keys, no_rope_layer=interval)
+        assert (
+            [one.uses_rope(n) for n in range(12)] == [other.uses_rope(n) for n in range(12)] == list(map(bool, theirs))
+        )
+    nanotrons = load(our_config(tmp_path, is_qwen2_config=True, no_rope_layer=2)).model.decoder
+    smollm3, tokens = hf_model("smollm3"), random_tokens(2, 17)
+    close(our_logits(filled(Decoder(nanotrons), smollm3.state_dict()), tokens), smollm3(tokens).logits.detach())
+    with pytest.raises(InputError, match="no_rope_layer: 2: Hugging Face's Qwen2 has rotary positions in every layer"):
+        hf_config(nanotrons, "float32", 0)
+
+
+def test_layers_without_rope_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no_rope_layer: expected a divisor of num_hidden_layers 2, found 3"):
+        load(our_config(tmp_path, is_qwen2_config=True, no_rope_layer=3))
+    with pytest.raises(InputError, match=r"no_rope_layers: expected a number for each of num_hidden_layers 2, found 1"):
+        load(our_config(tmp_path, is_smollm3_config=True, no_rope_layers=[1]))
+    windowed = hf_model("smollm3").config.to_dict() | {"use_sliding_window": True}
+    with pytest.raises(NotSupportedYet, match="use_sliding_window: true"):
+        architecture_from_hf(windowed | {"architectures": ["SmolLM3ForCausalLM"]}, "config.json")
 
 
 def test_flops_of_wide_heads_are_those_of_their_matrices() -> None:

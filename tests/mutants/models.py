@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutants.mutant import Mutant, NotCounted
 
 LLAMA = "models/test_llama_gradients.py"
+FAMILIES = "models/test_families_equal_transformers.py"
 LOSS = ("kernels/test_linear_cross_entropy.py",)
 
 MUTANTS = [
@@ -78,7 +79,23 @@ MUTANTS = [
         find="(keys > queries - window)",
         replace="(keys >= queries - window)",
         why="Mistral's window counts the query itself: another model than the one that was published",
-        tests=("models/test_families_equal_transformers.py::test_a_window_in_blocks_is_the_masked_softmax_in_float64",),
+        tests=(f"{FAMILIES}::test_a_window_in_blocks_is_the_masked_softmax_in_float64",),
+    ),
+    Mutant(
+        name="layers-without-positions-one-too-early",
+        file="models/families/smollm3.py",
+        find="(layer + 1) % self.no_rope_layer_interval",
+        replace="layer % self.no_rope_layer_interval",
+        why="the layers without rotary positions are the first of every four, not the last",
+        tests=(f"{FAMILIES}::test_layers_without_rope_are_those_of_transformers_and_of_nanotron",),
+    ),
+    Mutant(
+        name="no-rope-layers-by-its-name",
+        file="models/families/smollm3.py",
+        find="return bool(self.no_rope_layers[layer])",
+        replace="return not self.no_rope_layers[layer]",
+        why="no_rope_layers is read as its name has it: a 1 there means rotary positions",
+        tests=(f"{FAMILIES}::test_logits_loss_and_every_gradient_are_those_of_transformers[smollm3]",),
     ),
     Mutant(
         name="a-document-runs-on-into-the-next-sequence",

@@ -182,9 +182,6 @@ MUTANTS = [
         why="of 5 rows over 4 ranks one belongs to none: it is never initialized and never saved",
         tests=("layouts/test_shards.py",),
     ),
-]
-
-NOT_COUNTED = [
     Mutant(
         name="a-weight-of-all-heads-takes-one-ranks-gradient",
         file="parallel/tensor.py",
@@ -201,6 +198,9 @@ NOT_COUNTED = [
         why="the loss is right, and the gradients through a norm over split features lack what other ranks do with it",
         tests=(f"{FAMILIES}[olmo2-2-tp=2 mode=REDUCE_SCATTER]",),
     ),
+]
+
+NOT_COUNTED = [
     NotCounted(
         name="reduce-scatter-by-mean-on-gpus",
         file="parallel/collectives.py",

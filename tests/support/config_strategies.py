@@ -158,6 +158,10 @@ def _heads(model: dict[str, Any]) -> None:
     model.update(num_key_value_heads=2)
     if "is_mistral_config" in model or model.get("family") == "mistral":
         model["sliding_window"] = None
+    if "no_rope_layers" in model:
+        model["no_rope_layers"] = [1, 1, 0, 1]
+    if model.get("no_rope_layer"):
+        model["no_rope_layer"] = 2
     if model.get("head_dim"):
         model["head_dim"] = 10
 

@@ -161,7 +161,6 @@ REFUSED: dict[str, str] = {
             "rope_seq_len_interpolation_factor": 2.0,
             "flex_attention_mask": "document",
             "sliding_window_size": 8,
-            "no_rope_layer": 2,
             "_use_doc_masking": "true",
             "ring_attn_heads_k_stride": 1,
             "moe_config": "{num_experts: 2}",
@@ -560,11 +559,14 @@ OWN_TESTS = {
         MistralArchitecture.is_mistral_config Qwen2Architecture.is_qwen2_config
         Qwen3Architecture.family Qwen3Architecture.is_qwen3_config
         Olmo2Architecture.family Olmo2Architecture.is_olmo2_config
+        SmolLM3Architecture.family SmolLM3Architecture.is_smollm3_config
         Qwen2Architecture._fused_rotary_emb Qwen2Architecture._fused_rms_norm Qwen2Architecture._use_qkv_packed
         Qwen2Architecture.log_attn_probs Qwen2Architecture.pretraining_tp""",
     "test_families_equal_transformers.py": """
         MistralArchitecture.sliding_window Qwen2Architecture.attention_bias
-        Qwen3Architecture.attention_bias Olmo2Architecture.attention_bias""",
+        Qwen3Architecture.attention_bias Olmo2Architecture.attention_bias SmolLM3Architecture.attention_bias
+        SmolLM3Architecture.no_rope_layers SmolLM3Architecture.no_rope_layer_interval
+        Qwen2Architecture.no_rope_layer""",
     "test_remote_tokens.py": "Config.remote_data RemoteData.cache_folder RemoteData.cache_gb",
     "test_remote_failures.py": "RemoteData.tries",
     "test_console_and_metrics.py": "Logging.log_level_replica",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -22,6 +24,7 @@ SHAPES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
     "eos_token_id": 0,
+    "pad_token_id": None,
     "bos_token_id": 1,
 }
 THETA = {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}
@@ -34,6 +37,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2_biased": ("olmo2", {"attention_bias": True, "rms_norm_eps": 1e-3}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3_biased": ("qwen3", {"head_dim": 6, "attention_bias": True, "tie_word_embeddings": True}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "tie_word_embeddings": False}),
+    "smollm3_by_list": ("smollm3", {"no_rope_layers": [0, 1], "attention_bias": True}),
     "qwen2": ("qwen2", {"use_sliding_window": False}),
     "qwen2_tied": ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
 }
@@ -55,8 +60,11 @@ def hf_model(which: str, seed: int = 0) -> PreTrainedModel:
 def ours_of(theirs: PreTrainedModel) -> Decoder:
     """Our model of the same config and weights."""
     config = {**theirs.config.to_dict(), "architectures": [type(theirs).__name__]}
-    model = Decoder(architecture_from_hf(config, "config.json"))
-    weights = theirs.state_dict()
+    return filled(Decoder(architecture_from_hf(config, "config.json")), theirs.state_dict())
+
+
+def filled(model: Decoder, weights: Mapping[str, Tensor]) -> Decoder:
+    """`model` with these weights, by name."""
     with torch.no_grad():
         for name, parameter in named_parameters(model):
             parameter.copy_(weights[name])

@@ -259,6 +259,10 @@ class RopeArchitecture(AttentionArchitecture):
         """Channels of one head, with the default filled in."""
         return self.free_head_dim or super().head_dim
 
+    def uses_rope(self, layer: int) -> bool:
+        """Whether layer number `layer` has rotary positions: every one, unless the family says otherwise."""
+        return True
+
     @property
     def rope_type(self) -> str:
         """The rule of `rope_scaling`; "default" without one."""

@@ -2,7 +2,7 @@
 
     x ── q_proj ── norm ── rope ──┐
       ├─ k_proj ── norm ── rope ──┼── ctx.attention ── o_proj ── y         the norms where a family has them
-      └─ v_proj ──────────────────┘
+      └─ v_proj ──────────────────┘                                        rope in layers with positions
 
 Tokens come flat, ``[tokens, hidden]``; only here do they fold into ``[sequences, heads, length, head_dim]``.
 Head counts are read off the width of the local projections, so a tensor-parallel shard with half the columns
@@ -24,8 +24,9 @@ from kenotron.models.context import Context
 class Attention(nn.Module):
     """Query, key, value and output projections around the attention function of the context.
 
-    `window`: tokens that a token attends to, itself included; None: all before it. `layer` is the global number,
-    for attention functions with memory. `q_norm`, `k_norm`: what normalizes queries and keys, all heads side by side.
+    `rotary`: whether queries and keys turn by their positions. `window`: tokens that a token attends to, itself
+    included; None: all before it. `layer` is the global number, for attention functions with memory. `q_norm`,
+    `k_norm`: what normalizes queries and keys, all heads side by side.
     """
 
     def __init__(
@@ -38,13 +39,15 @@ class Attention(nn.Module):
         *,
         qkv_bias: bool = False,
         output_bias: bool = False,
+        rotary: bool = True,
         rope_interleaved: bool = False,
         window: int | None = None,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.head_dim, self.layer, self.rope_interleaved, self.window = head_dim, layer, rope_interleaved, window
+        self.head_dim, self.layer, self.window = head_dim, layer, window
+        self.rotary, self.rope_interleaved = rotary, rope_interleaved
         self.q_proj = Linear(hidden_size, heads * head_dim, qkv_bias)
         self.k_proj = Linear(hidden_size, kv_heads * head_dim, qkv_bias)
         self.v_proj = Linear(hidden_size, kv_heads * head_dim, qkv_bias)
@@ -60,6 +63,7 @@ class Attention(nn.Module):
             config.kv_heads,
             config.head_dim,
             layer,
+            rotary=config.uses_rope(layer),
             rope_interleaved=config.rope_interleaved,
             window=config.attention_window,
             **options,
@@ -70,9 +74,10 @@ class Attention(nn.Module):
         q, k, v = self.q_proj.grouped(x, self.q_proj, self.k_proj, self.v_proj)
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
-        q = apply_rope(self._heads(q, ctx), *rope, self.rope_interleaved)
-        k = apply_rope(self._heads(k, ctx), *rope, self.rope_interleaved)
-        v = self._heads(v, ctx)
+        q, k, v = self._heads(q, ctx), self._heads(k, ctx), self._heads(v, ctx)
+        if self.rotary:
+            q = apply_rope(q, *rope, self.rope_interleaved)
+            k = apply_rope(k, *rope, self.rope_interleaved)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.window is None:
             y = ctx.attention(q, k, v, ctx, self.layer)

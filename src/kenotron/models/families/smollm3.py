@@ -1,0 +1,66 @@
+"""SmolLM3 (huggingface.co/blog/smollm3): a Llama with layers that have no positions, one in four (arXiv 2501.18795).
+
+    layer           0      1      2      3      4      5      6      7
+                    RoPE   RoPE   RoPE   none   RoPE   RoPE   RoPE   none
+
+A layer without rotary positions tells tokens apart by their content and by the causal mask alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from kenotron.config.decoder import Problem
+from kenotron.config.section import OURS, key
+from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class SmolLM3Architecture(LlamaStyleArchitecture):
+    """The SmolLM3 family, under Hugging Face's names."""
+
+    family: Literal["smollm3"] = key("The family's name.", "smollm3", mark=OURS)
+    is_smollm3_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    attention_bias: bool = key("Biases on the attention projections.", False)
+    no_rope_layer_interval: int = key("N: every N-th layer has no rotary positions.", 4, ge=1, mark=OURS)
+    no_rope_layers: list[Literal[0, 1]] | None = key(
+        "Layer by layer, 1: rotary positions, 0: none (so Hugging Face has it, despite the name); null: by "
+        "no_rope_layer_interval.",
+        None,
+        mark=OURS,
+    )
+
+    def uses_rope(self, layer: int) -> bool:
+        """By the list, or else by the interval."""
+        if self.no_rope_layers is not None:
+            return bool(self.no_rope_layers[layer])
+        return (layer + 1) % self.no_rope_layer_interval != 0
+
+    def shape_problems(self) -> Iterator[Problem]:
+        """The list needs a number for every layer."""
+        yield from super().shape_problems()
+        layers, given = self.num_hidden_layers, self.no_rope_layers
+        if given is not None and len(given) < layers:
+            yield "no_rope_layers", f"expected a number for each of num_hidden_layers {layers}, found {len(given)}"
+
+
+class SmolLM3(LlamaStyle[SmolLM3Architecture]):
+    """What differs from a Llama is in the section: `uses_rope`."""
+
+    section = SmolLM3Architecture
+    hf_model_type = "smollm3"
+    hf_class = "SmolLM3ForCausalLM"
+    hf_fixed = {"use_sliding_window": False, "mlp_bias": False}  # noqa: RUF012
+
+    def block(self, layer: int) -> nn.Module:
+        """Layer number `layer`."""
+        bias = self.config.attention_bias
+        return self.pre_norm_block(layer, qkv_bias=bias, output_bias=bias)
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json without tie_word_embeddings means true there."""
+        return values | {"tie_word_embeddings": config.get("tie_word_embeddings", True)}
