@@ -21,6 +21,7 @@ NOT_READ = {
     "is_qwen2_config": "a marker",
     "is_qwen3_config": "a marker",
     "is_smollm3_config": "a marker",
+    "is_starcoder2_config": "a marker",
     "lr_decay_steps": "read through LearningRateScheduler.decay_steps",
     "lr_decay_starting_step": "read through LearningRateScheduler.decay_start",
 }

@@ -27,6 +27,7 @@ from kenotron.models.families.olmo2 import Olmo2Architecture
 from kenotron.models.families.qwen2 import Qwen2Architecture
 from kenotron.models.families.qwen3 import Qwen3Architecture
 from kenotron.models.families.smollm3 import SmolLM3Architecture
+from kenotron.models.families.starcoder2 import Starcoder2Architecture
 
 HF = {"hf_dataset_or_datasets": "org/name"}
 
@@ -43,6 +44,9 @@ HF = {"hf_dataset_or_datasets": "org/name"}
         ({"family": "qwen2"}, Qwen2Architecture),
         ({"family": "olmo2"}, Olmo2Architecture),
         ({"is_olmo2_config": True}, Olmo2Architecture),
+        ({"family": "starcoder2"}, Starcoder2Architecture),
+        ({"is_starcoder2_config": True}, Starcoder2Architecture),
+        ({"grouped_query": True, "num_kv_heads": 2}, Starcoder2Architecture),
         ({"family": "smollm3"}, SmolLM3Architecture),
         ({"is_smollm3_config": True, "no_rope_layers": [1, 0], "num_hidden_layers": 2}, SmolLM3Architecture),
         ({"family": "qwen3"}, Qwen3Architecture),
@@ -65,8 +69,7 @@ def test_an_architecture_is_known_by_its_keys(minimal: dict[str, Any], keys: dic
 @pytest.mark.parametrize(
     ("keys", "family"),
     [
-        ({"is_starcoder2_config": True}, "Starcoder2"),
-        ({"grouped_query": True, "num_kv_heads": 2}, "Starcoder2"),
+        ({"is_llamoe_config": True, "moe_num_experts": 4}, "LlaMoE"),
         ({"is_mamba_config": True, "d_model": 64}, "Mamba"),
     ],
 )
@@ -75,6 +78,62 @@ def test_other_families_of_nanotron_are_refused_by_name(
 ) -> None:
     minimal["model"]["model_config"] = keys
     with pytest.raises(NotSupportedYet, match=rf"model\.model_config: the family {family}"):
+        load(minimal)
+
+
+def test_a_starcoder2_has_nanotrons_defaults_and_names(minimal: dict[str, Any]) -> None:
+    minimal["model"]["model_config"] = {"is_starcoder2_config": True}
+    model = load(minimal).model.decoder
+    defaults = {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "kv_heads": 1,
+        "vocab_size": 49280,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 49152,
+        "eos_token_id": 49152,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "attention_window": None,
+    }
+    assert {name: getattr(model, name) for name in defaults} == defaults
+    minimal["model"]["model_config"] |= {
+        "grouped_query": True,
+        "num_kv_heads": 4,
+        "activation_function": "gelu",
+        "layer_norm_epsilon": 1e-6,
+        "sliding_window_size": 8,
+        "intermediate_size": None,
+        "hidden_size": 64,
+    }
+    config = load(minimal)
+    model = config.model.decoder
+    assert isinstance(model, Starcoder2Architecture)
+    assert (model.kv_heads, model.hidden_act, model.norm_epsilon) == (4, "gelu", 1e-6)
+    assert (model.attention_window, model.intermediate_size) == (8, 256)
+    assert load(to_dict(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"grouped_query": True}, "num_kv_heads: missing: grouped_query needs it"),
+        (
+            {"multi_query": True, "num_kv_heads": 2},
+            "multi_query: means one .*; expected false with 2 key and value heads",
+        ),
+        ({"layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-6}, "layer_norm_epsilon: is another name of norm_epsilon"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of num_attention_heads 16, found 3"),
+        ({"layer_norm_epsilo": 1.0}, "unknown key 'model.model_config.layer_norm_epsilo'; did you mean"),
+    ],
+)
+def test_keys_of_a_starcoder2_that_do_not_fit_are_named(
+    minimal: dict[str, Any], keys: dict[str, Any], message: str
+) -> None:
+    minimal["model"]["model_config"] = {"is_starcoder2_config": True} | keys
+    with pytest.raises(InputError, match=rf"{message}"):
         load(minimal)
 
 

@@ -2,7 +2,8 @@
 
 A weight that sees only a rank's heads (Qwen3's norms of queries and keys) has a gradient to be summed over tp ranks;
 norms over all heads (OLMo 2's) have a sum of squares, whose gradient is to be summed as well. A layer that is unlike
-its neighbours (SmolLM3's without positions) has to be itself on whichever pipeline stage it lies.
+its neighbours (SmolLM3's without positions) has to be itself on whichever pipeline stage it lies. Biases of norms that
+see a rank's tokens alone (StarCoder2's) have summands as gradients, and a bias behind a sum over ranks is added once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ QUICK = [
     ("olmo2", 2, "tp=2 mode=REDUCE_SCATTER"),
     ("qwen3", 2, "tp=2"),
     ("smollm3", 2, "pp=2 engine=interleaved_1f1b"),
+    ("starcoder2", 2, "tp=2 mode=REDUCE_SCATTER"),
 ]
 LAYOUTS = [
     (2, "dp=2"),

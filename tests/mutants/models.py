@@ -82,6 +82,14 @@ MUTANTS = [
         tests=(f"{FAMILIES}::test_a_window_in_blocks_is_the_masked_softmax_in_float64",),
     ),
     Mutant(
+        name="layer-norm-epsilon-of-torch",
+        file="models/blocks/norm.py",
+        find="self.bias.to(x.dtype), self.eps)",
+        replace="self.bias.to(x.dtype))",
+        why="the config's norm_epsilon is accepted and ignored",
+        tests=(f"{FAMILIES}::test_logits_loss_and_every_gradient_are_those_of_transformers[starcoder2_windowed]",),
+    ),
+    Mutant(
         name="layers-without-positions-one-too-early",
         file="models/families/smollm3.py",
         find="(layer + 1) % self.no_rope_layer_interval",

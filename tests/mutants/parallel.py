@@ -191,6 +191,14 @@ MUTANTS = [
         tests=(f"{FAMILIES}[qwen3-2-tp=2]",),
     ),
     Mutant(
+        name="norm-biases-not-summed-under-reduce-scatter",
+        file="parallel/tensor.py",
+        find="name: _local(parameter, partial) for name",
+        replace='name: _local(parameter, partial and name != "bias") for name',
+        why="a LayerNorm on sequence shards sums the gradients of its weight, and forgets its bias",
+        tests=(f"{FAMILIES}[starcoder2-2-tp=2 mode=REDUCE_SCATTER]",),
+    ),
+    Mutant(
         name="norm-over-all-heads-forgets-the-other-ranks-gradients",
         file="parallel/tensor.py",
         find="squares = copy_to(reduce_from(squares, group), group)",

@@ -158,6 +158,8 @@ def _heads(model: dict[str, Any]) -> None:
     model.update(num_key_value_heads=2)
     if "is_mistral_config" in model or model.get("family") == "mistral":
         model["sliding_window"] = None
+    if "is_starcoder2_config" in model or model.get("family") == "starcoder2":
+        model.update(sliding_window=None, multi_query=False)
     if "no_rope_layers" in model:
         model["no_rope_layers"] = [1, 1, 0, 1]
     if model.get("no_rope_layer"):

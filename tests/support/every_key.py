@@ -15,6 +15,7 @@ from typing import Any
 
 from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.schema import Row as SchemaRow
+from support import family_keys
 from support.tiny_run import metrics, weights
 
 
@@ -155,21 +156,10 @@ class Row:
 # Refused as not supported yet.
 REFUSED: dict[str, str] = {
     "AttentionArchitecture._attn_implementation": "model.model_config._attn_implementation=flex_attention",
-    **{
-        f"Qwen2Architecture.{key}": f"model.model_config={{is_qwen2_config: true, {key}: {value}}}"
-        for key, value in {
-            "rope_seq_len_interpolation_factor": 2.0,
-            "flex_attention_mask": "document",
-            "sliding_window_size": 8,
-            "_use_doc_masking": "true",
-            "ring_attn_heads_k_stride": 1,
-            "moe_config": "{num_experts: 2}",
-        }.items()
-    },
+    **family_keys.REFUSED,
 }
 # Not in the schema, and refused by name.
 UNSERVED = [
-    "model.model_config={is_starcoder2_config: true, vocab_size: 64}",
     "doremi={domain_names: 'a, b'}",
     "model.init_method={initializer_range: 0.02}",
     "model.init_method={rescale_prenorm_residual: true}",
@@ -554,19 +544,6 @@ ROWS: dict[str, Row] = {
 
 # Tests of their own in test_every_key.py, and one in another file: what they change is no number of a short run.
 OWN_TESTS = {
-    "test_config_variants.py": """
-        DecoderArchitecture.family LlamaArchitecture.family Qwen2Architecture.family MistralArchitecture.family
-        MistralArchitecture.is_mistral_config Qwen2Architecture.is_qwen2_config
-        Qwen3Architecture.family Qwen3Architecture.is_qwen3_config
-        Olmo2Architecture.family Olmo2Architecture.is_olmo2_config
-        SmolLM3Architecture.family SmolLM3Architecture.is_smollm3_config
-        Qwen2Architecture._fused_rotary_emb Qwen2Architecture._fused_rms_norm Qwen2Architecture._use_qkv_packed
-        Qwen2Architecture.log_attn_probs Qwen2Architecture.pretraining_tp""",
-    "test_families_equal_transformers.py": """
-        MistralArchitecture.sliding_window Qwen2Architecture.attention_bias
-        Qwen3Architecture.attention_bias Olmo2Architecture.attention_bias SmolLM3Architecture.attention_bias
-        SmolLM3Architecture.no_rope_layers SmolLM3Architecture.no_rope_layer_interval
-        Qwen2Architecture.no_rope_layer""",
     "test_remote_tokens.py": "Config.remote_data RemoteData.cache_folder RemoteData.cache_gb",
     "test_remote_failures.py": "RemoteData.tries",
     "test_console_and_metrics.py": "Logging.log_level_replica",
@@ -587,7 +564,7 @@ OWN_TESTS = {
     "test_pipeline.py": "Parallelism.pp_stages_per_rank Parallelism.pp_layers",
     "test_failing_ranks.py": "Parallelism.timeout_seconds",
 }
-OWN = {key: test for test, keys in OWN_TESTS.items() for key in keys.split()}
+OWN = {key: test for test, keys in OWN_TESTS.items() for key in keys.split()} | family_keys.OWN
 
 # Sections: what their keys do is what they do.
 SECTIONS = """Config.general Config.parallelism Config.model Config.tokenizer Config.checkpoints Config.logging

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from kenotron.interop.hf_config import architecture_from_hf
+from kenotron.interop.hf_weights import Box, Stored, Weights
+from kenotron.interop.tensor_names import in_our_names
 from kenotron.models import named_parameters
 from kenotron.models.decoder import Decoder
 
@@ -39,6 +43,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_biased": ("qwen3", {"head_dim": 6, "attention_bias": True, "tie_word_embeddings": True}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "tie_word_embeddings": False}),
     "smollm3_by_list": ("smollm3", {"no_rope_layers": [0, 1], "attention_bias": True}),
+    "starcoder2": ("starcoder2", {}),
+    "starcoder2_windowed": (
+        "starcoder2",
+        {
+            "sliding_window": 5,
+            "use_bias": False,
+            "norm_epsilon": 1e-2,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen2": ("qwen2", {"use_sliding_window": False}),
     "qwen2_tied": ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
 }
@@ -48,7 +63,7 @@ def hf_model(which: str, seed: int = 0) -> PreTrainedModel:
     """A random model of transformers, fp32, in eval mode; biases are random too."""
     kind, keys = FAMILIES[which]
     logging.set_verbosity_error()
-    config = AutoConfig.for_model(kind, **SHAPES, **THETA, **keys)
+    config = AutoConfig.for_model(kind, **deepcopy(SHAPES | THETA | keys))  # which writes into its arguments
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -60,7 +75,19 @@ def hf_model(which: str, seed: int = 0) -> PreTrainedModel:
 def ours_of(theirs: PreTrainedModel) -> Decoder:
     """Our model of the same config and weights."""
     config = {**theirs.config.to_dict(), "architectures": [type(theirs).__name__]}
-    return filled(Decoder(architecture_from_hf(config, "config.json")), theirs.state_dict())
+    model = Decoder(architecture_from_hf(config, "config.json"))
+    return filled(model, in_our_names_of(model, theirs.state_dict()))
+
+
+def in_our_names_of(model: Decoder, theirs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Weights or gradients of the same model of transformers, under our names."""
+    stored = {name: Stored(tuple(tensor.shape), partial(_box, tensor)) for name, tensor in theirs.items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
+    return in_our_names(Weights(stored, "memory"), model.family, shapes)
+
+
+def _box(tensor: Tensor, box: Box) -> Tensor:
+    return tensor[box] if box else tensor
 
 
 def filled(model: Decoder, weights: Mapping[str, Tensor]) -> Decoder:

@@ -1,7 +1,7 @@
 """`model.model_config`: the shapes of a model family, which is recognized by its keys.
 
     {is_llama_config: true, hidden_size: 64, …}     → the section of the built-in family llama
-    {hidden_size: 64, …}                            → the first built-in family that has all these keys
+    {hidden_size: 64, …}                            → the first family that has all these keys, nanotron's first
     {family: my_module.MyFamily, …}                 → the section of that family
     {hf: org/name, rope_theta: 500000.0}            → HFArchitecture: read from there, with one value changed
 
@@ -67,13 +67,20 @@ class HFArchitecture(Section):
 
 
 def built_in_sections() -> dict[str, type[DecoderArchitecture]]:
-    """Sections of the built-in families by name."""
-    return {name: family.section for name, family in built_in_families().items()}
+    """Sections of the built-in families by name; those that nanotron has first: keys without a marker are theirs."""
+    sections = {name: family.section for name, family in built_in_families().items()}
+
+    def is_ours(name: str) -> bool:
+        marker = sections[name].model_fields.get(f"is_{name}_config")
+        return marker is None or marker.json_schema_extra == {"mark": OURS}
+
+    return {name: sections[name] for name in sorted(sections, key=is_ours)}
 
 
 def yaml_keys(section: type[Section]) -> set[str]:
-    """Names of a section's keys as YAML spells them."""
-    return {field.alias or name for name, field in section.model_fields.items()}
+    """Names of a section's keys as YAML spells them, those of other systems included."""
+    keys = {field.alias or name for name, field in section.model_fields.items()}
+    return keys | set(section.other_names) if issubclass(section, DecoderArchitecture) else keys
 
 
 def _section_of(keys: dict[str, Any]) -> type[DecoderArchitecture]:
@@ -105,8 +112,9 @@ def _by_keys(value: dict[str, Any]) -> str:
     for name in built_in_families():
         if has(value, f"is_{name}_config"):
             return f"({name})"
-    fitting = [name for name, section in built_in_sections().items() if set(value) <= yaml_keys(section)]
-    return f"({(fitting or list(built_in_families()))[0]})"
+    sections = built_in_sections()
+    fitting = [name for name, section in sections.items() if set(value) <= yaml_keys(section)]
+    return f"({(fitting or list(sections))[0]})"
 
 
 if TYPE_CHECKING:

@@ -17,11 +17,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from kenotron.config.errors import nearest
-from kenotron.config.section import EXPORT, OURS, Section, key
+from kenotron.config.section import EXPORT, OURS, Section, key, problem
 
 AttentionImplementation = Literal[
     "flash_attention_2", "flex_attention", "sdpa", "ring_flash_triton", "ring", "llama3_ring_attention"
@@ -89,6 +90,8 @@ class DecoderArchitecture(Section):
     """Fields that are known from other systems; a value other than their default is refused."""
     shape_keys: ClassVar[tuple[str, ...]] = ("hidden_size", "num_hidden_layers", "vocab_size")
     """What the weights of another model must agree in to be taken over."""
+    other_names: ClassVar[dict[str, str]] = {}
+    """Names that keys have in other systems → ours, which they are read as."""
 
     family: str = key(
         "The family: a built-in one's name, the dotted path of one of yours (my_module.MyFamily), or the name that an "
@@ -111,6 +114,23 @@ class DecoderArchitecture(Section):
     vocab_size: int = key("Rows of the embedding before padding.", 32000, ge=1)
     z_loss_enabled: bool = key("Add z_loss_coefficient * log(Z)^2 to every token's loss.", False)
     z_loss_coefficient: float = key("Weight of the z-loss.", 1e-4, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_our_names(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        for theirs, ours in cls.other_names.items():
+            if theirs in value and ours in value:
+                raise problem(theirs, f"is another name of {ours}; remove one of them")
+        return {cls.other_names.get(name, name): each for name, each in value.items()}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        found = handler(schema)
+        properties = handler.resolve_ref_schema(found)["properties"]
+        properties |= {theirs: properties[ours] for theirs, ours in cls.other_names.items()}
+        return found
 
     @property
     def longest_text(self) -> int:

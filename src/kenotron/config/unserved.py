@@ -46,7 +46,6 @@ _VALUES: dict[str, tuple[str, ...]] = {
 
 # Family → its marker in `model_config`, and keys that no served family has.
 _FAMILIES: dict[str, tuple[str, ...]] = {
-    "Starcoder2": ("is_starcoder2_config", "grouped_query", "multi_query", "global_attn_layers", "num_kv_heads"),
     "Mamba": ("is_mamba_config", "ssm_cfg"),
     "LlaMoE": ("is_llamoe_config", "moe_num_experts", "num_experts_per_tok", "moe_capacity_factor"),
 }

@@ -41,6 +41,8 @@ ROPE_UNREAD: dict[str, set[str]] = {
     "llama3": set(),
     "yarn": {"finetuned"},
 }
+# Probabilities that published configs name; they change training alone.
+DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout")
 # Keys of a section that this file decides, or that are ours alone.
 SETTLED = {"family", "eos_token_id", "hidden_act", "rope_theta", "rope_scaling", "rope_interleaved"}
 
@@ -87,8 +89,8 @@ def architecture_from_hf(
     for key in ("bos_token_id", "eos_token_id"):
         if key in config and found.get(key) is None:
             report(f"{where}: {key} is null; {_default(kind, key)} is written instead")
-    if config.get("attention_dropout"):
-        report(f"{where}: attention_dropout {config['attention_dropout']} is ignored: training has no dropout")
+    for key in filter(config.get, DROPOUTS):
+        report(f"{where}: {key} {config[key]} is ignored: training has no dropout")
     try:
         architecture = kind.section.model_validate(kind.from_hf(found, config) | overrides)
     except ValidationError as error:

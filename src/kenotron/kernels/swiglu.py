@@ -51,14 +51,24 @@ ACTIVATIONS["swish"] = ACTIVATIONS["silu"]
 
 def swiglu(gate: Tensor, up: Tensor, act: str = "silu") -> Tensor:
     """gate and up of one shape and dtype → ``act(gate) * up``. `act` is a name of Hugging Face's `hidden_act`."""
-    if act not in ACTIVATIONS:
-        raise InputError(
-            f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, found {act!r}{nearest(act, ACTIVATIONS)}"
-        )
+    plain = _activation(act).plain
     slow = gate.device.type == "cpu" and gate.dtype != torch.float32
     if slow or torch.compiler.is_compiling():
-        return ACTIVATIONS[act].plain(gate) * up
+        return plain(gate) * up
     return _Gate.apply(gate, up, act)
+
+
+def activate(x: Tensor, act: str) -> Tensor:
+    """``act(x)`` by itself, for feed-forwards without a gate."""
+    return _activation(act).plain(x)
+
+
+def _activation(name: str) -> _Activation:
+    if name not in ACTIVATIONS:
+        raise InputError(
+            f"hidden_act: expected one of {', '.join(ACTIVATIONS)}, found {name!r}{nearest(name, ACTIVATIONS)}"
+        )
+    return ACTIVATIONS[name]
 
 
 class _Gate(torch.autograd.Function):

@@ -1,10 +1,13 @@
-"""Gated MLP: ``down(act(gate(x)) * up(x))`` (Shazeer 2020, arXiv 2002.05202; SwiGLU when act is SiLU)."""
+"""Feed-forwards: the gated one, ``down(act(gate(x)) * up(x))``, and the plain one, ``down(act(up(x)))``.
+
+Gated: Shazeer 2020, arXiv 2002.05202; SwiGLU when act is SiLU. Plain: Vaswani et al. 2017, arXiv 1706.03762.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from kenotron.kernels.swiglu import swiglu
+from kenotron.kernels.swiglu import activate, swiglu
 from kenotron.models.blocks.linear import Linear
 
 
@@ -22,3 +25,17 @@ class GatedMLP(nn.Module):
         """x ``[tokens, hidden]``."""
         gate, up = self.gate_proj.grouped(x, self.gate_proj, self.up_proj)
         return self.down_proj(swiglu(gate, up, self.activation))
+
+
+class MLP(nn.Module):
+    """x ``[tokens, hidden]`` → the same shape."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str, bias: bool = True) -> None:
+        super().__init__()
+        self.activation = activation
+        self.up_proj = Linear(hidden_size, intermediate_size, bias)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[tokens, hidden]``."""
+        return self.down_proj(activate(self.up_proj(x), self.activation))

@@ -1,0 +1,55 @@
+"""Keys of model families for the table of every_key.py: which are refused, and which tests show what the others do."""
+
+from __future__ import annotations
+
+REFUSED_KEYS = {
+    ("Qwen2Architecture", "is_qwen2_config"): {
+        "rope_seq_len_interpolation_factor": 2.0,
+        "flex_attention_mask": "document",
+        "sliding_window_size": 8,
+        "_use_doc_masking": "true",
+        "ring_attn_heads_k_stride": 1,
+        "moe_config": "{num_experts: 2}",
+    },
+    ("Starcoder2Architecture", "is_starcoder2_config"): {
+        "attn_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+        "global_attn_layers": "[1]",
+        "use_position_embeddings": "true",
+        "use_rotary_embeddings": "false",
+        "scale_attn_weights": "false",
+        "attention_softmax_in_fp32": "false",
+        "scale_attention_softmax_in_fp32": "false",
+    },
+}
+REFUSED = {
+    f"{section}.{key}": f"model.model_config={{{marker}: true, {key}: {value}}}"
+    for (section, marker), keys in REFUSED_KEYS.items()
+    for key, value in keys.items()
+}
+
+VARIANTS, FAMILIES = "test_config_variants.py", "test_families_equal_transformers.py"
+TESTS = {
+    (VARIANTS, "DecoderArchitecture"): "family",
+    (VARIANTS, "LlamaArchitecture"): "family",
+    (VARIANTS, "MistralArchitecture"): "family is_mistral_config",
+    (FAMILIES, "MistralArchitecture"): "sliding_window",
+    (VARIANTS, "Olmo2Architecture"): "family is_olmo2_config",
+    (FAMILIES, "Olmo2Architecture"): "attention_bias",
+    (VARIANTS, "Qwen2Architecture"): """family is_qwen2_config pretraining_tp log_attn_probs _fused_rotary_emb
+        _fused_rms_norm _use_qkv_packed""",
+    (FAMILIES, "Qwen2Architecture"): "attention_bias no_rope_layer",
+    (VARIANTS, "Qwen3Architecture"): "family is_qwen3_config",
+    (FAMILIES, "Qwen3Architecture"): "attention_bias",
+    (VARIANTS, "SmolLM3Architecture"): "family is_smollm3_config",
+    (FAMILIES, "SmolLM3Architecture"): "attention_bias no_rope_layers no_rope_layer_interval",
+    (
+        VARIANTS,
+        "Starcoder2Architecture",
+    ): """family is_starcoder2_config bos_token_id eos_token_id hidden_act hidden_size
+        intermediate_size max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads
+        tie_word_embeddings vocab_size grouped_query multi_query""",
+    (FAMILIES, "Starcoder2Architecture"): "use_bias norm_epsilon sliding_window",
+}
+OWN = {f"{section}.{key}": test for (test, section), keys in TESTS.items() for key in keys.split()}
