@@ -14,9 +14,8 @@ from kenotron import checkpoint
 from kenotron.config import dump, load
 from kenotron.generation import Completion, generate
 from kenotron.generation.load import load_for_generation
-from kenotron.launch.training import complete
+from kenotron.observers.samples import SampleCompletions
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
-from kenotron.training.observing import SampleCompletions
 from kenotron.training.saved_state import model_tensors
 from support.layout_runs import Problem, prepared, steps
 from support.ranks import run_ranks
@@ -193,7 +192,7 @@ def train_with_samples(problem: Problem, layout: str, folder: Path, mesh: Mesh) 
         logger.setLevel(logging.INFO)
         try:
             masters = [parameter for part in run.parts for parameter in part.parameters()]
-            hook = SampleCompletions(complete)
+            hook = SampleCompletions()
             hook.on_train_start(run)
             shown = [parameter for part in run.parts for parameter in part.parameters()]
             assert all(one is other for one, other in zip(masters, shown, strict=True)), "copies in their place"

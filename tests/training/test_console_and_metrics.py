@@ -390,11 +390,11 @@ def test_a_resumed_run_has_every_step_once_in_metrics_and_tensorboard(tmp_path: 
 
 def test_without_a_terminal_the_time_left_is_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a minute a step, four minutes are left after the first of five."""
-    from kenotron.training.observing import Pace
+    from kenotron.observers.progress import Pace
 
     clock = iter(range(100))
     monkeypatch.setattr(Pace, "SECONDS_BETWEEN", 0.0)
-    monkeypatch.setattr("kenotron.training.observing.time", SimpleNamespace(perf_counter=lambda: 60.0 * next(clock)))
+    monkeypatch.setattr("kenotron.observers.progress.time", SimpleNamespace(perf_counter=lambda: 60.0 * next(clock)))
     _, said = train_and_listen(tiny_config(tmp_path, "tokens.train_steps=5"))
     assert re.findall(r"training: .*", said) == [
         "training: 20% | ETA 0:04:00",

@@ -13,6 +13,7 @@ import pytest
 import kenotron as kn
 from kenotron.config import InputError
 from kenotron.config.errors import RunFailed
+from kenotron.observers import observers
 from kenotron.parallel.mesh import Mesh
 from kenotron.training.build import build_hooks
 from kenotron.training.console import human_format
@@ -110,7 +111,8 @@ def test_hooks_are_called_by_priority_and_then_in_the_order_of_the_list(tmp_path
     listed = [{"path": "support.user_parts.Recorder", "kwargs": {"name": name}} for name in "ab"]
     content = tiny_dict(tmp_path)
     content["general"]["hooks"] = listed
-    hooks = build_hooks(kn.load(content, VALIDATION), Mesh())
+    config = kn.load(content, VALIDATION)
+    hooks = build_hooks(config, Mesh(), observers(config, Mesh()))
     assert [type(hook).__name__ for hook in hooks] == [
         "Validation",
         "Recorder",

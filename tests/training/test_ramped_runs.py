@@ -14,7 +14,7 @@ from test_train_step import hf_model
 
 from kenotron.config.errors import InputError
 from kenotron.data import open_run
-from kenotron.training.observing import Pace
+from kenotron.observers.progress import Pace
 from support.tiny_run import metrics, saved_weights, tiny_config, train_and_listen, train_quietly
 
 RAMPS = (
@@ -109,7 +109,7 @@ def test_the_time_left_counts_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """At a minute a step: 4 of 52 samples took one."""
     clock = iter(range(100))
     monkeypatch.setattr(Pace, "SECONDS_BETWEEN", 0.0)
-    monkeypatch.setattr("kenotron.training.observing.time", SimpleNamespace(perf_counter=lambda: 60.0 * next(clock)))
+    monkeypatch.setattr("kenotron.observers.progress.time", SimpleNamespace(perf_counter=lambda: 60.0 * next(clock)))
     _, said = train_and_listen(tiny_config(tmp_path, *RAMPS, "tokens.train_steps=6"))
     assert "training: 8% | ETA 0:12:00" in said
 

@@ -15,7 +15,7 @@ run_folder.py       the log folder
 failures.py         what to change when memory or a disk is full
 
 metrics.py, console.py, report.py     numbers and messages
-validation.py, guards.py, observing.py, benchmark.py     more hooks
+validation.py, guards.py     more hooks; those that only watch are in kenotron.observers
 compare.py          two layouts of one config, compared
 
 The package is called `training` because `kenotron.train` is the function.
@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING
 from kenotron.training.hooks import Hook
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from kenotron.config import Config
     from kenotron.parallel.mesh import Mesh
     from kenotron.training.initial_weights import OpenWeights
-    from kenotron.training.observing import Complete
     from kenotron.training.run import Run
 
 __all__ = ["Hook", "train"]
@@ -47,16 +48,15 @@ def train(
     fresh: bool = False,
     reopen: bool = False,
     open_weights: OpenWeights | None = None,
-    complete: Complete | None = None,
-    export: Hook | None = None,
+    observers: Sequence[Hook] = (),
 ) -> Run | None:
     """Train as `config` says, from its newest checkpoint if there is one. All ranks of `mesh` call it.
 
     Its architecture is resolved (`interop.resolve_architecture`). `fresh` sets earlier checkpoints aside and starts at
-    step 0. `open_weights` opens what `model.init_method.path` names, `complete` continues
-    `logging.sample_prompts`, `export` serves `checkpoints.export_hf`. Returns the run; if its checkpoint has all steps
-    already, nothing is loaded and None returned, or with `reopen` the run as it ended. Raises InputError if the input
-    is wrong, RunFailed if the run cannot go on.
+    step 0. `open_weights` opens what `model.init_method.path` names, `observers` are more hooks
+    (`kenotron.observers`). Returns the run; if its checkpoint has all steps already, nothing is loaded and None
+    returned, or with `reopen` the run as it ended. Raises InputError if the input is wrong, RunFailed if the run
+    cannot go on.
     """
     from kenotron.kernels.host_memory import keep_freed_memory
     from kenotron.parallel.ranks import run_on_rank0
@@ -83,7 +83,7 @@ def train(
             return None
         if not done:
             run_on_rank0(lambda: make_log_folder(config))
-        hooks = build_hooks(config, mesh, complete, export)
+        hooks = build_hooks(config, mesh, observers)
         run = build_run(config, mesh, device, start, open_weights, hooks)
         try:
             if done:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +14,6 @@ from kenotron.models import build, named_parameters
 from kenotron.models.token_loss import load_loss
 from kenotron.optim.build import build_optimizer
 from kenotron.parallel.ranks import wait_for_all
-from kenotron.training.benchmark import Benchmark
 from kenotron.training.checkpoint_hook import CheckpointHook
 from kenotron.training.console import logger
 from kenotron.training.guards import NonFiniteGuard, Signals
@@ -23,19 +21,17 @@ from kenotron.training.hooks import Hook, load_hook
 from kenotron.training.initial_weights import OpenWeights, fill_weights
 from kenotron.training.metrics import Metrics
 from kenotron.training.model_parts import build_parts
-from kenotron.training.observing import Pace, ProfilerHook, Progress, SampleCompletions
 from kenotron.training.report import run_log
 from kenotron.training.restore import restore
 from kenotron.training.run import Run, close
 from kenotron.training.run_folder import log_folder
 from kenotron.training.start import Start
-from kenotron.training.validation import Compressors, Validation
+from kenotron.training.validation import Validation
 
 if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.data import RunData
     from kenotron.parallel.mesh import Mesh
-    from kenotron.training.observing import Complete
 
 FROM_SCRATCH = Start()
 
@@ -107,36 +103,17 @@ def open_data(config: Config, start: Start) -> RunData:
     return data
 
 
-def build_hooks(config: Config, mesh: Mesh, complete: Complete | None = None, export: Hook | None = None) -> list[Hook]:
-    """The hooks that this config asks for, in the order in which they are called (`Hook.priority`).
+def build_hooks(config: Config, mesh: Mesh, observers: Sequence[Hook] = ()) -> list[Hook]:
+    """The hooks that training needs, `observers` and the user's, in the order in which they are called.
 
-    What only writes lines or files is on the first rank; what computes or decides is on all.
+    What only writes is on the first rank; what computes or decides is on all.
     """
-    hooks: list[Hook] = [NonFiniteGuard(), Signals(), CheckpointHook()]
+    hooks: list[Hook] = [NonFiniteGuard(), Signals(), CheckpointHook(), *observers]
     if config.tokens.validates:
         hooks.append(Validation())
-    if config.logging.sample_prompts:
-        if complete is None:
-            raise InputError("logging.sample_prompts: this caller of training has nothing to complete them with")
-        hooks.append(SampleCompletions(complete))
-    if config.checkpoints.export_hf:
-        if export is None:
-            raise InputError("checkpoints.export_hf: this caller of training has nothing to export with")
-        hooks.append(export)
     if mesh.is_first:
-        hooks += _first_rank_hooks(config)
+        hooks.append(Metrics(log_folder(config)))
     for entry in config.general.hooks or []:
         path, kwargs = (entry, {}) if isinstance(entry, str) else (entry.path, entry.kwargs)
         hooks.append(load_hook(path, kwargs))
     return sorted(hooks, key=lambda hook: -hook.priority)
-
-
-def _first_rank_hooks(config: Config) -> list[Hook]:
-    hooks: list[Hook] = [Metrics(log_folder(config)), Progress() if Progress.wanted() else Pace()]
-    if config.tokens.validates:
-        hooks.append(Compressors())
-    if config.general.benchmark_csv_path is not None:
-        hooks.append(Benchmark(Path(config.general.benchmark_csv_path)))
-    if config.profiler is not None and config.profiler.profiler_export_path is not None:
-        hooks.append(ProfilerHook(Path(config.profiler.profiler_export_path) / (config.general.run or "run")))
-    return hooks

@@ -1,0 +1,50 @@
+"""Hooks that watch a run and change nothing of it: `observers` makes those that a config asks for.
+
+progress.py       a bar or a line with the ETA
+samples.py        completions of `logging.sample_prompts`
+profiler.py       torch's trace of some steps
+compression.py    what compressors make of the validation text
+benchmark.py      the row of `general.benchmark_csv_path`
+export.py         `checkpoints.export_hf`: every checkpoint for transformers, too
+
+Training knows none of them: whoever starts it passes them on (`kenotron.launch.training`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kenotron.observers.benchmark import Benchmark
+from kenotron.observers.compression import Compressors
+from kenotron.observers.export import ExportHook
+from kenotron.observers.profiler import ProfilerHook
+from kenotron.observers.progress import Pace, Progress
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+    from kenotron.parallel.mesh import Mesh
+    from kenotron.training.hooks import Hook
+
+
+def observers(config: Config, mesh: Mesh) -> list[Hook]:
+    """Those that `config` asks for on this rank of `mesh`. What only writes lines or files is on the first rank."""
+    hooks: list[Hook] = []
+    if config.logging.sample_prompts:
+        from kenotron.observers.samples import SampleCompletions
+
+        hooks.append(SampleCompletions())
+    if config.checkpoints.export_hf:
+        hooks.append(ExportHook())
+    return [*hooks, *_of_the_first_rank(config)] if mesh.is_first else hooks
+
+
+def _of_the_first_rank(config: Config) -> list[Hook]:
+    hooks: list[Hook] = [Progress() if Progress.wanted() else Pace()]
+    if config.tokens.validates:
+        hooks.append(Compressors())
+    if config.general.benchmark_csv_path is not None:
+        hooks.append(Benchmark(Path(config.general.benchmark_csv_path)))
+    if config.profiler is not None and config.profiler.profiler_export_path is not None:
+        hooks.append(ProfilerHook(Path(config.profiler.profiler_export_path) / (config.general.run or "run")))
+    return hooks

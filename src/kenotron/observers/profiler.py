@@ -1,0 +1,77 @@
+"""`profiler`: torch's trace of some steps."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kenotron.training.console import logger
+from kenotron.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from kenotron.training.run import Run
+    from kenotron.training.step import StepResult
+
+
+class ProfilerHook(Hook):
+    """`profiler`: a torch trace of the steps that its schedule names, under `profiler_export_path`."""
+
+    priority = 50
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.profile: Any = None
+        self.written = False
+
+    def on_train_start(self, run: Run) -> None:
+        """Start the profiler."""
+        from torch.profiler import profile, schedule, tensorboard_trace_handler
+
+        settings = run.config.profiler
+        assert settings is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's tracer reports its own start and stop on stderr
+        write_tensorboard = tensorboard_trace_handler(str(self.folder))
+
+        def on_trace_ready(trace: Any) -> None:
+            before = set(self.folder.iterdir())
+            write_tensorboard(trace)
+            if settings.export_chrome_trace:  # the same file under another name: torch writes a trace only once
+                (written,) = set(self.folder.iterdir()) - before
+                shutil.copyfile(written, self.folder / f"chrome_trace_step_{run.step}.json")
+            self.written = True
+            logger.info("Wrote the profiler's trace to %s", self.folder)
+
+        self.profile = profile(
+            schedule=schedule(
+                wait=settings.wait,
+                warmup=settings.warmup,
+                active=settings.active,
+                repeat=settings.repeat,
+                skip_first=settings.skip_first,
+            ),
+            record_shapes=settings.record_shapes,
+            profile_memory=settings.profile_memory,
+            with_stack=settings.with_stack,
+            on_trace_ready=on_trace_ready,
+        )
+        self.profile.start()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Advance the profiler's schedule."""
+        with warnings.catch_warnings():  # that a new cycle drops the last one's events: they are on disk by then
+            warnings.simplefilter("ignore", UserWarning)
+            self.profile.step()
+
+    def on_close(self, run: Run) -> None:
+        """Stop the profiler."""
+        if self.profile is not None:
+            self.profile.stop()
+
+    def on_train_end(self, run: Run) -> None:
+        """Say so if the run was too short for the trace."""
+        if not self.written and (settings := run.config.profiler):
+            logger.warning("profiler: no trace was written: it needs %d steps of one process", settings.steps)

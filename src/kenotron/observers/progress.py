@@ -1,0 +1,86 @@
+"""Progress and ETA: a bar on a terminal, a line twice a minute elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from kenotron.training.console import human_format, logger
+from kenotron.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from kenotron.training.run import Run
+    from kenotron.training.step import StepResult
+
+
+class Progress(Hook):
+    """A bar with loss and ETA, on a terminal; log lines scroll above it. It counts tokens: steps may grow."""
+
+    priority = -30
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+
+    @staticmethod
+    def wanted() -> bool:
+        """Whether standard output is a terminal."""
+        return sys.stdout.isatty()
+
+    def on_train_start(self, run: Run) -> None:
+        """Show the bar."""
+        from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self.bar = Bar(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[steps]}"),
+            TextColumn("loss {task.fields[loss]}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+        )
+        self.task = self.bar.add_task("", steps="", loss="-")
+        self._show(run, "-")
+        self.bar.start()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Move the bar."""
+        self._show(run, human_format(result.lm_loss))
+
+    def _show(self, run: Run, loss: str) -> None:
+        steps = f"{run.step}/{run.last_step}"
+        self.bar.update(self.task, total=run.total_tokens, completed=run.consumed_tokens, steps=steps, loss=loss)
+
+    def on_train_end(self, run: Run) -> None:
+        """Stop the bar, before the last lines are logged."""
+        self.on_close(run)
+
+    def on_close(self, run: Run) -> None:
+        """Stop the bar."""
+        if self.bar is not None:
+            self.bar.stop()
+
+
+class Pace(Hook):
+    """Logs progress and ETA twice a minute, where there is no terminal for a progress bar."""
+
+    priority = -30
+    SECONDS_BETWEEN = 30.0
+
+    def on_train_start(self, run: Run) -> None:
+        """Start the clock."""
+        self.tokens_at_start = run.consumed_tokens
+        self.started = self.logged = time.perf_counter()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Log a line, if the last is old enough."""
+        now = time.perf_counter()
+        if now - self.logged < self.SECONDS_BETWEEN or run.finished:
+            return
+        self.logged = now
+        tokens, total = run.consumed_tokens, run.total_tokens
+        left = (now - self.started) / (tokens - self.tokens_at_start) * (total - tokens)
+        logger.info("training: %.0f%% | ETA %s", 100 * tokens / total, timedelta(seconds=round(left)))

@@ -1,0 +1,44 @@
+"""`logging.sample_prompts`: what the model makes of some prompts, before and after training."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kenotron.generation import ModelOnRanks, generate
+from kenotron.training.console import logger
+from kenotron.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from kenotron.training.run import Run
+
+
+class SampleCompletions(Hook):
+    """Logs completions of `logging.sample_prompts`, before the first step and after the last.
+
+    All ranks of the run decode the same prompts in lockstep: sharded weights are gathered by all of them at once.
+    """
+
+    priority = -70
+    MAX_NEW_TOKENS = 64
+
+    def on_train_start(self, run: Run) -> None:
+        """Complete the prompts with the weights that training starts from."""
+        self._show(run, "before training" if run.step == 0 else f"after step {run.step}")
+
+    def on_train_end(self, run: Run) -> None:
+        """Complete the prompts with the final weights."""
+        self._show(run, f"after step {run.step}")
+
+    def _show(self, run: Run, when: str) -> None:
+        prompts = run.config.logging.sample_prompts or []
+        completions = generate(
+            ModelOnRanks(run.parts, run.mesh, run.device, run.pipeline, lockstep=True),
+            run.tokenizer,
+            prompts,
+            max_new_tokens=self.MAX_NEW_TOKENS,
+            temperature=0.8,
+            top_p=0.95,
+            seed=run.config.general.seed,
+        )
+        for prompt, completion in zip(prompts, completions):
+            logger.info("Sample %s, continuing %r:\n%s", when, prompt, prompt + completion.text)
