@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kenotron import checkpoint
 from kenotron.config import Config, dump, load
-from kenotron.config.decoder import DecoderArchitecture
+from kenotron.config.decoder import AttentionArchitecture, DecoderArchitecture
 from kenotron.config.document import read
 from kenotron.config.errors import InputError, NotSupportedYet, nearest, no_such_path
 from kenotron.config.unsupported import refuse_unsupported
@@ -79,6 +79,7 @@ def from_nanotron(
     config = _config(folder, root, report)
     parameters = {name: tuple(each.shape) for name, each in skeleton(config.model).named_parameters()}
     weights = read_weights(folder)
+    assert isinstance(config.model.decoder, AttentionArchitecture), "as all of FAMILIES"
     places = _places(config.model.decoder, parameters)
     _check(folder, config, parameters, places, weights, report)
     optimizer = OptimizerFiles(folder)
@@ -188,7 +189,7 @@ def _save_tokenizer(config: Config, report: Report) -> Callable[[Path], None] | 
 # ---- tensors -------------------------------------------------------------------------------------------------
 
 
-def _places(architecture: DecoderArchitecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Rows]:
+def _places(architecture: AttentionArchitecture, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Rows]:
     """Our name → where nanotron has it."""
     queries, keys = (
         heads * architecture.head_dim for heads in (architecture.num_attention_heads, architecture.kv_heads)
