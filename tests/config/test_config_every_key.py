@@ -15,6 +15,7 @@ CONFIG = Path(kenotron.config.__file__).parent
 
 NOT_READ = {
     "pp_stages_per_rank": "read through Parallelism.stages_per_rank",
+    "is_gpt_neox_config": "a marker",
     "is_llama_config": "a marker",
     "is_mistral_config": "a marker",
     "is_olmo2_config": "a marker",

@@ -21,6 +21,7 @@ from kenotron.config.data import (
 )
 from kenotron.config.model import ExistingCheckpointInit, RandomInit
 from kenotron.config.optimizer import SGD, AdamW, CustomOptimizer, Muon
+from kenotron.models.families.gpt_neox import GPTNeoXArchitecture
 from kenotron.models.families.llama import LlamaArchitecture
 from kenotron.models.families.mistral import MistralArchitecture
 from kenotron.models.families.olmo2 import Olmo2Architecture
@@ -44,6 +45,8 @@ HF = {"hf_dataset_or_datasets": "org/name"}
         ({"family": "qwen2"}, Qwen2Architecture),
         ({"family": "olmo2"}, Olmo2Architecture),
         ({"is_olmo2_config": True}, Olmo2Architecture),
+        ({"family": "gpt_neox"}, GPTNeoXArchitecture),
+        ({"is_gpt_neox_config": True, "rotary_pct": 1.0}, GPTNeoXArchitecture),
         ({"family": "starcoder2"}, Starcoder2Architecture),
         ({"is_starcoder2_config": True}, Starcoder2Architecture),
         ({"grouped_query": True, "num_kv_heads": 2}, Starcoder2Architecture),

@@ -72,7 +72,7 @@ def test_keys_that_only_travel_are_kept():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "gemma"}, "'gemma'; expected one of llama"),
+        ({"model_type": "gemma"}, "'gemma'; expected one of gpt_neox .*, llama"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -132,6 +132,17 @@ def test_rope_is_the_rotation_of_hugging_faces_llama():
     torch.testing.assert_close(apply_rope(x, cos, sin), expected.transpose(1, 2))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_turns_the_first_channels_where_its_tables_are_for_fewer(interleaved):
+    cos, sin = angles(2, 9, 4)
+
+    def reference(x):
+        return torch.cat((rotate_pairs(x[..., :4], cos, sin, interleaved), x[..., 4:]), -1)
+
+    out = agree(lambda x: apply_rope(x, cos, sin, interleaved), reference, (torch.randn(2, 9, 3, 16),), 1e-5)
+    assert out.transpose(1, 2).is_contiguous()
+
+
 def test_rope_of_the_docstring():
     x, cos, sin = torch.arange(4.0).view(1, 1, 1, 4), torch.zeros(1, 1, 2), torch.ones(1, 1, 2)
     assert apply_rope(x, cos, sin).flatten().tolist() == [-2, -3, 0, 1]
@@ -159,7 +170,7 @@ FORMULAS = {
     "gelu_pytorch_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "relu": lambda x: x * (x > 0),
 }
-FORMULAS |= {"swish": FORMULAS["silu"], "gelu_new": FORMULAS["gelu_pytorch_tanh"]}
+FORMULAS |= {"swish": FORMULAS["silu"]} | dict.fromkeys(("gelu_new", "gelu_fast"), FORMULAS["gelu_pytorch_tanh"])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)

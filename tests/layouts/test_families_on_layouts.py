@@ -23,6 +23,7 @@ QUICK = [
     ("qwen3", 2, "tp=2"),
     ("smollm3", 2, "pp=2 engine=interleaved_1f1b"),
     ("starcoder2", 2, "tp=2 mode=REDUCE_SCATTER"),
+    ("gpt_neox", 2, "tp=2"),
 ]
 LAYOUTS = [
     (2, "dp=2"),

@@ -1,8 +1,8 @@
 """Every built-in family computes what transformers computes: logits, loss, gradients, decoding.
 
 Mistral's sliding window, Qwen2's attention_bias, Qwen3's norms of queries and keys, OLMo 2's norms behind each
-branch, SmolLM3's layers without positions, StarCoder2's LayerNorms, biases and use_bias, norm_epsilon are what tells
-them from a Llama.
+branch, SmolLM3's layers without positions, StarCoder2's LayerNorms (norm_epsilon) and biases (use_bias), GPT-NeoX's
+branches side by side and its partly rotated heads are what tells them from a Llama.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kenotron.interop.hf_config import architecture_from_hf, hf_config
 from kenotron.kernels.attention import Borders, attention
 from kenotron.models import Context, build, flops_per_token, named_parameters
 from kenotron.models.decoder import Decoder
+from kenotron.models.families.gpt_neox import GPTNeoXArchitecture
 from kenotron.models.families.qwen2 import Qwen2Architecture
 from kenotron.models.families.smollm3 import SmolLM3Architecture
 from support.families import FAMILIES, filled, hf_model, in_our_names_of, ours_of, save
@@ -85,8 +86,8 @@ def test_an_import_exported_again_is_the_same_model(which: str, tmp_path: Path) 
     close(again(tokens).logits.detach(), theirs(tokens).logits.detach())
 
 
-@pytest.mark.parametrize("which", ["qwen3", "olmo2"])
-def test_norms_of_queries_and_keys_follow_the_order_of_ropes_channels(which: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["qwen3", "olmo2", "gpt_neox_in_sequence"])
+def test_norms_and_channels_without_rope_follow_the_order_of_ropes_channels(which: str, tmp_path: Path) -> None:
     theirs = hf_model(which)
     folder, tokens = save(theirs, tmp_path / "hf"), random_tokens(1, 17)
     halves = load_for_generation(folder).config.architecture
@@ -156,6 +157,45 @@ def test_a_starcoder2_under_nanotrons_keys_trains(tmp_path: Path) -> None:
     assert run.model.model.layers["0"].self_attn.window == 8
     assert dict(named_parameters(run.model))["model.layers.0.mlp.up_proj.bias"].shape == (64,)
     assert losses(config)[-1] < losses(config)[0]
+
+
+OLD_NEOX = {
+    "model_type": "gpt_neox",
+    "architectures": ["GPTNeoXForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 100,
+    "rotary_pct": 0.5,
+    "rotary_emb_base": 5000,
+    "hidden_dropout": 0.1,
+}
+
+
+def test_a_gpt_neox_of_transformers_4_is_read() -> None:
+    lines: list[str] = []
+    found = architecture_from_hf(OLD_NEOX, "config.json", lines.append)
+    assert isinstance(found, GPTNeoXArchitecture)
+    assert (found.rotary_dim, found.rope_theta, found.use_parallel_residual) == (8, 5000.0, True)
+    assert lines == ["config.json: hidden_dropout 0.1 is ignored: training has no dropout"]
+    rope = hf_config(found, "float32", 0).rope_parameters
+    assert (rope["partial_rotary_factor"], rope["rope_theta"]) == (0.5, 5000.0)
+    assert architecture_from_hf({**OLD_NEOX, "rotary_pct": 0.25}, "config.json").rotary_factor == 0.25
+    with pytest.raises(InputError, match=r"rotary_pct: expected an even number of a head's channels, found 0.2 of 16"):
+        architecture_from_hf({**OLD_NEOX, "rotary_pct": 0.2}, "config.json")
+    with pytest.raises(InputError, match=r"head_dim: 8: Hugging Face's GPT-NeoX has .* = 16"):
+        hf_config(architecture_from_hf({**OLD_NEOX, "head_dim": 8}, "config.json"), "float32", 0)
+
+
+def test_masks_that_old_versions_saved_are_no_weights() -> None:
+    theirs = hf_model("gpt_neox")
+    mask = {"gpt_neox.layers.0.attention.bias": torch.ones(1), "gpt_neox.layers.1.attention.masked_bias": torch.ones(1)}
+    model = ours_of(theirs)
+    names = {name for name, _ in named_parameters(model)}
+    assert set(in_our_names_of(model, theirs.state_dict() | mask)) == names
+    with pytest.raises(NotSupportedYet, match=r"tensor 'gpt_neox.layers.0.attention.sinks'"):
+        in_our_names_of(model, theirs.state_dict() | {"gpt_neox.layers.0.attention.sinks": torch.ones(1)})
 
 
 def test_flops_of_wide_heads_are_those_of_their_matrices() -> None:

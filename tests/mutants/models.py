@@ -82,6 +82,22 @@ MUTANTS = [
         tests=(f"{FAMILIES}::test_a_window_in_blocks_is_the_masked_softmax_in_float64",),
     ),
     Mutant(
+        name="rotary-pct-ignored",
+        file="models/blocks/rope.py",
+        find="return Rope(config.rotary_dim,",
+        replace="return Rope(config.head_dim,",
+        why="GPT-NeoX turns all channels of a head, not the first quarter",
+        tests=(f"{FAMILIES}::test_logits_loss_and_every_gradient_are_those_of_transformers[gpt_neox]",),
+    ),
+    Mutant(
+        name="fused-qkv-split-by-thirds",
+        file="models/families/gpt_neox.py",
+        find="        return [part.flatten(0, 1) for part in heads.unbind(1)]\n",
+        replace="        return list(tensor.chunk(3))\n",
+        why="query_key_value is all queries, all keys, all values, where it is head by head (many converters met it)",
+        tests=(f"{FAMILIES}::test_logits_loss_and_every_gradient_are_those_of_transformers[gpt_neox]",),
+    ),
+    Mutant(
         name="layer-norm-epsilon-of-torch",
         file="models/blocks/norm.py",
         find="self.bias.to(x.dtype), self.eps)",

@@ -160,6 +160,8 @@ def _heads(model: dict[str, Any]) -> None:
         model["sliding_window"] = None
     if "is_starcoder2_config" in model or model.get("family") == "starcoder2":
         model.update(sliding_window=None, multi_query=False)
+    if "is_gpt_neox_config" in model or model.get("family") == "gpt_neox":
+        model["rotary_pct"] = 0.4  # of 16 channels 6, of 10 channels 4
     if "no_rope_layers" in model:
         model["no_rope_layers"] = [1, 1, 0, 1]
     if model.get("no_rope_layer"):

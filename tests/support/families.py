@@ -18,6 +18,7 @@ from kenotron.interop.hf_weights import Box, Stored, Weights
 from kenotron.interop.tensor_names import in_our_names
 from kenotron.models import named_parameters
 from kenotron.models.decoder import Decoder
+from kenotron.models.family import HEAD
 
 SHAPES = {
     "vocab_size": 300,
@@ -54,6 +55,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4}),
+    "gpt_neox_in_sequence": (
+        "gpt_neox",
+        {
+            "num_key_value_heads": 4,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "layer_norm_eps": 1e-2,
+            "hidden_act": "gelu_fast",
+            "rope_parameters": {"rope_theta": 500.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen2": ("qwen2", {"use_sliding_window": False}),
     "qwen2_tied": ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
 }
@@ -81,7 +95,10 @@ def ours_of(theirs: PreTrainedModel) -> Decoder:
 
 def in_our_names_of(model: Decoder, theirs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Weights or gradients of the same model of transformers, under our names."""
-    stored = {name: Stored(tuple(tensor.shape), partial(_box, tensor)) for name, tensor in theirs.items()}
+    in_files = {HEAD: model.family.hf_name(HEAD)}  # in memory every head of transformers 5 has the one name
+    stored = {
+        in_files.get(name, name): Stored(tuple(tensor.shape), partial(_box, tensor)) for name, tensor in theirs.items()
+    }
     shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
     return in_our_names(Weights(stored, "memory"), model.family, shapes)
 

@@ -32,6 +32,8 @@ REFUSED = {
 VARIANTS, FAMILIES = "test_config_variants.py", "test_families_equal_transformers.py"
 TESTS = {
     (VARIANTS, "DecoderArchitecture"): "family",
+    (VARIANTS, "GPTNeoXArchitecture"): "family is_gpt_neox_config",
+    (FAMILIES, "GPTNeoXArchitecture"): "hidden_act layer_norm_eps attention_bias use_parallel_residual rotary_pct",
     (VARIANTS, "LlamaArchitecture"): "family",
     (VARIANTS, "MistralArchitecture"): "family is_mistral_config",
     (FAMILIES, "MistralArchitecture"): "sliding_window",
@@ -44,12 +46,10 @@ TESTS = {
     (FAMILIES, "Qwen3Architecture"): "attention_bias",
     (VARIANTS, "SmolLM3Architecture"): "family is_smollm3_config",
     (FAMILIES, "SmolLM3Architecture"): "attention_bias no_rope_layers no_rope_layer_interval",
-    (
-        VARIANTS,
-        "Starcoder2Architecture",
-    ): """family is_starcoder2_config bos_token_id eos_token_id hidden_act hidden_size
-        intermediate_size max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads
-        tie_word_embeddings vocab_size grouped_query multi_query""",
+    (VARIANTS, "Starcoder2Architecture"): """
+        family is_starcoder2_config bos_token_id eos_token_id hidden_act hidden_size intermediate_size
+        max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads tie_word_embeddings
+        vocab_size grouped_query multi_query""",
     (FAMILIES, "Starcoder2Architecture"): "use_bias norm_epsilon sliding_window",
 }
 OWN = {f"{section}.{key}": test for (test, section), keys in TESTS.items() for key in keys.split()}

@@ -40,6 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"is_qwen3_config": True, "head_dim": 6, "num_key_value_heads": 2},
     "smollm3": {"is_smollm3_config": True, "no_rope_layer_interval": 2, "num_key_value_heads": 2},
     "starcoder2": {"is_starcoder2_config": True, "num_key_value_heads": 2},
+    "gpt_neox": {"is_gpt_neox_config": True, "rotary_pct": 0.5, "num_key_value_heads": None},
 }
 
 SHORT = {

@@ -30,7 +30,7 @@ AttentionImplementation = Literal[
 SERVED_ATTENTION = ("flash_attention_2", "sdpa")
 
 # Names of Hugging Face's hidden_act, those that kernels.swiglu computes.
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "relu")
 
 # Keys of rope_scaling by type, those that models/blocks/rope.py reads: (required, optional).
 ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
@@ -278,6 +278,16 @@ class RopeArchitecture(AttentionArchitecture):
     def head_dim(self) -> int:
         """Channels of one head, with the default filled in."""
         return self.free_head_dim or super().head_dim
+
+    @property
+    def rotary_factor(self) -> float:
+        """Part of a head's channels that RoPE turns."""
+        return 1.0
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that RoPE turns: the first ones."""
+        return int(self.head_dim * self.rotary_factor)
 
     def uses_rope(self, layer: int) -> bool:
         """Whether layer number `layer` has rotary positions: every one, unless the family says otherwise."""

@@ -84,7 +84,7 @@ def architecture_from_hf(
     found |= {"family": name if name and family_named(name) is kind else _default(kind, "family")}
     found |= {"hidden_act": _activation(config.get("hidden_act", _default(kind, "hidden_act")), where)}
     if issubclass(kind.section, RopeArchitecture):
-        found |= _rope(config, where)
+        found |= _rope(config, where, kind)
     found |= _head_dim(config, where, kind) | _end_of_text(config, where, report)
     for key in ("bos_token_id", "eos_token_id"):
         if key in config and found.get(key) is None:
@@ -167,19 +167,22 @@ def _activation(name: str, where: str) -> str:
     return name
 
 
-def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` from either form."""
+def _rope(config: Mapping[str, Any], where: str, family: type[Family[Any]]) -> dict[str, Any]:
+    """`rope_theta`, `rope_scaling` and where there is one `rotary_pct`, from either form."""
     rope = {k: v for k, v in (config.get("rope_scaling") or {}).items() if v is not None}
     rope |= {k: v for k, v in (config.get("rope_parameters") or {}).items() if v is not None}
-    theta = rope.pop("rope_theta", config.get("rope_theta")) or 10000.0
+    theta = rope.pop("rope_theta", config.get("rope_theta", config.get("rotary_emb_base"))) or 10000.0
     old_name = rope.pop("type", "default")
     kind = rope.pop("rope_type", old_name)
     if kind not in ROPE_KEYS:
         raise NotSupportedYet(f"{where}: rope_type {kind!r} (there are {', '.join(ROPE_KEYS)})")
-    if rope.pop("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
+    turning = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
+    has_key = "rotary_pct" in family.section.model_fields
+    if turning not in (None, 1, 1.0) and not has_key:
         raise NotSupportedYet(f"{where}: partial_rotary_factor other than 1")
     scaling = {"rope_type": kind} | {k: v for k, v in rope.items() if k not in ROPE_UNREAD[kind]}
-    return {"rope_theta": float(theta), "rope_scaling": None if kind == "default" else scaling}
+    found = {"rope_theta": float(theta), "rope_scaling": None if kind == "default" else scaling}
+    return found | ({"rotary_pct": turning} if has_key and turning is not None else {})
 
 
 def hf_config(architecture: DecoderArchitecture, dtype: str, eos_token_id: int | list[int]) -> PretrainedConfig:
@@ -228,5 +231,5 @@ def _rope_for(plain: PretrainedConfig, architecture: RopeArchitecture) -> dict[s
     rope = getattr(plain, "rope_parameters", None)
     if rope is None:  # before transformers 5
         return {"rope_theta": architecture.rope_theta, "rope_scaling": scaling or None}
-    whole = {"partial_rotary_factor": 1.0} if "partial_rotary_factor" in rope else {}
-    return {"rope_parameters": {"rope_type": "default"} | whole | scaling | {"rope_theta": architecture.rope_theta}}
+    turning = {"partial_rotary_factor": architecture.rotary_factor} if "partial_rotary_factor" in rope else {}
+    return {"rope_parameters": {"rope_type": "default"} | turning | scaling | {"rope_theta": architecture.rope_theta}}

@@ -11,6 +11,7 @@ other:
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -21,11 +22,17 @@ def is_rotated(name: str) -> bool:
     )
 
 
-def to_halves(rows: Tensor, head_dim: int) -> Tensor:
-    """``[heads * head_dim, …]`` from the interleaved order."""
-    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+def to_halves(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
+    """``[heads * head_dim, …]`` from the interleaved order; the first `rotary_dim` of a head's channels turn."""
+    return _reordered(rows, head_dim, (rotary_dim // 2, 2))
 
 
-def to_interleaved(rows: Tensor, head_dim: int) -> Tensor:
+def to_interleaved(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
     """``[heads * head_dim, …]`` from the order in halves."""
-    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    return _reordered(rows, head_dim, (2, rotary_dim // 2))
+
+
+def _reordered(rows: Tensor, head_dim: int, pairs: tuple[int, int]) -> Tensor:
+    """The first channels of every head as a table `pairs`, read column by column; the others stay."""
+    turning, still = rows.unflatten(0, (-1, head_dim)).tensor_split([pairs[0] * pairs[1]], dim=1)
+    return torch.cat((turning.unflatten(1, pairs).transpose(1, 2).flatten(1, 2), still), dim=1).flatten(0, 1)

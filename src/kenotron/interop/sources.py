@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kenotron import checkpoint
 from kenotron.config.architecture import HFArchitecture
-from kenotron.config.decoder import AttentionArchitecture, DecoderArchitecture, RopeArchitecture
+from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
 from kenotron.config.errors import InputError
 from kenotron.config.model import Model
 from kenotron.config.parallelism import Parallelism
@@ -184,11 +184,11 @@ def fitted(source: Source, wanted: DecoderArchitecture) -> Weights:
             )
     _check_extra(source, wanted)
     stored = {name: source.weights.stored(name) for name in source.weights}
-    interleaved = _interleaved(wanted)
-    if isinstance(wanted, AttentionArchitecture) and _interleaved(have) != interleaved:
-        turn = to_interleaved if interleaved else to_halves
+    if isinstance(wanted, RopeArchitecture) and _interleaved(have) != wanted.rope_interleaved:
+        turn = to_interleaved if wanted.rope_interleaved else to_halves
         for name in filter(is_rotated, source.weights):
-            stored[name] = Stored(stored[name].shape, partial(_turned, stored[name], turn, wanted.head_dim))
+            whole = stored[name]
+            stored[name] = Stored(whole.shape, partial(_turned, whole, turn, wanted.head_dim, wanted.rotary_dim))
     if wanted.tie_word_embeddings:
         if not have.tie_word_embeddings:
             raise InputError(
@@ -217,9 +217,11 @@ def _interleaved(architecture: DecoderArchitecture) -> bool:
     return isinstance(architecture, RopeArchitecture) and architecture.rope_interleaved
 
 
-def _turned(stored: Stored, turn: Callable[[Tensor, int], Tensor], head_dim: int, box: Box) -> Tensor:
+def _turned(
+    stored: Stored, turn: Callable[[Tensor, int, int], Tensor], head_dim: int, rotary_dim: int, box: Box
+) -> Tensor:
     """A box of a tensor whose rows change places within each head: whole heads are read."""
     rows, *columns = box or tuple(slice(0, size) for size in stored.shape)
     first, last = rows.start // head_dim * head_dim, -(-rows.stop // head_dim) * head_dim
-    heads = turn(stored.read((slice(first, last), *columns)), head_dim)
+    heads = turn(stored.read((slice(first, last), *columns)), head_dim, rotary_dim)
     return heads[rows.start - first : rows.stop - first]

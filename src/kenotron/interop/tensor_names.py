@@ -42,7 +42,8 @@ def in_our_names(theirs: Weights, family: Family[Any], shapes: Mapping[str, Shap
             f"{theirs.where}: weights of something else than {family.hf_class} (the first: {first!r})"
         )
     missing = sorted(set(groups) - set(theirs))
-    extra = sorted(set(theirs) - set(groups) - {family.hf_name(HEAD)})
+    unknown = set(theirs) - set(groups) - {family.hf_name(HEAD)}
+    extra = sorted(name for name in unknown if not name.endswith(family.hf_unread))
     if missing:
         raise InputError(f"{theirs.where} has no tensor {missing[0]!r}, which its config.json requires")
     if extra:

@@ -23,6 +23,7 @@ BLOCK = 1 << 17  # elements a thread of one round of passes on CPU: 512 KiB in f
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """x ``[sequences, length, heads, head_dim]``; cos, sin ``[sequences, length, head_dim / 2]`` fp32 → like x.
 
+    Tables for fewer channels turn the first ones of every head; the others pass unchanged (GPT-NeoX's rotary_pct).
     The result's memory is laid out ``[sequences, heads, length, head_dim]``, as attention reads it.
     """
     if torch.compiler.is_compiling():
@@ -31,6 +32,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -
 
 
 def _plain(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    turning = 2 * cos.shape[-1]
+    if turning < x.shape[-1]:
+        return torch.cat((_plain(x[..., :turning], cos, sin, interleaved), x[..., turning:]), dim=-1)
     a, b = _pairs(x.to(torch.promote_types(x.dtype, torch.float32)), interleaved)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     turned = (a * cos - b * sin, b * cos + a * sin)
@@ -65,6 +69,11 @@ class _Rotation(torch.autograd.Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, interleaved: bool, out: Tensor) -> Tensor:
     """Writes x, turned by ``sign * angle``, to `out` of any strides; what needs fp32 copies goes part by part."""
+    turning = 2 * cos.shape[-1]
+    if turning < x.shape[-1]:
+        out[..., turning:] = x[..., turning:]
+        _rotate(x[..., :turning], cos, sin, sign, interleaved, out[..., :turning])
+        return out
     sequences, length, heads, head_dim = x.shape
     cos, sin = (table.expand(sequences, length, -1) for table in (cos, sin))
     if x.device.type != "cpu" or x.dtype == torch.float32:

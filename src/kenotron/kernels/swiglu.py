@@ -44,6 +44,7 @@ ACTIVATIONS = {
     "gelu": _GELU,
     "gelu_new": _GELU_TANH,
     "gelu_pytorch_tanh": _GELU_TANH,
+    "gelu_fast": _GELU_TANH,
     "relu": _RELU,
 }
 ACTIVATIONS["swish"] = ACTIVATIONS["silu"]

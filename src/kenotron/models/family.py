@@ -49,6 +49,8 @@ class Family(ABC, Generic[C]):
     """Keys of config.json that this maths has one value for: written to exports, refused in imports otherwise."""
     hf_names: ClassVar[Mapping[str, str]] = {}
     """Parts of parameter names → what they are called there, applied in order."""
+    hf_unread: ClassVar[tuple[str, ...]] = ()
+    """Ends of names of tensors there that are no weights, such as the masks that old versions saved."""
 
     def __init__(self, config: C) -> None:
         self.config = config

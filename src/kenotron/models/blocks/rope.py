@@ -26,7 +26,10 @@ RopeScaling = Mapping[str, Any] | None
 
 
 class Rope(nn.Module):
-    """Angles for positions: ``[...]`` int64 → (cos, sin), each ``[..., head_dim / 2]`` fp32. No parameters."""
+    """Angles for positions: ``[...]`` int64 → (cos, sin), each ``[..., head_dim / 2]`` fp32. No parameters.
+
+    `head_dim`: channels of a head that turn, which may be a part of them.
+    """
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling, max_positions: int) -> None:
         super().__init__()
@@ -40,7 +43,7 @@ class Rope(nn.Module):
     @staticmethod
     def of(config: RopeArchitecture) -> Rope:
         """As a section describes it."""
-        return Rope(config.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
+        return Rope(config.rotary_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) of the angles, in fp32."""

@@ -1,0 +1,20 @@
+"""The block of GPT-NeoX and GPT-J: attention and feed-forward read the same residual stream, side by side.
+
+x ──┬─ norm ─ attention ─(+)── x
+    └─ norm ─ MLP ────────┘
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kenotron.models.blocks.pre_norm import PreNormBlock
+from kenotron.models.context import Context
+
+
+class ParallelResidualBlock(PreNormBlock):
+    """x ``[tokens, hidden]`` → the same shape; the modules and their names are those of the block in sequence."""
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
+        """rope (cos, sin), each ``[sequences, length, rotary_dim / 2]``."""
+        return x + self.self_attn(self.input_layernorm(x), rope, ctx) + self.mlp(self.post_attention_layernorm(x))

@@ -1,0 +1,118 @@
+"""GPT-NeoX (Black et al. 2022, arXiv 2204.06745), also Pythia (arXiv 2304.01373): both branches side by side.
+
+    x ──┬─ LayerNorm ─ attention ───────────────(+)── x
+        └─ LayerNorm ─ up ─ GELU ─ down ─────────┘
+
+Rotary positions turn the first quarter of a head's channels (`rotary_pct`) and leave the others as they are. Hugging
+Face keeps queries, keys and values in one matrix, head by head: q0 k0 v0 q1 k1 v1 …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from kenotron.config.decoder import Problem, RopeArchitecture
+from kenotron.config.errors import InputError
+from kenotron.config.section import OURS, key
+from kenotron.models.families.starcoder2 import Starcoder2
+from kenotron.models.family import Family
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class GPTNeoXArchitecture(RopeArchitecture):
+    """The GPT-NeoX family, under Hugging Face's names."""
+
+    family: Literal["gpt_neox"] = key("The family's name.", "gpt_neox", mark=OURS)
+    is_gpt_neox_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    hidden_act: str = key("Activation of the feed-forward.", "gelu")
+    layer_norm_eps: float = key("Added to the variance inside LayerNorm.", 1e-5, gt=0, mark=OURS)
+    attention_bias: bool = key("Biases on the attention projections.", True)
+    use_parallel_residual: bool = key("Attention and feed-forward side by side; false: in sequence.", True, mark=OURS)
+    rotary_pct: float = key("Part of a head's channels with rotary positions.", 0.25, gt=0, le=1, mark=OURS)
+
+    @property
+    def rotary_factor(self) -> float:
+        """`rotary_pct`."""
+        return self.rotary_pct
+
+    def head_dim_problems(self) -> Iterator[Problem]:
+        """The channels that turn have to be pairs."""
+        yield from super().head_dim_problems()
+        turning = self.rotary_dim
+        if turning % 2 or turning == 0:
+            found = f"{self.rotary_pct:g} of {self.head_dim}, which is {turning}"
+            yield "rotary_pct", f"expected an even number of a head's channels, found {found}"
+
+
+class GPTNeoX(Family[GPTNeoXArchitecture]):
+    """Linears and norms are split as StarCoder2's."""
+
+    section = GPTNeoXArchitecture
+    plan = Starcoder2.plan
+    hf_model_type = "gpt_neox"
+    hf_class = "GPTNeoXForCausalLM"
+    hf_names = {  # noqa: RUF012
+        "lm_head": "embed_out",
+        "model.embed_tokens": "gpt_neox.embed_in",
+        "model.norm": "gpt_neox.final_layer_norm",
+        "model.layers": "gpt_neox.layers",
+        "self_attn.q_proj": "attention.query_key_value",
+        "self_attn.k_proj": "attention.query_key_value",
+        "self_attn.v_proj": "attention.query_key_value",
+        "self_attn.o_proj": "attention.dense",
+        "mlp.up_proj": "mlp.dense_h_to_4h",
+        "mlp.down_proj": "mlp.dense_4h_to_h",
+    }
+    hf_unread = (".attention.bias", ".attention.masked_bias")
+
+    def block(self, layer: int) -> nn.Module:
+        """Layer number `layer`."""
+        from kenotron.models.blocks.attention import Attention
+        from kenotron.models.blocks.mlp import MLP
+        from kenotron.models.blocks.parallel_residual import ParallelResidualBlock
+        from kenotron.models.blocks.pre_norm import PreNormBlock
+
+        config, bias = self.config, self.config.attention_bias
+        block = ParallelResidualBlock if config.use_parallel_residual else PreNormBlock
+        return block(
+            self.final_norm(),
+            Attention.of(config, layer, qkv_bias=bias, output_bias=bias),
+            self.final_norm(),
+            MLP(config.hidden_size, config.intermediate_size, config.hidden_act),
+        )
+
+    def final_norm(self) -> nn.Module:
+        """LayerNorm, as before attention and feed-forward."""
+        from kenotron.models.blocks.norm import LayerNorm
+
+        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps)
+
+    def positions(self) -> nn.Module:
+        """RoPE on a part of every head."""
+        from kenotron.models.blocks.rope import Rope
+
+        return Rope.of(self.config)
+
+    def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Heads have their share of the hidden size there; `rotary_emb_base` is rope_theta before transformers 5."""
+        width, share = self.config.head_dim, self.config.hidden_size / self.config.num_attention_heads
+        if width != share:
+            raise InputError(
+                f"head_dim: {width}: Hugging Face's GPT-NeoX has hidden_size / num_attention_heads = {share:g}"
+            )
+        return values | {"rotary_emb_base": self.config.rope_theta}
+
+    def hf_join(self, hf_name: str, parts: Sequence[Tensor]) -> Tensor:
+        """Rows of q, k and v, head by head."""
+        import torch
+
+        heads = self.config.num_attention_heads
+        return torch.stack([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 2)
+
+    def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
+        """The other way round."""
+        heads = tensor.unflatten(0, (self.config.num_attention_heads, 3, -1))
+        return [part.flatten(0, 1) for part in heads.unbind(1)]
