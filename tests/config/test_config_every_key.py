@@ -17,6 +17,8 @@ NOT_READ = {
     "pp_stages_per_rank": "read through Parallelism.stages_per_rank",
     "is_gpt_neox_config": "a marker",
     "is_llama_config": "a marker",
+    "is_mamba2_config": "a marker",
+    "is_mamba_config": "a marker",
     "is_mistral_config": "a marker",
     "is_olmo2_config": "a marker",
     "is_qwen2_config": "a marker",

@@ -73,7 +73,6 @@ def test_an_architecture_is_known_by_its_keys(minimal: dict[str, Any], keys: dic
     ("keys", "family"),
     [
         ({"is_llamoe_config": True, "moe_num_experts": 4}, "LlaMoE"),
-        ({"is_mamba_config": True, "d_model": 64}, "Mamba"),
     ],
 )
 def test_other_families_of_nanotron_are_refused_by_name(

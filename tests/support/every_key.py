@@ -161,9 +161,6 @@ REFUSED: dict[str, str] = {
 # Not in the schema, and refused by name.
 UNSERVED = [
     "doremi={domain_names: 'a, b'}",
-    "model.init_method={initializer_range: 0.02}",
-    "model.init_method={rescale_prenorm_residual: true}",
-    "model.init_method={n_residuals_per_layer: 1}",
     "metrics_logging.log_detail_interval=10",
     "parallelism.expert_parallel_size=2",
     "model.init_method={use_mup: true}",
@@ -209,6 +206,7 @@ EXPORTED: dict[str, str] = {
     "LlamaArchitecture.pretraining_tp": "model.model_config.pretraining_tp=4",
     "DecoderArchitecture.use_cache": "model.model_config.use_cache=false",
     "DecoderArchitecture.bos_token_id": "model.model_config.bos_token_id=5",
+    **family_keys.EXPORTED,
 }
 
 ARCHITECTURE = "model.model_config."

@@ -36,6 +36,35 @@ THETA = {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}
 # (model_type, its own keys of config.json)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 16}),
+    "mamba": ("mamba", {"intermediate_size": 64}),
+    "mamba_biased": (
+        "mamba",
+        {
+            "tie_word_embeddings": False,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "state_size": 5,
+            "expand": 3,
+            "intermediate_size": 96,
+            "time_step_rank": 4,
+            "conv_kernel": 3,
+            "layer_norm_epsilon": 1e-2,
+        },
+    ),
+    "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 16}),
+    "mamba2_of_one_group": (
+        "mamba2",
+        {
+            "num_heads": 4,
+            "head_dim": 16,
+            "n_groups": 1,
+            "state_size": 7,
+            "use_bias": True,
+            "tie_word_embeddings": True,
+            "time_step_limit": [0.0, 100.0],  # decoding there forgets it: one that is never reached
+            "chunk_size": 4,
+        },
+    ),
     "mistral": ("mistral", {"sliding_window": 5, "head_dim": 8}),
     "mistral_without_window": ("mistral", {"sliding_window": None, "head_dim": 6}),
     "olmo2": ("olmo2", {}),
@@ -82,7 +111,9 @@ def hf_model(which: str, seed: int = 0) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.25, generator=generator)
+            parameter.normal_(
+                1.0 if name.endswith(("norm.weight", "norm_f.weight")) else 0.0, 0.25, generator=generator
+            )
     return model.eval()
 
 

@@ -29,6 +29,17 @@ REFUSED = {
     for key, value in keys.items()
 }
 
+# Written to exports: what else the config has to say, and the key.
+_HEADS = "hidden_size: 16, num_hidden_layers: 1, vocab_size: 64, num_heads: 4, head_dim: 8, n_groups: 2, state_size: 4"
+EXPORT_BASE = {
+    "Mamba2Architecture": (f"model.model_config={{is_mamba2_config: true, {_HEADS}}}",),
+    "MambaStyleArchitecture": (f"model.model_config={{is_mamba2_config: true, {_HEADS}}}",),
+}
+EXPORTED = {
+    "Mamba2Architecture.chunk_size": "model.model_config.chunk_size=8",
+    "MambaStyleArchitecture.rescale_prenorm_residual": "model.model_config.rescale_prenorm_residual=true",
+}
+
 VARIANTS, FAMILIES = "test_config_variants.py", "test_families_equal_transformers.py"
 TESTS = {
     (VARIANTS, "DecoderArchitecture"): "family",
@@ -51,5 +62,11 @@ TESTS = {
         max_position_embeddings num_attention_heads num_hidden_layers num_key_value_heads tie_word_embeddings
         vocab_size grouped_query multi_query""",
     (FAMILIES, "Starcoder2Architecture"): "use_bias norm_epsilon sliding_window",
+    ("test_mamba.py", "MambaStyleArchitecture"): """expand conv_kernel residual_in_fp32 layer_norm_epsilon use_bias
+        use_conv_bias time_step_min time_step_max time_step_floor hidden_act""",
+    ("test_mamba.py", "MambaArchitecture"): """is_mamba_config state_size time_step_rank time_step_scale
+        time_step_init_scheme family tie_word_embeddings""",
+    ("test_mamba.py", "Mamba2Architecture"): """is_mamba2_config num_heads head_dim n_groups state_size time_step_limit
+        family""",
 }
 OWN = {f"{section}.{key}": test for (test, section), keys in TESTS.items() for key in keys.split()}

@@ -42,6 +42,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {"is_starcoder2_config": True, "num_key_value_heads": 2},
     "gpt_neox": {"is_gpt_neox_config": True, "rotary_pct": 0.5, "num_key_value_heads": None},
 }
+ATTENTION = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+_HEADS = {"is_mamba2_config": True, "num_heads": 8, "head_dim": 8, "state_size": 6}
+STATE_SPACES: dict[str, dict[str, Any]] = {  # without the keys of ATTENTION
+    "mamba": {"is_mamba_config": True, "state_size": 4, "time_step_rank": 3, "use_bias": True},
+    "mamba2": _HEADS | {"n_groups": 1, "tie_word_embeddings": True},
+    "mamba2_in_groups": _HEADS | {"n_groups": 4},
+}
 
 SHORT = {
     "dp": "parallelism.dp",
@@ -63,12 +70,16 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Problem:
-    """What is trained. `overrides` change the model or the data, never the layout."""
+    """What is trained. `overrides` change the model or the data, never the layout.
+
+    `model` are keys of its shapes besides those of a small Llama, without those that are `absent`.
+    """
 
     name: str
     overrides: tuple[str, ...] = ()
     steps: int = STEPS
     model: dict[str, Any] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
 
     def config(self, layout: str, folder: Path) -> Config:
         """The config of this problem on `layout`, at the one global batch size."""
@@ -89,6 +100,8 @@ class Problem:
             "z_loss_enabled": True,
             "z_loss_coefficient": 0.001,
         } | self.model
+        for name in self.absent:
+            del plain["model"]["model_config"][name]
         plain["tokens"] |= {"sequence_length": LENGTH, "train_steps": self.steps}
         plain["optimizer"]["zero_stage"] = None
         # Adam turns the rounding of a gradient near 0 into a step of full size: small steps keep that below the bounds.

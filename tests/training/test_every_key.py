@@ -24,6 +24,7 @@ from kenotron.config.schema import rows
 from kenotron.config.section import EXPORT
 from support import every_key, user_parts
 from support.every_key import EXPORTED, HUB, OWN, REFUSED, ROWS, SAME, UNSERVED, Outcome
+from support.family_keys import EXPORT_BASE
 from support.hub_cache import TOKENIZER, make_tokenizer_repository, offline_environment
 from support.key_runs import Runs
 from support.layout_runs import SHORT
@@ -131,7 +132,8 @@ def exported(runs: Runs) -> Callable[[Outcome], dict[str, Any]]:
 def test_keys_for_the_export_leave_the_run_as_it_is_and_travel_with_it(
     key: str, runs: Runs, exported: Callable[[Outcome], dict[str, Any]]
 ) -> None:
-    before, after = runs.trained(saved=True), runs.trained((EXPORTED[key],), saved=True)
+    base = EXPORT_BASE.get(key.split(".")[0], ())
+    before, after = (runs.trained(overrides, saved=True) for overrides in (base, (*base, EXPORTED[key])))
     assert every_key.final_weights(after) == every_key.final_weights(before)
     name = key.split(".")[1]
     values = [exported(which).get(name) for which in (before, after)]

@@ -6,6 +6,8 @@ data: {dataset: …}            →       data_stages: [{name: …, start_traini
 dataset_folder: {a: 1, b: 2}  →       dataset_folder: [a, b], dataset_weights: [1, 2]
 moe_layer_recompute: false    →       (removed)
 interleaved_rotary: true      →       rope_interleaved: true
+initializer_range: 0.02       →       std: 0.02, and two more keys of Mamba's init_method
+pad_vocab_size_multiple: 8    →       make_vocab_size_divisible_by: 8
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _FIRST_STAGE = "Training Stage"
 
 def upgrade(document: Document) -> Iterator[str]:
     """Rewrite `document` in place; yields one message per upgraded key."""
-    for rewrite in (_flat_adam, _data_without_stages, _folder_weights, _moe_recompute, _interleaved_rotary):
+    for rewrite in (_flat_adam, _data_without_stages, _folder_weights, _moe_recompute, _interleaved_rotary, _mamba):
         yield from rewrite(document)
 
 
@@ -116,3 +118,35 @@ def _interleaved_rotary(document: Document) -> Iterator[str]:
         )
     yield at_line(document, old, "model.model_config.interleaved_rotary is now rope_interleaved")
     document.move(old, new)
+
+
+def _mamba(document: Document) -> Iterator[str]:
+    """What nanotron's Mamba has of its own around the model's shapes, which `models.families.mamba` reads."""
+    init, keys = document.get("model", "init_method"), document.get("model", "model_config")
+    if isinstance(init, dict) and "initializer_range" in init and "std" not in init:
+        at: Keys = ("model", "init_method", "initializer_range")
+        yield at_line(
+            document,
+            at,
+            "model.init_method.initializer_range is now std; rescale_prenorm_residual is now scaling_method",
+        )
+        document.move(at, ("model", "init_method", "std"))
+        if init.pop("n_residuals_per_layer", 1) != 1:
+            raise InputError(at_line(document, at, "n_residuals_per_layer: expected 1, the branches of a Mamba layer"))
+        init.setdefault("scaling_method", "NUM_LAYERS" if init.pop("rescale_prenorm_residual", True) else "NONE")
+    if not isinstance(keys, dict) or "is_mamba_config" not in keys:
+        return
+    dtype = keys.pop("dtype", None)
+    if dtype is not None and dtype != document.get("model", "dtype"):
+        at = ("model", "model_config", "dtype")
+        raise InputError(
+            at_line(document, at, f"model.model_config.dtype {dtype}: expected that of model.dtype; remove it")
+        )
+    if "pad_vocab_size_multiple" in keys:
+        at, new = ("model", "model_config", "pad_vocab_size_multiple"), ("model", "make_vocab_size_divisible_by")
+        if document.get(*new) not in (None, 1, keys["pad_vocab_size_multiple"]):
+            raise InputError(
+                at_line(document, at, "pad_vocab_size_multiple is also model.make_vocab_size_divisible_by; remove one")
+            )
+        yield at_line(document, at, "pad_vocab_size_multiple is now model.make_vocab_size_divisible_by")
+        document.put(new, keys.pop("pad_vocab_size_multiple"), document.place(at))

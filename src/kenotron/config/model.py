@@ -16,7 +16,8 @@ class RandomInit(Section):
 
     std: float = key("Standard deviation of the initial weights.", gt=0)
     scaling_method: Annotated[Literal["NONE", "NUM_LAYERS"], upper_case("NUM_LAYERS")] = key(
-        "Scale of the projections that write to the residual stream: NUM_LAYERS divides std by sqrt(2 * layers), "
+        "Scale of the projections that write to the residual stream: NUM_LAYERS divides std by sqrt(2 * layers) "
+        "(a Mamba, with one branch a layer, by sqrt(layers)), "
         "NONE does not scale.",
         "NUM_LAYERS",
     )

@@ -18,9 +18,6 @@ from kenotron.config.decoder import SERVED_ATTENTION
 _OFF: dict[str, tuple[Any, ...]] = {
     "parallelism.expert_parallel_size": (1,),
     "model.init_method.use_mup": (False,),
-    "model.init_method.initializer_range": (),  # these three: Mamba's
-    "model.init_method.rescale_prenorm_residual": (),
-    "model.init_method.n_residuals_per_layer": (),
     "checkpoints.checkpointing_engine": (None, "torch"),
     "checkpoints.datastates": (None,),
     "datastates": (None,),
@@ -46,7 +43,6 @@ _VALUES: dict[str, tuple[str, ...]] = {
 
 # Family → its marker in `model_config`, and keys that no served family has.
 _FAMILIES: dict[str, tuple[str, ...]] = {
-    "Mamba": ("is_mamba_config", "ssm_cfg"),
     "LlaMoE": ("is_llamoe_config", "moe_num_experts", "num_experts_per_tok", "moe_capacity_factor"),
 }
 

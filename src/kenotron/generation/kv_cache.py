@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kenotron.generation.recurrent_states import RecurrentStates
 from kenotron.kernels.attention import attention
 from kenotron.models import Context
 
@@ -42,6 +43,9 @@ class KVCache:
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.states = RecurrentStates(self.device)  # of layers without attention
+
     def prefill(self, lengths: Sequence[int]) -> Context:
         """Context of the prompts, packed end to end: ``[sum(lengths)]`` tokens in one sequence.
 
@@ -53,7 +57,15 @@ class KVCache:
         self._row = torch.arange(self.rows).repeat_interleave(torch.tensor(lengths)).to(self.device)
         self._position = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
         last = torch.tensor(borders[1:], device=self.device) - 1
-        return Context((1, borders[-1]), self._position, self, cu_seqlens=tuple(borders), logits_to_keep=last)
+        self.states.prefill(lengths)
+        return Context(
+            (1, borders[-1]),
+            self._position,
+            self,
+            cu_seqlens=tuple(borders),
+            states=self.states,
+            logits_to_keep=last,
+        )
 
     def step(self, positions: Sequence[int]) -> Context:
         """Context of one new token a row, at `positions`: ``[rows]`` tokens in as many sequences."""
@@ -61,12 +73,14 @@ class KVCache:
         self._position = torch.tensor(positions, device=self.device)
         self._shortest, self._longest = min(positions) + 1, max(positions) + 1
         self._masks: dict[int | None, Tensor] = {}  # by window: made in the first layer that asks
-        return Context((self.rows, 1), self._position, self)
+        self.states.step()
+        return Context((self.rows, 1), self._position, self, states=self.states)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Forget all rows but these."""
         index = torch.tensor(rows, device=self.device)
         self.rows = len(rows)
+        self.states.keep(index)
         for memory in (self.keys, self.values):
             for layer, tensor in memory.items():
                 memory[layer] = tensor[index]

@@ -97,7 +97,7 @@ def _on_mesh(
 
     layout = Parallelism(pp=mesh.degree("pp"), tp=mesh.degree("tp"))
     parts = [_part(model, part, dtype, mesh, device) for part in parts_here(model, layout, mesh, length=1)]
-    return parts, Pipeline(parts, mesh, layout, device, dtype)
+    return parts, Pipeline(parts, mesh, layout, device, parts[0].stream_dtype)
 
 
 def _part(model: Model, part: ModelPart | None, dtype: torch.dtype, mesh: Mesh, device: torch.device) -> Decoder:

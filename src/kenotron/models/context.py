@@ -41,6 +41,26 @@ class AttentionFunction(Protocol):
     ) -> Tensor: ...
 
 
+class RecurrentStates(Protocol):
+    """What generation keeps of layers with a recurrent state, such as Mamba's, between two calls."""
+
+    def fold(self, x: Tensor) -> Tensor:
+        """``[tokens, features]`` → ``[texts, length, features]``, zeros before the shorter ones."""
+        ...
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """The other way round."""
+        ...
+
+    def recall(self, layer: int) -> tuple[Tensor, ...] | None:
+        """What the layer with this global number left, ``[texts, …]`` each; None: nothing yet."""
+        ...
+
+    def remember(self, layer: int, state: tuple[Tensor, ...]) -> None:
+        """Take what it leaves."""
+        ...
+
+
 @dataclass(frozen=True)
 class Context:
     """What every block may read. See docs/architecture.md for the table."""
@@ -52,6 +72,7 @@ class Context:
     sample_ids: Tensor | None = None
     loss_scale: float = 1.0
     loss: TokenLoss | None = None  # the config's training loss; None: cross entropy
+    states: RecurrentStates | None = None  # generation's memory of recurrent layers; None: they begin at zero
     logits_to_keep: Tensor | None = None  # without labels: the tokens whose logits are asked for, by index; None: all
 
 

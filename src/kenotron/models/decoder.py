@@ -54,7 +54,7 @@ class Body(nn.Module):
                 x = checkpoint(block, x, rope, ctx, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, rope, ctx)
-        return x if self.norm is None else self.norm(x)
+        return x if self.norm is None else self.norm(x).to(self.compute_dtype)
 
 
 class Decoder(nn.Module):
@@ -122,7 +122,13 @@ class Decoder(nn.Module):
 
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
         """What flows from the embedding on; every product runs in it, weights stay fp32."""
-        self.model.compute_dtype = dtype
+        for module in (self.model, *self.model.layers.values()):
+            module.compute_dtype = dtype  # type: ignore[assignment]
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """Dtype of the hidden states between blocks: the compute dtype, or fp32 where the family keeps them so."""
+        return torch.float32 if getattr(self.config, "residual_in_fp32", False) else self.model.compute_dtype
 
     def set_recompute(self, recompute: bool) -> None:
         """Whether blocks forget their activations and compute them again in backward."""

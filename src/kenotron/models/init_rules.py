@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kenotron.kernels.tensor_shard import TensorShard
 
 
 @dataclass(frozen=True)
@@ -25,14 +29,21 @@ class Constant:
 
 
 @dataclass(frozen=True)
+class FilledBy:
+    """By a function of a family's own, ``fill(shard, key)``: element by element, the same bits in any shard."""
+
+    fill: Callable[[TensorShard, int], None]
+
+
+@dataclass(frozen=True)
 class InitRule:
     """`pattern` is a shell-style pattern of parameter names (``*`` crosses dots)."""
 
     pattern: str
-    distribution: Normal | Constant
+    distribution: Normal | Constant | FilledBy
 
 
-def rule_for(name: str, rules: Sequence[InitRule]) -> Normal | Constant:
+def rule_for(name: str, rules: Sequence[InitRule]) -> Normal | Constant | FilledBy:
     """The distribution of parameter `name`. Raises ValueError where no rule covers it."""
     for rule in rules:
         if fnmatchcase(name, rule.pattern):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kenotron.kernels.hashing import derive_key
 from kenotron.kernels.random import fill_normal_shard_
 from kenotron.kernels.tensor_shard import TensorShard
-from kenotron.models.init_rules import Constant, InitRule, Normal, rule_for
+from kenotron.models.init_rules import Constant, FilledBy, InitRule, Normal, rule_for
 
 
 @torch.no_grad()
@@ -32,12 +32,15 @@ def initialize(
         fill(name, shard_of(parameter), rule_for(name, rules), seed)
 
 
-def fill(name: str, shard: TensorShard, distribution: Normal | Constant, seed: int) -> None:
+def fill(name: str, shard: TensorShard, distribution: Normal | Constant | FilledBy, seed: int) -> None:
     """Fill one shard with the bits that the whole parameter would have there."""
     if isinstance(distribution, Constant):
         shard.tensor.fill_(distribution.value)
+        return
+    key = derive_key("init", seed, name)
+    if isinstance(distribution, FilledBy):
+        distribution.fill(shard, key)
     else:
-        key = derive_key("init", seed, name)
         fill_normal_shard_(shard.tensor, key, shard.shape, shard.offset, distribution.std)
 
 

@@ -24,6 +24,9 @@ class Plan:
     `column`, `row`: linears split by output or input features; in `column` also an RMSNorm over all features of such an
     output. `kv`: those of `column` that make key-value heads, which may be fewer than the ranks. `vocab`: embedding and
     head, split by vocabulary rows. `sequence`: modules that work on sequence shards under sequence parallelism.
+    `inner_row`: row-split linears inside a block, whose sum every rank needs whole and goes on from with its own
+    features. `channels`: modules whose every parameter has a row for each of a rank's features, and that compute
+    feature by feature (a depthwise convolution, a recurrence); there may be fewer key-value heads in them, too (`kv`).
     `per_head`: modules with one weight for all heads, such as a norm of queries; a rank applies it to its own heads, so
     gradients are summed over ranks. `blocks`: the unit of recomputation, compilation, FSDP wrapping and pipeline cuts.
     """
@@ -32,6 +35,8 @@ class Plan:
     column: tuple[str, ...] = ()
     kv: tuple[str, ...] = ()
     row: tuple[str, ...] = ()
+    inner_row: tuple[str, ...] = ()
+    channels: tuple[str, ...] = ()
     vocab: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
     per_head: tuple[str, ...] = ()
@@ -39,7 +44,7 @@ class Plan:
     def check(self, model: nn.Module) -> None:
         """Raise ValueError for a pattern that names no module of the complete `model`: its weights would be replicated.
 
-        The same for a pattern of `kv` with modules that `column` does not split.
+        The same for a pattern of `kv` with modules that neither `column` nor `channels` splits.
         """
         names = [name for name, _ in model.named_modules()]
         fields = {name: (self.blocks,) if name == "blocks" else getattr(self, name) for name in vars(self)}
@@ -47,7 +52,7 @@ class Plan:
             for pattern in patterns:
                 if not matching(pattern, names):
                     raise ValueError(f"plan.{field}: {pattern!r} matches no module of {type(model).__name__}")
-        split = {name for pattern in self.column for name in matching(pattern, names)}
+        split = {name for pattern in (*self.column, *self.channels) for name in matching(pattern, names)}
         for pattern in self.kv:
             if rest := set(matching(pattern, names)) - split:
                 raise ValueError(f"plan.kv: {pattern!r} names {min(rest)}, which plan.column does not split")

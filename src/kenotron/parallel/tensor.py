@@ -49,7 +49,7 @@ from kenotron.kernels.linear_cross_entropy import VocabularyRanks, linear_cross_
 from kenotron.models import Context, Plan
 from kenotron.models.blocks.head import LMHead
 from kenotron.models.blocks.linear import Embedding
-from kenotron.models.blocks.norm import RMSNorm
+from kenotron.models.blocks.norm import GroupRMSNorm, RMSNorm
 from kenotron.models.decoder import Decoder
 from kenotron.models.plan import modules
 from kenotron.models.token_loss import sum_of_losses
@@ -102,13 +102,13 @@ def apply(
         {name for p in patterns for name, _ in modules(model, p)}
         for patterns in (plan.kv, plan.sequence, plan.per_head)
     )
-    for pattern in plan.column:
+    kinds = ((plan.column, _column_parallel), (plan.channels, ChannelParallel))
+    for pattern, parallel in ((pattern, kind) for patterns, kind in kinds for pattern in patterns):
         for name, module in modules(model, pattern):
-            parallel = ColumnParallelRMSNorm if isinstance(module, RMSNorm) else ColumnParallelLinear
             _replace(model, name, parallel(module, settings, _head_dim(model, name), name in kv, name))
-    for pattern in plan.row:
-        for name, module in modules(model, pattern):
-            _replace(model, name, RowParallelLinear(module, settings, _head_dim(model, name), name))
+    for patterns, row in ((plan.row, RowParallelLinear), (plan.inner_row, InnerRowParallelLinear)):
+        for name, module in (each for pattern in patterns for each in modules(model, pattern)):
+            _replace(model, name, row(module, settings, _head_dim(model, name), name))
     tied: dict[Any, nn.Parameter] = {}
     for pattern in plan.vocab:
         for name, module in modules(model, pattern):
@@ -127,8 +127,19 @@ def _replace(model: nn.Module, name: str, parallel: nn.Module) -> None:
 
 
 def _head_dim(model: nn.Module, name: str) -> int:
-    """Features that must stay together: those of a head where the module belongs to attention, else one by one."""
-    return getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", 1)
+    """Features that stay together: as the module says, those of a head where it is attention's, else one by one."""
+    own = getattr(model.get_submodule(name), "together", 0)
+    return own or getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", 1)
+
+
+def _column_parallel(
+    module: Any, settings: TensorParallelSettings, head_dim: int, kv: bool, name: str
+) -> ColumnParallelLinear | ColumnParallelRMSNorm | ChannelParallel:
+    if not isinstance(module, RMSNorm):
+        return ColumnParallelLinear(module, settings, head_dim, kv, name)
+    if isinstance(module, GroupRMSNorm) and module.groups > 1:  # a rank has whole groups
+        return ChannelParallel(module, settings, module.group_size, kv, name)
+    return ColumnParallelRMSNorm(module, settings, head_dim, kv, name)
 
 
 def _vocab_parallel(
@@ -388,6 +399,20 @@ class RowParallelLinear(nn.Module):
         return 2.0 * self.weight.numel()
 
 
+class InnerRowParallelLinear(RowParallelLinear):
+    """A row-parallel linear whose sum each rank goes on from with its own features: x ``[tokens, in / tp]`` → all.
+
+    The sum is whole on every rank in every mode (Mamba's x_proj makes a few dozen numbers a token); its gradients are
+    summed over ranks.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x → the product summed over ranks, ``[tokens, out]``."""
+        group = self.settings.group
+        y = copy_to(_RowProduct.apply(x, _local(self.weight).to(x.dtype), group, False, False), group)
+        return y if self.bias is None else y + _local(self.bias, partial=True).to(x.dtype)
+
+
 class _RowProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, sequence: bool, hides: bool) -> Tensor:
@@ -488,36 +513,30 @@ class VocabParallelHead(_VocabParallel):
         return 2.0 * self.vocab_size * self.weight.shape[1]
 
 
-# Replicated weights -------------------------------------------------------------------------------
+# A module's own maths, on local tensors -----------------------------------------------------------
 
 
-class Replicated(nn.Module):
-    """Any module whose weights every rank holds whole (a norm): its own maths, on local tensors.
+class _OwnMaths(nn.Module):
+    """Any module on this rank's part of its weights: its own forward, arguments and result."""
 
-    `on_shards`: with REDUCE_SCATTER in training it sees the rank's own tokens, so its gradients are summands.
-    `per_head`: it sees the rank's own heads, in every mode.
-    """
-
-    def __init__(
-        self, module: nn.Module, settings: TensorParallelSettings, on_shards: bool, per_head: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, parameter_of: Callable[[Tensor], nn.Parameter]) -> None:
         super().__init__()
-        self.on_shards, self.per_head = on_shards and settings.sequence, per_head
         for name, parameter in module.named_parameters():
-            self.register_parameter(name, settings.parameter(parameter, Replicate()))
+            self.register_parameter(name, parameter_of(parameter))
         for name, buffer in module.named_buffers():
             self.register_buffer(name, buffer)
         self._maths = (module.to("meta"),)  # in a tuple: a module whose names and (empty) weights are not the model's
 
+    def _here(self, parameter: Tensor) -> Tensor:
+        """What the module computes with, of a parameter."""
+        raise NotImplementedError
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, with its arguments and result."""
-        partial = self.per_head or (self.on_shards and self.training)
-        tensors = {
-            name: _local(parameter, partial) for name, parameter in self._parameters.items() if parameter is not None
-        }
+        tensors = {name: self._here(parameter) for name, parameter in self._parameters.items() if parameter is not None}
         return functional_call(self._maths[0], tensors | dict(self.named_buffers()), args, kwargs)
 
-    def train(self, mode: bool = True) -> Replicated:
+    def train(self, mode: bool = True) -> _OwnMaths:
         """Training mode also for the module that computes, which is no child of this one."""
         self._maths[0].train(mode)
         return super().train(mode)
@@ -526,3 +545,38 @@ class Replicated(nn.Module):
         """The module's own count; 0 where it has none."""
         module: Any = self._maths[0]
         return module.flops_per_token(sequence_length, causal) if hasattr(module, "flops_per_token") else 0.0
+
+
+class Replicated(_OwnMaths):
+    """A module whose weights every rank holds whole, such as a norm.
+
+    `on_shards`: with REDUCE_SCATTER in training it sees the rank's own tokens, so its gradients are summands.
+    `per_head`: it sees the rank's own heads, in every mode.
+    """
+
+    def __init__(
+        self, module: nn.Module, settings: TensorParallelSettings, on_shards: bool, per_head: bool = False
+    ) -> None:
+        super().__init__(module, lambda parameter: settings.parameter(parameter, Replicate()))
+        self.on_shards, self.per_head = on_shards and settings.sequence, per_head
+
+    def _here(self, parameter: Tensor) -> Tensor:
+        return _local(parameter, self.per_head or (self.on_shards and self.training))
+
+
+class ChannelParallel(_OwnMaths):
+    """A module that computes feature by feature, for the features of this rank: it holds their rows of every parameter.
+
+    `together` neighbouring rows stay on one rank; `kv` as in `ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self, module: nn.Module, settings: TensorParallelSettings, together: int = 1, kv: bool = False, name: str = ""
+    ) -> None:
+        rows = _rows_of_the_head(module, settings, together) if kv else None
+        placement = Shard(0) if rows is None else Replicate()
+        super().__init__(module, lambda parameter: settings.parameter(parameter, placement, together, name))
+        self.rows = rows
+
+    def _here(self, parameter: Tensor) -> Tensor:
+        return _rows_here(parameter, self.rows)

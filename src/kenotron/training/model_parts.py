@@ -33,7 +33,7 @@ def build_parts(config: Config, mesh: Mesh, device: torch.device) -> tuple[list[
 
     model, layout, length = config.model, config.parallelism, max(config.sequence_lengths.values())
     parts = [_on_meta(config, mesh, part) for part in parts_here(model, layout, mesh, length)]
-    pipeline = Pipeline(parts, mesh, layout, device, getattr(torch, model.dtype), model.compile)
+    pipeline = Pipeline(parts, mesh, layout, device, parts[0].stream_dtype, model.compile)
     if mesh.is_first:
         warn_of_idle_ranks(layout, config.tokens.batch_accumulation_per_replica, model.compile)
     for part, stage in zip(parts, pipeline.stages):

@@ -18,10 +18,14 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """``y = x W^T + b``; x ``[..., in_features]``, W ``[out_features, in_features]``."""
+    """``y = x W^T + b``; x ``[..., in_features]``, W ``[out_features, in_features]``.
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    `together`: neighbouring output features that tensor parallelism keeps on one rank; 0: those of the parent's heads.
+    """
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, together: int = 0) -> None:
         super().__init__()
+        self.together = together
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 

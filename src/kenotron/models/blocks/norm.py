@@ -39,6 +39,20 @@ class HeadRMSNorm(RMSNorm):
         return super().forward(x.unflatten(-1, (-1, self.weight.shape[0]))).flatten(-2)
 
 
+class GroupRMSNorm(RMSNorm):
+    """RMSNorm of every group of neighbouring features by itself: x ``[tokens, features]`` → the same shape."""
+
+    def __init__(self, features: int, groups: int, eps: float) -> None:
+        super().__init__(features, eps)
+        self.groups, self.group_size = groups, features // groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the groups that this rank holds: their number is x's. Statistics in fp32."""
+        wide = x.float().unflatten(-1, (-1, self.group_size))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return wide.flatten(-2).to(x.dtype) * self.weight.to(x.dtype)
+
+
 class LayerNorm(nn.Module):
     """x ``[tokens, hidden]`` → the same shape."""
 

@@ -1,0 +1,127 @@
+"""Mamba's layer: a short convolution and a selective scan, gated (Gu & Dao 2023, arXiv 2312.00752, section 3.4).
+
+    x ─ norm ─┬─ in_proj_x ─ conv1d ─ silu ─┬────────────────────── scan ─ * ─ out_proj ─(+)─ x
+              │                             └─ x_proj ─ dt, B, C ───┘      │
+              └─ in_proj_z ───────────────────────────────── silu ─────────┘
+
+Every channel is a recurrence of its own; x_proj alone mixes channels, so a tensor-parallel rank holds some channels and
+sums what its part of x_proj makes of them with the other ranks. Channel counts are those of the local weights.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kenotron.kernels.causal_conv import causal_conv
+from kenotron.kernels.selective_scan import selective_scan
+from kenotron.kernels.swiglu import swiglu
+from kenotron.models.blocks.linear import Linear
+from kenotron.models.blocks.recurrence import document_starts, fold, recall, remember, unfold
+from kenotron.models.context import Context
+
+
+class MambaBlock(nn.Module):
+    """``x + mixer(norm(x))``, x ``[tokens, hidden]``; with `residual_in_fp32` x is fp32 whatever computes the rest."""
+
+    def __init__(self, norm: nn.Module, mixer: nn.Module, residual_in_fp32: bool) -> None:
+        super().__init__()
+        self.norm, self.mixer = norm, mixer
+        self.residual_in_fp32 = residual_in_fp32
+        self.compute_dtype = torch.float32  # set by the decoder
+
+    def forward(self, x: Tensor, positions: None, ctx: Context) -> Tensor:
+        """There are no positions: the order of tokens is in the recurrence."""
+        x = x.float() if self.residual_in_fp32 else x
+        return x + self.mixer(self.norm(x).to(self.compute_dtype), ctx)
+
+
+class CausalConv(nn.Module):
+    """A convolution of each channel over the last `width` tokens, then SiLU.
+
+    `together`: neighbouring channels that tensor parallelism keeps on one rank.
+    """
+
+    def __init__(self, channels: int, width: int, bias: bool, together: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.together = together
+
+    def forward(self, x: Tensor, starts: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x ``[sequences, length, channels]`` → the same, and the last inputs for what comes after."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        y, state = causal_conv(x, self.weight.to(x.dtype), bias, starts, state)
+        return F.silu(y), state
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """FLOPs of one token's forward pass."""
+        return 2.0 * self.weight.numel()
+
+
+class TimeSteps(Linear):
+    """How far each channel's clock goes on at a token: softplus of a low-rank projection, in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[tokens, rank]`` → ``[tokens, channels]``."""
+        assert self.bias is not None
+        return F.softplus(F.linear(x, self.weight.to(x.dtype)).float() + self.bias.float())
+
+
+class ChannelScan(nn.Module):
+    """The selective scan with its weights: decay rates ``exp(A_log)`` of every channel and state, and the skip D."""
+
+    def __init__(self, channels: int, state_size: int) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(channels, state_size))
+        self.D = nn.Parameter(torch.empty(channels))
+
+    def forward(
+        self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, starts: Tensor | None, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As `kernels.selective_scan`. The rates are rounded to x's dtype as all weights are, and then used in fp32."""
+        rates = -self.A_log.to(x.dtype).float().exp()
+        return selective_scan(x, dt, rates, b, c, self.D.to(x.dtype), starts, state)
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """A decay, an update and a read of every state, by the recurrence: whatever the algorithm spends."""
+        return 6.0 * self.A_log.numel()
+
+
+class MambaMixer(nn.Module):
+    """x ``[tokens, hidden]`` → the same shape. `inner`: channels; `rank`: width of the time steps' projection."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        inner: int,
+        state_size: int,
+        rank: int,
+        width: int,
+        layer: int,
+        *,
+        bias: bool,
+        conv_bias: bool,
+    ) -> None:
+        super().__init__()
+        self.layer, self.split = layer, (rank, state_size, state_size)
+        self.in_proj_x = Linear(hidden_size, inner, bias)
+        self.in_proj_z = Linear(hidden_size, inner, bias)
+        self.conv1d = CausalConv(inner, width, conv_bias)
+        self.x_proj = Linear(inner, sum(self.split))
+        self.dt_proj = TimeSteps(rank, inner, bias=True)
+        self.scan = ChannelScan(inner, state_size)
+        self.out_proj = Linear(inner, hidden_size, bias)
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        """x ``[tokens, hidden]``."""
+        conv_state, state = recall(ctx, self.layer) or (None, None)
+        starts = document_starts(ctx)
+        x, z = self.in_proj_x.grouped(x, self.in_proj_x, self.in_proj_z)
+        y, conv_state = self.conv1d(fold(x, ctx), starts, conv_state)
+        steps, b, c = self.x_proj(unfold(y, ctx)).split(self.split, dim=-1)
+        dt, b, c = (fold(each, ctx) for each in (self.dt_proj(steps), b, c))  # before a text dt is 0: nothing happens
+        y, state = self.scan(y, dt, b, c, starts, state)
+        remember(ctx, self.layer, (conv_state, state))
+        return self.out_proj(swiglu(z, unfold(y, ctx), "silu"))

@@ -1,0 +1,66 @@
+"""How Mamba's weights begin (Gu & Dao 2023, arXiv 2312.00752, sections 3.6 and E; state-spaces/mamba).
+
+    A_log               log(1), log(2), log(3), …      the real part of S4D's spectrum
+    bias of dt          softplus^-1 of a time step, log-uniform in [0.001, 0.1]
+    weights             uniform in ± 1 / sqrt(inputs)
+
+Each is a function of (key, element), so that a rank fills just its own shard, with the bits of the whole. Logarithms
+are taken on the CPU in float64, whatever the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kenotron.kernels.random import uniform_at
+from kenotron.kernels.tensor_shard import TensorShard
+from kenotron.models.init_rules import FilledBy
+
+ELEMENTS = 1 << 20  # of one round: 8 MiB of counters
+
+
+def uniform(bound: float) -> FilledBy:
+    """Uniform in ± bound."""
+    return FilledBy(partial(_fill, lambda u: (2 * u - 1) * bound))
+
+
+def time_step_bias(low: float, high: float, floor: float) -> FilledBy:
+    """What softplus makes of it is log-uniform in [low, high], and at least `floor`."""
+
+    def bias(u: Tensor) -> Tensor:
+        dt = (u * (math.log(high) - math.log(low)) + math.log(low)).exp().clamp(min=floor)
+        return dt + (-torch.expm1(-dt)).log()
+
+    return FilledBy(partial(_fill, bias))
+
+
+def log_of_index() -> FilledBy:
+    """log(1), log(2), … along the last dimension."""
+
+    def fill(shard: TensorShard, key: int) -> None:
+        first = shard.offset[-1] + 1
+        shard.tensor.copy_(torch.arange(first, first + shard.tensor.shape[-1], dtype=torch.float64).log())
+
+    return FilledBy(fill)
+
+
+def _fill(of_uniform: Callable[[Tensor], Tensor], shard: TensorShard, key: int) -> None:
+    for rows, counters in _counters(shard):
+        rows.copy_(of_uniform(uniform_at(key, counters)))
+
+
+def _counters(shard: TensorShard) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some rows of the shard at a time, and the number of each of their elements in the whole tensor."""
+    tensor = shard.tensor
+    at_once = max(1, ELEMENTS // max(1, math.prod(tensor.shape[1:])))
+    for first in range(0, tensor.shape[0], at_once):
+        rows = tensor[first : first + at_once]
+        counters = torch.zeros((), dtype=torch.int64)
+        for size, offset, whole in zip(rows.shape, (shard.offset[0] + first, *shard.offset[1:]), shard.shape):
+            counters = counters[..., None] * whole + torch.arange(offset, offset + size)
+        yield rows, counters

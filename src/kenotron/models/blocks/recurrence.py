@@ -1,0 +1,42 @@
+"""What layers with a recurrent state share: where documents begin, and the state that generation keeps between tokens.
+
+In training tokens fold into sequences by ``ctx.shape``, states begin at zero, and a document that begins inside of a
+sequence resets them. In generation ``ctx.states`` folds instead: each text is a row of its own,
+and its state goes on from where the last step left it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kenotron.models.context import Context
+
+State = tuple[Tensor, ...]
+
+
+def fold(x: Tensor, ctx: Context) -> Tensor:
+    """``[tokens, features]`` → ``[sequences, length, features]``; a shorter text of generation has zeros before it."""
+    return x.view(*ctx.shape, -1) if ctx.states is None else ctx.states.fold(x)
+
+
+def unfold(x: Tensor, ctx: Context) -> Tensor:
+    """The other way round."""
+    return x.flatten(0, 1) if ctx.states is None else ctx.states.unfold(x)
+
+
+def document_starts(ctx: Context) -> Tensor | None:
+    """``[sequences, length]``: True where a document begins; None: at the first token of a sequence alone."""
+    if ctx.cu_seqlens is None or ctx.states is not None:
+        return None
+    return ctx.positions.view(ctx.shape) == 0
+
+
+def recall(ctx: Context, layer: int) -> State | None:
+    """The states that layer number `layer` left behind; None: it has read nothing yet."""
+    return None if ctx.states is None else ctx.states.recall(layer)
+
+
+def remember(ctx: Context, layer: int, state: State) -> None:
+    """Leave states for the next call; training needs none."""
+    if ctx.states is not None:
+        ctx.states.remember(layer, state)

@@ -1,0 +1,211 @@
+"""Mamba (Gu & Dao 2023, arXiv 2312.00752): a state that every token updates, in the place of attention.
+
+    tokens ── embed ──┬─ norm ─ convolution, selective scan, gate ─(+)─ … ── norm ── head ── loss
+                      └────────────────────────────────────────────┘
+
+Names are Hugging Face's, but for what is stored joined there: in_proj is in_proj_x over in_proj_z here. nanotron's keys
+(d_model, ssm_cfg, …) are read as the ones they mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from pydantic import model_validator
+
+from kenotron.config.decoder import DecoderArchitecture, Problem
+from kenotron.config.section import EXPORT, OURS, key, problem
+from kenotron.models.family import Family
+from kenotron.models.init_rules import Constant, InitRule, Normal
+from kenotron.models.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# nanotron's name → ours, in model_config and in its ssm_cfg.
+_NANOTRON = {"d_model": "hidden_size", "rms_norm_eps": "layer_norm_epsilon"}
+_SSM_CFG = {
+    "d_state": "state_size",
+    "d_conv": "conv_kernel",
+    "expand": "expand",
+    "dt_rank": "time_step_rank",
+    "dt_min": "time_step_min",
+    "dt_max": "time_step_max",
+    "dt_init": "time_step_init_scheme",
+    "dt_scale": "time_step_scale",
+    "dt_init_floor": "time_step_floor",
+    "conv_bias": "use_conv_bias",
+    "bias": "use_bias",
+}
+
+
+class MambaStyleArchitecture(DecoderArchitecture):
+    """What Mamba and Mamba-2 share."""
+
+    shape_keys = (*DecoderArchitecture.shape_keys, "inner_size", "state_size", "conv_kernel")
+
+    hidden_act: Literal["silu", "swish"] = key("Activation after the convolution, and of the gate.", "silu")
+    conv_kernel: int = key("Tokens that the convolution before the scan sees.", 4, ge=1, mark=OURS)
+    expand: int = key("Width inside of a layer, in units of hidden_size.", 2, ge=1, mark=OURS)
+    layer_norm_epsilon: float = key("Added to the mean square inside RMSNorm.", 1e-5, gt=0, mark=OURS)
+    use_bias: bool = key("Biases on the projections into and out of a layer.", False, mark=OURS)
+    use_conv_bias: bool = key("Biases in the convolution.", True, mark=OURS)
+    residual_in_fp32: bool = key("Hidden states between layers in fp32, whatever model.dtype is.", True)
+    time_step_min: float = key("Smallest initial time step.", 1e-3, gt=0, mark=OURS)
+    time_step_max: float = key("Largest initial time step.", 0.1, gt=0, mark=OURS)
+    time_step_floor: float = key("Initial time steps below are raised to it.", 1e-4, gt=0, mark=OURS)
+    rescale_prenorm_residual: bool = key(
+        "Kept for the export; init_method.scaling_method is what counts.", False, mark=EXPORT
+    )
+
+    @property
+    def inner_size(self) -> int:
+        """Channels inside of a layer."""
+        return self.expand * self.hidden_size
+
+    def shape_problems(self) -> Iterator[Problem]:
+        """Initial time steps that are no range."""
+        if self.time_step_max < self.time_step_min:
+            yield "time_step_max", f"expected at least time_step_min {self.time_step_min}, found {self.time_step_max}"
+
+    def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
+        """A rank would need the state that the rank before it ends in."""
+        yield f"expected 1 with {self.family}, whose ranks do not pass states on (not supported yet), found {cp}"
+
+
+class MambaArchitecture(MambaStyleArchitecture):
+    """The Mamba family, under Hugging Face's names; nanotron's are read, too."""
+
+    family: Literal["mamba"] = key("The family's name.", "mamba", mark=OURS)
+    is_mamba_config: bool = key("Marks the family; its value changes nothing.", True)
+    tie_word_embeddings: bool = key("One matrix for the embedding and the output layer.", True)
+    state_size: int = key("Numbers in the state of one channel.", 16, ge=1, mark=OURS)
+    time_step_rank: int | Literal["auto"] = key(
+        "Width of the projection that time steps come from; auto: hidden_size / 16, rounded up.", "auto", mark=OURS
+    )
+    time_step_scale: float = key("Scale of that projection's initial weights.", 1.0, gt=0, mark=OURS)
+    time_step_init_scheme: Literal["random", "constant"] = key("And their distribution.", "random", mark=OURS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_nanotron(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        ours, ssm = dict(value), value.get("ssm_cfg") or {}
+        for name in ("ssm_cfg", "fused_add_norm"):  # the second chooses a kernel
+            ours.pop(name, None)
+        if ours.pop("rms_norm", True) is not True:
+            raise problem("rms_norm", "expected true (a Mamba with LayerNorm is not supported)")
+        for name in set(ssm) - set(_SSM_CFG) - {"use_fast_path"}:  # that chooses a kernel, too
+            raise problem(f"ssm_cfg.{name}", f"expected one of {', '.join(_SSM_CFG)}")
+        found = [(theirs, name, value) for theirs, name in _NANOTRON.items() if theirs in value]
+        found += [(f"ssm_cfg.{theirs}", name, ssm) for theirs, name in _SSM_CFG.items() if theirs in ssm]
+        for theirs, name, where in found:
+            if name in value and name != theirs:
+                raise problem(theirs, f"is nanotron's name of {name}, which is there as well; remove one of them")
+            ours.pop(theirs, None)
+            ours[name] = where[theirs.rpartition(".")[2]]
+        return ours
+
+    @property
+    def rank(self) -> int:
+        """`time_step_rank`, with "auto" filled in."""
+        return math.ceil(self.hidden_size / 16) if self.time_step_rank == "auto" else self.time_step_rank
+
+    def tp_problems(self, tp: int) -> Iterator[str]:
+        """Channels."""
+        if self.inner_size % tp:
+            yield f"expected a divisor of expand * hidden_size {self.inner_size}, found {tp}"
+
+
+C = TypeVar("C", bound=MambaStyleArchitecture)
+
+
+class MambaStyle(Family[C]):
+    """What Mamba and Mamba-2 share: the block around the mixer, and Hugging Face's names around it."""
+
+    hf_names = {  # noqa: RUF012
+        "model.embed_tokens": "backbone.embeddings",
+        "model.layers": "backbone.layers",
+        "model.norm": "backbone.norm_f",
+        "mixer.scan.": "mixer.",
+    }
+
+    def mamba_block(self, mixer: nn.Module) -> nn.Module:
+        """``x + mixer(norm(x))``."""
+        from kenotron.models.blocks.mamba import MambaBlock
+
+        return MambaBlock(self.final_norm(), mixer, self.config.residual_in_fp32)
+
+    def final_norm(self) -> nn.Module:
+        """RMSNorm, as before every mixer."""
+        from kenotron.models.blocks.norm import RMSNorm
+
+        return RMSNorm(self.config.hidden_size, self.config.layer_norm_epsilon)
+
+    def init_rules(self, std: float, scaling: str) -> list[InitRule]:
+        """The papers': `std` is the embedding's; NUM_LAYERS divides by sqrt(layers), one residual branch each."""
+        from kenotron.models.blocks.mamba_init import log_of_index, time_step_bias, uniform
+
+        config = self.config
+        damping = math.sqrt(config.num_hidden_layers) if scaling == "NUM_LAYERS" else 1.0
+        time_steps = time_step_bias(config.time_step_min, config.time_step_max, config.time_step_floor)
+        return [
+            InitRule("*norm.weight", Constant(1.0)),
+            InitRule("*.A_log", log_of_index()),
+            InitRule("*.D", Constant(1.0)),
+            *(InitRule(pattern, time_steps) for pattern in ("*.dt_proj.bias", "*.dt_bias")),
+            InitRule("*.bias", Constant(0.0)),
+            InitRule("*.in_proj*.weight", uniform(config.hidden_size**-0.5)),
+            InitRule("*.conv1d*.weight", uniform(config.conv_kernel**-0.5)),
+            InitRule("*.x_proj.weight", uniform(config.inner_size**-0.5)),
+            InitRule("*.out_proj.weight", uniform(config.inner_size**-0.5 / damping)),
+            InitRule("*.weight", Normal(std)),
+        ]
+
+    def hf_join(self, hf_name: str, parts: Sequence[Tensor]) -> Tensor:
+        """Ours, one above the other."""
+        import torch
+
+        return torch.cat(list(parts))
+
+
+class Mamba(MambaStyle[MambaArchitecture]):
+    """Channels are split over tp; x_proj, which mixes them, is summed inside of the layer."""
+
+    section = MambaArchitecture
+    plan = Plan(
+        blocks="model.layers.*",
+        column=("model.layers.*.mixer.in_proj_x", "model.layers.*.mixer.in_proj_z"),
+        channels=("model.layers.*.mixer.conv1d", "model.layers.*.mixer.dt_proj", "model.layers.*.mixer.scan"),
+        inner_row=("model.layers.*.mixer.x_proj",),
+        row=("model.layers.*.mixer.out_proj",),
+        vocab=("model.embed_tokens", "lm_head"),
+        sequence=("model.layers.*.norm", "model.norm"),
+    )
+    hf_model_type = "mamba"
+    hf_class = "MambaForCausalLM"
+    hf_names = {**MambaStyle.hf_names, "in_proj_x": "in_proj", "in_proj_z": "in_proj"}  # noqa: RUF012
+
+    def block(self, layer: int) -> nn.Module:
+        """Layer number `layer`."""
+        from kenotron.models.blocks.mamba import MambaMixer
+
+        config = self.config
+        widths = (config.hidden_size, config.inner_size, config.state_size, config.rank, config.conv_kernel)
+        return self.mamba_block(MambaMixer(*widths, layer, bias=config.use_bias, conv_bias=config.use_conv_bias))
+
+    def init_rules(self, std: float, scaling: str) -> list[InitRule]:
+        """And the projection to time steps by its own keys."""
+        from kenotron.models.blocks.mamba_init import uniform
+
+        bound = self.config.rank**-0.5 * self.config.time_step_scale
+        constant = self.config.time_step_init_scheme == "constant"
+        time_steps = InitRule("*.dt_proj.weight", Constant(bound) if constant else uniform(bound))
+        return [time_steps, *super().init_rules(std, scaling)]
+
+    def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
+        """x above z."""
+        return tensor.chunk(2)

@@ -1,0 +1,126 @@
+"""Mamba-2 (Dao & Gu 2024, arXiv 2405.21060): Mamba with heads of one decay each, so that its scan is matrix products.
+
+Names are Hugging Face's, but for what is stored joined there: in_proj is z, x, B, C and dt, conv1d is x, B and C, one
+above the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from kenotron.config.decoder import Problem
+from kenotron.config.section import EXPORT, OURS, key
+from kenotron.models.families.mamba import MambaStyle, MambaStyleArchitecture
+from kenotron.models.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+MIXER = "model.layers.*.mixer"
+
+
+class Mamba2Architecture(MambaStyleArchitecture):
+    """The Mamba-2 family, under Hugging Face's names."""
+
+    family: Literal["mamba2"] = key("The family's name.", "mamba2", mark=OURS)
+    is_mamba2_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    num_heads: int = key("Heads; num_heads * head_dim = expand * hidden_size.", 128, ge=1, mark=OURS)
+    head_dim: int = key("Channels of one head.", 64, ge=1, mark=OURS)
+    state_size: int = key("Numbers in the state of one channel.", 128, ge=1, mark=OURS)
+    n_groups: int = key("Groups of heads that share what they write and read (B and C).", 8, ge=1, mark=OURS)
+    chunk_size: int = key("Written to the export; the length of a chunk here is the kernel's.", 256, mark=EXPORT)
+    time_step_limit: list[float | None] = key(
+        "Bounds of time steps at work: [least, most]; null: no bound.",
+        [0.0, None],
+        min_length=2,
+        max_length=2,
+        mark=OURS,
+    )
+
+    def shape_problems(self) -> Iterator[Problem]:
+        """Heads that do not fill the width, or do not fall into groups."""
+        yield from super().shape_problems()
+        if self.num_heads * self.head_dim != self.inner_size:
+            yield (
+                "num_heads",
+                f"expected num_heads * head_dim = expand * hidden_size {self.inner_size}, found {self.num_heads} * "
+                f"{self.head_dim}",
+            )
+        if self.num_heads % self.n_groups:
+            yield "n_groups", f"expected a divisor of num_heads {self.num_heads}, found {self.n_groups}"
+        if self.limit[0] > self.limit[1]:
+            yield "time_step_limit", f"expected [least, most], found {self.time_step_limit}"
+
+    @property
+    def limit(self) -> tuple[float, float]:
+        """`time_step_limit` as numbers."""
+        least, most = self.time_step_limit
+        return (0.0 if least is None else least, math.inf if most is None else most)
+
+    def tp_problems(self, tp: int) -> Iterator[str]:
+        """Heads, and groups unless one serves all heads."""
+        if self.num_heads % tp:
+            yield f"expected a divisor of num_heads {self.num_heads}, found {tp}"
+        if self.n_groups > 1 and self.n_groups % tp:
+            yield f"expected a divisor of n_groups {self.n_groups} (or n_groups 1), found {tp}"
+
+
+class Mamba2(MambaStyle[Mamba2Architecture]):
+    """Heads and groups are split over tp; one group that all heads share is on every rank."""
+
+    section = Mamba2Architecture
+    plan = Plan(
+        blocks="model.layers.*",
+        column=(*(f"{MIXER}.in_proj_{part}" for part in ("z", "x", "b", "c", "dt")), f"{MIXER}.norm"),
+        channels=(*(f"{MIXER}.conv1d_{part}" for part in "xbc"), f"{MIXER}.time_steps", f"{MIXER}.scan"),
+        kv=tuple(f"{MIXER}.{kind}_{part}" for kind in ("in_proj", "conv1d") for part in "bc"),
+        row=(f"{MIXER}.out_proj",),
+        vocab=("model.embed_tokens", "lm_head"),
+        sequence=("model.layers.*.norm", "model.norm"),
+    )
+    hf_model_type = "mamba2"
+    hf_class = "Mamba2ForCausalLM"
+    hf_names = {  # noqa: RUF012
+        **MambaStyle.hf_names,
+        "mixer.time_steps.": "mixer.",
+        **{f"in_proj_{part}": "in_proj" for part in ("z", "x", "b", "c", "dt")},
+        **{f"conv1d_{part}": "conv1d" for part in "xbc"},
+    }
+
+    def block(self, layer: int) -> nn.Module:
+        """Layer number `layer`."""
+        from kenotron.models.blocks.mamba2 import Mamba2Mixer
+
+        config = self.config
+        heads = (config.num_heads, config.head_dim, config.n_groups)
+        mixer = Mamba2Mixer(
+            config.hidden_size,
+            *heads,
+            config.state_size,
+            config.conv_kernel,
+            layer,
+            bias=config.use_bias,
+            conv_bias=config.use_conv_bias,
+            eps=config.layer_norm_epsilon,
+            time_step_limit=config.limit,
+        )
+        return self.mamba_block(mixer)
+
+    def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
+        """By the widths of the parts."""
+        config = self.config
+        inner, shared = config.inner_size, config.n_groups * config.state_size
+        convolved = (inner, shared, shared)
+        return tensor.split(convolved if "conv1d" in hf_name else (inner, *convolved, config.num_heads))
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """An infinite bound of time steps is no bound."""
+        bounds = [float(each["__float__"]) if isinstance(each, dict) else each for each in config["time_step_limit"]]
+        return values | {"time_step_limit": [None if math.isinf(each) else each for each in bounds]}
+
+    def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
+        """And the other way round."""
+        return values | {"time_step_limit": list(self.config.limit)}

@@ -1,0 +1,109 @@
+"""Mamba and Mamba-2 on every layout are what they are in one process: losses, gradients, weights.
+
+Under tp a rank has some channels or heads: Mamba's x_proj is summed inside of a layer, and every rank goes on from the
+sum in its own way; Mamba-2's B and C have one group (on every rank, each with a part of the gradient) or several
+(split). Sequences hold several documents, so that states are reset inside of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kenotron.config.errors import InputError
+from support.layout_runs import ATTENTION, STATE_SPACES, Problem, expect_the_same, train_alone, train_on_layout
+from support.ranks import run_ranks
+from support.written_tokens import write_ds
+
+ROUNDING = 5e-6  # gradients of a few numbers, each a sum over all tokens whose terms nearly cancel
+QUICK = [("mamba", 2, "tp=2 mode=REDUCE_SCATTER recompute=true"), ("mamba2", 2, "tp=2")]
+LAYOUTS = [
+    (2, "dp=2"),
+    (2, "dp=2 zero=1"),
+    (2, "dp=2 zero=2"),
+    (2, "dp=2 zero=3"),
+    (4, "dp=4 shard=2 zero=3"),
+    (2, "tp=2"),
+    (2, "tp=2 mode=REDUCE_SCATTER"),
+    (4, "tp=4 recompute=true"),
+    (2, "pp=2 engine=1f1b"),
+    (4, "pp=4 engine=afab recompute=true"),
+    (4, "dp=2 zero=3 tp=2 mode=REDUCE_SCATTER async=true"),
+    (4, "dp=2 zero=1 tp=2"),
+    (4, "tp=2 pp=2 engine=1f1b"),
+    (8, "dp=2 zero=1 tp=2 pp=2 engine=1f1b"),
+]
+
+
+@pytest.fixture(scope="module")
+def problem_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Problem]:
+    """What is trained, by family."""
+    documents = [[(i * 7 + j) % 60 for j in range(1 + i * 11 % 37)] for i in range(150)]
+    path = write_ds(tmp_path_factory.mktemp("tokens") / "0.ds", documents)
+    data = f"data_stages.0.data.dataset={{tokens: {path.parent}, packing: best_fit}}"
+
+    def get(family: str) -> Problem:
+        overrides, keys = (data, "model.document_masking=true"), STATE_SPACES[family]
+        return Problem(family, overrides, steps=4, model=keys, absent=ATTENTION)
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def reference_of(
+    problem_of: Callable[[str], Problem], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """What one process makes of a family, each trained once."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = train_alone(problem_of(family), tmp_path_factory.mktemp("alone"))
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "layout"),
+    [
+        *QUICK,
+        *(pytest.param(family, *layout, marks=pytest.mark.slow) for family in STATE_SPACES for layout in LAYOUTS),
+    ],
+)
+def test_a_layout_means_what_one_process_means(
+    family: str,
+    world_size: int,
+    layout: str,
+    problem_of: Callable[[str], Problem],
+    reference_of: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    reference = reference_of(family)
+    ranks = run_ranks(world_size, train_on_layout, problem_of(family), layout, tmp_path, reference)
+    expect_the_same(ranks, reference, ROUNDING)
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_sequences_that_ranks_share_are_refused(
+    family: str, problem_of: Callable[[str], Problem], tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=rf"context_parallel_size: expected 1 with {family}, whose ranks do not pass"):
+        problem_of(family).config("cp=2", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "said"),
+    [
+        ("mamba", 3, r"parallelism.tp: expected a divisor of expand \* hidden_size 64, found 3"),
+        ("mamba2", 3, "parallelism.tp: expected a divisor of num_heads 8, found 3"),
+        ("mamba2_in_groups", 8, r"parallelism.tp: expected a divisor of n_groups 4 \(or n_groups 1\), found 8"),
+    ],
+)
+def test_what_tp_does_not_divide_is_named(
+    family: str, tp: int, said: str, problem_of: Callable[[str], Problem], tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=said):
+        problem_of(family).config(f"tp={tp}", tmp_path)

@@ -1,0 +1,301 @@
+"""Mamba and Mamba-2 beyond what every family is compared by: initial weights, documents, dtypes, nanotron's keys."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kenotron.config import load
+from kenotron.config.errors import InputError
+from kenotron.generation import generate
+from kenotron.interop.hf_config import architecture_from_hf, hf_config
+from kenotron.kernels.attention import attention
+from kenotron.kernels.tensor_shard import TensorShard
+from kenotron.models import Context, build, flops_per_token, initialize_model, materialize, named_parameters
+from kenotron.models.blocks import mamba_init
+from kenotron.models.blocks.mamba import MambaBlock
+from kenotron.models.decoder import Decoder
+from support.families import SHAPES, filled, hf_model, in_our_names_of, ours_of
+from support.tiny_llamas import our_config, our_logits, random_tokens
+from support.tiny_run import losses, tiny_dict, train_quietly
+
+HEADS = {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8}
+KEYS: dict[str, dict[str, Any]] = {
+    "mamba": {"is_mamba_config": True, "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300},
+    "mamba2": {"is_mamba2_config": True, "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 300} | HEADS,
+}
+NANOTRONS = {
+    "is_mamba_config": True,
+    "d_model": 32,
+    "num_hidden_layers": 2,
+    "vocab_size": 300,
+    "ssm_cfg": {
+        "d_state": 8,
+        "d_conv": 3,
+        "expand": 1,
+        "dt_rank": 5,
+        "dt_min": 0.01,
+        "dt_max": 0.2,
+        "dt_init": "constant",
+        "dt_scale": 0.5,
+        "dt_init_floor": 0.02,
+        "conv_bias": False,
+        "bias": True,
+        "use_fast_path": True,
+    },
+    "rms_norm": True,
+    "fused_add_norm": True,
+    "residual_in_fp32": False,
+    "rms_norm_eps": 1e-4,
+    "pad_vocab_size_multiple": 8,
+    "dtype": "float32",
+    "pad_token_id": None,
+}
+
+
+def config_of(root: Path, **keys: Any) -> dict[str, Any]:
+    """A whole config in YAML's keys, with these keys of the model."""
+    config = our_config(root)
+    config["model"]["model_config"] = keys
+    return config
+
+
+def fresh(root: Path, **keys: Any) -> Decoder:
+    """A model with its initial weights."""
+    with torch.device("meta"):
+        model = build(load(config_of(root, **keys)).model)
+    materialize(model, "cpu")
+    initialize_model(model, std=0.05, scaling="NUM_LAYERS", seed=1)
+    return model
+
+
+# ---- configs -----------------------------------------------------------------------------------------------
+
+
+def test_nanotrons_keys_are_read_as_those_they_mean(tmp_path: Path) -> None:
+    ours = {
+        "is_mamba_config": True,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "vocab_size": 300,
+        "state_size": 8,
+        "conv_kernel": 3,
+        "expand": 1,
+        "time_step_rank": 5,
+        "time_step_min": 0.01,
+        "time_step_max": 0.2,
+        "time_step_init_scheme": "constant",
+        "time_step_scale": 0.5,
+        "time_step_floor": 0.02,
+        "use_conv_bias": False,
+        "use_bias": True,
+        "residual_in_fp32": False,
+        "layer_norm_epsilon": 1e-4,
+    }
+    config = config_of(tmp_path, **NANOTRONS)
+    config["model"]["init_method"] = {
+        "initializer_range": 0.02,
+        "rescale_prenorm_residual": True,
+        "n_residuals_per_layer": 1,
+    }
+    said: list[str] = []
+    found = load(config, report=said.append)
+    assert found.model.architecture == load(config_of(tmp_path, **ours)).model.architecture
+    assert found.model.make_vocab_size_divisible_by == 8
+    assert (found.model.init_method.std, found.model.init_method.scaling_method) == (0.02, "NUM_LAYERS")
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"ssm_cfg": {"d_sate": 8}}, r"ssm_cfg.d_sate: expected one of d_state, d_conv"),
+        ({"rms_norm": False}, "rms_norm: expected true"),
+        ({"hidden_size": 32}, "d_model: is nanotron's name of hidden_size, which is there as well"),
+        ({"dtype": "bfloat16"}, r"model_config.dtype bfloat16: expected that of model.dtype"),
+        ({"ssm_cfg": {"dt_min": 0.5}}, r"time_step_max: expected at least time_step_min 0.5, found 0.1"),
+    ],
+)
+def test_what_is_wrong_with_nanotrons_keys_is_named(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=said):
+        load(config_of(tmp_path, **NANOTRONS | changes))
+
+
+def test_another_number_of_residual_branches_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, **NANOTRONS)
+    config["model"]["init_method"] = {"initializer_range": 0.02, "n_residuals_per_layer": 2}
+    with pytest.raises(InputError, match="n_residuals_per_layer: expected 1, the branches of a Mamba layer"):
+        load(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_heads": 6}, r"num_heads: expected num_heads \* head_dim = expand \* hidden_size 64, found 6 \* 8"),
+        ({"n_groups": 3}, "n_groups: expected a divisor of num_heads 8, found 3"),
+        ({"time_step_limit": [2.0, 1.0]}, r"time_step_limit: expected \[least, most\], found \[2.0, 1.0\]"),
+    ],
+)
+def test_heads_that_do_not_fit_are_named(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=said):
+        load(config_of(tmp_path, **KEYS["mamba2"] | changes))
+
+
+def test_a_mamba_has_one_matrix_of_tokens_unless_told_otherwise(tmp_path: Path) -> None:
+    for keys, has_head in (({}, False), ({"tie_word_embeddings": False}, True)):
+        model = build(load(config_of(tmp_path, **KEYS["mamba"], **keys)).model)
+        assert ("lm_head.weight" in dict(named_parameters(model))) == has_head
+    with pytest.raises(InputError, match=r"hidden_act: expected .*silu"):
+        load(config_of(tmp_path, **KEYS["mamba"], hidden_act="gelu"))
+
+
+def test_a_mamba_under_nanotrons_keys_trains(tmp_path: Path) -> None:
+    config = tiny_dict(tmp_path)
+    config["model"]["model_config"] = NANOTRONS | {"vocab_size": 60}
+    config["model"]["init_method"] = {"initializer_range": 0.02, "rescale_prenorm_residual": False}
+    loaded = load(config)
+    train_quietly(loaded)
+    found = losses(loaded)
+    assert found[0] == pytest.approx(math.log(60), rel=0.02)
+    assert found[-1] < found[0] + 0.05
+
+
+# ---- initial weights ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", KEYS)
+def test_decays_and_time_steps_begin_as_in_the_papers(family: str, tmp_path: Path) -> None:
+    keys = {"time_step_min": 0.01, "time_step_max": 0.5, "time_step_floor": 0.02}
+    weights = {name: p.detach() for name, p in named_parameters(fresh(tmp_path, **KEYS[family], **keys))}
+    mixer = "model.layers.1.mixer."
+    a_log, skip = weights[mixer + "scan.A_log"], weights[mixer + "scan.D"]
+    assert torch.allclose(a_log.exp(), torch.arange(1.0, a_log.shape[-1] + 1).expand_as(a_log), rtol=1e-5)
+    assert (skip == 1).all()
+    bias = weights[mixer + ("dt_proj.bias" if family == "mamba" else "time_steps.dt_bias")]
+    steps = torch.nn.functional.softplus(bias.double())
+    assert 0.02 - 1e-6 <= steps.min() < 0.05
+    assert 0.2 < steps.max() <= 0.5 + 1e-6
+    assert steps.log().mean() == pytest.approx(math.log(0.01 * 0.5) / 2, abs=0.8)
+    bounds = {"in_proj_x": 32**-0.5, "out_proj": 64**-0.5 / 2**0.5}  # the last damped by sqrt(layers)
+    if family == "mamba":
+        bounds |= {"x_proj": 64**-0.5, "dt_proj": 2**-0.5}
+    for name, bound in bounds.items():
+        weight = weights[f"{mixer}{name}.weight"]
+        assert 0.9 * bound < weight.abs().max() <= bound, name
+        assert weight.std() == pytest.approx(bound / 3**0.5, rel=0.15)
+    assert weights["model.embed_tokens.weight"].std() == pytest.approx(0.05, rel=0.05)
+
+
+def test_constant_projections_to_time_steps(tmp_path: Path) -> None:
+    keys = {"time_step_init_scheme": "constant", "time_step_scale": 0.5, "time_step_rank": 4}
+    weights = dict(named_parameters(fresh(tmp_path, **KEYS["mamba"], **keys)))
+    assert (weights["model.layers.0.mixer.dt_proj.weight"] == 0.25).all()
+
+
+@pytest.mark.parametrize(
+    "distribution", [mamba_init.uniform(2.0), mamba_init.time_step_bias(0.01, 0.1, 1e-4), mamba_init.log_of_index()]
+)
+def test_a_shard_is_filled_with_the_bits_of_the_whole(distribution: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, part = torch.empty(12, 3, 5), torch.empty(4, 3, 2)
+    distribution.fill(TensorShard.full(whole), 42)
+    monkeypatch.setattr(mamba_init, "ELEMENTS", 12)  # two rows a round
+    distribution.fill(TensorShard(part, (12, 3, 5), (6, 0, 2)), 42)
+    assert torch.equal(part, whole[6:10, :, 2:4])
+
+
+# ---- maths -------------------------------------------------------------------------------------------------
+
+
+def test_bounds_of_time_steps_are_those_of_transformers(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("mamba2", **SHAPES | HEADS | {"time_step_limit": [0.3, 0.8]})
+    theirs = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(0.0, 0.25, generator=torch.Generator().manual_seed(0))
+    architecture = architecture_from_hf(config.to_dict() | {"architectures": ["Mamba2ForCausalLM"]}, "config.json")
+    tokens = random_tokens(2, 17)
+    limited, free = (
+        our_logits(filled(model, in_our_names_of(model, theirs.state_dict())), tokens)
+        for model in map(Decoder, (architecture, architecture.model_copy(update={"time_step_limit": [0.0, None]})))
+    )
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+    assert torch.allclose(limited, expected, atol=1e-4)
+    assert not torch.allclose(free, expected, atol=1e-2)
+    assert list(hf_config(architecture, "float32", 0).time_step_limit) == [0.3, 0.8]
+
+
+@pytest.mark.parametrize("family", KEYS)
+def test_documents_of_a_sequence_do_not_see_each_other(family: str) -> None:
+    model = ours_of(hf_model(family))
+    tokens = random_tokens(2, 40)
+    borders, flat = (0, 7, 40, 41, 80), tokens.flatten()
+    positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(borders)])
+    ctx = Context((2, 40), positions, attention, cu_seqlens=borders)
+    with torch.no_grad():
+        together = model(flat, ctx)
+    alone = [our_logits(model, flat[None, begin:end])[0] for begin, end in pairwise(borders)]
+    assert torch.allclose(together, torch.cat(alone), atol=1e-4)
+
+
+@pytest.mark.parametrize("family", KEYS)
+def test_a_text_is_continued_alike_in_any_batch(family: str) -> None:
+    model = ours_of(hf_model(family))
+    prompts = [random_tokens(1, length, seed=length)[0].tolist() for length in (1, 2, 33, 5)]
+    together = generate(model, None, prompts, max_new_tokens=6, stop_at_eos=False)
+    alone = [generate(model, None, [prompt], max_new_tokens=6, stop_at_eos=False)[0] for prompt in prompts]
+    assert [each.tokens for each in together] == [each.tokens for each in alone]
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_hidden_states_between_layers_are_fp32_where_the_config_says_so(wide: bool, tmp_path: Path) -> None:
+    model = fresh(tmp_path, **KEYS["mamba"], residual_in_fp32=wide)
+    model.set_compute_dtype(torch.bfloat16)
+    seen = []
+    for block in model.model.layers.values():
+        assert isinstance(block, MambaBlock)
+        block.register_forward_hook(lambda _, given, out: seen.append(out.dtype))
+        block.mixer.register_forward_hook(lambda _, given, out: seen.append((given[0].dtype, out.dtype)))
+    logits = our_logits(model, random_tokens(1, 9))
+    inner, stream = (torch.bfloat16, torch.bfloat16), torch.float32 if wide else torch.bfloat16
+    assert seen == [inner, stream] * 2
+    assert model.stream_dtype == stream
+    assert logits.dtype == torch.bfloat16
+
+
+def test_flops_are_those_of_the_matrices_and_the_recurrence() -> None:
+    hidden, inner, state, rank, width, vocab = 32, 64, 16, 2, 4, 300
+    matrices = 2 * hidden * inner + inner * (rank + 2 * state) + rank * inner + inner * hidden
+    layer = 2 * matrices + 2 * inner * width + 6 * inner * state
+    assert flops_per_token(ours_of(hf_model("mamba")), 1024, causal=True) == 2 * layer + 2 * vocab * hidden
+    heads, head_dim, groups = 8, 8, 2
+    read = inner + 2 * groups * state
+    layer = 2 * hidden * (inner + read + heads) + 2 * inner * hidden + 2 * read * width + 4 * inner * state
+    assert heads * head_dim == inner
+    assert flops_per_token(ours_of(hf_model("mamba2")), 64, causal=True) == 2 * layer + 2 * vocab * hidden
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KEYS)
+def test_a_compiled_model_has_the_same_gradients_and_no_nan(family: str, tmp_path: Path) -> None:
+    """torch.compile gave NaN on Mamba-2 elsewhere (pytorch #146129)."""
+    found = []
+    for compiled in (False, True):
+        model = fresh(tmp_path, **KEYS[family])
+        if compiled:
+            for block in model.model.layers.values():
+                block.compile()
+        tokens = random_tokens(2, 70)
+        ctx = Context((2, 70), torch.arange(70).repeat(2), attention, loss_scale=1 / 140)
+        loss, _ = model(tokens.flatten(), ctx, tokens.flatten())
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for _, parameter in named_parameters(model))])
+    for plain, other in zip(*found):
+        assert other.isfinite().all()
+        assert torch.allclose(other, plain, rtol=1e-3, atol=1e-6)
