@@ -15,16 +15,6 @@ CONFIG = Path(kenotron.config.__file__).parent
 
 NOT_READ = {
     "pp_stages_per_rank": "read through Parallelism.stages_per_rank",
-    "is_gpt_neox_config": "a marker",
-    "is_llama_config": "a marker",
-    "is_mamba2_config": "a marker",
-    "is_mamba_config": "a marker",
-    "is_mistral_config": "a marker",
-    "is_olmo2_config": "a marker",
-    "is_qwen2_config": "a marker",
-    "is_qwen3_config": "a marker",
-    "is_smollm3_config": "a marker",
-    "is_starcoder2_config": "a marker",
     "lr_decay_steps": "read through LearningRateScheduler.decay_steps",
     "lr_decay_starting_step": "read through LearningRateScheduler.decay_start",
 }
@@ -39,7 +29,7 @@ def unread() -> set[str]:
 
 
 def test_every_key_is_read_somewhere_or_has_its_reason() -> None:
-    assert unread() == set(NOT_READ)
+    assert {name for name in unread() if not re.fullmatch(r"is_\w+_config", name)} == set(NOT_READ)  # and markers
 
 
 def test_the_properties_that_stand_for_keys_are_read() -> None:

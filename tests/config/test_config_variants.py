@@ -24,9 +24,13 @@ from kenotron.config.optimizer import SGD, AdamW, CustomOptimizer, Muon
 from kenotron.models.families.gpt_neox import GPTNeoXArchitecture
 from kenotron.models.families.llama import LlamaArchitecture
 from kenotron.models.families.mistral import MistralArchitecture
+from kenotron.models.families.mixtral import MixtralArchitecture
 from kenotron.models.families.olmo2 import Olmo2Architecture
+from kenotron.models.families.olmoe import OlmoeArchitecture
 from kenotron.models.families.qwen2 import Qwen2Architecture
+from kenotron.models.families.qwen2_moe import Qwen2MoeArchitecture
 from kenotron.models.families.qwen3 import Qwen3Architecture
+from kenotron.models.families.qwen3_moe import Qwen3MoeArchitecture
 from kenotron.models.families.smollm3 import SmolLM3Architecture
 from kenotron.models.families.starcoder2 import Starcoder2Architecture
 
@@ -55,6 +59,15 @@ HF = {"hf_dataset_or_datasets": "org/name"}
         ({"family": "qwen3"}, Qwen3Architecture),
         ({"is_qwen3_config": True, "head_dim": 8}, Qwen3Architecture),
         ({"head_dim": 8}, LlamaArchitecture),
+        ({"family": "mixtral"}, MixtralArchitecture),
+        ({"is_mixtral_config": True}, MixtralArchitecture),
+        ({"num_local_experts": 4}, MixtralArchitecture),
+        ({"family": "olmoe"}, OlmoeArchitecture),
+        ({"is_olmoe_config": True}, OlmoeArchitecture),
+        ({"family": "qwen2_moe"}, Qwen2MoeArchitecture),
+        ({"is_qwen2_moe_config": True}, Qwen2MoeArchitecture),
+        ({"family": "qwen3_moe"}, Qwen3MoeArchitecture),
+        ({"is_qwen3_moe_config": True}, Qwen3MoeArchitecture),
         ({"family": "mistral"}, MistralArchitecture),
         ({"is_mistral_config": True, "sliding_window": 8}, MistralArchitecture),
         ({"_fused_rotary_emb": False, "_fused_rms_norm": False, "log_attn_probs": False}, Qwen2Architecture),

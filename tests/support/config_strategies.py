@@ -151,6 +151,15 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+_QWEN = {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": []}
+SPARSE: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2} | _QWEN,
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2} | _QWEN,
+}
+
+
 def _heads(model: dict[str, Any]) -> None:
     if "hf" in model:
         return
@@ -162,6 +171,9 @@ def _heads(model: dict[str, Any]) -> None:
         model.update(sliding_window=None, multi_query=False)
     if "is_gpt_neox_config" in model or model.get("family") == "gpt_neox":
         model["rotary_pct"] = 0.4  # of 16 channels 6, of 10 channels 4
+    for family, sparse in SPARSE.items():
+        if f"is_{family}_config" in model or model.get("family") == family:
+            model.update(sparse)
     if "no_rope_layers" in model:
         model["no_rope_layers"] = [1, 1, 0, 1]
     if model.get("no_rope_layer"):

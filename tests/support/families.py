@@ -33,6 +33,7 @@ SHAPES = {
     "bos_token_id": 1,
 }
 THETA = {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}
+SMALL_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 # (model_type, its own keys of config.json)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 16}),
@@ -98,6 +99,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen2": ("qwen2", {"use_sliding_window": False}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "head_dim": 8}),
+    "mixtral_with_window": ("mixtral", {"num_local_experts": 3, "sliding_window": 5, "num_experts_per_tok": 1}),
+    "olmoe": ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "olmoe_normalized": ("olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "qwen2_moe": ("qwen2_moe", SMALL_EXPERTS | {"shared_expert_intermediate_size": 20}),
+    "qwen2_moe_mixed": (
+        "qwen2_moe",
+        SMALL_EXPERTS | {"shared_expert_intermediate_size": 20, "decoder_sparse_step": 2, "norm_topk_prob": True},
+    ),
+    "qwen3_moe": ("qwen3_moe", SMALL_EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe_mixed": ("qwen3_moe", SMALL_EXPERTS | {"head_dim": 8, "mlp_only_layers": [0]}),
     "qwen2_tied": ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
 }
 
@@ -126,6 +138,8 @@ def ours_of(theirs: PreTrainedModel) -> Decoder:
 
 def in_our_names_of(model: Decoder, theirs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Weights or gradients of the same model of transformers, under our names."""
+    if any(name.endswith("experts.down_proj") for name in theirs):
+        return _experts_apart(theirs)
     in_files = {HEAD: model.family.hf_name(HEAD)}  # in memory every head of transformers 5 has the one name
     stored = {
         in_files.get(name, name): Stored(tuple(tensor.shape), partial(_box, tensor)) for name, tensor in theirs.items()
@@ -144,6 +158,18 @@ def filled(model: Decoder, weights: Mapping[str, Tensor]) -> Decoder:
         for name, parameter in named_parameters(model):
             parameter.copy_(weights[name])
     return model
+
+
+def _experts_apart(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Gate and up of experts are one tensor in memory, and files have other names than that."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".experts.gate_up_proj"):
+            stem = name.removesuffix("gate_up_proj")
+            found[f"{stem}gate_proj.weight"], found[f"{stem}up_proj.weight"] = tensor.chunk(2, 1)
+        else:
+            found[f"{name}.weight" if name.endswith(".experts.down_proj") else name] = tensor
+    return found
 
 
 def save(theirs: PreTrainedModel, folder: Path) -> Path:

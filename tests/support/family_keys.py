@@ -41,6 +41,7 @@ EXPORTED = {
 }
 
 VARIANTS, FAMILIES = "test_config_variants.py", "test_families_equal_transformers.py"
+ROUTER = "test_mixture_of_experts.py"
 TESTS = {
     (VARIANTS, "DecoderArchitecture"): "family",
     (VARIANTS, "GPTNeoXArchitecture"): "family is_gpt_neox_config",
@@ -48,6 +49,18 @@ TESTS = {
     (VARIANTS, "LlamaArchitecture"): "family",
     (VARIANTS, "MistralArchitecture"): "family is_mistral_config",
     (FAMILIES, "MistralArchitecture"): "sliding_window",
+    (VARIANTS, "MixtralArchitecture"): "family is_mixtral_config",
+    (VARIANTS, "OlmoeArchitecture"): "family is_olmoe_config",
+    (VARIANTS, "Qwen2MoeArchitecture"): "family is_qwen2_moe_config",
+    (VARIANTS, "Qwen3MoeArchitecture"): "family is_qwen3_moe_config",
+    (ROUTER, "SparseArchitecture"): "num_experts_per_tok router_aux_loss_coef router_z_loss_coef",
+    (ROUTER, "MixtralArchitecture"): "num_local_experts sliding_window",
+    (ROUTER, "OlmoeArchitecture"): """attention_bias num_experts num_experts_per_tok norm_topk_prob
+        router_aux_loss_coef""",
+    (ROUTER, "QwenSparseArchitecture"): """num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
+        decoder_sparse_step mlp_only_layers""",
+    (ROUTER, "Qwen2MoeArchitecture"): "qkv_bias shared_expert_intermediate_size",
+    (ROUTER, "Qwen3MoeArchitecture"): "attention_bias num_experts num_experts_per_tok moe_intermediate_size",
     (VARIANTS, "Olmo2Architecture"): "family is_olmo2_config",
     (FAMILIES, "Olmo2Architecture"): "attention_bias",
     (VARIANTS, "Qwen2Architecture"): """family is_qwen2_config pretraining_tp log_attn_probs _fused_rotary_emb

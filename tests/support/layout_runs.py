@@ -23,6 +23,7 @@ import kenotron as kn
 from kenotron.config import Config, refuse_unsupported
 from kenotron.interop import initial_tensors
 from kenotron.models import named_parameters
+from kenotron.observers.expert_load import loads_of_step
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.parallel.shards import shard_of
 from kenotron.training.build import build_run
@@ -161,10 +162,19 @@ def train_alone(problem: Problem, folder: Path) -> Path:
         numbers = [(result.lm_loss, result.z_loss, result.grad_norm) for result in results]
         samples = [_samples(run, step) for step in (1, 2, problem.steps)]
         after = {name: tensor.clone() for name, (tensor, _) in _pieces(run).items()}
+        loads = loads_of_step(run)[0].tolist() if config.model.decoder.experts else []
     path = folder / f"{problem.name}.pt"
     started = {name: tensor for name, (tensor, _) in before.items()}
     torch.save(
-        {"before": started, "gradients": gradients, "numbers": numbers, "after": after, "samples": samples}, path
+        {
+            "before": started,
+            "gradients": gradients,
+            "numbers": numbers,
+            "after": after,
+            "samples": samples,
+            "loads": loads,
+        },
+        path,
     )
     return path
 
@@ -178,6 +188,7 @@ class Seen:
     unequal_at_start: list[str]  # parameters whose first bits differ
     gradient_errors: dict[str, float]  # squared norm of this rank's difference over that of the whole gradient
     weight_error: float  # largest absolute difference after the last step
+    loads: list[list[float]]  # slots of each expert of each layer over all steps, where a family has experts
     local_numbers: int  # elements of this rank's parameters
 
 
@@ -213,6 +224,7 @@ def train_on_layout(rank: int, problem: Problem, layout: str, folder: Path, refe
             unequal_at_start=unequal,
             gradient_errors=errors,
             weight_error=weight_error,
+            loads=loads_of_step(run)[0].tolist() if config.model.decoder.experts else [],
             local_numbers=local,
         )
 
@@ -227,6 +239,7 @@ def expect_the_same(ranks: list[Seen], reference: Path, rounding: float = 1e-6) 
             assert z_loss == pytest.approx(z_loss0, rel=1e-5)
             assert norm == pytest.approx(norm0, rel=1e-5)
         assert seen.weight_error < 1e-4
+        assert seen.loads == expected["loads"]
     for number, samples in enumerate(expected["samples"]):
         assert {sample for seen in ranks for sample in seen.samples[number]} == set(samples)
         if reference.stem != "ramped":

@@ -133,6 +133,11 @@ class DecoderArchitecture(Section):
         return found
 
     @property
+    def experts(self) -> int:
+        """Experts of a layer; 0: the family is dense."""
+        return 0
+
+    @property
     def longest_text(self) -> int:
         """Positions that the model can read in generation."""
         return sys.maxsize

@@ -24,7 +24,7 @@ from kenotron.config.model import WEIGHT_DTYPES
 from kenotron.interop.hf_config import Report, hf_config, quiet
 from kenotron.interop.hf_weights import INDEX, Weights
 from kenotron.interop.sources import Source, checkpoint_source, fitted, skeleton
-from kenotron.interop.tensor_names import by_hf_name, their_tensor
+from kenotron.interop.tensor_names import by_hf_name, their_names, their_tensor
 from kenotron.models.family import Family, family_of
 from kenotron.parallel.ranks import raise_on_any_rank, rank_and_size, run_on_rank0
 from kenotron.storage.files import publish_folder, temporary_beside
@@ -75,9 +75,11 @@ def to_hf(
         raise InputError(f"dtype: expected one of {known}, found {name!r}{nearest(name, WEIGHT_DTYPES)}")
     weights = fitted(source, _in_halves(source.architecture))
     shapes = {parameter: tuple(value.shape) for parameter, value in skeleton(source.model).named_parameters()}
-    groups = by_hf_name(family_of(source.architecture), shapes)
+    family = family_of(source.architecture)
+    groups = by_hf_name(family, shapes)
     itemsize = 4 if name == "float32" else 2
-    sizes = {theirs: sum(math.prod(shapes[each]) for each in ours) * itemsize for theirs, ours in groups.items()}
+    of_ours = {each: math.prod(shape) // len(their_names(family, each, shape)) for each, shape in shapes.items()}
+    sizes = {theirs: sum(of_ours[each] for each in ours) * itemsize for theirs, ours in groups.items()}
     files = _shards(sizes, _size(max_shard_size))
     temporary = run_on_rank0(lambda: temporary_beside(final))
 
@@ -88,7 +90,7 @@ def to_hf(
             _write_index(temporary, files, sizes)
 
     def write() -> None:
-        family, done, total = family_of(source.architecture), 0, sum(sizes.values())
+        done, total = 0, sum(sizes.values())
         for file in list(files)[rank::ranks]:
             _write_shard(temporary / file, {theirs: groups[theirs] for theirs in files[file]}, weights, family, name)
             done += sum(sizes[theirs] for theirs in files[file])

@@ -3,11 +3,15 @@
 Most go over as they are. Where several of ours are one of theirs, as in GPT-NeoX:
 
     attention.query_key_value.weight  ◀──▶  self_attn.q_proj.weight, self_attn.k_proj.weight, self_attn.v_proj.weight
+
+The matrices of a layer's experts are one tensor here, and one tensor an expert there:
+
+    mlp.experts.0.up_proj.weight, mlp.experts.1.up_proj.weight, …  ◀──▶  mlp.experts.up_proj.weight
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +23,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+EXPERTS = ".experts."  # in names of ours: the matrices of all experts of a layer in one tensor
 
 
-def by_hf_name(family: Family[Any], names: Iterable[str]) -> dict[str, list[str]]:
-    """Their name → our names, one or several, in the order of `names`."""
+def by_hf_name(family: Family[Any], shapes: Mapping[str, Shape]) -> dict[str, list[str]]:
+    """Their name → our names, one or several, in the order of `shapes`."""
     groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(family.hf_name(name), []).append(name)
+    for name, shape in shapes.items():
+        for theirs in their_names(family, name, shape):
+            groups.setdefault(theirs, []).append(name)
     return groups
+
+
+def their_names(family: Family[Any], name: str, shape: Shape) -> list[str]:
+    """What our tensor `name` is called there: one name, or for a stack of experts' matrices one of each expert."""
+    layer, stacked, matrix = name.partition(EXPERTS)
+    if not stacked:
+        return [family.hf_name(name)]
+    return [family.hf_name(f"{layer}{EXPERTS}{expert}.{matrix}") for expert in range(shape[0])]
 
 
 def in_our_names(theirs: Weights, family: Family[Any], shapes: Mapping[str, Shape]) -> Weights:
@@ -49,12 +63,15 @@ def in_our_names(theirs: Weights, family: Family[Any], shapes: Mapping[str, Shap
     if extra:
         raise NotSupportedYet(f"{theirs.where}: tensor {extra[0]!r}, which its config.json does not describe")
     stored: dict[str, Stored] = {}
-    for hf_name, names in groups.items():
-        if len(names) == 1:
-            stored[names[0]] = theirs.stored(hf_name)
+    for name, shape in shapes.items():
+        hf_names = their_names(family, name, shape)
+        together = groups[hf_names[0]]
+        if len(together) > 1:
+            stored[name] = Stored(shape, partial(_part, theirs, family, hf_names[0], together.index(name)))
+        elif EXPERTS in name:
+            stored[name] = _stack([theirs.stored(hf_name) for hf_name in hf_names])
         else:
-            for number, name in enumerate(names):
-                stored[name] = Stored(shapes[name], partial(_part, theirs, family, hf_name, number))
+            stored[name] = theirs.stored(hf_names[0])
     return Weights(stored, theirs.where)
 
 
@@ -63,6 +80,24 @@ def _part(theirs: Weights, family: Family[Any], hf_name: str, number: int, box: 
     return part[box] if box else part
 
 
-def their_tensor(ours: Mapping[str, Tensor], family: Family[Any], hf_name: str, names: list[str]) -> Tensor:
+def _stack(matrices: list[Stored]) -> Stored:
+    """Matrices of experts as one tensor; of a box only the experts in it are read."""
+
+    def read(box: Box) -> Tensor:
+        import torch
+
+        experts, *inside = box or (slice(None),)
+        return torch.stack([matrix.read(tuple(inside)) for matrix in matrices[experts]])
+
+    return Stored((len(matrices), *matrices[0].shape), read)
+
+
+def their_tensor(ours: Weights, family: Family[Any], hf_name: str, names: list[str]) -> Tensor:
     """The tensor `hf_name` of an export, from ours of these `names`."""
-    return ours[names[0]] if len(names) == 1 else family.hf_join(hf_name, [ours[name] for name in names])
+    if len(names) > 1:
+        return family.hf_join(hf_name, [ours[name] for name in names])
+    shape = ours.shape(names[0])
+    hf_names = their_names(family, names[0], shape)
+    if len(hf_names) == 1 and EXPERTS not in names[0]:
+        return ours[names[0]]
+    return ours.block(names[0], (hf_names.index(hf_name), 0, 0), (1, *shape[1:]))[0]

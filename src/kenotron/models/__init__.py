@@ -67,8 +67,10 @@ def named_parameters(*parts: Decoder) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def materialize(model: Decoder, device: torch.device | str) -> None:
-    """Give a model that was built on the meta device memory on `device`, its contents undefined."""
+    """Give a model that was built on the meta device memory on `device`: weights undefined, buffers (counters) zero."""
     model.to_empty(device=device)
+    for buffer in model.buffers():
+        buffer.zero_()
     model.tie_weights()  # to_empty gave the two names of a tied matrix a memory each
 
 

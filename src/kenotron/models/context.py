@@ -71,6 +71,9 @@ class Context:
     cu_seqlens: tuple[int, ...] | None = None
     sample_ids: Tensor | None = None
     loss_scale: float = 1.0
+    sequence_scale: float = 0.0  # 1 / sequences of the global batch: for losses that are means over sequences
+    sum_over_sequence: Callable[[Tensor], Tensor] | None = None  # in place, over the ranks that share sequences (cp)
+    recomputing: bool = False  # the forward pass of recomputation: what is counted was counted before
     loss: TokenLoss | None = None  # the config's training loss; None: cross entropy
     states: RecurrentStates | None = None  # generation's memory of recurrent layers; None: they begin at zero
     logits_to_keep: Tensor | None = None  # without labels: the tokens whose logits are asked for, by index; None: all

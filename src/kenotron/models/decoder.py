@@ -13,6 +13,7 @@ Parameters carry one set of names in every family: ``model.embed_tokens.weight``
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -51,10 +52,22 @@ class Body(nn.Module):
         rope = None if self.rope is None else self.rope(ctx.positions.view(ctx.shape))
         for block in self.layers.values():
             if self.recompute and self.training:
-                x = checkpoint(block, x, rope, ctx, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(_Recomputed(block, ctx), x, rope, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, rope, ctx)
         return x if self.norm is None else self.norm(x).to(self.compute_dtype)
+
+
+class _Recomputed:
+    """A block for `checkpoint`: every call after the first is a recomputation, and its context says so."""
+
+    def __init__(self, block: nn.Module, ctx: Context) -> None:
+        self.block, self.ctx = block, ctx
+
+    def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        ctx, self.ctx = self.ctx, replace(self.ctx, recomputing=True)
+        result: Tensor = self.block(x, rope, ctx)
+        return result
 
 
 class Decoder(nn.Module):

@@ -36,8 +36,8 @@ class Family(ABC, Generic[C]):
 
     section: ClassVar[type[DecoderArchitecture]]
     """The keys of `model.model_config`."""
-    plan: ClassVar[Plan]
-    """How a model of this family may be split."""
+    plan: Plan
+    """How a model of this family may be split: of the class, or of the instance where it depends on the section."""
 
     hf_model_type: ClassVar[str] = ""
     """`model_type` in Hugging Face's config.json; "" without a counterpart there."""

@@ -28,7 +28,8 @@ class Plan:
     features. `channels`: modules whose every parameter has a row for each of a rank's features, and that compute
     feature by feature (a depthwise convolution, a recurrence); there may be fewer key-value heads in them, too (`kv`).
     `per_head`: modules with one weight for all heads, such as a norm of queries; a rank applies it to its own heads, so
-    gradients are summed over ranks. `blocks`: the unit of recomputation, compilation, FSDP wrapping and pipeline cuts.
+    gradients are summed over ranks. `experts`: mixtures of experts, each expert of which is split. `blocks`: the unit
+    of recomputation, compilation, FSDP wrapping and pipeline cuts.
     """
 
     blocks: str
@@ -40,6 +41,7 @@ class Plan:
     vocab: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
     per_head: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError for a pattern that names no module of the complete `model`: its weights would be replicated.

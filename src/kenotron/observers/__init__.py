@@ -1,6 +1,7 @@
 """Hooks that watch a run and change nothing of it: `observers` makes those that a config asks for.
 
 progress.py       a bar or a line with the ETA
+expert_load.py    how evenly the experts of a mixture are used
 samples.py        completions of `logging.sample_prompts`
 profiler.py       torch's trace of some steps
 compression.py    what compressors make of the validation text
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from kenotron.observers.benchmark import Benchmark
 from kenotron.observers.compression import Compressors
+from kenotron.observers.expert_load import ExpertLoad
 from kenotron.observers.export import ExportHook
 from kenotron.observers.profiler import ProfilerHook
 from kenotron.observers.progress import Pace, Progress
@@ -34,6 +36,8 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
         from kenotron.observers.samples import SampleCompletions
 
         hooks.append(SampleCompletions())
+    if config.model.decoder.experts:
+        hooks.append(ExpertLoad())
     if config.checkpoints.export_hf:
         hooks.append(ExportHook())
     return [*hooks, *_of_the_first_rank(config)] if mesh.is_first else hooks

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from kenotron.config.errors import InputError
 from kenotron.kernels.attention import Borders, attention
 from kenotron.models import Context, MicroBatch
-from kenotron.parallel.collectives import Group
+from kenotron.parallel.collectives import Group, all_reduce
 from kenotron.parallel.cp_schedule import Chunks, contiguous, zigzag
 from kenotron.parallel.ring import allgather_attention, ring_attention
 
@@ -59,6 +60,7 @@ def shard(micro_batch: MicroBatch, mesh: Mesh, method: str) -> MicroBatch:
         shape=(sequences, length // mesh.degree("cp")),
         positions=here(ctx.positions),
         attention=shared_attention(group, method),
+        sum_over_sequence=partial(all_reduce, group=group),
     )
     labels = None if micro_batch.labels is None else here(micro_batch.labels)
     return MicroBatch(here(micro_batch.tokens), labels, ctx)

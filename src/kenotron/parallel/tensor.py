@@ -67,6 +67,7 @@ from kenotron.parallel.collectives import (
     start_sum,
     unshard_columns,
 )
+from kenotron.parallel.experts import TensorParallelExperts
 from kenotron.parallel.mesh import Mesh
 
 
@@ -109,6 +110,9 @@ def apply(
     for patterns, row in ((plan.row, RowParallelLinear), (plan.inner_row, InnerRowParallelLinear)):
         for name, module in (each for pattern in patterns for each in modules(model, pattern)):
             _replace(model, name, row(module, settings, _head_dim(model, name), name))
+    for pattern in plan.experts:
+        for name, module in modules(model, pattern):
+            _replace(model, name, TensorParallelExperts(module, settings, name))
     tied: dict[Any, nn.Parameter] = {}
     for pattern in plan.vocab:
         for name, module in modules(model, pattern):

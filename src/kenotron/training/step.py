@@ -85,7 +85,8 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
 def forward_backward(run: Run, batches: Sequence[TokenBatch], loss_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the global mean loss into ``.grad``; returns (loss, its z part), summed over ranks."""
     loss = load_loss(run.config.model.loss)
-    micro_batches = (to_device(batch, run, loss_scale, loss) for batch in batches)
+    sequences = sum(len(batch.tokens) for batch in batches) * run.mesh.degree("batch")
+    micro_batches = (to_device(batch, run, loss_scale, 1.0 / sequences, loss) for batch in batches)
     if run.pipeline is not None:
         total = run.pipeline.step(list(micro_batches))
     else:
@@ -122,7 +123,13 @@ def count_real_tokens(run: Run, batches: Sequence[TokenBatch]) -> int:
     return sum_over_ranks(local, run.mesh.group("batch"), run.device)
 
 
-def to_device(batch: TokenBatch, run: Run, loss_scale: float = 1.0, loss: TokenLoss | None = None) -> MicroBatch:
+def to_device(
+    batch: TokenBatch,
+    run: Run,
+    loss_scale: float = 1.0,
+    sequence_scale: float = 0.0,
+    loss: TokenLoss | None = None,
+) -> MicroBatch:
     """The torch side of a numpy batch: token-flat, on the run's device, with everything that blocks may read.
 
     Under context parallelism: this rank's tokens of every sequence.
@@ -140,6 +147,7 @@ def to_device(batch: TokenBatch, run: Run, loss_scale: float = 1.0, loss: TokenL
         cu_seqlens=None if batch.documents is None else document_borders(batch.documents),
         sample_ids=upload(batch.sample_ids, device).flatten(),
         loss_scale=loss_scale,
+        sequence_scale=sequence_scale,
         loss=loss,
     )
     micro_batch = MicroBatch(upload(batch.tokens, device).flatten(), upload(batch.labels, device).flatten(), ctx)

@@ -1,0 +1,132 @@
+"""The feed-forward of a mixture of experts: every token goes through the gated MLPs of its own experts.
+
+    y[t] = sum over j of weights[t, j] * down[e] (act(gate[e] x[t]) * up[e] x[t])        e = experts[t, j]
+
+Tokens are sorted by expert, so each expert is three products of consecutive rows. Three tokens, two experts each:
+
+    experts   [[2, 0], [0, 1], [2, 1]]          rows, sorted   0 0 │ 1 1 │ 2 2     expert
+                                                               0 1 │ 1 2 │ 0 2     token
+
+`expert_mlp` is the fast path, `expert_mlp_plain` what it computes. The backward of the fast path keeps gate and up and
+nothing else of its rows. A routing weight is applied inside of the MLP, before `down`: its gradient then is a dot
+product of what backward has anyway, and no expert's output is kept.
+
+Products of rows grouped by expert are torch's `grouped_mm` on accelerators: group sizes stay on the device. Its rows
+after the last group are uninitialized, so groups cover all rows here. On CPU, where the host knows the sizes at once, a
+loop over experts writes into slices of one buffer; a loop that indexes the weights under autograd makes a gradient of
+all experts for each of them, 8 to 30 times slower.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kenotron.kernels.swiglu import ACTIVATIONS
+
+
+def expert_mlp_plain(
+    x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, act: str = "silu"
+) -> Tensor:
+    """The formula, one expert after the other; shapes as `expert_mlp`. The reference, and the path of float64."""
+    y = torch.zeros_like(x)
+    for number, (w_gate, w_up, w_down) in enumerate(zip(gate.unbind(), up.unbind(), down.unbind())):
+        token, slot = (experts == number).nonzero(as_tuple=True)
+        rows = x[token]
+        hidden = ACTIVATIONS[act].plain(F.linear(rows, w_gate)) * F.linear(rows, w_up)
+        y = y.index_add(0, token, F.linear(hidden, w_down) * weights[token, slot, None].to(x.dtype))
+    return y
+
+
+def expert_mlp(
+    x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, act: str = "silu"
+) -> Tensor:
+    """x ``[tokens, hidden]`` → the same shape and dtype, through the MLPs of each token's experts.
+
+    experts ``[tokens, k]`` int64, weights ``[tokens, k]`` fp32; gate and up ``[experts, width, hidden]``, down
+    ``[experts, hidden, width]`` in x's dtype. `act` is a name of Hugging Face's `hidden_act`.
+    """
+    if torch.compiler.is_compiling():  # group sizes are data: a compiled block has a graph break here
+        return torch.compiler.disable(_ExpertMLP.apply)(x, experts, weights, gate, up, down, act)
+    return _ExpertMLP.apply(x, experts, weights, gate, up, down, act)
+
+
+class _ExpertMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, act: str
+    ) -> Tensor:
+        slots = experts.shape[1]
+        order = torch.argsort(experts.reshape(-1), stable=True)
+        sizes = torch.bincount(experts.reshape(-1), minlength=gate.shape[0])
+        groups = _Groups(sizes)
+        rows = x.index_select(0, order // slots)
+        w = weights.reshape(-1).index_select(0, order).to(x.dtype)[:, None]
+        g, u = groups.rows_by_matrix(rows, gate), groups.rows_by_matrix(rows, up)
+        hidden = ACTIVATIONS[act].plain(g).mul_(u).mul_(w)
+        y = groups.rows_by_matrix(hidden, down)
+        ctx.save_for_backward(x, weights, gate, up, down, order, sizes, g, u)
+        ctx.act, ctx.slots = act, slots
+        return _sum_of_slots(y, order, x.shape[0], slots)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        x, weights, gate, up, down, order, sizes, g, u = ctx.saved_tensors
+        groups, act, tokens = _Groups(sizes), ACTIVATIONS[ctx.act], x.shape[0]
+        token = order // ctx.slots
+        dy, rows = upstream[0].index_select(0, token), x.index_select(0, token)
+        w = weights.reshape(-1).index_select(0, order).to(x.dtype)[:, None]
+
+        dhidden = groups.rows_by_matrix(dy, down.transpose(1, 2))
+        activated = act.plain(g)
+        product = activated * u
+        dw = (dhidden * product).sum(1, dtype=torch.float32)
+        ddown = groups.rows_by_rows(dy, product.mul_(w))
+        dhidden.mul_(w)
+        du = activated.mul_(dhidden)
+        dg = torch.empty_like(g)
+        act.backward(dhidden.mul_(u), g, grad_input=dg)
+        dgate, dup = groups.rows_by_rows(dg, rows), groups.rows_by_rows(du, rows)
+        drows = groups.rows_by_matrix(dg, gate.transpose(1, 2))
+        groups.rows_by_matrix(du, up.transpose(1, 2), onto=drows)
+        dx = _sum_of_slots(drows, order, tokens, ctx.slots)
+        dweights = torch.empty_like(dw).index_copy_(0, order, dw).view_as(weights)
+        return dx, None, dweights.to(weights.dtype), dgate, dup, ddown, None
+
+
+def _sum_of_slots(rows: Tensor, order: Tensor, tokens: int, slots: int) -> Tensor:
+    """Rows in sorted order → ``[tokens, features]``, the sum over each token's slots, in a fixed order."""
+    back = torch.empty_like(rows).index_copy_(0, order, rows)
+    return back if slots == 1 else back.view(tokens, slots, -1).sum(1)
+
+
+class _Groups:
+    """Consecutive rows that belong to one expert each, and the products of such rows."""
+
+    def __init__(self, sizes: Tensor) -> None:
+        self.on_host = sizes.device.type == "cpu"
+        self.sizes: list[int] = sizes.tolist() if self.on_host else []
+        self.ends = None if self.on_host else sizes.cumsum(0).to(torch.int32)
+
+    def rows_by_matrix(self, x: Tensor, matrices: Tensor, onto: Tensor | None = None) -> Tensor:
+        """x ``[rows, in]``, matrices ``[groups, out, in]`` → x_i M_i^T, ``[rows, out]``; `onto`: added to it."""
+        if not self.on_host:
+            y = F.grouped_mm(x, matrices.transpose(1, 2), offs=self.ends)
+            return y if onto is None else onto.add_(y)
+        y = x.new_empty(x.shape[0], matrices.shape[1]) if onto is None else onto
+        for x_i, matrix, y_i in zip(x.split(self.sizes), matrices.unbind(), y.split(self.sizes)):
+            if len(x_i):
+                torch.mm(x_i, matrix.t(), out=y_i) if onto is None else y_i.addmm_(x_i, matrix.t())
+        return y
+
+    def rows_by_rows(self, y: Tensor, x: Tensor) -> Tensor:
+        """y ``[rows, out]``, x ``[rows, in]`` → y_i^T x_i, ``[groups, out, in]``; zeros for a group without rows."""
+        if not self.on_host:
+            return F.grouped_mm(y.t(), x, offs=self.ends)
+        products = x.new_empty(len(self.sizes), y.shape[1], x.shape[1])
+        for y_i, x_i, product in zip(y.split(self.sizes), x.split(self.sizes), products.unbind()):
+            torch.mm(y_i.t(), x_i, out=product) if len(x_i) else product.zero_()
+        return products

@@ -1,0 +1,190 @@
+"""Mixture of experts: a router sends every token through k of many small gated MLPs.
+
+    x ──┬─ router ── softmax or sigmoid ── top k ── experts, weights
+        │                                              │
+        ├──────────────── experts' MLPs ───────────────┴──(+)── y
+        └─ shared expert, where a family has one ──────────┘
+
+No token is dropped, and the router works in fp32. Two losses keep it healthy, each a mean over the global batch:
+
+    balance   coefficient * mean over sequences of  E sum_e f_e P_e      f_e: share of the sequence's slots that chose e
+    z         coefficient * mean over tokens of  log(sum_e exp(logit_e))^2                     P_e: e's mean probability
+
+(Switch Transformers, arXiv 2101.03961; per sequence as in DeepSeek-V3, arXiv 2412.19437; z: ST-MoE, arXiv 2202.08906.)
+A sequence lies in one micro-batch, so its loss is the same on every layout, and means over sequences add up. Gradients
+enter beside the weights of the chosen experts (`_WithLoss`): nothing has to travel through the pipeline to the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kenotron.kernels.experts import expert_mlp
+from kenotron.models.blocks.pre_norm import PreNormBlock
+from kenotron.models.context import Context
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How tokens choose experts. `scores`: of the logits, softmax over all experts or sigmoid of each.
+
+    `top_k` experts a token; with `normalize` its weights are divided by their sum, and then multiplied by `scale`.
+    `balance`, `z`: coefficients of the two losses.
+    """
+
+    top_k: int
+    normalize: bool = False
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scale: float = 1.0
+    balance: float = 0.0
+    z: float = 0.0
+
+
+class Router(nn.Module):
+    """x ``[tokens, hidden]`` → (experts ``[tokens, k]`` int64, weights ``[tokens, k]`` fp32, logits, scores).
+
+    Logits and scores ``[tokens, experts]`` fp32.
+    """
+
+    def __init__(self, hidden_size: int, experts: int, routing: Routing) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, hidden_size))
+        self.routing = routing
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """In fp32 whatever x's dtype: in bf16, near ties would be decided by rounding."""
+        logits = F.linear(x.float(), self.weight.float())
+        scores = logits.softmax(-1) if self.routing.scores == "softmax" else logits.sigmoid()
+        weights, experts = scores.topk(self.routing.top_k, dim=-1)
+        if self.routing.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return experts, weights * self.routing.scale, logits, scores
+
+
+class ExpertLinear(nn.Module):
+    """One matrix an expert, ``[experts, out_features, in_features]``; `kernels.experts` multiplies."""
+
+    def __init__(self, experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
+
+
+class Experts(nn.Module):
+    """The gated MLPs of all experts. Hugging Face has the same names, with an expert's number in them."""
+
+    def __init__(self, experts: int, hidden_size: int, width: int) -> None:
+        super().__init__()
+        self.gate_proj = ExpertLinear(experts, hidden_size, width)
+        self.up_proj = ExpertLinear(experts, hidden_size, width)
+        self.down_proj = ExpertLinear(experts, width, hidden_size)
+
+    def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """gate, up, down in the dtype of what flows through."""
+        gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
+        return gate.to(dtype), up.to(dtype), down.to(dtype)
+
+
+class MixtureOfExperts(nn.Module):
+    """x ``[tokens, hidden]`` → the same shape.
+
+    `shared`: an expert that sees every token; `shared_gate`: a linear to one number, whose sigmoid weighs it.
+    """
+
+    expert_load: Tensor
+    router_losses: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        experts: int,
+        width: int,
+        activation: str,
+        routing: Routing,
+        shared: nn.Module | None = None,
+        shared_gate: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation, self.routing = activation, routing
+        self.equal_ranks = 1  # ranks that route the same tokens (tp): each has one share of the losses' gradients
+        self.gate = Router(hidden_size, experts, routing)
+        self.experts = Experts(experts, hidden_size, width)
+        self.shared_expert, self.shared_expert_gate = shared, shared_gate
+        # What training has seen since `forget_load`: slots of each expert, and (balance, z) losses.
+        self.register_buffer("expert_load", torch.zeros(experts), persistent=False)
+        self.register_buffer("router_losses", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        """All of it on this rank."""
+        experts, weights, logits, scores = self.gate(x)
+        if self.training:
+            weights = self._with_losses(experts, weights, logits, scores, ctx)
+        y = expert_mlp(x, experts, weights, *self.experts.matrices(x.dtype), self.activation)
+        return y if self.shared_expert is None else y + self._shared(x)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        assert self.shared_expert is not None
+        y = self.shared_expert(x)
+        return y if self.shared_expert_gate is None else y * self.shared_expert_gate(x).sigmoid()
+
+    def _with_losses(self, experts: Tensor, weights: Tensor, logits: Tensor, scores: Tensor, ctx: Context) -> Tensor:
+        """`weights`, whose backward pass adds the gradients of both losses."""
+        chosen = slots_by_sequence(experts, logits.shape[-1], ctx)
+        losses = router_losses(chosen, logits, scores, self.routing, ctx)
+        if not ctx.recomputing:
+            self.expert_load += chosen.sum(0)
+            self.router_losses += losses.detach()
+        return _WithLoss.apply(weights, losses.sum() / self.equal_ranks) if losses.requires_grad else weights
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """Of the experts that a token goes through, and the router; the shared expert's modules count themselves."""
+        of_an_expert = sum(matrix[0].numel() for matrix in self.experts.parameters())
+        return 2.0 * (of_an_expert * self.routing.top_k + self.gate.weight.numel())
+
+
+def slots_by_sequence(experts: Tensor, count: int, ctx: Context) -> Tensor:
+    """experts ``[tokens, k]`` → how often the tokens here chose each of `count`, ``[sequences, count]`` fp32."""
+    by_sequence = experts.view(ctx.shape[0], -1)
+    chosen = torch.zeros(ctx.shape[0], count, device=experts.device)
+    return chosen.scatter_add_(1, by_sequence, torch.ones((), device=experts.device).expand_as(by_sequence))
+
+
+def router_losses(chosen: Tensor, logits: Tensor, scores: Tensor, routing: Routing, ctx: Context) -> Tensor:
+    """(balance, z) of these tokens, ``[2]`` fp32: their part of the means over the global batch, coefficients included.
+
+    `chosen` from `slots_by_sequence`; logits and scores ``[tokens, experts]``. Where ranks share a sequence (cp), its
+    slots are counted over all of them.
+    """
+    count = logits.shape[-1]
+    everywhere = chosen if ctx.sum_over_sequence is None else ctx.sum_over_sequence(chosen.clone())
+    tokens = everywhere[0].sum() / routing.top_k  # of a sequence
+    probabilities = scores if routing.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
+    means = probabilities.view(*ctx.shape, count).sum(1) / tokens
+    balance = count * (everywhere / everywhere.sum(1, keepdim=True) * means).sum()
+    z = logits.logsumexp(-1).square().sum() / tokens
+    return torch.stack((routing.balance * balance, routing.z * z)) * ctx.sequence_scale
+
+
+class _WithLoss(torch.autograd.Function):
+    """x, unchanged; on the way back `loss` gets the gradient 1, as a summand of the training loss would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        return upstream[0], upstream[0].new_ones(())
+
+
+class MoEBlock(PreNormBlock):
+    """A `PreNormBlock` whose `mlp` is a `MixtureOfExperts`, which reads the context."""
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
+        """rope (cos, sin), each ``[sequences, length, head_dim / 2]``."""
+        x = x + self.self_attn(self.input_layernorm(x), rope, ctx)
+        return x + self.mlp(self.post_attention_layernorm(x), ctx)

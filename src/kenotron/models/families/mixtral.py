@@ -1,0 +1,159 @@
+"""Mixtral (Jiang et al. 2024, arXiv 2401.04088): a Mistral whose MLP is a mixture of experts in every layer.
+
+What the sparse families share is here, too: their keys, their plan, their block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from kenotron.config.decoder import Problem
+from kenotron.config.section import OURS, key
+from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
+from kenotron.models.init_rules import InitRule, Normal
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from kenotron.models.blocks.moe import Routing
+
+
+class SparseArchitecture(LlamaStyleArchitecture):
+    """A Llama-style decoder with a mixture of experts in some layers."""
+
+    num_experts_per_tok: int = key("Experts that a token goes through.", 2, ge=1)
+    router_aux_loss_coef: float = key(
+        "Weight of the loss that balances the load of the experts, a mean over sequences.", 0.001, ge=0
+    )
+    router_z_loss_coef: float = key("Weight of the router's z-loss, a mean over tokens.", 0.0, ge=0, mark=OURS)
+
+    @property
+    def expert_width(self) -> int:
+        """Width inside an expert."""
+        return self.intermediate_size
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The layers with experts; the others have a plain gated MLP."""
+        return tuple(range(self.num_hidden_layers))
+
+    def shape_problems(self) -> Iterator[Problem]:
+        """A token cannot go through more experts than there are."""
+        yield from super().shape_problems()
+        if self.num_experts_per_tok > self.experts:
+            yield (
+                "num_experts_per_tok",
+                f"expected at most the {self.experts} experts, found {self.num_experts_per_tok}",
+            )
+        if not self.sparse_layers:
+            yield "num_hidden_layers", "expected a layer with experts, found none; without them the family is dense"
+
+    def tp_problems(self, tp: int) -> Iterator[str]:
+        """Experts are split inside."""
+        yield from super().tp_problems(tp)
+        if self.expert_width % tp:
+            yield f"expected a divisor of the width of an expert, {self.expert_width}, found {tp}"
+
+
+S = TypeVar("S", bound=SparseArchitecture)
+
+
+class SparseStyle(LlamaStyle[S]):
+    """Llama-style blocks, sparse or dense layer by layer."""
+
+    def __init__(self, config: S) -> None:
+        super().__init__(config)
+        sparse, plan = config.sparse_layers, self.plan
+        self.plan = replace(plan, experts=tuple(f"model.layers.{layer}.mlp" for layer in sparse))
+        if len(sparse) == config.num_hidden_layers:  # no layer has a plain MLP
+            self.plan = replace(
+                self.plan,
+                column=tuple(name for name in plan.column if ".mlp." not in name),
+                row=tuple(name for name in plan.row if ".mlp." not in name),
+            )
+
+    def attention(self, layer: int) -> nn.Module:
+        """The attention of layer `layer`."""
+        from kenotron.models.blocks.attention import Attention
+
+        return Attention.of(self.config, layer)
+
+    def routing(self) -> Routing:
+        """How tokens choose experts."""
+        from kenotron.models.blocks.moe import Routing
+
+        config = self.config
+        return Routing(
+            config.num_experts_per_tok,
+            normalize=getattr(config, "norm_topk_prob", True),
+            balance=config.router_aux_loss_coef,
+            z=config.router_z_loss_coef,
+        )
+
+    def shared_expert(self) -> tuple[nn.Module | None, nn.Module | None]:
+        """(an expert for every token, the linear whose sigmoid weighs it), where the family has them."""
+        return None, None
+
+    def block(self, layer: int) -> nn.Module:
+        """Layer number `layer`."""
+        from kenotron.models.blocks.mlp import GatedMLP
+        from kenotron.models.blocks.moe import MixtureOfExperts, MoEBlock
+        from kenotron.models.blocks.pre_norm import PreNormBlock
+
+        config = self.config
+        norms, attention = (self.final_norm(), self.final_norm()), self.attention(layer)
+        if layer not in config.sparse_layers:
+            mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
+            return PreNormBlock(norms[0], attention, norms[1], mlp)
+        shapes = config.hidden_size, config.experts, config.expert_width
+        experts = MixtureOfExperts(*shapes, config.hidden_act, self.routing(), *self.shared_expert())
+        return MoEBlock(norms[0], attention, norms[1], experts)
+
+    def init_rules(self, std: float, scaling: str) -> list[InitRule]:
+        """What writes into the residual stream is damped by depth, in experts as elsewhere."""
+        damped = std / math.sqrt(2 * self.config.num_hidden_layers) if scaling == "NUM_LAYERS" else std
+        return [InitRule("*.down_proj.weight", Normal(damped)), *super().init_rules(std, scaling)]
+
+
+class MixtralArchitecture(SparseArchitecture):
+    """The Mixtral family, under Hugging Face's names."""
+
+    family: Literal["mixtral"] = key("The family's name.", "mixtral", mark=OURS)
+    is_mixtral_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    num_local_experts: int = key("Experts of a layer.", 8, ge=1)
+    sliding_window: int | None = key(
+        "Tokens that a token attends to, itself included; null: all before it.", None, ge=1, mark=OURS
+    )
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer."""
+        return self.num_local_experts
+
+    @property
+    def attention_window(self) -> int | None:
+        """The sliding window."""
+        return self.sliding_window
+
+
+class Mixtral(SparseStyle[MixtralArchitecture]):
+    """The weights of a token's experts are divided by their sum."""
+
+    section = MixtralArchitecture
+    hf_model_type = "mixtral"
+    hf_class = "MixtralForCausalLM"
+    hf_names = {  # noqa: RUF012
+        ".mlp.": ".block_sparse_moe.",
+        ".gate_proj.": ".w1.",
+        ".up_proj.": ".w3.",
+        ".down_proj.": ".w2.",
+    }
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """A null there is no window; a config.json without rms_norm_eps means 1e-5."""
+        window, eps = config.get("sliding_window"), config.get("rms_norm_eps", 1e-5)
+        return values | {"sliding_window": window, "rms_norm_eps": eps}

@@ -1,0 +1,62 @@
+"""OLMoE (arXiv 2409.02060): a Llama with many small experts, and norms of queries and keys over all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from kenotron.config.section import OURS, key
+from kenotron.models.families.mixtral import SparseArchitecture, SparseStyle
+from kenotron.models.families.olmo2 import K_NORM, Q_NORM
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class OlmoeArchitecture(SparseArchitecture):
+    """The OLMoE family, under Hugging Face's names."""
+
+    family: Literal["olmoe"] = key("The family's name.", "olmoe", mark=OURS)
+    is_olmoe_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    attention_bias: bool = key("Biases on the attention projections.", False)
+    num_experts: int = key("Experts of a layer.", 64, ge=1)
+    num_experts_per_tok: int = key("Experts that a token goes through.", 8, ge=1)
+    norm_topk_prob: bool = key("Divide the weights of a token's experts by their sum.", False)
+    router_aux_loss_coef: float = key(
+        "Weight of the loss that balances the load of the experts, a mean over sequences.", 0.01, ge=0
+    )
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer."""
+        return self.num_experts
+
+
+class Olmoe(SparseStyle[OlmoeArchitecture]):
+    """The weights of a token's experts are those of the softmax over all experts."""
+
+    section = OlmoeArchitecture
+    plan = replace(
+        SparseStyle.plan,
+        column=(*SparseStyle.plan.column, Q_NORM, K_NORM),
+        kv=(*SparseStyle.plan.kv, K_NORM),
+    )
+    hf_model_type = "olmoe"
+    hf_class = "OlmoeForCausalLM"
+    hf_fixed = {"clip_qkv": None}  # noqa: RUF012
+
+    def attention(self, layer: int) -> nn.Module:
+        """The attention of layer `layer`."""
+        from kenotron.models.blocks.attention import Attention
+        from kenotron.models.blocks.norm import RMSNorm
+
+        config, bias = self.config, self.config.attention_bias
+        q_norm = RMSNorm(config.num_attention_heads * config.head_dim, config.rms_norm_eps)
+        k_norm = RMSNorm(config.kv_heads * config.head_dim, config.rms_norm_eps)
+        return Attention.of(config, layer, qkv_bias=bias, output_bias=bias, q_norm=q_norm, k_norm=k_norm)
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """A config.json without rms_norm_eps means 1e-5 there."""
+        return values | {"rms_norm_eps": config.get("rms_norm_eps", 1e-5)}

@@ -1,0 +1,72 @@
+"""Qwen2 with experts (arXiv 2407.10671): many small experts, and one for every token, weighed by a gate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from kenotron.config.section import OURS, key
+from kenotron.models.families.mixtral import SparseArchitecture, SparseStyle
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class QwenSparseArchitecture(SparseArchitecture):
+    """Which layers of a Qwen have experts, and their sizes."""
+
+    num_experts_per_tok: int = key("Experts that a token goes through.", 4, ge=1)
+    num_experts: int = key("Experts of a layer.", 60, ge=1)
+    moe_intermediate_size: int = key("Width inside an expert.", 1408, ge=1)
+    norm_topk_prob: bool = key("Divide the weights of a token's experts by their sum.", False)
+    decoder_sparse_step: int = key("Layers from one with experts to the next.", 1, ge=1)
+    mlp_only_layers: list[int] = key("Layers with a plain MLP all the same.", [])
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer."""
+        return self.num_experts
+
+    @property
+    def expert_width(self) -> int:
+        """Width inside an expert."""
+        return self.moe_intermediate_size
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Every `decoder_sparse_step`-th, without `mlp_only_layers`."""
+        step = self.decoder_sparse_step
+        layers = range(step - 1, self.num_hidden_layers, step)
+        return tuple(layer for layer in layers if layer not in self.mlp_only_layers)
+
+
+class Qwen2MoeArchitecture(QwenSparseArchitecture):
+    """The Qwen2-MoE family, under Hugging Face's names."""
+
+    family: Literal["qwen2_moe"] = key("The family's name.", "qwen2_moe", mark=OURS)
+    is_qwen2_moe_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    qkv_bias: bool = key("Biases on the query, key and value projections.", True)
+    shared_expert_intermediate_size: int = key("Width inside the expert of all tokens.", 5632, ge=1)
+
+
+class Qwen2Moe(SparseStyle[Qwen2MoeArchitecture]):
+    """Biases as in Qwen2."""
+
+    section = Qwen2MoeArchitecture
+    hf_model_type = "qwen2_moe"
+    hf_class = "Qwen2MoeForCausalLM"
+    hf_fixed = {"use_sliding_window": False}  # noqa: RUF012
+
+    def attention(self, layer: int) -> nn.Module:
+        """The attention of layer `layer`."""
+        from kenotron.models.blocks.attention import Attention
+
+        return Attention.of(self.config, layer, qkv_bias=self.config.qkv_bias)
+
+    def shared_expert(self) -> tuple[nn.Module, nn.Module]:
+        """A gated MLP, and its gate."""
+        from kenotron.models.blocks.linear import Linear
+        from kenotron.models.blocks.mlp import GatedMLP
+
+        config = self.config
+        shared = GatedMLP(config.hidden_size, config.shared_expert_intermediate_size, config.hidden_act)
+        return shared, Linear(config.hidden_size, 1)

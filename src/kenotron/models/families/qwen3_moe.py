@@ -1,0 +1,50 @@
+"""Qwen3 with experts (arXiv 2505.09388): a Qwen3 with a mixture of many small experts in place of the MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from kenotron.config.section import OURS, key
+from kenotron.models.families.mixtral import SparseStyle
+from kenotron.models.families.qwen2_moe import QwenSparseArchitecture
+from kenotron.models.families.qwen3 import Qwen3
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Qwen3MoeArchitecture(QwenSparseArchitecture):
+    """The Qwen3-MoE family, under Hugging Face's names."""
+
+    family: Literal["qwen3_moe"] = key("The family's name.", "qwen3_moe", mark=OURS)
+    is_qwen3_moe_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    attention_bias: bool = key("Biases on the attention projections.", False)
+    num_experts_per_tok: int = key("Experts that a token goes through.", 8, ge=1)
+    num_experts: int = key("Experts of a layer.", 128, ge=1)
+    moe_intermediate_size: int = key("Width inside an expert.", 768, ge=1)
+
+
+class Qwen3Moe(SparseStyle[Qwen3MoeArchitecture]):
+    """Norms of queries and keys as in Qwen3; no shared expert."""
+
+    section = Qwen3MoeArchitecture
+    plan = Qwen3.plan
+    hf_model_type = "qwen3_moe"
+    hf_class = "Qwen3MoeForCausalLM"
+    hf_fixed = {"use_sliding_window": False}  # noqa: RUF012
+
+    def attention(self, layer: int) -> nn.Module:
+        """The attention of layer `layer`."""
+        from kenotron.models.blocks.attention import Attention
+        from kenotron.models.blocks.norm import HeadRMSNorm
+
+        bias, width, eps = self.config.attention_bias, self.config.head_dim, self.config.rms_norm_eps
+        q_norm, k_norm = HeadRMSNorm(width, eps), HeadRMSNorm(width, eps)
+        return Attention.of(self.config, layer, qkv_bias=bias, output_bias=bias, q_norm=q_norm, k_norm=k_norm)
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """The number of experts has two names there."""
+        experts = config.get("num_experts", config.get("num_local_experts", 128))
+        return values | {"num_experts": experts}

@@ -1,0 +1,72 @@
+"""Experts' MLPs by sorted rows are the formula, token by token, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kenotron.kernels.experts import expert_mlp, expert_mlp_plain
+from kenotron.kernels.swiglu import ACTIVATIONS
+
+
+def problem(tokens: int, experts: int, k: int, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
+    """(x, weights, gate, up, down) that ask for gradients, and the choice of experts."""
+    generator = torch.Generator().manual_seed(tokens + experts)
+    hidden, width = 16, 12
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    tensors = [draw(tokens, hidden), draw(tokens, k), draw(experts, width, hidden), draw(experts, width, hidden)]
+    choice = torch.rand(tokens, max(1, experts - 1), generator=generator).argsort(1)[:, :k]  # the last expert is idle
+    return [*tensors, draw(experts, hidden, width)], choice
+
+
+def by_token(x: Tensor, choice: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, act: str) -> Tensor:
+    rows = []
+    for t in range(len(x)):
+        outputs = [
+            weights[t, j] * (down[e] @ (ACTIVATIONS[act].plain(gate[e] @ x[t]) * (up[e] @ x[t])))
+            for j, e in enumerate(choice[t].tolist())
+        ]
+        rows.append(torch.stack(outputs).sum(0))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("form", [expert_mlp, expert_mlp_plain])
+@pytest.mark.parametrize(("tokens", "experts", "k", "act"), [(9, 4, 2, "silu"), (30, 7, 3, "gelu"), (5, 1, 1, "relu")])
+def test_outputs_and_gradients_are_the_formula_in_float64(form, tokens: int, experts: int, k: int, act: str) -> None:
+    (x, weights, *matrices), choice = problem(tokens, experts, k)
+    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    found, expected = form(x, choice, weights, *matrices, act), by_token(x, choice, weights, *matrices, act)
+    assert torch.allclose(found, expected, atol=1e-12)
+    pairs = (torch.autograd.grad((y * upstream).sum(), (x, weights, *matrices)) for y in (found, expected))
+    assert all(torch.allclose(a, b, atol=1e-11) for a, b in zip(*pairs))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_narrow_types_are_near_float64(dtype: torch.dtype, bound: float) -> None:
+    (x, weights, *matrices), choice = problem(40, 5, 2, dtype)
+    weights = weights.detach().float().requires_grad_()  # routing weights are fp32 in every run
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, weights, *matrices)]
+    found = expert_mlp(x, choice, weights, *matrices)
+    expected = expert_mlp_plain(wide[0], choice, *wide[1:])
+    assert found.dtype == dtype
+    ours = torch.autograd.grad(found.float().sum(), (x, weights, *matrices))
+    reference = torch.autograd.grad(expected.sum(), wide)
+    for a, b in zip((found, *ours), (expected, *reference)):
+        assert float((a.double() - b).norm() / b.norm()) < bound
+    assert ours[1].dtype == torch.float32
+
+
+def test_a_gradient_without_strides_is_taken() -> None:
+    (x, weights, *matrices), choice = problem(6, 3, 2, torch.float32)
+    expert_mlp(x, choice, weights, *matrices).sum().backward()
+    assert x.grad is not None
+
+
+def test_an_idle_expert_has_a_gradient_of_zeros() -> None:
+    (x, weights, *matrices), choice = problem(9, 4, 2, torch.float32)
+    expert_mlp(x, choice, weights, *matrices).sum().backward()
+    assert all(not matrix.grad[3].any() and matrix.grad[:3].any() for matrix in matrices)

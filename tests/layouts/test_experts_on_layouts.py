@@ -1,0 +1,72 @@
+"""Mixtures of experts mean on every layout what they mean in one process: losses, gradients, loads of the experts.
+
+The losses of the router are on, ten times as large as usual: a gradient of theirs that is counted once for every rank,
+micro-batch, recomputation or pipeline stage shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.layout_runs import Problem, expect_the_same, train_alone, train_on_layout
+from support.ranks import run_ranks
+
+LOSSES = {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01, "num_experts_per_tok": 2}
+SMALL: dict[str, Any] = {"num_experts": 6, "moe_intermediate_size": 16} | LOSSES
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"is_mixtral_config": True, "num_local_experts": 4} | LOSSES,
+    "olmoe": {"is_olmoe_config": True, "num_experts": 6} | LOSSES,
+    "qwen2_moe": {"is_qwen2_moe_config": True, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 2} | SMALL,
+    "qwen3_moe": {"is_qwen3_moe_config": True, "head_dim": 6, "mlp_only_layers": [1]} | SMALL,
+}
+PROBLEMS = {family: Problem(family, steps=4, model=keys) for family, keys in FAMILIES.items()}
+ROUNDING = 5e-6
+QUICK = [("qwen2_moe", 4, "dp=2 zero=2 tp=2 mode=REDUCE_SCATTER recompute=true"), ("mixtral", 2, "pp=2 engine=1f1b")]
+LAYOUTS = [
+    (1, "accum=4 recompute=true"),
+    (2, "dp=2"),
+    (2, "dp=2 zero=3 accum=4"),
+    (2, "tp=2"),
+    (4, "tp=4"),
+    (2, "tp=2 mode=REDUCE_SCATTER async=true"),
+    (2, "cp=2"),
+    (2, "cp=2 method=ulysses zero=1"),
+    (2, "pp=2 engine=interleaved_1f1b accum=4"),
+    (2, "pp=2 engine=zbv_zero_bubble accum=4"),
+    (4, "dp=2 zero=1 pp=2 engine=afab recompute=true"),
+    (4, "tp=2 cp=2 mode=REDUCE_SCATTER"),
+    (4, "dp=4 shard=2 zero=3"),
+    (8, "dp=2 zero=2 tp=2 pp=2 engine=1f1b mode=REDUCE_SCATTER"),
+]
+
+
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """What one process makes of a family, each trained once."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = train_alone(PROBLEMS[family], tmp_path_factory.mktemp("alone"))
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size", "layout"),
+    [
+        *QUICK,
+        *(pytest.param(family, *layout, marks=pytest.mark.slow) for family in PROBLEMS for layout in LAYOUTS),
+    ],
+)
+def test_a_layout_means_what_one_process_means(
+    family: str, world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    reference = reference_of(family)
+    ranks = run_ranks(world_size, train_on_layout, PROBLEMS[family], layout, tmp_path, reference)
+    expect_the_same(ranks, reference, ROUNDING)

@@ -1,0 +1,176 @@
+"""Router and losses of a mixture of experts against formulas in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kenotron.config import load
+from kenotron.config.errors import InputError
+from kenotron.kernels.experts import expert_mlp_plain
+from kenotron.models import Context, build, flops_per_token
+from kenotron.models.blocks.mlp import GatedMLP
+from kenotron.models.blocks.moe import MixtureOfExperts, Routing
+from support.tiny_llamas import our_config
+
+HIDDEN, EXPERTS, WIDTH, SEQUENCES, LENGTH = 12, 5, 8, 3, 7
+
+
+def block(routing: Routing) -> MixtureOfExperts:
+    moe = MixtureOfExperts(HIDDEN, EXPERTS, WIDTH, "silu", routing)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in moe.parameters():
+        parameter.data.normal_(0, 0.5, generator=generator)
+    return moe
+
+
+def inputs() -> tuple[Tensor, Context]:
+    x = torch.randn(SEQUENCES * LENGTH, HIDDEN, generator=torch.Generator().manual_seed(1))
+    ctx = Context((SEQUENCES, LENGTH), torch.arange(LENGTH).repeat(SEQUENCES), lambda: x, sequence_scale=1 / 8)
+    return x.requires_grad_(), ctx
+
+
+def objective(moe: MixtureOfExperts, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+    """(sum of outputs, balance loss, z-loss) in float64; all that `x` and the weights have gradients of."""
+    logits = x @ moe.gate.weight.T
+    scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
+    weights, choice = scores.topk(routing.top_k)
+    if routing.normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    matrices = [moe.experts.gate_proj.weight, moe.experts.up_proj.weight, moe.experts.down_proj.weight]
+    y = expert_mlp_plain(x, choice, routing.scale * weights, *matrices)
+    balance = torch.zeros((), dtype=torch.float64)
+    for s in range(SEQUENCES):
+        rows = slice(s * LENGTH, (s + 1) * LENGTH)
+        probabilities = scores[rows] / scores[rows].sum(-1, keepdim=True)
+        for e in range(EXPERTS):
+            share = (choice[rows] == e).sum() / (routing.top_k * LENGTH)
+            balance = balance + EXPERTS * share * probabilities[:, e].mean()
+    z = (logits.exp().sum(-1).log() ** 2).mean() * SEQUENCES
+    return y.sum(), routing.balance * balance / 8, routing.z * z / 8
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(2, balance=0.5, z=0.25),
+        Routing(3, normalize=True, balance=0.5),
+        Routing(2, normalize=True, scores="sigmoid", scale=2.5, balance=0.3, z=0.1),
+        Routing(1, normalize=True, balance=0.5),
+    ],
+    ids=lambda routing: f"{routing.scores}-{routing.top_k}",
+)
+def test_output_losses_and_gradients_are_the_formula(routing: Routing) -> None:
+    moe, (x, ctx) = block(routing).train(), inputs()
+    y = moe(x, ctx)
+    y.sum().backward()
+    wide, wide_x = block(routing).double(), x.detach().double().requires_grad_()
+    total, balance, z = objective(wide, wide_x, routing)
+    (total + balance + z).backward()
+    assert float(y.sum()) == pytest.approx(float(total), rel=1e-5)
+    assert moe.router_losses.tolist() == pytest.approx([float(balance), float(z)], rel=1e-5)
+    for found, expected in zip((x, *moe.parameters()), (wide_x, *wide.parameters()), strict=True):
+        assert torch.allclose(found.grad.double(), expected.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_loads_are_counted_in_training_and_not_when_recomputed() -> None:
+    moe, (x, ctx) = block(Routing(2, balance=0.5)).train(), inputs()
+    moe(x, ctx)
+    counted = moe.expert_load.clone()
+    assert counted.sum() == 2 * SEQUENCES * LENGTH
+    moe(x, replace(ctx, recomputing=True))
+    moe.eval()(x, ctx)
+    assert torch.equal(moe.expert_load, counted)
+
+
+def test_a_perfectly_balanced_router_has_a_balance_loss_of_its_coefficient() -> None:
+    moe, (x, ctx) = block(Routing(EXPERTS, balance=0.5)).train(), inputs()
+    moe.gate.weight.data.zero_()
+    moe(x, ctx)
+    assert float(moe.router_losses[0]) == pytest.approx(0.5 * SEQUENCES / 8)
+
+
+def test_the_router_decides_in_fp32_whatever_flows_through() -> None:
+    moe, (x, _) = block(Routing(1)).eval(), inputs()
+    moe.gate.weight.data[1] = moe.gate.weight.data[0] * (1 + 1e-4)  # equal in bf16
+    rounded = x.detach().bfloat16()
+    experts = moe.gate(rounded)[0]
+    logits = rounded.double() @ moe.gate.weight.double().T
+    assert torch.equal(experts[:, 0], logits.argmax(-1))
+
+
+# ---- the keys of the families ------------------------------------------------------------------------------
+
+
+def first_layer(tmp_path: Path, family: str, **keys: Any) -> Any:
+    """Layer 0 of a small model of `family`, without weights."""
+    config = load(our_config(tmp_path, family=family, **keys))
+    with torch.device("meta"):
+        return build(config.model).model.layers["0"]
+
+
+@pytest.mark.parametrize(
+    ("family", "count"),
+    [
+        ("mixtral", "num_local_experts"),
+        ("olmoe", "num_experts"),
+        ("qwen2_moe", "num_experts"),
+        ("qwen3_moe", "num_experts"),
+    ],
+)
+def test_keys_shape_router_and_experts(family: str, count: str, tmp_path: Path) -> None:
+    losses = {"router_aux_loss_coef": 0.25, "router_z_loss_coef": 0.125}
+    width = {"moe_intermediate_size": 20} if family.startswith("qwen") else {"intermediate_size": 20}
+    moe = first_layer(tmp_path, family, num_experts_per_tok=3, **{count: 7}, **width, **losses).mlp
+    assert moe.gate.weight.shape == (7, 32)
+    assert [tuple(matrix.shape) for matrix in moe.experts.parameters()] == [(7, 20, 32), (7, 20, 32), (7, 32, 20)]
+    assert (moe.routing.top_k, moe.routing.balance, moe.routing.z) == (3, 0.25, 0.125)
+    with pytest.raises(InputError, match="num_experts_per_tok: expected at most the 2 experts, found 3"):
+        first_layer(tmp_path, family, num_experts_per_tok=3, **{count: 2})
+
+
+def test_keys_of_one_family_alone(tmp_path: Path) -> None:
+    assert first_layer(tmp_path, "mixtral").mlp.routing.normalize
+    assert first_layer(tmp_path, "mixtral", sliding_window=4).self_attn.window == 4
+    for family in ("olmoe", "qwen2_moe", "qwen3_moe"):
+        assert not first_layer(tmp_path, family).mlp.routing.normalize
+        assert first_layer(tmp_path, family, norm_topk_prob=True).mlp.routing.normalize
+    for family in ("olmoe", "qwen3_moe"):
+        assert first_layer(tmp_path, family, attention_bias=True).self_attn.o_proj.bias is not None
+        assert first_layer(tmp_path, family).self_attn.q_proj.bias is None
+    assert first_layer(tmp_path, "qwen2_moe").self_attn.q_proj.bias is not None
+    assert first_layer(tmp_path, "qwen2_moe", qkv_bias=False).self_attn.q_proj.bias is None
+    shared = first_layer(tmp_path, "qwen2_moe", shared_expert_intermediate_size=40).mlp.shared_expert
+    assert shared.up_proj.weight.shape == (40, 32)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_some_layers_of_a_qwen_are_dense(family: str, tmp_path: Path) -> None:
+    def dense(**keys: Any) -> list[int]:
+        config = load(our_config(tmp_path, family=family, num_hidden_layers=6, **keys))
+        with torch.device("meta"):
+            layers = build(config.model).model.layers
+        return [int(layer) for layer, block in layers.items() if isinstance(block.mlp, GatedMLP)]
+
+    assert dense() == []
+    assert dense(mlp_only_layers=[0, 5]) == [0, 5]
+    assert dense(decoder_sparse_step=2) == [0, 2, 4]
+    assert dense(decoder_sparse_step=3, mlp_only_layers=[5]) == [0, 1, 3, 4, 5]
+    with pytest.raises(InputError, match="expected a layer with experts, found none"):
+        dense(decoder_sparse_step=7)
+
+
+def test_flops_are_those_of_the_experts_that_a_token_goes_through(tmp_path: Path) -> None:
+    keys = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "qkv_bias": False}
+    config = load(our_config(tmp_path, family="qwen2_moe", shared_expert_intermediate_size=40, **keys))
+    hidden, length = 32, 16
+    attention = 2 * hidden * (2 * 32 + 2 * 16) + 4 * length * 32
+    experts = 2 * 7 * hidden + 3 * 6 * hidden * 20 + 6 * hidden * 40 + 2 * hidden
+    with torch.device("meta"):
+        model = build(config.model)
+    assert flops_per_token(model, length, causal=False) == 2 * (attention + experts) + 2 * hidden * 300
