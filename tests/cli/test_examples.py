@@ -113,6 +113,15 @@ def test_the_nanosets_run_by_their_readme(examples: Path, nursery: Nursery) -> N
     assert len(re.findall(r"^sample 15\d\d: tokens/code/0000[01]\.ds window", which.stdout, re.MULTILINE)) == 12
 
 
+@pytest.mark.slow
+def test_a_model_in_its_true_shape_is_checked_and_trains_in_miniature(examples: Path, nursery: Nursery) -> None:
+    checked, trained = run_readme(examples / "models", examples.parent, nursery)
+    assert (checked.code, checked.stderr) == (0, "")
+    assert "valid: 100000 steps of 1024 sequences of 4096 tokens" in checked.stdout
+    assert (trained.code, trained.stderr) == (0, "")
+    assert (examples.parent / "checkpoints" / "llama-3.2-1b" / "2" / "manifest.json").exists()
+
+
 def test_the_quickstart_trains_on_a_few_files(examples: Path, nursery: Nursery) -> None:
     texts = examples.parent / "texts"
     texts.mkdir()

@@ -69,7 +69,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 5, "head_dim": 8}),
     "mistral_without_window": ("mistral", {"sliding_window": None, "head_dim": 6}),
     "olmo2": ("olmo2", {}),
-    "olmo2_biased": ("olmo2", {"attention_bias": True, "rms_norm_eps": 1e-3}),
+    "olmo2_biased": ("olmo2", {"attention_bias": True, "rms_norm_eps": 1e-3, "head_dim": 6}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3_biased": ("qwen3", {"head_dim": 6, "attention_bias": True, "tie_word_embeddings": True}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "tie_word_embeddings": False}),
