@@ -54,7 +54,9 @@ class Starcoder2Architecture(RopeArchitecture):
     eos_token_id: int = key("Token that ends a text.", 49152, ge=0)
     hidden_act: str = key("Activation of the feed-forward (activation_function).", "gelu_pytorch_tanh")
     hidden_size: int = key("Width of the residual stream.", 2048, ge=1)
-    intermediate_size: int = key("Width inside the feed-forward; null: 4 * hidden_size.", None, validate_default=True)
+    intermediate_size: int = key(
+        "Width inside the feed-forward; null: 4 * hidden_size.", None, ge=1, validate_default=True
+    )
     max_position_embeddings: int = key("Context length that the export names.", 4096, ge=1)
     num_attention_heads: int = key("Query heads.", 16, ge=1)
     num_hidden_layers: int = key("Layers.", 24, ge=1)
@@ -66,8 +68,10 @@ class Starcoder2Architecture(RopeArchitecture):
     sliding_window: int | None = key(
         "Tokens that a token attends to, itself included (sliding_window_size); null: all.", None, ge=1, mark=OURS
     )
-    grouped_query: bool = key("Needs num_kv_heads, as in nanotron; without it too they count.", False, mark=NO_EFFECT)
-    multi_query: bool = key("One key and value head, which is the default.", False, mark=NO_EFFECT)
+    grouped_query: bool = key(
+        "nanotron's flag for several key and value heads; needs num_kv_heads.", False, mark=NO_EFFECT
+    )
+    multi_query: bool = key("nanotron's flag for one key and value head, which is the default.", False, mark=NO_EFFECT)
     attn_pdrop: float = key(_DROPOUT, 0.0)
     embd_pdrop: float = key(_DROPOUT, 0.0)
     resid_pdrop: float = key(_DROPOUT, 0.0)
