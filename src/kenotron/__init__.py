@@ -63,16 +63,21 @@ def generate(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
+    stop: Sequence[str] = (),
     stop_at_eos: bool = True,
+    logprobs: bool = False,
     dtype: str | None = None,
     batch_size: int = 8,
 ) -> list[Completion]:
     """Continue one prompt or several with the model at `path`, in this process; `kenotron generate` gives the same.
 
-    `path` is a checkpoint, a folder of checkpoints (the newest is used) or a Hugging Face model folder. A prompt is a
-    text or a list of token ids. A completion has `prompt`, `text`, `tokens` (the new ones) and `stopped_by`.
-    `temperature` 0 is greedy; `dtype` None is that of the config. Raises `kenotron.config.InputError`.
+    `path` is a checkpoint, a folder of checkpoints (the newest is used), or a Hugging Face model, folder or hub name.
+    A prompt is a text or a list of token ids. A completion has `prompt`, `text`, `tokens` (the new ones), `stopped_by`,
+    and with `logprobs` the logarithms of the tokens' probabilities. `temperature` 0 is greedy; a text ends before the
+    first of the strings `stop`; `dtype` None is that of the config. Raises `kenotron.config.InputError`.
     """
     from kenotron.generation import generate as continue_prompts
     from kenotron.generation.load import load_for_generation
@@ -86,8 +91,12 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
         seed=seed,
+        stop=stop,
         stop_at_eos=stop_at_eos,
+        logprobs=logprobs,
         batch_size=batch_size,
     )
 

@@ -1,5 +1,7 @@
 """Completions against transformers' `generate`, against decoding without a cache, and against themselves alone."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from kenotron.config.errors import InputError
 from kenotron.generation import generate
 from kenotron.generation.load import load_for_generation
+from kenotron.generation.text import UNFINISHED
 from kenotron.interop import to_hf
 from support.tiny_llamas import (
     VARIANTS,
@@ -57,6 +60,92 @@ def test_greedy_output_is_that_of_transformers_on_the_exported_model(variant, in
             torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         assert completion.tokens == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("penalty", [1.3, pytest.param(0.7, marks=pytest.mark.slow)])
+def test_penalty_and_log_probabilities_are_those_of_transformers(penalty, folder, model, tmp_path):
+    to_hf(save_ours(model, tmp_path / "checkpoints"), tmp_path / "hf")
+    theirs = load_hf(tmp_path / "hf")
+    prompts = prompts_of([9, 1, 14])
+    options = {"max_new_tokens": NEW, "stop_at_eos": False, "repetition_penalty": penalty, "logprobs": True}
+    plain = generate(model, None, prompts, max_new_tokens=NEW, stop_at_eos=False)
+    found = generate(model, None, prompts, **options)
+    assert [one.tokens for one in found] != [one.tokens for one in plain]
+    for prompt, completion in zip(prompts, found):
+        expected = theirs.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            repetition_penalty=penalty,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        assert completion.tokens == expected.sequences[0, len(prompt) :].tolist()
+        scores = theirs.compute_transition_scores(expected.sequences, expected.logits, normalize_logits=True)
+        assert torch.allclose(torch.tensor(completion.logprobs), scores[0], atol=1e-4)
+
+
+def test_log_probabilities_come_for_the_tokens_that_were_drawn(model):
+    prompts = prompts_of([5, 8])
+    found = generate(model, None, prompts, max_new_tokens=4, temperature=1.5, top_k=9, logprobs=True, batch_size=1)
+    for prompt, completion in zip(prompts, found):
+        text = torch.tensor([prompt + completion.tokens])
+        exact = our_logits(model, text)[0].double().log_softmax(-1)
+        expected = [float(exact[len(prompt) - 1 + place, token]) for place, token in enumerate(completion.tokens)]
+        assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+    assert generate(model, None, prompts, max_new_tokens=2)[0].logprobs is None
+
+
+def ends_whole(run, texts):
+    """Whether the first of `texts` with `run` in it, each a token longer, ends with a whole character."""
+    return not next(text for text in texts if run in text).endswith(UNFINISHED)
+
+
+def test_a_stop_string_ends_the_text_where_it_ends_transformers(model, tokenizer, tmp_path):
+    from transformers import AutoTokenizer
+
+    to_hf(save_ours(model, tmp_path / "checkpoints", tokenizer), tmp_path / "hf")
+    theirs, their_tokenizer = load_hf(tmp_path / "hf"), AutoTokenizer.from_pretrained(tmp_path / "hf")
+    stopped = 0
+    for number, prompt in enumerate(prompts_of([3, 6, 9, 12], seed=7)):
+        [whole] = generate(model, tokenizer, [prompt], max_new_tokens=16, stop_at_eos=False)
+        # Half of a character at the end of a token, as in "na\xc3", holds our text back for one token more.
+        texts = [tokenizer.decode(whole.tokens[:end]) for end in range(17)]
+        clear = [run for run in re.findall(f"[a-z]{{{1 + number % 3}}}", whole.text) if ends_whole(run, texts)]
+        stops = [clear[len(clear) // 2], "never there"]
+        pieces = []
+        [found] = generate(
+            model,
+            tokenizer,
+            [prompt],
+            max_new_tokens=16,
+            stop_at_eos=False,
+            stop=stops,
+            stream=lambda _, piece, pieces=pieces: pieces.append(piece),
+        )
+        expected = theirs.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=16,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            stop_strings=stops,
+            tokenizer=their_tokenizer,
+        )
+        assert found.tokens == expected[0, len(prompt) :].tolist()
+        assert found.text == whole.text[: whole.text.index(stops[0])] == "".join(pieces)
+        assert found.stopped_by == "stop"
+        stopped += len(found.tokens) < 16
+    assert stopped > 1
+
+
+def test_stop_strings_need_text(model, tokenizer):
+    with pytest.raises(InputError, match="stop: there is no tokenizer here, so no text in which 'x' could come"):
+        generate(model, None, [[1]], stop=["x"])
+    with pytest.raises(InputError, match="stop: expected texts, found an empty one"):
+        generate(model, tokenizer, [[1]], stop=["x", ""])
 
 
 def test_the_cache_gives_what_reading_the_whole_text_again_gives(model):

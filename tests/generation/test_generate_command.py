@@ -74,8 +74,28 @@ def test_json_gives_an_object_a_prompt_and_line(shell, path, loaded):
         seed=4,
     )
     assert code == 0
-    assert found == [vars(completion) for completion in expected]
+    assert found == [as_printed(completion) for completion in expected]
     assert list(found[0]) == ["prompt", "text", "tokens", "stopped_by"]
+
+
+def as_printed(completion):
+    return {name: value for name, value in vars(completion).items() if value is not None}
+
+
+def test_stop_strings_penalty_min_p_and_log_probabilities_are_options(shell, path, loaded):
+    prompts, common = ("--prompt", "def", "--prompt", "cat"), ("--max-new-tokens", 8, "--json")
+    given = ("--temperature", 1.2, "--min-p", 0.05, "--repetition-penalty", 1.4, "--stop", "e", "--stop", "a")
+    code, out, _ = shell("generate", path, *prompts, *common, *given, "--logprobs")
+    options = {"temperature": 1.2, "min_p": 0.05, "repetition_penalty": 1.4, "stop": ["e", "a"], "logprobs": True}
+    expected = generate(loaded.model, loaded.tokenizer, ["def", "cat"], max_new_tokens=8, **options)
+    assert code == 0
+    assert [json.loads(line) for line in out.splitlines()] == [as_printed(completion) for completion in expected]
+    assert {one.stopped_by for one in expected} & {"stop"}
+    assert [as_printed(one) for one in kn.generate(path, ["def", "cat"], max_new_tokens=8, **options)] == [
+        json.loads(line) for line in out.splitlines()
+    ]
+    seeds = shell("--ckpt-path", path, *prompts, *common, *given, "--logprobs", command=run_generate)
+    assert seeds == (0, out, "")
 
 
 def test_kn_generate_gives_what_the_command_prints(shell, path):
@@ -83,9 +103,9 @@ def test_kn_generate_gives_what_the_command_prints(shell, path):
     drawn = {"max_new_tokens": 6, "temperature": 0.9, "top_k": 50, "top_p": 0.9, "seed": 4, "stop_at_eos": False}
     _, out, _ = shell("generate", path, "--prompt", "def", "--prompt-tokens", "70,71", *options, "--json")
     printed = [json.loads(line) for line in out.splitlines()]
-    assert [vars(each) for each in kn.generate(path.parent, ["def", [70, 71]], **drawn)] == printed
+    assert [as_printed(each) for each in kn.generate(path.parent, ["def", [70, 71]], **drawn)] == printed
     (single,) = kn.generate(str(path), "def", batch_size=1, dtype="float32", **drawn)
-    assert vars(single) == printed[0]
+    assert as_printed(single) == printed[0]
     with pytest.raises(InputError, match="prompt 1: expected a text or a list of token ids, found 70"):
         kn.generate(path, [70, 71])
 
@@ -131,6 +151,8 @@ def test_an_early_end_is_said_on_stderr(shell, path):
     ("arguments", "message"),
     [
         (["--stream", "--json"], "--stream and --json: give one of them"),
+        (["--logprobs"], "--logprobs: give --json, too: text has no place for them"),
+        (["--stop", ""], "stop: expected texts, found an empty one"),
         (["--prompt-file", "nowhere.txt"], "--prompt-file: cannot read nowhere.txt: No such file or directory"),
         (["--prompt-tokens", "1,two"], "--prompt-tokens: expected ids such as 1,17,4, found '1,two'"),
         (
@@ -245,6 +267,17 @@ def test_degrees_that_do_not_make_torchruns_processes_are_told_once_with_the_ari
 def test_two_tensor_parallel_ranks_stream_what_one_process_does(shell, path):
     options = ("--prompt", "def", "--prompt-tokens", "70,71", "--temperature", 2.0, "--stream")
     assert shell("generate", path, *options, "--tp", 2) == shell("generate", path, *options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [("--tp", 2), ("--pp", 2), ("--dp", 2)])
+def test_ranks_agree_on_log_probabilities_and_penalties(layout, shell, path):
+    options = ("--prompt", "def", "--prompt", "cat", "--repetition-penalty", 1.3, "--stop", "a", "--logprobs", "--json")
+    alone, together = (shell("generate", path, *options, *more) for more in ((), layout))
+    found, expected = ([json.loads(line) for line in said[1].splitlines()] for said in (together, alone))
+    for one, other in zip(found, expected, strict=True):
+        assert one.pop("logprobs") == pytest.approx(other.pop("logprobs"), abs=1e-4)
+        assert one == other
 
 
 @pytest.mark.slow

@@ -5,26 +5,69 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from kenotron.config.errors import InputError
-from kenotron.generation.sampling import NOT_FINITE, Sampling, cut, draw, next_tokens
+from kenotron.generation.sampling import (
+    NOT_FINITE,
+    Sampling,
+    cut,
+    draw,
+    log_probabilities,
+    next_tokens,
+    penalized,
+)
 
 logit_rows = st.lists(st.integers(-8, 8).map(lambda n: n / 2), min_size=2, max_size=12)  # ties are likely
 
 
 @given(
-    logit_rows, st.sampled_from([0.3, 0.8, 1.0, 1.7]), st.integers(0, 13), st.sampled_from([0.1, 0.5, 0.9, 0.95, 1.0])
+    logit_rows,
+    st.sampled_from([0.3, 0.8, 1.0, 1.7]),
+    st.integers(0, 13),
+    st.sampled_from([0.1, 0.5, 0.9, 0.95, 1.0]),
+    st.sampled_from([0.0, 0.02, 0.3, 0.9, 1.0]),
 )
-def test_the_cuts_are_those_of_transformers_in_its_order(row, temperature, top_k, top_p):
+def test_the_cuts_are_those_of_transformers_in_its_order(row, temperature, top_k, top_p, min_p):
     logits = torch.tensor([row])
     theirs = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
         theirs.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         theirs.append(TopPLogitsWarper(top_p))
+    if min_p:
+        theirs.append(MinPLogitsWarper(min_p))
     expected = theirs(torch.zeros(1, 1, dtype=torch.long), logits.clone())
-    assert torch.equal(cut(logits, Sampling(temperature, top_k, top_p)), expected)
+    assert torch.equal(cut(logits, Sampling(temperature, top_k, top_p, min_p=min_p)), expected)
+
+
+@given(logit_rows, st.lists(st.integers(0, 1), min_size=1, max_size=5), st.sampled_from([0.5, 1.0, 1.2, 3.0]))
+def test_the_repetition_penalty_is_that_of_transformers(row, text, penalty):
+    logits = torch.tensor([row, row[::-1]])
+    texts = [text, [0]]
+    expected = [
+        RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([ids]), logits[number : number + 1].clone())
+        for number, ids in enumerate(texts)
+    ]
+    assert torch.equal(penalized(logits, texts, penalty), torch.cat(expected))
+    greedy = next_tokens(logits, Sampling(repetition_penalty=penalty), [0, 1], [9, 9], texts)
+    assert greedy == torch.cat(expected).argmax(-1).tolist()
+
+
+def test_log_probabilities_are_those_of_the_float64_formula_without_cuts_or_temperature():
+    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(0)) * 5
+    exact = logits.double().exp() / logits.double().exp().sum(-1, keepdim=True)
+    found = log_probabilities(logits, [3, 0, 29, 7])
+    assert np.allclose(found, [float(exact[row, token].log()) for row, token in enumerate([3, 0, 29, 7])], atol=1e-6)
+    logits[0, 5] = float("nan")
+    assert np.isnan(log_probabilities(logits, [NOT_FINITE, 0, 29, 7])[0])
 
 
 def distribution(logits, temperature, top_k, top_p):
@@ -109,6 +152,9 @@ def test_logits_that_are_not_finite_give_no_token():
         ({"temperature": 1.0, "top_k": -1}, "top_k"),
         ({"temperature": 1.0, "top_p": 0.0}, "top_p"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p"),
+        ({"temperature": 1.0, "min_p": 1.5}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"min_p": 0.1}, "min_p: changes nothing at temperature 0"),
         ({"top_k": 5}, "top_k: changes nothing at temperature 0"),
         ({"top_p": 0.9}, "top_p: changes nothing at temperature 0"),
     ],

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from kenotron.generation.text import UNFINISHED, TextStream
+from kenotron.generation.text import UNFINISHED, StopStrings, TextStream
 from kenotron.text.tokenizer import TextTokenizer
 
 
@@ -68,3 +68,22 @@ def test_an_unfinished_character_at_the_end_is_shown_as_such():
 @pytest.mark.parametrize("prompt", [[0], [0, 1]])
 def test_blanks_between_words_survive_where_a_token_alone_would_lose_its_own(prompt):
     assert pieces_of(blank_before_word_tokenizer(), prompt, [1, 2, 3]) == [" cat", " sat", "s", ""]
+
+
+@given(
+    st.lists(st.text("ab\n", max_size=4), max_size=8),
+    st.lists(st.text("ab\n", min_size=1, max_size=3), min_size=1, max_size=3),
+)
+@example(["a", "\n", "b", "\n\n", "a"], ["\n\n"])
+def test_a_text_is_shown_up_to_the_first_stop_string_and_never_beyond(pieces, stops):
+    stream, shown = StopStrings(stops), ""
+    for number, piece in enumerate(pieces):
+        read = "".join(pieces[: number + 1])
+        shown += stream.push(piece)
+        ends = [read.find(stop) for stop in stops if stop in read]
+        assert stream.found == bool(ends)
+        if ends:
+            assert shown == read[: min(ends)]
+            return
+        assert read.startswith(shown)
+    assert shown + stream.finish() == "".join(pieces)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import kenotron as kn
 from kenotron import checkpoint
 from kenotron.config import load
 from kenotron.config.architecture import yaml_keys
@@ -337,6 +338,13 @@ def test_a_cached_repository_is_imported_offline(repository, hf_folder, tmp_path
 
 def test_a_cached_repository_gives_initial_tensors(repository, hf_folder):
     assert set(initial_tensors(repository)) == set(initial_tensors(hf_folder))
+
+
+def test_generation_reads_a_cached_repository_by_its_name(repository, hf_folder):
+    expected = kn.generate(hf_folder, "def main", max_new_tokens=5)
+    assert kn.generate(repository, "def main", max_new_tokens=5) == expected
+    with pytest.raises(InputError, match=r"'someone/else' is not in the local .* HF_HUB_OFFLINE=1 forbids"):
+        kn.generate("someone/else", "def main")
 
 
 def test_a_repository_that_is_not_cached_is_named_with_the_variable_that_forbids_it(cache, tmp_path):

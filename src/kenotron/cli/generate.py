@@ -28,7 +28,8 @@ def generate(
     path: Annotated[
         Path,
         typer.Argument(
-            help="A checkpoint, a folder of checkpoints (the newest is used), or a Hugging Face model folder."
+            help="A checkpoint, a folder of checkpoints (the newest is used), or a Hugging Face model: a folder or a "
+            "hub name (local cache first)."
         ),
     ],
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; can be repeated.")] = None,
@@ -42,12 +43,22 @@ def generate(
     top_p: Annotated[
         float, typer.Option(help="Sample from the smallest set of tokens with this total probability.")
     ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Sample from the tokens with at least this share of the likeliest one's probability.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Make tokens of the text so far less likely: above 1. 1: no penalty.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End a text before this string; can be repeated.")] = None,
     eos_stop: Annotated[bool, typer.Option("--eos-stop/--no-eos-stop", help="Stop at the end-of-text token.")] = True,
     stream: Annotated[
         bool, typer.Option("--stream", help="Print text as it is generated, one prompt after the other.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt and line.")] = False,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="With --json: the logarithm of every token's probability.")
+    ] = False,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; default: that of the config.")
     ] = None,
@@ -66,6 +77,8 @@ def generate(
     """Continue prompts with a trained model."""
     if stream and as_json:
         raise InputError("--stream and --json: give one of them")
+    if logprobs and not as_json:
+        raise InputError("--logprobs: give --json, too: text has no place for them")
     with said_once():
         prompts = _prompts(prompt or [], prompt_file, prompt_tokens or [])
         from kenotron.generation.layout import check_layout, choose_layout
@@ -88,8 +101,12 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
         seed=seed,
+        stop=stop or [],
         stop_at_eos=eos_stop,
+        logprobs=logprobs,
         batch_size=1 if stream else batch_size,
     )
     work_on_ranks(request, decode_on_ranks)

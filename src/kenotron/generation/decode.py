@@ -23,12 +23,12 @@ from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.errors import InputError
 from kenotron.generation.kv_cache import KVCache
 from kenotron.generation.ranks import ModelOnRanks
-from kenotron.generation.sampling import NOT_FINITE, Sampling, next_tokens
-from kenotron.generation.text import TextStream
+from kenotron.generation.sampling import NOT_FINITE, Sampling, log_probabilities, next_tokens
+from kenotron.generation.text import StopStrings, TextStream
 from kenotron.models.decoder import Decoder
 from kenotron.text.tokenizer import end_of_text
 
-StoppedBy = Literal["eos", "max_new_tokens", "max_position_embeddings", "non_finite_logits"]
+StoppedBy = Literal["eos", "stop", "max_new_tokens", "max_position_embeddings", "non_finite_logits"]
 Prompt = str | Sequence[int]
 
 
@@ -49,12 +49,15 @@ class TokenizerLike(Protocol):
 
 @dataclass(frozen=True)
 class Completion:
-    """`tokens` are the new ones, the end-of-text token included where it came; `text` is theirs, without it."""
+    """`tokens` are the new ones, with the end-of-text token or those of a stop string where they came; `text` is
+    theirs, up to there. `logprobs`, if asked for: the logarithm of the model's probability of each token.
+    """
 
     prompt: str
     text: str
     tokens: list[int]
     stopped_by: StoppedBy
+    logprobs: list[float] | None = None
 
 
 @dataclass
@@ -67,7 +70,9 @@ class DecodingRow:
     most_new: int  # tokens that may follow the prompt
     stops_early: bool  # that is fewer than max_new_tokens
     stream: TextStream | None
+    stops: StopStrings
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     text: str = ""
     stopped_by: StoppedBy | None = None
 
@@ -87,16 +92,21 @@ def generate(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
+    stop: Sequence[str] = (),
     stop_at_eos: bool = True,
+    logprobs: bool = False,
     batch_size: int = 8,
     stream: Callable[[int, str], None] | None = None,
 ) -> list[Completion]:
     """Continue every prompt, a text or a list of token ids, and return the completions in order.
 
-    `temperature` 0 is greedy. `stream` is called with (number of the prompt, new text) as the text comes; the
-    pieces joined are the completion's text. `model` may be one that is being trained: it is switched to eval
-    meanwhile. Without a tokenizer, prompts are ids and texts stay empty; the config's eos_token_id stops.
+    `temperature` 0 is greedy. A text ends before the first of the strings `stop`. `stream` is called with (number of
+    the prompt, new text) as the text comes; the pieces joined are the completion's text. `model` may be one that is
+    being trained: it is switched to eval meanwhile. Without a tokenizer, prompts are ids and texts stay empty; the
+    config's eos_token_id stops.
 
     A `ModelOnRanks` is called by all its ranks, with the same arguments but for `stream`, and all get all
     completions. `stream` hears this replica's prompts as they come, and then what the others have made of theirs.
@@ -107,17 +117,18 @@ def generate(
     if max_new_tokens < 1 or batch_size < 1:
         name, value = ("max_new_tokens", max_new_tokens) if max_new_tokens < 1 else ("batch_size", batch_size)
         raise InputError(f"{name}: expected 1 or more, found {value}")
-    sampling = Sampling(temperature, top_k, top_p, seed)
+    sampling = Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty)
+    stops = _stop_strings(stop, tokenizer)
     ranks = model if isinstance(model, ModelOnRanks) else ModelOnRanks.alone(model)
     eos = end_of_text(tokenizer, ranks.config) if stop_at_eos else None
-    rows = [_row(index, prompt, tokenizer, ranks.config, max_new_tokens) for index, prompt in enumerate(prompts)]
+    rows = [_row(index, prompt, tokenizer, ranks.config, max_new_tokens, stops) for index, prompt in enumerate(prompts)]
     mine = ranks.share(rows)
     # Dynamic RoPE turns by angles that depend on the longest text of a batch: only alone is a row itself.
     together = 1 if ranks.config.depends_on_longest else batch_size
     with ranks.evaluating():
         for first in range(0, len(mine), together):
-            _complete(ranks, mine[first : first + together], sampling, eos, stream)
-    done = ranks.gather([_completion(row) for row in mine])
+            _complete(ranks, mine[first : first + together], sampling, eos, logprobs, stream)
+    done = ranks.gather([_completion(row, logprobs) for row in mine])
     if stream is not None:
         here = {row.index for row in mine}
         for index, completion in enumerate(done):
@@ -131,6 +142,7 @@ def _complete(
     rows: Sequence[DecodingRow],
     sampling: Sampling,
     eos: int | None,
+    logprobs: bool,
     stream: Callable[[int, str], None] | None,
 ) -> None:
     """Fill the rows of one batch."""
@@ -141,7 +153,14 @@ def _complete(
         logits = ranks.logits(torch.tensor(tokens, device=ranks.device), ctx)
         chosen = None
         if logits is not None:
-            chosen = next_tokens(logits, sampling, [row.index for row in rows], [row.position for row in rows])
+            requests, positions = [row.index for row in rows], [row.position for row in rows]
+            penalized = sampling.repetition_penalty != 1
+            texts = [row.prompt_tokens + row.tokens for row in rows] if penalized else ()
+            chosen = next_tokens(logits, sampling, requests, positions, texts)
+        if logprobs:
+            found = None if logits is None or chosen is None else log_probabilities(logits, chosen)
+            for row, logprob in zip(rows, ranks.agree(found, len(rows), torch.float64)):
+                row.logprobs.append(logprob)
         for row, token in zip(rows, ranks.agree(chosen, len(rows))):
             _append(row, token, eos, stream)
         alive = [number for number, row in enumerate(rows) if row.stopped_by is None]
@@ -167,17 +186,37 @@ def _append(row: DecodingRow, token: int, eos: int | None, stream: Callable[[int
     piece = row.stream.push(token) if token not in (NOT_FINITE, eos) else ""
     if row.stopped_by is not None:
         piece += row.stream.finish()
+    piece = row.stops.push(piece)
+    if row.stops.found:
+        row.stopped_by = "stop"
+    elif row.stopped_by is not None:
+        piece += row.stops.finish()
     row.text += piece
     if stream is not None and piece:
         stream(row.index, piece)
 
 
-def _completion(row: DecodingRow) -> Completion:
-    return Completion(row.prompt, row.text, row.tokens, row.stopped_by or "max_new_tokens")
+def _completion(row: DecodingRow, logprobs: bool) -> Completion:
+    found = row.logprobs[: len(row.tokens)] if logprobs else None  # where the logits broke, a number and no token
+    return Completion(row.prompt, row.text, row.tokens, row.stopped_by or "max_new_tokens", found)
+
+
+def _stop_strings(stop: Sequence[str], tokenizer: TokenizerLike | None) -> Sequence[str]:
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    if "" in stops:
+        raise InputError("stop: expected texts, found an empty one")
+    if stops and tokenizer is None:
+        raise InputError(f"stop: there is no tokenizer here, so no text in which {stops[0]!r} could come")
+    return stops
 
 
 def _row(
-    index: int, prompt: Prompt, tokenizer: TokenizerLike | None, config: DecoderArchitecture, max_new_tokens: int
+    index: int,
+    prompt: Prompt,
+    tokenizer: TokenizerLike | None,
+    config: DecoderArchitecture,
+    max_new_tokens: int,
+    stops: Sequence[str],
 ) -> DecodingRow:
     """Tokens of a prompt and how many may follow it, checked."""
     where = f"prompt {index + 1}"
@@ -199,9 +238,9 @@ def _row(
         )
     text = prompt if isinstance(prompt, str) else tokenizer.decode(tokens) if tokenizer else ""
     stream = TextStream(tokenizer, tokens) if tokenizer else None
-    return DecodingRow(
-        index, text, tokens, min(max_new_tokens, limit - len(tokens)), max_new_tokens > limit - len(tokens), stream
-    )
+    room = limit - len(tokens)
+    most_new, stops_early = min(max_new_tokens, room), max_new_tokens > room
+    return DecodingRow(index, text, tokens, most_new, stops_early, stream, StopStrings(stops))
 
 
 def _start_of_text(tokenizer: TokenizerLike | None, config: DecoderArchitecture) -> int:

@@ -17,12 +17,14 @@ STOPS = {
 def print_json(completions: Sequence[Completion]) -> None:
     """One object a prompt and line."""
     for completion in completions:
-        found = {
+        found: dict[str, object] = {
             "prompt": completion.prompt,
             "text": completion.text,
             "tokens": completion.tokens,
             "stopped_by": completion.stopped_by,
         }
+        if completion.logprobs is not None:
+            found["logprobs"] = completion.logprobs
         print(json.dumps(found, ensure_ascii=False), flush=True)
 
 

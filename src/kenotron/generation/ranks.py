@@ -71,8 +71,8 @@ class ModelOnRanks:
         assert not isinstance(found, tuple), "without labels the last part returns logits"
         return found
 
-    def agree(self, chosen: list[int] | None, rows: int) -> list[int]:
-        """The tokens of `rows` rows that the choosing rank has chosen, on every rank that decodes these rows.
+    def agree(self, chosen: list[T] | None, rows: int, dtype: torch.dtype = torch.int64) -> list[T]:
+        """The tokens (or numbers) of `rows` rows that the choosing rank has, on every rank that decodes these rows.
 
         The chooser is the rank of the last pipeline stage that is first along every other axis.
         """
@@ -81,7 +81,7 @@ class ModelOnRanks:
         if group is None:
             assert chosen is not None
             return chosen
-        tokens = torch.tensor(chosen or [0] * rows, device=self.device)
+        tokens = torch.tensor(chosen or [0] * rows, dtype=dtype, device=self.device)
         ranks_of_a_stage = self.mesh.degree(ranks) // self.mesh.degree("pp")  # pp is the slowest axis
         dist.broadcast(tokens, group=group, group_src=self._head_at * ranks_of_a_stage)
         return tokens.tolist()

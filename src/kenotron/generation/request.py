@@ -1,6 +1,6 @@
 """What `kenotron generate` asks of every rank: a section as those of a config are, so that ranks get it the same way.
 
-request = Request(parallelism=Parallelism(tp=2), path="checkpoints/10", prompts=["def main("])
+request = Request(parallelism=Parallelism(tp=2), path="checkpoints/10", prompts=["def main("], stop=[])
 work_on_ranks(request, decode_on_ranks)
 """
 
@@ -36,8 +36,12 @@ class Request(Section):
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int = 0
+    stop: list[str]
     stop_at_eos: bool = True
+    logprobs: bool = False
     batch_size: int = 8
 
     @property
@@ -69,8 +73,12 @@ def decode_on_ranks(request: Request, mesh: Mesh, device: torch.device) -> None:
         temperature=request.temperature,
         top_k=request.top_k,
         top_p=request.top_p,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
         seed=request.seed,
+        stop=request.stop,
         stop_at_eos=request.stop_at_eos,
+        logprobs=request.logprobs,
         batch_size=request.batch_size,
         stream=printer,
     )

@@ -1,8 +1,9 @@
 """From logits to the next token: greedy, or drawn from a tempered and cut distribution.
 
-The cuts come in the order of `transformers`: temperature, then top-k, then top-p (nucleus sampling, Holtzman
-et al. 2019, arXiv 1904.09751). With probabilities 0.5, 0.3, 0.15, 0.05 and top_p 0.7, the smallest set that
-reaches 0.7 is the first two, so the next token is drawn from 0.625, 0.375.
+All in the order of `transformers`: repetition penalty (Keskar et al. 2019, arXiv 1909.05858), temperature, top-k, top-p
+(nucleus sampling, Holtzman et al. 2019, arXiv 1904.09751), min-p (Nguyen et al. 2024, arXiv 2407.01082). With
+probabilities 0.5, 0.3, 0.15, 0.05 and top_p 0.7, the smallest set that reaches 0.7 is the first two, so the next token
+is drawn from 0.625, 0.375; with min_p 0.2 it is drawn from those of at least 0.2 x 0.5, the first three.
 
 The number that decides is a function of (seed, request, position), so a request gives the same text whatever
 else is in its batch, and the global generators of torch are never touched.
@@ -25,12 +26,14 @@ NOT_FINITE = -1  # in place of a token: the logits held NaN or infinity
 
 @dataclass(frozen=True)
 class Sampling:
-    """`temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 cut nothing."""
+    """`temperature` 0 is greedy; `top_k` 0, `top_p` 1.0 and `min_p` 0.0 cut nothing; `repetition_penalty` 1.0: none."""
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -39,20 +42,36 @@ class Sampling:
             raise InputError(f"top_k: expected 0 (no cut) or more, found {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p: expected more than 0 and at most 1 (no cut), found {self.top_p}")
-        if self.temperature == 0 and (self.top_k > 0 or self.top_p < 1):
-            name = "top_k" if self.top_k > 0 else "top_p"
+        if not 0 <= self.min_p <= 1:
+            raise InputError(f"min_p: expected 0 (no cut) to 1, found {self.min_p}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise InputError(
+                f"repetition_penalty: expected 1 (none) or another number > 0, found {self.repetition_penalty}"
+            )
+        cuts = {"top_k": self.top_k > 0, "top_p": self.top_p < 1, "min_p": self.min_p > 0}
+        if self.temperature == 0 and any(cuts.values()):
+            name = next(name for name, is_set in cuts.items() if is_set)
             raise InputError(
                 f"{name}: changes nothing at temperature 0, which is greedy; set a temperature, such as 1.0"
             )
 
 
-def next_tokens(logits: Tensor, sampling: Sampling, requests: Sequence[int], positions: Sequence[int]) -> list[int]:
+def next_tokens(
+    logits: Tensor,
+    sampling: Sampling,
+    requests: Sequence[int],
+    positions: Sequence[int],
+    texts: Sequence[Sequence[int]] = (),
+) -> list[int]:
     """The next token of every row of logits ``[rows, vocab]``, or `NOT_FINITE` where the logits are broken.
 
-    `requests` number the rows among all prompts, `positions` are those that the new tokens will take.
+    `requests` number the rows among all prompts, `positions` are those that the new tokens will take. `texts` are the
+    rows' tokens so far, for the repetition penalty; without, there is none.
     """
     logits = logits.float()
     finite = logits.isfinite().all(-1)
+    if texts:
+        logits = penalized(logits, texts, sampling.repetition_penalty)
     if sampling.temperature == 0:
         chosen = logits.argmax(-1)
     else:
@@ -62,8 +81,22 @@ def next_tokens(logits: Tensor, sampling: Sampling, requests: Sequence[int], pos
     return torch.where(finite, chosen, NOT_FINITE).tolist()
 
 
+def penalized(logits: Tensor, texts: Sequence[Sequence[int]], penalty: float) -> Tensor:
+    """Logits ``[rows, vocab]`` in fp32, less for tokens of the row's text: x / penalty above 0, x * penalty below."""
+    used = torch.zeros_like(logits, dtype=torch.bool)
+    for row, text in enumerate(texts):
+        used[row, torch.tensor(text, device=logits.device)] = True
+    return torch.where(used, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def log_probabilities(logits: Tensor, tokens: Sequence[int]) -> list[float]:
+    """The natural logarithm of the model's probability of each row's token, before penalty, temperature and cuts."""
+    chosen = torch.tensor(tokens, device=logits.device).clamp_min(0)  # NOT_FINITE: the logarithm is NaN anyway
+    return logits.float().log_softmax(-1).gather(-1, chosen[:, None])[:, 0].tolist()
+
+
 def cut(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Logits ``[rows, vocab]`` in fp32, divided by the temperature, with -inf where top-k or top-p cuts."""
+    """Logits ``[rows, vocab]`` in fp32, divided by the temperature, with -inf where top-k, top-p or min-p cuts."""
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         kth = logits.topk(sampling.top_k).values[:, -1:]
@@ -73,6 +106,10 @@ def cut(logits: Tensor, sampling: Sampling) -> Tensor:
         tail = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         tail[:, -1] = False  # the most likely token always stays
         logits = logits.masked_fill(tail.scatter(-1, order, tail), -torch.inf)
+    if sampling.min_p > 0:
+        probabilities = logits.softmax(-1)
+        least = sampling.min_p * probabilities.amax(-1, keepdim=True)
+        logits = logits.masked_fill(probabilities < least, -torch.inf)
     return logits
 
 

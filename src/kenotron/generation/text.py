@@ -8,6 +8,12 @@ shows the replacement mark "\N{REPLACEMENT CHARACTER}". Such a piece is held bac
 
 Some tokenizers write a blank only between words, so a token's text depends on the one before it. A piece is
 therefore what decoding *with* the tokens before it adds. The pieces joined are the text, whole.
+
+A text may also end at a stop string. Its beginning is held back until it is known whether the rest follows:
+
+    stop       "\n\n"
+    pieces     "one"   "\n"   "two"      "\n"   "\nthree"
+    shown      "one"   ""     "\ntwo"    ""     ""            the end
 """
 
 from __future__ import annotations
@@ -55,3 +61,27 @@ class TextStream:
         # Where a prompt of ids ends within a character, `known` ends in a mark that `both` no longer has.
         same = next((i for i, (a, b) in enumerate(zip(known, both)) if a != b), min(len(known), len(both)))
         return both[same:]
+
+
+class StopStrings:
+    """Passes a text on, piece by piece, up to the first of `stops`; `found` is then true."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops, self.held, self.found = stops, "", False
+
+    def push(self, piece: str) -> str:
+        """What of the text so far can no longer be part of a stop string."""
+        text = self.held + piece
+        starts = [start for stop in self.stops if (start := text.find(stop)) >= 0]
+        if starts:
+            self.found, self.held = True, ""
+            return text[: min(starts)]
+        lengths = (length for stop in self.stops for length in range(1, len(stop)) if text.endswith(stop[:length]))
+        border = len(text) - max(lengths, default=0)
+        self.held = text[border:]
+        return text[:border]
+
+    def finish(self) -> str:
+        """What was held back: the text ends here."""
+        held, self.held = self.held, ""
+        return held

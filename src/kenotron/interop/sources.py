@@ -53,10 +53,8 @@ class Source:
         return self.model.decoder
 
 
-def open_source(
-    path: str | Path, *, hub: bool = False, report: Report = quiet, verify: bool = True, family: str | None = None
-) -> Source:
-    """Open a checkpoint of ours (a step, or the folder of steps) or a Hugging Face folder; with `hub`, a hub name too.
+def open_source(path: str | Path, *, report: Report = quiet, verify: bool = True, family: str | None = None) -> Source:
+    """Open a checkpoint of ours (a step, or the folder of steps) or a Hugging Face model, by folder or hub name.
 
     `family`: one to try for Hugging Face's besides the built-in ones.
     Errors (InputError): nothing there, not a checkpoint, damaged (`verify`: checksums are compared now), not supported.
@@ -65,18 +63,24 @@ def open_source(
     ours = (folder / checkpoint.manifest.MANIFEST).exists() or (folder / checkpoint.folders.LATEST).exists()
     if not ours and (folder / "config.json").is_file():
         return hf_source(folder, report, family)
-    if not ours and hub and is_hub_name(path):
+    if not ours and is_hub_name(path):
+        _find_in_hub(path)
         return hf_source(path, report, family)
-    if not ours and not folder.exists() and is_hub_name(path):
-        try:
-            checkpoint.resolve(folder)
-        except InputError as error:
-            if "did you mean" in str(error):
-                raise
-            raise InputError(
-                f"{error}; import a model of the Hugging Face hub first: kenotron convert from-hf {path} FOLDER"
-            ) from None
     return checkpoint_source(folder, verify)
+
+
+def _find_in_hub(path: str | Path) -> None:
+    """Raise InputError if the hub has no model `path`: with what is near among folders, if something is."""
+    try:
+        find_config(path)
+    except InputError as in_hub:
+        try:
+            checkpoint.resolve(Path(path))
+        except InputError as here:
+            in_a_folder = Path(path).parent != Path() and Path(path).parent.is_dir()
+            if in_a_folder or "did you mean" in str(here):
+                raise here from None
+        raise in_hub from None
 
 
 def hf_source(path: str | Path, report: Report = quiet, family: str | None = None) -> Source:
@@ -168,7 +172,7 @@ def initial_tensors(
     Errors (InputError): nothing there, damaged, or of another shape than `architecture`, which is named.
     """
     family = None if architecture is None else architecture.family
-    source = open_source(path, hub=True, report=report, verify=verify, family=family)
+    source = open_source(path, report=report, verify=verify, family=family)
     return source.weights if architecture is None else fitted(source, architecture)
 
 

@@ -164,7 +164,7 @@ def chat_segments(messages: object, tokenizer: TextTokenizer | None, where: str)
     if not (isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)):
         raise InputError(f"{where}: expected messages as a list of {{role, content}}, found {str(messages)[:60]}")
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    render = partial(_render, tokenizer.chat_template, tokenizer.special_tokens, where)
+    render = partial(render_chat, tokenizer.chat_template, tokenizer.special_tokens, where)
     if GENERATION.search(tokenizer.chat_template):
         text, answers = render(messages, mask=True)
     else:
@@ -197,9 +197,10 @@ def _answer(
     return len(before), max(len(bare), len(before)) if is_ended else len(after)
 
 
-def _render(
+def render_chat(
     template: str, special: dict[str, str], where: str, messages: list[Any], prompt: bool = False, mask: bool = False
 ) -> tuple[str, Any]:
+    """The text of a conversation; with `prompt` up to where an answer begins, with `mask` also its answers' ranges."""
     import jinja2
     from transformers.utils import chat_template_utils
 

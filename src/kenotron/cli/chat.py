@@ -1,0 +1,82 @@
+"""`kenotron chat checkpoints/100`: a conversation with a model whose tokenizer has a chat template.
+
+Every line of stdin is a turn; the answer is printed as it comes. Ctrl-D ends the conversation. A pipe works, too:
+
+    (echo Hello; echo And in French?) | kenotron chat org/name-instruct
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def chat(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="A checkpoint, a folder of checkpoints (the newest is used), or a Hugging Face model: a folder or a "
+            "hub name (local cache first)."
+        ),
+    ],
+    system: Annotated[str | None, typer.Option(help="Instructions that stand before the first turn.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the smallest set of tokens with this total probability.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Sample from the tokens with at least this share of the likeliest one's probability.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Make tokens of the conversation so far less likely: above 1. 1: no penalty.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End an answer before this string; can be repeated.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; default: that of the config.")
+    ] = None,
+) -> None:
+    """Talk to a trained model, turn by turn."""
+    from kenotron.generation.chat import Chat
+    from kenotron.generation.load import load_for_generation
+    from kenotron.generation.printing import STOPS
+
+    model, tokenizer, _ = load_for_generation(path, dtype)
+    conversation = Chat(model, tokenizer, system)
+    for text in _turns():
+        answer = conversation.reply(
+            text,
+            stream=lambda piece: print(piece, end="", flush=True),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop=stop or [],
+        )
+        print(flush=True)
+        if answer.stopped_by in STOPS:
+            print(STOPS[answer.stopped_by], file=sys.stderr)
+
+
+def _turns() -> Iterator[str]:
+    """Lines that are not blank, until the end of the input; on a terminal they are asked for."""
+    on_terminal = sys.stdin.isatty()
+    while True:
+        try:
+            line = input("> ") if on_terminal else sys.stdin.readline()
+        except EOFError:
+            print()
+            return
+        if not line and not on_terminal:
+            return
+        if line.strip():
+            yield line.strip()

@@ -1,0 +1,71 @@
+"""A conversation in the tokenizer's chat template: each turn is the whole conversation so far, continued.
+
+    chat = Chat(*load_for_generation("checkpoints/10")[:2], system="You are brief.")
+    chat.reply("What is 2 + 2?").text          # "4"
+    chat.reply("And plus one?").text           # the model has read the turns before
+
+The template (`chat_template` of the tokenizer, in jinja) writes the turns with their marks, up to where an answer is
+expected; so it also says where an answer ends:
+
+    <|im_start|>user↵What is 2 + 2?<|im_end|>↵<|im_start|>assistant↵     4     <|im_end|>
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kenotron.config.errors import InputError
+from kenotron.generation.decode import Completion, generate
+from kenotron.text.sft import render_chat
+from kenotron.text.tokenizer import TextTokenizer, library_ids
+
+if TYPE_CHECKING:
+    from kenotron.generation.ranks import ModelOnRanks
+    from kenotron.models.decoder import Decoder
+
+ANSWER = "An answer."
+
+
+class Chat:
+    """`messages` are the turns so far, as ``{role, content}``."""
+
+    def __init__(
+        self, model: Decoder | ModelOnRanks, tokenizer: TextTokenizer | None, system: str | None = None
+    ) -> None:
+        """Raises InputError if there is no tokenizer, none with a chat template, or one that takes no system turn."""
+        if tokenizer is None:
+            raise InputError(
+                "chat: the model has no tokenizer; `kenotron generate --prompt-tokens` continues token ids"
+            )
+        if tokenizer.chat_template is None:
+            raise InputError(
+                f"chat: the tokenizer {tokenizer.name} has no chat_template, which models for conversations have; "
+                f"`kenotron generate --prompt` continues plain text"
+            )
+        self.model, self.tokenizer, self.template = model, tokenizer, tokenizer.chat_template
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+        self.end_of_turn = self._end_of_turn()
+
+    def reply(self, text: str, stream: Callable[[str], None] | None = None, **options: Any) -> Completion:
+        """The model's answer to `text`; both are added to the conversation.
+
+        `stream` is called with the answer piece by piece; `options` are those of `generate`.
+        Errors (InputError): an option out of range, a conversation too long for the model; it stays as it was.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = library_ids(self.tokenizer.backend, [self._text(messages, prompt=True)], special=False)
+        stop = [*options.pop("stop", ()), *self.end_of_turn]
+        listen = None if stream is None else lambda _, piece: stream(piece)
+        (answer,) = generate(self.model, self.tokenizer, prompt, stop=stop, stream=listen, **options)
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        return answer
+
+    def _text(self, messages: list[dict[str, str]], prompt: bool = False) -> str:
+        return render_chat(self.template, self.tokenizer.special_tokens, "chat", messages, prompt=prompt)[0]
+
+    def _end_of_turn(self) -> list[str]:
+        """What the template writes after an answer, if that is more than blank space."""
+        turns = [*self.messages, {"role": "user", "content": "A question."}, {"role": "assistant", "content": ANSWER}]
+        mark = self._text(turns).rpartition(ANSWER)[2].strip()
+        return [mark] if mark else []
