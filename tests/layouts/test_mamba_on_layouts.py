@@ -2,7 +2,7 @@
 
 Under tp a rank has some channels or heads: Mamba's x_proj is summed inside of a layer, and every rank goes on from the
 sum in its own way; Mamba-2's B and C have one group (on every rank, each with a part of the gradient) or several
-(split). Sequences hold several documents, so that states are reset inside of them.
+(split). Sequences hold several documents, so that states are reset inside of them. Under cp ranks pass states on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support.ranks import run_ranks
 from support.written_tokens import write_ds
 
 ROUNDING = 5e-6  # gradients of a few numbers, each a sum over all tokens whose terms nearly cancel
-QUICK = [("mamba", 2, "tp=2 mode=REDUCE_SCATTER recompute=true"), ("mamba2", 2, "tp=2")]
+QUICK = [("mamba", 2, "tp=2 mode=REDUCE_SCATTER recompute=true"), ("mamba2", 2, "cp=2 method=state_passing")]
 LAYOUTS = [
     (2, "dp=2"),
     (2, "dp=2 zero=1"),
@@ -34,6 +34,11 @@ LAYOUTS = [
     (4, "dp=2 zero=1 tp=2"),
     (4, "tp=2 pp=2 engine=1f1b"),
     (8, "dp=2 zero=1 tp=2 pp=2 engine=1f1b"),
+    (2, "cp=2 method=state_passing recompute=true"),
+    (4, "cp=4 method=state_passing"),
+    (4, "cp=2 method=state_passing tp=2 mode=REDUCE_SCATTER"),
+    (4, "dp=2 zero=3 cp=2 method=state_passing"),
+    (4, "cp=2 method=state_passing pp=2 engine=1f1b"),
 ]
 
 
@@ -66,6 +71,7 @@ def reference_of(
     return get
 
 
+@pytest.mark.budget(10, reason="a run of one process and one of two ranks, and documents of many lengths")
 @pytest.mark.parametrize(
     ("family", "world_size", "layout"),
     [
@@ -87,11 +93,12 @@ def test_a_layout_means_what_one_process_means(
 
 
 @pytest.mark.parametrize("family", ["mamba", "mamba2"])
-def test_sequences_that_ranks_share_are_refused(
-    family: str, problem_of: Callable[[str], Problem], tmp_path: Path
-) -> None:
-    with pytest.raises(InputError, match=rf"context_parallel_size: expected 1 with {family}, whose ranks do not pass"):
+def test_ways_to_share_attention_are_refused(family: str, problem_of: Callable[[str], Problem], tmp_path: Path) -> None:
+    said = rf"context_parallel_size: expected context_parallel_method state_passing with {family}, found ring"
+    with pytest.raises(InputError, match=said):
         problem_of(family).config("cp=2", tmp_path)
+    with pytest.raises(InputError, match="state_passing is for layers"):
+        Problem("llama").config("cp=2 method=state_passing", tmp_path)
 
 
 @pytest.mark.parametrize(

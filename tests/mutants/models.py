@@ -202,6 +202,22 @@ MUTANTS = [
         tests=("models/test_initial_weights.py",),
     ),
     Mutant(
+        name="a-state-runs-on-into-the-next-document",
+        file="kernels/selective_scan.py",
+        find="    return None if starts is None else 1 - ",
+        replace="    return None if length else 1 - ",
+        why="document masking is accepted, and Mamba's state goes on from one document to the next",
+        tests=("kernels/test_state_space_kernels.py",),
+    ),
+    Mutant(
+        name="a-convolution-looks-over-a-border",
+        file="kernels/causal_conv.py",
+        find="            earlier = earlier * seen[..., None]\n",
+        replace="            earlier = earlier * here[..., None]\n",
+        why="only the first token of a document is kept from the one before it; the second sees over its head",
+        tests=("kernels/test_state_space_kernels.py",),
+    ),
+    Mutant(
         name="tied-weights-come-apart",
         file="models/__init__.py",
         find="    model.tie_weights()  # to_empty gave the two names of a tied matrix a memory each\n",

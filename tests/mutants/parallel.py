@@ -12,6 +12,22 @@ FAMILIES = "layouts/test_families_on_layouts.py::test_a_layout_means_what_one_pr
 
 MUTANTS = [
     Mutant(
+        name="a-convolution-sees-the-rank-before-over-a-border",
+        file="models/blocks/recurrence.py",
+        find="    return before * same[..., None]\n",
+        replace="    return before\n",
+        why="a document that begins in the last tokens of a rank is mixed with the one before it on the next rank",
+        tests=("layouts/test_mamba_on_layouts.py",),
+    ),
+    Mutant(
+        name="a-sum-inside-of-a-layer-hears-one-rank",
+        file="parallel/tensor.py",
+        find="        y = copy_to(_RowProduct.apply(x, _local(self.weight).to(x.dtype), group, False, False), group)\n",
+        replace="        y = _RowProduct.apply(x, _local(self.weight).to(x.dtype), group, False, False)\n",
+        why="every rank goes on from Mamba's x_proj with its own channels, and only its own gradient comes back",
+        tests=("layouts/test_mamba_on_layouts.py",),
+    ),
+    Mutant(
         name="fsdp-divide-factor-on-the-root-only",
         file="parallel/data.py",
         find="    for module in _sharded(root):\n        module.set_gradient_divide_factor(1.0)\n",
@@ -78,8 +94,8 @@ MUTANTS = [
     Mutant(
         name="norms-not-summed-under-reduce-scatter",
         file="parallel/tensor.py",
-        find="partial = self.per_head or (self.on_shards and self.training)",
-        replace="partial = self.per_head",
+        find="self.per_head or (self.on_shards and self.training)",
+        replace="self.per_head",
         why="norms on sequence shards learn from one rank's tokens (the sequence-parallel bug of Megatron's history)",
         tests=(f"{TENSOR}::test_gradients_of_every_parameter_are_those_of_one_process",),
     ),
@@ -185,16 +201,16 @@ MUTANTS = [
     Mutant(
         name="a-weight-of-all-heads-takes-one-ranks-gradient",
         file="parallel/tensor.py",
-        find="partial = self.per_head or (self.on_shards and self.training)",
-        replace="partial = self.on_shards and self.training",
+        find="self.per_head or (self.on_shards and self.training)",
+        replace="self.on_shards and self.training",
         why="norms of queries and keys learn from the heads of one rank alone, and ranks drift apart",
         tests=(f"{FAMILIES}[qwen3-2-tp=2]",),
     ),
     Mutant(
         name="norm-biases-not-summed-under-reduce-scatter",
         file="parallel/tensor.py",
-        find="name: _local(parameter, partial) for name",
-        replace='name: _local(parameter, partial and name != "bias") for name',
+        find="name: self._here(parameter) for name",
+        replace='name: _local(parameter) if name == "bias" else self._here(parameter) for name',
         why="a LayerNorm on sequence shards sums the gradients of its weight, and forgets its bias",
         tests=(f"{FAMILIES}[starcoder2-2-tp=2 mode=REDUCE_SCATTER]",),
     ),

@@ -16,7 +16,7 @@ from kenotron.config.general import General
 from kenotron.config.logging import Logging
 from kenotron.config.model import Model
 from kenotron.config.optimizer import Optimizer
-from kenotron.config.parallelism import STRATEGIES, V_ENGINES, ZERO_BUBBLE_ENGINES, Parallelism
+from kenotron.config.parallelism import CONTIGUOUS_METHODS, STRATEGIES, V_ENGINES, ZERO_BUBBLE_ENGINES, Parallelism
 from kenotron.config.profiler import Profiler
 from kenotron.config.remote import RemoteData
 from kenotron.config.section import OURS, Section, key, null_means, problem
@@ -152,7 +152,7 @@ def _check_layout(config: Config) -> Iterator[Problem]:
 def _check_context_parallel(config: Config) -> Iterator[Problem]:
     layout, model, lengths = config.parallelism, config.model.architecture, config.sequence_lengths
     method, cp, at = layout.context_parallel_method, layout.context_parallel_size, "parallelism.context_parallel_size"
-    parts = cp if method == "ulysses" else 2 * cp
+    parts = cp if method in CONTIGUOUS_METHODS else 2 * cp
     starts = {
         f"data_stages.{i}.sequence_length_ramp.start": stage.sequence_length_ramp.start
         for i, stage in enumerate(config.data_stages)

@@ -246,6 +246,11 @@ class AttentionArchitecture(DecoderArchitecture):
     def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
         """A sliding window, heads that ulysses cannot share out, positions that depend on all tokens."""
         heads = self.num_attention_heads
+        if method == "state_passing":
+            yield (
+                "expected context_parallel_method ring, allgather or ulysses with attention: state_passing is for "
+                "layers with a recurrent state"
+            )
         if self.attention_window is not None:
             yield f"expected 1 with a sliding window of {self.attention_window} tokens (not supported yet), found {cp}"
         if method == "ulysses" and heads % tp == 0 and heads // tp % cp:

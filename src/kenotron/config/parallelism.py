@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Protocol
 
 from kenotron.config.section import OURS, Section, key, null_means, upper_case
 
+CONTIGUOUS_METHODS = ("ulysses", "state_passing")  # of context parallelism: a rank holds one part of a sequence
 PP_ENGINES = ("afab", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 V_ENGINES = (
     "zbv_zero_bubble",
@@ -91,9 +92,9 @@ class Parallelism(Section):
         "Gather sequence shards again in backward instead of keeping them. No effect at tp 1.", True
     )
     context_parallel_size: int = key("Ranks that each sequence is divided over.", 1, ge=1)
-    context_parallel_method: Literal["ring", "ulysses", "allgather"] = key(
+    context_parallel_method: Literal["ring", "ulysses", "allgather", "state_passing"] = key(
         "How attention reaches the tokens of other ranks: keys and values go round a ring, an all-to-all exchanges "
-        "heads for tokens, or keys and values are gathered.",
+        "heads for tokens, or keys and values are gathered. state_passing: for Mamba, whose states are passed on.",
         "ring",
         mark=OURS,
     )

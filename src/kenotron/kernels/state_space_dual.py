@@ -18,6 +18,8 @@ Backward is autograd's. A document that begins inside of a chunk cuts L and the 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -90,10 +92,14 @@ def _sums_between(rates: Tensor) -> Tensor:
 
 
 def _masked_exp(exponent: Tensor, mask: Tensor | None) -> Tensor:
-    """exp where the mask ``[sequences, chunks, …]`` is set, 0 elsewhere; groups and heads come between."""
-    if mask is None:
-        return exponent.exp()
-    return exponent.masked_fill(~mask[:, :, None, None], -torch.inf).exp()
+    """exp where the mask ``[sequences, chunks, …]`` is set, 0 elsewhere; groups and heads come between.
+
+    What is left of a state after a third power of the dtype's eps is nothing: it would only make products with numbers
+    too small to be normal, which take a CPU many times as long (Mamba-2 of 2 layers of 768: 900 ms a step → 660).
+    """
+    if mask is not None:
+        exponent = exponent.masked_fill(~mask[:, :, None, None], -torch.inf)
+    return F.threshold(exponent, 3 * math.log(torch.finfo(exponent.dtype).eps), -torch.inf).exp()
 
 
 def _among_themselves(between: Tensor, b: Tensor, c: Tensor, inputs: Tensor, documents: Tensor | None) -> Tensor:

@@ -61,6 +61,18 @@ class RecurrentStates(Protocol):
         ...
 
 
+class StatePassing(Protocol):
+    """How layers with a recurrent state reach the tokens before this rank's, where ranks share sequences."""
+
+    def inputs_before(self, x: Tensor, count: int) -> Tensor:
+        """The last `count` rows of what the rank before has in the place of x ``[sequences, length, features]``."""
+        ...
+
+    def state_before(self, added: Tensor, kept: Tensor) -> Tensor:
+        """The state to begin in, from what this rank's tokens add to one and what they keep of one."""
+        ...
+
+
 @dataclass(frozen=True)
 class Context:
     """What every block may read. See docs/architecture.md for the table."""
@@ -76,6 +88,7 @@ class Context:
     recomputing: bool = False  # the forward pass of recomputation: what is counted was counted before
     loss: TokenLoss | None = None  # the config's training loss; None: cross entropy
     states: RecurrentStates | None = None  # generation's memory of recurrent layers; None: they begin at zero
+    passing: StatePassing | None = None  # context parallelism of recurrent layers; None: whole sequences
     logits_to_keep: Tensor | None = None  # without labels: the tokens whose logits are asked for, by index; None: all
 
 

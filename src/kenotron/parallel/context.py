@@ -13,6 +13,9 @@ and values of all tokens before it. Three ways to get at them, one signature:
     ulysses     an all-to-all turns "my tokens, all heads" into "all tokens, my heads" and back: contiguous parts,
                 the ordinary kernels, heads must divide (DeepSpeed Ulysses, arXiv 2309.14509)
 
+A recurrent layer (Mamba) needs the state that the tokens before leave: ``state_passing``, contiguous parts
+(`parallel.state_passing`).
+
 `shard` cuts a micro-batch. Every rank's gradients are those of its own tokens' losses: `parallel.data` sums over cp.
 """
 
@@ -29,11 +32,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kenotron.config.errors import InputError
+from kenotron.config.parallelism import CONTIGUOUS_METHODS
 from kenotron.kernels.attention import Borders, attention
 from kenotron.models import Context, MicroBatch
 from kenotron.parallel.collectives import Group, all_reduce
 from kenotron.parallel.cp_schedule import Chunks, contiguous, zigzag
 from kenotron.parallel.ring import allgather_attention, ring_attention
+from kenotron.parallel.state_passing import StatesOfRanks
 
 if TYPE_CHECKING:
     from kenotron.parallel.mesh import Mesh
@@ -61,6 +66,7 @@ def shard(micro_batch: MicroBatch, mesh: Mesh, method: str) -> MicroBatch:
         positions=here(ctx.positions),
         attention=shared_attention(group, method),
         sum_over_sequence=partial(all_reduce, group=group),
+        passing=StatesOfRanks(group) if method == "state_passing" else None,
     )
     labels = None if micro_batch.labels is None else here(micro_batch.labels)
     return MicroBatch(here(micro_batch.tokens), labels, ctx)
@@ -68,13 +74,13 @@ def shard(micro_batch: MicroBatch, mesh: Mesh, method: str) -> MicroBatch:
 
 def local_chunks(length: int, degree: int, rank: int, method: str) -> Chunks:
     """The (begin, end) of what `rank` holds of a sequence of `length` tokens."""
-    parts = degree if method == "ulysses" else 2 * degree
+    parts = degree if method in CONTIGUOUS_METHODS else 2 * degree
     if length % parts:
         raise InputError(
             f"parallelism.context_parallel_size: {method} cuts a sequence into {parts} chunks; expected a length that "
             f"divides by that, found {length}"
         )
-    return contiguous(length, degree, rank) if method == "ulysses" else zigzag(length, degree, rank)
+    return contiguous(length, degree, rank) if method in CONTIGUOUS_METHODS else zigzag(length, degree, rank)
 
 
 def cut(x: Tensor, chunks: Chunks, dim: int = 1) -> Tensor:
@@ -167,7 +173,13 @@ def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
+def no_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Of `state_passing`: the layers have none."""
+    raise InputError("parallelism.context_parallel_method: state_passing: this model has attention")
+
+
 METHODS: dict[str, Callable[..., Tensor]] = {
+    "state_passing": no_attention,
     "ring": ring_attention,
     "ulysses": ulysses_attention,
     "allgather": allgather_attention,

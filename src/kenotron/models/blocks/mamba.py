@@ -18,8 +18,8 @@ from kenotron.kernels.causal_conv import causal_conv
 from kenotron.kernels.selective_scan import selective_scan
 from kenotron.kernels.swiglu import swiglu
 from kenotron.models.blocks.linear import Linear
-from kenotron.models.blocks.recurrence import document_starts, fold, recall, remember, unfold
-from kenotron.models.context import Context
+from kenotron.models.blocks.recurrence import document_starts, fold, inputs_before, kept, recall, remember, unfold
+from kenotron.models.context import Context, StatePassing
 
 
 class MambaBlock(nn.Module):
@@ -78,11 +78,21 @@ class ChannelScan(nn.Module):
         self.D = nn.Parameter(torch.empty(channels))
 
     def forward(
-        self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, starts: Tensor | None, state: Tensor | None
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        starts: Tensor | None,
+        state: Tensor | None,
+        passing: StatePassing | None,
     ) -> tuple[Tensor, Tensor]:
         """As `kernels.selective_scan`. The rates are rounded to x's dtype as all weights are, and then used in fp32."""
-        rates = -self.A_log.to(x.dtype).float().exp()
-        return selective_scan(x, dt, rates, b, c, self.D.to(x.dtype), starts, state)
+        rates, skip = -self.A_log.to(x.dtype).float().exp(), self.D.to(x.dtype)
+        if passing is not None:
+            _, added = selective_scan(x, dt, rates, b, c, skip, starts)
+            state = passing.state_before(added, kept(dt.sum(1)[..., None] * rates, starts))
+        return selective_scan(x, dt, rates, b, c, skip, starts, state)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """A decay, an update and a read of every state, by the recurrence: whatever the algorithm spends."""
@@ -105,7 +115,7 @@ class MambaMixer(nn.Module):
         conv_bias: bool,
     ) -> None:
         super().__init__()
-        self.layer, self.split = layer, (rank, state_size, state_size)
+        self.layer, self.split, self.reach = layer, (rank, state_size, state_size), width - 1
         self.in_proj_x = Linear(hidden_size, inner, bias)
         self.in_proj_z = Linear(hidden_size, inner, bias)
         self.conv1d = CausalConv(inner, width, conv_bias)
@@ -119,9 +129,10 @@ class MambaMixer(nn.Module):
         conv_state, state = recall(ctx, self.layer) or (None, None)
         starts = document_starts(ctx)
         x, z = self.in_proj_x.grouped(x, self.in_proj_x, self.in_proj_z)
-        y, conv_state = self.conv1d(fold(x, ctx), starts, conv_state)
+        x = fold(x, ctx)
+        y, conv_state = self.conv1d(x, starts, inputs_before(x, self.reach, ctx, conv_state))
         steps, b, c = self.x_proj(unfold(y, ctx)).split(self.split, dim=-1)
         dt, b, c = (fold(each, ctx) for each in (self.dt_proj(steps), b, c))  # before a text dt is 0: nothing happens
-        y, state = self.scan(y, dt, b, c, starts, state)
+        y, state = self.scan(y, dt, b, c, starts, state, ctx.passing)
         remember(ctx, self.layer, (conv_state, state))
         return self.out_proj(swiglu(z, unfold(y, ctx), "silu"))

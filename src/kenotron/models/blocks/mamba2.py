@@ -23,8 +23,8 @@ from kenotron.kernels.state_space_dual import state_space_dual
 from kenotron.models.blocks.linear import Linear
 from kenotron.models.blocks.mamba import CausalConv
 from kenotron.models.blocks.norm import GroupRMSNorm
-from kenotron.models.blocks.recurrence import document_starts, fold, recall, remember, unfold
-from kenotron.models.context import Context
+from kenotron.models.blocks.recurrence import document_starts, fold, inputs_before, kept, recall, remember, unfold
+from kenotron.models.context import Context, StatePassing
 
 
 class HeadTimeSteps(nn.Module):
@@ -51,7 +51,14 @@ class HeadScan(nn.Module):
         self.head_dim, self.state_size = head_dim, state_size
 
     def forward(
-        self, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, starts: Tensor | None, state: Tensor | None
+        self,
+        x: Tensor,
+        dt: Tensor,
+        b: Tensor,
+        c: Tensor,
+        starts: Tensor | None,
+        state: Tensor | None,
+        passing: StatePassing | None,
     ) -> tuple[Tensor, Tensor]:
         """x ``[sequences, length, heads * head_dim]``, b and c ``[sequences, length, groups * state_size]``.
 
@@ -59,7 +66,11 @@ class HeadScan(nn.Module):
         """
         rates, heads = -self.A_log.to(x.dtype).float().exp(), x.unflatten(2, (-1, self.head_dim))
         b, c = (each.unflatten(2, (-1, self.state_size)) for each in (b, c))
-        y, state = state_space_dual(heads, dt, rates, b, c, self.D.to(x.dtype), starts, state)
+        skip = self.D.to(x.dtype)
+        if passing is not None:
+            _, added = state_space_dual(heads, dt, rates, b, c, skip, starts)
+            state = passing.state_before(added, kept(dt.sum(1) * rates, starts)[..., None, None])
+        y, state = state_space_dual(heads, dt, rates, b, c, skip, starts, state)
         return y.flatten(2), state
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
@@ -86,7 +97,7 @@ class Mamba2Mixer(nn.Module):
         time_step_limit: tuple[float, float],
     ) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.reach = layer, width - 1
         inner, shared = heads * head_dim, groups * state_size
         self.in_proj_z = Linear(hidden_size, inner, bias, together=head_dim)
         self.in_proj_x = Linear(hidden_size, inner, bias, together=head_dim)
@@ -108,10 +119,12 @@ class Mamba2Mixer(nn.Module):
         linears = (self.in_proj_z, self.in_proj_x, self.in_proj_b, self.in_proj_c, self.in_proj_dt)
         z, *given, dt = self.in_proj_z.grouped(x, *linears)
         convs = (self.conv1d_x, self.conv1d_b, self.conv1d_c)
-        mixed = [conv(fold(each, ctx), starts, last) for conv, each, last in zip(convs, given, conv_states)]
+        given = [fold(each, ctx) for each in given]
+        before = [inputs_before(each, self.reach, ctx, last) for each, last in zip(given, conv_states)]
+        mixed = [conv(each, starts, last) for conv, each, last in zip(convs, given, before)]
         (x, b, c), conv_states = zip(*mixed)  # type: ignore[assignment]
         dt = fold(self.time_steps(dt), ctx)  # before a text dt is 0: nothing happens
-        y, state = self.scan(x, dt, b, c, starts, state)
+        y, state = self.scan(x, dt, b, c, starts, state, ctx.passing)
         remember(ctx, self.layer, (*conv_states, state))
         gated = unfold(y, ctx).float() * F.silu(z.float())
         return self.out_proj(self.norm(gated).to(z.dtype))

@@ -2,11 +2,13 @@
 
 In training tokens fold into sequences by ``ctx.shape``, states begin at zero, and a document that begins inside of a
 sequence resets them. In generation ``ctx.states`` folds instead: each text is a row of its own,
-and its state goes on from where the last step left it.
+and its state goes on from where the last step left it. Where ranks share sequences, ``ctx.passing`` brings what the
+ranks before have.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kenotron.models.context import Context
@@ -36,7 +38,30 @@ def recall(ctx: Context, layer: int) -> State | None:
     return None if ctx.states is None else ctx.states.recall(layer)
 
 
+def inputs_before(x: Tensor, count: int, ctx: Context, remembered: Tensor | None) -> Tensor | None:
+    """The `count` inputs before x ``[sequences, length, features]``: remembered, or of the rank before; None: zeros.
+
+    Of the rank before only those of the same document: as many as the position of this rank's first token says.
+    """
+    if ctx.passing is None:
+        return remembered
+    before = ctx.passing.inputs_before(x, count)
+    same = ctx.positions.view(ctx.shape)[:, :1] >= torch.arange(count, 0, -1, device=x.device)
+    return before * same[..., None]
+
+
 def remember(ctx: Context, layer: int, state: State) -> None:
     """Leave states for the next call; training needs none."""
     if ctx.states is not None:
         ctx.states.remember(layer, state)
+
+
+def kept(exponent: Tensor, starts: Tensor | None) -> Tensor:
+    """What the tokens of a sequence leave of a state: exp of their exponents' sum ``[sequences, …]``.
+
+    Nothing where a document begins among them.
+    """
+    if starts is not None:
+        begins = starts.any(1).view(-1, *[1] * (exponent.dim() - 1))
+        exponent = exponent.masked_fill(begins, -torch.inf)
+    return exponent.exp()
