@@ -122,6 +122,21 @@ def test_a_model_in_its_true_shape_is_checked_and_trains_in_miniature(examples: 
     assert (examples.parent / "checkpoints" / "llama-3.2-1b" / "2" / "manifest.json").exists()
 
 
+@pytest.mark.slow
+def test_the_mamba_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
+    readme = examples / "mamba" / "README.md"
+    trained, generated, exported = run_readme(examples / "mamba", examples.parent, nursery)
+    for process in (trained, generated, exported):
+        assert process.code == 0
+    assert "pad_vocab_size_multiple is now model.make_vocab_size_divisible_by" in trained.stderr
+    compare(readme, trained.stdout)
+    for line in others(readme):
+        assert line in trained.stdout
+    assert generated.stdout.startswith("def main(")
+    config = json.loads((examples.parent / "exported" / "config.json").read_text())
+    assert (config["architectures"], config["state_size"]) == (["MambaForCausalLM"], 8)
+
+
 def test_the_quickstart_trains_on_a_few_files(examples: Path, nursery: Nursery) -> None:
     texts = examples.parent / "texts"
     texts.mkdir()
