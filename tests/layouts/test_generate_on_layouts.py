@@ -17,6 +17,7 @@ from kenotron.generation.load import load_for_generation
 from kenotron.observers.samples import SampleCompletions
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.training.saved_state import model_tensors
+from support.families import hf_model, save
 from support.layout_runs import Problem, prepared, steps
 from support.ranks import run_ranks
 from support.tiny_llamas import our_config, our_model, random_tokens, save_ours, small_tokenizer
@@ -93,6 +94,16 @@ def test_a_tied_head_and_biases_are_found_on_every_layout(changes: dict[str, Any
     expected = alone(path, GREEDY)
     for degrees in ({"pp": 2}, {"tp": 2}):
         assert run_ranks(2, decode, degrees, path, PROMPTS, GREEDY) == [expected] * 2, named(degrees)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "mamba2_of_one_group"])
+def test_recurrent_states_are_kept_on_every_layout(family: str, tmp_path: Path) -> None:
+    path = save(hf_model(family), tmp_path / family)
+    expected = alone(path, GREEDY)
+    for degrees in ({"pp": 2}, {"pp": 2, "tp": 2}):
+        ranks = run_ranks(world(degrees), decode, degrees, path, PROMPTS, GREEDY)
+        assert ranks == [expected] * world(degrees), named(degrees)
 
 
 def test_rope_that_grows_with_the_text_grows_alike_on_every_rank(tmp_path: Path) -> None:
