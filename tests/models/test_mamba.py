@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kenotron.config import load
@@ -299,3 +301,16 @@ def test_a_compiled_model_has_the_same_gradients_and_no_nan(family: str, tmp_pat
     for plain, other in zip(*found):
         assert other.isfinite().all()
         assert torch.allclose(other, plain, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KEYS)
+def test_another_number_of_documents_is_no_recompilation(family: str) -> None:
+    torch._dynamo.reset()
+    block, counter = ours_of(hf_model(family)).model.layers["0"], CompileCounter()
+    compiled, x = torch.compile(block, backend=counter, fullgraph=True), torch.randn(80, 32)
+    for borders in ((0, 7, 40, 80), (0, 7, 20, 40, 80), (0, 3, 7, 20, 40, 50, 80)):
+        positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(borders)])
+        ctx = Context((2, 40), positions, attention, cu_seqlens=borders)
+        assert torch.allclose(compiled(x, None, ctx), block(x, None, ctx), atol=1e-5)
+    assert counter.frame_count == 1

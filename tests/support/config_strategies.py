@@ -160,8 +160,18 @@ SPARSE: dict[str, dict[str, Any]] = {
 }
 
 
+def _recurrent(model: dict[str, Any]) -> bool:
+    """Whether it is Mamba's or Mamba-2's: without attention."""
+    return any(f"is_{name}_config" in model or model.get("family") == name for name in ("mamba", "mamba2"))
+
+
 def _heads(model: dict[str, Any]) -> None:
     if "hf" in model:
+        return
+    if _recurrent(model):
+        model.update(hidden_size=64, num_hidden_layers=4, expand=2, time_step_min=0.001, time_step_max=0.1)
+        if "is_mamba2_config" in model or model.get("family") == "mamba2":
+            model.update(num_heads=8, head_dim=16, n_groups=2, time_step_limit=[0.0, None])
         return
     model.update(num_attention_heads=4, hidden_size=64, num_hidden_layers=4)
     model.update(num_key_value_heads=2)
@@ -191,8 +201,14 @@ def _layout(config: dict[str, Any]) -> None:
     layout.update(pp_layers=None, pp_stages_per_rank=None, dp_shard=layout.get("dp", 1), strategy=None)
     config["tokens"].update(sequence_length=64, batch_accumulation_per_replica=8)
     config["optimizer"]["zero_stage"] = 1
-    if "hf" not in config["model"]["model_config"]:
-        config["model"]["model_config"]["intermediate_size"] = 128
+    model = config["model"]["model_config"]
+    if _recurrent(model):
+        layout["context_parallel_method"] = "state_passing"
+        return
+    if layout.get("context_parallel_method") == "state_passing":
+        layout["context_parallel_method"] = "ring"
+    if "hf" not in model:
+        model["intermediate_size"] = 128
 
 
 def _stages(stages: list[dict[str, Any]]) -> None:

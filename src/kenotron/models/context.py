@@ -13,7 +13,7 @@ Only attention folds the tokens back into sequences, by ``ctx.shape``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -90,6 +90,10 @@ class Context:
     states: RecurrentStates | None = None  # generation's memory of recurrent layers; None: they begin at zero
     passing: StatePassing | None = None  # context parallelism of recurrent layers; None: whole sequences
     logits_to_keep: Tensor | None = None  # without labels: the tokens whose logits are asked for, by index; None: all
+    has_documents: bool = field(init=False)  # for compiled code: to look at cu_seqlens guards on how many there are
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "has_documents", self.cu_seqlens is not None)
 
 
 @dataclass(frozen=True)

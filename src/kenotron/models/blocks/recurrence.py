@@ -28,7 +28,7 @@ def unfold(x: Tensor, ctx: Context) -> Tensor:
 
 def document_starts(ctx: Context) -> Tensor | None:
     """``[sequences, length]``: True where a document begins; None: at the first token of a sequence alone."""
-    if ctx.cu_seqlens is None or ctx.states is not None:
+    if not ctx.has_documents or ctx.states is not None:
         return None
     return ctx.positions.view(ctx.shape) == 0
 
