@@ -15,9 +15,18 @@ from kenotron.kernels.causal_conv import causal_conv
 from kenotron.kernels.selective_scan import selective_scan
 from kenotron.kernels.state_space_dual import state_space_dual
 
-SEQUENCES, LENGTH, CHANNELS, N = 2, 75, 6, 3  # two chunks of 32 and a part
+SEQUENCES, LENGTH, CHANNELS, N = 2, 75, 6, 3  # chunks of 32, or of 64, and a part
 HEADS, HEAD_DIM, GROUPS = 4, 2, 2
-BORDERS = [(0, 0), (0, 5), (0, 32), (0, 33), (0, 70), (1, 31), (1, 74)]  # where documents begin, chunk ends among them
+BORDERS = [
+    (0, 0),
+    (0, 5),
+    (0, 32),
+    (0, 33),
+    (0, 64),
+    (0, 70),
+    (1, 31),
+    (1, 74),
+]  # where documents begin, chunk ends among them
 WIDTH = 4
 
 

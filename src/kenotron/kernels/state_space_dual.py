@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Tokens of a chunk. Milliseconds forward and backward of 1024 tokens, 24 heads of 64, 128 states (fp32, 2 cores that
-# other processes used too): chunks of 16, 32, 64, 128, 256 take 454, 177, 226, 311, 637.
-CHUNK = 32
+# Tokens of a chunk. Milliseconds of CPU time, forward and backward of 1024 tokens, 24 heads of 64, 128 states (fp32, 1
+# thread): chunks of 16, 32, 64, 128, 256 take 230, 133, 111, 156, 268.
+CHUNK = 64
 
 
 def state_space_dual(
