@@ -123,8 +123,8 @@ FAULTS = [
     _new(
         "half-the-gradient-of-one-layers-values",
         "models/blocks/attention.py",
-        "        v = self._heads(v, ctx)\n",
-        f"        v = {HALF.format('v')} if self.layer == 2 else v\n        v = self._heads(v, ctx)\n",
+        "        q, k, v = self._heads(q, ctx), ",
+        f"        v = {HALF.format('v')} if self.layer == 2 else v\n        q, k, v = self._heads(q, ctx), ",
         "the values of layer 2 get half of their gradient",
         "dp=2 zero=1",
         r"layers\.2\.self_attn\.v_proj",
@@ -132,8 +132,8 @@ FAULTS = [
     _new(
         "gradients-not-summed-over-cp-at-stage-0",
         "parallel/data.py",
-        '    group = mesh.group("gradient")\n',
-        '    group = mesh.group("batch")\n',
+        '(mesh.group("gradient"), False)',
+        '(mesh.group("batch"), False)',
         "context-parallel ranks hold the same weights, and their gradients are not summed",
         "cp=2 zero=0",
         r"lm_head",

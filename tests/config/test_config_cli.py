@@ -48,7 +48,7 @@ def test_check_answers_in_one_line(path: Path) -> None:
 def test_check_refuses_what_is_wrong_and_what_is_not_supported(path: Path) -> None:
     for override, expected in (
         ("tokens.trainsteps=1", "did you mean"),
-        ("parallelism.expert_parallel_size=2", "not supported yet"),
+        ("checkpoints.checkpointing_engine=datastates", "not supported yet"),
     ):
         with pytest.raises(InputError, match=expected):
             output("check", path, override)

@@ -17,7 +17,6 @@ DATASET = "data_stages.0.data.dataset"
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["parallelism.expert_parallel_size=2"], "parallelism.expert_parallel_size: 2"),
         (["lighteval={}"], "lighteval"),
         (["datastates={host_cache_size: 1}"], "datastates"),
         (["checkpoints.datastates={host_cache_size: 1}"], "checkpoints.datastates"),
@@ -58,8 +57,8 @@ def test_it_is_refused_by_name(minimal: dict[str, Any], overrides: list[str], na
 
 
 def test_everything_unsupported_is_named_at_once(minimal: dict[str, Any]) -> None:
-    with pytest.raises(NotSupportedYet, match=r"parallelism\.expert_parallel_size: 2; .*lighteval"):
-        refuse_unsupported(load(minimal, ["parallelism.expert_parallel_size=2", "lighteval={}"]))
+    with pytest.raises(NotSupportedYet, match=r"checkpointing_engine: datastates; .*lighteval"):
+        refuse_unsupported(load(minimal, ["checkpoints.checkpointing_engine=datastates", "lighteval={}"]))
 
 
 @pytest.mark.parametrize("url", ["s3://a/b", "s3:/a/b", "gs://a/b", "hf://a/b", "https://a/b", "file:///a/b"])
@@ -95,7 +94,6 @@ def test_the_line_of_a_url_is_named(minimal: dict[str, Any], write: Callable[[st
 
 OFF = {
     "general": {"benchmark_csv_path": None},
-    "parallelism": {"expert_parallel_size": 1},
     "checkpoints": {"checkpointing_engine": "TORCH", "datastates": None},
     "metrics_logging": {"log_level": 0, "log_detail_interval": 10},
     "tokens": {"limit_test_batches": 0},

@@ -36,7 +36,7 @@ from kenotron.training.checkpoint_hook import save
 from kenotron.training.run import Run, close
 from kenotron.training.start import choose_start, own_folder, run_name
 from kenotron.training.step import train_step
-from support.layout_runs import ATTENTION, FAMILIES, SAMPLES, SHORT, STATE_SPACES, Problem, prepared
+from support.layout_runs import ATTENTION, FAMILIES, SAMPLES, SHORT, SPARSE, STATE_SPACES, Problem, prepared
 from support.nursery import Nursery
 from support.ranks import run_ranks
 from support.tiny_run import REPOSITORY, equal_bits, saved_weights
@@ -70,6 +70,7 @@ PROBLEMS = {
     "streamed": Problem("streamed", (SCHEDULE, *STREAM), LAST, DEEP | {"vocab_size": 300, "eos_token_id": 0}),
     # GPT-NeoX: biases of keys have no gradient in channels without positions, only its rounding.
     **{family: Problem(family, (SMALL_STEPS, EPSILON), LAST, DEEP | keys) for family, keys in FAMILIES.items()},
+    **{family: Problem(family, (SMALL_STEPS, EPSILON), LAST, DEEP | keys) for family, keys in SPARSE.items()},
     **{
         family: Problem(family, (SMALL_STEPS, EPSILON), LAST, DEEP | keys, absent=ATTENTION)
         for family, keys in STATE_SPACES.items()
@@ -223,6 +224,10 @@ MORE_PAIRS = [
     ("plain", "tp=8", "pp=2 engine=zbv_zero_bubble accum=4 dp=2 zero=2 cp=2"),
     *((family, "dp=2 zero=1 tp=2", "tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b accum=4") for family in FAMILIES),
     *((family, "dp=2 zero=1 tp=2", "tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b accum=4") for family in STATE_SPACES),
+    ("qwen2_moe", "dp=4 ep=4 zero=1", "dp=2 ep=2 tp=2 mode=REDUCE_SCATTER"),
+    ("olmoe", "dp=2 tp=2 ep=2 zero=3", "pp=2 engine=1f1b accum=4"),
+    ("mixtral", "pp=2 engine=1f1b dp=2 ep=2", "dp=4 ep=2 zero=3"),
+    ("qwen3_moe", "", "cp=2 dp=2 ep=4 zero=2"),
 ]
 
 

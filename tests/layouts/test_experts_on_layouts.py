@@ -8,25 +8,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from support.layout_runs import Problem, expect_the_same, train_alone, train_on_layout
+from support.layout_runs import SPARSE, Problem, expect_the_same, train_alone, train_on_layout
 from support.ranks import run_ranks
 
-LOSSES = {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01, "num_experts_per_tok": 2}
-SMALL: dict[str, Any] = {"num_experts": 6, "moe_intermediate_size": 16} | LOSSES
-FAMILIES: dict[str, dict[str, Any]] = {
-    "mixtral": {"is_mixtral_config": True, "num_local_experts": 4} | LOSSES,
-    "olmoe": {"is_olmoe_config": True, "num_experts": 6} | LOSSES,
-    "qwen2_moe": {"is_qwen2_moe_config": True, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 2} | SMALL,
-    "qwen3_moe": {"is_qwen3_moe_config": True, "head_dim": 6, "mlp_only_layers": [1]} | SMALL,
-}
-PROBLEMS = {family: Problem(family, steps=4, model=keys) for family, keys in FAMILIES.items()}
+PROBLEMS = {family: Problem(family, steps=4, model=keys) for family, keys in SPARSE.items()}
 ROUNDING = 5e-6
-QUICK = [("qwen2_moe", 4, "dp=2 zero=2 tp=2 mode=REDUCE_SCATTER recompute=true"), ("mixtral", 2, "pp=2 engine=1f1b")]
+QUICK = [
+    ("qwen2_moe", 4, "dp=2 zero=2 tp=2 ep=2 mode=REDUCE_SCATTER recompute=true"),
+    ("mixtral", 4, "dp=4 ep=2 zero=3"),
+    ("olmoe", 4, "dp=2 cp=2 ep=2"),
+    ("mixtral", 2, "pp=2 engine=1f1b"),
+]
+EXPERT_PARALLEL = [
+    (2, "dp=2 ep=2"),
+    (2, "dp=2 ep=2 zero=3 recompute=true"),
+    (4, "dp=4 ep=2 zero=1"),
+    (4, "dp=4 ep=2 zero=3 accum=4"),
+    (4, "dp=4 ep=2"),
+    (4, "dp=4 shard=2 zero=2 ep=2"),
+    (2, "cp=2 ep=2"),
+    (4, "dp=2 cp=2 ep=2 zero=2"),
+    (4, "dp=2 tp=2 ep=2 mode=REDUCE_SCATTER"),
+    (4, "dp=2 tp=2 ep=2 zero=2"),
+    (8, "dp=4 tp=2 ep=2 zero=3 mode=REDUCE_SCATTER recompute=true"),
+    (4, "dp=2 pp=2 ep=2 engine=1f1b"),
+    (4, "dp=2 pp=2 ep=2 engine=interleaved_1f1b zero=1 accum=4"),
+    (4, "dp=2 pp=2 ep=2 engine=zbv_zero_bubble accum=4"),
+    (8, "dp=2 tp=2 pp=2 ep=2 zero=1 mode=REDUCE_SCATTER"),
+]
 LAYOUTS = [
+    *EXPERT_PARALLEL,
     (1, "accum=4 recompute=true"),
     (2, "dp=2"),
     (2, "dp=2 zero=3 accum=4"),

@@ -8,6 +8,7 @@ DATA = "layouts/test_data_parallel.py"
 TENSOR = "layouts/test_tensor_parallel.py"
 PIPELINE = "layouts/test_pipeline.py"
 CONTEXT = "layouts/test_context_parallel.py"
+EXPERTS = "layouts/test_experts_on_layouts.py::test_a_layout_means_what_one_process_means"
 FAMILIES = "layouts/test_families_on_layouts.py::test_a_layout_means_what_one_process_means"
 
 MUTANTS = [
@@ -85,15 +86,15 @@ MUTANTS = [
     ),
     Mutant(
         name="a-replicated-kv-head-counted-once",
-        file="parallel/tensor.py",
-        find="_local(parameter, partial=True)[rows]",
-        replace="_local(parameter)[rows]",
+        file="parallel/tensor_labels.py",
+        find="local_part(parameter, partial=True)[rows]",
+        replace="local_part(parameter)[rows]",
         why="kv heads that several tp ranks share get the gradient of one rank's queries",
         tests=(f"{TENSOR}::test_gradients_of_every_parameter_are_those_of_one_process",),
     ),
     Mutant(
         name="norms-not-summed-under-reduce-scatter",
-        file="parallel/tensor.py",
+        file="parallel/tensor_labels.py",
         find="self.per_head or (self.on_shards and self.training)",
         replace="self.per_head",
         why="norms on sequence shards learn from one rank's tokens (the sequence-parallel bug of Megatron's history)",
@@ -102,16 +103,16 @@ MUTANTS = [
     Mutant(
         name="row-bias-of-one-rank-under-reduce-scatter",
         file="parallel/tensor.py",
-        find="_local(self.bias, partial=sequence)",
-        replace="_local(self.bias)",
+        find="local_part(self.bias, partial=sequence)",
+        replace="local_part(self.bias)",
         why="a row-parallel bias learns from one rank's tokens",
         tests=(f"{TENSOR}::test_gradients_of_every_parameter_are_those_of_one_process",),
     ),
     Mutant(
         name="row-bias-added-by-every-rank",
         file="parallel/tensor.py",
-        find="y + _local(self.bias, partial=sequence).to(x.dtype)",
-        replace="y + _local(self.bias, partial=sequence).to(x.dtype) * self.settings.degree",
+        find="y + local_part(self.bias, partial=sequence).to(x.dtype)",
+        replace="y + local_part(self.bias, partial=sequence).to(x.dtype) * self.settings.degree",
         why="a row-parallel bias is added before the sum over ranks: tp times too large",
         tests=(f"{TENSOR}::test_gradients_of_every_parameter_are_those_of_one_process",),
     ),
@@ -200,7 +201,7 @@ MUTANTS = [
     ),
     Mutant(
         name="a-weight-of-all-heads-takes-one-ranks-gradient",
-        file="parallel/tensor.py",
+        file="parallel/tensor_labels.py",
         find="self.per_head or (self.on_shards and self.training)",
         replace="self.on_shards and self.training",
         why="norms of queries and keys learn from the heads of one rank alone, and ranks drift apart",
@@ -208,11 +209,51 @@ MUTANTS = [
     ),
     Mutant(
         name="norm-biases-not-summed-under-reduce-scatter",
-        file="parallel/tensor.py",
+        file="parallel/tensor_labels.py",
         find="name: self._here(parameter) for name",
-        replace='name: _local(parameter) if name == "bias" else self._here(parameter) for name',
+        replace='name: local_part(parameter) if name == "bias" else self._here(parameter) for name',
         why="a LayerNorm on sequence shards sums the gradients of its weight, and forgets its bias",
         tests=(f"{FAMILIES}[starcoder2-2-tp=2 mode=REDUCE_SCATTER]",),
+    ),
+    Mutant(
+        name="router-losses-counted-on-every-tp-rank",
+        file="models/blocks/moe.py",
+        find="losses.sum() / self.equal_ranks",
+        replace="losses.sum()",
+        why="ranks that route the same tokens each add the whole balance loss: its gradient is tp times too large",
+        tests=(f"{EXPERTS}[qwen2_moe-4-dp=2 zero=2 tp=2 ep=2 mode=REDUCE_SCATTER recompute=true]",),
+    ),
+    Mutant(
+        name="expert-gradients-summed-over-the-wrong-group",
+        file="parallel/data.py",
+        find='(mesh.group("expert_replicas"), True)',
+        replace='(mesh.group("gradient"), True)',
+        why="gradients of different experts are added up, as if every data-parallel rank had the same",
+        tests=(f"{EXPERTS}[olmoe-4-dp=2 cp=2 ep=2]",),
+    ),
+    Mutant(
+        name="balance-of-a-ranks-part-of-a-sequence",
+        file="models/blocks/moe.py",
+        find="everywhere = chosen if ctx.sum_over_sequence is None else ctx.sum_over_sequence(chosen.clone())",
+        replace="everywhere = chosen",
+        why="cp ranks balance their own tokens: another loss than one process has (balance statistics of torchtitan)",
+        tests=(f"{EXPERTS}[olmoe-4-dp=2 cp=2 ep=2]",),
+    ),
+    Mutant(
+        name="recomputation-counts-tokens-again",
+        file="models/blocks/moe.py",
+        find="        if not ctx.recomputing:\n",
+        replace="        if True:\n",
+        why="with recomputation every token is counted twice (torchtitan's expert bias)",
+        tests=("models/test_mixture_of_experts.py::test_loads_are_counted_in_training_and_not_when_recomputed",),
+    ),
+    Mutant(
+        name="dispatch-averages-the-gradients-of-a-token",
+        file="kernels/token_slots.py",
+        find="sum_of_slots(upstream[0].contiguous(), order, ctx.tokens, ctx.slots)",
+        replace="sum_of_slots(upstream[0].contiguous() / ctx.slots, order, ctx.tokens, ctx.slots)",
+        why="the gradient through the dispatch is a mean over a token's experts",
+        tests=(f"{EXPERTS}[mixtral-4-dp=4 ep=2 zero=3]",),
     ),
     Mutant(
         name="norm-over-all-heads-forgets-the-other-ranks-gradients",

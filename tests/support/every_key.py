@@ -162,7 +162,6 @@ REFUSED: dict[str, str] = {
 UNSERVED = [
     "doremi={domain_names: 'a, b'}",
     "metrics_logging.log_detail_interval=10",
-    "parallelism.expert_parallel_size=2",
     "model.init_method={use_mup: true}",
     "checkpoints.checkpointing_engine=datastates",
     "checkpoints.datastates={host_cache_size: 1, parser_threads: 1, pin_host_cache: true}",
@@ -557,6 +556,7 @@ OWN_TESTS = {
         NanosetDataset.vocab_size NanosetDataset.token_size_in_bytes NanosetDataset.skip_in_stream
         NanosetDataset.pad_samples_to_global_batch_size NanosetDataset.use_old_brrr_dataloader""",
     "test_nonfinite_steps.py": "Optimizer.skip_nonfinite_steps",
+    "test_experts_on_layouts.py": "Parallelism.expert_parallel_size",
     "test_matrix.py": "Parallelism.dp Parallelism.pp Parallelism.tp Parallelism.context_parallel_size",
     "test_data_parallel.py": "Parallelism.dp_shard Parallelism.cpu_offload",
     "test_pipeline.py": "Parallelism.pp_stages_per_rank Parallelism.pp_layers",

@@ -45,6 +45,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 ATTENTION = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 _HEADS = {"is_mamba2_config": True, "num_heads": 8, "head_dim": 8, "state_size": 6}
+_ROUTER = {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01, "num_experts_per_tok": 2}
+_EXPERTS = {"num_experts": 8, "moe_intermediate_size": 16} | _ROUTER
+SPARSE: dict[str, dict[str, Any]] = {  # families with experts
+    "mixtral": {"is_mixtral_config": True, "num_local_experts": 4} | _ROUTER,
+    "olmoe": {"is_olmoe_config": True, "num_experts": 8} | _ROUTER,
+    "qwen2_moe": {
+        "is_qwen2_moe_config": True,
+        "shared_expert_intermediate_size": 24,
+        "decoder_sparse_step": 2,
+        **_EXPERTS,
+    },
+    "qwen3_moe": {"is_qwen3_moe_config": True, "head_dim": 6, "mlp_only_layers": [1], **_EXPERTS},
+}
 STATE_SPACES: dict[str, dict[str, Any]] = {  # without the keys of ATTENTION
     "mamba": {"is_mamba_config": True, "state_size": 4, "time_step_rank": 3, "use_bias": True},
     "mamba2": _HEADS | {"n_groups": 1, "tie_word_embeddings": True},
@@ -56,6 +69,7 @@ SHORT = {
     "shard": "parallelism.dp_shard",
     "tp": "parallelism.tp",
     "pp": "parallelism.pp",
+    "ep": "parallelism.expert_parallel_size",
     "cp": "parallelism.context_parallel_size",
     "zero": "optimizer.zero_stage",
     "strategy": "parallelism.strategy",

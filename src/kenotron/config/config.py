@@ -89,6 +89,7 @@ class Config(Section):
     def _checks(self) -> Self:
         checks = (
             _check_heads,
+            _check_experts,
             _check_loss,
             _check_layout,
             _check_ramps,
@@ -107,6 +108,18 @@ def _check_heads(config: Config) -> Iterator[Problem]:
     if isinstance(model, DecoderArchitecture):
         yield from ((f"model.model_config.{name}", problem) for name, problem in model.shape_problems())
         yield from (("parallelism.tp", problem) for problem in model.tp_problems(config.parallelism.tp))
+
+
+def _check_experts(config: Config) -> Iterator[Problem]:
+    layout, model = config.parallelism, config.model.architecture
+    ep, ranks = layout.expert_parallel_size, layout.dp * layout.context_parallel_size
+    at = "parallelism.expert_parallel_size"
+    if isinstance(model, DecoderArchitecture) and ep > 1 and not model.experts:
+        yield at, f"expected 1: the family {model.family} has no experts; found {ep}"
+    elif isinstance(model, DecoderArchitecture) and model.experts % ep:
+        yield at, f"expected a divisor of the {model.experts} experts of a layer, found {ep}"
+    if ranks % ep:
+        yield at, f"expected a divisor of dp x context_parallel_size {ranks}, found {ep}"
 
 
 def _check_loss(config: Config) -> Iterator[Problem]:

@@ -98,6 +98,12 @@ class Parallelism(Section):
         "ring",
         mark=OURS,
     )
+    expert_parallel_size: int = key(
+        "Ranks that the experts of a layer are divided over, some of the dp x cp ranks: the number of processes does "
+        "not change.",
+        1,
+        ge=1,
+    )
     timeout_seconds: float = key(
         "End the run when a collective has waited this long, and name the ranks that did not join it.",
         1800.0,

@@ -16,7 +16,6 @@ from kenotron.config.decoder import SERVED_ATTENTION
 
 # Key → the values that ask for nothing. Parents come after their children: what is left of them is nothing either.
 _OFF: dict[str, tuple[Any, ...]] = {
-    "parallelism.expert_parallel_size": (1,),
     "model.init_method.use_mup": (False,),
     "checkpoints.checkpointing_engine": (None, "torch"),
     "checkpoints.datastates": (None,),

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kenotron.kernels.swiglu import ACTIVATIONS
+from kenotron.kernels.token_slots import sum_of_slots
 
 
 def expert_mlp_plain(
@@ -70,7 +71,7 @@ class _ExpertMLP(torch.autograd.Function):
         y = groups.rows_by_matrix(hidden, down)
         ctx.save_for_backward(x, weights, gate, up, down, order, sizes, g, u)
         ctx.act, ctx.slots = act, slots
-        return _sum_of_slots(y, order, x.shape[0], slots)
+        return sum_of_slots(y, order, x.shape[0], slots)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
@@ -92,15 +93,9 @@ class _ExpertMLP(torch.autograd.Function):
         dgate, dup = groups.rows_by_rows(dg, rows), groups.rows_by_rows(du, rows)
         drows = groups.rows_by_matrix(dg, gate.transpose(1, 2))
         groups.rows_by_matrix(du, up.transpose(1, 2), onto=drows)
-        dx = _sum_of_slots(drows, order, tokens, ctx.slots)
+        dx = sum_of_slots(drows, order, tokens, ctx.slots)
         dweights = torch.empty_like(dw).index_copy_(0, order, dw).view_as(weights)
         return dx, None, dweights.to(weights.dtype), dgate, dup, ddown, None
-
-
-def _sum_of_slots(rows: Tensor, order: Tensor, tokens: int, slots: int) -> Tensor:
-    """Rows in sorted order → ``[tokens, features]``, the sum over each token's slots, in a fixed order."""
-    back = torch.empty_like(rows).index_copy_(0, order, rows)
-    return back if slots == 1 else back.view(tokens, slots, -1).sum(1)
 
 
 class _Groups:

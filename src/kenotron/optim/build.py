@@ -29,12 +29,12 @@ from torch import nn
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError, NotSupportedYet, nearest
 from kenotron.optim.groups import parameter_groups
-from kenotron.optim.muon import MuonWithAdamW
 from kenotron.optim.schedule import check_schedule
 
 if TYPE_CHECKING:
     from kenotron.config.optimizer import Optimizer
 FACTORY = "optimizer.optimizer_factory"
+MUON = "kenotron.optim.muon.MuonWithAdamW"  # imported where a config asks for it, as one's own optimizer is
 ELEMENTWISE = (  # of torch; Adafactor and Muon are not, and Rprop fails on DTensors
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -84,7 +84,7 @@ def build_optimizer(
         # Not fused: torch 2.13 has no fused SGD for DTensors.
         return torch.optim.SGD(groups, momentum=factory.momentum, nesterov=factory.nesterov)
     if factory.name == "muon":
-        return MuonWithAdamW(
+        optimizer: torch.optim.Optimizer = import_dotted(MUON, f"{FACTORY}.name")(
             groups,
             momentum=factory.muon_momentum,
             nesterov=factory.muon_nesterov,
@@ -93,6 +93,7 @@ def build_optimizer(
             eps=factory.adam_eps,
             fused=factory.torch_adam_is_fused and _fused_is_available(groups),
         )
+        return optimizer
     return _build_custom(groups, factory.name, factory.kwargs, padded)
 
 

@@ -52,6 +52,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
     as the matrix; `step`, `exp_avg`, `exp_avg_sq` for AdamW.
     """
 
+    starts_at_zero = True  # a state of zeros is that before the first step (`optim.state`)
+
     def __init__(
         self,
         params: Iterable[dict[str, Any]],

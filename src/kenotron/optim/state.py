@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from kenotron.config.errors import InputError, nearest
-from kenotron.optim.muon import MuonWithAdamW
 
-# Of these, a step at rate 0 leaves the weights alone, and a state of zeros is that before the first step.
-WELL_KNOWN = (torch.optim.AdamW, torch.optim.SGD, MuonWithAdamW)
+
+def _well_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step at rate 0 leaves the weights alone, and a state of zeros is that before the first step."""
+    return type(optimizer) in (torch.optim.AdamW, torch.optim.SGD) or getattr(optimizer, "starts_at_zero", False)
 
 
 @torch.no_grad()
@@ -38,7 +39,7 @@ def init_state(optimizer: torch.optim.Optimizer) -> None:
     """
     if optimizer.state:
         return
-    well_known = type(optimizer) in WELL_KNOWN
+    well_known = _well_known(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     weights = [] if well_known else [parameter.detach().clone() for parameter in parameters]  # to put back

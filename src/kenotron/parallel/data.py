@@ -74,11 +74,14 @@ def apply(
             "parallelism.cpu_offload: it moves shards, but nothing is sharded; expected optimizer.zero_stage "
             f"1, 2, 3 or hybrid on more than one rank, found {zero_stage} on dp_shard {mesh.degree('dp_shard')}"
         )
-    group = mesh.group("gradient")
     if sharded:
-        _shard(root, blocks, _sharding_mesh(mesh), zero_stage, compute_dtype, cpu_offload)
-    elif group is not None:
-        root.gradient_buckets = GradientBuckets(group, bucket_cap_mb)  # type: ignore[assignment]
+        _shard(root, blocks, mesh, zero_stage, compute_dtype, cpu_offload)
+        return
+    # Experts that other ranks do not have are replicated over fewer ranks than other weights.
+    groups = ((mesh.group("gradient"), False), (mesh.group("expert_replicas"), True))
+    root.gradient_buckets = [  # type: ignore[assignment]
+        GradientBuckets(group, bucket_cap_mb, of_experts) for group, of_experts in groups if group is not None
+    ]
 
 
 def load_strategy(path: str | None) -> Strategy:
@@ -104,8 +107,8 @@ def set_last_micro_batch(root: nn.Module, last: bool) -> None:
     then. The last one must drop them: otherwise the next step silently trains on stale weights. Under pp torch's
     schedules do this for FSDP2, and this function is not called.
     """
-    buckets, zero_stage = _buckets(root), getattr(root, "zero_stage", None)
-    if buckets is not None and last:
+    zero_stage = getattr(root, "zero_stage", None)
+    for buckets in _buckets(root) if last else ():
         buckets.expect(root)
     if zero_stage not in (1, 2):
         return  # nothing is kept from one micro-batch to the next
@@ -116,8 +119,7 @@ def set_last_micro_batch(root: nn.Module, last: bool) -> None:
 
 def finish_gradients(root: nn.Module) -> None:
     """Call after the last backward of a step and before a gradient is read: all are sums over ranks from here on."""
-    buckets = _buckets(root)
-    if buckets is not None:
+    for buckets in _buckets(root):
         buckets.finish(root)
 
 
@@ -141,6 +143,8 @@ def set_sum_reduction(root: nn.Module) -> None:
 class GradientBuckets:
     """Stage 0: sums the gradients of weights that are replicated over the ranks of `group`.
 
+    Those are the experts of expert-parallel mixtures (`of_experts`), or all others.
+
     Gradients of the last backward pass are collected into buckets of `bucket_cap_mb` MiB; a full bucket becomes one
     buffer, which is all-reduced while backward continues, and its gradients become views of it. `finish` waits. All
     ranks fill buckets in the same order, last parameter first, whatever order autograd has on each: two gradients of
@@ -150,8 +154,8 @@ class GradientBuckets:
     keep three tensors for each weight.
     """
 
-    def __init__(self, group: dist.ProcessGroup, bucket_cap_mb: float = 25) -> None:
-        self.group, self.bucket_bytes = group, int(bucket_cap_mb * 2**20)
+    def __init__(self, group: dist.ProcessGroup, bucket_cap_mb: float = 25, of_experts: bool = False) -> None:
+        self.group, self.bucket_bytes, self.of_experts = group, int(bucket_cap_mb * 2**20), of_experts
         self.waiting: deque[nn.Parameter] | None = None  # not in a bucket yet, in the order of the sums
         self.arrived: set[nn.Parameter] = set()
         self.bucket: list[nn.Parameter] = []  # the next to be summed, in one collective
@@ -161,7 +165,7 @@ class GradientBuckets:
 
     def expect(self, root: nn.Module) -> None:
         """Call before the last backward pass of a step: it completes the gradients of `root`."""
-        parameters = _trainable(root)
+        parameters = self._parameters(root)
         for parameter in parameters:
             if parameter not in self.watched:  # not at the start: giving a meta parameter memory makes another of it
                 parameter.register_post_accumulate_grad_hook(self._has_gradient)
@@ -200,7 +204,7 @@ class GradientBuckets:
 
     def finish(self, root: nn.Module) -> None:
         """Start what has not been started (all, when nothing was expected: under pp) and wait for everything."""
-        waiting = deque(reversed(_trainable(root))) if self.waiting is None else self.waiting
+        waiting = deque(reversed(self._parameters(root))) if self.waiting is None else self.waiting
         for parameter in waiting:
             if parameter.grad is not None:  # took no part in this step, on no rank
                 self._add(parameter)
@@ -211,20 +215,25 @@ class GradientBuckets:
                 gradient.copy_(part)
         self.waiting, self.sums = None, []
 
+    def _parameters(self, root: nn.Module) -> list[nn.Parameter]:
+        experts = {parameter for module in expert_parallel(root) for parameter in module.parameters()}
+        return [p for p in root.parameters() if p.requires_grad and (p in experts) == self.of_experts]
+
 
 def local_tensor(tensor: Any) -> Tensor:
     """What this rank holds of `tensor`, sharing its memory; a plain tensor is all of it."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _trainable(root: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in root.parameters() if parameter.requires_grad]
+def expert_parallel(root: nn.Module) -> list[nn.Module]:
+    """The modules of `root` that hold experts which other ranks do not have (`parallel.experts.ExpertShards`)."""
+    return [module for module in root.modules() if getattr(module, "exchange_over", None) is not None]
 
 
 def _shard(
     root: nn.Module,
     blocks: Sequence[nn.Module],
-    mesh: DeviceMesh,
+    mesh: Mesh,
     zero_stage: int,
     compute_dtype: torch.dtype,
     cpu_offload: bool,
@@ -236,13 +245,20 @@ def _shard(
     # What no block holds stays fp32 at work and is cast by its layer: an embedding row's gradient is a sum over many
     # tokens, and in bf16 frequent tokens would swallow theirs.
     outside_blocks = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    offload = CPUOffloadPolicy() if cpu_offload and mesh.device_type != "cpu" else OffloadPolicy()
+    shards, replicas = _sharding_mesh(mesh), mesh.submesh("expert_replicas")
+    offload = CPUOffloadPolicy() if cpu_offload and shards.device_type != "cpu" else OffloadPolicy()
+    options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload}
+    apart = set[nn.Parameter]()  # experts that no other rank has: there is nothing to shard and nothing to sum
+    for experts in expert_parallel(root):
+        if replicas is None:
+            apart.update(experts.parameters())
+        else:
+            fully_shard(experts, mesh=replicas, reshard_after_forward=zero_stage == 3, **options)
+    options |= {"mesh": shards, "ignored_params": apart}
     for block in blocks:
-        fully_shard(
-            block, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=zero_stage == 3
-        )
+        fully_shard(block, reshard_after_forward=zero_stage == 3, **options)
     # The root's weights are needed from the first forward to the last backward: dropping them between buys nothing.
-    fully_shard(root, mesh=mesh, mp_policy=outside_blocks, offload_policy=offload, reshard_after_forward=False)
+    fully_shard(root, reshard_after_forward=False, **options | {"mp_policy": outside_blocks})
     root.zero_stage = zero_stage  # type: ignore[assignment]
     set_sum_reduction(root)
 
@@ -260,8 +276,8 @@ def _sharding_mesh(mesh: Mesh) -> DeviceMesh:
     return mesh.device_mesh["dp_replicate", axes[0]] if len(axes) == 1 else concatenate([copies, shard])
 
 
-def _buckets(root: nn.Module) -> GradientBuckets | None:
-    return getattr(root, "gradient_buckets", None)
+def _buckets(root: nn.Module) -> list[GradientBuckets]:
+    return getattr(root, "gradient_buckets", [])
 
 
 def _sharded(root: nn.Module) -> list[Any]:

@@ -1,74 +1,210 @@
 """Mixtures of experts over ranks.
 
-Tensor parallelism splits every expert inside, as it splits a plain MLP; router and routing are the same on all ranks:
+Tensor parallelism splits every expert inside, as it splits a plain MLP; routing is the same on all ranks:
 
     x ─ all-gather or copy_to ─▶ router ─▶ [ gate up ] rows, [ down ] columns of all experts ─▶ sum or reduce-scatter
 
 All collectives are at the two ends, also for the shared expert. Between them a rank's gradients of router and x are
 summands: of the routing weights because its part of the experts is one, of the router's losses because each rank adds
 its share of them (`MixtureOfExperts.equal_ranks`).
+
+Expert parallelism gives each of ep ranks some of the experts, whole, and sends tokens to them. The ep ranks read
+different tokens (they are data- and context-parallel ranks), so the world does not grow. Two ranks, four experts:
+
+    rank 0   token a for experts 0 and 3, b for 1 and 2     sends  a→0 b→1 │ b→2 a→3     computes experts 0 and 1
+    rank 1   token c for experts 1 and 2, d for 0 and 1     sends  d→0 c→1 d→1 │ c→2     computes experts 2 and 3
+
+and the outputs come back the same way (`exchange`). An expert's gradient then holds the tokens of all ep ranks; what
+is left to sum are the replicas of its rank, `mesh.group("expert_replicas")`, which is what ZeRO shards it over.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.func import functional_call
 
+from kenotron.kernels.token_slots import Collect, Spread
+from kenotron.models.plan import Plan, modules
 from kenotron.parallel.collectives import copy_to, gather_tokens, reduce_from, scatter_tokens
+from kenotron.parallel.tensor_labels import Replicated, TensorParallelSettings, local_part
 
 if TYPE_CHECKING:
-    from kenotron.models import Context
-    from kenotron.parallel.tensor import TensorParallelSettings
+    from kenotron.parallel.mesh import Mesh
 
-PLACEMENTS: dict[str, Placement] = {  # of a parameter's name, the end
-    "experts.gate_proj.weight": Shard(1),
-    "experts.up_proj.weight": Shard(1),
-    "experts.down_proj.weight": Shard(2),
-    "shared_expert.gate_proj.weight": Shard(0),
-    "shared_expert.up_proj.weight": Shard(0),
-    "shared_expert.down_proj.weight": Shard(1),
-}
+INSIDE = {"gate_proj.weight": Shard(1), "up_proj.weight": Shard(1), "down_proj.weight": Shard(2)}  # of every expert
 
 
-class TensorParallelExperts(nn.Module):
-    """A `MixtureOfExperts` whose experts are split over tp: x, as a column-parallel linear gets it, → the same."""
+# Tensor parallelism ---------------------------------------------------------------------------------
 
-    def __init__(self, moe: Any, settings: TensorParallelSettings, name: str = "") -> None:
+
+def split_experts(moe: Any, settings: TensorParallelSettings, name: str = "") -> None:
+    """Split the `MixtureOfExperts` `moe` over tp, in place; weights keep their names.
+
+    Errors (InputError): tp does not divide the width of an expert or of the shared one.
+    """
+    group = settings.group
+    weights = {
+        path: settings.parameter(parameter, INSIDE[path], name=f"{name}.experts.{path}")
+        for path, parameter in moe.experts.named_parameters()
+    }
+    moe.gate = Replicated(moe.gate, settings, on_shards=False, per_head=True)
+    moe.experts = ExpertShards(moe.experts, weights)
+    shared = moe.shared_expert
+    if shared is not None:
+        for path, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+            setattr(shared, path, LocalLinear(getattr(shared, path), settings, dim, f"{name}.shared_expert.{path}"))
+    if moe.shared_expert_gate is not None:
+        moe.shared_expert_gate = Replicated(moe.shared_expert_gate, settings, on_shards=False, per_head=True)
+    moe.equal_ranks = settings.degree
+
+    def enter(x: Tensor, training: bool) -> Tensor:
+        return gather_tokens(x, group) if settings.sequence and training else copy_to(x, group)
+
+    def leave(y: Tensor, training: bool) -> Tensor:
+        return scatter_tokens(y, group) if settings.sequence and training else reduce_from(y, group)
+
+    moe.enter, moe.leave = enter, leave
+
+
+class LocalLinear(nn.Module):
+    """A linear without bias that computes with this rank's rows (`dim` 0) or columns (1), and sends nothing."""
+
+    def __init__(self, linear: Any, settings: TensorParallelSettings, dim: int, name: str = "") -> None:
         super().__init__()
-        self.settings = settings
-        maths = copy.deepcopy(moe).to("meta")
-        maths.equal_ranks = settings.degree
-        self._maths = (maths,)  # in a tuple: a module whose names and (empty) weights are not the model's
-        for path, parameter in list(moe.named_parameters()):
-            owner, _, leaf = path.rpartition(".")
-            local = settings.parameter(parameter, PLACEMENTS.get(path, Replicate()), name=f"{name}.{path}")
-            setattr(moe.get_submodule(owner), leaf, local)
-        for path, child in moe.named_children():
-            self.add_module(path, child)
-        for path, buffer in moe.named_buffers():
-            self.register_buffer(path, buffer, persistent=False)
+        self.weight = settings.parameter(linear.weight, Shard(dim), name=name)
 
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        """x ``[tokens, hidden]``, with REDUCE_SCATTER in training this rank's ``[tokens / tp, hidden]``."""
-        group, shards = self.settings.group, self.settings.sequence and self.training
-        x = gather_tokens(x, group) if shards else copy_to(x, group)
-        tensors = {
-            name: parameter.to_local(grad_placements=None if name in PLACEMENTS else [Partial()])  # type: ignore[attr-defined]
-            for name, parameter in self.named_parameters()
-        }
-        y = functional_call(self._maths[0], tensors | dict(self.named_buffers()), (x, ctx))
-        return scatter_tokens(y, group) if shards else reduce_from(y, group)
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[tokens, in]`` or its columns here → ``[tokens, out]``, features here or a summand of all."""
+        return F.linear(x, local_part(self.weight).to(x.dtype))
 
-    def train(self, mode: bool = True) -> TensorParallelExperts:
-        """Training mode also for the module that computes, which is no child of this one."""
-        self._maths[0].train(mode)
-        return super().train(mode)
+    @staticmethod
+    def grouped(x: Tensor, *linears: LocalLinear) -> tuple[Tensor, ...]:
+        """As of `models.blocks.linear.Linear`."""
+        return tuple(linear(x) for linear in linears)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Those of all ranks together: DTensors have the full shape, and the module that computes is the full one."""
-        count: float = self._maths[0].flops_per_token(sequence_length, causal)
-        return count
+        """Those of the full matrix: its DTensor has the full shape."""
+        return 2.0 * self.weight.numel()
+
+
+class ExpertShards(nn.Module):
+    """The `Experts` of a mixture on this rank: parts of all (tp), some of them (ep), or parts of some.
+
+    `weights` are DTensors by name. With a group of ep ranks as `exchange_over`, tokens go to where their experts are.
+    """
+
+    def __init__(
+        self, experts: Any, weights: dict[str, nn.Parameter], exchange_over: dist.ProcessGroup | None = None
+    ) -> None:
+        super().__init__()
+        self.exchange_over = exchange_over
+        self._maths = (copy.deepcopy(experts).to("meta"),)  # in a tuple: its names and weights are not the model's
+        for path, weight in weights.items():
+            owner, _, leaf = path.rpartition(".")
+            self.add_module(owner, nn.Module())
+            self.get_submodule(owner).register_parameter(leaf, weight)
+
+    @property
+    def maths(self) -> nn.Module:
+        """What computes, given weights."""
+        return self._maths[0]
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """As of `Experts`."""
+        tensors = {path: local_part(parameter) for path, parameter in self.named_parameters()}
+
+        def compute(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+            y: Tensor = functional_call(self.maths, tensors, (x, experts, weights))
+            return y
+
+        if self.exchange_over is None:
+            return compute(x, experts, weights)
+        here = next(iter(tensors.values())).shape[0]
+        return exchange(compute, x, experts, weights, here, self.exchange_over)
+
+
+# Expert parallelism ---------------------------------------------------------------------------------
+
+
+def apply(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Leave this rank its part of the experts, in place; after tensor parallelism, before weights have memory.
+
+    At ep 1 nothing changes. The config has checked that ep divides the experts.
+    """
+    group = mesh.group("ep")
+    if group is None:
+        return
+    for pattern in plan.experts:
+        for _, moe in modules(model, pattern):
+            moe.experts = _some_of(moe.experts, mesh, group)
+
+
+def _some_of(experts: Any, mesh: Mesh, group: dist.ProcessGroup) -> ExpertShards:
+    """The experts of this rank: rows of the stacked weights, labelled on the axes ep and, where it is there, tp."""
+    split_inside = isinstance(experts, ExpertShards)
+    device_mesh = mesh.expert_axes("ep", "tp") if split_inside else mesh.expert_axes("ep")
+    weights = {}
+    for path, parameter in experts.named_parameters():
+        local = local_part(parameter) if split_inside else parameter
+        rows = local.detach().chunk(group.size())[group.rank()].clone()
+        placements: list[Placement] = [Shard(0), INSIDE[path]] if split_inside else [Shard(0)]
+        label = DTensor.from_local(rows, device_mesh, placements, run_check=False)
+        weights[path] = nn.Parameter(label, parameter.requires_grad)
+    return ExpertShards(experts.maths if split_inside else experts, weights, group)
+
+
+def exchange(
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    here: int,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Send each token to the ranks of its experts, `compute` there, and add up what comes back.
+
+    x ``[tokens, hidden]``, experts and weights ``[tokens, k]``; rank r has the experts from ``r * here`` on, `here` of
+    them. `compute` is called with rows ``[rows, hidden]``, their expert among those here ``[rows, 1]`` and the weight
+    ``[rows, 1]``. Returns x's shape. The host waits for the counts: it has to know how much to send and to receive.
+    """
+    slots, ranks = experts.shape[1], group.size()
+    order = torch.argsort(experts.reshape(-1), stable=True)
+    counts = torch.bincount(experts.reshape(-1), minlength=here * ranks)
+    arriving = torch.empty_like(counts)  # [ranks, here]: rows from each rank for each expert here
+    dist.all_to_all_single(arriving, counts, group=group)
+    send = counts.view(ranks, here).sum(1).tolist()
+    receive = arriving.view(ranks, here).sum(1).tolist()
+    local = torch.arange(here, device=x.device).repeat(ranks).repeat_interleave(arriving)
+    rows = _SendRows.apply(Spread.apply(x, order, slots), send, receive, group)
+    row_weights = _SendRows.apply(weights.reshape(-1, 1).index_select(0, order), send, receive, group)
+    y = compute(rows, local[:, None], row_weights)
+    return Collect.apply(_SendRows.apply(y, receive, send, group), order, x.shape[0], slots)
+
+
+class _SendRows(torch.autograd.Function):
+    """Rows for each rank → rows from each rank, `send` and `receive` of them; gradients go the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _send_rows(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        return _send_rows(upstream[0], ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def _send_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    received = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
+    return received

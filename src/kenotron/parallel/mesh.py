@@ -16,6 +16,12 @@ asks the mesh, by the name of an axis or of a group of axes:
 
 The ``DeviceMesh`` holds only axes larger than 1, because torch creates process groups for size-1 axes too; `Mesh`
 has every axis.
+
+Experts of a mixture are laid out over the same ranks in another way: those of `gradient`, which all hold the same other
+weights, are counted as expert_replicas x ep. Eight of them at ep 4, the experts of each in four parts:
+
+    ranks of gradient   0 1 2 3 │ 4 5 6 7        ep groups (0 1 2 3) (4 5 6 7)
+    experts             a b c d │ a b c d        expert_replicas (0 4) (1 5) (2 6) (3 7)
 """
 
 from __future__ import annotations
@@ -64,6 +70,7 @@ AXES = (
     Axis("tp", lambda layout, shard: layout.tp, ("model",)),
 )
 NAMES = tuple(axis.name for axis in AXES)
+EXPERT_NAMES = ("expert_replicas", "ep")  # what `gradient` is for experts
 
 
 def axes_of(name: str) -> tuple[str, ...]:
@@ -84,6 +91,8 @@ class Mesh:
 
     degrees: Mapping[str, int] = field(default_factory=dict)
     device_mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
+    """pp, expert_replicas, ep and tp, those larger than 1; None at ep 1."""
     _submeshes: dict[str, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
 
     def degree(self, name: str) -> int:
@@ -99,12 +108,14 @@ class Mesh:
         return rank
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """The process group of `name` that this rank is in; None at degree 1."""
+        """The process group of `name`, which may be of `EXPERT_NAMES`, that this rank is in; None at degree 1."""
         mesh = self.submesh(name)
         return None if mesh is None else mesh.get_group()
 
     def submesh(self, name: str) -> DeviceMesh | None:
         """This rank's group of `name` as a device mesh with one axis; None at degree 1."""
+        if name in EXPERT_NAMES:
+            return self.expert_axes(name)
         larger = self.larger(name)
         if self.device_mesh is None or not larger:
             return None
@@ -113,6 +124,12 @@ class Mesh:
                 self.device_mesh[larger[0]] if len(larger) == 1 else _flatten(self.device_mesh, larger)
             )
         return self._submeshes[name]
+
+    def expert_axes(self, *names: str) -> DeviceMesh | None:
+        """Those axes of `expert_mesh`, or None if one of them is of degree 1."""
+        if self.expert_mesh is None or not set(names) <= set(self.expert_mesh.mesh_dim_names or ()):
+            return None
+        return self.expert_mesh[names if len(names) > 1 else names[0]]
 
     def larger(self, name: str) -> tuple[str, ...]:
         """The axes of `name` that are larger than 1."""
@@ -144,9 +161,10 @@ def _flatten(device_mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
 
 
 def axes(config: HasLayout, ranks_on_machine: int = 1) -> dict[str, int]:
-    """The degree of every axis on this layout; `ranks_on_machine` consecutive ranks share a machine."""
+    """The degree of every axis on this layout, and ep; `ranks_on_machine` consecutive ranks share a machine."""
     shard = sharding_ranks(config, ranks_on_machine)
-    return {axis.name: axis.degree(config.parallelism, shard) for axis in AXES}
+    degrees = {axis.name: axis.degree(config.parallelism, shard) for axis in AXES}
+    return degrees | {"ep": config.parallelism.expert_parallel_size}
 
 
 def sharding_ranks(config: HasLayout, ranks_on_machine: int = 1) -> int:
@@ -168,7 +186,7 @@ def build_mesh(degrees: Mapping[str, int], world_size: int, device_type: str) ->
     """A mesh of `degrees` (missing axes are 1) over `world_size` ranks; the default group must exist if > 1.
 
     Creates the process groups of all `GROUPS`, so every rank calls it. Raises `InputError` where the degrees do not
-    multiply to `world_size`.
+    multiply to `world_size`, or where ep does not divide the ranks of `gradient`.
     """
     full = {axis: degrees.get(axis, 1) for axis in NAMES}
     if prod(full.values()) != world_size:
@@ -180,7 +198,21 @@ def build_mesh(degrees: Mapping[str, int], world_size: int, device_type: str) ->
     from torch.distributed.device_mesh import init_device_mesh
 
     device_mesh = init_device_mesh(device_type, tuple(larger.values()), mesh_dim_names=tuple(larger))
-    mesh = Mesh(full, device_mesh)
+    mesh = Mesh(full, device_mesh, _expert_mesh(full, degrees.get("ep", 1), device_type))
     for name in GROUPS:
         mesh.group(name)
     return mesh
+
+
+def _expert_mesh(degrees: Mapping[str, int], ep: int, device_type: str) -> DeviceMesh | None:
+    """The ranks as experts see them. The axes of `gradient` are neighbours: their ranks can be counted another way."""
+    if ep == 1:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    equal = prod(degrees[axis] for axis in axes_of("gradient"))
+    if equal % ep:
+        raise InputError(f"parallelism.expert_parallel_size: expected a divisor of dp x cp {equal}, found {ep}")
+    full = {"pp": degrees["pp"], "expert_replicas": equal // ep, "ep": ep, "tp": degrees["tp"]}
+    larger = {axis: degree for axis, degree in full.items() if degree > 1}
+    return init_device_mesh(device_type, tuple(larger.values()), mesh_dim_names=tuple(larger))

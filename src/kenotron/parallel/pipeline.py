@@ -286,6 +286,7 @@ def _prevents_split_backward(layout: Parallelism, compiled: bool) -> str | None:
         "parallelism.recompute_layer": layout.recompute_layer,
         "model.compile": compiled,
         "parallelism.tp": layout.tp > 1,
+        "parallelism.expert_parallel_size": layout.expert_parallel_size > 1,
         # Up to 2.11 torch cannot leave autograd functions that talk, as those of cp do, for the second half.
         "parallelism.context_parallel_size": layout.context_parallel_size > 1 and not HALVES_ANY_FUNCTION,
     }

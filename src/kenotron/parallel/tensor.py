@@ -33,16 +33,13 @@ as ALL_REDUCE does, and hidden states are whole.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.func import functional_call
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kenotron.config.errors import InputError
 from kenotron.kernels.linear_cross_entropy import VocabularyRanks, linear_cross_entropy
@@ -67,8 +64,16 @@ from kenotron.parallel.collectives import (
     start_sum,
     unshard_columns,
 )
-from kenotron.parallel.experts import TensorParallelExperts
+from kenotron.parallel.experts import split_experts
 from kenotron.parallel.mesh import Mesh
+from kenotron.parallel.tensor_labels import (
+    ChannelParallel,
+    Replicated,
+    TensorParallelSettings,
+    local_part,
+    rows_here,
+    rows_of_the_head,
+)
 
 
 def apply(
@@ -112,7 +117,7 @@ def apply(
             _replace(model, name, row(module, settings, _head_dim(model, name), name))
     for pattern in plan.experts:
         for name, module in modules(model, pattern):
-            _replace(model, name, TensorParallelExperts(module, settings, name))
+            split_experts(module, settings, name)
     tied: dict[Any, nn.Parameter] = {}
     for pattern in plan.vocab:
         for name, module in modules(model, pattern):
@@ -170,65 +175,6 @@ def _check_is_a_leaf(name: str, module: nn.Module) -> None:
     )
 
 
-@dataclass(frozen=True)
-class TensorParallelSettings:
-    """How the layers of a model are split: over which ranks, and what travels between them."""
-
-    mesh: DeviceMesh
-    group: dist.ProcessGroup
-    sequence: bool
-    asynchronous: bool
-    recompute_allgather: bool
-    fused: bool
-
-    @staticmethod
-    def over(
-        mesh: Mesh, *, mode: str = "ALL_REDUCE", asynchronous: bool = False, recompute_allgather: bool = True
-    ) -> TensorParallelSettings:
-        """Over the tp axis of `mesh`, which must be larger than 1; the settings are those of `apply`."""
-        if mode not in ("ALL_REDUCE", "REDUCE_SCATTER"):
-            raise InputError(f"parallelism.tp_mode: expected ALL_REDUCE or REDUCE_SCATTER, found {mode!r}")
-        group = mesh.group("tp")
-        assert mesh.device_mesh is not None, "a mesh whose tp axis is larger than 1"
-        assert group is not None
-        sequence = mode == "REDUCE_SCATTER"
-        hides = sequence and asynchronous and fused.available(group)
-        return TensorParallelSettings(mesh.device_mesh["tp"], group, sequence, asynchronous, recompute_allgather, hides)
-
-    @property
-    def degree(self) -> int:
-        """Ranks along the tp axis."""
-        return self.group.size()
-
-    @property
-    def rank(self) -> int:
-        """This process's rank along the tp axis."""
-        return self.group.rank()
-
-    def parameter(self, whole: Tensor, placement: Placement, together: int = 1, name: str = "") -> nn.Parameter:
-        """This rank's part of `whole`, labelled. `together` neighbours along the split dimension stay on one rank.
-
-        `name` of the module is for the error.
-        """
-        local = whole.detach()
-        if isinstance(placement, Shard):
-            size = local.shape[placement.dim]
-            if size % (together * self.degree):
-                what = f"{size // together} heads" if together > 1 else f"{size} {('rows', 'columns')[placement.dim]}"
-                raise InputError(
-                    f"parallelism.tp: {name or 'a weight'}: expected a divisor of its {what}, found {self.degree}"
-                )
-            local = local.chunk(self.degree, placement.dim)[self.rank]
-        label = DTensor.from_local(local.clone(), self.mesh, [placement], run_check=False)
-        return nn.Parameter(label, whole.requires_grad)
-
-
-def _local(parameter: Tensor, partial: bool = False) -> Tensor:
-    """What this rank holds of `parameter`; `partial`: its gradient here is one of the ranks' summands."""
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local(grad_placements=[Partial()] if partial else None)
-
-
 # Columns and rows ---------------------------------------------------------------------------------
 
 
@@ -245,7 +191,7 @@ class ColumnParallelLinear(nn.Module):
         self, linear: Any, settings: TensorParallelSettings, head_dim: int = 1, kv: bool = False, name: str = ""
     ) -> None:
         super().__init__()
-        self.settings, self.rows = settings, _rows_of_the_head(linear, settings, head_dim) if kv else None
+        self.settings, self.rows = settings, rows_of_the_head(linear, settings, head_dim) if kv else None
         placement = Shard(0) if self.rows is None else Replicate()
         self.weight = settings.parameter(linear.weight, placement, head_dim, name)
         self.bias = None if linear.bias is None else settings.parameter(linear.bias, placement, head_dim, name)
@@ -258,9 +204,9 @@ class ColumnParallelLinear(nn.Module):
     def grouped(x: Tensor, *linears: ColumnParallelLinear) -> tuple[Tensor, ...]:
         """What several column-parallel linears make of the same x, with one collective forward and one backward."""
         settings, sequence = linears[0].settings, linears[0].settings.sequence and linears[0].training
-        weights = [_rows_here(linear.weight, linear.rows).to(x.dtype) for linear in linears]
+        weights = [rows_here(linear.weight, linear.rows).to(x.dtype) for linear in linears]
         biases = [
-            None if linear.bias is None else _rows_here(linear.bias, linear.rows).to(x.dtype) for linear in linears
+            None if linear.bias is None else rows_here(linear.bias, linear.rows).to(x.dtype) for linear in linears
         ]
         keep_whole = not (sequence and settings.recompute_allgather)
         how = (sequence, settings.asynchronous, keep_whole, sequence and settings.fused)
@@ -269,20 +215,6 @@ class ColumnParallelLinear(nn.Module):
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Those of the full matrix: its DTensor has the full shape."""
         return 2.0 * self.weight.numel()
-
-
-def _rows_of_the_head(module: Any, settings: TensorParallelSettings, head_dim: int) -> slice | None:
-    """Where there are fewer key-value heads than ranks: rows of the one that this rank works with. Otherwise None."""
-    heads = module.weight.shape[0] // head_dim
-    if heads >= settings.degree or settings.degree % heads:
-        return None
-    first = settings.rank * heads // settings.degree * head_dim
-    return slice(first, first + head_dim)
-
-
-def _rows_here(parameter: Tensor, rows: slice | None) -> Tensor:
-    """This rank's shard, or of a weight that it holds whole some `rows`: the gradient is a summand then."""
-    return _local(parameter) if rows is None else _local(parameter, partial=True)[rows]
 
 
 class ColumnParallelRMSNorm(nn.Module):
@@ -297,7 +229,7 @@ class ColumnParallelRMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.settings, self.eps = settings, norm.eps
-        self.rows = _rows_of_the_head(norm, settings, head_dim) if kv else None
+        self.rows = rows_of_the_head(norm, settings, head_dim) if kv else None
         placement = Shard(0) if self.rows is None else Replicate()
         self.weight = settings.parameter(norm.weight, placement, head_dim, name)
 
@@ -307,7 +239,7 @@ class ColumnParallelRMSNorm(nn.Module):
         squares = wide.square().sum(-1, keepdim=True)
         squares = copy_to(reduce_from(squares, group), group)  # every rank goes on with the sum in its own way
         scale = torch.rsqrt(squares / (x.shape[-1] * group.size()) + self.eps)
-        return (wide * scale * _rows_here(self.weight, self.rows)).to(x.dtype)
+        return (wide * scale * rows_here(self.weight, self.rows)).to(x.dtype)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """As RMSNorm's."""
@@ -395,8 +327,10 @@ class RowParallelLinear(nn.Module):
         """x → the product summed over ranks, all of it or this rank's tokens."""
         sequence = self.settings.sequence and self.training
         hides = sequence and self.settings.fused
-        y = _RowProduct.apply(x, _local(self.weight).to(x.dtype), self.settings.group, sequence, hides)
-        return y if self.bias is None else y + _local(self.bias, partial=sequence).to(x.dtype)  # once, after the sum
+        y = _RowProduct.apply(x, local_part(self.weight).to(x.dtype), self.settings.group, sequence, hides)
+        if self.bias is None:
+            return y
+        return y + local_part(self.bias, partial=sequence).to(x.dtype)  # once, after the sum
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Those of the full matrix: its DTensor has the full shape."""
@@ -413,8 +347,8 @@ class InnerRowParallelLinear(RowParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """x → the product summed over ranks, ``[tokens, out]``."""
         group = self.settings.group
-        y = copy_to(_RowProduct.apply(x, _local(self.weight).to(x.dtype), group, False, False), group)
-        return y if self.bias is None else y + _local(self.bias, partial=True).to(x.dtype)
+        y = copy_to(_RowProduct.apply(x, local_part(self.weight).to(x.dtype), group, False, False), group)
+        return y if self.bias is None else y + local_part(self.bias, partial=True).to(x.dtype)
 
 
 class _RowProduct(torch.autograd.Function):
@@ -472,7 +406,7 @@ class VocabParallelEmbedding(_VocabParallel):
         )
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= self.rows)
-        rows = F.embedding(local.masked_fill(elsewhere, 0), _local(self.weight))
+        rows = F.embedding(local.masked_fill(elsewhere, 0), local_part(self.weight))
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         leave = scatter_tokens if self.settings.sequence and self.training else reduce_from
         return leave(rows, self.settings.group)
@@ -496,7 +430,7 @@ class VocabParallelHead(_VocabParallel):
         """Logits of all of the vocabulary without labels; with them (loss, its z part), the same on every rank."""
         group = self.settings.group
         hidden = (gather_tokens if self.settings.sequence and self.training else copy_to)(hidden, group)
-        weight = _local(self.weight).to(hidden.dtype)
+        weight = local_part(self.weight).to(hidden.dtype)
         if labels is None:
             hidden = hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep]
             return unshard_columns(F.linear(hidden, weight), group)[:, : self.vocab_size]
@@ -515,72 +449,3 @@ class VocabParallelHead(_VocabParallel):
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Those of the full head, without the rows that pad the vocabulary."""
         return 2.0 * self.vocab_size * self.weight.shape[1]
-
-
-# A module's own maths, on local tensors -----------------------------------------------------------
-
-
-class _OwnMaths(nn.Module):
-    """Any module on this rank's part of its weights: its own forward, arguments and result."""
-
-    def __init__(self, module: nn.Module, parameter_of: Callable[[Tensor], nn.Parameter]) -> None:
-        super().__init__()
-        for name, parameter in module.named_parameters():
-            self.register_parameter(name, parameter_of(parameter))
-        for name, buffer in module.named_buffers():
-            self.register_buffer(name, buffer)
-        self._maths = (module.to("meta"),)  # in a tuple: a module whose names and (empty) weights are not the model's
-
-    def _here(self, parameter: Tensor) -> Tensor:
-        """What the module computes with, of a parameter."""
-        raise NotImplementedError
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward, with its arguments and result."""
-        tensors = {name: self._here(parameter) for name, parameter in self._parameters.items() if parameter is not None}
-        return functional_call(self._maths[0], tensors | dict(self.named_buffers()), args, kwargs)
-
-    def train(self, mode: bool = True) -> _OwnMaths:
-        """Training mode also for the module that computes, which is no child of this one."""
-        self._maths[0].train(mode)
-        return super().train(mode)
-
-    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """The module's own count; 0 where it has none."""
-        module: Any = self._maths[0]
-        return module.flops_per_token(sequence_length, causal) if hasattr(module, "flops_per_token") else 0.0
-
-
-class Replicated(_OwnMaths):
-    """A module whose weights every rank holds whole, such as a norm.
-
-    `on_shards`: with REDUCE_SCATTER in training it sees the rank's own tokens, so its gradients are summands.
-    `per_head`: it sees the rank's own heads, in every mode.
-    """
-
-    def __init__(
-        self, module: nn.Module, settings: TensorParallelSettings, on_shards: bool, per_head: bool = False
-    ) -> None:
-        super().__init__(module, lambda parameter: settings.parameter(parameter, Replicate()))
-        self.on_shards, self.per_head = on_shards and settings.sequence, per_head
-
-    def _here(self, parameter: Tensor) -> Tensor:
-        return _local(parameter, self.per_head or (self.on_shards and self.training))
-
-
-class ChannelParallel(_OwnMaths):
-    """A module that computes feature by feature, for the features of this rank: it holds their rows of every parameter.
-
-    `together` neighbouring rows stay on one rank; `kv` as in `ColumnParallelLinear`.
-    """
-
-    def __init__(
-        self, module: nn.Module, settings: TensorParallelSettings, together: int = 1, kv: bool = False, name: str = ""
-    ) -> None:
-        rows = _rows_of_the_head(module, settings, together) if kv else None
-        placement = Shard(0) if rows is None else Replicate()
-        super().__init__(module, lambda parameter: settings.parameter(parameter, placement, together, name))
-        self.rows = rows
-
-    def _here(self, parameter: Tensor) -> Tensor:
-        return _rows_here(parameter, self.rows)

@@ -56,6 +56,10 @@ def _on_meta(config: Config, mesh: Mesh, part: ModelPart | None) -> Decoder:
             asynchronous=config.parallelism.tp_linear_async_communication,
             recompute_allgather=config.parallelism.tp_recompute_allgather,
         )
+    if config.parallelism.expert_parallel_size > 1:
+        from kenotron.parallel import experts
+
+        experts.apply(model, model.plan, mesh)
     model.set_recompute(config.parallelism.recompute_layer)
     if config.model.compile:
         for _, block in modules(model, model.plan.blocks):

@@ -17,6 +17,7 @@ enter beside the weights of the chosen experts (`_WithLoss`): nothing has to tra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,16 +78,17 @@ class ExpertLinear(nn.Module):
 class Experts(nn.Module):
     """The gated MLPs of all experts. Hugging Face has the same names, with an expert's number in them."""
 
-    def __init__(self, experts: int, hidden_size: int, width: int) -> None:
+    def __init__(self, experts: int, hidden_size: int, width: int, activation: str) -> None:
         super().__init__()
+        self.activation = activation
         self.gate_proj = ExpertLinear(experts, hidden_size, width)
         self.up_proj = ExpertLinear(experts, hidden_size, width)
         self.down_proj = ExpertLinear(experts, width, hidden_size)
 
-    def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """gate, up, down in the dtype of what flows through."""
-        gate, up, down = self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight
-        return gate.to(dtype), up.to(dtype), down.to(dtype)
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """x ``[tokens, hidden]`` → the same shape; experts and weights ``[tokens, k]`` as `Router` makes them."""
+        gate, up, down = (linear.weight.to(x.dtype) for linear in (self.gate_proj, self.up_proj, self.down_proj))
+        return expert_mlp(x, experts, weights, gate, up, down, self.activation)
 
 
 class MixtureOfExperts(nn.Module):
@@ -109,22 +111,28 @@ class MixtureOfExperts(nn.Module):
         shared_gate: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.activation, self.routing = activation, routing
-        self.equal_ranks = 1  # ranks that route the same tokens (tp): each has one share of the losses' gradients
+        self.routing = routing
+        # Tensor parallelism: what it sends at the two ends, and the ranks that route the same tokens. Each of those
+        # adds a share of the losses' gradients.
+        self.enter: Callable[[Tensor, bool], Tensor] | None = None
+        self.leave: Callable[[Tensor, bool], Tensor] | None = None
+        self.equal_ranks = 1
         self.gate = Router(hidden_size, experts, routing)
-        self.experts = Experts(experts, hidden_size, width)
+        self.experts = Experts(experts, hidden_size, width, activation)
         self.shared_expert, self.shared_expert_gate = shared, shared_gate
         # What training has seen since `forget_load`: slots of each expert, and (balance, z) losses.
         self.register_buffer("expert_load", torch.zeros(experts), persistent=False)
         self.register_buffer("router_losses", torch.zeros(2), persistent=False)
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        """All of it on this rank."""
+        """In training with the gradients of the router's losses."""
+        x = x if self.enter is None else self.enter(x, self.training)
         experts, weights, logits, scores = self.gate(x)
         if self.training:
             weights = self._with_losses(experts, weights, logits, scores, ctx)
-        y = expert_mlp(x, experts, weights, *self.experts.matrices(x.dtype), self.activation)
-        return y if self.shared_expert is None else y + self._shared(x)
+        y = self.experts(x, experts, weights)
+        y = y if self.shared_expert is None else y + self._shared(x)
+        return y if self.leave is None else self.leave(y, self.training)
 
     def _shared(self, x: Tensor) -> Tensor:
         assert self.shared_expert is not None

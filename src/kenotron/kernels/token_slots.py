@@ -1,0 +1,48 @@
+"""Rows for the experts of each token, and back: `Spread` and `Collect` are each other's transpose.
+
+A token with k experts has k slots; `order` lists the slots of all tokens, sorted by expert. Sums over the slots of a
+token are in a fixed order, where an ``index_add`` of the rows would add in any.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def sum_of_slots(rows: Tensor, order: Tensor, tokens: int, slots: int) -> Tensor:
+    """Rows in sorted order → ``[tokens, features]``, the sum over each token's slots, in a fixed order."""
+    back = torch.empty_like(rows).index_copy_(0, order, rows)
+    return back if slots == 1 else back.view(tokens, slots, -1).sum(1)
+
+
+class Spread(torch.autograd.Function):
+    """x ``[tokens, features]`` → a row for each slot, in `order`; back, the rows of a token are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, slots: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.tokens, ctx.slots = x.shape[0], slots
+        return x.index_select(0, order // slots)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        (order,) = ctx.saved_tensors
+        return sum_of_slots(upstream[0].contiguous(), order, ctx.tokens, ctx.slots), None, None
+
+
+class Collect(torch.autograd.Function):
+    """The other way round: rows in `order` → ``[tokens, features]``, the rows of a token added up."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, tokens: int, slots: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.slots = slots
+        return sum_of_slots(rows, order, tokens, slots)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        (order,) = ctx.saved_tensors
+        return upstream[0].index_select(0, order // ctx.slots), None, None, None

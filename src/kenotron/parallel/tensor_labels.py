@@ -1,0 +1,161 @@
+"""What the modules of tensor parallelism share: over which ranks, and the part of a weight that a rank holds.
+
+A parameter is a DTensor on the mesh's tp axis, as a label only; `local_part` is what maths runs on. `OwnMaths` lets a
+module compute with such parts in its own forward: one with whole weights (`Replicated`), one with a rank's features
+(`ChannelParallel`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.func import functional_call
+
+from kenotron.config.errors import InputError
+from kenotron.parallel import fused
+from kenotron.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class TensorParallelSettings:
+    """How the layers of a model are split: over which ranks, and what travels between them."""
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    sequence: bool
+    asynchronous: bool
+    recompute_allgather: bool
+    fused: bool
+
+    @staticmethod
+    def over(
+        mesh: Mesh, *, mode: str = "ALL_REDUCE", asynchronous: bool = False, recompute_allgather: bool = True
+    ) -> TensorParallelSettings:
+        """Over the tp axis of `mesh`, which must be larger than 1; the settings are those of `apply`."""
+        if mode not in ("ALL_REDUCE", "REDUCE_SCATTER"):
+            raise InputError(f"parallelism.tp_mode: expected ALL_REDUCE or REDUCE_SCATTER, found {mode!r}")
+        group = mesh.group("tp")
+        assert mesh.device_mesh is not None, "a mesh whose tp axis is larger than 1"
+        assert group is not None
+        sequence = mode == "REDUCE_SCATTER"
+        hides = sequence and asynchronous and fused.available(group)
+        return TensorParallelSettings(mesh.device_mesh["tp"], group, sequence, asynchronous, recompute_allgather, hides)
+
+    @property
+    def degree(self) -> int:
+        """Ranks along the tp axis."""
+        return self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This process's rank along the tp axis."""
+        return self.group.rank()
+
+    def parameter(self, whole: Tensor, placement: Placement, together: int = 1, name: str = "") -> nn.Parameter:
+        """This rank's part of `whole`, labelled. `together` neighbours along the split dimension stay on one rank.
+
+        `name` of the module is for the error.
+        """
+        local = whole.detach()
+        if isinstance(placement, Shard):
+            size = local.shape[placement.dim]
+            if size % (together * self.degree):
+                what = f"{size // together} heads" if together > 1 else f"{size} {('rows', 'columns')[placement.dim]}"
+                raise InputError(
+                    f"parallelism.tp: {name or 'a weight'}: expected a divisor of its {what}, found {self.degree}"
+                )
+            local = local.chunk(self.degree, placement.dim)[self.rank]
+        label = DTensor.from_local(local.clone(), self.mesh, [placement], run_check=False)
+        return nn.Parameter(label, whole.requires_grad)
+
+
+def local_part(parameter: Tensor, partial: bool = False) -> Tensor:
+    """What this rank holds of `parameter`; `partial`: its gradient here is one of the ranks' summands."""
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local(grad_placements=[Partial()] if partial else None)
+
+
+def rows_of_the_head(module: Any, settings: TensorParallelSettings, head_dim: int) -> slice | None:
+    """Where there are fewer key-value heads than ranks: rows of the one that this rank works with. Otherwise None."""
+    heads = module.weight.shape[0] // head_dim
+    if heads >= settings.degree or settings.degree % heads:
+        return None
+    first = settings.rank * heads // settings.degree * head_dim
+    return slice(first, first + head_dim)
+
+
+def rows_here(parameter: Tensor, rows: slice | None) -> Tensor:
+    """This rank's shard, or of a weight that it holds whole some `rows`: the gradient is a summand then."""
+    return local_part(parameter) if rows is None else local_part(parameter, partial=True)[rows]
+
+
+class OwnMaths(nn.Module):
+    """Any module on this rank's part of its weights: its own forward, arguments and result."""
+
+    def __init__(self, module: nn.Module, parameter_of: Callable[[Tensor], nn.Parameter]) -> None:
+        super().__init__()
+        for name, parameter in module.named_parameters():
+            self.register_parameter(name, parameter_of(parameter))
+        for name, buffer in module.named_buffers():
+            self.register_buffer(name, buffer)
+        self._maths = (module.to("meta"),)  # in a tuple: a module whose names and (empty) weights are not the model's
+
+    def _here(self, parameter: Tensor) -> Tensor:
+        """What the module computes with, of a parameter."""
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, with its arguments and result."""
+        tensors = {name: self._here(parameter) for name, parameter in self._parameters.items() if parameter is not None}
+        return functional_call(self._maths[0], tensors | dict(self.named_buffers()), args, kwargs)
+
+    def train(self, mode: bool = True) -> OwnMaths:
+        """Training mode also for the module that computes, which is no child of this one."""
+        self._maths[0].train(mode)
+        return super().train(mode)
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """The module's own count; 0 where it has none."""
+        module: Any = self._maths[0]
+        return module.flops_per_token(sequence_length, causal) if hasattr(module, "flops_per_token") else 0.0
+
+
+class Replicated(OwnMaths):
+    """A module whose weights every rank holds whole, such as a norm.
+
+    `on_shards`: with REDUCE_SCATTER in training it sees the rank's own tokens, so its gradients are summands.
+    `per_head`: it sees the rank's own heads, in every mode.
+    """
+
+    def __init__(
+        self, module: nn.Module, settings: TensorParallelSettings, on_shards: bool, per_head: bool = False
+    ) -> None:
+        super().__init__(module, lambda parameter: settings.parameter(parameter, Replicate()))
+        self.on_shards, self.per_head = on_shards and settings.sequence, per_head
+
+    def _here(self, parameter: Tensor) -> Tensor:
+        return local_part(parameter, self.per_head or (self.on_shards and self.training))
+
+
+class ChannelParallel(OwnMaths):
+    """A module that computes feature by feature, for the features of this rank: it holds their rows of every parameter.
+
+    `together` neighbouring rows stay on one rank; `kv` as in `ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self, module: nn.Module, settings: TensorParallelSettings, together: int = 1, kv: bool = False, name: str = ""
+    ) -> None:
+        rows = rows_of_the_head(module, settings, together) if kv else None
+        placement = Shard(0) if rows is None else Replicate()
+        super().__init__(module, lambda parameter: settings.parameter(parameter, placement, together, name))
+        self.rows = rows
+
+    def _here(self, parameter: Tensor) -> Tensor:
+        return rows_here(parameter, self.rows)
