@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 import kenotron as kn
-from kenotron.config import InputError, NotSupportedYet
+from kenotron.config import Config, InputError, NotSupportedYet
 from support.tiny_run import REPOSITORY, environment, losses, metrics, tiny_config, tiny_dict, tiny_yaml, train_quietly
 
 
@@ -136,6 +137,32 @@ def test_an_environment_that_does_not_fit_the_layout_is_said(
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=said):
         train_quietly(tiny_config(tmp_path))
+
+
+def test_processes_for_dp_times_ep_make_dp_larger_and_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {
+        "is_mixtral_config": True,
+        "num_local_experts": 4,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "vocab_size": 64,
+    }
+    layout = ("parallelism.dp=2", "parallelism.expert_parallel_size=2", "tokens.micro_batch_size=3")
+    config = tiny_config(tmp_path, f"model.model_config={json.dumps(keys)}", *layout)
+    work: list[Config] = []
+    monkeypatch.setattr("kenotron.launch.work_on_ranks", lambda config, *_, **__: work.append(config))
+    for processes, dp in ((2, 2), (4, 4)):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", str(processes))
+        kn.train(config)
+        assert work.pop().parallelism.dp == dp
+        said = capsys.readouterr().out
+        expected = "4 processes are dp 2 x ep 2 x the rest: dp is read as 4, so a step has 12 samples and not 6"
+        assert (expected in said) == (dp == 4)
+    with pytest.raises(InputError, match=r"expected a divisor of dp x context_parallel_size 1, found 2: .*dp: 2 here"):
+        kn.load(config, ["parallelism.dp=1"])
 
 
 def test_importing_kenotron_imports_nothing_heavy() -> None:

@@ -23,8 +23,8 @@ MUTANTS = [
     Mutant(
         name="a-sum-inside-of-a-layer-hears-one-rank",
         file="parallel/tensor.py",
-        find="        y = copy_to(_RowProduct.apply(x, _local(self.weight).to(x.dtype), group, False, False), group)\n",
-        replace="        y = _RowProduct.apply(x, _local(self.weight).to(x.dtype), group, False, False)\n",
+        find="copy_to(_RowProduct.apply(x, local_part(self.weight).to(x.dtype), group, False, False), group)",
+        replace="_RowProduct.apply(x, local_part(self.weight).to(x.dtype), group, False, False)",
         why="every rank goes on from Mamba's x_proj with its own channels, and only its own gradient comes back",
         tests=("layouts/test_mamba_on_layouts.py",),
     ),

@@ -198,7 +198,9 @@ def _layout(config: dict[str, Any]) -> None:
     layout["tp"] = 1 + layout.get("tp", 1) % 2
     layout["pp"] = 1 + layout.get("pp", 1) % 2
     layout["context_parallel_size"] = 1 + layout.get("context_parallel_size", 1) % 2
-    layout.update(expert_parallel_size=1, pp_layers=None, pp_stages_per_rank=None, dp_shard=layout.get("dp", 1), strategy=None)
+    layout.update(
+        expert_parallel_size=1, pp_layers=None, pp_stages_per_rank=None, dp_shard=layout.get("dp", 1), strategy=None
+    )
     config["tokens"].update(sequence_length=64, batch_accumulation_per_replica=8)
     config["optimizer"]["zero_stage"] = 1
     model = config["model"]["model_config"]

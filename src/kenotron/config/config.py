@@ -119,7 +119,11 @@ def _check_experts(config: Config) -> Iterator[Problem]:
     elif isinstance(model, DecoderArchitecture) and model.experts % ep:
         yield at, f"expected a divisor of the {model.experts} experts of a layer, found {ep}"
     if ranks % ep:
-        yield at, f"expected a divisor of dp x context_parallel_size {ranks}, found {ep}"
+        yield (
+            at,
+            f"expected a divisor of dp x context_parallel_size {ranks}, found {ep}: data-parallel ranks share the "
+            f"experts (dp {layout.dp} x ep {ep}, as the first Kénotron counts, is dp: {layout.dp * ep} here)",
+        )
 
 
 def _check_loss(config: Config) -> Iterator[Problem]:

@@ -49,6 +49,7 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False) -> Run 
     from kenotron.config import refuse_unsupported
 
     refuse_unsupported(config)
+    config = _with_experts_among_dp(config)
     _print_first_line(config)
     from kenotron.launch.training import train
 
@@ -59,6 +60,24 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False) -> Run 
 
     config, logs = name_before_start(config, fresh)
     return work_on_ranks(config, train, logs=logs, explain_bus_error=partial(truncated_file, config), fresh=fresh)
+
+
+def _with_experts_among_dp(config: Config) -> Config:
+    """`config` with ``dp * ep`` as dp, where processes were started for dp x ep x …, as the first Kénotron counts."""
+    from kenotron.config import load
+
+    layout, ranks = config.parallelism, ranks_from_environment()
+    ep = layout.expert_parallel_size
+    if ep == 1 or not started_as_rank() or ranks.world_size != layout.world_size * ep:
+        return config
+    changed = load(config, [f"parallelism.dp={layout.dp * ep}"])
+    if ranks.rank == 0:
+        print(
+            f"parallelism.dp: {ranks.world_size} processes are dp {layout.dp} x ep {ep} x the rest: dp is read as "
+            f"{layout.dp * ep}, so a step has {changed.global_batch_size} samples and not {config.global_batch_size}",
+            flush=True,
+        )
+    return changed
 
 
 def _print_first_line(config: Config) -> None:

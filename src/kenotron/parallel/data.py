@@ -79,9 +79,9 @@ def apply(
         return
     # Experts that other ranks do not have are replicated over fewer ranks than other weights.
     groups = ((mesh.group("gradient"), False), (mesh.group("expert_replicas"), True))
-    root.gradient_buckets = [  # type: ignore[assignment]
-        GradientBuckets(group, bucket_cap_mb, of_experts) for group, of_experts in groups if group is not None
-    ]
+    buckets = [GradientBuckets(group, bucket_cap_mb, of_experts) for group, of_experts in groups if group is not None]
+    if buckets:
+        root.gradient_buckets = buckets  # type: ignore[assignment]
 
 
 def load_strategy(path: str | None) -> Strategy:
