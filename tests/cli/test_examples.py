@@ -137,6 +137,18 @@ def test_the_mamba_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
     assert (config["architectures"], config["state_size"]) == (["MambaForCausalLM"], 8)
 
 
+@pytest.mark.slow
+def test_the_mixture_of_experts_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
+    readme = examples / "moe" / "README.md"
+    trained, generated = run_readme(examples / "moe", examples.parent, nursery)
+    for process in (trained, generated):
+        assert (process.code, process.stderr) == (0, "")
+    compare(readme, trained.stdout)
+    for line in others(readme):
+        assert line in trained.stdout
+    assert generated.stdout.startswith("def main(")
+
+
 def test_the_quickstart_trains_on_a_few_files(examples: Path, nursery: Nursery) -> None:
     texts = examples.parent / "texts"
     texts.mkdir()

@@ -145,11 +145,20 @@ def test_of_two_moe_configs_the_last_counts_as_in_nanotron(
     path = write(QWEN + keys + shapes + yaml.safe_dump(minimal))
     config, lines = upgraded(path)
     assert lines == [f"{path}:7: duplicate key 'moe_config' (first on line 5); the last one counts, as in nanotron"]
-    if last == "null":
-        refuse_unsupported(config)
-    else:
-        with pytest.raises(NotSupportedYet, match=r"model\.model_config\.moe_config: .*4"):
-            refuse_unsupported(config)
+    assert config.model.decoder.experts == (0 if last == "null" else 4)
+
+
+def test_document_masking_beside_nanotrons_shapes_is_the_models(
+    minimal: dict[str, Any], write: Callable[[str], Path]
+) -> None:
+    del minimal["model"]
+    path = write(QWEN + "    _use_doc_masking: true\n" + yaml.safe_dump(minimal))
+    config, lines = upgraded(path)
+    assert config.model.document_masking
+    assert lines == [f"{path}:5: model.model_config._use_doc_masking is now model.document_masking"]
+    path.write_text(path.read_text().replace("std: 0.02}", "std: 0.02}\n  document_masking: false"))
+    with pytest.raises(InputError, match=r"_use_doc_masking is true and .* false"):
+        load(path)
 
 
 def test_a_key_that_is_repeated_elsewhere_is_an_error(write: Callable[[str], Path]) -> None:

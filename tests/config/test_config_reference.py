@@ -42,7 +42,8 @@ def test_the_keys_without_effect_in_training_are_exactly_these() -> None:
     nanoset = {"skip_in_stream", "pad_samples_to_global_batch_size", "use_old_brrr_dataloader"}
     qwen2 = {"_fused_rotary_emb", "_fused_rms_norm", "_use_qkv_packed", "log_attn_probs", "pretraining_tp"}
     starcoder2 = {"grouped_query", "multi_query"}
-    assert marked(NO_EFFECT) == {"checkpoints_path_is_shared_file_system", *nanoset, *qwen2, *starcoder2}
+    experts = {"token_dispatcher_type", "moe_capacity_factor", "hidden_act"}
+    assert marked(NO_EFFECT) == {"checkpoints_path_is_shared_file_system", *nanoset, *qwen2, *starcoder2, *experts}
 
 
 def properties(schema: dict[str, Any], node: dict[str, Any], depth: int = 0) -> Iterator[set[str]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kenotron.config import Config, InputError, NotSupportedYet, load, to_dict
+from kenotron.config import Config, InputError, load, to_dict
 from kenotron.config.architecture import HFArchitecture
 from kenotron.config.data import (
     CustomSource,
@@ -23,6 +23,7 @@ from kenotron.config.model import ExistingCheckpointInit, RandomInit
 from kenotron.config.optimizer import SGD, AdamW, CustomOptimizer, Muon
 from kenotron.models.families.gpt_neox import GPTNeoXArchitecture
 from kenotron.models.families.llama import LlamaArchitecture
+from kenotron.models.families.llamoe import LlamoeArchitecture
 from kenotron.models.families.mistral import MistralArchitecture
 from kenotron.models.families.mixtral import MixtralArchitecture
 from kenotron.models.families.olmo2 import Olmo2Architecture
@@ -59,6 +60,9 @@ HF = {"hf_dataset_or_datasets": "org/name"}
         ({"family": "qwen3"}, Qwen3Architecture),
         ({"is_qwen3_config": True, "head_dim": 8}, Qwen3Architecture),
         ({"head_dim": 8}, LlamaArchitecture),
+        ({"family": "llamoe"}, LlamoeArchitecture),
+        ({"is_llamoe_config": True, "moe_num_experts": 4, "moe_capacity_factor": 1}, LlamoeArchitecture),
+        ({"moe_num_experts": 4, "pretraining_tp": 2, "hidden_act": "silu"}, LlamoeArchitecture),
         ({"family": "mixtral"}, MixtralArchitecture),
         ({"is_mixtral_config": True}, MixtralArchitecture),
         ({"num_local_experts": 4}, MixtralArchitecture),
@@ -80,20 +84,6 @@ HF = {"hf_dataset_or_datasets": "org/name"}
 def test_an_architecture_is_known_by_its_keys(minimal: dict[str, Any], keys: dict[str, Any], variant: type) -> None:
     minimal["model"]["model_config"] = keys
     assert type(load(minimal).model.architecture) is variant
-
-
-@pytest.mark.parametrize(
-    ("keys", "family"),
-    [
-        ({"is_llamoe_config": True, "moe_num_experts": 4}, "LlaMoE"),
-    ],
-)
-def test_other_families_of_nanotron_are_refused_by_name(
-    minimal: dict[str, Any], keys: dict[str, Any], family: str
-) -> None:
-    minimal["model"]["model_config"] = keys
-    with pytest.raises(NotSupportedYet, match=rf"model\.model_config: the family {family}"):
-        load(minimal)
 
 
 def test_a_starcoder2_has_nanotrons_defaults_and_names(minimal: dict[str, Any]) -> None:

@@ -23,11 +23,17 @@ def problem(tokens: int, experts: int, k: int, dtype: torch.dtype = torch.float6
     return [*tensors, draw(experts, hidden, width)], choice
 
 
-def by_token(x: Tensor, choice: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, act: str) -> Tensor:
+def hidden(act: str, gate: Tensor | None, up: Tensor) -> Tensor:
+    return ACTIVATIONS[act].plain(up) if gate is None else ACTIVATIONS[act].plain(gate) * up
+
+
+def by_token(
+    x: Tensor, choice: Tensor, weights: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, act: str
+) -> Tensor:
     rows = []
     for t in range(len(x)):
         outputs = [
-            weights[t, j] * (down[e] @ (ACTIVATIONS[act].plain(gate[e] @ x[t]) * (up[e] @ x[t])))
+            weights[t, j] * (down[e] @ hidden(act, None if gate is None else gate[e] @ x[t], up[e] @ x[t]))
             for j, e in enumerate(choice[t].tolist())
         ]
         rows.append(torch.stack(outputs).sum(0))
@@ -42,6 +48,16 @@ def test_outputs_and_gradients_are_the_formula_in_float64(form, tokens: int, exp
     found, expected = form(x, choice, weights, *matrices, act), by_token(x, choice, weights, *matrices, act)
     assert torch.allclose(found, expected, atol=1e-12)
     pairs = (torch.autograd.grad((y * upstream).sum(), (x, weights, *matrices)) for y in (found, expected))
+    assert all(torch.allclose(a, b, atol=1e-11) for a, b in zip(*pairs))
+
+
+@pytest.mark.parametrize("form", [expert_mlp, expert_mlp_plain])
+def test_experts_without_a_gate_are_the_formula_in_float64(form) -> None:
+    (x, weights, _, up, down), choice = problem(12, 5, 2)
+    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    outputs = [f(x, choice, weights, None, up, down, "gelu_pytorch_tanh") for f in (form, by_token)]
+    assert torch.allclose(*outputs, atol=1e-12)
+    pairs = (torch.autograd.grad((y * upstream).sum(), (x, weights, up, down)) for y in outputs)
     assert all(torch.allclose(a, b, atol=1e-11) for a, b in zip(*pairs))
 
 

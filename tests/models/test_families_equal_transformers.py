@@ -39,7 +39,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, least: float = 1e-6) -> N
 
 
 def test_every_built_in_family_is_compared() -> None:
-    assert {kind for kind, _ in FAMILIES.values()} == set(built_in_sections())
+    assert {kind for kind, _ in FAMILIES.values()} == set(built_in_sections()) - {"llamoe"}  # nanotron's alone
 
 
 @pytest.mark.parametrize("which", FAMILIES)

@@ -16,7 +16,8 @@ from kenotron.kernels.experts import expert_mlp_plain
 from kenotron.models import Context, build, flops_per_token
 from kenotron.models.blocks.mlp import GatedMLP
 from kenotron.models.blocks.moe import MixtureOfExperts, Routing
-from support.tiny_llamas import our_config
+from support.tiny_llamas import our_config, our_logits, our_model, random_tokens
+from support.tiny_run import losses, metrics, text_overrides, tiny_dict, train_and_listen
 
 HIDDEN, EXPERTS, WIDTH, SEQUENCES, LENGTH = 12, 5, 8, 3, 7
 
@@ -174,3 +175,62 @@ def test_flops_are_those_of_the_experts_that_a_token_goes_through(tmp_path: Path
     with torch.device("meta"):
         model = build(config.model)
     assert flops_per_token(model, length, causal=False) == 2 * (attention + experts) + 2 * hidden * 300
+
+
+# ---- nanotron's mixtures -------------------------------------------------------------------------------------
+
+
+EXPERTS_OF_QWEN = {"num_experts": 6, "top_k": 3, "moe_intermediate_size": 20, "token_dispatcher_type": "alltoall"}
+
+
+def test_nanotrons_qwen_with_experts_is_a_qwen2_moe(tmp_path: Path) -> None:
+    shared = {"enable_shared_expert": True, "shared_expert_intermediate_size": 24, "router_aux_loss_coef": 0.5}
+    one = our_model(tmp_path, is_qwen2_config=True, moe_config=EXPERTS_OF_QWEN | shared | {"layers": [1]})
+    keys = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "router_aux_loss_coef": 0.5}
+    other = our_model(
+        tmp_path,
+        is_qwen2_moe_config=True,
+        qkv_bias=False,
+        shared_expert_intermediate_size=24,
+        mlp_only_layers=[0],
+        **keys,
+    )
+    assert [name for name, _ in one.named_parameters()] == [name for name, _ in other.named_parameters()]
+    other.load_state_dict(one.state_dict())
+    tokens = random_tokens(2, 16)
+    assert torch.equal(our_logits(one, tokens), our_logits(other, tokens))
+    assert one.model.layers["1"].mlp.routing == other.model.layers["1"].mlp.routing
+
+
+def test_a_window_of_nanotrons_qwen_does_not_count_the_token_itself(tmp_path: Path) -> None:
+    assert first_layer(tmp_path, "qwen2", sliding_window_size=7).self_attn.window == 8
+    with pytest.raises(InputError, match=r"moe_config.layers: expected \[-1\], or layers from 0 to 1, found \[2\]"):
+        first_layer(tmp_path, "qwen2", moe_config={"layers": [2]})
+    with pytest.raises(InputError, match=r"moe_config.top_k: expected at most num_experts 2, found 3"):
+        first_layer(tmp_path, "qwen2", moe_config={"num_experts": 2, "top_k": 3})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"is_llamoe_config": True, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_capacity_factor": 1},
+        {"is_qwen2_config": True, "sliding_window_size": 8, "moe_config": EXPERTS_OF_QWEN | {"top_k": 1}},
+    ],
+    ids=["llamoe", "qwen2"],
+)
+def test_nanotrons_mixtures_train(keys: dict[str, Any], tmp_path: Path) -> None:
+    shapes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    plain = tiny_dict(tmp_path)
+    plain["model"]["model_config"] = keys | shapes
+    config = load(plain, [*text_overrides(tmp_path), "tokens.train_steps=10"])
+    _, said = train_and_listen(config)
+    assert losses(config)[-1] < losses(config)[0] - 0.3
+    steps = [line for line in said.splitlines() if line.startswith("step ")]
+    assert all("expert_load_max" in line and "entropy" not in line and len(line) <= 130 for line in steps)
+    assert 0 < metrics(config)[-1]["expert_load_entropy"] <= 1
+
+
+def test_experts_of_a_llamoe_have_no_gate_and_gelu(tmp_path: Path) -> None:
+    moe = first_layer(tmp_path, "llamoe", moe_num_experts=3, num_experts_per_tok=2, router_aux_loss_coef=0.5).mlp
+    assert [name for name, _ in moe.experts.named_parameters()] == ["up_proj.weight", "down_proj.weight"]
+    assert (moe.experts.activation, moe.routing) == ("gelu_pytorch_tanh", Routing(2, balance=0.5))

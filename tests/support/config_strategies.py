@@ -153,6 +153,7 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
 
 _QWEN = {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": []}
 SPARSE: dict[str, dict[str, Any]] = {
+    "llamoe": {"moe_num_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2} | _QWEN,
@@ -186,6 +187,10 @@ def _heads(model: dict[str, Any]) -> None:
             model.update(sparse)
     if "no_rope_layers" in model:
         model["no_rope_layers"] = [1, 1, 0, 1]
+    if model.get("sliding_window_size"):
+        model["sliding_window_size"] = None
+    if model.get("moe_config"):
+        model["moe_config"] = {"num_experts": 4, "top_k": 2, "moe_intermediate_size": 32}
     if model.get("no_rope_layer"):
         model["no_rope_layer"] = 2
     if model.get("head_dim"):

@@ -6,10 +6,8 @@ REFUSED_KEYS = {
     ("Qwen2Architecture", "is_qwen2_config"): {
         "rope_seq_len_interpolation_factor": 2.0,
         "flex_attention_mask": "document",
-        "sliding_window_size": 8,
         "_use_doc_masking": "true",
         "ring_attn_heads_k_stride": 1,
-        "moe_config": "{num_experts: 2}",
     },
     ("Starcoder2Architecture", "is_starcoder2_config"): {
         "attn_pdrop": 0.1,
@@ -66,6 +64,11 @@ TESTS = {
     (VARIANTS, "Qwen2Architecture"): """family is_qwen2_config pretraining_tp log_attn_probs _fused_rotary_emb
         _fused_rms_norm _use_qkv_packed""",
     (FAMILIES, "Qwen2Architecture"): "attention_bias no_rope_layer",
+    (ROUTER, "Qwen2Architecture"): "moe_config sliding_window_size",
+    (ROUTER, "NanotronExperts"): """num_experts top_k moe_intermediate_size enable_shared_expert layers
+        shared_expert_intermediate_size router_aux_loss_coef token_dispatcher_type""",
+    (VARIANTS, "LlamoeArchitecture"): "family is_llamoe_config hidden_act moe_capacity_factor pretraining_tp",
+    (ROUTER, "LlamoeArchitecture"): "moe_num_experts num_experts_per_tok router_aux_loss_coef",
     (VARIANTS, "Qwen3Architecture"): "family is_qwen3_config",
     (FAMILIES, "Qwen3Architecture"): "attention_bias",
     (VARIANTS, "SmolLM3Architecture"): "family is_smollm3_config",

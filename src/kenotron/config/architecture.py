@@ -52,7 +52,8 @@ class HFArchitecture(Section):
         own = handler.resolve_ref_schema(handler(schema))
         own["properties"].pop("overrides")
         for section in reversed(built_in_sections().values()):
-            own["properties"] |= section.model_json_schema()["properties"]
+            of_section = section.model_json_schema()
+            own["properties"] |= _inlined(of_section["properties"], of_section.get("$defs", {}))
         own["properties"]["family"] = {"type": "string"}
         return own
 
@@ -64,6 +65,15 @@ class HFArchitecture(Section):
         """What its overrides ask for and no code serves yet."""
         section = _section_of(self.overrides)
         return list(section.model_validate(self.overrides).unsupported())
+
+
+def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
+    """`node` of a JSON schema with its references replaced by what they name."""
+    if isinstance(node, dict):
+        if "$ref" in node:
+            return _inlined(definitions[node["$ref"].split("/")[-1]], definitions)
+        return {name: _inlined(each, definitions) for name, each in node.items()}
+    return [_inlined(each, definitions) for each in node] if isinstance(node, list) else node
 
 
 def built_in_sections() -> dict[str, type[DecoderArchitecture]]:

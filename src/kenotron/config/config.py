@@ -111,19 +111,12 @@ def _check_heads(config: Config) -> Iterator[Problem]:
 
 
 def _check_experts(config: Config) -> Iterator[Problem]:
-    layout, model = config.parallelism, config.model.architecture
-    ep, ranks = layout.expert_parallel_size, layout.dp * layout.context_parallel_size
+    ep, model = config.parallelism.expert_parallel_size, config.model.architecture
     at = "parallelism.expert_parallel_size"
     if isinstance(model, DecoderArchitecture) and ep > 1 and not model.experts:
         yield at, f"expected 1: the family {model.family} has no experts; found {ep}"
     elif isinstance(model, DecoderArchitecture) and model.experts % ep:
         yield at, f"expected a divisor of the {model.experts} experts of a layer, found {ep}"
-    if ranks % ep:
-        yield (
-            at,
-            f"expected a divisor of dp x context_parallel_size {ranks}, found {ep}: data-parallel ranks share the "
-            f"experts (dp {layout.dp} x ep {ep}, as the first Kénotron counts, is dp: {layout.dp * ep} here)",
-        )
 
 
 def _check_loss(config: Config) -> Iterator[Problem]:

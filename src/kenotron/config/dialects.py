@@ -8,6 +8,7 @@ moe_layer_recompute: false    →       (removed)
 interleaved_rotary: true      →       rope_interleaved: true
 initializer_range: 0.02       →       std: 0.02, and two more keys of Mamba's init_method
 pad_vocab_size_multiple: 8    →       make_vocab_size_divisible_by: 8
+_use_doc_masking: true        →       document_masking: true, beside model_config
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ _FIRST_STAGE = "Training Stage"
 
 def upgrade(document: Document) -> Iterator[str]:
     """Rewrite `document` in place; yields one message per upgraded key."""
-    for rewrite in (_flat_adam, _data_without_stages, _folder_weights, _moe_recompute, _interleaved_rotary, _mamba):
+    for rewrite in (
+        _flat_adam,
+        _data_without_stages,
+        _folder_weights,
+        _moe_recompute,
+        _interleaved_rotary,
+        _doc_masking,
+        _mamba,
+    ):
         yield from rewrite(document)
 
 
@@ -96,7 +105,7 @@ def _moe_recompute(document: Document) -> Iterator[str]:
         yield at_line(
             document,
             keys,
-            "parallelism.moe_layer_recompute is ignored: mixture-of-experts layers are not supported yet",
+            "parallelism.moe_layer_recompute is ignored: recompute_layer recomputes layers with experts as others",
         )
         del parallelism["moe_layer_recompute"]
 
@@ -118,6 +127,17 @@ def _interleaved_rotary(document: Document) -> Iterator[str]:
         )
     yield at_line(document, old, "model.model_config.interleaved_rotary is now rope_interleaved")
     document.move(old, new)
+
+
+def _doc_masking(document: Document) -> Iterator[str]:
+    old: Keys = ("model", "model_config", "_use_doc_masking")
+    if document.get(*old) is not True:
+        return
+    if document.get("model", "document_masking") is False:
+        raise InputError(at_line(document, old, "_use_doc_masking is true and model.document_masking false"))
+    yield at_line(document, old, "model.model_config._use_doc_masking is now model.document_masking")
+    document.put(("model", "document_masking"), True, document.place(old))
+    del document.get("model", "model_config")["_use_doc_masking"]
 
 
 def _mamba(document: Document) -> Iterator[str]:

@@ -40,11 +40,6 @@ _VALUES: dict[str, tuple[str, ...]] = {
 }
 
 
-# Family → its marker in `model_config`, and keys that no served family has.
-_FAMILIES: dict[str, tuple[str, ...]] = {
-    "LlaMoE": ("is_llamoe_config", "moe_num_experts", "num_experts_per_tok", "moe_capacity_factor"),
-}
-
 # Keys that name local files or folders. A URL there would be taken for a folder called `s3:`.
 _LOCAL = (
     "general.benchmark_csv_path",
@@ -65,7 +60,7 @@ def take_unserved(data: dict[str, Any]) -> list[tuple[Keys, object]]:
 
     Listed keys that ask for nothing are taken out of `data`: the schema does not have them.
     """
-    return [*_keys(data), *_values(data), *_urls(data), *_family(data)]
+    return [*_keys(data), *_values(data), *_urls(data)]
 
 
 def choices_without_effect(data: dict[str, Any]) -> Iterator[tuple[Keys, str]]:
@@ -113,16 +108,6 @@ def _urls(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
         value = _at(data, keys)
         if isinstance(value, str) and _URL.match(value):
             yield keys, f"{value}: expected a local path"
-
-
-def _family(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
-    keys = _at(data, ("model", "model_config"))
-    if not isinstance(keys, dict) or "hf" in keys or "family" in keys:
-        return
-    markers = {key for key in keys if key.startswith("is_") and key.endswith("_config")}
-    for family, marks in _FAMILIES.items():
-        if not (markers or set(keys)).isdisjoint(marks):
-            yield ("model", "model_config"), f"the family {family}"
 
 
 def _at(data: Any, keys: Sequence[str]) -> Any:

@@ -2,6 +2,8 @@
 
     y[t] = sum over j of weights[t, j] * down[e] (act(gate[e] x[t]) * up[e] x[t])        e = experts[t, j]
 
+or without a gate, down[e] act(up[e] x[t]).
+
 Tokens are sorted by expert, so each expert is three products of consecutive rows. Three tokens, two experts each:
 
     experts   [[2, 0], [0, 1], [2, 1]]          rows, sorted   0 0 │ 1 1 │ 2 2     expert
@@ -30,25 +32,28 @@ from kenotron.kernels.token_slots import sum_of_slots
 
 
 def expert_mlp_plain(
-    x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, act: str = "silu"
+    x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, act: str = "silu"
 ) -> Tensor:
     """The formula, one expert after the other; shapes as `expert_mlp`. The reference, and the path of float64."""
     y = torch.zeros_like(x)
-    for number, (w_gate, w_up, w_down) in enumerate(zip(gate.unbind(), up.unbind(), down.unbind())):
+    plain = ACTIVATIONS[act].plain
+    for number, (w_up, w_down) in enumerate(zip(up.unbind(), down.unbind())):
         token, slot = (experts == number).nonzero(as_tuple=True)
         rows = x[token]
-        hidden = ACTIVATIONS[act].plain(F.linear(rows, w_gate)) * F.linear(rows, w_up)
+        hidden = F.linear(rows, w_up)
+        hidden = plain(hidden) if gate is None else plain(F.linear(rows, gate[number])) * hidden
         y = y.index_add(0, token, F.linear(hidden, w_down) * weights[token, slot, None].to(x.dtype))
     return y
 
 
 def expert_mlp(
-    x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, act: str = "silu"
+    x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, act: str = "silu"
 ) -> Tensor:
     """x ``[tokens, hidden]`` → the same shape and dtype, through the MLPs of each token's experts.
 
-    experts ``[tokens, k]`` int64, weights ``[tokens, k]`` fp32; gate and up ``[experts, width, hidden]``, down
-    ``[experts, hidden, width]`` in x's dtype. `act` is a name of Hugging Face's `hidden_act`.
+    experts ``[tokens, k]`` int64, weights ``[tokens, k]`` fp32; gate (None: there is none) and up
+    ``[experts, width, hidden]``, down ``[experts, hidden, width]`` in x's dtype. `act` is a name of Hugging Face's
+    `hidden_act`.
     """
     if torch.compiler.is_compiling():  # group sizes are data: a compiled block has a graph break here
         return torch.compiler.disable(_ExpertMLP.apply)(x, experts, weights, gate, up, down, act)
@@ -58,16 +63,18 @@ def expert_mlp(
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, act: str
+        ctx: Any, x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, act: str
     ) -> Tensor:
         slots = experts.shape[1]
         order = torch.argsort(experts.reshape(-1), stable=True)
-        sizes = torch.bincount(experts.reshape(-1), minlength=gate.shape[0])
+        sizes = torch.bincount(experts.reshape(-1), minlength=up.shape[0])
         groups = _Groups(sizes)
         rows = x.index_select(0, order // slots)
         w = weights.reshape(-1).index_select(0, order).to(x.dtype)[:, None]
-        g, u = groups.rows_by_matrix(rows, gate), groups.rows_by_matrix(rows, up)
-        hidden = ACTIVATIONS[act].plain(g).mul_(u).mul_(w)
+        u = groups.rows_by_matrix(rows, up)
+        g = u if gate is None else groups.rows_by_matrix(rows, gate)
+        hidden = ACTIVATIONS[act].plain(g)
+        hidden = (hidden if gate is None else hidden.mul_(u)).mul_(w)
         y = groups.rows_by_matrix(hidden, down)
         ctx.save_for_backward(x, weights, gate, up, down, order, sizes, g, u)
         ctx.act, ctx.slots = act, slots
@@ -83,16 +90,20 @@ class _ExpertMLP(torch.autograd.Function):
 
         dhidden = groups.rows_by_matrix(dy, down.transpose(1, 2))
         activated = act.plain(g)
-        product = activated * u
+        product = activated if gate is None else activated * u
         dw = (dhidden * product).sum(1, dtype=torch.float32)
         ddown = groups.rows_by_rows(dy, product.mul_(w))
         dhidden.mul_(w)
-        du = activated.mul_(dhidden)
-        dg = torch.empty_like(g)
-        act.backward(dhidden.mul_(u), g, grad_input=dg)
-        dgate, dup = groups.rows_by_rows(dg, rows), groups.rows_by_rows(du, rows)
-        drows = groups.rows_by_matrix(dg, gate.transpose(1, 2))
-        groups.rows_by_matrix(du, up.transpose(1, 2), onto=drows)
+        dg, dgate = torch.empty_like(g), None
+        if gate is None:
+            act.backward(dhidden, g, grad_input=dg)
+            drows, dup = groups.rows_by_matrix(dg, up.transpose(1, 2)), groups.rows_by_rows(dg, rows)
+        else:
+            du = activated.mul_(dhidden)
+            act.backward(dhidden.mul_(u), g, grad_input=dg)
+            dgate, dup = groups.rows_by_rows(dg, rows), groups.rows_by_rows(du, rows)
+            drows = groups.rows_by_matrix(dg, gate.transpose(1, 2))
+            groups.rows_by_matrix(du, up.transpose(1, 2), onto=drows)
         dx = sum_of_slots(drows, order, tokens, ctx.slots)
         dweights = torch.empty_like(dw).index_copy_(0, order, dw).view_as(weights)
         return dx, None, dweights.to(weights.dtype), dgate, dup, ddown, None

@@ -63,21 +63,29 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False) -> Run 
 
 
 def _with_experts_among_dp(config: Config) -> Config:
-    """`config` with ``dp * ep`` as dp, where processes were started for dp x ep x …, as the first Kénotron counts."""
+    """`config` with ``dp * ep`` as dp, where processes were started for dp x ep x …, as the first Kénotron counts.
+
+    Raises InputError if ep divides neither those ranks nor dp x cp.
+    """
     from kenotron.config import load
 
     layout, ranks = config.parallelism, ranks_from_environment()
-    ep = layout.expert_parallel_size
-    if ep == 1 or not started_as_rank() or ranks.world_size != layout.world_size * ep:
-        return config
-    changed = load(config, [f"parallelism.dp={layout.dp * ep}"])
-    if ranks.rank == 0:
-        print(
-            f"parallelism.dp: {ranks.world_size} processes are dp {layout.dp} x ep {ep} x the rest: dp is read as "
-            f"{layout.dp * ep}, so a step has {changed.global_batch_size} samples and not {config.global_batch_size}",
-            flush=True,
+    ep, dp, equal = layout.expert_parallel_size, layout.dp, layout.dp * layout.context_parallel_size
+    if ep > 1 and started_as_rank() and ranks.world_size == layout.world_size * ep:
+        changed = load(config, [f"parallelism.dp={dp * ep}"])
+        if ranks.rank == 0:
+            print(
+                f"parallelism.dp: {ranks.world_size} processes are dp {dp} x ep {ep} x the rest: dp is read as "
+                f"{dp * ep}, so a step has {changed.global_batch_size} samples and not {config.global_batch_size}",
+                flush=True,
+            )
+        return changed
+    if equal % ep:
+        raise InputError(
+            f"parallelism.expert_parallel_size: expected a divisor of dp x context_parallel_size {equal}, found {ep}: "
+            f"data-parallel ranks share the experts (dp {dp} x ep {ep}, as the first Kénotron counts, is dp: {dp * ep})"
         )
-    return changed
+    return config
 
 
 def _print_first_line(config: Config) -> None:

@@ -44,7 +44,7 @@ class ExpertLoad(Hook):
         numbers = torch.stack((*losses, shares.max(), shares.min(), entropy.mean())).tolist()
         names = ("router_balance_loss", "router_z_loss", "expert_load_max", "expert_load_min", "expert_load_entropy")
         for name, number in zip(names, numbers, strict=True):
-            run.record_metric(name, number)
+            run.record_metric(name, number, on_console=name == "expert_load_max")
         if run.mesh.is_first:
             self._warn_of_starving(loads, routed)
 

@@ -118,7 +118,8 @@ class Metrics(Hook):
             self._tensorboard(run, raw)
         interval = run.config.logging.iteration_step_info_interval
         if (run.step - 1) % interval == 0 or run.finished:
-            run_log(run.config).step(run, shown, recorded)
+            on_console = {name: value for name, value in recorded.items() if name not in run.off_console}
+            run_log(run.config).step(run, shown, on_console)
 
     def _take_recorded(self, run: Run, raw: dict[str, Any]) -> dict[str, Any]:
         """What hooks recorded for this step."""

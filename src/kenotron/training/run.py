@@ -57,6 +57,7 @@ class Run:
     data_wait_seconds: float = 0.0
     last_result: StepResult | None = None
     recorded: dict[str, float] = field(default_factory=dict)  # by hooks, for the next line of metrics
+    off_console: set[str] = field(default_factory=set)  # names of those that the console does not show
     last_metrics: dict[str, float] = field(default_factory=dict)  # the last line; on rank 0
 
     @property
@@ -122,13 +123,17 @@ class Run:
         elif any_rank(self.stop_requested is not None, self.device):
             self.stop_reason = next(reason for reason in gather(self.stop_requested) if reason)
 
-    def record_metric(self, name: str, value: float, reduce: Literal["mean", "min", "max"] | None = None) -> None:
-        """Add a number to the next line of metrics: in ``metrics.jsonl``, on the console and in TensorBoard.
+    def record_metric(
+        self, name: str, value: float, reduce: Literal["mean", "min", "max"] | None = None, *, on_console: bool = True
+    ) -> None:
+        """Add a number to the next line of metrics: in ``metrics.jsonl``, `on_console` and in TensorBoard.
 
         Up to a hook's `after_step` that is the current step's line. The value of rank 0 is written; `reduce` combines
         those of all ranks instead, and all of them have to make the call. A name that the line has already is an
         error when the line is written.
         """
+        if not on_console:
+            self.off_console.add(name)
         self.recorded[name] = float(value) if reduce is None else REDUCTIONS[reduce](gather(float(value)))
 
 

@@ -76,25 +76,27 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """The gated MLPs of all experts. Hugging Face has the same names, with an expert's number in them."""
+    """The MLPs of all experts, `gated` or not. Hugging Face has the same names, with an expert's number in them."""
 
-    def __init__(self, experts: int, hidden_size: int, width: int, activation: str) -> None:
+    def __init__(self, experts: int, hidden_size: int, width: int, activation: str, gated: bool = True) -> None:
         super().__init__()
         self.activation = activation
-        self.gate_proj = ExpertLinear(experts, hidden_size, width)
+        self.gate_proj = ExpertLinear(experts, hidden_size, width) if gated else None
         self.up_proj = ExpertLinear(experts, hidden_size, width)
         self.down_proj = ExpertLinear(experts, width, hidden_size)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x ``[tokens, hidden]`` → the same shape; experts and weights ``[tokens, k]`` as `Router` makes them."""
-        gate, up, down = (linear.weight.to(x.dtype) for linear in (self.gate_proj, self.up_proj, self.down_proj))
+        gate = None if self.gate_proj is None else self.gate_proj.weight.to(x.dtype)
+        up, down = self.up_proj.weight.to(x.dtype), self.down_proj.weight.to(x.dtype)
         return expert_mlp(x, experts, weights, gate, up, down, self.activation)
 
 
 class MixtureOfExperts(nn.Module):
     """x ``[tokens, hidden]`` → the same shape.
 
-    `shared`: an expert that sees every token; `shared_gate`: a linear to one number, whose sigmoid weighs it.
+    `shared`: an expert that sees every token; `shared_gate`: a linear to one number, whose sigmoid weighs it. Experts
+    that are not `gated` are ``down(act(up(x)))``.
     """
 
     expert_load: Tensor
@@ -109,6 +111,7 @@ class MixtureOfExperts(nn.Module):
         routing: Routing,
         shared: nn.Module | None = None,
         shared_gate: nn.Module | None = None,
+        gated: bool = True,
     ) -> None:
         super().__init__()
         self.routing = routing
@@ -118,7 +121,7 @@ class MixtureOfExperts(nn.Module):
         self.leave: Callable[[Tensor, bool], Tensor] | None = None
         self.equal_ranks = 1
         self.gate = Router(hidden_size, experts, routing)
-        self.experts = Experts(experts, hidden_size, width, activation)
+        self.experts = Experts(experts, hidden_size, width, activation, gated)
         self.shared_expert, self.shared_expert_gate = shared, shared_gate
         # What training has seen since `forget_load`: slots of each expert, and (balance, z) losses.
         self.register_buffer("expert_load", torch.zeros(experts), persistent=False)

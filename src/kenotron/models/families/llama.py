@@ -24,6 +24,16 @@ class LlamaStyleArchitecture(RopeArchitecture):
 
     rms_norm_eps: float = key("Added to the mean square inside RMSNorm.", 1e-6, gt=0)
 
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The layers with experts; the others have a plain gated MLP."""
+        return ()
+
+    @property
+    def expert_width(self) -> int:
+        """Width inside an expert."""
+        return 0
+
 
 class LlamaArchitecture(LlamaStyleArchitecture):
     """The Llama family, under Hugging Face's names."""

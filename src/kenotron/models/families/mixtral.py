@@ -58,7 +58,7 @@ class SparseArchitecture(LlamaStyleArchitecture):
             yield f"expected a divisor of the width of an expert, {self.expert_width}, found {tp}"
 
 
-S = TypeVar("S", bound=SparseArchitecture)
+S = TypeVar("S", bound=LlamaStyleArchitecture)
 
 
 class SparseStyle(LlamaStyle[S]):
@@ -86,6 +86,7 @@ class SparseStyle(LlamaStyle[S]):
         from kenotron.models.blocks.moe import Routing
 
         config = self.config
+        assert isinstance(config, SparseArchitecture)
         return Routing(
             config.num_experts_per_tok,
             normalize=getattr(config, "norm_topk_prob", True),
@@ -100,7 +101,7 @@ class SparseStyle(LlamaStyle[S]):
     def block(self, layer: int) -> nn.Module:
         """Layer number `layer`."""
         from kenotron.models.blocks.mlp import GatedMLP
-        from kenotron.models.blocks.moe import MixtureOfExperts, MoEBlock
+        from kenotron.models.blocks.moe import MoEBlock
         from kenotron.models.blocks.pre_norm import PreNormBlock
 
         config = self.config
@@ -108,9 +109,15 @@ class SparseStyle(LlamaStyle[S]):
         if layer not in config.sparse_layers:
             mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
             return PreNormBlock(norms[0], attention, norms[1], mlp)
+        return MoEBlock(norms[0], attention, norms[1], self.mixture())
+
+    def mixture(self) -> nn.Module:
+        """The experts of a layer, and their router."""
+        from kenotron.models.blocks.moe import MixtureOfExperts
+
+        config = self.config
         shapes = config.hidden_size, config.experts, config.expert_width
-        experts = MixtureOfExperts(*shapes, config.hidden_act, self.routing(), *self.shared_expert())
-        return MoEBlock(norms[0], attention, norms[1], experts)
+        return MixtureOfExperts(*shapes, config.hidden_act, self.routing(), *self.shared_expert())
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
         """What writes into the residual stream is damped by depth, in experts as elsewhere."""

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5, dense (arXiv 2407.10671, 2412.15115): a Llama whose query, key and value projections have biases.
 
-nanotron's Qwen2 has them only with `attention_bias`, and more keys: layers without RoPE, and experts and windows, which
-are known here and refused by name.
+nanotron's Qwen2 has them only with `attention_bias`, and more keys: layers without RoPE, windows, and experts under
+`moe_config`. What of it is not served is known here and refused by name.
 """
 
 from __future__ import annotations
@@ -11,14 +11,34 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kenotron.config.decoder import Problem
 from kenotron.config.errors import InputError
-from kenotron.config.section import NO_EFFECT, OURS, key
-from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
+from kenotron.config.section import NO_EFFECT, OURS, Section, key
+from kenotron.models.families.llama import LlamaStyleArchitecture
+from kenotron.models.families.mixtral import SparseStyle
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from kenotron.models.blocks.moe import Routing
+
 _UNSERVED = "Known from nanotron; only its default is supported."
 _KERNEL = "Chooses a kernel of nanotron's; the fastest is taken here anyway."
+
+
+class NanotronExperts(Section):
+    """nanotron's `moe_config`: a mixture of experts in some layers, routed as in Qwen2-MoE."""
+
+    num_experts: int = key("Experts of a layer.", 8, ge=1)
+    top_k: int = key("Experts that a token goes through.", 2, ge=1)
+    moe_intermediate_size: int = key("Width inside an expert.", 1408, ge=1)
+    enable_shared_expert: bool = key("An expert for every token, weighed by a gate.", False)
+    shared_expert_intermediate_size: int = key("Width inside the shared expert.", 5632, ge=1)
+    router_aux_loss_coef: float = key(
+        "Weight of the loss that balances the load of the experts; nanotron has the key and never reads it.",
+        0.01,
+        ge=0,
+    )
+    layers: list[int] = key("Layers with experts; [-1]: all.", [-1])
+    token_dispatcher_type: Literal["alltoall", "allgather"] = key("Accepted for old files.", "alltoall", mark=NO_EFFECT)
 
 
 class Qwen2Architecture(LlamaStyleArchitecture):
@@ -27,10 +47,8 @@ class Qwen2Architecture(LlamaStyleArchitecture):
     not_served: ClassVar[tuple[str, ...]] = (
         "rope_seq_len_interpolation_factor",
         "flex_attention_mask",
-        "sliding_window_size",
         "use_doc_masking",
         "ring_attn_heads_k_stride",
-        "moe_config",
     )
 
     family: Literal["qwen2"] = key("The family's name.", "qwen2", mark=OURS)
@@ -39,11 +57,13 @@ class Qwen2Architecture(LlamaStyleArchitecture):
     pretraining_tp: int = key("Accepted for old files.", 1, mark=NO_EFFECT)
     rope_seq_len_interpolation_factor: float | None = key(_UNSERVED, None)
     flex_attention_mask: str | None = key(_UNSERVED, None)
-    sliding_window_size: int | None = key(_UNSERVED, None)
+    sliding_window_size: int | None = key(
+        "Tokens before it that a token attends to, besides itself; null: all before it.", None, ge=0
+    )
     no_rope_layer: int | None = key("N: every N-th layer has no rotary positions; null: all have.", None, ge=1)
     use_doc_masking: bool = key(_UNSERVED + " (Here: model.document_masking.)", False, alias="_use_doc_masking")
     ring_attn_heads_k_stride: int | None = key(_UNSERVED, None)
-    moe_config: dict[str, Any] | None = key(_UNSERVED, None)
+    moe_config: NanotronExperts | None = key("A mixture of experts in some layers; null: none.", None)
     fused_rotary_emb: bool = key(_KERNEL, True, alias="_fused_rotary_emb", mark=NO_EFFECT)
     fused_rms_norm: bool = key(_KERNEL, True, alias="_fused_rms_norm", mark=NO_EFFECT)
     use_qkv_packed: bool = key(_KERNEL, True, alias="_use_qkv_packed", mark=NO_EFFECT)
@@ -53,25 +73,77 @@ class Qwen2Architecture(LlamaStyleArchitecture):
         """By `no_rope_layer`."""
         return self.no_rope_layer is None or (layer + 1) % self.no_rope_layer != 0
 
+    @property
+    def attention_window(self) -> int | None:
+        """The sliding window, which here counts the token itself."""
+        return None if self.sliding_window_size is None else self.sliding_window_size + 1
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer."""
+        return self.moe_config.num_experts if self.moe_config else 0
+
+    @property
+    def expert_width(self) -> int:
+        """Width inside an expert."""
+        return self.moe_config.moe_intermediate_size if self.moe_config else 0
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The layers with experts."""
+        layers = self.moe_config.layers if self.moe_config else []
+        return tuple(range(self.num_hidden_layers)) if layers == [-1] else tuple(layers)
+
+    def tp_problems(self, tp: int) -> Iterator[str]:
+        """Experts are split inside."""
+        yield from super().tp_problems(tp)
+        if self.expert_width % tp:
+            yield f"expected a divisor of moe_config.moe_intermediate_size {self.expert_width}, found {tp}"
+
     def shape_problems(self) -> Iterator[Problem]:
         """As in nanotron, the layers are whole rounds of `no_rope_layer`."""
         yield from super().shape_problems()
         if self.no_rope_layer is not None and self.num_hidden_layers % self.no_rope_layer:
             expected = f"expected a divisor of num_hidden_layers {self.num_hidden_layers}, found {self.no_rope_layer}"
             yield "no_rope_layer", expected
+        if self.moe_config and self.moe_config.top_k > self.experts:
+            yield "moe_config.top_k", f"expected at most num_experts {self.experts}, found {self.moe_config.top_k}"
+        if any(not 0 <= layer < self.num_hidden_layers for layer in self.sparse_layers):
+            expected = f"expected [-1], or layers from 0 to {self.num_hidden_layers - 1}"
+            yield "moe_config.layers", f"{expected}, found {list(self.sparse_layers)}"
 
 
-class Qwen2(LlamaStyle[Qwen2Architecture]):
-    """Biases on q, k and v, none on the output projection."""
+class Qwen2(SparseStyle[Qwen2Architecture]):
+    """Biases on q, k and v, none on the output projection; experts only where nanotron's key asks for them."""
 
     section = Qwen2Architecture
     hf_model_type = "qwen2"
     hf_class = "Qwen2ForCausalLM"
     hf_fixed = {"use_sliding_window": False}  # noqa: RUF012
 
-    def block(self, layer: int) -> nn.Module:
-        """Layer number `layer`."""
-        return self.pre_norm_block(layer, qkv_bias=self.config.attention_bias)
+    def attention(self, layer: int) -> nn.Module:
+        """The attention of layer `layer`."""
+        from kenotron.models.blocks.attention import Attention
+
+        return Attention.of(self.config, layer, qkv_bias=self.config.attention_bias)
+
+    def routing(self) -> Routing:
+        """Softmax over all experts, and the weights of the chosen as they are."""
+        from kenotron.models.blocks.moe import Routing
+
+        assert self.config.moe_config is not None
+        return Routing(self.config.moe_config.top_k, balance=self.config.moe_config.router_aux_loss_coef)
+
+    def shared_expert(self) -> tuple[nn.Module | None, nn.Module | None]:
+        """A gated MLP and its gate, if they are asked for."""
+        from kenotron.models.blocks.linear import Linear
+        from kenotron.models.blocks.mlp import GatedMLP
+
+        config, experts = self.config, self.config.moe_config
+        if experts is None or not experts.enable_shared_expert:
+            return None, None
+        shared = GatedMLP(config.hidden_size, experts.shared_expert_intermediate_size, config.hidden_act)
+        return shared, Linear(config.hidden_size, 1)
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +151,10 @@ class Qwen2(LlamaStyle[Qwen2Architecture]):
         return values | {"attention_bias": True}
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Without biases, or with layers without RoPE, there is no Qwen2 there."""
+        """Without biases, or with what only nanotron's has, there is no Qwen2 there."""
+        for name in ("moe_config", "sliding_window_size"):
+            if getattr(self.config, name) is not None:
+                raise InputError(f"{name}: Hugging Face's Qwen2 has no such layers (qwen2_moe has experts)")
         if self.config.no_rope_layer is not None:
             raise InputError(
                 f"no_rope_layer: {self.config.no_rope_layer}: Hugging Face's Qwen2 has rotary positions in every "

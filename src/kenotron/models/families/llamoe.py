@@ -1,0 +1,50 @@
+"""LlaMoE, nanotron's example of a mixture of experts: a Llama whose experts are MLPs without a gate.
+
+Its experts compute with GELU whatever `hidden_act` says, and routing weights are those of the softmax over all experts.
+It has no counterpart in transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from kenotron.config.section import NO_EFFECT, OURS, key
+from kenotron.models.families.mixtral import SparseArchitecture, SparseStyle
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class LlamoeArchitecture(SparseArchitecture):
+    """The keys of nanotron's LlaMoEConfig."""
+
+    family: Literal["llamoe"] = key("The family's name.", "llamoe", mark=OURS)
+    is_llamoe_config: bool = key("Marks the family; its value changes nothing.", True)
+    hidden_act: str = key("Accepted for old files: the experts compute with GELU.", "silu", mark=NO_EFFECT)
+    moe_num_experts: int = key("Experts of a layer.", 1, ge=1)
+    num_experts_per_tok: int = key("Experts that a token goes through.", 1, ge=1)
+    moe_capacity_factor: float = key("Accepted for old files: no token is dropped.", 1, mark=NO_EFFECT)
+    pretraining_tp: int = key("Accepted for old files.", 1, mark=NO_EFFECT)
+    router_aux_loss_coef: float = key(
+        "Weight of the loss that balances the load of the experts, a mean over sequences.", 0.0, ge=0, mark=OURS
+    )
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer."""
+        return self.moe_num_experts
+
+
+class Llamoe(SparseStyle[LlamoeArchitecture]):
+    """Every layer has experts."""
+
+    section = LlamoeArchitecture
+
+    def mixture(self) -> nn.Module:
+        """Experts without a gate."""
+        from kenotron.models.blocks.moe import MixtureOfExperts, Routing
+
+        config = self.config
+        routing = Routing(config.num_experts_per_tok, balance=config.router_aux_loss_coef, z=config.router_z_loss_coef)
+        shapes = config.hidden_size, config.experts, config.expert_width
+        return MixtureOfExperts(*shapes, "gelu_pytorch_tanh", routing, gated=False)
