@@ -163,7 +163,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 def expect_the_same_run(problem: str, a: str, b: str, folder: Path, alone: tuple[Path, Numbers]) -> None:
     """Save under `a`, resume under `b`, and compare with one process."""
     path, numbers = alone
-    (one, first), (other, second) = ((layout, ranks_of(layout)) for layout in (a, b))
+    (one, first), (other, second) = ((layout, ranks_of(problem, layout)) for layout in (a, b))
     on_ranks(first, begin, problem, one, folder / "a")
     expect_the_files_of_one_process(folder / "a" / str(SAVED), path)
     results = on_ranks(second, go_on, problem, other, folder / "a", folder / "b")
@@ -201,8 +201,8 @@ def assert_written_once(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     assert sum(math.prod(chunk["shape"]) for chunk in chunks) == sum(tensor.numel() for tensor in tensors.values())
 
 
-def ranks_of(layout: str) -> int:
-    return config_of("plain", layout, Path("nowhere")).parallelism.world_size
+def ranks_of(problem: str, layout: str) -> int:
+    return config_of(problem, layout, Path("nowhere")).parallelism.world_size
 
 
 PAIRS = [
@@ -268,15 +268,15 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def random_layout(numbers: random.Random) -> str:
-    """A layout of at most 8 ranks that the config takes, every key drawn by itself."""
+def random_layout(numbers: random.Random, problem: str = "plain") -> str:
+    """A layout of at most 8 ranks that the problem's config takes, every key drawn by itself."""
     while True:
         drawn = {name: numbers.choice(values) for name, values in CHOICES.items()}
         layout = " ".join(f"{name}={value}" for name, value in drawn.items() if value is not None)
         if math.prod(drawn[axis] for axis in ("dp", "tp", "pp", "cp")) > 8 or SAMPLES % (drawn["dp"] * drawn["accum"]):
             continue
         try:
-            ranks_of(layout)
+            ranks_of(problem, layout)
         except InputError:
             continue
         return layout
@@ -284,7 +284,8 @@ def random_layout(numbers: random.Random) -> str:
 
 def expect_the_same_run_on_a_random_pair(seed: int, alone: Callable[[str], tuple[Path, Numbers]], folder: Path) -> None:
     numbers = random.Random(seed)
-    problem, a, b = numbers.choice(sorted(PROBLEMS)), random_layout(numbers), random_layout(numbers)
+    problem = numbers.choice(sorted(PROBLEMS))
+    a, b = random_layout(numbers, problem), random_layout(numbers, problem)
     try:
         expect_the_same_run(problem, a, b, folder, alone(problem))
     except Exception as error:
