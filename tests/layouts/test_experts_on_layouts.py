@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.layout_runs import SPARSE, Problem, expect_the_same, train_alone, train_on_layout
+from support.layout_runs import SPARSE, Problem, each_alone, expect_the_same, train_on_layout
 from support.ranks import run_ranks
 
 PROBLEMS = {family: Problem(family, steps=4, model=keys) for family, keys in SPARSE.items()}
@@ -61,14 +61,7 @@ LAYOUTS = [
 @pytest.fixture(scope="module")
 def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """What one process makes of a family, each trained once."""
-    made: dict[str, Path] = {}
-
-    def get(family: str) -> Path:
-        if family not in made:
-            made[family] = train_alone(PROBLEMS[family], tmp_path_factory.mktemp("alone"))
-        return made[family]
-
-    return get
+    return each_alone(PROBLEMS.__getitem__, tmp_path_factory)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kenotron.config.errors import InputError
-from support.layout_runs import ATTENTION, STATE_SPACES, Problem, expect_the_same, train_alone, train_on_layout
+from support.layout_runs import ATTENTION, STATE_SPACES, Problem, each_alone, expect_the_same, train_on_layout
 from support.ranks import run_ranks
 from support.written_tokens import write_ds
 
@@ -61,14 +61,7 @@ def reference_of(
     problem_of: Callable[[str], Problem], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
     """What one process makes of a family, each trained once."""
-    made: dict[str, Path] = {}
-
-    def get(family: str) -> Path:
-        if family not in made:
-            made[family] = train_alone(problem_of(family), tmp_path_factory.mktemp("alone"))
-        return made[family]
-
-    return get
+    return each_alone(problem_of, tmp_path_factory)
 
 
 @pytest.mark.budget(10, reason="a run of one process and one of two ranks, and documents of many lengths")

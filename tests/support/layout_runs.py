@@ -10,9 +10,10 @@ A layout is written as overrides of the config: short names for the degrees, who
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,11 @@ def train_alone(problem: Problem, folder: Path) -> Path:
         path,
     )
     return path
+
+
+def each_alone(problem_of: Callable[[str], Problem], folders: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Name of a problem → what one process makes of it (`train_alone`), each trained once."""
+    return cache(lambda name: train_alone(problem_of(name), folders.mktemp("alone")))
 
 
 @dataclass

@@ -8,6 +8,7 @@ Names are Hugging Face's, so a checkpoint of either loads into the other tensor 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kenotron.config.decoder import RopeArchitecture
@@ -31,8 +32,14 @@ class LlamaStyleArchitecture(RopeArchitecture):
 
     @property
     def expert_width(self) -> int:
-        """Width inside an expert."""
+        """Width inside an expert; 0: there are none."""
         return 0
+
+    def tp_problems(self, tp: int) -> Iterator[str]:
+        """Experts are split inside."""
+        yield from super().tp_problems(tp)
+        if self.expert_width % tp:
+            yield f"expected a divisor of the width of an expert, {self.expert_width}, found {tp}"
 
 
 class LlamaArchitecture(LlamaStyleArchitecture):

@@ -51,12 +51,6 @@ class SparseArchitecture(LlamaStyleArchitecture):
         if not self.sparse_layers:
             yield "num_hidden_layers", "expected a layer with experts, found none; without them the family is dense"
 
-    def tp_problems(self, tp: int) -> Iterator[str]:
-        """Experts are split inside."""
-        yield from super().tp_problems(tp)
-        if self.expert_width % tp:
-            yield f"expected a divisor of the width of an expert, {self.expert_width}, found {tp}"
-
 
 S = TypeVar("S", bound=LlamaStyleArchitecture)
 

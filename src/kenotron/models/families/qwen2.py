@@ -94,12 +94,6 @@ class Qwen2Architecture(LlamaStyleArchitecture):
         layers = self.moe_config.layers if self.moe_config else []
         return tuple(range(self.num_hidden_layers)) if layers == [-1] else tuple(layers)
 
-    def tp_problems(self, tp: int) -> Iterator[str]:
-        """Experts are split inside."""
-        yield from super().tp_problems(tp)
-        if self.expert_width % tp:
-            yield f"expected a divisor of moe_config.moe_intermediate_size {self.expert_width}, found {tp}"
-
     def shape_problems(self) -> Iterator[Problem]:
         """As in nanotron, the layers are whole rounds of `no_rope_layer`."""
         yield from super().shape_problems()
