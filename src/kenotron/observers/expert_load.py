@@ -64,8 +64,9 @@ class ExpertLoad(Hook):
 def loads_of_step(run: Run) -> tuple[Tensor, Tensor]:
     """(slots of each expert ``[layers, experts]``, balance and z loss ``[2]``) since the last call, over all ranks."""
     architecture = run.config.model.decoder
-    loads = torch.zeros(architecture.num_hidden_layers, architecture.experts, device=run.device)
-    losses = torch.zeros(2, device=run.device)
+    slots = architecture.num_hidden_layers * architecture.experts
+    sums = torch.zeros(slots + 2, device=run.device)  # of both, for one collective
+    loads, losses = sums[:slots].view(-1, architecture.experts), sums[slots:]
     for part in run.parts:
         for name, module in part.named_modules():
             if hasattr(module, "expert_load"):
@@ -73,6 +74,5 @@ def loads_of_step(run: Run) -> tuple[Tensor, Tensor]:
                 losses += module.router_losses
                 module.expert_load.zero_()
                 module.router_losses.zero_()
-    all_reduce(loads, run.mesh.group("loss"))
-    all_reduce(losses, run.mesh.group("loss"))
+    all_reduce(sums, run.mesh.group("loss"))
     return loads, losses
