@@ -1,12 +1,15 @@
-"""What decoding costs on two ranks of one machine, against one: tokens/s of the 17M model of `training.py`.
+"""What decoding costs: against `transformers.generate`, and on two ranks against one.
 
-    python benchmarks/decoding.py                                   about a minute on two cores
-    python benchmarks/decoding.py --dtypes float32 --rounds 3
+    python benchmarks/decoding.py                                   about two minutes on two cores
+    python benchmarks/decoding.py --dtypes float32 --rounds 3 --size 135M
 
-Two gloo ranks with one thread each hold the model split by tp, cut by pp, and once more whole on rank 0. They take
-turns, so that a ratio is taken within one round. A step of decoding is little work and, with tp, two sums a layer, the
-logits and the tokens travel: splitting buys room for a model that one rank cannot hold, and speed once its layers are
-large.
+The models are those of `training.py`. First one process: ours and transformers' `generate` with the same weights and
+prompts, greedy, in turns.
+
+Then ranks. Two gloo ranks with one thread each hold the model split by tp, cut by pp, and once more whole on rank 0.
+They take turns, so that a ratio is taken within one round. A step of decoding is little work and, with tp, two sums a
+layer, the logits and the tokens travel: splitting buys room for a model that one rank cannot hold, and speed once its
+layers are large.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +49,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         save(arguments.size, Path(folder))
+        against_transformers(Path(folder), arguments)
         context = multiprocessing.get_context("fork")
         ranks = [context.Process(target=decode, args=(rank, folder, arguments)) for rank in range(2)]
         for rank in ranks:
@@ -68,6 +74,50 @@ def save(size: str, root: Path) -> None:
     checkpoint.save(root, 1, model=tensors, optimizer=None, state={}, config_yaml=dump(config), model_config={})
 
 
+def against_transformers(folder: Path, arguments: argparse.Namespace) -> None:
+    """Tokens per second of both, in turns; and whether texts are the same (in bf16 rounding decides near ties)."""
+    from transformers import AutoModelForCausalLM
+
+    from kenotron.generation import generate
+    from kenotron.generation.load import load_for_generation
+    from kenotron.interop import to_hf
+
+    to_hf(folder / "1", folder / "hf")
+    count = arguments.new_tokens
+    for dtype, batch in product(arguments.dtypes, BATCHES):
+        model = load_for_generation(folder, dtype, "cpu").model
+        peer = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=getattr(torch, dtype)).eval()
+        prompts, lengths = prompts_of(batch), {"min_new_tokens": count, "max_new_tokens": count}
+        ids = torch.tensor(prompts)
+
+        def ours(model: Any = model, prompts: Any = prompts) -> list[list[int]]:
+            completions = generate(model, None, prompts, max_new_tokens=count, stop_at_eos=False)
+            return [completion.tokens for completion in completions]
+
+        def theirs(peer: Any = peer, ids: Any = ids, lengths: Any = lengths) -> list[list[int]]:
+            mask = torch.ones_like(ids)
+            found = peer.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths)
+            return found[:, PROMPT:].tolist()
+
+        same = ours() == theirs()  # to warm up, too
+        rounds = [(timed(ours), timed(theirs)) for _ in range(arguments.rounds)]
+        speeds = [batch * count / min(seconds) for seconds in zip(*rounds)]
+        ratio = statistics.median(t / o for o, t in rounds)
+        told = f"ours {speeds[0]:.0f} tokens/s, transformers {speeds[1]:.0f} ({ratio:.2f}x, same texts: {same})"
+        print(f"{dtype}, {batch} prompt(s) at once: {told}", flush=True)
+
+
+def timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def prompts_of(batch: int) -> list[list[int]]:
+    """Token ids, PROMPT a row."""
+    return [[1 + row + place for place in range(PROMPT)] for row in range(batch)]
+
+
 def decode(rank: int, folder: str, arguments: argparse.Namespace) -> None:
     """One rank. Rank 0 prints."""
     from kenotron.generation import generate
@@ -82,7 +132,7 @@ def decode(rank: int, folder: str, arguments: argparse.Namespace) -> None:
         models = {name: load_for_generation(folder, dtype, "cpu", mesh).model for name, mesh in meshes.items()}
         models["one"] = load_for_generation(folder, dtype, "cpu").model if rank == 0 else None
         for batch in BATCHES:
-            prompts = [[1 + row + place for place in range(PROMPT)] for row in range(batch)]
+            prompts = prompts_of(batch)
 
             def turn(name: str, models: Any = models, batch: int = batch, prompts: Any = prompts) -> float:
                 """Tokens per second of this layout."""

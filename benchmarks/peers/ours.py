@@ -11,6 +11,7 @@ from worker import Job, Pace
 
 from kenotron.config import Config, load
 from kenotron.data import TokenBatch
+from kenotron.kernels.host_memory import keep_freed_memory
 from kenotron.models import named_parameters
 from kenotron.optim.build import build_optimizer
 from kenotron.parallel.mesh import Mesh, build_mesh
@@ -77,6 +78,7 @@ def configure(work: Work, compiled: bool) -> Config:
 
 def build_run(config: Config, mesh: Mesh) -> Run:
     """Model, first weights and optimizer as the trainer makes them on this rank of a CPU layout; no data."""
+    keep_freed_memory()  # as `training.train` does
     device = torch.device("cpu")
     parts, pipeline = build_parts(config, mesh, device)
     fill_weights(parts, config.model.init_method, config.general.seed)
@@ -85,6 +87,7 @@ def build_run(config: Config, mesh: Mesh) -> Run:
 
 
 def train(job: Job, pace: Pace) -> None:
+    keep_freed_memory()  # as `training.train` does
     device = torch.device(job.work.device)
     config = configure(job.work, job.compiled)
     mesh = build_mesh({}, 1, device.type)

@@ -125,8 +125,8 @@ def test_a_model_in_its_true_shape_is_checked_and_trains_in_miniature(examples: 
 @pytest.mark.slow
 def test_the_mamba_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
     readme = examples / "mamba" / "README.md"
-    trained, generated, exported = run_readme(examples / "mamba", examples.parent, nursery)
-    for process in (trained, generated, exported):
+    trained, generated, exported, hybrid = run_readme(examples / "mamba", examples.parent, nursery)
+    for process in (trained, generated, exported, hybrid):
         assert process.code == 0
     assert "pad_vocab_size_multiple is now model.make_vocab_size_divisible_by" in trained.stderr
     compare(readme, trained.stdout)
@@ -135,6 +135,8 @@ def test_the_mamba_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
     assert generated.stdout.startswith("def main(")
     config = json.loads((examples.parent / "exported" / "config.json").read_text())
     assert (config["architectures"], config["state_size"]) == (["MambaForCausalLM"], 8)
+    lines = iterations(hybrid.stdout)
+    assert float(lines["60/60"]["loss"]) < float(lines["1/60"]["loss"]) - 1.5
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def marked(mark: str) -> set[str]:
 
 def test_the_keys_without_effect_in_training_are_exactly_these() -> None:
     exported = {"initializer_range", "pretraining_tp", "use_cache", "pad_token_id", "max_position_embeddings"}
-    assert marked(EXPORT) == exported | {"chunk_size", "rescale_prenorm_residual"}  # of Mamba
+    assert marked(EXPORT) == exported | {"chunk_size", "rescale_prenorm_residual", "expand"}  # of Mamba and hybrids
     nanoset = {"skip_in_stream", "pad_samples_to_global_batch_size", "use_old_brrr_dataloader"}
     qwen2 = {"_fused_rotary_emb", "_fused_rms_norm", "_use_qkv_packed", "log_attn_probs", "pretraining_tp"}
     starcoder2 = {"grouped_query", "multi_query"}

@@ -21,11 +21,14 @@ from kenotron.config.data import (
 )
 from kenotron.config.model import ExistingCheckpointInit, RandomInit
 from kenotron.config.optimizer import SGD, AdamW, CustomOptimizer, Muon
+from kenotron.models.families.deepseek_v3 import DeepseekV3Architecture
 from kenotron.models.families.gpt_neox import GPTNeoXArchitecture
 from kenotron.models.families.llama import LlamaArchitecture
 from kenotron.models.families.llamoe import LlamoeArchitecture
 from kenotron.models.families.mistral import MistralArchitecture
 from kenotron.models.families.mixtral import MixtralArchitecture
+from kenotron.models.families.nano import NanoArchitecture
+from kenotron.models.families.nemotron_h import NemotronHArchitecture
 from kenotron.models.families.olmo2 import Olmo2Architecture
 from kenotron.models.families.olmoe import OlmoeArchitecture
 from kenotron.models.families.qwen2 import Qwen2Architecture
@@ -34,6 +37,7 @@ from kenotron.models.families.qwen3 import Qwen3Architecture
 from kenotron.models.families.qwen3_moe import Qwen3MoeArchitecture
 from kenotron.models.families.smollm3 import SmolLM3Architecture
 from kenotron.models.families.starcoder2 import Starcoder2Architecture
+from kenotron.models.foreign import UserModuleArchitecture
 
 HF = {"hf_dataset_or_datasets": "org/name"}
 
@@ -58,6 +62,7 @@ HF = {"hf_dataset_or_datasets": "org/name"}
         ({"family": "smollm3"}, SmolLM3Architecture),
         ({"is_smollm3_config": True, "no_rope_layers": [1, 0], "num_hidden_layers": 2}, SmolLM3Architecture),
         ({"family": "qwen3"}, Qwen3Architecture),
+        ({"family": "nano"}, NanoArchitecture),
         ({"is_qwen3_config": True, "head_dim": 8}, Qwen3Architecture),
         ({"head_dim": 8}, LlamaArchitecture),
         ({"family": "llamoe"}, LlamoeArchitecture),
@@ -66,10 +71,16 @@ HF = {"hf_dataset_or_datasets": "org/name"}
         ({"family": "mixtral"}, MixtralArchitecture),
         ({"is_mixtral_config": True}, MixtralArchitecture),
         ({"num_local_experts": 4}, MixtralArchitecture),
+        ({"family": "nemotron_h"}, NemotronHArchitecture),
+        ({"is_nemotron_h_config": True}, NemotronHArchitecture),
+        ({"hybrid_override_pattern": "M*", "num_hidden_layers": 2}, NemotronHArchitecture),
         ({"family": "olmoe"}, OlmoeArchitecture),
         ({"is_olmoe_config": True}, OlmoeArchitecture),
         ({"family": "qwen2_moe"}, Qwen2MoeArchitecture),
         ({"is_qwen2_moe_config": True}, Qwen2MoeArchitecture),
+        ({"family": "deepseek_v3"}, DeepseekV3Architecture),
+        ({"is_deepseek_v3_config": True}, DeepseekV3Architecture),
+        ({"qk_rope_head_dim": 32}, DeepseekV3Architecture),
         ({"family": "qwen3_moe"}, Qwen3MoeArchitecture),
         ({"is_qwen3_moe_config": True}, Qwen3MoeArchitecture),
         ({"family": "mistral"}, MistralArchitecture),
@@ -154,11 +165,24 @@ def test_llama_keys_beside_hf_are_overrides(minimal: dict[str, Any]) -> None:
 
 
 def test_an_override_of_hf_is_checked_like_a_llama_key(minimal: dict[str, Any]) -> None:
-    minimal["model"]["model_config"] = {"hf": "org/name", "rope_teta": 1.0, "hidden_size": "big"}
-    with pytest.raises(InputError) as caught:
+    minimal["model"]["model_config"] = {"hf": "org/name", "rope_theta": 1.0, "hidden_size": "big"}
+    with pytest.raises(InputError, match=r"model\.model_config\.hidden_size: expected an integer, found 'big'"):
         load(minimal)
-    assert "unknown key 'model.model_config.rope_teta'; did you mean 'rope_theta'?" in str(caught.value)
-    assert "model.model_config.hidden_size: expected an integer, found 'big'" in str(caught.value)
+
+
+def test_an_override_that_no_family_here_has_waits_for_the_model(minimal: dict[str, Any]) -> None:
+    keys = {"hf": "org/name", "n_layer": 2, "rope_theta": 1e4}
+    minimal["model"]["model_config"] = keys
+    assert to_dict(load(minimal))["model"]["model_config"] == keys
+
+
+def test_keys_beside_module_are_arguments_of_a_constructor(minimal: dict[str, Any]) -> None:
+    keys = {"module": "torch.nn.Embedding", "num_embeddings": 8, "embedding_dim": 4, "vocab_size": 4}
+    minimal["model"]["model_config"] = keys
+    config = load(minimal)
+    assert isinstance(config.model.architecture, UserModuleArchitecture)
+    assert config.model.architecture.arguments() == {"num_embeddings": 8, "embedding_dim": 4}
+    assert load(to_dict(config)) == config
 
 
 @pytest.mark.parametrize(

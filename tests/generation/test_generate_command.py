@@ -236,6 +236,8 @@ def test_in_the_seeds_spelling_0_is_1(shell, path):
     [
         (["--tp", 3], "--tp: expected a divisor of num_attention_heads 4, found 3"),
         (["--pp", 3], "--pp: expected at most num_hidden_layers 2 stages, found 3"),
+        (["--ep", 2], "--ep: expected 1: the family llama has no experts; found 2"),
+        (["--dp", 3, "--ep", 2], "--ep: expected a divisor of --dp 3, whose ranks share the experts; found 2"),
     ],
 )
 def test_a_layout_that_the_model_does_not_allow_is_refused_before_any_rank_starts(arguments, message, shell, path):

@@ -72,11 +72,14 @@ def test_keys_that_only_travel_are_kept():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "gemma"}, "'gemma'; expected one of gpt_neox .*, llama"),
+        (
+            {"model_type": "t5"},
+            "'t5'; expected one of .*gpt_neox .*, llama .* or a causal language model of",
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"hidden_act": "relu2"}, "hidden_act 'relu2'"),
+        ({"hidden_act": "laplace"}, "hidden_act 'laplace'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type 'longrope'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ],
@@ -99,6 +102,11 @@ def test_what_the_maths_does_not_serve_is_refused_by_name(changes, named):
 def test_a_wrong_value_is_named_with_its_file(changes, named):
     with pytest.raises(InputError, match=named):
         read(**changes)
+
+
+def test_an_override_that_its_family_does_not_have_is_an_unknown_key():
+    with pytest.raises(InputError, match=r"^unknown key 'model\.model_config\.rope_teta'; did you mean 'rope_theta'"):
+        architecture_from_hf(SMALL, "config.json", overrides={"rope_teta": 1.0})
 
 
 def test_heads_may_be_wider_than_their_share_of_the_hidden_size():

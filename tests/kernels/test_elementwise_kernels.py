@@ -169,6 +169,7 @@ FORMULAS = {
     "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
     "gelu_pytorch_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "relu": lambda x: x * (x > 0),
+    "relu2": lambda x: x**2 * (x > 0),
 }
 FORMULAS |= {"swish": FORMULAS["silu"]} | dict.fromkeys(("gelu_new", "gelu_fast"), FORMULAS["gelu_pytorch_tanh"])
 

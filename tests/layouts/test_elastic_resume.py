@@ -36,7 +36,7 @@ from kenotron.training.checkpoint_hook import save
 from kenotron.training.run import Run, close
 from kenotron.training.start import choose_start, own_folder, run_name
 from kenotron.training.step import train_step
-from support.layout_runs import ATTENTION, FAMILIES, SAMPLES, SHORT, SPARSE, STATE_SPACES, Problem, prepared
+from support.layout_runs import ATTENTION, FAMILIES, HYBRIDS, SAMPLES, SHORT, SPARSE, STATE_SPACES, Problem, prepared
 from support.nursery import Nursery
 from support.ranks import run_ranks
 from support.tiny_run import REPOSITORY, equal_bits, saved_weights
@@ -74,6 +74,10 @@ PROBLEMS = {
     **{
         family: Problem(family, (SMALL_STEPS, EPSILON), LAST, DEEP | keys, absent=ATTENTION)
         for family, keys in STATE_SPACES.items()
+    },
+    **{
+        family: Problem(family, (SMALL_STEPS, EPSILON), LAST, DEEP | keys | {"hybrid_override_pattern": "M-M*-MM*"})
+        for family, keys in HYBRIDS.items()
     },
 }
 Numbers = list[tuple[float, float, float]]  # lm_loss, grad_norm, learning_rate of some steps
@@ -224,10 +228,13 @@ MORE_PAIRS = [
     ("plain", "tp=8", "pp=2 engine=zbv_zero_bubble accum=4 dp=2 zero=2 cp=2"),
     *((family, "dp=2 zero=1 tp=2", "tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b accum=4") for family in FAMILIES),
     *((family, "dp=2 zero=1 tp=2", "tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b accum=4") for family in STATE_SPACES),
+    *((family, "dp=2 zero=1 tp=2", "tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b accum=4") for family in HYBRIDS),
+    ("nemotron_h", "cp=2 method=ulysses dp=2 zero=3", "pp=4 engine=1f1b accum=4"),
     ("qwen2_moe", "dp=4 ep=4 zero=1", "dp=2 ep=2 tp=2 mode=REDUCE_SCATTER"),
     ("olmoe", "dp=2 tp=2 ep=2 zero=3", "pp=2 engine=1f1b accum=4"),
     ("mixtral", "pp=2 engine=1f1b dp=2 ep=2", "dp=4 ep=2 zero=3"),
     ("qwen3_moe", "", "cp=2 dp=2 ep=4 zero=2"),
+    ("deepseek_v3", "dp=2 ep=2 zero=2 tp=2 mode=REDUCE_SCATTER", "pp=2 engine=1f1b dp=2 zero=3"),
 ]
 
 

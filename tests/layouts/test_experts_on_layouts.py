@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from support.layout_runs import SPARSE, Problem, each_alone, expect_the_same, train_on_layout
+from kenotron.parallel.mesh import axes, build_mesh
+from support.layout_runs import SPARSE, Problem, each_alone, expect_the_same, prepared, steps, train_on_layout
 from support.ranks import run_ranks
 
 PROBLEMS = {family: Problem(family, steps=4, model=keys) for family, keys in SPARSE.items()}
@@ -21,6 +23,8 @@ QUICK = [
     ("mixtral", 4, "dp=4 ep=2 zero=3"),
     ("olmoe", 4, "dp=2 cp=2 ep=2"),
     ("mixtral", 2, "pp=2 engine=1f1b"),
+    ("deepseek_v3", 4, "dp=2 zero=2 tp=2 ep=2 mode=REDUCE_SCATTER recompute=true"),
+    ("deepseek_v3", 2, "cp=2 method=allgather"),
 ]
 EXPERT_PARALLEL = [
     (2, "dp=2 ep=2"),
@@ -77,3 +81,26 @@ def test_a_layout_means_what_one_process_means(
     reference = reference_of(family)
     ranks = run_ranks(world_size, train_on_layout, PROBLEMS[family], layout, tmp_path, reference)
     expect_the_same(ranks, reference, ROUNDING)
+
+
+def biases_in_bf16(rank: int, folder: Path) -> tuple[torch.dtype, list[float]]:
+    """The dtype of a router's bias in the forward pass of a bf16 run under ZeRO-3, and its values after three steps."""
+    keys = SPARSE["deepseek_v3"] | {"router_bias_update_rate": 0.001}
+    config = Problem("bf16", steps=3, model=keys).config("dp=2 zero=3 model.dtype=bfloat16", folder)
+    with prepared(config, build_mesh(axes(config), 2, "cpu")) as run:
+        router = run.model.model.layers["1"].mlp.gate
+        router.e_score_correction_bias.data.add_(1.0)
+        seen = []
+        router.register_forward_pre_hook(lambda module, inputs: seen.append(module.e_score_correction_bias.dtype))
+        steps(run)
+        return seen[-1], router.e_score_correction_bias.tolist()
+
+
+@pytest.mark.budget(8, reason="two ranks, and torch's FSDP")
+def test_biases_move_by_less_than_bf16_has(tmp_path: Path) -> None:
+    (dtype, biases), other = run_ranks(2, biases_in_bf16, tmp_path)
+    assert (dtype, biases) == other
+    assert dtype == torch.float32
+    moved = [round((bias - 1) * 1000, 2) for bias in biases]
+    assert set(moved) <= {-3, -2, -1, 0, 1, 2, 3}
+    assert any(moved)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,27 +11,12 @@ from test_matrix import expect_the_same
 from kenotron.config.errors import InputError
 from kenotron.parallel.mesh import axes, build_mesh
 from support.layout_runs import Problem, Seen, prepared, steps, train_alone, train_on_layout
-from support.pages import blocks, files, read_page, sections
+from support.pages import blocks, in_a_users_folder, read_page, sections
 from support.ranks import run_ranks
 
 PAGE = read_page("extend.md")
 ADAM = Problem("adam", steps=3)
 LION = Problem("lion", ("optimizer.optimizer_factory={name: my_optimizer.Lion}",), steps=3)
-
-
-@contextmanager
-def user(folder: Path) -> Iterator[None]:
-    """Where the user stands, with the page's files."""
-    before = Path.cwd()
-    for name, text in files(PAGE).items():
-        (folder / name).write_text(text)
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-        for name in files(PAGE):
-            sys.modules.pop(name.removesuffix(".py"), None)
 
 
 def layout_of_the_page() -> str:
@@ -48,7 +29,7 @@ def layout_of_the_page() -> str:
 def on_rank(rank: int, folder: Path, reference: Path) -> tuple[Seen, list[float]]:
     place = folder / f"rank{rank}"
     place.mkdir()
-    with user(place):
+    with in_a_users_folder(PAGE, place):
         seen = train_on_layout(rank, ADAM, layout_of_the_page(), folder, reference)
         config = LION.config("dp=2 zero=3", folder)
         with prepared(config, build_mesh(axes(config), 2, "cpu")) as run:
@@ -57,7 +38,7 @@ def on_rank(rank: int, folder: Path, reference: Path) -> tuple[Seen, list[float]
 
 @pytest.mark.budget(10, reason="two ranks import FSDP2 and train twice")
 def test_pairs_of_layers_and_lion_on_shards_train_as_one_process(tmp_path: Path) -> None:
-    with user(tmp_path):
+    with in_a_users_folder(PAGE, tmp_path):
         reference = train_alone(ADAM, tmp_path)
         with prepared(LION.config("", tmp_path), build_mesh({}, 1, "cpu")) as run:
             expected = [result.lm_loss for result in steps(run)]
@@ -73,7 +54,7 @@ def test_what_the_strategy_is_not_for_is_one_line(tmp_path: Path) -> None:
     overrides = "strategy=my_strategy.pairs zero=2"
     config = ADAM.config(overrides, tmp_path)
     with (
-        user(tmp_path),
+        in_a_users_folder(PAGE, tmp_path),
         pytest.raises(InputError, match=r"pairs shards over all of dp"),
         prepared(config, build_mesh({}, 1, "cpu")),
     ):

@@ -4,6 +4,8 @@ A weight that sees only a rank's heads (Qwen3's norms of queries and keys) has a
 norms over all heads (OLMo 2's) have a sum of squares, whose gradient is to be summed as well. A layer that is unlike
 its neighbours (SmolLM3's without positions) has to be itself on whichever pipeline stage it lies. Biases of norms that
 see a rank's tokens alone (StarCoder2's) have summands as gradients, and a bias behind a sum over ranks is added once.
+A window (Mistral's) reaches back over the border between two ranks of a sequence.
+Projections that begin at zero (nano's) begin so on every rank, and the step after moves all that they hid.
 """
 
 from __future__ import annotations
@@ -16,14 +18,19 @@ import pytest
 from support.layout_runs import FAMILIES, Problem, each_alone, expect_the_same, train_on_layout
 from support.ranks import run_ranks
 
-PROBLEMS = {family: Problem(family, steps=4, model=keys) for family, keys in FAMILIES.items()}
+PROBLEMS = {
+    family: Problem(family, steps=4, model=keys, compared=2 if family == "nano" else 1)
+    for family, keys in FAMILIES.items()
+}
 ROUNDING = 5e-6  # a norm's gradient: a few numbers, each a sum over all tokens and heads whose terms nearly cancel
 QUICK = [
+    ("mistral", 2, "cp=2 method=ulysses"),
     ("olmo2", 2, "tp=2 mode=REDUCE_SCATTER"),
     ("qwen3", 2, "tp=2"),
     ("smollm3", 2, "pp=2 engine=interleaved_1f1b"),
     ("starcoder2", 2, "tp=2 mode=REDUCE_SCATTER"),
     ("gpt_neox", 2, "tp=2"),
+    ("nano", 2, "tp=2 mode=REDUCE_SCATTER"),
 ]
 LAYOUTS = [
     (2, "dp=2"),
@@ -57,7 +64,8 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
             pytest.param(family, *layout, marks=pytest.mark.slow)
             for family in PROBLEMS
             for layout in LAYOUTS
-            if (family, *layout) not in QUICK
+            if not (family == "mistral" and "cp=2" in layout[1] and "ulysses" not in layout[1])
+            and (family, *layout) not in QUICK
         ),
     ],
 )

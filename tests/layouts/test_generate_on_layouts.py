@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -48,10 +50,7 @@ def named(degrees: dict[str, int]) -> str:
 
 
 def world(degrees: dict[str, int]) -> int:
-    size = 1
-    for degree in degrees.values():
-        size *= degree
-    return size
+    return prod(degree for axis, degree in degrees.items() if axis != "ep")  # that is some of dp
 
 
 def saved(root: Path, **changes: Any) -> Path:
@@ -97,13 +96,41 @@ def test_a_tied_head_and_biases_are_found_on_every_layout(changes: dict[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mamba", "mamba2", "mamba2_of_one_group"])
-def test_recurrent_states_are_kept_on_every_layout(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "family", ["mamba", "mamba2", "mamba2_of_one_group", "nano", "nemotron_h", "nemotron_h_biased"]
+)
+def test_what_a_family_remembers_is_kept_on_every_layout(family: str, tmp_path: Path) -> None:
     path = save(hf_model(family), tmp_path / family)
     expected = alone(path, GREEDY)
     for degrees in ({"pp": 2}, {"pp": 2, "tp": 2}):
         ranks = run_ranks(world(degrees), decode, degrees, path, PROMPTS, GREEDY)
         assert ranks == [expected] * world(degrees), named(degrees)
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"dp_replicate": 2, "ep": 2},
+        pytest.param({"dp_replicate": 4, "ep": 2}, marks=SLOW),
+        pytest.param({"pp": 2, "dp_replicate": 2, "tp": 2, "ep": 2}, marks=SLOW),
+    ],
+    ids=named,
+)
+def test_experts_are_shared_by_ranks_that_decode_the_same_prompts(degrees: dict[str, int], tmp_path: Path) -> None:
+    model = hf_model("qwen3_moe")
+    path = save(model, tmp_path / "sparse")
+    greedy, drawn = alone(path, GREEDY, DRAWN)
+    for rank in run_ranks(world(degrees), decode, degrees, path, PROMPTS, GREEDY, DRAWN):
+        assert rank == [greedy, drawn]
+    whole = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
+    ranks = run_ranks(world(degrees), experts_held, degrees, path)
+    assert sum(ranks) == whole * degrees["dp_replicate"] // degrees["ep"]
+
+
+def experts_held(rank: int, degrees: dict[str, int], path: Path) -> int:
+    model = load_for_generation(path, None, "cpu", build_mesh(degrees, world(degrees), "cpu")).model
+    named_here = (pair for part in model.parts for pair in part.named_parameters())
+    return sum(parameter.to_local().numel() for name, parameter in named_here if ".experts." in name)
 
 
 def test_rope_that_grows_with_the_text_grows_alike_on_every_rank(tmp_path: Path) -> None:
@@ -128,10 +155,10 @@ def held(rank: int, degrees: dict[str, int], path: Path, dtype: str) -> tuple[in
     return sum(tensor.numel() for tensor in local), {tensor.dtype for tensor in local}, layers
 
 
-def test_a_rank_holds_its_share_of_the_weights_in_the_dtype_asked_for(path: Path) -> None:
-    whole = sum(parameter.numel() for parameter in load_for_generation(path).model.parameters())
-    ranks = run_ranks(4, held, {"pp": 2, "tp": 2}, path, "bfloat16")
-    assert all(dtypes == {torch.bfloat16} for _, dtypes, _ in ranks)
+def test_a_rank_holds_its_share_of_the_weights_in_the_dtype_asked_for(path: Path, tmp_path: Path) -> None:
+    whole = sum(parameter.numel() for parameter in our_model(tmp_path, **SHAPE).parameters())
+    ranks = run_ranks(4, held, {"pp": 2, "tp": 2}, path, "float16")
+    assert all(dtypes == {torch.float16} for _, dtypes, _ in ranks)
     assert [layers for *_, layers in ranks] == [[0, 1], [0, 1], [2], [2]]
     norms_and_padding = 7 * 32 + 2 * 32  # held twice over tp; a row of padding for embedding and head
     assert sum(count for count, *_ in ranks) == whole + norms_and_padding
@@ -140,7 +167,8 @@ def test_a_rank_holds_its_share_of_the_weights_in_the_dtype_asked_for(path: Path
 def save_from(rank: int, degrees: dict[str, int], path: Path, root: Path) -> None:
     """Save what ranks of a layout hold: files cut as that layout cuts them."""
     mesh = build_mesh(degrees, world(degrees), "cpu")
-    parts = load_for_generation(path, None, "cpu", mesh).model.parts
+    with patch("kenotron.generation.load.pack"):  # what is packed has no parameters to save
+        parts = load_for_generation(path, None, "cpu", mesh).model.parts
     config = load(our_config(root, **SHAPE))
     checkpoint.save(
         root, 10, model=model_tensors(*parts), optimizer=None, state={}, config_yaml=dump(config), model_config={}

@@ -1,8 +1,10 @@
-"""Mamba and Mamba-2 on every layout are what they are in one process: losses, gradients, weights.
+"""Mamba, Mamba-2 and a hybrid are on every layout what they are in one process: losses, gradients, weights.
 
 Under tp a rank has some channels or heads: Mamba's x_proj is summed inside of a layer, and every rank goes on from the
 sum in its own way; Mamba-2's B and C have one group (on every rank, each with a part of the gradient) or several
-(split). Sequences hold several documents, so that states are reset inside of them. Under cp ranks pass states on.
+(split). Sequences hold several documents, so that states are reset inside of them, and attention stays inside of them,
+too. Under cp ranks pass states on, and a hybrid's attention reads the same contiguous parts. Its pipeline stages
+hold layers of different kinds.
 """
 
 from __future__ import annotations
@@ -13,12 +15,25 @@ from pathlib import Path
 import pytest
 
 from kenotron.config.errors import InputError
-from support.layout_runs import ATTENTION, STATE_SPACES, Problem, each_alone, expect_the_same, train_on_layout
+from support.layout_runs import (
+    ATTENTION,
+    HYBRIDS,
+    STATE_SPACES,
+    Problem,
+    each_alone,
+    expect_the_same,
+    train_on_layout,
+)
 from support.ranks import run_ranks
 from support.written_tokens import write_ds
 
 ROUNDING = 5e-6  # gradients of a few numbers, each a sum over all tokens whose terms nearly cancel
-QUICK = [("mamba", 2, "tp=2 mode=REDUCE_SCATTER recompute=true"), ("mamba2", 2, "cp=2 method=state_passing")]
+QUICK = [
+    ("mamba", 2, "tp=2 mode=REDUCE_SCATTER recompute=true"),
+    ("mamba2", 2, "cp=2 method=state_passing"),
+    ("nemotron_h", 2, "tp=2 mode=REDUCE_SCATTER"),
+    ("nemotron_h", 2, "cp=2 method=ulysses"),
+]
 LAYOUTS = [
     (2, "dp=2"),
     (2, "dp=2 zero=1"),
@@ -40,6 +55,8 @@ LAYOUTS = [
     (4, "dp=2 zero=3 cp=2 method=state_passing"),
     (4, "cp=2 method=state_passing pp=2 engine=1f1b"),
 ]
+SLOW = [(family, *layout) for family in STATE_SPACES for layout in LAYOUTS]
+SLOW += [(family, size, layout.replace("state_passing", "ulysses")) for family in HYBRIDS for size, layout in LAYOUTS]
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +67,8 @@ def problem_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Prob
     data = f"data_stages.0.data.dataset={{tokens: {path.parent}, packing: best_fit}}"
 
     def get(family: str) -> Problem:
-        overrides, keys = (data, "model.document_masking=true"), STATE_SPACES[family]
-        return Problem(family, overrides, steps=4, model=keys, absent=ATTENTION)
+        overrides, absent = (data, "model.document_masking=true"), () if family in HYBRIDS else ATTENTION
+        return Problem(family, overrides, steps=4, model=(STATE_SPACES | HYBRIDS)[family], absent=absent)
 
     return get
 
@@ -69,7 +86,7 @@ def reference_of(
     ("family", "world_size", "layout"),
     [
         *QUICK,
-        *(pytest.param(family, *layout, marks=pytest.mark.slow) for family in STATE_SPACES for layout in LAYOUTS),
+        *(pytest.param(*layout, marks=pytest.mark.slow) for layout in SLOW),
     ],
 )
 def test_a_layout_means_what_one_process_means(
@@ -94,12 +111,26 @@ def test_ways_to_share_attention_are_refused(family: str, problem_of: Callable[[
         Problem("llama").config("cp=2 method=state_passing", tmp_path)
 
 
+@pytest.mark.parametrize("method", ["ring", "allgather", "state_passing"])
+def test_a_hybrid_needs_parts_that_attention_and_states_both_read(
+    method: str, problem_of: Callable[[str], Problem], tmp_path: Path
+) -> None:
+    said = f"context_parallel_size: expected context_parallel_method ulysses with nemotron_h, found {method}"
+    with pytest.raises(InputError, match=said):
+        problem_of("nemotron_h").config(f"cp=2 method={method}", tmp_path)
+    with pytest.raises(InputError, match="ulysses splits the query heads of a rank"):
+        problem_of("nemotron_h").config("cp=4 tp=4 method=ulysses", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("family", "tp", "said"),
     [
         ("mamba", 3, r"parallelism.tp: expected a divisor of expand \* hidden_size 64, found 3"),
         ("mamba2", 3, "parallelism.tp: expected a divisor of num_heads 8, found 3"),
         ("mamba2_in_groups", 8, r"parallelism.tp: expected a divisor of n_groups 4 \(or n_groups 1\), found 8"),
+        ("nemotron_h", 3, "parallelism.tp: expected a divisor of num_attention_heads 8, found 3"),
+        ("nemotron_h", 3, "parallelism.tp: expected a divisor of mamba_num_heads 8, found 3"),
+        ("nemotron_h", 8, r"parallelism.tp: expected a divisor of n_groups 4 \(or n_groups 1\), found 8"),
     ],
 )
 def test_what_tp_does_not_divide_is_named(

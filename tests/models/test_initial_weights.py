@@ -14,13 +14,20 @@ from torch import Tensor
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import initialize_model, materialize, named_parameters
 from kenotron.models.decoder import Decoder
-from kenotron.models.families.llama import LlamaArchitecture
+from kenotron.models.families.llama import LlamaArchitecture, LlamaStyleArchitecture
+from kenotron.models.families.nano import NanoArchitecture
 from kenotron.models.initialization import Constant, InitRule, Normal, fill, initialize, rule_for
 
 LAYERS = 3
 
 
-def llama(vocab_multiple: int = 1, scaling: str = "NUM_LAYERS", seed: int = 1, **changes: Any) -> dict[str, Tensor]:
+def llama(
+    vocab_multiple: int = 1,
+    scaling: str = "NUM_LAYERS",
+    seed: int = 1,
+    section: type[LlamaStyleArchitecture] = LlamaArchitecture,
+    **changes: Any,
+) -> dict[str, Tensor]:
     """Every initial weight of a small model, by name."""
     shapes = {
         "hidden_size": 64,
@@ -28,10 +35,10 @@ def llama(vocab_multiple: int = 1, scaling: str = "NUM_LAYERS", seed: int = 1, *
         "num_attention_heads": 4,
         "num_hidden_layers": LAYERS,
         "vocab_size": 500,
-        "attention_bias": True,
     }
+    shapes |= {"attention_bias": True} if section is LlamaArchitecture else {}
     with torch.device("meta"):
-        model = Decoder(LlamaArchitecture(**(shapes | changes)), vocab_multiple)
+        model = Decoder(section(**(shapes | changes)), vocab_multiple)
     materialize(model, "cpu")
     initialize_model(model, std=0.02, scaling=scaling, seed=seed)
     return {name: parameter.detach() for name, parameter in named_parameters(model)}
@@ -49,6 +56,16 @@ def test_every_weight_has_the_standard_deviation_of_its_rule(scaling: str, into_
             error = 4 / math.sqrt(2 * weight.numel())  # four standard errors of a standard deviation
             assert weight.std().item() == pytest.approx(std, rel=error), name
             assert abs(weight.mean().item()) < 4 * std / math.sqrt(weight.numel()), name
+
+
+@pytest.mark.parametrize("scaling", ["NUM_LAYERS", "NONE"])
+def test_a_nano_begins_with_nothing_written_into_the_residual_stream(scaling: str) -> None:
+    weights = llama(scaling=scaling, section=NanoArchitecture)
+    zeros = {name for name, weight in weights.items() if not weight.any()}
+    branches = ("self_attn.o_proj", "mlp.down_proj")
+    assert zeros == {f"model.layers.{layer}.{each}.weight" for layer in range(LAYERS) for each in branches}
+    for name in weights.keys() - zeros:
+        assert weights[name].std().item() == pytest.approx(0.02, rel=0.1), name
 
 
 def test_no_two_weights_are_alike_and_the_seed_matters() -> None:

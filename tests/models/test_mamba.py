@@ -19,12 +19,12 @@ from kenotron.generation import generate
 from kenotron.interop.hf_config import architecture_from_hf, hf_config
 from kenotron.kernels.attention import attention
 from kenotron.kernels.tensor_shard import TensorShard
-from kenotron.models import Context, build, flops_per_token, initialize_model, materialize, named_parameters
+from kenotron.models import Context, build, flops_per_token, named_parameters
 from kenotron.models.blocks import mamba_init
 from kenotron.models.blocks.mamba import MambaBlock
 from kenotron.models.decoder import Decoder
 from support.families import SHAPES, filled, hf_model, in_our_names_of, ours_of
-from support.tiny_llamas import our_config, our_logits, random_tokens
+from support.tiny_llamas import fresh_model, our_config, our_logits, random_tokens
 from support.tiny_run import losses, tiny_dict, train_quietly
 
 HEADS = {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8}
@@ -66,15 +66,6 @@ def config_of(root: Path, **keys: Any) -> dict[str, Any]:
     config = our_config(root)
     config["model"]["model_config"] = keys
     return config
-
-
-def fresh(root: Path, **keys: Any) -> Decoder:
-    """A model with its initial weights."""
-    with torch.device("meta"):
-        model = build(load(config_of(root, **keys)).model)
-    materialize(model, "cpu")
-    initialize_model(model, std=0.05, scaling="NUM_LAYERS", seed=1)
-    return model
 
 
 # ---- configs -----------------------------------------------------------------------------------------------
@@ -174,7 +165,9 @@ def test_a_mamba_under_nanotrons_keys_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", KEYS)
 def test_decays_and_time_steps_begin_as_in_the_papers(family: str, tmp_path: Path) -> None:
     keys = {"time_step_min": 0.01, "time_step_max": 0.5, "time_step_floor": 0.02}
-    weights = {name: p.detach() for name, p in named_parameters(fresh(tmp_path, **KEYS[family], **keys))}
+    weights = {
+        name: p.detach() for name, p in named_parameters(fresh_model(config_of(tmp_path, **KEYS[family], **keys)))
+    }
     mixer = "model.layers.1.mixer."
     a_log, skip = weights[mixer + "scan.A_log"], weights[mixer + "scan.D"]
     assert torch.allclose(a_log.exp(), torch.arange(1.0, a_log.shape[-1] + 1).expand_as(a_log), rtol=1e-5)
@@ -196,7 +189,7 @@ def test_decays_and_time_steps_begin_as_in_the_papers(family: str, tmp_path: Pat
 
 def test_constant_projections_to_time_steps(tmp_path: Path) -> None:
     keys = {"time_step_init_scheme": "constant", "time_step_scale": 0.5, "time_step_rank": 4}
-    weights = dict(named_parameters(fresh(tmp_path, **KEYS["mamba"], **keys)))
+    weights = dict(named_parameters(fresh_model(config_of(tmp_path, **KEYS["mamba"], **keys))))
     assert (weights["model.layers.0.mixer.dt_proj.weight"] == 0.25).all()
 
 
@@ -257,7 +250,7 @@ def test_a_text_is_continued_alike_in_any_batch(family: str) -> None:
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_hidden_states_between_layers_are_fp32_where_the_config_says_so(wide: bool, tmp_path: Path) -> None:
-    model = fresh(tmp_path, **KEYS["mamba"], residual_in_fp32=wide)
+    model = fresh_model(config_of(tmp_path, **KEYS["mamba"], residual_in_fp32=wide))
     model.set_compute_dtype(torch.bfloat16)
     seen = []
     for block in model.model.layers.values():
@@ -289,7 +282,7 @@ def test_a_compiled_model_has_the_same_gradients_and_no_nan(family: str, tmp_pat
     """torch.compile gave NaN on Mamba-2 elsewhere (pytorch #146129)."""
     found = []
     for compiled in (False, True):
-        model = fresh(tmp_path, **KEYS[family])
+        model = fresh_model(config_of(tmp_path, **KEYS[family]))
         if compiled:
             for block in model.model.layers.values():
                 block.compile()

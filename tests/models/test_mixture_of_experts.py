@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from kenotron.config import load
+from kenotron.config import load, refuse_unsupported
 from kenotron.config.errors import InputError
 from kenotron.kernels.experts import expert_mlp_plain
 from kenotron.models import Context, build, flops_per_token
 from kenotron.models.blocks.mlp import GatedMLP
 from kenotron.models.blocks.moe import MixtureOfExperts, Routing
+from kenotron.parallel.mesh import Mesh
+from kenotron.training.step import train_step
+from support.layout_runs import SPARSE as KEYS
+from support.layout_runs import Problem, prepared
 from support.tiny_llamas import our_config, our_logits, our_model, random_tokens
-from support.tiny_run import losses, metrics, text_overrides, tiny_dict, train_and_listen
+from support.tiny_run import losses, metrics, text_overrides, tiny_dict, train_and_listen, train_quietly
 
-HIDDEN, EXPERTS, WIDTH, SEQUENCES, LENGTH = 12, 5, 8, 3, 7
+HIDDEN, EXPERTS, WIDTH, SEQUENCES, LENGTH = 12, 6, 8, 3, 7
 
 
 def block(routing: Routing) -> MixtureOfExperts:
@@ -36,11 +41,25 @@ def inputs() -> tuple[Tensor, Context]:
     return x.requires_grad_(), ctx
 
 
+def chosen(scores: Tensor, moe: MixtureOfExperts, routing: Routing) -> Tensor:
+    """Each token's experts, token by token."""
+    if moe.gate.e_score_correction_bias is not None:
+        scores = scores + moe.gate.e_score_correction_bias
+    size, found = EXPERTS // routing.groups, []
+    for row in scores.tolist():
+        by_group = [sum(sorted(row[g * size : (g + 1) * size])[-2:]) for g in range(routing.groups)]
+        best = sorted(range(routing.groups), key=by_group.__getitem__)[-routing.top_groups :]
+        allowed = [e for e in range(EXPERTS) if routing.groups == 1 or e // size in best]
+        found.append(sorted(allowed, key=row.__getitem__)[-routing.top_k :])
+    return torch.tensor(found)
+
+
 def objective(moe: MixtureOfExperts, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
     """(sum of outputs, balance loss, z-loss) in float64; all that `x` and the weights have gradients of."""
     logits = x @ moe.gate.weight.T
     scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
-    weights, choice = scores.topk(routing.top_k)
+    choice = chosen(scores.detach(), moe, routing)
+    weights = scores.gather(-1, choice)
     if routing.normalize:
         weights = weights / weights.sum(-1, keepdim=True)
     matrices = [moe.experts.gate_proj.weight, moe.experts.up_proj.weight, moe.experts.down_proj.weight]
@@ -63,8 +82,10 @@ def objective(moe: MixtureOfExperts, x: Tensor, routing: Routing) -> tuple[Tenso
         Routing(3, normalize=True, balance=0.5),
         Routing(2, normalize=True, scores="sigmoid", scale=2.5, balance=0.3, z=0.1),
         Routing(1, normalize=True, balance=0.5),
+        Routing(2, True, "sigmoid", 2.5, balance=0.3, groups=3, top_groups=2, biased=True),
+        Routing(3, scores="sigmoid", groups=2, top_groups=1),
     ],
-    ids=lambda routing: f"{routing.scores}-{routing.top_k}",
+    ids=lambda routing: f"{routing.scores}-{routing.top_k}-{routing.groups}",
 )
 def test_output_losses_and_gradients_are_the_formula(routing: Routing) -> None:
     moe, (x, ctx) = block(routing).train(), inputs()
@@ -75,7 +96,8 @@ def test_output_losses_and_gradients_are_the_formula(routing: Routing) -> None:
     (total + balance + z).backward()
     assert float(y.sum()) == pytest.approx(float(total), rel=1e-5)
     assert moe.router_losses.tolist() == pytest.approx([float(balance), float(z)], rel=1e-5)
-    for found, expected in zip((x, *moe.parameters()), (wide_x, *wide.parameters()), strict=True):
+    pairs = zip((x, *moe.parameters()), (wide_x, *wide.parameters()), strict=True)
+    for found, expected in ((a, b) for a, b in pairs if a.requires_grad):
         assert torch.allclose(found.grad.double(), expected.grad, rtol=1e-4, atol=1e-5)
 
 
@@ -148,6 +170,114 @@ def test_keys_of_one_family_alone(tmp_path: Path) -> None:
     assert first_layer(tmp_path, "qwen2_moe", qkv_bias=False).self_attn.q_proj.bias is None
     shared = first_layer(tmp_path, "qwen2_moe", shared_expert_intermediate_size=40).mlp.shared_expert
     assert shared.up_proj.weight.shape == (40, 32)
+
+
+DEEPSEEK = {
+    "num_key_value_heads": None,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
+
+def test_keys_of_deepseek_shape_its_router_and_its_experts(tmp_path: Path) -> None:
+    keys = DEEPSEEK | {"num_hidden_layers": 3, "first_k_dense_replace": 2, "moe_intermediate_size": 20}
+    config = load(our_config(tmp_path, family="deepseek_v3", n_shared_experts=3, **keys))
+    with torch.device("meta"):
+        layers = build(config.model).model.layers
+    assert [isinstance(layers[layer].mlp, GatedMLP) for layer in "012"] == [True, True, False]
+    moe = layers["2"].mlp
+    assert moe.experts.up_proj.weight.shape == (8, 20, 32)
+    assert moe.shared_expert.up_proj.weight.shape == (60, 32)
+    assert moe.routing == Routing(3, True, "sigmoid", 2.5, 0.0001, groups=4, top_groups=2, biased=True, bias_rate=0.001)
+    other = {"first_k_dense_replace": 0, "norm_topk_prob": False, "routed_scaling_factor": 1.5}
+    other |= {"router_bias_update_rate": 0}
+    routing = first_layer(tmp_path, "deepseek_v3", **DEEPSEEK | other, router_aux_loss_coef=0.5).mlp.routing
+    assert routing == Routing(3, False, "sigmoid", 1.5, 0.5, groups=4, top_groups=2, biased=True)
+
+
+@pytest.mark.parametrize("recompute", ["false", "true"])
+def test_biases_follow_the_loads_of_every_step(recompute: str, tmp_path: Path) -> None:
+    config = Problem("biases", steps=4, model=KEYS["deepseek_v3"]).config(f"recompute={recompute}", tmp_path)
+    counts: dict[str, Tensor] = {}
+
+    def count(layer: str, router: Any, inputs: Any, output: Any) -> None:
+        counts[layer] = counts.get(layer, 0) + torch.bincount(output[0].flatten(), minlength=8)
+
+    with prepared(config, Mesh()) as run:
+        routers = {layer: block.mlp.gate for layer, block in run.model.model.layers.items() if layer != "0"}
+        expected = {layer: torch.zeros(8, dtype=torch.float64) for layer in routers}
+        for layer, router in routers.items():
+            router.register_forward_hook(partial(count, layer))
+        for step in range(1, 5):
+            train_step(run, run.data.batch(step, 0, 1))
+            for layer, router in routers.items():
+                seen = counts.pop(layer).double()  # with recomputation twice each, which changes no sign
+                expected[layer] += 0.02 * (seen.mean() - seen).sign()
+                assert torch.allclose(router.e_score_correction_bias.double(), expected[layer], atol=1e-6)
+    assert max(bias.abs().max() for bias in expected.values()) > 0.03
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
+TINY = SMALL | DEEPSEEK | LATENT | {"is_deepseek_v3_config": True, "moe_intermediate_size": 8}
+
+
+def test_biases_even_the_loads_out_without_a_loss(tmp_path: Path) -> None:
+    def busiest(rate: float) -> float:
+        plain = tiny_dict(tmp_path / str(rate))
+        plain["model"]["model_config"] = TINY | {"router_bias_update_rate": rate, "router_aux_loss_coef": 0}
+        config = load(plain, [*text_overrides(tmp_path), "tokens.train_steps=20"])
+        train_quietly(config)
+        return sum(line["expert_load_max"] for line in metrics(config)[-5:]) / 5
+
+    assert busiest(0.01) < 0.8 * busiest(0)
+
+
+def test_keys_of_deepseek_shape_its_attention(tmp_path: Path) -> None:
+    widths = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
+    attention = first_layer(tmp_path, "deepseek_v3", **DEEPSEEK, **widths, attention_bias=True).self_attn
+    shapes = {
+        name: tuple(weight.shape) for name, weight in attention.named_parameters() if name.endswith("proj.weight")
+    }
+    assert shapes == {
+        "q_a_proj.weight": (12, 32),
+        "q_b_proj.weight": (40, 12),
+        "kv_a_proj.weight": (10, 32),
+        "k_rope_proj.weight": (4, 32),
+        "kv_b_proj.weight": (52, 10),
+        "o_proj.weight": (32, 28),
+    }
+    assert attention.kv_a_proj.bias is not None
+    assert attention.rope_interleaved
+    other = first_layer(tmp_path, "deepseek_v3", **DEEPSEEK, **widths | {"q_lora_rank": None}, rope_interleave=False)
+    assert other.self_attn.q_proj.weight.shape == (40, 32)
+    assert other.self_attn.o_proj.bias is None
+    assert not other.self_attn.rope_interleaved
+    assert attention.flops_per_token(16, causal=False) == 2 * 16 * 4 * (10 + 7)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_key_value_heads": 2}, "num_key_value_heads: expected null or num_attention_heads 4, found 2"),
+        ({"n_group": 3}, "n_group: expected a divisor of n_routed_experts 8, found 3"),
+        ({"topk_group": 5}, "topk_group: expected at most n_group 4, found 5"),
+        ({"n_group": 8}, "n_group: expected at least two experts a group, found 8 groups of 8"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok: expected at most the 4 experts of topk_group 2 groups"),
+        ({"qk_rope_head_dim": 5}, "qk_rope_head_dim: expected an even number, found 5"),
+        ({"first_k_dense_replace": 2}, "expected a layer with experts, found none"),
+    ],
+)
+def test_shapes_of_a_deepseek_that_do_not_fit_are_named(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        load(our_config(tmp_path, family="deepseek_v3", **DEEPSEEK | keys))
+    for key, value in (("rope_interleaved", True), ("head_dim", 8)):
+        config = load(our_config(tmp_path, family="deepseek_v3", **DEEPSEEK, **{key: value}))
+        with pytest.raises(InputError, match=f"model_config.{key}: {value}"):
+            refuse_unsupported(config)
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])

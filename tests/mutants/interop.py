@@ -33,4 +33,12 @@ MUTANTS = [
         why="the export of a run on several ranks lacks most of its files, and its index names them",
         tests=EXPORT,
     ),
+    Mutant(
+        name="an-export-without-its-code",
+        file="interop/exporting.py",
+        find="    copy_code(family_of(architecture), folder)\n",
+        replace="",
+        why="config.json names files that nobody wrote: the export of a nano cannot be loaded",
+        tests=("interop/test_hf_code.py",),
+    ),
 ]

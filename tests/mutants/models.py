@@ -6,9 +6,27 @@ from mutants.mutant import Mutant, NotCounted
 
 LLAMA = "models/test_llama_gradients.py"
 FAMILIES = "models/test_families_equal_transformers.py"
+EXPERTS = "models/test_mixture_of_experts.py"
 LOSS = ("kernels/test_linear_cross_entropy.py",)
 
 MUTANTS = [
+    Mutant(
+        name="the-bias-of-an-expert-weighs-it",
+        file="models/blocks/moe.py",
+        find="weights = scores.gather(-1, experts)",
+        replace="bias = self.e_score_correction_bias\n"
+        "        weights = (scores if bias is None else scores + bias).gather(-1, experts)",
+        why="the bias that balances loads weighs what they compute, too (in DeepSeek-V3 it only chooses)",
+        tests=(f"{EXPERTS}::test_output_losses_and_gradients_are_the_formula",),
+    ),
+    Mutant(
+        name="groups-of-experts-by-their-best-score",
+        file="models/blocks/moe.py",
+        find="groups.topk(2, dim=-1)[0].sum(-1)",
+        replace="groups.amax(-1)",
+        why="DeepSeek-V2's choice of groups; V3 takes the sum of a group's two best scores",
+        tests=(f"{EXPERTS}::test_output_losses_and_gradients_are_the_formula",),
+    ),
     Mutant(
         name="rope-positions-in-bf16",
         file="models/blocks/rope.py",
@@ -104,6 +122,22 @@ MUTANTS = [
         replace="self.bias.to(x.dtype))",
         why="the config's norm_epsilon is accepted and ignored",
         tests=(f"{FAMILIES}::test_logits_loss_and_every_gradient_are_those_of_transformers[starcoder2_windowed]",),
+    ),
+    Mutant(
+        name="queries-normalized-over-all-heads",
+        file="models/blocks/norm.py",
+        find="rms_norm(x.unflatten(-1, (-1, self.width)), x.new_ones(self.width), self.eps).flatten(-2)",
+        replace="rms_norm(x, x.new_ones(x.shape[-1]), self.eps)",
+        why="nano's norm of queries and keys runs over all heads side by side: a large one makes the others small",
+        tests=(f"{FAMILIES}::test_logits_loss_and_every_gradient_are_those_of_transformers[nano]",),
+    ),
+    Mutant(
+        name="only-attention-begins-at-zero",
+        file="models/families/nano.py",
+        find="for pattern in self.plan.row]",
+        replace="for pattern in self.plan.row[:1]]",
+        why="the feed-forward's projection into the residual stream is forgotten among the zeros of the first step",
+        tests=("models/test_initial_weights.py",),
     ),
     Mutant(
         name="layers-without-positions-one-too-early",
@@ -210,6 +244,23 @@ MUTANTS = [
         tests=("kernels/test_state_space_kernels.py",),
     ),
     Mutant(
+        name="a-hybrids-state-runs-on-into-the-next-document",
+        file="models/blocks/mamba2.py",
+        find="        starts = document_starts(ctx)\n",
+        replace="        starts = None\n",
+        why="attention keeps to its document, and Mamba-2 beside it brings what the document before it said",
+        tests=("models/test_hybrids.py::test_documents_of_a_sequence_do_not_see_each_other",),
+    ),
+    Mutant(
+        name="a-hybrids-attention-looks-over-a-border",
+        file="models/blocks/mamba.py",
+        find="        y: Tensor = self.mixer(x, positions, ctx)\n",
+        replace="        import dataclasses\n        ctx = dataclasses.replace(ctx, cu_seqlens=None)\n"
+        "        y: Tensor = self.mixer(x, positions, ctx)\n",
+        why="states are reset where a document begins, and attention beside them still sees the one before",
+        tests=("models/test_hybrids.py::test_documents_of_a_sequence_do_not_see_each_other",),
+    ),
+    Mutant(
         name="a-convolution-looks-over-a-border",
         file="kernels/causal_conv.py",
         find="            earlier = earlier * seen[..., None]\n",
@@ -224,6 +275,54 @@ MUTANTS = [
         replace="",
         why="tie_word_embeddings is silently undone when a meta model gets memory (torchtitan #2252)",
         tests=("models/test_initial_weights.py",),
+    ),
+    Mutant(
+        "buffers-lost-on-the-meta-device",
+        "models/foreign_model.py",
+        "self.get_submodule(parent)._buffers[leaf] = value.to(device)",
+        "self.get_submodule(parent)._buffers[leaf] = torch.zeros_like(value).to(device)",
+        "rotary frequencies that are not saved have no values after to_empty",
+        ("models/test_foreign_models.py::test_loss_and_gradients_are_those_of_transformers",),
+    ),
+    Mutant(
+        "buffers-in-the-compute-dtype",
+        "models/foreign_model.py",
+        "_buffers[leaf] = value.to(device)",
+        "_buffers[leaf] = value.to(device, torch.bfloat16 if value.is_floating_point() else None)",
+        "rotary frequencies are rounded to bfloat16 with the weights",
+        ("models/test_foreign_models.py::test_buffers_survive_the_meta_device_in_their_own_dtype",),
+    ),
+    Mutant(
+        "dropout-of-a-foreign-model",
+        "models/foreign_model.py",
+        "        self.training = mode\n        return self",
+        "        super().train(mode)\n        return self",
+        "a model of transformers drops what its config says, from torch's global generator",
+        ("models/test_foreign_models.py::test_loss_and_gradients_are_those_of_transformers",),
+    ),
+    Mutant(
+        "foreign-ties-lost",
+        "models/foreign_model.py",
+        "                setattr(self.get_submodule(parent), leaf, self.get_parameter(owner))",
+        "                self.get_submodule(parent)",
+        "a tied head has memory of its own after to_empty, which nothing fills",
+        ("models/test_foreign_models.py::test_loss_and_gradients_are_those_of_transformers",),
+    ),
+    Mutant(
+        "foreign-documents-unchecked",
+        "models/foreign_model.py",
+        "        if change > LEAK:",
+        "        if change > 1 / LEAK:",
+        "attention of a model that cannot mask documents reads across them in silence",
+        ("models/test_foreign_models.py::test_a_model_that_reads_across_documents_is_refused",),
+    ),
+    Mutant(
+        "foreign-weights-by-rank",
+        "models/foreign_model.py",
+        "box = tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.tensor.shape))",
+        "box = tuple(slice(0, size) for size in shard.tensor.shape)",
+        "every rank takes the first block of a fresh weight",
+        ("layouts/test_foreign_on_layouts.py::test_a_layout_means_what_one_process_means",),
     ),
 ]
 

@@ -21,6 +21,14 @@ MUTANTS = [
         tests=("layouts/test_mamba_on_layouts.py",),
     ),
     Mutant(
+        name="a-hybrid-begins-every-part-of-a-sequence-at-zero",
+        file="parallel/context.py",
+        find="        passing=StatesOfRanks(group) if method in CONTIGUOUS_METHODS else None,\n",
+        replace='        passing=StatesOfRanks(group) if method == "state_passing" else None,\n',
+        why="ulysses brings a hybrid's attention the other ranks' tokens, and its recurrence knows nothing of them",
+        tests=("layouts/test_mamba_on_layouts.py",),
+    ),
+    Mutant(
         name="a-sum-inside-of-a-layer-hears-one-rank",
         file="parallel/tensor.py",
         find="copy_to(_RowProduct.apply(x, local_part(self.weight).to(x.dtype), group, False, False), group)",
@@ -208,6 +216,14 @@ MUTANTS = [
         tests=(f"{FAMILIES}[qwen3-2-tp=2]",),
     ),
     Mutant(
+        name="ulysses-forgets-the-window",
+        file="parallel/context.py",
+        find="Borders(cu_seqlens), scale=scale, window=window)\n    back",
+        replace="Borders(cu_seqlens), scale=scale)\n    back",
+        why="a sliding window holds in one process, and ranks that share sequences look back on everything",
+        tests=(f"{FAMILIES}[mistral-2-cp=2 method=ulysses]",),
+    ),
+    Mutant(
         name="norm-biases-not-summed-under-reduce-scatter",
         file="parallel/tensor_labels.py",
         find="name: self._here(parameter) for name",
@@ -246,6 +262,40 @@ MUTANTS = [
         replace="        if True:\n",
         why="with recomputation every token is counted twice (torchtitan's expert bias)",
         tests=("models/test_mixture_of_experts.py::test_loads_are_counted_in_training_and_not_when_recomputed",),
+    ),
+    Mutant(
+        name="biases-follow-the-loads-of-a-rank",
+        file="training/expert_loads.py",
+        find='    all_reduce(sums, run.mesh.group("loss"))\n',
+        replace="",
+        why="ranks move the biases of the same experts in different directions (missing in several published recipes)",
+        tests=(f"{EXPERTS}[deepseek_v3-2-cp=2 method=allgather]",),
+    ),
+    Mutant(
+        name="biases-follow-the-loads-of-all-steps-so-far",
+        file="training/expert_loads.py",
+        find="        mixture.expert_load.zero_()\n",
+        replace="",
+        why="an expert that was busy long ago is held down although it has become idle",
+        tests=("models/test_mixture_of_experts.py::test_biases_follow_the_loads_of_every_step",),
+    ),
+    Mutant(
+        name="biases-move-again-in-recomputation",
+        file="models/blocks/moe.py",
+        find="        if not ctx.recomputing:\n            self.expert_load += chosen.sum(0)\n",
+        replace="        if ctx.recomputing:\n"
+        "            self.gate.e_score_correction_bias.data += 0.001 * (chosen.mean() - chosen.sum(0)).sign()\n"
+        "        if not ctx.recomputing:\n            self.expert_load += chosen.sum(0)\n",
+        why="biases that are updated in the forward pass are updated once more when it is recomputed",
+        tests=("models/test_mixture_of_experts.py::test_biases_follow_the_loads_of_every_step",),
+    ),
+    Mutant(
+        name="biases-of-experts-in-bf16",
+        file="parallel/data.py",
+        find="    apart = {parameter for parameter in root.parameters() if not parameter.requires_grad}\n",
+        replace="    apart = set[nn.Parameter]()\n",
+        why="FSDP rounds a bias to the compute dtype: steps of 0.001 are lost in the choice of experts",
+        tests=("layouts/test_experts_on_layouts.py::test_biases_move_by_less_than_bf16_has",),
     ),
     Mutant(
         name="dispatch-averages-the-gradients-of-a-token",

@@ -77,6 +77,8 @@ def _field(section: type[Section], name: str, field: Any) -> st.SearchStrategy[A
         return st.none()
     if name == "run":  # a folder inside logging.log_dir
         return words.filter(lambda run: not run.startswith(("/", "~")) and ".." not in run and "\0" not in run)
+    if name == "hybrid_override_pattern":  # four layers, as in `_heads`
+        return st.text("M*-", min_size=4, max_size=4)
     if name == "rope_scaling":
         return st.none() | st.just({"rope_type": "linear", "factor": 2.0})
     if name in ("pattern", "weight_decay_exclude_named_params"):
@@ -153,6 +155,16 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
 
 _QWEN = {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": []}
 SPARSE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "num_key_value_heads": None,
+        "qk_rope_head_dim": 8,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 32,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+    },
     "llamoe": {"moe_num_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -166,6 +178,11 @@ def _recurrent(model: dict[str, Any]) -> bool:
     return any(f"is_{name}_config" in model or model.get("family") == name for name in ("mamba", "mamba2"))
 
 
+def _hybrid(model: dict[str, Any]) -> bool:
+    """Whether it has attention beside Mamba-2."""
+    return "is_nemotron_h_config" in model or model.get("family") == "nemotron_h"
+
+
 def _heads(model: dict[str, Any]) -> None:
     if "hf" in model:
         return
@@ -176,6 +193,9 @@ def _heads(model: dict[str, Any]) -> None:
         return
     model.update(num_attention_heads=4, hidden_size=64, num_hidden_layers=4)
     model.update(num_key_value_heads=2)
+    if _hybrid(model):
+        model.setdefault("hybrid_override_pattern", "M-M*")
+        model.update(mamba_num_heads=8, n_groups=2, time_step_min=0.001, time_step_max=0.1)
     if "is_mistral_config" in model or model.get("family") == "mistral":
         model["sliding_window"] = None
     if "is_starcoder2_config" in model or model.get("family") == "starcoder2":
@@ -212,7 +232,9 @@ def _layout(config: dict[str, Any]) -> None:
     if _recurrent(model):
         layout["context_parallel_method"] = "state_passing"
         return
-    if layout.get("context_parallel_method") == "state_passing":
+    if _hybrid(model):
+        layout["context_parallel_method"] = "ulysses"
+    elif layout.get("context_parallel_method") == "state_passing":
         layout["context_parallel_method"] = "ring"
     if "hf" not in model:
         model["intermediate_size"] = 128

@@ -6,19 +6,26 @@ from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
 from transformers.utils import logging
 
 from kenotron.interop.hf_config import architecture_from_hf
 from kenotron.interop.hf_weights import Box, Stored, Weights
-from kenotron.interop.tensor_names import in_our_names
+from kenotron.interop.tensor_names import by_hf_name, in_our_names
 from kenotron.models import named_parameters
 from kenotron.models.decoder import Decoder
+from kenotron.models.families.hf.configuration_kenotron_nano import KenotronNanoConfig
+from kenotron.models.families.hf.modeling_kenotron_nano import KenotronNanoForCausalLM
 from kenotron.models.family import HEAD
+
+# Where transformers copies code that came with weights: of this process alone, not below the home folder.
+REMOTE_CODE = TemporaryDirectory(prefix="kenotron-remote-code-")
+dynamic_module_utils.HF_MODULES_CACHE = REMOTE_CODE.name
 
 SHAPES = {
     "vocab_size": 300,
@@ -34,6 +41,29 @@ SHAPES = {
 }
 THETA = {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}
 SMALL_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 10,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+}
+SMALL_HYBRID = {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16}
 # (model_type, its own keys of config.json)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 16}),
@@ -68,6 +98,38 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("mistral", {"sliding_window": 5, "head_dim": 8}),
     "mistral_without_window": ("mistral", {"sliding_window": None, "head_dim": 6}),
+    "nemotron_h": (
+        "nemotron_h",
+        {"num_hidden_layers": 5, "hybrid_override_pattern": "M-M*-", "time_step_min": 1e-5} | SMALL_HYBRID,
+    ),
+    "nemotron_h_biased": (
+        "nemotron_h",
+        {
+            **SMALL_HYBRID,
+            "num_hidden_layers": 4,
+            "hybrid_override_pattern": "*M*M",
+            "time_step_min": 1e-5,  # decoding there forgets this bound: one that is never reached
+            "head_dim": 6,
+            "n_groups": 1,
+            "mamba_head_dim": 5,  # in all more channels than expand * hidden_size
+            "ssm_state_size": 7,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 3,
+            "layer_norm_epsilon": 1e-2,
+        },
+    ),
+    "nemotron_h_of_feed_forwards": (
+        "nemotron_h",
+        {
+            **SMALL_HYBRID,
+            "num_hidden_layers": 2,
+            "hybrid_override_pattern": "-*",
+            "mlp_bias": True,
+            "mlp_hidden_act": "gelu",
+            "head_dim": 8,
+        },
+    ),
     "olmo2": ("olmo2", {}),
     "olmo2_biased": ("olmo2", {"attention_bias": True, "rms_norm_eps": 1e-3, "head_dim": 6}),
     "qwen3": ("qwen3", {"head_dim": 16}),
@@ -110,6 +172,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": ("qwen3_moe", SMALL_EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
     "qwen3_moe_mixed": ("qwen3_moe", SMALL_EXPERTS | {"head_dim": 8, "mlp_only_layers": [0]}),
+    "nano": ("kenotron_nano", {"hidden_act": "relu2"}),
+    "nano_tied": (
+        "kenotron_nano",
+        {"hidden_act": "relu2", "tie_word_embeddings": True, "head_dim": 6, "rms_norm_eps": 1e-2},
+    ),
+    "deepseek_v3": ("deepseek_v3", LATENT),
+    "deepseek_v3_stretched": (
+        "deepseek_v3",
+        LATENT
+        | {
+            "q_lora_rank": None,
+            "v_head_dim": 12,
+            "first_k_dense_replace": 0,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "rope_interleave": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN,
+        },
+    ),
     "qwen2_tied": ("qwen2", {"use_sliding_window": False, "tie_word_embeddings": True}),
 }
 
@@ -118,11 +204,16 @@ def hf_model(which: str, seed: int = 0) -> PreTrainedModel:
     """A random model of transformers, fp32, in eval mode; biases are random too."""
     kind, keys = FAMILIES[which]
     logging.set_verbosity_error()
-    config = AutoConfig.for_model(kind, **deepcopy(SHAPES | THETA | keys))  # which writes into its arguments
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    given = deepcopy(SHAPES | THETA | keys)  # configs write into their arguments
+    if kind == "kenotron_nano":
+        model: PreTrainedModel = KenotronNanoForCausalLM(KenotronNanoConfig(**given))
+    else:
+        config = AutoConfig.for_model(kind, **given)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        biases = [each for each in model.named_buffers() if each[0].endswith("e_score_correction_bias")]
+        for name, parameter in [*model.named_parameters(), *biases]:
             parameter.normal_(
                 1.0 if name.endswith(("norm.weight", "norm_f.weight")) else 0.0, 0.25, generator=generator
             )
@@ -139,8 +230,10 @@ def ours_of(theirs: PreTrainedModel) -> Decoder:
 def in_our_names_of(model: Decoder, theirs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Weights or gradients of the same model of transformers, under our names."""
     if any(name.endswith("experts.down_proj") for name in theirs):
-        return _experts_apart(theirs)
+        return _experts_apart(model, theirs)
     in_files = {HEAD: model.family.hf_name(HEAD)}  # in memory every head of transformers 5 has the one name
+    if model.family.hf_model_type == "nemotron_h":  # whose body has another name there, too
+        theirs = {name.replace("model.", "backbone."): tensor for name, tensor in theirs.items()}
     stored = {
         in_files.get(name, name): Stored(tuple(tensor.shape), partial(_box, tensor)) for name, tensor in theirs.items()
     }
@@ -160,8 +253,15 @@ def filled(model: Decoder, weights: Mapping[str, Tensor]) -> Decoder:
     return model
 
 
-def _experts_apart(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _experts_apart(model: Decoder, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Gate and up of experts are one tensor in memory, and files have other names than that."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
+    groups = by_hf_name(model.family, {name: shape for name, shape in shapes.items() if ".experts." not in name})
+    tensors = dict(tensors)
+    for theirs, ours in groups.items():
+        if theirs in tensors:
+            parts = model.family.hf_split(theirs, tensors[theirs]) if len(ours) > 1 else [tensors[theirs]]
+            tensors |= zip(ours, parts)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith(".experts.gate_up_proj"):

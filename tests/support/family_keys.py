@@ -30,11 +30,17 @@ REFUSED = {
 # Written to exports: what else the config has to say, and the key.
 _HEADS = "hidden_size: 16, num_hidden_layers: 1, vocab_size: 64, num_heads: 4, head_dim: 8, n_groups: 2, state_size: 4"
 EXPORT_BASE = {
-    "Mamba2Architecture": (f"model.model_config={{is_mamba2_config: true, {_HEADS}}}",),
+    "NemotronHArchitecture": (
+        "model.model_config={is_nemotron_h_config: true, hybrid_override_pattern: '-', "
+        "hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 1, vocab_size: 64, "
+        "intermediate_size: 16}",
+    ),
+    "Mamba2StyleArchitecture": (f"model.model_config={{is_mamba2_config: true, {_HEADS}}}",),
     "MambaStyleArchitecture": (f"model.model_config={{is_mamba2_config: true, {_HEADS}}}",),
 }
 EXPORTED = {
-    "Mamba2Architecture.chunk_size": "model.model_config.chunk_size=8",
+    "NemotronHArchitecture.expand": "model.model_config.expand=3",
+    "Mamba2StyleArchitecture.chunk_size": "model.model_config.chunk_size=8",
     "MambaStyleArchitecture.rescale_prenorm_residual": "model.model_config.rescale_prenorm_residual=true",
 }
 
@@ -64,11 +70,18 @@ TESTS = {
     (VARIANTS, "Qwen2Architecture"): """family is_qwen2_config pretraining_tp log_attn_probs _fused_rotary_emb
         _fused_rms_norm _use_qkv_packed""",
     (FAMILIES, "Qwen2Architecture"): "attention_bias no_rope_layer",
+    (VARIANTS, "DeepseekV3Architecture"): "family is_deepseek_v3_config",
+    (ROUTER, "DeepseekV3Architecture"): """n_routed_experts num_experts_per_tok n_shared_experts moe_intermediate_size
+        n_group topk_group norm_topk_prob routed_scaling_factor first_k_dense_replace router_aux_loss_coef
+        attention_bias q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave
+        router_bias_update_rate""",
     (ROUTER, "Qwen2Architecture"): "moe_config sliding_window_size",
     (ROUTER, "NanotronExperts"): """num_experts top_k moe_intermediate_size enable_shared_expert layers
         shared_expert_intermediate_size router_aux_loss_coef token_dispatcher_type""",
     (VARIANTS, "LlamoeArchitecture"): "family is_llamoe_config hidden_act moe_capacity_factor pretraining_tp",
     (ROUTER, "LlamoeArchitecture"): "moe_num_experts num_experts_per_tok router_aux_loss_coef",
+    (VARIANTS, "NanoArchitecture"): "family",
+    (FAMILIES, "NanoArchitecture"): "hidden_act",
     (VARIANTS, "Qwen3Architecture"): "family is_qwen3_config",
     (FAMILIES, "Qwen3Architecture"): "attention_bias",
     (VARIANTS, "SmolLM3Architecture"): "family is_smollm3_config",
@@ -82,7 +95,12 @@ TESTS = {
         use_conv_bias time_step_min time_step_max time_step_floor hidden_act""",
     ("test_mamba.py", "MambaArchitecture"): """is_mamba_config state_size time_step_rank time_step_scale
         time_step_init_scheme family tie_word_embeddings""",
-    ("test_mamba.py", "Mamba2Architecture"): """is_mamba2_config num_heads head_dim n_groups state_size time_step_limit
+    ("test_mamba.py", "Mamba2Architecture"): """is_mamba2_config num_heads head_dim state_size time_step_limit
         family""",
+    ("test_mamba.py", "Mamba2StyleArchitecture"): "n_groups",
+    (VARIANTS, "NemotronHArchitecture"): "family is_nemotron_h_config",
+    ("test_hybrids.py", "NemotronHArchitecture"): """hybrid_override_pattern num_hidden_layers time_step_min
+        tie_word_embeddings residual_in_fp32 mamba_num_heads mamba_head_dim ssm_state_size head_dim
+        hidden_act mlp_bias""",
 }
 OWN = {f"{section}.{key}": test for (test, section), keys in TESTS.items() for key in keys.split()}

@@ -24,7 +24,6 @@ import kenotron as kn
 from kenotron.config import Config, refuse_unsupported
 from kenotron.interop import initial_tensors
 from kenotron.models import named_parameters
-from kenotron.observers.expert_load import loads_of_step
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.parallel.shards import shard_of
 from kenotron.training.build import build_run
@@ -38,11 +37,14 @@ LENGTH = 16
 STEPS = 10
 # Keys of families whose layers have more than a Llama's, which layouts have to treat by themselves.
 FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {"is_mistral_config": True, "num_key_value_heads": 2, "sliding_window": 5},
+    "qwen2": {"is_qwen2_config": True, "num_key_value_heads": 2, "attention_bias": True},
     "olmo2": {"is_olmo2_config": True, "num_key_value_heads": 2},
     "qwen3": {"is_qwen3_config": True, "head_dim": 6, "num_key_value_heads": 2},
     "smollm3": {"is_smollm3_config": True, "no_rope_layer_interval": 2, "num_key_value_heads": 2},
     "starcoder2": {"is_starcoder2_config": True, "num_key_value_heads": 2},
     "gpt_neox": {"is_gpt_neox_config": True, "rotary_pct": 0.5, "num_key_value_heads": None},
+    "nano": {"family": "nano", "num_key_value_heads": 2},
 }
 ATTENTION = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 _HEADS = {"is_mamba2_config": True, "num_heads": 8, "head_dim": 8, "state_size": 6}
@@ -58,11 +60,41 @@ SPARSE: dict[str, dict[str, Any]] = {  # families with experts
         **_EXPERTS,
     },
     "qwen3_moe": {"is_qwen3_moe_config": True, "head_dim": 6, "mlp_only_layers": [1], **_EXPERTS},
+    "deepseek_v3": {
+        "is_deepseek_v3_config": True,
+        "num_key_value_heads": None,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2,
+        "v_head_dim": 5,
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 16,
+        "n_group": 4,
+        "topk_group": 2,
+        "router_bias_update_rate": 0.02,
+        **_ROUTER,
+    },
 }
 STATE_SPACES: dict[str, dict[str, Any]] = {  # without the keys of ATTENTION
     "mamba": {"is_mamba_config": True, "state_size": 4, "time_step_rank": 3, "use_bias": True},
     "mamba2": _HEADS | {"n_groups": 1, "tie_word_embeddings": True},
     "mamba2_in_groups": _HEADS | {"n_groups": 4},
+}
+HYBRIDS: dict[str, dict[str, Any]] = {  # of Mamba-2 and attention
+    "nemotron_h": {
+        "is_nemotron_h_config": True,
+        "hybrid_override_pattern": "M*-M",
+        "head_dim": 6,
+        "num_key_value_heads": 2,
+        "mlp_bias": True,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "n_groups": 4,
+        "ssm_state_size": 6,
+    },
 }
 
 SHORT = {
@@ -88,7 +120,8 @@ SHORT = {
 class Problem:
     """What is trained. `overrides` change the model or the data, never the layout.
 
-    `model` are keys of its shapes besides those of a small Llama, without those that are `absent`.
+    `model` are keys of its shapes besides those of a small Llama, without those that are `absent`. `compared`: the step
+    whose gradients are compared; the second where at first some are zero.
     """
 
     name: str
@@ -96,6 +129,7 @@ class Problem:
     steps: int = STEPS
     model: dict[str, Any] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
+    compared: int = 1
 
     def config(self, layout: str, folder: Path) -> Config:
         """The config of this problem on `layout`, at the one global batch size."""
@@ -142,13 +176,13 @@ def prepared(config: Config, mesh: Mesh) -> Iterator[Run]:
         logger.setLevel(level)
 
 
-def steps(run: Run, first_gradients: dict[str, torch.Tensor] | None = None) -> list[StepResult]:
-    """Train from where `run` is to the end, without hooks; clipped gradients of the first step into the dict."""
+def steps(run: Run, gradients: dict[str, torch.Tensor] | None = None, compared: int = 1) -> list[StepResult]:
+    """Train from where `run` is to the end, without hooks; clipped gradients of the step `compared` into the dict."""
     results = []
     while not run.finished:
         batches = run.data.batch(run.step + 1, run.mesh.rank("batch"), run.mesh.degree("batch"))
-        if first_gradients is not None and run.step == 0:
-            run.hooks = [_Keep(first_gradients)]
+        if gradients is not None and run.step + 1 == compared:
+            run.hooks = [_Keep(gradients)]
         results.append(train_step(run, batches))
         run.hooks = []
         run.step += 1
@@ -163,6 +197,8 @@ class _Keep(Hook):
 
     def before_update(self, run: Run) -> None:
         for name, parameter in named_parameters(*run.parts):
+            if not parameter.requires_grad:
+                continue
             assert parameter.grad is not None, f"{name} has no gradient"
             self.into[name] = shard_of(parameter.grad).tensor.clone()
 
@@ -173,11 +209,11 @@ def train_alone(problem: Problem, folder: Path) -> Path:
     gradients: dict[str, torch.Tensor] = {}
     with prepared(config, Mesh()) as run:
         before = _pieces(run)
-        results = steps(run, gradients)
+        results = steps(run, gradients, problem.compared)
         numbers = [(result.lm_loss, result.z_loss, result.grad_norm) for result in results]
         samples = [_samples(run, step) for step in (1, 2, problem.steps)]
         after = {name: tensor.clone() for name, (tensor, _) in _pieces(run).items()}
-        loads = loads_of_step(run)[0].tolist() if config.model.decoder.experts else []
+        loads = _loads(results)
     path = folder / f"{problem.name}.pt"
     started = {name: tensor for name, (tensor, _) in before.items()}
     torch.save(
@@ -222,7 +258,7 @@ def train_on_layout(rank: int, problem: Problem, layout: str, folder: Path, refe
         before = _pieces(run)
         unequal = [name for name, (tensor, box) in before.items() if not tensor.equal(expected["before"][name][box])]
         local = sum(tensor.numel() for tensor, _ in before.values())
-        results = steps(run, gradients)
+        results = steps(run, gradients, problem.compared)
         errors = {}
         for name, gradient in gradients.items():
             whole = expected["gradients"][name]
@@ -244,9 +280,15 @@ def train_on_layout(rank: int, problem: Problem, layout: str, folder: Path, refe
             unequal_at_start=unequal,
             gradient_errors=errors,
             weight_error=weight_error,
-            loads=loads_of_step(run)[0].tolist() if config.model.decoder.experts else [],
+            loads=_loads(results),
             local_numbers=local,
         )
+
+
+def _loads(results: list[StepResult]) -> list[list[float]]:
+    """Slots of each expert of each layer over all steps; empty without experts."""
+    slots = [result.expert_loads.slots for result in results if result.expert_loads is not None]
+    return torch.stack(slots).sum(0).tolist() if slots else []
 
 
 def expect_the_same(ranks: list[Seen], reference: Path, rounding: float = 1e-6) -> None:

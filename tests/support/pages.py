@@ -8,7 +8,12 @@ sections(page)["Hook"]            # the text below a heading of the second level
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from support.tiny_run import REPOSITORY
 
@@ -32,3 +37,19 @@ def sections(page: str) -> dict[str, str]:
     """The text below each heading of the second level, by heading."""
     parts = re.split(r"^## (.+)\n", page, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@contextmanager
+def in_a_users_folder(page: str, folder: Path) -> Iterator[None]:
+    """Within, `folder` is the working directory, and has the files of the page."""
+    before = Path.cwd()
+    folder.mkdir(exist_ok=True)
+    for name, text in files(page).items():
+        (folder / name).write_text(text)
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        for name in files(page):
+            sys.modules.pop(name.removesuffix(".py"), None)

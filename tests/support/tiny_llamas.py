@@ -14,6 +14,7 @@ from kenotron import checkpoint
 from kenotron.config import dump, load
 from kenotron.kernels.attention import attention
 from kenotron.models import Context, build, initialize_model, materialize, named_parameters
+from kenotron.models.decoder import Decoder
 from kenotron.text.tokenizer import TextTokenizer, train_byte_level_bpe
 
 SHAPES = {
@@ -172,3 +173,12 @@ def small_tokenizer() -> TextTokenizer:
 
 def random_tokens(sequences: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(SHAPES["vocab_size"], (sequences, length), generator=torch.Generator().manual_seed(seed))
+
+
+def fresh_model(config: dict[str, Any]) -> Decoder:
+    """The model of a config in YAML's keys, with initial weights large enough to show."""
+    with torch.device("meta"):
+        model = build(load(config).model)
+    materialize(model, "cpu")
+    initialize_model(model, std=0.05, scaling="NUM_LAYERS", seed=1)
+    return model

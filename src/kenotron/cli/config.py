@@ -16,6 +16,7 @@ import typer
 
 from kenotron.config import Config, dump, load, refuse_unsupported
 from kenotron.config import diff as differences
+from kenotron.config.architecture import HFArchitecture
 from kenotron.config.data import CustomSource, PretrainDataset, SFTDataset, paths_of
 from kenotron.config.dotted import import_dotted, import_registered
 from kenotron.config.errors import counted, is_a_path, no_such_path
@@ -78,6 +79,10 @@ def _check_names(config: Config) -> None:
     }.items():
         if path and (key.startswith("checkpoints.") or is_a_path(path)) and not Path(path).expanduser().exists():
             raise no_such_path(key, path)
+    if isinstance(architecture, HFArchitecture) and Path(architecture.hf).is_dir():
+        from kenotron.interop import resolve_architecture  # which imports torch
+
+        resolve_architecture(config)
     for dataset in config.datasets:
         names = dataset.hf_dataset_or_datasets if isinstance(dataset, PretrainDataset | SFTDataset) else []
         for name in [names] if isinstance(names, str) else names:

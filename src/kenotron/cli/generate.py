@@ -73,6 +73,12 @@ def generate(
     dp: Annotated[
         int | None, typer.Option(help="Replicas of the model; prompts are divided among them.", min=1)
     ] = None,
+    ep: Annotated[
+        int,
+        typer.Option(
+            help="Of the replicas, how many share the experts of a layer; all decode the same prompts.", min=1
+        ),
+    ] = 1,
 ) -> None:
     """Continue prompts with a trained model."""
     if stream and as_json:
@@ -86,7 +92,7 @@ def generate(
         from kenotron.interop.sources import open_source
 
         source = open_source(path, verify=False)
-        layout = choose_layout(dp, pp, tp, source.layout, _processes())
+        layout = choose_layout(dp, pp, tp, source.layout, _processes(), ep)
         check_layout(source.model.decoder, layout)
     from kenotron.launch import leave, work_on_ranks
 

@@ -4,6 +4,7 @@
     {hidden_size: 64, …}                            → the first family that has all these keys, nanotron's first
     {family: my_module.MyFamily, …}                 → the section of that family
     {hf: org/name, rope_theta: 500000.0}            → HFArchitecture: read from there, with one value changed
+    {module: my_module.MyModel, …}                  → a module of the user's, with arguments of its constructor
 
 As in nanotron, a marker counts by its presence; its value changes nothing.
 """
@@ -26,12 +27,15 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from kenotron.config.decoder import DecoderArchitecture
-from kenotron.config.families import built_in_families, find_family
+from kenotron.config.families import USER_MODULE, built_in_families, find_family
 from kenotron.config.section import OURS, LocalPath, Section, by_rule, has, key
 
 
 class HFArchitecture(Section):
-    """An architecture read from a Hugging Face config before the run starts; keys of its family override it."""
+    """An architecture read from a Hugging Face config before the run starts; keys of its family override it.
+
+    Only then is it known which other keys there are: those of no family here are checked with it.
+    """
 
     hf: LocalPath = key("Folder or hub name of a Hugging Face model.", mark=OURS)
     overrides: dict[str, Any] = key("Values that replace those of the Hugging Face config.", {}, mark=OURS)
@@ -44,8 +48,10 @@ class HFArchitecture(Section):
             return value
         overrides = {k: v for k, v in value.items() if k not in ("hf", "overrides")}
         overrides |= value.get("overrides", {})
-        checked = _section_of(overrides).model_validate(overrides).model_dump(by_alias=True, exclude_unset=True)
-        return {"hf": value["hf"], "overrides": checked}
+        section = _section_of(overrides)
+        known = {name: each for name, each in overrides.items() if name in yaml_keys(section)}
+        checked = section.model_validate(known).model_dump(by_alias=True, exclude_unset=True)
+        return {"hf": value["hf"], "overrides": overrides | checked}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -55,6 +61,7 @@ class HFArchitecture(Section):
             of_section = section.model_json_schema()
             own["properties"] |= _inlined(of_section["properties"], of_section.get("$defs", {}))
         own["properties"]["family"] = {"type": "string"}
+        own["additionalProperties"] = True
         return own
 
     @model_serializer
@@ -64,7 +71,8 @@ class HFArchitecture(Section):
     def unsupported(self) -> list[str]:
         """What its overrides ask for and no code serves yet."""
         section = _section_of(self.overrides)
-        return list(section.model_validate(self.overrides).unsupported())
+        known = {name: each for name, each in self.overrides.items() if name in yaml_keys(section)}
+        return list(section.model_validate(known).unsupported())
 
 
 def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
@@ -102,6 +110,8 @@ def _section_of(keys: dict[str, Any]) -> type[DecoderArchitecture]:
 
 def _own_section(value: Any) -> Any:
     """The keys of a family from outside as the section that it brings."""
+    if isinstance(value, dict) and "module" in value:
+        value = {"family": USER_MODULE} | value
     if isinstance(value, dict) and isinstance(value.get("family"), str):
         return find_family(value["family"]).section.model_validate(value)
     return value
@@ -113,7 +123,7 @@ def _choose(value: Any) -> str | None:
     for name, section in built_in_sections().items():
         if type(value) is section or (isinstance(value, dict) and value.get("family") == name):
             return f"({name})"
-    if isinstance(value, DecoderArchitecture) or (isinstance(value, dict) and "family" in value):
+    if isinstance(value, DecoderArchitecture) or (isinstance(value, dict) and {"family", "module"} & value.keys()):
         return "(family)"
     return _by_keys(value) if isinstance(value, dict) else None
 

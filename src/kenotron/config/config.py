@@ -87,20 +87,24 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _checks(self) -> Self:
-        checks = (
-            _check_heads,
-            _check_experts,
-            _check_loss,
-            _check_layout,
-            _check_ramps,
-            _check_tokenizer,
-            _check_steps,
-            _check_dependent_keys,
-        )
-        problems = [problem for check in checks for problem in check(self)]
-        if problems:
+        if problems := problems_of(self):
             raise PydanticCustomError("checks", "several checks failed", {"problems": problems})
         return self
+
+
+def problems_of(config: Config) -> list[Problem]:
+    """(key, what is wrong) of keys that do not fit each other."""
+    checks = (
+        _check_heads,
+        _check_experts,
+        _check_loss,
+        _check_layout,
+        _check_ramps,
+        _check_tokenizer,
+        _check_steps,
+        _check_dependent_keys,
+    )
+    return [problem for check in checks for problem in check(config)]
 
 
 def _check_heads(config: Config) -> Iterator[Problem]:
@@ -111,12 +115,10 @@ def _check_heads(config: Config) -> Iterator[Problem]:
 
 
 def _check_experts(config: Config) -> Iterator[Problem]:
-    ep, model = config.parallelism.expert_parallel_size, config.model.architecture
-    at = "parallelism.expert_parallel_size"
-    if isinstance(model, DecoderArchitecture) and ep > 1 and not model.experts:
-        yield at, f"expected 1: the family {model.family} has no experts; found {ep}"
-    elif isinstance(model, DecoderArchitecture) and model.experts % ep:
-        yield at, f"expected a divisor of the {model.experts} experts of a layer, found {ep}"
+    model = config.model.architecture
+    if isinstance(model, DecoderArchitecture):
+        problems = model.ep_problems(config.parallelism.expert_parallel_size)
+        yield from (("parallelism.expert_parallel_size", problem) for problem in problems)
 
 
 def _check_loss(config: Config) -> Iterator[Problem]:
@@ -187,6 +189,8 @@ def _check_pipeline(config: Config) -> Iterator[Problem]:
     if layout.pp_engine in V_ENGINES and per_rank != 2:
         yield "parallelism.pp_stages_per_rank", f"expected 2 with pp_engine {layout.pp_engine}, found {per_rank}"
     architecture = config.model.architecture
+    if isinstance(architecture, DecoderArchitecture):
+        yield from (("parallelism.pp", problem) for problem in architecture.pp_problems(layout.pp))
     layers = architecture.num_hidden_layers if isinstance(architecture, DecoderArchitecture) else None
     if layout.pp_layers is not None:
         given = layout.pp_layers

@@ -30,7 +30,7 @@ AttentionImplementation = Literal[
 SERVED_ATTENTION = ("flash_attention_2", "sdpa")
 
 # Names of Hugging Face's hidden_act, those that kernels.swiglu computes.
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "relu")
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "relu", "relu2")
 
 # Keys of rope_scaling by type, those that models/blocks/rope.py reads: (required, optional).
 ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
@@ -155,8 +155,19 @@ class DecoderArchitecture(Section):
         """What tensor parallelism of degree `tp` cannot divide."""
         yield from ()
 
+    def ep_problems(self, ep: int) -> Iterator[str]:
+        """What keeps `ep` ranks from sharing the experts of a layer."""
+        if ep > 1 and not self.experts:
+            yield f"expected 1: the family {self.family} has no experts; found {ep}"
+        elif self.experts % ep:
+            yield f"expected a divisor of the {self.experts} experts of a layer, found {ep}"
+
     def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
         """What keeps `cp` ranks from sharing sequences by `method`; `lengths`: keys of sequence lengths, and these."""
+        yield from ()
+
+    def pp_problems(self, pp: int) -> Iterator[str]:
+        """What keeps `pp` ranks from sharing the layers."""
         yield from ()
 
     def unsupported(self) -> Iterator[str]:
@@ -172,7 +183,7 @@ class DecoderArchitecture(Section):
 class AttentionArchitecture(DecoderArchitecture):
     """A decoder of attention and feed-forward."""
 
-    shape_keys = (
+    shape_keys: ClassVar[tuple[str, ...]] = (
         "hidden_size",
         "intermediate_size",
         "num_hidden_layers",
@@ -251,8 +262,9 @@ class AttentionArchitecture(DecoderArchitecture):
                 "expected context_parallel_method ring, allgather or ulysses with attention: state_passing is for "
                 "layers with a recurrent state"
             )
-        if self.attention_window is not None:
-            yield f"expected 1 with a sliding window of {self.attention_window} tokens (not supported yet), found {cp}"
+        if self.attention_window is not None and method != "ulysses":
+            window = f"a sliding window of {self.attention_window} tokens"
+            yield f"{window} needs context_parallel_method ulysses, found {method}"
         if method == "ulysses" and heads % tp == 0 and heads // tp % cp:
             yield (
                 f"ulysses splits the query heads of a rank, num_attention_heads {heads} / tp {tp} = {heads // tp}; "

@@ -22,6 +22,7 @@ from kenotron.config.errors import InputError
 BUILT_IN = "kenotron.models.families"  # a package whose modules hold one family each, under its name
 GROUP = "kenotron.models"
 KEY = "model.model_config.family"
+USER_MODULE = "kenotron.models.foreign.UserModule"  # of a model_config that names a `module`
 
 
 class HasSection(Protocol):

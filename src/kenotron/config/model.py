@@ -18,7 +18,7 @@ class RandomInit(Section):
     scaling_method: Annotated[Literal["NONE", "NUM_LAYERS"], upper_case("NUM_LAYERS")] = key(
         "Scale of the projections that write to the residual stream: NUM_LAYERS divides std by sqrt(2 * layers) "
         "(a Mamba, with one branch a layer, by sqrt(layers)), "
-        "NONE does not scale.",
+        "NONE does not scale (a nano's begin at zero).",
         "NUM_LAYERS",
     )
 

@@ -24,6 +24,7 @@ from kenotron.config.errors import NotSupportedYet
 from kenotron.config.model import WEIGHT_DTYPES, Model
 from kenotron.config.parallelism import Parallelism
 from kenotron.generation.layout import check_layout
+from kenotron.generation.packed import pack
 from kenotron.generation.ranks import ModelOnRanks
 from kenotron.interop.sources import Source, check_shape, open_source
 from kenotron.kernels.tensor_shard import TensorShard
@@ -61,7 +62,8 @@ def load_for_generation(
     """Build the model of `path` with its weights, in eval mode.
 
     `dtype` None is the config's `model.dtype`; `device` None the accelerator, or the CPU where there is none. With a
-    `mesh` of axes pp, dp_replicate and tp every rank calls this; replicas along dp_replicate share out the prompts.
+    `mesh` of axes pp, dp_replicate, tp and ep every rank calls this; replicas along dp_replicate share out the prompts,
+    or decode the same ones where ep of them share the experts.
     Errors (InputError): nothing at `path` (names what is near), not a checkpoint, damaged, not a family that
     can decode, or of a shape that the mesh does not divide.
     """
@@ -70,17 +72,25 @@ def load_for_generation(
     source = on_all(lambda: open_source(path, verify=mesh.is_first))
     decoded_in = dtype_of(dtype or source.model.dtype)
     target = torch.device(device) if device is not None else best_device()
-    check_layout(source.architecture, Parallelism(pp=mesh.degree("pp"), tp=mesh.degree("tp")))
+    check_layout(source.architecture, layout_of(mesh))
     parts, pipeline = _on_mesh(source.model, decoded_in, mesh, target)
 
     def read() -> None:
         for part in parts:
             fill(part, source)
+            pack(part)
 
     on_all(read)
     tokenizer = load_tokenizer(source.tokenizer) if source.tokenizer else None
     alone = mesh.world_size == 1
-    return Loaded(parts[0] if alone else ModelOnRanks(parts, mesh, target, pipeline), tokenizer, source.model)
+    lockstep = mesh.degree("ep") > 1
+    model = parts[0] if alone else ModelOnRanks(parts, mesh, target, pipeline, lockstep)
+    return Loaded(model, tokenizer, source.model)
+
+
+def layout_of(mesh: Mesh) -> Parallelism:
+    """What splits a model on `mesh`; replicas do not."""
+    return Parallelism(pp=mesh.degree("pp"), tp=mesh.degree("tp"), expert_parallel_size=mesh.degree("ep"))
 
 
 def _here(work: Callable[[], T]) -> T:
@@ -95,7 +105,7 @@ def _on_mesh(
         return [_part(model, None, dtype, mesh, device)], None
     from kenotron.parallel.pipeline import Pipeline, parts_here
 
-    layout = Parallelism(pp=mesh.degree("pp"), tp=mesh.degree("tp"))
+    layout = layout_of(mesh)
     parts = [_part(model, part, dtype, mesh, device) for part in parts_here(model, layout, mesh, length=1)]
     return parts, Pipeline(parts, mesh, layout, device, parts[0].stream_dtype)
 
@@ -108,6 +118,10 @@ def _part(model: Model, part: ModelPart | None, dtype: torch.dtype, mesh: Mesh, 
         from kenotron.parallel import tensor
 
         tensor.apply(built, built.plan, mesh)
+    if mesh.degree("ep") > 1:
+        from kenotron.parallel import experts
+
+        experts.apply(built, built.plan, mesh)
     built.set_compute_dtype(dtype)
     materialize(built.to(dtype), device)
     return built.requires_grad_(False).eval()

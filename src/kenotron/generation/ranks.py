@@ -44,7 +44,8 @@ class ModelOnRanks:
     """A model on the layout of `mesh`: this rank's `parts` of it, and with pp the `pipeline` that runs those of all.
 
     `lockstep` False: data-parallel replicas share out the prompts. True: all ranks of the mesh decode the same ones;
-    so it must be where data parallelism shards the weights, which all ranks then gather together.
+    so it must be where data parallelism shards the weights, which all ranks then gather together, and where some of
+    them share the experts, to which each sends its tokens.
     """
 
     parts: Sequence[Decoder]

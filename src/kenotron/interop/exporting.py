@@ -1,7 +1,8 @@
 """`kenotron convert to-hf`: a checkpoint becomes a folder that `transformers` loads.
 
     to_hf("checkpoints/100", "exported", dtype="bfloat16", max_shard_size="5GB")
-    → exported/config.json, generation_config.json, model.safetensors (or shards and an index), tokenizer files
+    → exported/config.json, generation_config.json, model.safetensors (or shards and an index), tokenizer files,
+      and for a family that transformers does not know, the code of its model
 
 The folder is written beside its place and renamed when it is complete. At most one shard is in memory. In a run all
 ranks call it (`checkpoints.export_hf`), and each writes some of the shards: it reads their tensors from the checkpoint,
@@ -21,11 +22,14 @@ from typing import TYPE_CHECKING, Any
 from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
 from kenotron.config.errors import InputError, nearest
 from kenotron.config.model import WEIGHT_DTYPES
+from kenotron.interop.hf_code import copy_code
 from kenotron.interop.hf_config import Report, hf_config, quiet
 from kenotron.interop.hf_weights import INDEX, Weights
 from kenotron.interop.sources import Source, checkpoint_source, fitted, skeleton
 from kenotron.interop.tensor_names import by_hf_name, their_names, their_tensor
+from kenotron.interop.whole_weights import write_whole
 from kenotron.models.family import Family, family_of
+from kenotron.models.foreign import HuggingFaceArchitecture
 from kenotron.parallel.ranks import raise_on_any_rank, rank_and_size, run_on_rank0
 from kenotron.storage.files import publish_folder, temporary_beside
 from kenotron.text.tokenizer import end_of_text, load_tokenizer
@@ -73,13 +77,15 @@ def to_hf(
     if name not in WEIGHT_DTYPES:
         known = ", ".join(WEIGHT_DTYPES)
         raise InputError(f"dtype: expected one of {known}, found {name!r}{nearest(name, WEIGHT_DTYPES)}")
+    if isinstance(source.architecture, HuggingFaceArchitecture):
+        return _whole(source, final, name, max_shard_size, report)
     weights = fitted(source, _in_halves(source.architecture))
     shapes = {parameter: tuple(value.shape) for parameter, value in skeleton(source.model).named_parameters()}
     family = family_of(source.architecture)
     groups = by_hf_name(family, shapes)
-    itemsize = 4 if name == "float32" else 2
+    itemsize = {theirs: 4 if _dtype(theirs, family, name) == "float32" else 2 for theirs in groups}
     of_ours = {each: math.prod(shape) // len(their_names(family, each, shape)) for each, shape in shapes.items()}
-    sizes = {theirs: sum(of_ours[each] for each in ours) * itemsize for theirs, ours in groups.items()}
+    sizes = {theirs: sum(of_ours[each] for each in ours) * itemsize[theirs] for theirs, ours in groups.items()}
     files = _shards(sizes, _size(max_shard_size))
     temporary = run_on_rank0(lambda: temporary_beside(final))
 
@@ -116,6 +122,32 @@ def to_hf(
     return Exported(final, list(files), sum(sizes.values()), name)
 
 
+def _whole(source: Source, final: Path, dtype: str, max_shard_size: str | int, report: Report) -> Exported:
+    """A model without a family: transformers writes it, on the first rank."""
+    assert isinstance(source.architecture, HuggingFaceArchitecture)
+    architecture, size_limit = source.architecture, _size(max_shard_size)
+
+    def write() -> list[Path]:
+        temporary = temporary_beside(final)
+        temporary.mkdir(parents=True)
+        try:
+            write_whole(source.weights, architecture, temporary, dtype, size_limit)
+            _write_configs(source, temporary, dtype)
+            if source.tokenizer:
+                load_tokenizer(source.tokenizer).save(temporary)
+            else:
+                report(f"{source.path} has no tokenizer, so {final} has none")
+            publish_folder(temporary, final)
+        except OSError as error:
+            raise InputError(f"cannot write {final}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return sorted(final.glob("*.safetensors"))
+
+    files = run_on_rank0(write)
+    return Exported(final, [file.name for file in files], sum(file.stat().st_size for file in files), dtype)
+
+
 def _in_halves(architecture: DecoderArchitecture) -> DecoderArchitecture:
     """The same with RoPE's channels in the order of transformers."""
     rope = isinstance(architecture, RopeArchitecture)
@@ -146,12 +178,18 @@ def _write_shard(file: Path, groups: dict[str, list[str]], weights: Weights, fam
     import torch
     from safetensors.torch import save_file
 
-    target: torch.dtype = getattr(torch, dtype)
-    shard = {
-        theirs: their_tensor(weights, family, theirs, ours).to(target).contiguous() for theirs, ours in groups.items()
-    }
+    def converted(theirs: str, ours: list[str]) -> torch.Tensor:
+        target: torch.dtype = getattr(torch, _dtype(theirs, family, dtype))
+        return their_tensor(weights, family, theirs, ours).to(target).contiguous()
+
+    shard = {theirs: converted(theirs, ours) for theirs, ours in groups.items()}
     save_file(shard, file, metadata={"format": "pt"})
     shutil.copymode(file.with_name("config.json"), file)  # save_file makes files that only their owner reads
+
+
+def _dtype(theirs: str, family: Family[Any], dtype: str) -> str:
+    """What their tensor is written in, in an export in `dtype`."""
+    return "float32" if theirs.endswith(family.hf_fp32) else dtype
 
 
 def _write_configs(source: Source, folder: Path, dtype: str) -> None:
@@ -161,6 +199,7 @@ def _write_configs(source: Source, folder: Path, dtype: str) -> None:
     architecture = source.architecture
     eos = end_of_text(load_tokenizer(source.tokenizer) if source.tokenizer else None, architecture)
     hf_config(architecture, dtype, eos).save_pretrained(folder)
+    copy_code(family_of(architecture), folder)
     carried = source.tokenizer / GENERATION if source.tokenizer else None
     if carried and carried.is_file():
         shutil.copyfile(carried, folder / GENERATION)

@@ -12,12 +12,13 @@ What the family's maths does not compute is refused by name, never dropped.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from kenotron.config.architecture import yaml_keys
 from kenotron.config.decoder import (
     ACTIVATIONS,
     ROPE_KEYS,
@@ -25,13 +26,14 @@ from kenotron.config.decoder import (
     DecoderArchitecture,
     RopeArchitecture,
 )
-from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.config.errors import InputError, NotSupportedYet, nearest
+from kenotron.interop.hf_code import config_class
+from kenotron.interop.whole_config import Report, is_causal_model, whole_architecture, whole_config
 from kenotron.models.family import Family, families, family_named, family_of
+from kenotron.models.foreign import HuggingFace, HuggingFaceArchitecture
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-Report = Callable[[str], None]
 
 # Keys that transformers writes beside rules that do not read them.
 ROPE_UNREAD: dict[str, set[str]] = {
@@ -79,6 +81,10 @@ def architecture_from_hf(
     overrides = dict(overrides or {})
     name = overrides.get("family", family)
     kind = _family_of(config, where, name)
+    if kind is HuggingFace:
+        return whole_architecture(config, where, overrides, report)
+    for key in overrides.keys() - yaml_keys(kind.section):
+        raise InputError(f"unknown key 'model.model_config.{key}'{nearest(key, yaml_keys(kind.section))}")
     _refuse_foreign(config, where, kind)
     found = {ours: config[theirs] for ours, theirs in _shared_keys(kind) if config.get(theirs) is not None}
     found |= {"family": name if name and family_named(name) is kind else _default(kind, "family")}
@@ -103,17 +109,21 @@ def architecture_from_hf(
 
 
 def _family_of(config: Mapping[str, Any], where: str, name: str | None) -> type[Family[Any]]:
-    known = {family.hf_model_type: family for family in families()}
-    if name is not None:
-        asked = family_named(name)
-        known[asked.hf_model_type] = asked
+    known = {family.hf_model_type: family for family in families() if family.hf_model_type}
     kind = config.get("model_type")
+    asked = None if name is None else family_named(name)
+    if asked is HuggingFace or (asked is None and kind not in known and is_causal_model(kind)):
+        return HuggingFace
+    if asked is not None:
+        known[asked.hf_model_type] = asked
     family = known.get(str(kind))
     names = config.get("architectures") or [family.hf_class if family else ""]
     if family is None or family.hf_class not in names:
         found = kind if family is None else ", ".join(names)
         served = ", ".join(f"{each.hf_model_type} ({each.hf_class})" for each in known.values())
-        raise NotSupportedYet(f"{where}: model family {found!r}; expected one of {served}")
+        raise NotSupportedYet(
+            f"{where}: model family {found!r}; expected one of {served}, or a causal language model of transformers"
+        )
     return family
 
 
@@ -190,16 +200,18 @@ def hf_config(architecture: DecoderArchitecture, dtype: str, eos_token_id: int |
 
     Errors (InputError): the family has no counterpart there, or not for these values.
     """
-    from transformers import AutoConfig
     from transformers.utils import logging
 
+    if isinstance(architecture, HuggingFaceArchitecture):
+        return whole_config(architecture, dtype, eos_token_id)
     family = family_of(architecture)
     if not family.hf_class:
         raise InputError(f"model family {architecture.family!r} names no class of transformers: it cannot be exported")
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        plain = AutoConfig.for_model(family.hf_model_type)
+        kind = config_class(family)
+        plain = kind()
         values = {
             theirs: getattr(architecture, ours) for ours, theirs in _shared_keys(type(family)) if hasattr(plain, theirs)
         }
@@ -211,7 +223,8 @@ def hf_config(architecture: DecoderArchitecture, dtype: str, eos_token_id: int |
                 values["head_dim"] = architecture.head_dim
         values |= {"hidden_act": architecture.hidden_act, "eos_token_id": eos_token_id, "dtype": dtype}
         values |= {**family.hf_fixed, "architectures": [family.hf_class]}
-        return AutoConfig.for_model(family.hf_model_type, **family.to_hf(values))
+        values |= {"auto_map": dict(family.hf_code)} if family.hf_code else {}
+        return kind(**family.to_hf(values))
     finally:
         logging.set_verbosity(verbosity)
 

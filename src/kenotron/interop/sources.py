@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kenotron import checkpoint
 from kenotron.config.architecture import HFArchitecture
+from kenotron.config.config import problems_of
 from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
 from kenotron.config.errors import InputError
 from kenotron.config.model import Model
@@ -24,7 +25,9 @@ from kenotron.interop.hf_config import Report, architecture_from_hf, quiet, read
 from kenotron.interop.hf_weights import Box, Stored, Weights, find_config, hf_weights, is_hub_name, locate
 from kenotron.interop.rope_layout import is_rotated, to_halves, to_interleaved
 from kenotron.interop.tensor_names import in_our_names
+from kenotron.interop.whole_weights import read_whole
 from kenotron.models.family import EMBEDDING, HEAD, family_of
+from kenotron.models.foreign import HuggingFaceArchitecture
 from kenotron.text.tokenizer import TOKENIZER_FILES
 
 if TYPE_CHECKING:
@@ -91,7 +94,10 @@ def hf_source(path: str | Path, report: Report = quiet, family: str | None = Non
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     model = Model.model_validate({"model_config": architecture, "init_method": {"path": str(path)}, "dtype": dtype})
     shapes = {name: tuple(parameter.shape) for name, parameter in skeleton(model).named_parameters()}
-    weights = in_our_names(hf_weights(folder), family_of(architecture), shapes)
+    if isinstance(architecture, HuggingFaceArchitecture):
+        weights = read_whole(folder, shapes)
+    else:
+        weights = in_our_names(hf_weights(folder), family_of(architecture), shapes)
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
     return Source(folder, model, weights, folder if has_tokenizer else None)
 
@@ -152,12 +158,10 @@ def resolve_architecture(config: Config) -> Config:
     if not isinstance(architecture, HFArchitecture):
         return config
     resolved = hf_architecture(architecture.hf, architecture.overrides)
-    layout = config.parallelism
-    if (cp := layout.context_parallel_size) > 1:
-        method, lengths = layout.context_parallel_method, config.sequence_lengths
-        for problem in resolved.cp_problems(cp, layout.tp, method, lengths):
-            raise InputError(f"parallelism.context_parallel_size: {problem} (the model of {architecture.hf})")
-    return config.model_copy(update={"model": config.model.model_copy(update={"architecture": resolved})})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"architecture": resolved})})
+    for key, problem in problems_of(config):
+        raise InputError(f"{key}: {problem} (the model of {architecture.hf})")
+    return config
 
 
 def initial_tensors(
@@ -200,7 +204,7 @@ def fitted(source: Source, wanted: DecoderArchitecture) -> Weights:
                 f"but the weights in {source.path} have a head of their own"
             )
         stored.pop(HEAD, None)  # some files hold the shared matrix twice
-    elif have.tie_word_embeddings:
+    elif have.tie_word_embeddings and EMBEDDING in stored:
         stored[HEAD] = stored[EMBEDDING]
     return Weights(stored, str(source.path))
 

@@ -8,5 +8,6 @@ rms_norm.py, rope.py, swiglu.py     elementwise kernels with explicit backward
 hashing.py, random.py, quantiles.py     a number as a function of (key, counter): integers, tensors, normals
 tensor_shard.py             the block of a logical tensor that a rank holds
 host_memory.py              glibc's malloc for repeated steps
+small.py                    what is too little for these kernels
 host_reads.py               where Python may look at a tensor's value
 """

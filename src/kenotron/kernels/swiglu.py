@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kenotron.config.errors import InputError, nearest
+from kenotron.kernels.small import is_small
 
 BLOCK = 1 << 17  # elements of one round of passes on CPU: 512 KiB in fp32
 
@@ -38,6 +39,12 @@ _GELU_TANH = _Activation(
     partial(aten.gelu_backward.grad_input, approximate="tanh"),
 )
 _RELU = _Activation(F.relu, aten.relu.out, partial(aten.threshold_backward.grad_input, threshold=0))
+# The square of ReLU (So et al. 2021, arXiv 2109.08668).
+_RELU2 = _Activation(
+    lambda x: F.relu(x).square(),
+    lambda x, out: aten.relu.out(x, out=out).square_(),
+    lambda grad, x, grad_input: torch.mul(grad, F.relu(x), out=grad_input).mul_(2.0),
+)
 
 ACTIVATIONS = {
     "silu": _Activation(F.silu, aten.silu.out, aten.silu_backward.grad_input),
@@ -46,6 +53,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": _GELU_TANH,
     "gelu_fast": _GELU_TANH,
     "relu": _RELU,
+    "relu2": _RELU2,
 }
 ACTIVATIONS["swish"] = ACTIVATIONS["silu"]
 
@@ -54,7 +62,7 @@ def swiglu(gate: Tensor, up: Tensor, act: str = "silu") -> Tensor:
     """gate and up of one shape and dtype → ``act(gate) * up``. `act` is a name of Hugging Face's `hidden_act`."""
     plain = _activation(act).plain
     slow = gate.device.type == "cpu" and gate.dtype != torch.float32
-    if slow or torch.compiler.is_compiling():
+    if slow or torch.compiler.is_compiling() or is_small(gate):
         return plain(gate) * up
     return _Gate.apply(gate, up, act)
 

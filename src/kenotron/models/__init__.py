@@ -52,8 +52,10 @@ def build(config: Model, tensor_parallel: int = 1, part: ModelPart | None = None
     The vocabulary is padded to a multiple of ``make_vocab_size_divisible_by * tensor_parallel`` rows.
     """
     from kenotron.models.decoder import Decoder
+    from kenotron.models.family import family_of
 
-    return Decoder(config.decoder, config.make_vocab_size_divisible_by * tensor_parallel, part)
+    own = family_of(config.decoder).own_model(config.make_vocab_size_divisible_by, part)
+    return own or Decoder(config.decoder, config.make_vocab_size_divisible_by * tensor_parallel, part)
 
 
 def named_parameters(*parts: Decoder) -> Iterator[tuple[str, nn.Parameter]]:
@@ -67,10 +69,9 @@ def named_parameters(*parts: Decoder) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def materialize(model: Decoder, device: torch.device | str) -> None:
-    """Give a model that was built on the meta device memory on `device`: weights undefined, buffers (counters) zero."""
+    """Give a model that was built on the meta device memory on `device`: weights undefined, buffers as they begin."""
     model.to_empty(device=device)
-    for buffer in model.buffers():
-        buffer.zero_()
+    model.reset_buffers(device)
     model.tie_weights()  # to_empty gave the two names of a tied matrix a memory each
 
 

@@ -125,6 +125,11 @@ class Decoder(nn.Module):
         if self.config.tie_word_embeddings and self.lm_head is not None and self.model.embed_tokens is not None:
             self.lm_head.tie(self.model.embed_tokens.weight)
 
+    def reset_buffers(self, device: torch.device | str) -> None:
+        """Buffers (counters) as they begin, on `device`; called when they have been given memory there."""
+        for buffer in self.buffers():
+            buffer.zero_()
+
     def ties(self) -> dict[str, str]:
         """Names that stand for one weight, and the name that owns it; the same in every part of a model."""
         return {HEAD: EMBEDDING} if self.config.tie_word_embeddings else {}
@@ -135,6 +140,7 @@ class Decoder(nn.Module):
 
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
         """What flows from the embedding on; every product runs in it, weights stay fp32."""
+        self.weight_dtype = dtype  # that of the weights which data parallelism gathers
         for module in (self.model, *self.model.layers.values()):
             module.compute_dtype = dtype  # type: ignore[assignment]
 

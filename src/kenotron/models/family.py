@@ -26,6 +26,9 @@ from kenotron.models.plan import Plan
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from kenotron.models.decoder import Decoder
+    from kenotron.models.part import ModelPart
+
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # in every family
 
 C = TypeVar("C", bound=DecoderArchitecture)
@@ -43,6 +46,9 @@ class Family(ABC, Generic[C]):
     """`model_type` in Hugging Face's config.json; "" without a counterpart there."""
     hf_class: ClassVar[str] = ""
     """The class of transformers, such as LlamaForCausalLM."""
+    hf_code: ClassVar[Mapping[str, str]] = {}
+    """`auto_map` of config.json for a model that transformers does not know: "AutoConfig" and "AutoModelForCausalLM" →
+    module.Class. The modules lie in a folder `hf` beside the family's file; exports bring them along."""
     hf_keys: ClassVar[Mapping[str, str]] = {}
     """Keys of the section whose name in config.json is another one."""
     hf_fixed: ClassVar[Mapping[str, Any]] = {}
@@ -51,6 +57,9 @@ class Family(ABC, Generic[C]):
     """Parts of parameter names → what they are called there, applied in order."""
     hf_unread: ClassVar[tuple[str, ...]] = ()
     """Ends of names of tensors there that are no weights, such as the masks that old versions saved."""
+
+    hf_fp32: ClassVar[tuple[str, ...]] = ()
+    """Ends of names of tensors there that exports keep in fp32, whatever their dtype."""
 
     def __init__(self, config: C) -> None:
         self.config = config
@@ -65,6 +74,10 @@ class Family(ABC, Generic[C]):
 
     def positions(self) -> nn.Module | None:
         """A module that makes of positions ``[sequences, length]`` what every block gets as its second argument."""
+        return None
+
+    def own_model(self, vocab_multiple: int, part: ModelPart | None) -> Decoder | None:
+        """The model, of a family that is not blocks in a `Decoder`'s frame (`models.foreign`)."""
         return None
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:

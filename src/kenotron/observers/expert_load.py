@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kenotron.parallel.collectives import all_reduce
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
 
@@ -36,8 +35,9 @@ class ExpertLoad(Hook):
         self.steps_without_a_token: Tensor | None = None  # [layers, experts]
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Count over ranks, record, start anew."""
-        loads, losses = loads_of_step(run)
+        """Record what the step has counted."""
+        assert result.expert_loads is not None
+        loads, losses = result.expert_loads
         routed = loads.sum(1) > 0  # layers that have experts
         shares = loads[routed] / loads[routed].mean(1, keepdim=True)
         entropy = torch.special.entr(shares / shares.shape[1]).sum(1) / math.log(max(shares.shape[1], 2))
@@ -59,20 +59,3 @@ class ExpertLoad(Hook):
                 expert,
                 STARVING_STEPS,
             )
-
-
-def loads_of_step(run: Run) -> tuple[Tensor, Tensor]:
-    """(slots of each expert ``[layers, experts]``, balance and z loss ``[2]``) since the last call, over all ranks."""
-    architecture = run.config.model.decoder
-    slots = architecture.num_hidden_layers * architecture.experts
-    sums = torch.zeros(slots + 2, device=run.device)  # of both, for one collective
-    loads, losses = sums[:slots].view(-1, architecture.experts), sums[slots:]
-    for part in run.parts:
-        for name, module in part.named_modules():
-            if hasattr(module, "expert_load"):
-                loads[int(name.split(".")[2])] += module.expert_load
-                losses += module.router_losses
-                module.expert_load.zero_()
-                module.router_losses.zero_()
-    all_reduce(sums, run.mesh.group("loss"))
-    return loads, losses

@@ -11,10 +11,10 @@ and values of all tokens before it. Three ways to get at them, one signature:
     ring        keys and values travel around the ring while the rank computes with those it has (`parallel.ring`)
     allgather   keys and values are gathered, their gradients summed back (`parallel.ring`)
     ulysses     an all-to-all turns "my tokens, all heads" into "all tokens, my heads" and back: contiguous parts,
-                the ordinary kernels, heads must divide (DeepSpeed Ulysses, arXiv 2309.14509)
+                the ordinary kernels, sliding windows too; heads must divide (DeepSpeed Ulysses, arXiv 2309.14509)
 
 A recurrent layer (Mamba) needs the state that the tokens before leave: ``state_passing``, contiguous parts
-(`parallel.state_passing`).
+(`parallel.state_passing`). Those of a hybrid pass states on beside attention by ulysses, whose parts are the same.
 
 `shard` cuts a micro-batch. Every rank's gradients are those of its own tokens' losses: `parallel.data` sums over cp.
 """
@@ -66,7 +66,7 @@ def shard(micro_batch: MicroBatch, mesh: Mesh, method: str) -> MicroBatch:
         positions=here(ctx.positions),
         attention=shared_attention(group, method),
         sum_over_sequence=partial(all_reduce, group=group),
-        passing=StatesOfRanks(group) if method == "state_passing" else None,
+        passing=StatesOfRanks(group) if method in CONTIGUOUS_METHODS else None,
     )
     labels = None if micro_batch.labels is None else here(micro_batch.labels)
     return MicroBatch(here(micro_batch.tokens), labels, ctx)
@@ -92,8 +92,14 @@ def shared_attention(group: dist.ProcessGroup, method: str) -> Callable[..., Ten
     """``ctx.attention`` for ranks of `group`. A compiled block has a graph break here: communication is not traced."""
     attend = METHODS[method]
 
-    def attention_of_the_whole(q: Tensor, k: Tensor, v: Tensor, ctx: Context, scale: float | None) -> Tensor:
-        return attend(q, k, v, group, ctx.cu_seqlens, scale)
+    def attention_of_the_whole(
+        q: Tensor, k: Tensor, v: Tensor, ctx: Context, scale: float | None, window: int | None
+    ) -> Tensor:
+        if window is None:
+            return attend(q, k, v, group, ctx.cu_seqlens, scale)
+        if attend is not ulysses_attention:
+            raise InputError(f"parallelism.context_parallel_method: a sliding window needs ulysses, found {method}")
+        return ulysses_attention(q, k, v, group, ctx.cu_seqlens, scale, window)
 
     def shared(
         q: Tensor,
@@ -104,11 +110,9 @@ def shared_attention(group: dist.ProcessGroup, method: str) -> Callable[..., Ten
         scale: float | None = None,
         window: int | None = None,
     ) -> Tensor:
-        if window is not None:
-            raise InputError(f"parallelism.context_parallel_size: expected 1 with a sliding window of {window} tokens")
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(attention_of_the_whole)(q, k, v, ctx, scale)
-        return attention_of_the_whole(q, k, v, ctx, scale)
+            return torch.compiler.disable(attention_of_the_whole)(q, k, v, ctx, scale, window)
+        return attention_of_the_whole(q, k, v, ctx, scale, window)
 
     return shared
 
@@ -123,6 +127,7 @@ def ulysses_attention(
     group: Group,
     cu_seqlens: tuple[int, ...] | None = None,
     scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention over sequences that the ranks of `group` share, by two all-to-alls.
 
@@ -132,7 +137,7 @@ def ulysses_attention(
     a group this is `kernels.attention`.
     """
     if group is None or group.size() == 1:
-        return attention(q, k, v, Borders(cu_seqlens), scale=scale)
+        return attention(q, k, v, Borders(cu_seqlens), scale=scale, window=window)
     ranks, heads, kv_heads = group.size(), q.shape[1], k.shape[1]
     if heads % ranks:
         raise InputError(
@@ -148,7 +153,7 @@ def ulysses_attention(
         2, 3
     )  # the ranks' tokens side by side: [sequences, some heads, length, head_dim]
     q, k, v = whole.split([x.shape[2] for x in by_rank], dim=1)
-    out = attention(q, k, v, Borders(cu_seqlens), scale=scale)
+    out = attention(q, k, v, Borders(cu_seqlens), scale=scale, window=window)
     back = _AllToAll.apply(out.unflatten(2, (ranks, -1)).movedim(2, 0), group)
     return back.movedim(0, 1).flatten(1, 2)
 

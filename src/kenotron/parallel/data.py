@@ -248,7 +248,8 @@ def _shard(
     shards, replicas = _sharding_mesh(mesh), mesh.submesh("expert_replicas")
     offload = CPUOffloadPolicy() if cpu_offload and shards.device_type != "cpu" else OffloadPolicy()
     options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload}
-    apart = set[nn.Parameter]()  # experts that no other rank has: there is nothing to shard and nothing to sum
+    # Biases of routers, which no gradient reaches, stay whole and in fp32; experts that no other rank has stay as well.
+    apart = {parameter for parameter in root.parameters() if not parameter.requires_grad}
     for experts in expert_parallel(root):
         if replicas is None:
             apart.update(experts.parameters())

@@ -96,7 +96,10 @@ class Mesh:
     _submeshes: dict[str, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
 
     def degree(self, name: str) -> int:
-        """Ranks in each group of `name`."""
+        """Ranks in each group of `name`, which may be of `EXPERT_NAMES`."""
+        if name in EXPERT_NAMES:
+            mesh = self.expert_axes(name)
+            return 1 if mesh is None else mesh.size()
         return prod(self.degrees.get(axis, 1) for axis in axes_of(name))
 
     def rank(self, name: str) -> int:

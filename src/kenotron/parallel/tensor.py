@@ -128,6 +128,8 @@ def apply(
         if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
             _check_is_a_leaf(name, module)
             _replace(model, name, Replicated(module, settings, name in on_shards, name in per_head))
+    if isinstance(model, Decoder):
+        model.tie_weights()
 
 
 def _replace(model: nn.Module, name: str, parallel: nn.Module) -> None:

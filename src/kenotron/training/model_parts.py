@@ -76,7 +76,7 @@ def _shard(config: Config, mesh: Mesh, model: Decoder, root: nn.Module, device: 
         blocks,
         mesh,
         zero_stage=3 if config.zero_stage == "hybrid" else int(config.zero_stage),
-        compute_dtype=getattr(torch, config.model.dtype),
+        compute_dtype=model.weight_dtype,
         cpu_offload=config.parallelism.cpu_offload,
         bucket_cap_mb=config.model.ddp_bucket_cap_mb,
     )

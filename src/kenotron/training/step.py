@@ -30,6 +30,7 @@ from kenotron.optim.schedule import learning_rate
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import all_reduce, sum_over_ranks
 from kenotron.parallel.device import upload
+from kenotron.training.expert_loads import ExpertLoads, loads_of_step, move_biases
 
 if TYPE_CHECKING:
     from kenotron.data import TokenBatch
@@ -48,6 +49,7 @@ class StepResult:
     real_tokens: int
     seconds: float
     data_wait_seconds: float = 0.0
+    expert_loads: ExpertLoads | None = None
 
 
 def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
@@ -58,6 +60,7 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
     real_tokens = count_real_tokens(run, batches)
 
     losses = forward_backward(run, batches, 1.0 / max(real_tokens, 1))
+    loads = loads_of_step(run)
     parameters = [parameter for _, parameter in named_parameters(*run.parts)]
     norm = clip_gradients(parameters, run.config.optimizer.clip_grad, run.mesh)
     lm_loss, z_loss, grad_norm = read_numbers(*losses, norm)
@@ -69,6 +72,8 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
         run.optimizer.step()
         if run.pipeline is not None:
             run.pipeline.share_tied_weights()
+        if loads is not None:
+            move_biases(run, loads)
     run.optimizer.zero_grad(set_to_none=True)
 
     return StepResult(
@@ -79,6 +84,7 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
         skipped=not finite,
         real_tokens=real_tokens,
         seconds=time.perf_counter() - started,
+        expert_loads=loads,
     )
 
 

@@ -10,6 +10,8 @@ sums what its part of x_proj makes of them with the other ranks. Channel counts 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,10 +33,33 @@ class MambaBlock(nn.Module):
         self.residual_in_fp32 = residual_in_fp32
         self.compute_dtype = torch.float32  # set by the decoder
 
-    def forward(self, x: Tensor, positions: None, ctx: Context) -> Tensor:
-        """There are no positions: the order of tokens is in the recurrence."""
+    def forward(self, x: Tensor, positions: Any, ctx: Context) -> Tensor:
+        """x ``[tokens, hidden]``; a mixer needs no positions: the order of tokens is in the recurrence."""
         x = x.float() if self.residual_in_fp32 else x
-        return x + self.mixer(self.norm(x).to(self.compute_dtype), ctx)
+        return x + self.mix(self.norm(x).to(self.compute_dtype), positions, ctx)
+
+    def mix(self, x: Tensor, positions: Any, ctx: Context) -> Tensor:
+        """What the mixer makes of x ``[tokens, hidden]``."""
+        y: Tensor = self.mixer(x, ctx)
+        return y
+
+
+class AttentionBranch(MambaBlock):
+    """The same around attention, for hybrids: ``x + attention(norm(x))``."""
+
+    def mix(self, x: Tensor, positions: Any, ctx: Context) -> Tensor:
+        """x ``[tokens, hidden]``."""
+        y: Tensor = self.mixer(x, positions, ctx)
+        return y
+
+
+class MLPBranch(MambaBlock):
+    """And around a feed-forward: ``x + mlp(norm(x))``."""
+
+    def mix(self, x: Tensor, positions: Any, ctx: Context) -> Tensor:
+        """x ``[tokens, hidden]``."""
+        y: Tensor = self.mixer(x)
+        return y
 
 
 class CausalConv(nn.Module):

@@ -35,7 +35,10 @@ class Routing:
     """How tokens choose experts. `scores`: of the logits, softmax over all experts or sigmoid of each.
 
     `top_k` experts a token; with `normalize` its weights are divided by their sum, and then multiplied by `scale`.
-    `balance`, `z`: coefficients of the two losses.
+    `balance`, `z`: coefficients of the two losses. Experts lie in `groups` of neighbours, and a token's come from the
+    `top_groups` whose two best scores have the largest sums. `biased`: experts are chosen by score plus a bias of
+    their own, and weighed by the score alone. `bias_rate`: what a step of training adds to the biases of experts with
+    less than the mean load, and takes from those of the others (`training.expert_loads`).
     """
 
     top_k: int
@@ -44,27 +47,44 @@ class Routing:
     scale: float = 1.0
     balance: float = 0.0
     z: float = 0.0
+    groups: int = 1
+    top_groups: int = 1
+    biased: bool = False
+    bias_rate: float = 0.0
 
 
 class Router(nn.Module):
     """x ``[tokens, hidden]`` → (experts ``[tokens, k]`` int64, weights ``[tokens, k]`` fp32, logits, scores).
 
-    Logits and scores ``[tokens, experts]`` fp32.
+    Logits and scores ``[tokens, experts]`` fp32. The bias is no weight: no gradient reaches it.
     """
 
     def __init__(self, hidden_size: int, experts: int, routing: Routing) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, hidden_size))
+        self.e_score_correction_bias = nn.Parameter(torch.empty(experts), False) if routing.biased else None
         self.routing = routing
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """In fp32 whatever x's dtype: in bf16, near ties would be decided by rounding."""
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(-1) if self.routing.scores == "softmax" else logits.sigmoid()
-        weights, experts = scores.topk(self.routing.top_k, dim=-1)
+        experts = self._choose(scores.detach())
+        weights = scores.gather(-1, experts)
         if self.routing.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
         return experts, weights * self.routing.scale, logits, scores
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """Each token's experts ``[tokens, k]``."""
+        routing, bias = self.routing, self.e_score_correction_bias
+        choice = scores if bias is None else scores + bias
+        if routing.top_groups < routing.groups:
+            groups = choice.unflatten(-1, (routing.groups, -1))
+            best = groups.topk(2, dim=-1)[0].sum(-1).topk(routing.top_groups, dim=-1)[1]
+            others = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
+            choice = groups.masked_fill(others[..., None], -torch.inf).flatten(-2)
+        return choice.topk(routing.top_k, dim=-1)[1]
 
 
 class ExpertLinear(nn.Module):
@@ -123,7 +143,7 @@ class MixtureOfExperts(nn.Module):
         self.gate = Router(hidden_size, experts, routing)
         self.experts = Experts(experts, hidden_size, width, activation, gated)
         self.shared_expert, self.shared_expert_gate = shared, shared_gate
-        # What training has seen since `forget_load`: slots of each expert, and (balance, z) losses.
+        # What training has seen in this step: slots of each expert, and (balance, z) losses.
         self.register_buffer("expert_load", torch.zeros(experts), persistent=False)
         self.register_buffer("router_losses", torch.zeros(2), persistent=False)
 

@@ -39,6 +39,21 @@ class HeadRMSNorm(RMSNorm):
         return super().forward(x.unflatten(-1, (-1, self.weight.shape[0]))).flatten(-2)
 
 
+class PlainRMSNorm(nn.Module):
+    """RMSNorm without a weight, of every `width` neighbouring features by itself: x ``[tokens, features]`` → the same.
+
+    With the width of a head it works on the heads that a rank holds, however many.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.width, self.eps = width, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computed in x's dtype but for the statistics."""
+        return rms_norm(x.unflatten(-1, (-1, self.width)), x.new_ones(self.width), self.eps).flatten(-2)
+
+
 class GroupRMSNorm(RMSNorm):
     """RMSNorm of every group of neighbouring features by itself: x ``[tokens, features]`` → the same shape."""
 

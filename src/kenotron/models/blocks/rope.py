@@ -134,11 +134,12 @@ def _yarn(head_dim: int, theta: float, scaling: Mapping[str, Any], max_positions
 def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
-
-    def temperature(weight: float) -> float:
-        return 0.1 * weight * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
-
     weight, weight_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if weight and weight_all:
-        return temperature(weight) / temperature(weight_all)
-    return temperature(1.0)
+        return yarn_temperature(scaling, weight) / yarn_temperature(scaling, weight_all)
+    return yarn_temperature(scaling, 1.0)
+
+
+def yarn_temperature(scaling: Mapping[str, Any], weight: float) -> float:
+    """YaRN's factor on queries and on keys, ``0.1 weight log(factor) + 1``."""
+    return 0.1 * weight * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from kenotron.config.decoder import Problem
 from kenotron.config.section import EXPORT, OURS, key
@@ -21,7 +21,41 @@ if TYPE_CHECKING:
 MIXER = "model.layers.*.mixer"
 
 
-class Mamba2Architecture(MambaStyleArchitecture):
+class Mamba2StyleArchitecture(MambaStyleArchitecture):
+    """What Mamba-2 and hybrids with it share; `head_keys`: their names of the number of heads and of a state's size."""
+
+    head_keys: ClassVar[tuple[str, str]] = ("num_heads", "state_size")
+
+    n_groups: int = key("Groups of heads that share what they write and read (B and C).", 8, ge=1, mark=OURS)
+    chunk_size: int = key("Written to the export; the length of a chunk here is the kernel's.", 256, mark=EXPORT)
+
+    @property
+    def recurrence(self) -> tuple[int, int]:
+        """(heads, numbers in the state of one channel)."""
+        heads, state_size = (getattr(self, name) for name in self.head_keys)
+        return heads, state_size
+
+    @property
+    def limit(self) -> tuple[float, float]:
+        """Bounds of time steps at work."""
+        return 0.0, math.inf
+
+    def shape_problems(self) -> Iterator[Problem]:
+        """Heads that do not fall into groups."""
+        yield from super().shape_problems()
+        if self.recurrence[0] % self.n_groups:
+            found = f"found {self.n_groups}"
+            yield "n_groups", f"expected a divisor of {self.head_keys[0]} {self.recurrence[0]}, {found}"
+
+    def tp_problems(self, tp: int) -> Iterator[str]:
+        """Heads, and groups unless one serves all heads."""
+        if self.recurrence[0] % tp:
+            yield f"expected a divisor of {self.head_keys[0]} {self.recurrence[0]}, found {tp}"
+        if self.n_groups > 1 and self.n_groups % tp:
+            yield f"expected a divisor of n_groups {self.n_groups} (or n_groups 1), found {tp}"
+
+
+class Mamba2Architecture(Mamba2StyleArchitecture):
     """The Mamba-2 family, under Hugging Face's names."""
 
     family: Literal["mamba2"] = key("The family's name.", "mamba2", mark=OURS)
@@ -29,8 +63,6 @@ class Mamba2Architecture(MambaStyleArchitecture):
     num_heads: int = key("Heads; num_heads * head_dim = expand * hidden_size.", 128, ge=1, mark=OURS)
     head_dim: int = key("Channels of one head.", 64, ge=1, mark=OURS)
     state_size: int = key("Numbers in the state of one channel.", 128, ge=1, mark=OURS)
-    n_groups: int = key("Groups of heads that share what they write and read (B and C).", 8, ge=1, mark=OURS)
-    chunk_size: int = key("Written to the export; the length of a chunk here is the kernel's.", 256, mark=EXPORT)
     time_step_limit: list[float | None] = key(
         "Bounds of time steps at work: [least, most]; null: no bound.",
         [0.0, None],
@@ -48,8 +80,6 @@ class Mamba2Architecture(MambaStyleArchitecture):
                 f"expected num_heads * head_dim = expand * hidden_size {self.inner_size}, found {self.num_heads} * "
                 f"{self.head_dim}",
             )
-        if self.num_heads % self.n_groups:
-            yield "n_groups", f"expected a divisor of num_heads {self.num_heads}, found {self.n_groups}"
         if self.limit[0] > self.limit[1]:
             yield "time_step_limit", f"expected [least, most], found {self.time_step_limit}"
 
@@ -59,18 +89,13 @@ class Mamba2Architecture(MambaStyleArchitecture):
         least, most = self.time_step_limit
         return (0.0 if least is None else least, math.inf if most is None else most)
 
-    def tp_problems(self, tp: int) -> Iterator[str]:
-        """Heads, and groups unless one serves all heads."""
-        if self.num_heads % tp:
-            yield f"expected a divisor of num_heads {self.num_heads}, found {tp}"
-        if self.n_groups > 1 and self.n_groups % tp:
-            yield f"expected a divisor of n_groups {self.n_groups} (or n_groups 1), found {tp}"
+
+D = TypeVar("D", bound=Mamba2StyleArchitecture)
 
 
-class Mamba2(MambaStyle[Mamba2Architecture]):
+class Mamba2Style(MambaStyle[D]):
     """Heads and groups are split over tp; one group that all heads share is on every rank."""
 
-    section = Mamba2Architecture
     plan = Plan(
         blocks="model.layers.*",
         column=(*(f"{MIXER}.in_proj_{part}" for part in ("z", "x", "b", "c", "dt")), f"{MIXER}.norm"),
@@ -80,8 +105,6 @@ class Mamba2(MambaStyle[Mamba2Architecture]):
         vocab=("model.embed_tokens", "lm_head"),
         sequence=("model.layers.*.norm", "model.norm"),
     )
-    hf_model_type = "mamba2"
-    hf_class = "Mamba2ForCausalLM"
     hf_names = {  # noqa: RUF012
         **MambaStyle.hf_names,
         "mixer.time_steps.": "mixer.",
@@ -94,11 +117,13 @@ class Mamba2(MambaStyle[Mamba2Architecture]):
         from kenotron.models.blocks.mamba2 import Mamba2Mixer
 
         config = self.config
-        heads = (config.num_heads, config.head_dim, config.n_groups)
+        heads, state_size = config.recurrence
         mixer = Mamba2Mixer(
             config.hidden_size,
-            *heads,
-            config.state_size,
+            heads,
+            config.inner_size // heads,
+            config.n_groups,
+            state_size,
             config.conv_kernel,
             layer,
             bias=config.use_bias,
@@ -111,9 +136,17 @@ class Mamba2(MambaStyle[Mamba2Architecture]):
     def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
         """By the widths of the parts."""
         config = self.config
-        inner, shared = config.inner_size, config.n_groups * config.state_size
-        convolved = (inner, shared, shared)
-        return tensor.split(convolved if "conv1d" in hf_name else (inner, *convolved, config.num_heads))
+        heads, state_size = config.recurrence
+        convolved = (config.inner_size, config.n_groups * state_size, config.n_groups * state_size)
+        return tensor.split(convolved if "conv1d" in hf_name else (config.inner_size, *convolved, heads))
+
+
+class Mamba2(Mamba2Style[Mamba2Architecture]):
+    """Every layer is Mamba-2's."""
+
+    section = Mamba2Architecture
+    hf_model_type = "mamba2"
+    hf_class = "Mamba2ForCausalLM"
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,103 @@
+"""Models of transformers that have no family here: their config.json as a section of `models.foreign`, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from kenotron.config.errors import InputError, NotSupportedYet, nearest
+from kenotron.models.foreign import ForeignArchitecture, HuggingFaceArchitecture
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Report = Callable[[str], None]
+
+
+def is_causal_model(model_type: Any) -> bool:
+    """Whether transformers has an `AutoModelForCausalLM` for this `model_type`."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def whole_architecture(
+    config: Mapping[str, Any], where: str, overrides: Mapping[str, Any], report: Report
+) -> HuggingFaceArchitecture:
+    """The section of the model that a `config.json` describes; `overrides` are keys of it, and `blocks`.
+
+    Errors (InputError): no causal model, a key that its config does not have, a value that it does not take.
+    """
+    from transformers import CONFIG_MAPPING
+
+    kind = str(config.get("model_type"))
+    if not is_causal_model(kind):
+        raise NotSupportedYet(f"{where}: transformers has no causal language model for model_type {kind!r}")
+    if config.get("quantization_config"):
+        raise NotSupportedYet(f"{where}: quantized weights (quantization_config)")
+    with one_line(where):
+        plain = CONFIG_MAPPING[kind].from_dict(deepcopy(dict(config)))
+    values = dict(config)
+    of_ours = ForeignArchitecture.model_fields.keys() & {"family", "blocks"}
+    valid = plain.to_dict().keys() | plain.attribute_map.keys() | of_ours
+    for name in overrides.keys() - of_ours:
+        at = f"model.model_config.{name}"
+        if name not in valid:
+            raise InputError(f"{at}: the config of {kind} has no such key{nearest(name, valid)}")
+        if _is_dropout(name) and overrides[name]:
+            raise NotSupportedYet(f"{at}: {overrides[name]}: training has no dropout")
+        values[plain.attribute_map.get(name, name)] = overrides[name]
+    with one_line(where):
+        found = CONFIG_MAPPING[kind].from_dict(deepcopy(values)).get_text_config()
+    for name in [name for name in config if _is_dropout(name) and config[name]]:
+        report(f"{where}: {name} {config[name]} is ignored: training has no dropout")
+    if getattr(found, "output_router_logits", False):
+        raise NotSupportedYet(f"{where}: output_router_logits: the loss of a router (expected false)")
+    eos = found.eos_token_id[0] if isinstance(found.eos_token_id, list) and found.eos_token_id else found.eos_token_id
+    shapes: dict[str, Any] = {
+        "vocab_size": found.vocab_size,
+        "hidden_size": found.hidden_size,
+        "num_hidden_layers": found.num_hidden_layers,
+        "tie_word_embeddings": bool(getattr(found, "tie_word_embeddings", False)),
+        "max_position_embeddings": getattr(found, "max_position_embeddings", None),
+        "bos_token_id": found.bos_token_id,
+        "eos_token_id": eos,
+        "pad_token_id": found.pad_token_id,
+    }
+    given = {name: value for name, value in shapes.items() if isinstance(value, int) and value >= 0}
+    blocks = {"blocks": overrides["blocks"]} if overrides.get("blocks") else {}
+    return HuggingFaceArchitecture.model_validate(given | blocks | {"hf_config": values})
+
+
+def _is_dropout(name: str) -> bool:
+    return "drop" in name or name.endswith("_pdrop")
+
+
+@contextmanager
+def one_line(where: str) -> Iterator[None]:
+    """What transformers raises over a value is an InputError; its warnings about values are not shown."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # its checks raise many types, some of their own
+        raise InputError(f"{where}: {' '.join(str(error).split())}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def whole_config(architecture: HuggingFaceArchitecture, dtype: str, eos_token_id: int | list[int]) -> PretrainedConfig:
+    """The config of an export."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    with one_line("model.model_config"):
+        config = architecture.transformers_config()
+        config.eos_token_id, config.dtype = eos_token_id, dtype
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]  # type: ignore[attr-defined]
+    return config

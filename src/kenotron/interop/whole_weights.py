@@ -1,0 +1,89 @@
+"""Weights of models of transformers that have no family here, in and out, through transformers.
+
+What a file calls a tensor is transformers' business for them (prefixes, experts apart or stacked, tied heads), so a
+process that reads or writes weights has the whole model in its memory meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kenotron.config.errors import InputError
+from kenotron.interop.hf_weights import Box, Stored, Weights
+from kenotron.interop.whole_config import one_line
+from kenotron.models.foreign import HuggingFaceArchitecture
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def read_whole(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Weights:
+    """The weights of `folder`, read all together by transformers when the first of them is asked for.
+
+    Raises InputError then if one is missing, too many, damaged, or of another shape than in `shapes`.
+    """
+    tensors = cache(lambda: _tensors(folder))
+    return Weights({name: Stored(shape, partial(_box, tensors, name)) for name, shape in shapes.items()}, str(folder))
+
+
+def _box(tensors: Callable[[], Mapping[str, Tensor]], name: str, box: Box) -> Tensor:
+    tensor = tensors()[name]
+    return tensor[box] if box else tensor
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    with one_line(str(folder)), _quietly():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    model, said = loaded
+    for key, what in (("missing_keys", "has no tensor"), ("unexpected_keys", "has a tensor that its model lacks:")):
+        for name in sorted(said[key]):
+            raise InputError(f"{folder} {what} {name!r} ({len(said[key])} in all)")
+    for name, found, expected in sorted(said["mismatched_keys"]):
+        raise InputError(f"{folder}: {name} has shape {list(found)}, and its config says {list(expected)}")
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def write_whole(
+    weights: Weights, architecture: HuggingFaceArchitecture, folder: Path, dtype: str, size_limit: int
+) -> None:
+    """`save_pretrained` of the model with these weights."""
+    import torch
+
+    module = _empty(architecture)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(weights[name])
+    with _quietly():
+        module.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=size_limit)
+
+
+def _empty(architecture: HuggingFaceArchitecture) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with one_line("model.model_config"), no_init_weights():
+        module = AutoModelForCausalLM.from_config(architecture.transformers_config())
+    module.tie_weights()  # which is left out as well
+    return module
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' progress bars."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

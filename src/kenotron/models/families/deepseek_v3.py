@@ -1,0 +1,197 @@
+"""DeepSeek-V3 (arXiv 2412.19437): latent attention, and many small experts that are chosen by groups and biases.
+
+The first layers are dense. A token's experts come from its best groups of experts (on a cluster, from few machines),
+and the bias of an expert, which no gradient reaches, decides who is chosen and not what he weighs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from kenotron.config.decoder import Problem
+from kenotron.config.section import OURS, key
+from kenotron.models.families.mixtral import SparseArchitecture, SparseStyle
+from kenotron.models.init_rules import Constant, InitRule
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from kenotron.models.blocks.moe import Routing
+
+ATTENTION = "model.layers.*.self_attn"
+
+
+class DeepseekV3Architecture(SparseArchitecture):
+    """The DeepSeek-V3 family, under Hugging Face's names."""
+
+    not_served: ClassVar[tuple[str, ...]] = ("rope_interleaved", "free_head_dim")
+
+    family: Literal["deepseek_v3"] = key("The family's name.", "deepseek_v3", mark=OURS)
+    is_deepseek_v3_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    attention_bias: bool = key("Biases on the projections to short vectors and on the output projection.", False)
+    q_lora_rank: int | None = key("Width of the short vector that queries are made of; null: none.", 1536, ge=1)
+    kv_lora_rank: int = key("Width of the short vector that keys and values are made of.", 512, ge=1)
+    qk_nope_head_dim: int = key("Channels of a head of queries and keys without positions.", 128, ge=1)
+    qk_rope_head_dim: int = key("Channels of a head of queries and keys with rotary positions.", 64, ge=2)
+    v_head_dim: int = key("Channels of a head of values.", 128, ge=1)
+    rope_interleave: bool = key("Rotate neighbouring pairs instead of the two halves.", True)
+    first_k_dense_replace: int = key("Layers at the start with a plain MLP.", 3, ge=0)
+    n_routed_experts: int = key("Experts of a layer.", 256, ge=1)
+    n_shared_experts: int = key("Width of the expert of all tokens, in widths of an expert.", 1, ge=1)
+    num_experts_per_tok: int = key("Experts that a token goes through.", 8, ge=1)
+    moe_intermediate_size: int = key("Width inside an expert.", 2048, ge=1)
+    n_group: int = key("Groups of neighbouring experts.", 8, ge=1)
+    topk_group: int = key("Groups that a token's experts come from.", 4, ge=1)
+    norm_topk_prob: bool = key("Divide the weights of a token's experts by their sum.", True)
+    routed_scaling_factor: float = key("Multiplies the weights of a token's experts.", 2.5, gt=0)
+    router_aux_loss_coef: float = key(
+        "Weight of the loss that balances the load of the experts, a mean over sequences.", 0.0001, ge=0
+    )
+
+    router_bias_update_rate: float = key(
+        "What a step adds to the bias of an expert with less than the mean load, and takes from one with more; 0: "
+        "nothing.",
+        0.001,
+        ge=0,
+        mark=OURS,
+    )
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer."""
+        return self.n_routed_experts
+
+    @property
+    def expert_width(self) -> int:
+        """Width inside an expert."""
+        return self.moe_intermediate_size
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Those after the dense ones."""
+        return tuple(range(self.first_k_dense_replace, self.num_hidden_layers))
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head of queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Those of them that RoPE turns: the last ones."""
+        return self.qk_rope_head_dim
+
+    def head_dim_problems(self) -> Iterator[Problem]:
+        """RoPE rotates pairs of channels; the widths of heads are free otherwise."""
+        if self.qk_rope_head_dim % 2:
+            yield "qk_rope_head_dim", f"expected an even number, found {self.qk_rope_head_dim}"
+
+    def shape_problems(self) -> Iterator[Problem]:
+        """Every head has keys of its own; groups are equal, and have experts enough for a token."""
+        yield from super().shape_problems()
+        heads, experts, groups = self.num_attention_heads, self.experts, self.n_group
+        if self.kv_heads != heads:
+            yield "num_key_value_heads", f"expected null or num_attention_heads {heads}, found {self.kv_heads}"
+        if experts % groups:
+            yield "n_group", f"expected a divisor of n_routed_experts {experts}, found {groups}"
+        elif self.topk_group > groups:
+            yield "topk_group", f"expected at most n_group {groups}, found {self.topk_group}"
+        elif self.topk_group < groups and experts == groups:
+            yield "n_group", f"expected at least two experts a group, found {groups} groups of {experts}"
+        elif self.num_experts_per_tok > (most := self.topk_group * experts // groups):
+            expected = f"expected at most the {most} experts of topk_group {self.topk_group} groups"
+            yield "num_experts_per_tok", f"{expected}, found {self.num_experts_per_tok}"
+
+
+class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
+    """The expert of all tokens has no gate."""
+
+    section = DeepseekV3Architecture
+    hf_model_type = "deepseek_v3"
+    hf_class = "DeepseekV3ForCausalLM"
+    hf_fixed = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}  # noqa: RUF012
+    hf_names = {  # noqa: RUF012
+        ".shared_expert.": ".shared_experts.",
+        ".kv_a_proj.": ".kv_a_proj_with_mqa.",
+        ".k_rope_proj.": ".kv_a_proj_with_mqa.",
+    }
+    hf_fp32 = ("e_score_correction_bias",)
+
+    def __init__(self, config: DeepseekV3Architecture) -> None:
+        super().__init__(config)
+        q = ("q_proj",) if config.q_lora_rank is None else ("q_b_proj",)
+        short = ("kv_a_proj", "kv_a_layernorm", *(() if config.q_lora_rank is None else ("q_a_proj", "q_a_layernorm")))
+        mlp = tuple(name for name in self.plan.column if ".mlp." in name)
+        self.plan = replace(
+            self.plan,
+            column=(*(f"{ATTENTION}.{name}" for name in (*q, "kv_b_proj", "k_rope_proj")), *mlp),
+            kv=(f"{ATTENTION}.k_rope_proj",),  # one head of keys, for the heads of every rank
+            sequence=(*self.plan.sequence, *(f"{ATTENTION}.{name}" for name in short)),
+        )
+
+    def attention(self, layer: int) -> nn.Module:
+        """The attention of layer `layer`."""
+        from kenotron.models.blocks.latent_attention import LatentAttention
+        from kenotron.models.blocks.rope import yarn_temperature
+
+        config, scaling = self.config, self.config.rope_scaling or {}
+        temperature = yarn_temperature(scaling, scaling["mscale_all_dim"]) if scaling.get("mscale_all_dim") else 1.0
+        return LatentAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            layer,
+            q_rank=config.q_lora_rank,
+            kv_rank=config.kv_lora_rank,
+            still=config.qk_nope_head_dim,
+            turning=config.qk_rope_head_dim,
+            v_dim=config.v_head_dim,
+            bias=config.attention_bias,
+            rope_interleaved=config.rope_interleave,
+            scale=config.head_dim**-0.5 * temperature**2,
+        )
+
+    def routing(self) -> Routing:
+        """Sigmoid scores, groups and biases."""
+        config = self.config
+        return replace(
+            super().routing(),
+            scores="sigmoid",
+            scale=config.routed_scaling_factor,
+            groups=config.n_group,
+            top_groups=config.topk_group,
+            biased=True,
+            bias_rate=config.router_bias_update_rate,
+        )
+
+    def shared_expert(self) -> tuple[nn.Module, None]:
+        """A gated MLP as wide as `n_shared_experts` experts."""
+        from kenotron.models.blocks.mlp import GatedMLP
+
+        config = self.config
+        return GatedMLP(config.hidden_size, config.n_shared_experts * config.expert_width, config.hidden_act), None
+
+    def init_rules(self, std: float, scaling: str) -> list[InitRule]:
+        """Biases of experts begin at 0."""
+        return [InitRule("*.e_score_correction_bias", Constant(0.0)), *super().init_rules(std, scaling)]
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """A null there is no short vector for queries; `head_dim` is a copy of qk_rope_head_dim."""
+        values = {name: value for name, value in values.items() if name != "head_dim"}
+        return values | {"q_lora_rank": config.get("q_lora_rank", 1536)}
+
+    def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The same, and no layers for further tokens."""
+        return values | {"head_dim": self.config.qk_rope_head_dim, "num_nextn_predict_layers": 0}
+
+    def hf_join(self, hf_name: str, parts: Sequence[Tensor]) -> Tensor:
+        """One projection to the short vector and to the keys with positions."""
+        import torch
+
+        return torch.cat(list(parts))
+
+    def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
+        """The other way round."""
+        return tensor.split((self.config.kv_lora_rank, self.config.qk_rope_head_dim))

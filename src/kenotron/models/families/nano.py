@@ -1,0 +1,78 @@
+"""Nano: what the speedruns of small GPTs found and larger models kept, in a decoder of Llama's shape.
+
+    tokens ── embed ──┬─ norm ─ attention ─(+)─┬─ norm ─ up ─ ReLU² ─ down ─(+)── … ── norm ── head ── loss
+                      └────────────────────────┘└──────────────────────────┘
+
+Against a Llama (modded-nanogpt, nanochat):
+
+* queries and keys are normalized head by head (arXiv 2010.04245), so scores stay bounded at any learning rate;
+* the feed-forward has no gate: ``down(relu(up(x))²)`` (arXiv 2109.08668), usually of width 4 * hidden_size;
+* what writes into the residual stream starts at zero: the first step sees the embedding alone;
+* no norm has a weight, and the head is a matrix of its own.
+
+A rotation keeps lengths, so queries and keys may be normalized before RoPE: the same numbers as behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+from kenotron.config.section import OURS, key
+from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
+from kenotron.models.init_rules import Constant, InitRule
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class NanoArchitecture(LlamaStyleArchitecture):
+    """The nano family."""
+
+    family: Literal["nano"] = key("The family's name.", "nano", mark=OURS)
+    hidden_act: str = key("Activation of the feed-forward; relu2 is the square of ReLU.", "relu2")
+
+
+class Nano(LlamaStyle[NanoArchitecture]):
+    """Its norms have no parameters, so no module but the matrices has to be split."""
+
+    section = NanoArchitecture
+    plan = replace(
+        LlamaStyle.plan,
+        column=tuple(name for name in LlamaStyle.plan.column if not name.endswith("gate_proj")),
+        sequence=(),
+    )
+    hf_model_type = "kenotron_nano"
+    hf_class = "KenotronNanoForCausalLM"
+    hf_code = {  # noqa: RUF012
+        "AutoConfig": "configuration_kenotron_nano.KenotronNanoConfig",
+        "AutoModelForCausalLM": "modeling_kenotron_nano.KenotronNanoForCausalLM",
+    }
+    hf_fixed = {"attention_bias": False, "mlp_bias": False}  # noqa: RUF012
+
+    def block(self, layer: int) -> nn.Module:
+        """Layer number `layer`."""
+        from kenotron.models.blocks.attention import Attention
+        from kenotron.models.blocks.mlp import MLP
+        from kenotron.models.blocks.norm import PlainRMSNorm
+        from kenotron.models.blocks.pre_norm import PreNormBlock
+
+        config = self.config
+        of_a_head = PlainRMSNorm(config.head_dim, config.rms_norm_eps)
+        return PreNormBlock(
+            self.final_norm(),
+            Attention.of(config, layer, q_norm=of_a_head, k_norm=of_a_head),
+            self.final_norm(),
+            MLP(config.hidden_size, config.intermediate_size, config.hidden_act, bias=False),
+        )
+
+    def final_norm(self) -> nn.Module:
+        """The norm before attention and feed-forward, too."""
+        from kenotron.models.blocks.norm import PlainRMSNorm
+
+        return PlainRMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
+
+    def init_rules(self, std: float, scaling: str) -> list[InitRule]:
+        """N(0, std); zeros in what writes into the residual stream, whatever `scaling` says."""
+        zeros = [InitRule(f"{pattern}.weight", Constant(0.0)) for pattern in self.plan.row]
+        return [*zeros, *super().init_rules(std, scaling)]

@@ -1,0 +1,179 @@
+"""Nemotron-H (NVIDIA 2025, arXiv 2504.03624): Mamba-2 with some attention, and feed-forwards as layers of their own.
+
+    M   x ─ norm ─ Mamba-2 ──────(+)─ x
+    *   x ─ norm ─ attention ────(+)─ x      no positions: the order of tokens is in the recurrence
+    -   x ─ norm ─ feed-forward ─(+)─ x      relu(up x)^2
+
+Attention and recurrence both read contiguous parts of sequences under context parallelism: ulysses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from kenotron.config.decoder import AttentionArchitecture, Problem
+from kenotron.config.section import EXPORT, OURS, key
+from kenotron.models.families.mamba2 import MIXER, Mamba2Style, Mamba2StyleArchitecture
+from kenotron.models.init_rules import InitRule, Normal
+from kenotron.models.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}  # letters, and transformers' names
+OLD_NAMES = {"mamba": "M", "attention": "*"}
+SPLIT = {  # what tensor parallelism splits of a layer of each kind
+    "M": Mamba2Style.plan,
+    "*": Plan(
+        blocks="model.layers.*",
+        column=tuple(f"{MIXER}.{part}_proj" for part in "qkv"),
+        kv=tuple(f"{MIXER}.{part}_proj" for part in "kv"),
+        row=(f"{MIXER}.o_proj",),
+    ),
+    "-": Plan(blocks="model.layers.*", column=(f"{MIXER}.up_proj",), row=(f"{MIXER}.down_proj",)),
+}
+PUBLISHED = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"  # the model of 8 billion parameters
+
+
+class NemotronHArchitecture(AttentionArchitecture, Mamba2StyleArchitecture):
+    """The Nemotron-H family, under Hugging Face's names."""
+
+    head_keys = ("mamba_num_heads", "ssm_state_size")
+    shape_keys = (
+        *AttentionArchitecture.shape_keys,
+        *("hybrid_override_pattern", "inner_size", "mamba_num_heads", "ssm_state_size", "n_groups", "conv_kernel"),
+    )
+
+    family: Literal["nemotron_h"] = key("The family's name.", "nemotron_h", mark=OURS)
+    is_nemotron_h_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
+    hybrid_override_pattern: str = key(
+        "A letter for each layer: M Mamba-2, * attention, - feed-forward.", PUBLISHED, min_length=1, mark=OURS
+    )
+    num_hidden_layers: int = key("Layers: letters of hybrid_override_pattern.", len(PUBLISHED), ge=1)
+    hidden_act: str = key("Activation of the feed-forward (mlp_hidden_act).", "relu2")  # type: ignore[assignment]
+    tie_word_embeddings: Literal[False] = key("transformers has no tied head in this family.", False)
+    mlp_bias: bool = key("Biases in the feed-forward.", False, mark=OURS)
+    free_head_dim: int | None = key(
+        "Channels of an attention head; null: hidden_size / num_attention_heads.", None, ge=1, alias="head_dim"
+    )
+    mamba_num_heads: int = key("Heads of a Mamba-2 layer.", 128, ge=1, mark=OURS)
+    mamba_head_dim: int = key("Channels of one of them.", 64, ge=1, mark=OURS)
+    ssm_state_size: int = key("Numbers in the state of one channel.", 128, ge=1, mark=OURS)
+    time_step_min: float = key(
+        "Smallest time step, initial and at work (as transformers has it).", 1e-3, gt=0, mark=OURS
+    )
+    residual_in_fp32: bool = key("Hidden states between layers in fp32, whatever model.dtype is.", False)
+    expand: int = key("Written to the export; heads make the width of a Mamba-2 layer.", 2, ge=1, mark=EXPORT)
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of an attention head, with the default filled in."""
+        return self.free_head_dim or super().head_dim
+
+    @property
+    def limit(self) -> tuple[float, float]:
+        """transformers bounds time steps by `time_step_min`, and ignores time_step_limit."""
+        return self.time_step_min, math.inf
+
+    @property
+    def inner_size(self) -> int:
+        """Channels inside of a Mamba-2 layer."""
+        return self.mamba_num_heads * self.mamba_head_dim
+
+    def head_dim_problems(self) -> Iterator[Problem]:
+        """A given `head_dim` is free."""
+        if self.free_head_dim is None:
+            yield from super().head_dim_problems()
+
+    def shape_problems(self) -> Iterator[Problem]:
+        """A pattern that does not describe the layers; heads that do not fit."""
+        yield from AttentionArchitecture.shape_problems(self)
+        yield from Mamba2StyleArchitecture.shape_problems(self)
+        pattern, layers = self.hybrid_override_pattern, self.num_hidden_layers
+        if unknown := sorted(set(pattern) - set(KINDS)):
+            experts = " (layers with experts are not supported yet)" if "E" in unknown else ""
+            expected = f"expected letters among {', '.join(KINDS)}"
+            yield "hybrid_override_pattern", f"{expected}, found {unknown[0]!r} in {pattern!r}{experts}"
+        elif len(pattern) != layers:
+            expected = f"expected a letter for each of num_hidden_layers {layers}"
+            yield "hybrid_override_pattern", f"{expected}, found {len(pattern)} in {pattern!r}"
+
+    def tp_problems(self, tp: int) -> Iterator[str]:
+        """Heads of both kinds, groups, the width of the feed-forward."""
+        yield from AttentionArchitecture.tp_problems(self, tp)
+        yield from Mamba2StyleArchitecture.tp_problems(self, tp)
+
+    def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
+        """States are passed on from one contiguous part to the next, which of attention's methods ulysses has."""
+        if method == "ulysses":
+            yield from super().cp_problems(cp, tp, method, lengths)
+        else:
+            yield f"expected context_parallel_method ulysses with {self.family}, found {method}"
+
+
+class NemotronH(Mamba2Style[NemotronHArchitecture]):
+    """Every layer is one residual branch."""
+
+    section = NemotronHArchitecture
+    hf_model_type = "nemotron_h"
+    hf_class = "NemotronHForCausalLM"
+    hf_fixed = {  # noqa: RUF012
+        "attention_bias": False,
+        "mamba_hidden_act": "silu",
+        "num_nextn_predict_layers": 0,
+        "sliding_window": None,
+    }
+
+    def __init__(self, config: NemotronHArchitecture) -> None:
+        super().__init__(config)
+        plans = [SPLIT[kind] for kind in sorted(set(config.hybrid_override_pattern))]
+        self.plan = replace(
+            self.plan,
+            column=tuple(name for plan in plans for name in plan.column),
+            kv=tuple(name for plan in plans for name in plan.kv),
+            channels=tuple(name for plan in plans for name in plan.channels),
+            row=tuple(name for plan in plans for name in plan.row),
+        )
+
+    def block(self, layer: int) -> nn.Module:
+        """Layer number `layer`, of the kind that the pattern names."""
+        from kenotron.models.blocks.attention import Attention
+        from kenotron.models.blocks.mamba import AttentionBranch, MLPBranch
+        from kenotron.models.blocks.mlp import MLP
+
+        config, kind = self.config, self.config.hybrid_override_pattern[layer]
+        if kind == "*":
+            heads = (config.num_attention_heads, config.kv_heads, config.head_dim)
+            attention = Attention(config.hidden_size, *heads, layer, rotary=False)
+            return AttentionBranch(self.final_norm(), attention, config.residual_in_fp32)
+        if kind == "-":
+            mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act, config.mlp_bias)
+            return MLPBranch(self.final_norm(), mlp, config.residual_in_fp32)
+        return super().block(layer)
+
+    def init_rules(self, std: float, scaling: str) -> list[InitRule]:
+        """Mamba's, and what else writes into the residual stream damped by depth in the same way."""
+        damped = std / math.sqrt(self.config.num_hidden_layers) if scaling == "NUM_LAYERS" else std
+        rows = [InitRule(f"*.{name}.weight", Normal(damped)) for name in ("o_proj", "down_proj")]
+        return [*rows, *super().init_rules(std, scaling)]
+
+    @classmethod
+    def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+        """The pattern is a list of names there, in older files the same string; it says how many layers there are."""
+        letters = {name: letter for letter, name in KINDS.items()} | OLD_NAMES | {"moe": "E"}
+        names = config.get("layers_block_type") or config.get("layer_types") or []
+        pattern = config.get("hybrid_override_pattern") or "".join(letters.get(name, "?") for name in names)
+        activation = config.get("mlp_hidden_act", "relu2")
+        return values | {
+            "hybrid_override_pattern": pattern,
+            "num_hidden_layers": len(pattern),
+            "hidden_act": activation,
+        }
+
+    def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
+        """And the other way round."""
+        activation = values.pop("hidden_act")
+        return values | {"mlp_hidden_act": activation, "head_dim": self.config.head_dim}

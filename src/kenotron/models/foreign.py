@@ -1,0 +1,300 @@
+"""Models that others wrote, trained as they are: a causal language model of transformers, or a module of your own.
+
+    model_config: {hf: org/name, n_layer: 4}                            HuggingFace, once its config.json was read
+    model_config: {module: my_module.MyModel, vocab_size: 256, …}       UserModule
+
+For families that have no file of their own in `models.families`. `models.foreign_model` makes such a model look like a
+`Decoder`; here are its sections, how it is made and how it is called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import model_serializer, model_validator
+
+from kenotron.config.decoder import DecoderArchitecture
+from kenotron.config.dotted import import_dotted
+from kenotron.config.errors import InputError, nearest
+from kenotron.config.families import USER_MODULE
+from kenotron.config.section import OURS, key, problem
+from kenotron.models.family import Family
+from kenotron.models.plan import Plan, modules
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig
+
+    from kenotron.models.context import Context
+    from kenotron.models.decoder import Decoder
+    from kenotron.models.part import ModelPart
+
+MODULE_KEY = "model.model_config.module"
+HUGGING_FACE = "kenotron.models.foreign.HuggingFace"
+# Styles of transformers' tensor-parallel plans → the field of a `Plan` that means the same. "" needs nothing.
+TP_STYLES = {
+    "colwise": "column",
+    "rowwise": "row",
+    "replicated_with_grad_allreduce": "per_head",
+    "embedding_rowwise": "",
+}
+
+
+class ForeignArchitecture(DecoderArchitecture):
+    """What both kinds have."""
+
+    blocks: str | None = key(
+        "Names of the modules that are recomputed, compiled and sharded one by one, a star for one name between dots; "
+        "null: those in the list of modules that has the most parameters.",
+        None,
+        mark=OURS,
+    )
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return self.family
+
+    def tp_problems(self, tp: int) -> Iterator[str]:
+        """There is no plan."""
+        if tp > 1:
+            yield f"expected 1: {self.title} has no plan for tensor parallelism; found {tp}"
+
+    def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
+        """It computes attention itself."""
+        yield f"expected 1: {self.title} computes attention itself, over whole sequences; found {cp}"
+
+    def pp_problems(self, pp: int) -> Iterator[str]:
+        """Its forward is one function."""
+        yield f"expected 1: the forward pass of {self.title} is its own, and is not cut; found {pp}"
+
+
+class HuggingFaceArchitecture(ForeignArchitecture):
+    """A model of transformers. `interop` writes this section from a config.json; the shapes repeat what is in it."""
+
+    family: str = key("The family's name.", HUGGING_FACE, mark=OURS)
+    hf_config: dict[str, Any] = key("The config.json, with the values that the run's config replaces.", {}, mark=OURS)
+    max_position_embeddings: int | None = key("Positions that the model can read; null: any number.", None, ge=1)
+
+    @property
+    def title(self) -> str:
+        """transformers' name of the family."""
+        return f"transformers' {self.hf_config.get('model_type')}"
+
+    @property
+    def longest_text(self) -> int:
+        """max_position_embeddings."""
+        return self.max_position_embeddings or sys.maxsize
+
+    @property
+    def depends_on_longest(self) -> bool:
+        """True with rotary frequencies that depend on the length of a text."""
+        rope = json.dumps([self.hf_config.get(name) for name in ("rope_scaling", "rope_parameters")])
+        return "dynamic" in rope or "longrope" in rope
+
+    def transformers_config(self) -> PretrainedConfig:
+        """The same for transformers."""
+        from transformers import CONFIG_MAPPING
+
+        return CONFIG_MAPPING[self.hf_config["model_type"]].from_dict(deepcopy(self.hf_config))
+
+    def tp_problems(self, tp: int) -> Iterator[str]:
+        """transformers' own plan has to be one of columns and rows, and heads have to divide."""
+        if tp == 1:
+            return
+        config = self.transformers_config().get_text_config()
+        styles = config.base_model_tp_plan or {}
+        other = {name: style for name, style in styles.items() if style not in TP_STYLES}
+        if not styles:
+            yield f"expected 1: transformers has no tensor-parallel plan for {self.title}; found {tp}"
+        for name, style in list(other.items())[:1]:
+            yield f"expected 1: transformers splits {name} of {self.title} as {style}, which is not served; found {tp}"
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            if (size := getattr(config, name, None)) and size % tp:
+                yield f"expected a divisor of {name} {size}, found {tp}"
+
+
+class UserModuleArchitecture(ForeignArchitecture):
+    """A module of your own: every key goes to its constructor, besides those that only the trainer reads."""
+
+    family: str = key("The family's name.", USER_MODULE, mark=OURS)
+    module: str = key("Dotted path of an nn.Module, or of a function that returns one.", mark=OURS)
+    vocab_size: int = key("Width of its logits.", ge=1)
+    given: dict[str, Any] = key("The keys as they are in the YAML.", {}, mark=OURS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather(cls, value: Any) -> Any:
+        """Keys of the trainer stay; all are kept as they were given, to be written back."""
+        if not isinstance(value, dict):
+            return value
+        own = cls.model_fields.keys() - {"given"}
+        given = {name: each for name, each in value.items() if name not in ("family", "module", "blocks")}
+        return {name: each for name, each in value.items() if name in own} | {"given": given}
+
+    @model_serializer
+    def _as_given(self) -> dict[str, Any]:
+        return {"family": self.family, "module": self.module, "blocks": self.blocks, **self.given}
+
+    @model_validator(mode="after")
+    def _check_arguments(self) -> UserModuleArchitecture:
+        try:
+            parameters = self._parameters()
+        except InputError as error:
+            raise problem("module", str(error).removeprefix(f"{MODULE_KEY}: ")) from None
+        named = {name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
+        valid = named | DecoderArchitecture.model_fields.keys()
+        for name in self.given if len(named) == len(parameters) else ():
+            if name not in valid:
+                raise problem(name, f"{self.module} does not take it{nearest(name, valid)}")
+        for name, each in parameters.items():
+            if each.default is each.empty and name in named and name not in self.given:
+                raise problem(name, f"missing: {self.module} needs it")
+        return self
+
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(import_dotted(self.module, MODULE_KEY)).parameters
+
+    @property
+    def title(self) -> str:
+        """Its dotted path."""
+        return self.module
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of the constructor."""
+        own, taken = DecoderArchitecture.model_fields, self._parameters()
+        return {name: value for name, value in self.given.items() if name in taken or name not in own}
+
+
+C = TypeVar("C", bound=ForeignArchitecture)
+
+
+class Foreign(Family[C]):
+    """A model that is built and called as a whole."""
+
+    plan = Plan(blocks="*")  # of a model: `plan_of`
+
+    def block(self, layer: int) -> nn.Module:
+        """None is built by itself."""
+        raise NotImplementedError(f"{type(self).__name__} is built as a whole")
+
+    def final_norm(self) -> nn.Module:
+        """None either."""
+        raise NotImplementedError(f"{type(self).__name__} is built as a whole")
+
+    def own_model(self, vocab_multiple: int, part: ModelPart | None) -> Decoder:
+        """The whole model.
+
+        Errors (InputError): it is to be cut into parts, or to have rows that pad its vocabulary.
+        """
+        from kenotron.models.foreign_model import ForeignModel
+
+        if part is not None:
+            raise InputError(f"parallelism.pp: expected 1: the forward pass of {self.config.title} is not cut")
+        if vocab_multiple > 1:
+            found = f"expected 1: nothing pads the vocabulary of {self.config.title}; found {vocab_multiple}"
+            raise InputError(f"model.make_vocab_size_divisible_by: {found}")
+        return ForeignModel(self.config, self)
+
+    @abstractmethod
+    def make(self, std: float | None = None) -> nn.Module:
+        """The module, with its own fresh weights from torch's global generator; `std`: `init_method.std`."""
+
+    @abstractmethod
+    def logits(self, module: nn.Module, tokens: Tensor, ctx: Context) -> Tensor:
+        """``[sequences, length]`` → ``[sequences, length, vocab]``."""
+
+    def plan_of(self, module: nn.Module) -> Plan:
+        """The plan of `module`, which is one of `make`. Raises InputError where no block is found."""
+        blocks = self.config.blocks or _longest_list(module)
+        if not blocks or not modules(module, blocks):
+            names = [name for name, _ in module.named_modules() if name]
+            found = f"{blocks!r} matches no module" if blocks else "there is no list of modules: name them"
+            raise InputError(f"model.model_config.blocks: {self.config.title}: {found}{nearest(blocks or '', names)}")
+        return Plan(blocks)
+
+
+def _longest_list(module: nn.Module) -> str | None:
+    """The pattern of the children of the ModuleList (or Sequential) with the most parameters; the outermost one."""
+    from torch import nn
+
+    lists = {name: each for name, each in module.named_modules() if isinstance(each, nn.ModuleList | nn.Sequential)}
+    sizes = {name: sum(p.numel() for p in each.parameters()) for name, each in lists.items() if len(each)}
+    return f"{max(sizes, key=sizes.__getitem__)}.*".removeprefix(".") if sizes else None
+
+
+class HuggingFace(Foreign[HuggingFaceArchitecture]):
+    """A causal language model of transformers, in eval mode: without dropout."""
+
+    section = HuggingFaceArchitecture
+
+    def make(self, std: float | None = None) -> nn.Module:
+        """`AutoModelForCausalLM.from_config`; `std` takes the place of the config's `initializer_range`."""
+        from transformers import AutoModelForCausalLM
+
+        config = self.config.transformers_config()
+        if std is not None:
+            if not hasattr(config.get_text_config(), "initializer_range"):
+                _warn_of_std(self.config.title, "has no initializer_range")
+            config.get_text_config().initializer_range = std
+        config.use_cache = False
+        return AutoModelForCausalLM.from_config(config)
+
+    def logits(self, module: nn.Module, tokens: Tensor, ctx: Context) -> Tensor:
+        """Documents are told by their positions, which begin at 0 in each: so transformers masks packed sequences."""
+        told = ctx.has_documents and "position_ids" in inspect.signature(module.forward).parameters
+        positions = {"position_ids": ctx.positions.view(ctx.shape)} if told else {}
+        logits: Tensor = module(input_ids=tokens, **positions).logits
+        return logits
+
+    def plan_of(self, module: nn.Module) -> Plan:
+        """With what transformers' tensor-parallel plan splits, as far as it is columns and rows."""
+        styles = getattr(self.config.transformers_config().get_text_config(), "base_model_tp_plan", None) or {}
+        split: dict[str, list[str]] = {}
+        for pattern, style in styles.items():
+            name = f"{getattr(module, 'base_model_prefix', 'model')}.{pattern}"
+            if TP_STYLES.get(style) and modules(module, name):
+                split.setdefault(TP_STYLES[style], []).append(name)
+        return Plan(super().plan_of(module).blocks, **{field: tuple(names) for field, names in split.items()})
+
+
+class UserModule(Foreign[UserModuleArchitecture]):
+    """A module of your own: ``forward(tokens)`` or ``forward(tokens, ctx)`` → logits."""
+
+    section = UserModuleArchitecture
+
+    def make(self, std: float | None = None) -> nn.Module:
+        """Its constructor; `std` goes to its method `init_weights`, if it has one."""
+        from torch import nn
+
+        path = self.config.module
+        built = import_dotted(path, MODULE_KEY)(**self.config.arguments())
+        if not isinstance(built, nn.Module):
+            raise InputError(f"{MODULE_KEY}: expected {path} to make an nn.Module, found {built!r}")
+        initialize: Callable[[float], Any] | None = getattr(built, "init_weights", None)
+        if std is not None and initialize is None:
+            _warn_of_std(path, "has no init_weights(std)")
+        elif std is not None and initialize is not None:
+            initialize(std)
+        return built
+
+    def logits(self, module: nn.Module, tokens: Tensor, ctx: Context) -> Tensor:
+        """`ctx` goes to a forward that has a parameter of this name."""
+        takes_ctx = "ctx" in inspect.signature(module.forward).parameters
+        found: Tensor = module(tokens, ctx=ctx) if takes_ctx else module(tokens)
+        expected = (*tokens.shape, self.config.vocab_size)
+        if getattr(found, "shape", None) != expected:
+            is_what = list(found.shape) if hasattr(found, "shape") else type(found).__name__
+            raise InputError(f"{self.config.title}: expected logits of shape {list(expected)}, found {is_what}")
+        return found
+
+
+def _warn_of_std(title: str, why: str) -> None:
+    logging.getLogger("kenotron").warning("model.init_method.std has no effect: %s %s", title, why)

@@ -1,0 +1,230 @@
+"""A module that others wrote, in the form in which everything here takes a model.
+
+    ForeignModel ── forward(tokens [tokens], ctx, labels) ──▶ loss
+        │  folds tokens into [sequences, length]; the loss is the trainer's sum over tokens
+        └─ module ── its own forward ──▶ logits [sequences, length, vocab]
+
+Its parameters keep the names that they have in the module. What the field's wrappers get wrong is settled here:
+
+* Buffers, such as rotary frequencies, are computed when the module is made, and are not lost with the meta device's
+  weights: they are constants. What a forward writes into one is not saved.
+* The module stays in eval mode: its dropout would draw from torch's global generator.
+* Tied weights are tied again whenever parameters were replaced.
+* In bfloat16 it runs under autocast, with fp32 weights in every layout.
+* Whether it keeps packed documents apart is tried, before the first step that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+
+from kenotron.config.errors import InputError
+from kenotron.kernels.attention import attention
+from kenotron.kernels.tensor_shard import TensorShard
+from kenotron.models.context import Context
+from kenotron.models.decoder import Decoder
+from kenotron.models.init_rules import FilledBy, InitRule
+from kenotron.models.part import ModelPart
+from kenotron.models.plan import modules
+from kenotron.models.token_loss import sum_of_losses
+
+if TYPE_CHECKING:
+    from kenotron.models.foreign import Foreign, ForeignArchitecture
+
+LEAK = 1e-4  # relative: what documents before may change in logits by rounding, in fp32
+
+
+class ForeignModel(Decoder):
+    """`family` makes the module and calls it. Weights have no memory yet, buffers have their values."""
+
+    def __init__(self, config: ForeignArchitecture, family: Foreign[Any]) -> None:
+        nn.Module.__init__(self)
+        self.config, self.family, self.foreign = config, family, family
+        self.part = ModelPart.whole(config.num_hidden_layers)
+        self.compute_dtype, self.separates_documents = torch.float32, False
+        with torch.device("cpu"), _without_weights():
+            module = family.make().eval()
+        self._module = (module,)  # in a tuple, and its dictionaries shared: names are the module's own
+        for own in ("_parameters", "_modules", "_buffers"):
+            self.__dict__[own] = module.__dict__[own]
+        self._constants = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        family.plan = family.plan_of(module)
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        self._tied = [tied for tied in names.values() if len(tied) > 1]
+        self._check_ties()
+
+    def _check_ties(self) -> None:
+        blocks = [name for name, _ in modules(self, self.plan.blocks)]
+        for tied in self._tied:
+            if len({next((block for block in blocks if name.startswith(f"{block}.")), "") for name in tied}) > 1:
+                raise InputError(
+                    f"model.model_config: {tied[0]} and {tied[1]} are one weight, but in different blocks "
+                    f"({self.plan.blocks}); expected tied weights in one block, or outside of all"
+                )
+
+    def forward(self, tokens: Tensor, ctx: Context, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """As of `Decoder`. Raises InputError where documents are packed and the module does not keep them apart."""
+        if any(each.device != tokens.device for each in self.buffers()):  # weights that are offloaded to the host
+            self.reset_buffers(tokens.device)
+        if ctx.states is not None:
+            return self._next_logits(tokens, ctx)
+        if ctx.has_documents and not self.separates_documents:
+            self._check_documents(ctx)
+        logits = self.logits(tokens.view(ctx.shape), ctx, self.compute_dtype).flatten(0, 1)
+        if labels is None:
+            return logits if ctx.logits_to_keep is None else logits[ctx.logits_to_keep]
+        return sum_of_losses(ctx.loss or _cross_entropy, logits, labels, ctx.loss_scale)
+
+    def logits(self, tokens: Tensor, ctx: Context, dtype: torch.dtype) -> Tensor:
+        """``[sequences, length]`` → ``[sequences, length, vocab]``, computed in `dtype`."""
+        # Without the cache, which would keep every weight's copy until the end of the pass.
+        with torch.autocast(tokens.device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False):
+            return self.foreign.logits(self._module[0], tokens, ctx)
+
+    @torch.no_grad()
+    def _check_documents(self, ctx: Context) -> None:
+        """Two documents in every sequence: what is in the first must not change the logits of the second."""
+        (sequences, length), device = ctx.shape, ctx.positions.device
+        half = length // 2
+        starts = [row * length + start for row in range(sequences) for start in (0, half)]
+        positions = torch.cat([torch.arange(half), torch.arange(length - half)]).repeat(sequences).to(device)
+        packed = replace(ctx, positions=positions, cu_seqlens=(*starts, sequences * length))
+        tokens = torch.zeros(ctx.shape, dtype=torch.int64, device=device)
+        other = tokens.clone()
+        other[:, :half] = 1
+        with torch.compiler.set_stance("force_eager"):
+            one, two = (self.logits(each, packed, torch.float32)[:, half:] for each in (tokens, other))
+        change = float((one - two).abs().max() / one.abs().max())
+        if change > LEAK:
+            raise InputError(
+                f"model.document_masking: {self.foreign.config.title} reads across the documents of a sequence (logits "
+                f"change by {change:.1g} with the document before); expected false, or a model that masks them"
+            )
+        self.separates_documents = True
+
+    def _next_logits(self, tokens: Tensor, ctx: Context) -> Tensor:
+        """Generation: logits after the last token of each text ``[texts, vocab]``, from all of its tokens every time.
+
+        Texts are padded at their ends, where a causal model does not look.
+        """
+        assert ctx.states is not None
+        if ctx.cu_seqlens is not None:
+            sizes = torch.tensor(ctx.cu_seqlens).diff()
+            texts, lengths = pad_sequence(tokens.split(sizes.tolist()), batch_first=True), sizes.to(tokens.device)
+        else:
+            found = ctx.states.recall(0)
+            assert found is not None, "a step without prompts before it"
+            texts, lengths = F.pad(found[0], (0, 1)), found[1] + 1
+            texts.scatter_(1, lengths[:, None] - 1, tokens[:, None])
+        ctx.states.remember(0, (texts, lengths))
+        rows, longest = texts.shape
+        positions = torch.arange(longest, device=tokens.device).repeat(rows)
+        logits = self.logits(texts, Context((rows, longest), positions, attention), self.compute_dtype)
+        return logits[torch.arange(rows, device=tokens.device), lengths - 1]
+
+    def train(self, mode: bool = True) -> ForeignModel:
+        """Only this wrapper changes its mode: see above."""
+        self.training = mode
+        return self
+
+    def reset_buffers(self, device: torch.device | str) -> None:
+        """The values, and dtypes, that the module's constructor computed."""
+        for name, value in self._constants.items():
+            parent, _, leaf = name.rpartition(".")
+            self.get_submodule(parent)._buffers[leaf] = value.to(device)
+
+    def tie_weights(self) -> None:
+        """Share what the module ties."""
+        for owner, *copies in self._tied:
+            for name in copies:
+                parent, _, leaf = name.rpartition(".")
+                setattr(self.get_submodule(parent), leaf, self.get_parameter(owner))
+
+    def ties(self) -> dict[str, str]:
+        """As of `Decoder`."""
+        return {name: owner for owner, *copies in self._tied for name in copies}
+
+    def set_compute_dtype(self, dtype: torch.dtype) -> None:
+        """What autocast computes in. Weights are handed out in fp32, so that every layout rounds the same."""
+        self.compute_dtype, self.weight_dtype = dtype, torch.float32
+
+    def set_recompute(self, recompute: bool) -> None:
+        """As of `Decoder`: whole blocks."""
+        for _, block in modules(self, self.plan.blocks) if recompute else ():
+            block.forward = partial(  # type: ignore[method-assign]
+                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+            )
+
+    def init_rules(self, std: float, scaling: str) -> list[InitRule]:
+        """The module's own rules: every rank makes the whole module on the host, and takes its shards from it.
+
+        Raises InputError for a `scaling`, which those rules decide.
+        """
+        if scaling != "NONE":
+            raise InputError(
+                f"model.init_method.scaling_method: expected NONE: {self.foreign.config.title} scales its initial "
+                f"weights by its own rules; found {scaling}"
+            )
+        fresh: dict[str, Tensor] = {}
+
+        def fill(name: str, shard: TensorShard, key: int) -> None:
+            if not fresh:  # all are drawn at once, by the key of the first
+                fresh.update(self._draw(std, key))
+            box = tuple(slice(start, start + size) for start, size in zip(shard.offset, shard.tensor.shape))
+            shard.tensor.copy_(fresh[name][box])
+
+        return [InitRule(name, FilledBy(partial(fill, name))) for name, _ in self.named_parameters()]
+
+    def _draw(self, std: float, key: int) -> dict[str, Tensor]:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(key % 2**63)
+            return {name: parameter.detach() for name, parameter in self.foreign.make(std).named_parameters()}
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """An estimate: two for every weight of a matrix that is no lookup, and attention of the model's width.
+
+        Experts count as if every token went through all of them. 0 where modules inside count themselves.
+        """
+        if any(hasattr(each, "flops_per_token") for each in self.modules() if each is not self):
+            return 0.0
+        lookups = [p for each in self.modules() if isinstance(each, nn.Embedding) for p in each.parameters()]
+        tied = {name for names in self._tied for name in names}
+        looked_up = sum(each.numel() for each in lookups)
+        heads = sum(p.numel() for name, p in self.named_parameters() if name in tied)
+        matrices = sum(p.numel() for p in self.parameters() if p.dim() > 1)
+        attended = 4.0 * self.config.num_hidden_layers * self.config.hidden_size * sequence_length
+        return 2.0 * (matrices - looked_up + heads) + attended / (2 if causal else 1)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Modules that are made here have parameters on the meta device, and buffers with their values."""
+    handle = register_module_parameter_registration_hook(_to_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    """The same parameter for one that is on the meta device already: it may be tied."""
+    if parameter is None or parameter.is_meta:
+        return None
+    return nn.Parameter(parameter.to("meta"), parameter.requires_grad)

@@ -1,0 +1,127 @@
+"""A model that others wrote means on every layout what it means in one process, whichever it was saved on."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from kenotron.interop import initial_tensors, open_source
+from kenotron.parallel.mesh import axes, build_mesh
+from kenotron.training import train
+from support.foreign_models import ForeignProblem, folder_of
+from support.layout_runs import each_alone, expect_the_same, train_on_layout
+from support.pages import blocks, in_a_users_folder, read_page, sections
+from support.ranks import run_ranks
+from support.tiny_run import losses
+
+PAGE = read_page("primitives.md")
+STEPS = 4
+ROUNDING = 5e-6
+QUICK = [
+    ("gpt2", 2, "dp=2 zero=2"),
+    ("gemma3_text", 2, "tp=2"),
+    ("gemma3_text", 2, "dp=2 zero=3 recompute=true compile=true"),
+    ("of_the_page", 2, "dp=2 zero=3 recompute=true"),
+]
+LAYOUTS = [
+    (2, "dp=2"),
+    (2, "dp=2 zero=1"),
+    (2, "dp=2 zero=2 recompute=true"),
+    (2, "dp=2 zero=3"),
+    (4, "dp=4 shard=2 zero=hybrid recompute=true accum=4"),
+    (1, "recompute=true compile=true accum=4"),
+]
+SPLIT = [(2, "tp=2 recompute=true"), (4, "dp=2 zero=3 tp=2"), (4, "dp=2 tp=2 compile=true")]
+
+
+@pytest.fixture(scope="module")
+def problem_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ForeignProblem]:
+    """A problem by its name: that of the docs page, or a model of transformers."""
+    root = tmp_path_factory.mktemp("models")
+
+    def problem(name: str) -> ForeignProblem:
+        if name != "of_the_page":
+            return ForeignProblem(name, steps=STEPS, model={"hf": str(folder_of(name, root))})
+        (text,) = blocks(sections(PAGE)["A module of your own in the trainer"], "yaml")
+        model = yaml.safe_load(text)["model"]
+        return ForeignProblem(
+            name, steps=STEPS, model=model["model_config"] | {"vocab_size": 61}, init=model["init_method"]
+        )
+
+    return problem
+
+
+@pytest.fixture(scope="module")
+def reference_of(
+    problem_of: Callable[[str], ForeignProblem], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Path]]:
+    """What one process makes of a problem, each trained once."""
+    with in_a_users_folder(PAGE, tmp_path_factory.mktemp("user")):
+        yield each_alone(problem_of, tmp_path_factory)
+
+
+def on_rank(rank: int, problem: ForeignProblem, layout: str, folder: Path, reference: Path):  # type: ignore[no-untyped-def]
+    with in_a_users_folder(PAGE, folder / f"rank{rank}"):
+        return train_on_layout(rank, problem, layout, folder, reference)
+
+
+@pytest.mark.budget(20, reason="transformers is imported in ranks; two of them compile")
+@pytest.mark.parametrize(
+    ("name", "world_size", "layout"),
+    [
+        *QUICK,
+        *(
+            pytest.param(name, *layout, marks=pytest.mark.slow)
+            for name in ("gpt2", "phi3", "gemma3_text", "bloom", "of_the_page")
+            for layout in (LAYOUTS + SPLIT if name == "gemma3_text" else LAYOUTS)
+        ),
+    ],
+)
+def test_a_layout_means_what_one_process_means(
+    name: str,
+    world_size: int,
+    layout: str,
+    problem_of: Callable[[str], ForeignProblem],
+    reference_of: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    reference = reference_of(name)
+    ranks = run_ranks(world_size, on_rank, problem_of(name), layout, tmp_path, reference)
+    expect_the_same(ranks, reference, ROUNDING)
+
+
+def train_on(rank: int, problem: ForeignProblem, layout: str, folder: Path, steps: int) -> None:
+    """One rank of a run that is saved in `folder`, whatever the layout."""
+    config = problem.config(layout, folder)
+    checkpoints = config.checkpoints.model_copy(update={"checkpoints_path": str(folder / "checkpoints")})
+    logging = config.logging.model_copy(update={"log_dir": str(folder / "logs")})
+    tokens = config.tokens.model_copy(update={"train_steps": steps})
+    config = config.model_copy(update={"checkpoints": checkpoints, "logging": logging, "tokens": tokens})
+    mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(config, mesh, torch.device("cpu"), open_weights=initial_tensors)
+
+
+@pytest.mark.budget(20, reason="two runs on two ranks and one alone")
+def test_a_run_goes_on_on_another_layout(problem_of: Callable[[str], ForeignProblem], tmp_path: Path) -> None:
+    problem = problem_of("gpt2")
+    train_on(0, problem, "", tmp_path / "alone", STEPS)
+    run_ranks(2, train_on, problem, "dp=2 zero=3", tmp_path / "moved", 2)
+    run_ranks(2, train_on, problem, "dp=2 zero=1 recompute=true", tmp_path / "moved", STEPS)
+    assert losses_in(tmp_path / "moved", problem) == pytest.approx(losses_in(tmp_path / "alone", problem), rel=1e-5)
+    one, other = (open_source(tmp_path / name / "checkpoints").weights for name in ("alone", "moved"))
+    assert set(one) == set(other)
+    for name in one:
+        assert torch.allclose(one[name], other[name], atol=1e-4), name
+
+
+def losses_in(folder: Path, problem: ForeignProblem) -> list[float]:
+    config = problem.config("", folder)
+    logging = config.logging.model_copy(update={"log_dir": str(folder / "logs")})
+    return losses(config.model_copy(update={"logging": logging}))

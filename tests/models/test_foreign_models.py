@@ -1,0 +1,407 @@
+"""A model that others wrote computes what they compute: one training step, decoding, what its wrapper could lose."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from kenotron.config import Config, dump, load
+from kenotron.config.errors import InputError
+from kenotron.generation import generate
+from kenotron.generation.load import load_for_generation
+from kenotron.interop import from_hf, open_source, resolve_architecture, to_hf
+from kenotron.kernels.attention import attention
+from kenotron.models import Context, build, named_parameters
+from kenotron.models.foreign import HUGGING_FACE
+from kenotron.parallel.mesh import Mesh
+from kenotron.training.model_parts import build_parts
+from kenotron.training.step import count_real_tokens, forward_backward
+from support.foreign_models import MODELS, folder_of, plain_config, random_model
+from support.layout_runs import prepared
+from support.tiny_run import equal_bits, losses, saved_weights, train_quietly
+
+PROMPTS = [[3, 14, 15], [9], [2, 6, 5, 3, 5, 8, 9]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every model in a folder."""
+    root = tmp_path_factory.mktemp("models")
+    return {which: folder_of(which, root) for which in MODELS}
+
+
+def config_of(folder: Path, source: Path, *overrides: str, **keys: Any) -> Config:
+    """A run from the weights of `source`, resolved."""
+    plain = plain_config(folder, {"hf": str(source)} | keys, {"path": str(source)})
+    return resolve_architecture(load(plain, overrides))
+
+
+@pytest.mark.parametrize("which", MODELS)
+@pytest.mark.parametrize("recompute", ["false", "true"])
+def test_loss_and_gradients_are_those_of_transformers(
+    which: str, recompute: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, folders[which], f"parallelism.recompute_layer={recompute}")
+    theirs = random_model(which)
+    with prepared(config, Mesh()) as run:
+        run.model.train()  # as after a validation
+        assert run.model.training
+        (batch,) = run.data.batch(1, 0, 1)
+        loss, _ = forward_backward(run, [batch], 1.0 / count_real_tokens(run, [batch]))
+        logits = theirs(torch.from_numpy(batch.tokens)).logits
+        expected = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(batch.labels).flatten())
+        expected.backward()
+        assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
+        found, wanted = dict(named_parameters(run.model)), dict(theirs.named_parameters())
+        assert found.keys() == wanted.keys()
+        for name, parameter in found.items():
+            assert parameter.grad is not None
+            difference = (parameter.grad - wanted[name].grad).norm()
+            assert difference <= 1e-5 * wanted[name].grad.norm(), name
+
+
+@pytest.mark.parametrize("which", ["phi3", "gemma3_text"])
+def test_buffers_survive_the_meta_device_in_their_own_dtype(
+    which: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, folders[which], "model.dtype=bfloat16")
+    (model,), _ = build_parts(config, Mesh(), torch.device("cpu"))
+    expected = dict(random_model(which).named_buffers())
+    assert expected
+    assert equal_bits(dict(model.named_buffers()), expected)
+    decoding = load_for_generation(folders[which], "bfloat16").model
+    assert isinstance(decoding, nn.Module)
+    assert equal_bits(dict(decoding.named_buffers()), expected)
+
+
+def test_bfloat16_computes_as_autocast_does(folders: dict[str, Path], tmp_path: Path) -> None:
+    config, theirs = config_of(tmp_path, folders["phi3"], "model.dtype=bfloat16"), random_model("phi3")
+    with prepared(config, Mesh()) as run:
+        (batch,) = run.data.batch(1, 0, 1)
+        loss, _ = forward_backward(run, [batch], 1.0 / count_real_tokens(run, [batch]))
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = theirs(torch.from_numpy(batch.tokens)).logits
+        expected = F.cross_entropy(logits.flatten(0, 1).float(), torch.from_numpy(batch.labels).flatten())
+        assert logits.dtype == torch.bfloat16
+        assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
+        assert all(parameter.dtype == torch.float32 for parameter in run.model.parameters())
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_a_run_from_random_weights_goes_to_transformers_and_back(
+    which: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    init = {"std": 0.1, "scaling_method": "NONE"}
+    plain = plain_config(tmp_path, {"hf": str(folders[which])}, init)
+    plain["checkpoints"]["export_hf"] = True
+    config = load(plain)
+    train_quietly(config)
+    found = losses(config)
+    assert len(found) == 3
+    assert all(abs(loss - 4.1) < 0.5 for loss in found)  # ln 61
+    saved = tmp_path / "checkpoints" / "3"
+    ours, theirs = load_for_generation(saved, "float32").model, type(random_model(which))
+    model, said = theirs.from_pretrained(saved / "hf", dtype=torch.float32, output_loading_info=True)
+    assert not said["missing_keys"]
+    assert not said["unexpected_keys"]
+    wanted = [
+        model.eval().generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)[0].tolist()
+        for prompt in PROMPTS
+    ]
+    completions = generate(ours, None, PROMPTS, max_new_tokens=6, stop_at_eos=False, batch_size=2)
+    assert [prompt + one.tokens for prompt, one in zip(PROMPTS, completions)] == wanted
+    from_hf(saved / "hf", tmp_path / "back")
+    assert equal_bits(saved_weights(tmp_path / "back" / "0"), saved_weights(saved))
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(folders: dict[str, Path], tmp_path: Path) -> None:
+    plain = plain_config(tmp_path / "a", {"hf": str(folders["gpt2"])}, {"path": str(folders["gpt2"])})
+    whole = load(plain, ["tokens.train_steps=4"])
+    train_quietly(whole)
+    again = plain_config(tmp_path / "b", {"hf": str(folders["gpt2"])}, {"path": str(folders["gpt2"])})
+    train_quietly(load(again, ["tokens.train_steps=2"]))
+    train_quietly(load(again, ["tokens.train_steps=4"]))
+    assert losses(load(again)) == losses(whole)
+    for part in ("model", "optimizer"):
+        one, other = (saved_weights(tmp_path / name / "checkpoints" / "4", part) for name in "ab")
+        assert equal_bits(one, other)
+
+
+def test_random_weights_are_the_models_own_and_follow_the_seed(folders: dict[str, Path], tmp_path: Path) -> None:
+    def drawn(std: float, seed: int) -> dict[str, torch.Tensor]:
+        plain = plain_config(tmp_path, {"hf": str(folders["gpt2"])}, {"std": std, "scaling_method": "NONE"})
+        plain["general"]["seed"] = seed
+        before = torch.get_rng_state()
+        with prepared(resolve_architecture(load(plain)), Mesh()) as run:
+            assert torch.equal(torch.get_rng_state(), before)
+            return {name: parameter.detach().clone() for name, parameter in named_parameters(run.model)}
+
+    one, again, other, small = drawn(0.1, 1), drawn(0.1, 1), drawn(0.1, 2), drawn(0.01, 1)
+    assert equal_bits(one, again)
+    matrix = "transformer.h.0.attn.c_attn.weight"
+    assert not torch.equal(one[matrix], other[matrix])
+    assert float(one[matrix].std()) == pytest.approx(0.1, rel=0.1)
+    assert float(small[matrix].std()) == pytest.approx(0.01, rel=0.1)
+    # GPT-2's own rule for what writes into the residual stream: std / sqrt(2 * layers).
+    assert float(one["transformer.h.0.attn.c_proj.weight"].std()) == pytest.approx(0.1 / 6**0.5, rel=0.1)
+
+
+def packed(documents: list[list[int]]) -> tuple[torch.Tensor, Context]:
+    """Documents end to end in one sequence."""
+    lengths = [len(each) for each in documents]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    ctx = Context((1, sum(lengths)), positions, attention, cu_seqlens=(0, *torch.tensor(lengths).cumsum(0).tolist()))
+    return torch.tensor([token for each in documents for token in each]), ctx
+
+
+@pytest.mark.parametrize("which", ["gpt2", "phi3", "gemma3_text"])
+def test_packed_documents_do_not_see_each_other(which: str, folders: dict[str, Path]) -> None:
+    model = load_for_generation(folders[which], "float32").model
+    documents = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5], [8, 9, 7, 9, 3]]
+    assert isinstance(model, nn.Module)
+    with torch.no_grad():
+        found = model(*packed(documents))
+        expected = torch.cat([random_model(which)(torch.tensor([each])).logits[0] for each in documents])
+    assert torch.allclose(found, expected, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_a_model_that_reads_across_documents_is_refused(folders: dict[str, Path]) -> None:
+    model = load_for_generation(folders["bloom"], "float32").model
+    assert isinstance(model, nn.Module)
+    with (
+        torch.no_grad(),
+        pytest.raises(InputError, match=r"document_masking: transformers' bloom reads across"),
+    ):
+        model(*packed([[3, 1, 4, 1], [5, 9, 2, 6]]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "overrides", "message"),
+    [
+        ({"n_layers": 2}, [], r"^model\.model_config\.n_layers: the config of gpt2 has no such key; did you mean"),
+        ({"attn_pdrop": 0.2}, [], r"^not supported yet: model\.model_config\.attn_pdrop: 0\.2: training has no"),
+        ({"n_layer": "two"}, [], r"^\S+config\.json: .*n_layer"),
+        ({"blocks": "transformer.hh.*"}, [], r"blocks: transformers' gpt2: 'transformer\.hh\.\*' matches no mod"),
+        ({}, ["parallelism.pp=2"], r"^parallelism\.pp: expected 1: the forward pass of transformers' gpt2"),
+        ({}, ["parallelism.context_parallel_size=2"], r"^parallelism\.context_parallel_size: expected 1: .* gpt2"),
+        ({}, ["parallelism.tp=2"], r"^parallelism\.tp: expected 1: transformers has no tensor-parallel plan for"),
+        ({}, ["parallelism.expert_parallel_size=2", "parallelism.dp=2"], r"^parallelism\.expert_parallel_size: "),
+        ({}, ["model.make_vocab_size_divisible_by=8"], r"^model\.make_vocab_size_divisible_by: expected 1: nothing"),
+        ({}, ["model.init_method={std: 0.1}"], r"^model\.init_method\.scaling_method: expected NONE: tr"),
+        ({"n_layer": 2}, [], r"num_hidden_layers: the weights in \S+ have 3, the config says 2"),
+        ({"n_inner": 40}, [], r"transformer\.h\.0\.mlp\.c_fc\.weight is \[32, 128\] in .* makes it \[32, 40\]"),
+        ({"n_embd": 64}, [], r"hidden_size: the weights in \S+ have 32, the config says 64"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_one_line(
+    keys: dict[str, Any], overrides: list[str], message: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    def begin() -> None:
+        with prepared(config_of(tmp_path, folders["gpt2"], *overrides, **keys), Mesh()):
+            pass
+
+    with pytest.raises(InputError, match=message) as error:
+        begin()
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda found: found.pop("transformer.ln_f.bias"), r"has no tensor 'transformer\.ln_f\.bias' \(1 in all\)$"),
+        (lambda found: found.update(odd=torch.ones(1)), r"has a tensor that its model lacks: 'odd' \(1 in all\)$"),
+        (
+            lambda found: found.update({"transformer.ln_f.bias": torch.ones(3)}),
+            r"transformer\.ln_f\.bias has shape \[3\], and its config says \[32\]",
+        ),
+        (None, r"/gpt2: Error while deserializing header"),
+    ],
+    ids=["missing", "extra", "of another shape", "damaged"],
+)
+def test_files_that_do_not_fit_are_one_line(
+    change: Callable[[dict[str, torch.Tensor]], Any] | None, message: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    source = shutil.copytree(folders["gpt2"], tmp_path / "gpt2")
+    file = source / "model.safetensors"
+    if change is None:
+        file.write_bytes(file.read_bytes()[:100])
+    else:
+        found = load_file(file)
+        change(found)
+        save_file(found, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=message) as error:
+        from_hf(source, tmp_path / "ours")
+    assert len(str(error.value).splitlines()) == 1
+    assert str(source) in str(error.value)
+    assert not (tmp_path / "ours" / "0").exists()
+
+
+def test_fused_projections_are_refused_under_tp_by_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^parallelism\.tp: .* splits layers\.\*\.self_attn\.qkv_proj of .* as"):
+        config_of(tmp_path, folders["phi3"], "parallelism.tp=2")
+
+
+def test_a_family_that_has_a_file_here_can_be_trained_as_transformers_has_it(tmp_path: Path) -> None:
+    from support.tiny_llamas import hf_llama, save_hf
+
+    folder = save_hf(hf_llama(), tmp_path / "llama")
+    both = [
+        config_of(tmp_path / name, folder, "tokens.sequence_length=8", **keys)
+        for name, keys in (("ours", {}), ("theirs", {"family": HUGGING_FACE}))
+    ]
+    assert [config.model.decoder.family for config in both] == ["llama", HUGGING_FACE]
+    for config in both:
+        train_quietly(config)
+    assert losses(both[0]) == pytest.approx(losses(both[1]), rel=1e-5)
+
+
+MODULE = '''
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.mix(self.norm(x)).cumsum(1).tanh()
+
+
+class Running(nn.Module):
+    """Running sums; a parameter at the root, a buffer, a tied head, dropout."""
+
+    def __init__(self, vocab_size, width=16, layers=2):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.register_buffer("shift", torch.full((width,), 0.5))
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.dropout = nn.Dropout(0.5)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def init_weights(self, std):
+        nn.init.normal_(self.embedding.weight, std=std)
+
+    def forward(self, tokens):
+        x = self.dropout(self.embedding(tokens) * self.scale + self.shift)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Wrong(Running):
+    def forward(self, tokens):
+        return super().forward(tokens)[:, -1]
+
+
+class Across(nn.Module):
+    """The two blocks share a weight."""
+
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
+        self.blocks[1].mix.weight = self.blocks[0].mix.weight
+
+
+def none(vocab_size):
+    return None
+'''
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the user stands, with a module."""
+    (tmp_path / "running.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("running", None)
+
+
+def of_user(folder: Path, *overrides: str, **keys: Any) -> Config:
+    model = {"module": "running.Running", "vocab_size": 61, "eos_token_id": 5} | keys
+    return load(plain_config(folder, model, {"std": 0.3, "scaling_method": "NONE"}), overrides)
+
+
+def test_a_module_of_ones_own_trains_as_a_plain_loop_trains_it(user: Path) -> None:
+    config = of_user(user, "optimizer.weight_decay=0.0", width=12)
+    Running = sys.modules["running"].Running
+    with prepared(config, Mesh()) as run:
+        reference = Running(61, 12).eval()
+        reference.load_state_dict({name: value.clone() for name, value in run.model._module[0].state_dict().items()})
+        assert float(reference.embedding.weight.detach().std()) == pytest.approx(0.3, rel=0.1)
+        assert [name for name, _ in named_parameters(run.model)] == [name for name, _ in reference.named_parameters()]
+        (batch,) = run.data.batch(1, 0, 1)
+        loss, _ = forward_backward(run, [batch], 1.0 / count_real_tokens(run, [batch]))
+        tokens, labels = torch.from_numpy(batch.tokens), torch.from_numpy(batch.labels)
+        expected = F.cross_entropy(reference(tokens).flatten(0, 1), labels.flatten())
+        expected.backward()
+        assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-5)
+        for name, parameter in reference.named_parameters():
+            assert torch.allclose(run.model.get_parameter(name).grad, parameter.grad, rtol=1e-5, atol=1e-6), name
+
+
+def test_its_config_comes_back_and_its_checkpoint_decodes(user: Path) -> None:
+    config = of_user(user, layers=3)
+    assert load(yaml.safe_load(dump(config))) == config
+    train_quietly(config)
+    model = load_for_generation(user / "checkpoints", "float32").model
+    assert isinstance(model, nn.Module)
+    (completion,) = generate(model, None, [[3, 1, 4]], max_new_tokens=5, stop_at_eos=False)
+    text = [3, 1, 4]
+    for token in completion.tokens:
+        with torch.no_grad():
+            assert token == int(model._module[0](torch.tensor([text]))[0, -1].argmax())
+        text.append(token)
+    assert set(open_source(user / "checkpoints").weights) >= {"scale", "embedding.weight", "blocks.2.mix.weight"}
+    with pytest.raises(InputError, match=r"names no class of transformers: it cannot be exported"):
+        to_hf(user / "checkpoints", user / "exported")
+
+
+@pytest.mark.parametrize(
+    ("keys", "overrides", "message"),
+    [
+        ({"witdh": 3}, [], r"model\.model_config\.witdh: running\.Running does not take it; did you mean 'width'"),
+        ({"module": "running.Runing"}, [], r"model_config\.module: module 'running' has no 'Runing'; did"),
+        ({"module": "runing.Running"}, [], r"model_config\.module: cannot import 'runing'"),
+        ({"module": "running.none"}, [], r"model_config\.module: expected running\.none to make an nn\.Module"),
+        ({"module": "running.Block"}, [], r"model\.model_config\.width: missing: running\.Block needs it"),
+        ({"module": "running.Across"}, [], r"blocks\.0\.mix\.weight and blocks\.1\.mix\.weight are one weight"),
+        ({"module": "running.Wrong"}, [], r"running\.Wrong: expected logits of shape \[4, 16, 61\], found \[4, 61\]"),
+        ({"vocab_size": None}, [], r"model\.model_config\.vocab_size"),
+        ({}, ["parallelism.tp=2"], r"parallelism\.tp: expected 1: running\.Running has no plan for tensor parallelism"),
+        ({}, ["parallelism.pp=2"], r"parallelism\.pp: expected 1: the forward pass of running\.Running"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_it_are_one_line(keys: dict[str, Any], overrides: list[str], message: str, user: Path) -> None:
+    def one_pass() -> None:
+        with prepared(of_user(user, *overrides, **keys), Mesh()) as run:
+            forward_backward(run, run.data.batch(1, 0, 1), 1.0)
+
+    with pytest.raises(InputError, match=message) as error:
+        one_pass()
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_module_that_takes_no_ctx_is_refused_for_packed_documents(user: Path) -> None:
+    with torch.device("meta"):
+        model = build(of_user(user).model)
+    model.to_empty(device="cpu")
+    model.reset_buffers("cpu")
+    model.tie_weights()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    with torch.no_grad(), pytest.raises(InputError, match=r"document_masking: running\.Running reads across"):
+        model(*packed([[3, 1, 4, 1], [5, 9, 2, 6]]))

@@ -1,0 +1,201 @@
+"""Hybrids of Mamba-2 and attention beyond what every family is compared by: patterns, documents, bounds, costs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kenotron.config import load
+from kenotron.config.errors import InputError, NotSupportedYet
+from kenotron.generation import generate
+from kenotron.interop.hf_config import architecture_from_hf, hf_config
+from kenotron.kernels.attention import attention
+from kenotron.models import Context, flops_per_token, named_parameters
+from kenotron.models.decoder import Decoder
+from kenotron.models.families.nemotron_h import KINDS, NemotronHArchitecture
+from support.families import SHAPES, SMALL_HYBRID, filled, hf_model, in_our_names_of, ours_of
+from support.tiny_llamas import fresh_model, our_config, our_logits, random_tokens
+
+KEYS = {
+    "is_nemotron_h_config": True,
+    "hybrid_override_pattern": "M*-M",
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "vocab_size": 300,
+}
+
+
+def config_of(root: Path, **changes: Any) -> dict[str, Any]:
+    """A whole config in YAML's keys, with these changes of a small hybrid."""
+    config = our_config(root)
+    config["model"]["model_config"] = KEYS | changes
+    return config
+
+
+def pair_of(pattern: str, **changes: Any) -> tuple[Any, Decoder]:
+    """A random model of transformers with layers of this pattern, and ours (with use_cache theirs wants attention)."""
+    shapes = SHAPES | SMALL_HYBRID | {"num_hidden_layers": len(pattern), "hybrid_override_pattern": pattern} | changes
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model("nemotron_h", **shapes)).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(0.0, 0.25, generator=torch.Generator().manual_seed(0))
+    return theirs, ours_of(theirs)
+
+
+# ---- patterns ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=8, deadline=None)
+@given(pattern=st.text("".join(KINDS), min_size=1, max_size=6))
+def test_any_pattern_computes_what_transformers_computes(pattern: str) -> None:
+    theirs, ours = pair_of(pattern)
+    tokens = random_tokens(2, 9)
+    with torch.no_grad():
+        expected = theirs(tokens, use_cache=False).logits
+    assert torch.allclose(our_logits(ours, tokens), expected, atol=1e-4 * expected.abs().max().item())
+    written = hf_config(ours.config, "float32", 0)
+    assert written.hybrid_override_pattern == pattern
+    assert architecture_from_hf(written.to_dict(), "config.json") == ours.config
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"hybrid_override_pattern": "M*xM"},
+            r"hybrid_override_pattern: expected letters among M, \*, -, found 'x' in 'M\*xM'",
+        ),
+        ({"hybrid_override_pattern": "M*EM"}, r"found 'E' in 'M\*EM' \(layers with experts are not supported yet\)"),
+        (
+            {"hybrid_override_pattern": "M*-"},
+            r"hybrid_override_pattern: expected a letter for each of num_hidden_layers 4, found 3 in 'M\*-'",
+        ),
+        ({"hybrid_override_pattern": ""}, "hybrid_override_pattern: expected"),
+        ({"n_groups": 3}, "n_groups: expected a divisor of mamba_num_heads 8, found 3"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of num_attention_heads 4, found 3"),
+        ({"time_step_max": 1e-4}, "time_step_max: expected at least time_step_min"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings: expected False"),
+        ({"head_dim": None, "hidden_size": 30}, "num_attention_heads: expected a divisor of hidden_size 30, found 4"),
+    ],
+)
+def test_what_does_not_describe_the_layers_is_named_in_one_line(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=said) as caught:
+        load(config_of(tmp_path, **changes))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_names_of_layers_that_files_have_or_had_are_read() -> None:
+    config = hf_model("nemotron_h").config.to_dict() | {"architectures": ["NemotronHForCausalLM"]}
+    assert config["layers_block_type"] == ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"]
+    found = architecture_from_hf(config, "config.json")
+    assert isinstance(found, NemotronHArchitecture)
+    assert found.hybrid_override_pattern == "M-M*-"
+    older = {name: value for name, value in config.items() if name != "layers_block_type"}
+    assert architecture_from_hf(older | {"hybrid_override_pattern": "M-M*-"}, "config.json") == found
+    old_names = ["mamba", "mlp", "mamba", "attention", "mlp"]
+    assert architecture_from_hf(older | {"layers_block_type": old_names}, "config.json") == found
+    for name, letter in (("moe", "E"), ("sliding_attention", r"\?")):
+        with pytest.raises(InputError, match=f"hybrid_override_pattern: expected letters among .* found '{letter}'"):
+            architecture_from_hf(config | {"layers_block_type": ["linear_attention", name]}, "config.json")
+    with pytest.raises(NotSupportedYet, match="sliding_window: 8"):
+        architecture_from_hf(config | {"sliding_window": 8}, "config.json")
+
+
+# ---- maths -------------------------------------------------------------------------------------------------
+
+
+def test_the_smallest_time_step_is_that_of_transformers() -> None:
+    theirs, ours = pair_of("MM", time_step_min=0.9, time_step_max=1.0)
+    tokens = random_tokens(2, 17)
+    with torch.no_grad():
+        expected = theirs(tokens, use_cache=False).logits
+    assert torch.allclose(our_logits(ours, tokens), expected, atol=1e-4)
+    free = Decoder(ours.config.model_copy(update={"time_step_min": 1e-5}))
+    filled(free, in_our_names_of(free, theirs.state_dict()))
+    assert not torch.allclose(our_logits(free, tokens), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("which", ["nemotron_h", "nemotron_h_biased"])
+def test_documents_of_a_sequence_do_not_see_each_other(which: str) -> None:
+    model = ours_of(hf_model(which))
+    tokens = random_tokens(2, 40)
+    borders, flat = (0, 7, 40, 41, 80), tokens.flatten()
+    positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(borders)])
+    ctx = Context((2, 40), positions, attention, cu_seqlens=borders)
+    with torch.no_grad():
+        together = model(flat, ctx)
+    alone = [our_logits(model, flat[None, begin:end])[0] for begin, end in pairwise(borders)]
+    assert torch.allclose(together, torch.cat(alone), atol=1e-4)
+
+
+def test_a_text_is_continued_alike_in_any_batch() -> None:
+    model = ours_of(hf_model("nemotron_h"))
+    prompts = [random_tokens(1, length, seed=length)[0].tolist() for length in (1, 2, 33, 5)]
+    together = generate(model, None, prompts, max_new_tokens=6, stop_at_eos=False)
+    alone = [generate(model, None, [prompt], max_new_tokens=6, stop_at_eos=False)[0] for prompt in prompts]
+    assert [each.tokens for each in together] == [each.tokens for each in alone]
+
+
+def test_every_layer_writes_into_the_residual_stream_damped_by_depth(tmp_path: Path) -> None:
+    weights = {name: parameter.detach() for name, parameter in named_parameters(fresh_model(config_of(tmp_path)))}
+    for layer, name in ((1, "o_proj"), (2, "down_proj")):
+        assert weights[f"model.layers.{layer}.mixer.{name}.weight"].std() == pytest.approx(0.05 / 2, rel=0.1)
+    for layer, name in ((1, "q_proj"), (2, "up_proj")):
+        assert weights[f"model.layers.{layer}.mixer.{name}.weight"].std() == pytest.approx(0.05, rel=0.1)
+    bound = 64**-0.5 / 2
+    assert 0.9 * bound < weights["model.layers.0.mixer.out_proj.weight"].abs().max() <= bound
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_hidden_states_between_layers_of_any_kind_are_fp32_where_the_config_says_so(wide: bool, tmp_path: Path) -> None:
+    model = fresh_model(config_of(tmp_path, residual_in_fp32=wide))
+    model.set_compute_dtype(torch.bfloat16)
+    seen = []
+    for block in model.model.layers.values():
+        block.register_forward_hook(lambda _, given, out: seen.append(out.dtype))
+        block.mixer.register_forward_hook(lambda _, given, out: seen.append((given[0].dtype, out.dtype)))
+    logits = our_logits(model, random_tokens(1, 9))
+    stream = torch.float32 if wide else torch.bfloat16
+    assert seen == [(torch.bfloat16, torch.bfloat16), stream] * 4
+    assert (model.stream_dtype, logits.dtype) == (stream, torch.bfloat16)
+
+
+def test_a_feed_forward_has_the_activation_and_the_biases_of_its_config(tmp_path: Path) -> None:
+    model = fresh_model(
+        config_of(tmp_path, hybrid_override_pattern="-", num_hidden_layers=1, hidden_act="relu", mlp_bias=True)
+    )
+    block, x = model.model.layers["0"].mixer, torch.randn(3, 32)
+    with torch.no_grad():
+        block.up_proj.bias.fill_(0.5)
+        hidden = (x @ block.up_proj.weight.T + 0.5).clamp_min(0)
+        assert torch.allclose(block(x), hidden @ block.down_proj.weight.T, atol=1e-5)
+
+
+def test_flops_are_those_of_the_matrices_the_scores_and_the_recurrence() -> None:
+    hidden, wide, vocab, length = 32, 48, 300, 64
+    heads, kv, width = 4, 2, 16
+    inner, state, groups, recurrent_heads, reach = 64, 16, 2, 8, 4
+    read = inner + 2 * groups * state
+    mamba = 2 * hidden * (inner + read + recurrent_heads) + 2 * inner * hidden + 2 * read * reach + 4 * inner * state
+    scores = 4 * length * heads * width / 2
+    attending = 2 * hidden * (2 * heads + 2 * kv) * width + scores
+    mlp = 4 * hidden * wide
+    expected = 2 * mamba + attending + 2 * mlp + 2 * vocab * hidden
+    assert flops_per_token(ours_of(hf_model("nemotron_h")), length, causal=True) == expected
