@@ -14,7 +14,7 @@ saved_state.py      the form in which model, optimizer and hooks are saved
 run_folder.py       the log folder
 failures.py         what to change when memory or a disk is full
 
-metrics.py, console.py, report.py     numbers and messages
+metrics.py, console.py, report.py, nanotron_log.py     numbers and messages
 validation.py, guards.py     more hooks; those that only watch are in kenotron.observers
 compare.py          two layouts of one config, compared
 

@@ -1,0 +1,121 @@
+"""nanotron's log (`logging.format: nanotron`): its lines, in its order. `report.run_log` loads it by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kenotron.config import dump
+from kenotron.config.data import PretrainDataset
+from kenotron.parallel import device as devices
+from kenotron.training import console
+from kenotron.training.console import logger
+from kenotron.training.report import RunLog
+
+if TYPE_CHECKING:
+    import torch
+
+    from kenotron.config import Config
+    from kenotron.data.stage_plan import StagePlan
+    from kenotron.models.decoder import Decoder
+    from kenotron.training.run import Run
+
+
+class NanotronLog(RunLog):
+    """The same in the lines of nanotron's log, in its order."""
+
+    always_local = True
+
+    def project(self, config: Config) -> None:
+        """The project's name, before anything is loaded."""
+        logger.info("project: %s", config.general.project)
+
+    def config(self, config: Config) -> None:
+        """The config with all defaults, and the model's once more."""
+        logger.info("Config:\n%s", dump(config).rstrip())
+        architecture = config.model.architecture.model_dump(mode="json", by_alias=True)
+        logger.info("Model Config:\n%s", "\n".join(f"{name}: {value}" for name, value in architecture.items()))
+        super().config(config)
+
+    def building(self) -> None:
+        """Before the model is built."""
+        logger.info("Building model..")
+        logger.info("Setting PP block ranks...")
+
+    def model_size(self, skeleton: Decoder, parts: Sequence[Decoder], device: torch.device) -> None:
+        """Parameters of the model and of this rank, and the memory of `device`."""
+        super().model_size(skeleton, parts, device)
+        logger.info("[After model building]%s", console.show_memory(devices.memory(device)))
+
+    def first_weights(self) -> None:
+        """The parametrization and its rule of learning rates."""
+        logger.info("No checkpoint path provided.")
+        logger.info("Parametrizing model parameters using StandardParametrizator")
+        logger.info("[Optimizer Building] Using LearningRateForSP as learning rate")
+
+    def plan(self, run: Run) -> None:
+        """Stages, sizes, and where the run starts."""
+        for stage, section in zip(run.data.stages, run.config.data_stages, strict=True):
+            logger.info(
+                "[Training Plan] Stage %s has %d remaining training steps and has consumed %d samples",
+                stage.name,
+                self._remaining(run, stage),
+                stage.samples_before(run.step + 1),
+            )
+            if isinstance(section.data.dataset, PretrainDataset):
+                self._libraries(run)
+        for line in run.data.describe():
+            logger.info("%s", line)
+        logger.info("[Training Plan] There are %d training stages", len(run.data.stages))
+        for stage in run.data.stages:
+            logger.info("[Stage %s] start from step %d", stage.name, stage.start)
+        tokens = run.config.tokens
+        now = run.data.stage_at(min(run.step + 1, tokens.train_steps))
+        logger.info("")
+        logger.info(
+            "[Start training] datetime: %s | mbs: %d | grad_accum: %d | global_batch_size: %d | sequence_length: %d | "
+            "train_steps: %d | start_iteration_step: %d | consumed_train_samples: %d",
+            datetime.now(),
+            tokens.micro_batch_size,
+            tokens.batch_accumulation_per_replica,
+            run.config.global_batch_size,
+            now.sequence_length,
+            tokens.train_steps,
+            run.step,
+            run.consumed_samples,
+        )
+        logger.info(
+            "Resuming training from stage %s, it has trained for %d samples and has %d remaining train steps",
+            now.name,
+            now.samples_before(run.step + 1),
+            self._remaining(run, now),
+        )
+        self._memory(run)
+
+    @staticmethod
+    def _remaining(run: Run, stage: StagePlan) -> int:
+        return stage.steps - min(max(run.step - stage.start + 1, 0), stage.steps)
+
+    @staticmethod
+    def _libraries(run: Run) -> None:
+        versions = tuple(version(name) for name in ("transformers", "huggingface_hub"))
+        tokenizer = run.config.tokenizer.tokenizer_name_or_path
+        logger.info("Using `datasets` library")
+        logger.info("Loading tokenizer from %s and transformers/hf_hub versions %s", tokenizer, versions)
+
+    @staticmethod
+    def _memory(run: Run) -> None:
+        logger.info("%s", console.show_memory(devices.memory(run.device)))
+
+    def step(self, run: Run, fields: Mapping[str, float], recorded: Mapping[str, float]) -> None:
+        """The iteration line, below the memory where that has it."""
+        if "hd_total_memory_tb" in fields:
+            self._memory(run)
+        logger.info("%s", console.nanotron_line({**fields, **recorded}, run.last_step))
+
+    def saving(self, folder: Path) -> None:
+        """Before a checkpoint is written: a warning, as there."""
+        logger.warning("Saving checkpoint at %s", folder)
