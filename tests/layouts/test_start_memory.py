@@ -105,7 +105,7 @@ def save(rank: int, name: str, folder: Path) -> None:
 
 def resume(rank: int, name: str, folder: Path) -> tuple[int, int]:
     config, mesh = layout(name, folder)
-    start = Start(folder / "checkpoints" / "0", True, 0)
+    start = Start.at(folder / "checkpoints" / "0", continues=True)
     with Peak() as peak:
         run = build_run(config, mesh, torch.device("cpu"), start, initial_tensors)
         try:

@@ -146,6 +146,8 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
         config["tokens"]["limit_val_batches"] = -1
     if config["checkpoints"].get("keep_every"):
         config["checkpoints"]["keep_last"] = 2
+    if config["checkpoints"].get("load_mode", "continue") != "continue":
+        config["checkpoints"].update(resume_checkpoint_path="a/b", load_optimizer=True, load_lr_scheduler=True)
     _schedule(config["optimizer"]["learning_rate_scheduler"])
     if config.get("profiler"):
         config["tokens"]["train_steps"] = 10**10

@@ -333,6 +333,7 @@ ROWS: dict[str, Row] = {
     "Checkpoints.resume_checkpoint_path": Row(
         steps, "checkpoints.resume_checkpoint_path={folder}/earlier/checkpoints/2"
     ),
+    "Checkpoints.load_mode": Row(steps, "checkpoints.load_mode=transfer", EARLIER),
     "Checkpoints.load_lr_scheduler": Row(
         steps,
         "checkpoints.load_lr_scheduler=false",

@@ -280,7 +280,7 @@ def test_the_same_run_goes_on_with_more_steps_another_split_or_other_intervals(
     finished = nursery.run("train", stopped_at_4, *overrides, folder=folder)
     assert (finished.code, finished.stderr) == (0, "")
     quiet = "logging.log_level=warning" in overrides
-    assert ("Loaded weights, optimizer, schedule and data position of" in finished.stdout) != quiet
+    assert ("Loaded weights, optimizer, data position, schedule, step of" in finished.stdout) != quiet
     assert [step["iteration"] for step in story(folder)] == [1, 2, 3, 4, 5, 6]
     assert (folder / "checkpoints" / "latest.txt").read_text().strip() == "6"
 

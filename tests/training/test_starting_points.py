@@ -68,7 +68,7 @@ def loss_of(run: Any, tensors: dict[str, torch.Tensor], step: int) -> float:
 def test_a_checkpoint_of_another_run_is_continued_exactly(earlier: Any, tmp_path: Path) -> None:
     config = start_from(earlier, tmp_path)
     run, said = train_and_listen(config)
-    assert "Loaded weights, optimizer, schedule and data position of" in said
+    assert "Loaded weights, optimizer, data position, schedule, step of" in said
     assert [step["iteration"] for step in metrics(config)] == [5, 6, 7, 8]
     assert losses(config) == losses(earlier)[4:]
     final = saved_weights(Path(earlier.checkpoints.checkpoints_path) / "8")
@@ -148,7 +148,7 @@ def test_once_a_run_has_its_own_checkpoints_it_goes_on_from_those(earlier: Any, 
     train_quietly(start_from(earlier, tmp_path, "tokens.train_steps=6"))
     config = start_from(earlier, tmp_path)
     _, said = train_and_listen(config)
-    assert f"Loaded weights, optimizer, schedule and data position of {tmp_path / 'checkpoints' / '6'}" in said
+    assert f"Loaded weights, optimizer, data position, schedule, step of {tmp_path / 'checkpoints' / '6'}" in said
     assert losses(config) == losses(earlier)[4:]
 
 
@@ -165,7 +165,7 @@ def test_a_checkpoint_that_is_not_there_is_an_error_that_names_it(tmp_path: Path
 
 def test_another_global_batch_cannot_keep_the_data_position(earlier: Any, tmp_path: Path) -> None:
     config = start_from(earlier, tmp_path, "tokens.micro_batch_size=8")
-    with pytest.raises(InputError, match=r"16 samples in 4 steps.*load_lr_scheduler: false"):
+    with pytest.raises(InputError, match=r"16 samples in 4 steps.*load_mode: transfer"):
         train_quietly(config)
     train_quietly(start_from(earlier, tmp_path, "tokens.micro_batch_size=8", "checkpoints.load_lr_scheduler=false"))
 

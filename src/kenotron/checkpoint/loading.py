@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def load(
     path: Path | str,
     *,
-    model: dict[str, Any],
+    model: dict[str, Any] | None,
     optimizer: dict[str, Any] | None,
     verify: bool = True,
     cast: bool = False,
@@ -37,8 +37,7 @@ def load(
     """Fill `model` and `optimizer` in place from the checkpoint folder `path` and return its `state`.
 
     Every rank calls it with its own tensors (DTensors or `TensorShard`s where they are split). Optimizer values that
-    are not tensors are replaced in the dict, tuples staying tuples. `optimizer=None` leaves the optimizer's files
-    unread.
+    are not tensors are replaced in the dict, tuples staying tuples. The files of one that is None are left unread.
 
     Args:
         verify: check the files' checksums first, each rank a share. False only right after `newest_complete`.
@@ -49,7 +48,7 @@ def load(
     """
     path = Path(path)
     manifest = raise_on_any_rank(lambda: read_manifest(path))
-    parts = {"model": model} if optimizer is None else {"model": model, "optimizer": optimizer}
+    parts = {folder: part for folder, part in (("model", model), ("optimizer", optimizer)) if part is not None}
     if verify:
         _raise_if(check_together(path, manifest.below(*parts)))
     indexes = raise_on_any_rank(lambda: {folder: _index(path / folder, manifest) for folder in parts})

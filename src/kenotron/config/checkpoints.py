@@ -2,7 +2,36 @@
 
 from __future__ import annotations
 
-from kenotron.config.section import NO_EFFECT, OURS, LocalPath, Section, key
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, Tag, model_validator
+
+from kenotron.config.section import NO_EFFECT, OURS, LocalPath, Section, by_rule, key, problem
+
+# What a new run takes from the checkpoint that it starts from, by Gapetron's names.
+LOAD_MODES = {
+    "continue": ("model", "optimizer", "data", "scheduler", "step"),
+    "model_only": ("model",),
+    "optimizer_only": ("optimizer",),
+    "model_data": ("model", "data"),
+    "model_opt_data": ("model", "optimizer", "data"),
+    "transfer": ("model", "optimizer"),
+    "transfer_with_lr": ("model", "optimizer", "scheduler", "step"),
+    "cooldown": ("model", "optimizer", "data", "step"),
+}
+# Of `continue`, what nanotron's keys leave out where they are false.
+_NANOTRON = {"load_optimizer": {"optimizer"}, "load_lr_scheduler": {"data", "scheduler", "step"}}
+
+
+def _mode_kind(value: Any) -> str | None:
+    return "(mode)" if isinstance(value, str) else "(parts)" if isinstance(value, list | tuple) else None
+
+
+LoadMode = Annotated[
+    Annotated[Literal[*LOAD_MODES], Tag("(mode)")]  # type: ignore[valid-type]
+    | Annotated[list[Literal["model", "optimizer", "data", "scheduler", "step"]], Field(min_length=1), Tag("(parts)")],
+    by_rule(_mode_kind, f"{', '.join(LOAD_MODES)}, or a list of {', '.join(LOAD_MODES['continue'])}"),
+]
 
 
 class Checkpoints(Section):
@@ -13,17 +42,21 @@ class Checkpoints(Section):
     save_initial_state: bool = key("Save checkpoint `0` before the first step.", False)
     save_final_state: bool = key("Save a checkpoint after the last step.", True)
     resume_checkpoint_path: LocalPath | None = key(
-        "Checkpoint, or folder of checkpoints, that a new run starts from (weights, optimizer, schedule, data "
-        "position). A run that has its own checkpoints resumes from those.",
+        "Checkpoint, or folder of checkpoints, that a new run starts from. A run that has its own checkpoints resumes "
+        "from those.",
         None,
     )
+    load_mode: LoadMode = key(
+        "What a new run takes from resume_checkpoint_path: all of it (continue), or by name or as a list some of model "
+        "(weights), optimizer (its state), data (position), scheduler (position) and step; the rest starts anew.",
+        "continue",
+        mark=OURS,
+    )
     load_lr_scheduler: bool = key(
-        "False: a run started from resume_checkpoint_path begins at step 0, with its data from the beginning.",
+        "False: without data, scheduler and step in load_mode continue (which makes it transfer).",
         True,
     )
-    load_optimizer: bool = key(
-        "False: a run started from resume_checkpoint_path begins with a fresh optimizer state.", True
-    )
+    load_optimizer: bool = key("False: without optimizer in load_mode continue.", True)
     checkpoints_path_is_shared_file_system: bool = key(
         "Whether all machines share the folder; runs on several machines are not supported yet.",
         False,
@@ -42,3 +75,24 @@ class Checkpoints(Section):
         False,
         mark=OURS,
     )
+
+    @property
+    def loads(self) -> frozenset[str]:
+        """The parts of a checkpoint that a new run takes."""
+        left_out = [parts for name, parts in _NANOTRON.items() if not getattr(self, name)]
+        return self._of_mode.difference(*left_out)
+
+    @property
+    def _of_mode(self) -> frozenset[str]:
+        return frozenset(LOAD_MODES[self.load_mode] if isinstance(self.load_mode, str) else self.load_mode)
+
+    @model_validator(mode="after")
+    def _one_choice(self) -> Self:
+        if self.load_mode == "continue":
+            return self
+        if self.resume_checkpoint_path is None:
+            raise problem("resume_checkpoint_path", "missing: checkpoints.load_mode needs it")
+        for name, parts in _NANOTRON.items():
+            if not getattr(self, name) and (both := sorted(parts & self._of_mode)):
+                raise problem("load_mode", f"{self.load_mode} has {both[0]}, and {name}: false not; remove one of them")
+        return self

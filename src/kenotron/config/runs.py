@@ -109,9 +109,8 @@ def same_batch_overrides(config: Config, dp: int) -> list[str]:
     return [f"tokens.micro_batch_size={micro}", f"tokens.batch_accumulation_per_replica={per_replica // micro}"]
 
 
-def past_stage_difference(saved: dict[str, Any], config: Config, step: int) -> Difference | None:
+def past_stage_difference(before: Config, config: Config, step: int) -> Difference | None:
     """The first difference between the stages that have begun at `step`, with both values."""
-    before = resolved(saved)
     return _first_difference(_stages(before, step, begun=True), _stages(config, step, begun=True))
 
 

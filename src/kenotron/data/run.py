@@ -247,7 +247,7 @@ class RunData:
     def describe(self) -> list[str]:
         """What is read, for the console."""
         lines = [f"tokenizer: {describe_tokenizer(self.tokenizer, self._settings.eos)}"]
-        for stage in self.stages:
+        for stage in (stage for stage in self.stages if stage.stop > 1):  # others are over: a run took up their data
             if stage.stop <= stage.start:
                 steps = self.config.tokens.train_steps
                 lines.append(
@@ -255,7 +255,7 @@ class RunData:
                 )
                 continue
             future = self._opened.get(stage.number)
-            head = f"[{stage.name}] steps {stage.start}-{stage.stop - 1}, {stage.describe_shape()}"
+            head = f"[{stage.name}] steps {max(stage.start, 1)}-{stage.stop - 1}, {stage.describe_shape()}"
             if future is None or not future.done() or future.exception():
                 lines.append(f"{head}: opened when its turn comes")
                 continue

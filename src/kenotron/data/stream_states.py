@@ -53,7 +53,7 @@ class RunStreams:
                     raise InputError(
                         f"data/{name}: missing in the checkpoint of step {step}; without the state of the stream "
                         f"{stream.name} its data cannot continue: start over (--fresh), or set "
-                        "checkpoints.load_lr_scheduler: false to restart the data"
+                        "checkpoints.load_mode: transfer to restart the data"
                     )
                 stream.restore(step, drawn, shard, state, f"data/{name} of the checkpoint of step {step}")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kenotron import interop, training
 from kenotron.observers import observers
 from kenotron.parallel.ranks import run_on_rank0
-from kenotron.training import compare
+from kenotron.training import compare, restart
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,7 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
         fresh=fresh,
         reopen=reopen,
         open_weights=interop.initial_tensors,
+        start_elsewhere=restart.start_elsewhere,
         observers=observers(config, mesh),
     )
 

@@ -8,6 +8,7 @@ hooks.py            the methods that everything else of a run hangs on, in their
 model_parts.py      the model in memory, split over the layout
 initial_weights.py  its first weights
 start.py            which checkpoint a run starts from, and what the run is called
+restart.py          the start of a new run at another run's checkpoint
 restore.py          loading that checkpoint
 checkpoint_hook.py  saving checkpoints
 saved_state.py      the form in which model, optimizer and hooks are saved
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from kenotron.parallel.mesh import Mesh
     from kenotron.training.initial_weights import OpenWeights
     from kenotron.training.run import Run
+    from kenotron.training.start import StartElsewhere
 
 __all__ = ["Hook", "train"]
 
@@ -48,15 +50,16 @@ def train(
     fresh: bool = False,
     reopen: bool = False,
     open_weights: OpenWeights | None = None,
+    start_elsewhere: StartElsewhere | None = None,
     observers: Sequence[Hook] = (),
 ) -> Run | None:
     """Train as `config` says, from its newest checkpoint if there is one. All ranks of `mesh` call it.
 
     Its architecture is resolved (`interop.resolve_architecture`). `fresh` sets earlier checkpoints aside and starts at
-    step 0. `open_weights` opens what `model.init_method.path` names, `observers` are more hooks
-    (`kenotron.observers`). Returns the run; if its checkpoint has all steps already, nothing is loaded and None
-    returned, or with `reopen` the run as it ended. Raises InputError if the input is wrong, RunFailed if the run
-    cannot go on.
+    step 0. `open_weights` opens what `model.init_method.path` names, `start_elsewhere` what `resume_checkpoint_path`
+    does, `observers` are more hooks (`kenotron.observers`). Returns the run; if its checkpoint has all steps already,
+    nothing is loaded and None returned, or with `reopen` the run as it ended. Raises InputError if the input is wrong,
+    RunFailed if the run cannot go on.
     """
     from kenotron.kernels.host_memory import keep_freed_memory
     from kenotron.parallel.ranks import run_on_rank0
@@ -74,9 +77,9 @@ def train(
     if first:
         report.run_log(config).project(config)
     with machine_limits(config), own_folder(config):
-        start = choose_start(config, fresh)
+        start = choose_start(config, fresh, start_elsewhere)
         config = with_run_name(config, run_on_rank0(lambda: run_name(config, start.path if start.continues else None)))
-        done = start.continues and start.step >= config.tokens.train_steps
+        done = start.continues and start.step >= start.end(config)
         if done and first:
             report.already_finished(config, start)
         if done and not reopen:

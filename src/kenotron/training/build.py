@@ -52,14 +52,14 @@ def build_run(
     """
     log = run_log(config)
     log.config(config)
-    check_paths(config, min(start.step + 1, config.tokens.train_steps))
+    check_paths(start.in_run_steps(config), min(start.step + 1, start.end(config)))
     load_loss(config.model.loss)
 
     log.building()
     with torch.device("meta"):
         skeleton = build(config.model)
     parts, pipeline = build_parts(config, mesh, device)
-    if start.path is None:
+    if "model" not in start.loads:
         fill_weights(parts, config.model.init_method, config.general.seed, open_weights)
         if pipeline is not None:
             pipeline.share_tied_weights()
@@ -74,11 +74,11 @@ def build_run(
         logger.warning(
             "model.dtype bfloat16: this CPU multiplies float32 faster, and model.dtype=float32 trains faster here"
         )
-    if start.path is None:
+    if "model" not in start.loads:
         log.first_weights()
 
     data = open_data(config, start)
-    run = Run(config, mesh, device, skeleton, parts, optimizer, data, list(hooks), pipeline)
+    run = Run(config, mesh, device, skeleton, parts, optimizer, data, list(hooks), pipeline, start)
     try:
         wait_for_all()
         restore(run, start)
@@ -95,8 +95,9 @@ def open_data(config: Config, start: Start) -> RunData:
     """
     from kenotron.data import open_run
 
-    own_tokenizer = start.path / "tokenizer" if start.path and start.continues and config.tokenizer.train else None
-    data = open_run(config, start.step + 1, logger.info, own_tokenizer)
+    # What the weights were trained with; any other would give their tokens another meaning.
+    tokenizer = start.path / "tokenizer" if start.path and "model" in start.loads and config.tokenizer.train else None
+    data = open_run(start.in_run_steps(config), start.step + 1, logger.info, tokenizer)
     if config.logging.sample_prompts and data.tokenizer is None:
         data.close()
         raise InputError("logging.sample_prompts: this run has no tokenizer to read them with; expected none")

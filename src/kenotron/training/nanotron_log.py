@@ -73,7 +73,7 @@ class NanotronLog(RunLog):
         for stage in run.data.stages:
             logger.info("[Stage %s] start from step %d", stage.name, stage.start)
         tokens = run.config.tokens
-        now = run.data.stage_at(min(run.step + 1, tokens.train_steps))
+        now = run.data.stage_at(min(run.step + 1, run.end))
         logger.info("")
         logger.info(
             "[Start training] datetime: %s | mbs: %d | grad_accum: %d | global_batch_size: %d | sequence_length: %d | "
@@ -83,7 +83,7 @@ class NanotronLog(RunLog):
             tokens.batch_accumulation_per_replica,
             run.config.global_batch_size,
             now.sequence_length,
-            tokens.train_steps,
+            run.end,
             run.step,
             run.consumed_samples,
         )

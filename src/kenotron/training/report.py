@@ -66,11 +66,11 @@ class RunLog:
         """Data, batch, steps, and where the run's files are."""
         for line in run.data.describe():
             logger.info("%s", line)
-        now = run.data.stage_at(min(run.step + 1, run.config.tokens.train_steps))
+        now = run.data.stage_at(min(run.step + 1, run.end))
         logger.info(
             "Training from step %d to %d: %d sequences of %d tokens a step (micro_batch_size %d). Logs: %s",
             run.step + 1,
-            run.config.tokens.train_steps,
+            run.end,
             run.config.global_batch_size,
             now.sequence_length,
             run.config.tokens.micro_batch_size,
@@ -102,7 +102,7 @@ def already_finished(config: Config, start: Start) -> None:
     logger.info(
         "This run is finished: %s has all %d steps. Raise tokens.train_steps to go on, or start over with --fresh.",
         start.path,
-        config.tokens.train_steps,
+        start.step,
     )
 
 
@@ -111,9 +111,9 @@ def exhausted(run: Run) -> None:
     logger.info(
         "This run is finished: after step %d of %d, %s. To go on, add a stage that starts at step %d.",
         run.step,
-        run.config.tokens.train_steps,
+        run.end,
         run.data.exhausted(run.step + 1),
-        run.step + 1,
+        run.step + 1 - run.start.data_start,
     )
 
 
@@ -125,7 +125,7 @@ def farewell(run: Run) -> None:
         "Run %s at step %d of %d, %s tokens; %.1f%% of the steps' time was waiting for data. Logs: %s",
         state,
         run.step,
-        run.config.tokens.train_steps,
+        run.end,
         human_format(run.consumed_tokens),
         100 * run.data_wait_seconds / run.seconds if run.seconds else 0.0,
         log_folder(run.config),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kenotron import checkpoint
 from kenotron.config.errors import InputError
@@ -18,24 +18,23 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
     from kenotron.training.start import Start
 
+NAMES = {"model": "weights", "optimizer": "optimizer", "data": "data position", "scheduler": "schedule", "step": "step"}
+
 
 def restore(run: Run, start: Start) -> None:
     """Load what `start` names into `run`; all ranks call it, each reads its own blocks.
 
-    Raises InputError if a file is damaged, or if the config reads other data than the checkpoint's step assumes.
+    Raises InputError if a file is damaged, or if the run has another tokenizer than before.
     """
     if start.path is None:
         return
-    settings = run.config.checkpoints
-    with_optimizer = (start.continues or settings.load_optimizer) and (start.path / "optimizer").is_dir()
-    with_position = start.continues or settings.load_lr_scheduler
     moments = None
-    if with_optimizer:
+    if "optimizer" in start.loads and (start.path / "optimizer").is_dir():
         init_state(run.optimizer)
         moments = state_tensors(named_parameters(*run.parts), run.optimizer)
     state = checkpoint.load(
         start.path,
-        model=model_tensors(*run.parts),
+        model=model_tensors(*run.parts) if "model" in start.loads else None,
         optimizer=None if moments is None else optimizer_tensors(moments, run.parts),
         verify=not start.continues,  # the run's own newest checkpoint was verified when it was chosen
     )
@@ -44,12 +43,12 @@ def restore(run: Run, start: Start) -> None:
         load_state_tensors(named_parameters(*run.parts), run.optimizer, moments)
     if run.pipeline is not None:
         run.pipeline.share_tied_weights()
-    if with_position:
-        run.step = start.step
-        _check_position(run, state, start.path)
+    run.step = start.step
+    if "data" in start.loads:
         _restore_streams(run, start.path)
+    if "step" in start.loads:
         load_hook_states(run.hooks, state.get("hooks", {}))  # an imported checkpoint has none
-    loaded = ["weights"] + ["optimizer"] * with_optimizer + ["schedule and data position"] * with_position
+    loaded = [name for part, name in NAMES.items() if part in start.loads and (part, moments) != ("optimizer", None)]
     step = checkpoint.read_manifest(start.path).step
     logger.info("Loaded %s of %s (step %d)", ", ".join(loaded), start.path, step)
 
@@ -58,7 +57,7 @@ def _check_data(run: Run, saved: dict[str, str], start: Start) -> None:
     """Refuse another tokenizer, whose token ids mean other text; log a warning for data that changed."""
     now = run.data.fingerprints()
     for name in sorted(saved.keys() & now.keys()):
-        if saved[name] == now[name]:
+        if saved[name] == now[name] or (name != "tokenizer" and "data" not in start.loads):
             continue
         if name == "tokenizer" and start.continues:
             assert run.tokenizer is not None
@@ -67,15 +66,6 @@ def _check_data(run: Run, saved: dict[str, str], start: Start) -> None:
                 f"{saved[name]}), which is in {start.path}/tokenizer; put that one back, or start over with --fresh"
             )
         logger.warning("%s has changed since %s was saved: the run continues with the new content", name, start.path)
-
-
-def _check_position(run: Run, state: dict[str, Any], path: Path) -> None:
-    if run.consumed_samples != state.get("consumed_train_samples", 0):
-        raise InputError(
-            f"{path} has consumed {state['consumed_train_samples']} samples in {run.step} steps, but this config's "
-            f"global batch of {run.config.global_batch_size} makes that {run.consumed_samples}; keep the global batch "
-            f"size and its ramps, or set checkpoints.load_lr_scheduler: false to start the data anew"
-        )
 
 
 def _restore_streams(run: Run, path: Path) -> None:

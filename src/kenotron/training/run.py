@@ -22,6 +22,7 @@ from kenotron.parallel.collectives import any_rank
 from kenotron.parallel.ranks import gather
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
+from kenotron.training.start import Start
 from kenotron.training.step import StepResult, train_step
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Run:
     data: RunData
     hooks: list[Hook] = field(default_factory=list)
     pipeline: Pipeline | None = None  # with pp: runs the parts of all ranks as one model
+    start: Start = Start()  # noqa: RUF009
     step: int = 0
     stop_requested: str | None = None  # this rank's reason to stop
     stop_reason: str | None = None  # the reason that all ranks agreed on: no further step
@@ -86,8 +88,13 @@ class Run:
         return self.data.tokens_before(self.step + 1)
 
     @property
+    def end(self) -> int:
+        """The step after which the run has done all its steps: `tokens.train_steps`, unless it is a restart."""
+        return self.start.end(self.config)
+
+    @property
     def last_step(self) -> int:
-        """Where the run ends: after `train_steps`, or where the data of the stages so far allow no further step."""
+        """Where the run ends: after all its steps, or where the data of the stages so far allow no further one."""
         return self.data.last_step(max(self.step, 1))
 
     @property
@@ -108,7 +115,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether every step is done, or the data allow no further one."""
-        return self.step >= self.config.tokens.train_steps or self.data.exhausted(self.step + 1) is not None
+        return self.step >= self.end or self.data.exhausted(self.step + 1) is not None
 
     def stop(self, reason: str) -> None:
         """Ask the run to end after the current step. May be called on one rank alone, also from a signal handler."""
@@ -138,12 +145,11 @@ class Run:
 
 
 def fit(run: Run) -> None:
-    """Train until `train_steps`, until the data allow no further step, or until the run is asked to stop."""
+    """Train until all steps are done, until the data allow no further step, or until the run is asked to stop."""
     for hook in run.hooks:
         hook.on_train_start(run)
     run.sync_stop_request()
-    last = run.config.tokens.train_steps
-    loader = run.data.loader(run.step + 1, last + 1, run.mesh.rank("batch"), run.mesh.degree("batch"))
+    loader = run.data.loader(run.step + 1, run.end + 1, run.mesh.rank("batch"), run.mesh.degree("batch"))
     with contextlib.closing(loader):
         while not run.finished and run.stop_reason is None:
             started = time.perf_counter()
@@ -158,7 +164,7 @@ def fit(run: Run) -> None:
             for hook in run.hooks:
                 hook.after_step(run, result)
             run.sync_stop_request()
-    if run.step < last and run.stop_reason is None:
+    if run.step < run.end and run.stop_reason is None:
         run.stop_reason = run.data.exhausted(run.step + 1)
     for hook in run.hooks:
         hook.on_train_end(run)

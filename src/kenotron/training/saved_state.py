@@ -56,6 +56,8 @@ def manifest_state(run: Run) -> dict[str, Any]:
         "step": run.step,
         "consumed_tokens": run.consumed_tokens,
         "consumed_train_samples": run.consumed_samples,
+        "schedule_start": run.start.schedule_start,
+        "data_start": run.start.data_start,
         "data": run.data.fingerprints(),
         "hooks": {name: state for name, hook in named_hooks(run.hooks) if (state := hook.state_dict())},
     }

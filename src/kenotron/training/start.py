@@ -1,7 +1,8 @@
 """Where a run starts: at step 0, at its own newest checkpoint, or at one that the config names.
 
 own_folder      holds `checkpoints_path` for this run
-choose_start    the newest complete checkpoint there, if this config continues its run; or `resume_checkpoint_path`
+choose_start    the newest complete checkpoint there, if this config continues its run; or `resume_checkpoint_path`,
+                which training/restart.py reads
 run_name        the name of the run that goes on, or of a new one
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,23 +21,52 @@ from pydantic import ValidationError
 
 from kenotron import checkpoint
 from kenotron.config import Config, fill_run_name, same_run_difference
+from kenotron.config.checkpoints import LOAD_MODES
 from kenotron.config.errors import InputError
 from kenotron.config.resolved import read_resolved, resolved
-from kenotron.config.runs import edited_stages, past_stage_difference, same_batch_overrides
+from kenotron.config.runs import edited_stages, same_batch_overrides
 from kenotron.parallel.ranks import run_on_rank0
 from kenotron.training.console import logger
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: at step 0 (path None), or at the checkpoint `path` after its first `step` steps.
+    """Where a run begins: at step 0 (path None), or after `step` steps with what it `loads` of the checkpoint `path`.
 
-    `continues`: the checkpoint is one of this run, which goes on; else another run's, for a new one.
+    `continues`: the checkpoint is one of this run, which goes on; else another run's, for a new one. The first steps
+    of schedule and data are those after `schedule_start` and `data_start`: 0, unless the run is a restart.
     """
 
     path: Path | None = None
     continues: bool = False
     step: int = 0
+    loads: frozenset[str] = frozenset()
+    schedule_start: int = 0
+    data_start: int = 0
+
+    @classmethod
+    def at(cls, path: Path, continues: bool) -> Start:
+        """Where the checkpoint `path` continues its own run."""
+        manifest = checkpoint.read_manifest(path)
+        starts = (manifest.state.get(name, 0) for name in ("schedule_start", "data_start"))
+        return cls(path, continues, manifest.step, frozenset(LOAD_MODES["continue"]), *starts)
+
+    def end(self, config: Config) -> int:
+        """The last step: that of the schedule's step `tokens.train_steps`."""
+        return self.schedule_start + config.tokens.train_steps
+
+    def in_run_steps(self, config: Config) -> Config:
+        """`config` with stages that begin and end at steps of the run: at negative ones if it goes on with old data."""
+        stages = [
+            stage.model_copy(update={"start_training_step": stage.start_training_step + self.data_start})
+            for stage in config.data_stages
+        ]
+        tokens = config.tokens.model_copy(update={"train_steps": self.end(config)})
+        return config.model_copy(update={"data_stages": stages, "tokens": tokens})
+
+
+StartElsewhere = Callable[[Config, Path], Start]
+"""The start of a new run of a config at another run's checkpoint (training/restart.py)."""
 
 
 @contextmanager
@@ -59,7 +89,7 @@ def own_folder(config: Config) -> Iterator[None]:
         yield
 
 
-def choose_start(config: Config, fresh: bool) -> Start:
+def choose_start(config: Config, fresh: bool, start_elsewhere: StartElsewhere | None = None) -> Start:
     """The checkpoint to begin from; all ranks call it, rank 0 decides, and all share the reading of checksums.
 
     The newest complete checkpoint in `checkpoints_path` comes first, as it is the run's own; then
@@ -75,7 +105,7 @@ def choose_start(config: Config, fresh: bool) -> Start:
 
     run_on_rank0(tidy)
     newest = checkpoint.newest_complete(root, logger.warning)
-    return run_on_rank0(lambda: _start_at(config, newest))
+    return run_on_rank0(lambda: _start_at(config, newest, start_elsewhere))
 
 
 def run_name(config: Config, continued: Path | None) -> str:
@@ -114,17 +144,17 @@ def name_before_start(config: Config, fresh: bool) -> tuple[Config, Path]:
 # ---- the run's own checkpoint --------------------------------------------------------------------------------
 
 
-def _start_at(config: Config, newest: Path | None) -> Start:
+def _start_at(config: Config, newest: Path | None, start_elsewhere: StartElsewhere | None) -> Start:
     if newest is not None:
-        step = _step(newest)
-        _check_same_run(config, newest, step)
-        return Start(newest, True, step)
+        start = Start.at(newest, continues=True)
+        _check_same_run(config, newest, start.step - start.data_start)
+        return start
     named = config.checkpoints.resume_checkpoint_path
-    return Start() if named is None else _start_elsewhere(config, checkpoint.resolve(Path(named)))
-
-
-def _step(path: Path) -> int:
-    return checkpoint.read_manifest(path).step
+    if named is None:
+        return Start()
+    if start_elsewhere is None:
+        raise InputError(f"checkpoints.resume_checkpoint_path: {named}: this caller of training cannot read it")
+    return start_elsewhere(config, checkpoint.resolve(Path(named)))
 
 
 def _set_aside(root: Path) -> None:
@@ -141,7 +171,10 @@ def _set_aside(root: Path) -> None:
 
 
 def _check_same_run(config: Config, path: Path, step: int) -> None:
-    """Raise InputError if `config` does not continue the run of the checkpoint `path`; log what it changes."""
+    """Raise InputError if `config` does not continue the run of the checkpoint `path`; log what it changes.
+
+    `step` is the step of its data stages.
+    """
     saved = checkpoint.read_config(path)
     try:
         _check_batch(resolved(saved), config, path)
@@ -156,7 +189,7 @@ def _check_same_run(config: Config, path: Path, step: int) -> None:
         key, old, new = difference
         if key.startswith("data_stages."):
             raise InputError(
-                f"{_changed_stage(saved, path, step, difference)}, start over with --fresh, or set another "
+                f"{changed_stage(saved, path, step, difference)}, start over with --fresh, or set another "
                 f"checkpoints.checkpoints_path"
             )
         raise InputError(
@@ -189,7 +222,7 @@ def _check_batch(before: Config, config: Config, path: Path) -> None:
     )
 
 
-def _changed_stage(saved: dict[str, Any], path: Path, step: int, difference: tuple[str, Any, Any]) -> str:
+def changed_stage(saved: dict[str, Any], path: Path, step: int, difference: tuple[str, Any, Any]) -> str:
     """The message about a stage that has begun and is another in this config."""
     key, old, new = difference
     if key.endswith("start_training_step"):
@@ -203,26 +236,3 @@ def _changed_stage(saved: dict[str, Any], path: Path, step: int, difference: tup
         f"{path} is at step {step}, and stages that have begun by then may not change: {what}; put that back "
         f"(stages that begin later may be edited)"
     )
-
-
-# ---- another run's checkpoint --------------------------------------------------------------------------------
-
-
-def _start_elsewhere(config: Config, path: Path) -> Start:
-    """A new run's start at the checkpoint that `resume_checkpoint_path` names."""
-    if not config.checkpoints.load_lr_scheduler:
-        return Start(path)
-    step, steps = _step(path), config.tokens.train_steps
-    if step >= steps:
-        raise InputError(
-            f"checkpoints.resume_checkpoint_path: {path} is at step {step} and tokens.train_steps is {steps}, so no "
-            f"step is left; raise tokens.train_steps, or set checkpoints.load_lr_scheduler: false to start at step 0"
-        )
-    if (path / "config.yaml").exists():
-        saved = checkpoint.read_config(path)
-        if (difference := past_stage_difference(saved, config, step)) is not None:
-            raise InputError(
-                f"checkpoints.resume_checkpoint_path: {_changed_stage(saved, path, step, difference)}, or set "
-                f"checkpoints.load_lr_scheduler: false to start the data anew"
-            )
-    return Start(path, False, step)

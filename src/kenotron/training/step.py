@@ -56,7 +56,7 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
     """Do step ``run.step + 1`` on this rank's micro-batches. A non-finite loss or gradient changes no weight."""
     started = time.perf_counter()
     schedule = run.config.optimizer.learning_rate_scheduler
-    rate = learning_rate(schedule, run.step + 1, run.config.tokens.train_steps)
+    rate = learning_rate(schedule, run.step + 1 - run.start.schedule_start, run.config.tokens.train_steps)
     real_tokens = count_real_tokens(run, batches)
 
     losses = forward_backward(run, batches, 1.0 / max(real_tokens, 1))

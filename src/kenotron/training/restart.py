@@ -1,0 +1,98 @@
+"""Where a new run starts that begins at another run's checkpoint: `resume_checkpoint_path` and `load_mode`.
+
+A checkpoint after step 6000 of 10,000, and what a new run of 500 steps does with it:
+
+    load_mode          model  optimizer  data  scheduler  step   its steps    first sample  first rate
+    model_only         x                                         1-500        1st           schedule(1)
+    model_opt_data     x      x          x                       1-500        6001st step's schedule(1)
+    cooldown           x      x          x                x      6001-6500    6001st step's schedule(1)
+
+The step, the step after which the schedule begins and that after which the data begin are three numbers (`Start`). The
+run's own checkpoints hold them, so that it resumes like any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from kenotron import checkpoint
+from kenotron.config import Config
+from kenotron.config.errors import InputError
+from kenotron.config.resolved import read_resolved
+from kenotron.config.runs import past_stage_difference
+from kenotron.config.writing import diff
+from kenotron.data.stage_plan import plan_stages
+from kenotron.training.console import logger
+from kenotron.training.start import Start, changed_stage
+
+KEY = "checkpoints.resume_checkpoint_path"
+
+
+def start_elsewhere(config: Config, path: Path) -> Start:
+    """The start of a new run of `config` at the checkpoint `path`; logs the hyper-parameters that are not as there.
+
+    Raises InputError if no step is left, if the data are to go on and are others so far, or if the optimizer's state
+    is another's or missing.
+    """
+    start = _start(config, path)
+    if start.step >= start.end(config):
+        raise InputError(
+            f"{KEY}: {path} is at step {start.step} and tokens.train_steps is {config.tokens.train_steps}, so no step "
+            f"is left; raise tokens.train_steps, or start at step 0 (checkpoints.load_mode: transfer)"
+        )
+    if (path / "config.yaml").exists() and start.loads & {"optimizer", "data"}:
+        before = read_resolved(path / "config.yaml")
+        if "data" in start.loads:
+            _check_data_position(config, before, start)
+        if "optimizer" in start.loads:
+            _compare_optimizers(config, before, path)
+    return start
+
+
+def _start(config: Config, path: Path) -> Start:
+    there, loads = Start.at(path, continues=False), config.checkpoints.loads
+    step = there.step if "step" in loads else 0
+    moved = step - there.step
+    return replace(
+        there,
+        step=step,
+        loads=loads,
+        schedule_start=there.schedule_start + moved if "scheduler" in loads else step,
+        data_start=there.data_start + moved if "data" in loads else step,
+    )
+
+
+def _check_data_position(config: Config, before: Config, start: Start) -> None:
+    """Raise InputError unless the steps of the data so far had the samples that `config` gives them."""
+    path, step = start.path, start.step - start.data_start
+    assert path is not None
+    anew = "or start the data anew (checkpoints.load_mode: transfer)"
+    if (difference := past_stage_difference(before, config, step)) is not None:
+        raise InputError(f"{KEY}: {changed_stage(checkpoint.read_config(path), path, step, difference)}, {anew}")
+    consumed = checkpoint.read_manifest(path).state.get("consumed_train_samples", 0)
+    now = sum(stage.samples_before(start.step + 1) for stage in plan_stages(start.in_run_steps(config)))
+    if consumed != now:
+        raise InputError(
+            f"{KEY}: {path} has consumed {consumed} samples in {step} steps, but this config's global batch of "
+            f"{config.global_batch_size} makes that {now}; keep the global batch size and its ramps, {anew}"
+        )
+
+
+def _compare_optimizers(config: Config, before: Config, path: Path) -> None:
+    """Log what the config changes: its values hold from the first step on. Raises InputError for another optimizer."""
+    changed = [
+        (name.removeprefix("optimizer."), old, new)
+        for name, old, new in diff(before, config)
+        if name.startswith("optimizer.") and not name.endswith("zero_stage")
+    ]
+    for name, old, new in changed:
+        if name == "optimizer_factory.name":
+            raise InputError(
+                f"{KEY}: the optimizer of {path} is {old}, and optimizer.{name} is {new}; take a "
+                f"checkpoints.load_mode without its state, such as model_only"
+            )
+    if changed:
+        logger.info(
+            "Resumed with %s", ", ".join(f"{name} {new} (the checkpoint had {old})" for name, old, new in changed)
+        )

@@ -1,0 +1,376 @@
+"""What each `checkpoints.load_mode` takes from another run's checkpoint, in numbers, and that it survives a kill.
+
+The parent counts up for 5 steps (sample i is i, i + 1, … modulo 64), then counts down; its checkpoint is after step 4.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from kenotron.cli import main
+from kenotron.config import Config, InputError, dump
+from kenotron.config.checkpoints import LOAD_MODES
+from support.pages import blocks, files, read_page, sections
+from support.tiny_run import (
+    equal_bits,
+    losses,
+    metrics,
+    saved_weights,
+    text_overrides,
+    tiny_config,
+    train_and_listen,
+    train_quietly,
+    weights,
+)
+
+AT, STEPS, BATCH, WARMUP, PEAK, FLOOR = 4, 8, 4, 2, 0.01, 0.001
+SCHEDULE = {"learning_rate": PEAK, "lr_warmup_steps": WARMUP, "lr_decay_style": "linear", "min_decay_lr": FLOOR}
+STAGES = [
+    {"name": name, "start_training_step": start, "data": {"dataset": {"source": f"support.user_parts.{source}"}}}
+    for name, start, source in (("up", 1, "counting"), ("down", 6, "counting_down"))
+]
+RUN = (
+    f"optimizer.learning_rate_scheduler={json.dumps(SCHEDULE)}",
+    f"data_stages={json.dumps(STAGES)}",
+    f"tokens.train_steps={STEPS}",
+    "checkpoints.checkpoint_interval=2",
+)
+
+# mode: its weights and moments are the checkpoint's; step of data and of schedule that its first step, the last number
+# but one, has; its last step
+MODES: dict[str, tuple[bool, bool, int, int, int, int]] = {
+    "continue": (True, True, 5, 5, 5, 8),
+    "model_only": (True, False, 1, 1, 1, 8),
+    "optimizer_only": (False, True, 1, 1, 1, 8),
+    "model_data": (True, False, 5, 1, 1, 8),
+    "model_opt_data": (True, True, 5, 1, 1, 8),
+    "transfer": (True, True, 1, 1, 1, 8),
+    "transfer_with_lr": (True, True, 1, 5, 5, 8),
+    "cooldown": (True, True, 5, 1, 5, 12),
+    "[model, scheduler]": (True, False, 1, 5, 1, 4),
+}
+
+
+def rate(t: int) -> float:
+    """The schedule's formula: two steps of warm-up, then linear over the other six."""
+    return PEAK * t / WARMUP if t <= WARMUP else FLOOR + (PEAK - FLOOR) * (1 - (t - WARMUP) / (STEPS - WARMUP))
+
+
+@dataclass
+class Seen:
+    """What a run has in hand at its steps: weights and moments of the first, first tokens of every batch, rates."""
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    samples: list[list[int]] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    from kenotron.models import named_parameters
+    from kenotron.optim.state import state_tensors
+    from kenotron.training import run as loop
+
+    seen, step = Seen(), loop.train_step
+
+    def watched(run: Any, batches: Any) -> Any:
+        if not seen.samples:
+            seen.weights = weights(run)
+            moments = state_tensors(named_parameters(*run.parts), run.optimizer)
+            seen.moments = {name: tensor.clone() for name, tensor in moments.items()}
+        seen.samples.append([row for batch in batches for row in batch.tokens[:, :2].tolist()])
+        result = step(run, batches)
+        seen.rates.append(run.optimizer.param_groups[0]["lr"])
+        return result
+
+    monkeypatch.setattr(loop, "train_step", watched)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    config = tiny_config(tmp_path_factory.mktemp("parent"), *RUN)
+    train_quietly(config)
+    return config
+
+
+def checkpoint_of(config: Config, step: int = AT) -> Path:
+    return Path(config.checkpoints.checkpoints_path) / str(step)
+
+
+def restarted(parent: Config, folder: Path, mode: str, *overrides: str) -> Config:
+    source = f"checkpoints.resume_checkpoint_path={checkpoint_of(parent)}"
+    return tiny_config(folder, *RUN, source, f"checkpoints.load_mode={mode}", *overrides)
+
+
+def samples_of(config: Config, step: int) -> list[list[int]]:
+    """The first two tokens of every sample of a step of the config's data, from the data alone."""
+    from kenotron.data import open_run
+
+    with open_run(config, report=lambda line: None) as data:
+        return [row for batch in data.batch(step) for row in batch.tokens[:, :2].tolist()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_takes_what_it_says_and_nothing_else(mode: str, parent: Config, seen: Seen, tmp_path: Path) -> None:
+    model, optimizer, data, schedule, first, last = MODES[mode]
+    config = restarted(parent, tmp_path, mode)
+    train_quietly(config)
+
+    path, initial = checkpoint_of(parent), train_start(parent)
+    assert equal_bits(seen.weights, saved_weights(path) if model else initial)
+    moments = saved_weights(path, "optimizer")
+    assert equal_bits(seen.moments, moments) if optimizer else seen.moments == {}
+    lines = metrics(config)
+    assert [line["iteration"] for line in lines] == list(range(first, last + 1))
+    times = range(schedule, schedule + last - first + 1)
+    assert [line["lr"] for line in lines] == pytest.approx([rate(t) for t in times])
+    assert seen.rates == pytest.approx([rate(t) for t in times])
+    for number in (0, 1):  # data steps 5 and 6 are of two stages
+        assert seen.samples[number] == samples_of(parent, data + number)
+        tokens = (data + number) * BATCH * parent.tokens.sequence_length
+        assert lines[number]["consumed_tokens"] == tokens
+
+
+def train_start(config: Config) -> dict[str, Tensor]:
+    from kenotron.models import build, initialize_model, named_parameters
+
+    model = build(config.model)
+    initialize_model(model, std=0.05, scaling="NUM_LAYERS", seed=config.general.seed)
+    return {name: parameter.detach() for name, parameter in named_parameters(model)}
+
+
+class Killed(Exception):
+    """In the place of SIGKILL: nothing is saved."""
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        *("model_data", "transfer_with_lr", "cooldown", "[model, scheduler]"),
+        *(
+            pytest.param(mode, marks=pytest.mark.slow)
+            for mode in ("model_only", "optimizer_only", "model_opt_data", "transfer")
+        ),
+    ],
+)
+def test_a_restart_that_is_killed_goes_on_exactly(
+    mode: str, parent: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kenotron.training import run as loop
+
+    whole = restarted(parent, tmp_path / "whole", mode)
+    final = weights(train_quietly(whole))
+    config, step, done = restarted(parent, tmp_path / "killed", mode), loop.train_step, []
+
+    def until_the_fourth(run: Any, batches: Any) -> Any:
+        done.append(run.step)
+        if len(done) == 4:
+            raise Killed
+        return step(run, batches)
+
+    monkeypatch.setattr(loop, "train_step", until_the_fourth)
+    with pytest.raises(Killed):
+        train_quietly(config)
+    again = train_quietly(config)
+    assert len(done) > 4
+    assert losses(config) == losses(whole)
+    names = ("iteration", "lr", "consumed_tokens", "grad_norm")
+    assert [[line[name] for name in names] for line in metrics(config)] == [
+        [line[name] for name in names] for line in metrics(whole)
+    ]
+    assert equal_bits(weights(again), final)
+    _, said = train_and_listen(config)
+    assert f"This run is finished: {checkpoint_of(config, MODES[mode][-1])} has all" in said
+
+
+def test_a_restart_of_a_restart_takes_up_its_positions(parent: Config, seen: Seen, tmp_path: Path) -> None:
+    """model_data, then from its step 2, which reads the parent's step 6, cooldown."""
+    first = restarted(parent, tmp_path / "first", "model_data")
+    train_quietly(first)
+    seen.samples.clear()
+    source = f"checkpoints.resume_checkpoint_path={checkpoint_of(first, 2)}"
+    config = tiny_config(tmp_path / "second", *RUN, source, "checkpoints.load_mode=cooldown", "tokens.train_steps=3")
+    train_quietly(config)
+    assert [line["iteration"] for line in metrics(config)] == [3, 4, 5]
+    assert seen.samples[0] == samples_of(parent, 7)
+
+
+@pytest.mark.parametrize("mode", ["model_data", "transfer"])
+def test_streams_and_trained_tokenizers_follow_their_parts(mode: str, seen: Seen, tmp_path: Path) -> None:
+    """The position of a stream is state; the tokenizer belongs to the weights."""
+    (tmp_path / "parent").mkdir()
+    text = [
+        *text_overrides(tmp_path / "parent"),
+        f"data_stages.0.data.dataset={{text_files: {tmp_path}/parent/texts.jsonl, streaming: {{shuffle_buffer: 8}}}}",
+    ]
+    parent = tiny_config(tmp_path / "parent", *RUN[2:], *text)
+    train_quietly(parent)
+    read, seen.samples = seen.samples, []
+    source = f"checkpoints.resume_checkpoint_path={checkpoint_of(parent)}"
+    config = tiny_config(tmp_path / "new", *RUN[2:], *text, source, f"checkpoints.load_mode={mode}")
+    train_quietly(config)
+    assert seen.samples[:3] == (read[4:7] if mode == "model_data" else read[:3])
+    files = [checkpoint / "tokenizer" / "tokenizer.json" for checkpoint in map(checkpoint_of, (parent, config))]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+# ---- whose hyper-parameters --------------------------------------------------------------------------------
+
+
+def test_the_configs_hyper_parameters_hold_and_are_said(parent: Config, tmp_path: Path) -> None:
+    factory = "optimizer.optimizer_factory={name: adamW, adam_beta1: 0.8, adam_beta2: 0.9, adam_eps: 1.0e-6}"
+    new = ("optimizer.weight_decay=0.05", factory, "optimizer.learning_rate_scheduler.learning_rate=0.02")
+    config = restarted(parent, tmp_path, "transfer_with_lr", *new)
+    run, said = train_and_listen(config)
+    (line,) = [line for line in said.splitlines() if "Resumed with" in line]
+    for part in (
+        "weight_decay 0.05 (the checkpoint had 0.1)",
+        "adam_beta1 0.8 (the checkpoint had 0.9)",
+        "adam_beta2 0.9 (the checkpoint had 0.95)",
+        "adam_eps 1e-06 (the checkpoint had 1e-08)",
+        "learning_rate 0.02 (the checkpoint had 0.01)",
+    ):
+        assert part in line
+    assert run is not None
+    (group,) = run.optimizer.param_groups
+    assert (group["weight_decay"], group["betas"], group["eps"]) == (0.05, (0.8, 0.9), 1e-6)
+    assert metrics(config)[0]["lr"] == pytest.approx(FLOOR + (0.02 - FLOOR) * (1 - (5 - WARMUP) / (STEPS - WARMUP)))
+    # The first update, from the checkpoint's moments, in float64.
+    assert first_update_is(parent, config, tmp_path)
+
+
+def first_update_is(parent: Config, config: Config, folder: Path) -> bool:
+    """Whether one step of this config from the checkpoint is AdamW's formula with the config's numbers."""
+    from support.user_parts import Gradients
+
+    gradients = Gradients()
+    one = Config.model_validate(
+        config.model_dump(by_alias=True)
+        | {"checkpoints": config.checkpoints.model_dump() | {"checkpoints_path": str(folder / "one")}}
+    )
+    import kenotron.training.run as loop
+
+    step, after = loop.train_step, {}
+
+    def once(run: Any, batches: Any) -> Any:
+        run.hooks.insert(0, gradients)
+        result = step(run, batches)
+        run.hooks.remove(gradients)
+        after.update(weights(run))
+        run.stop("one step")
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "train_step", once)
+        train_quietly(one)
+    old, state = saved_weights(checkpoint_of(parent)), saved_weights(checkpoint_of(parent), "optimizer")
+    b1, b2, eps, decay, lr = 0.8, 0.9, 1e-6, 0.05, metrics(config)[0]["lr"]
+    for name, weight in old.items():
+        w, g = weight.double(), gradients.first[name].double()
+        m = b1 * state[f"state.{name}.exp_avg"].double() + (1 - b1) * g
+        v = b2 * state[f"state.{name}.exp_avg_sq"].double() + (1 - b2) * g * g
+        expected = w * (1 - lr * decay) - lr * (m / (1 - b1**5)) / ((v / (1 - b2**5)).sqrt() + eps)
+        torch.testing.assert_close(after[name].double(), expected, rtol=1e-5, atol=1e-7)
+    return True
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["load_mode=cooldown"], "resume_checkpoint_path: missing: checkpoints.load_mode needs it"),
+        (["load_mode=cooldwn"], r"load_mode: expected 'continue', .*found 'cooldwn'; did you mean 'cooldown'\?"),
+        (["load_mode=[model, weights]"], r"load_mode.1: expected 'model', .* or 'step', found 'weights'"),
+        (["load_mode=[]"], "load_mode: expected a list of at least 1"),
+        (["load_mode=3"], "load_mode: expected continue, model_only, .*, or a list of model, optimizer, data"),
+        (
+            ["resume_checkpoint_path=a", "load_mode=transfer", "load_optimizer=false"],
+            "load_mode: transfer has optimizer, and load_optimizer: false not; remove one of them",
+        ),
+        (
+            ["resume_checkpoint_path=a", "load_mode=cooldown", "load_lr_scheduler=false"],
+            "load_mode: cooldown has data, and load_lr_scheduler: false not; remove one of them",
+        ),
+    ],
+)
+def test_choices_that_contradict_each_other_are_one_error(overrides: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        tiny_config(tmp_path, *(f"checkpoints.{text}" for text in overrides))
+    assert "\n" not in str(caught.value)
+
+
+def test_nanotrons_keys_are_modes(tmp_path: Path) -> None:
+    def loads(*keys: str) -> frozenset[str]:
+        path = "checkpoints.resume_checkpoint_path=a"
+        return tiny_config(tmp_path, path, *(f"checkpoints.{key}" for key in keys)).checkpoints.loads
+
+    assert loads("load_lr_scheduler=false") == loads("load_mode=transfer")
+    assert loads("load_lr_scheduler=false", "load_optimizer=false") == loads("load_mode=model_only")
+    assert loads("load_optimizer=false") == loads("load_mode=[model, data, scheduler, step]")
+    assert loads() == loads("load_mode=continue")
+
+
+def test_another_optimizer_or_batch_is_refused_before_the_model_is_built(parent: Config, tmp_path: Path) -> None:
+    sgd = "optimizer.optimizer_factory={name: sgd}"
+    with pytest.raises(InputError, match=r"is adamW, and optimizer.optimizer_factory.name is sgd.*model_only"):
+        start(restarted(parent, tmp_path, "transfer", sgd))
+    with pytest.raises(InputError, match=r"16 samples in 4 steps, but this config's global batch of 8 makes that 32"):
+        start(restarted(parent, tmp_path, "model_data", "tokens.micro_batch_size=8"))
+    train_quietly(restarted(parent, tmp_path, "transfer", "tokens.micro_batch_size=8"))
+
+
+def start(config: Config) -> Any:
+    from kenotron.training.restart import start_elsewhere
+
+    return start_elsewhere(config, Path(config.checkpoints.resume_checkpoint_path or ""))
+
+
+# ---- docs/checkpoints.md -----------------------------------------------------------------------------------
+
+
+def test_the_examples_of_the_page_run(
+    parent: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its commands as they stand, with steps of hundreds in the place of units."""
+    monkeypatch.chdir(tmp_path)
+    section = sections(read_page("checkpoints.md"))["Starting from another run's checkpoint"]
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "my_run").symlink_to(checkpoint_of(parent).parent)
+    content = yaml.safe_load(dump(restarted(parent, tmp_path, "continue")))
+    content["checkpoints"] |= yaml.safe_load(files(section)["next.yaml"].replace("/2000", "/4"))["checkpoints"]
+    content["optimizer"]["learning_rate_scheduler"]["min_decay_lr"] = 1e-5
+    (tmp_path / "next.yaml").write_text(yaml.safe_dump(content))
+    commands = [shlex.split(line, comments=True) for line in blocks(section, "bash")[0].splitlines()]
+    taken = []
+    for command in filter(None, commands):
+        keys = dict(argument.split("=", 1) for argument in command[3:])
+        mode = keys.get("checkpoints.load_mode", "continue")
+        taken.append(mode)
+        steps = {"3000": 10, "500": 3}.get(keys.pop("tokens.train_steps", ""), STEPS)
+        arguments = [*command[1:3], *(f"{key}={value}" for key, value in keys.items()), f"tokens.train_steps={steps}"]
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments, "--fresh"])
+        assert not ended.value.code, capsys.readouterr().err
+        first, last = MODES[mode][4:]
+        assert f"Training from step {first} to {last + steps - STEPS}:" in capsys.readouterr().out
+    assert taken == list(LOAD_MODES)
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|.*\|$", section, re.MULTILINE)
+    table = {
+        mode: tuple(p for p, cell in zip(LOAD_MODES["continue"], cells.split("|")) if cell.strip())
+        for mode, cells in rows
+    }
+    assert {mode: table[mode] for mode in LOAD_MODES} == LOAD_MODES
