@@ -17,6 +17,8 @@ from support.layout_runs import SPARSE, Problem, each_alone, expect_the_same, pr
 from support.ranks import run_ranks
 
 PROBLEMS = {family: Problem(family, steps=4, model=keys) for family, keys in SPARSE.items()}
+WITH_A_CAPACITY = {"moe_expert_capacity_factor": 0.8, "router_aux_loss_scope": "global_batch"}
+DROPPING = Problem("dropping", steps=4, model=SPARSE["mixtral"] | WITH_A_CAPACITY)
 ROUNDING = 5e-6
 QUICK = [
     ("qwen2_moe", 4, "dp=2 zero=2 tp=2 ep=2 mode=REDUCE_SCATTER recompute=true"),
@@ -60,12 +62,19 @@ LAYOUTS = [
     (4, "dp=4 shard=2 zero=3"),
     (8, "dp=2 zero=2 tp=2 pp=2 engine=1f1b mode=REDUCE_SCATTER"),
 ]
+LAYOUTS_THAT_DROP = [
+    (1, "accum=8 recompute=true"),
+    (2, "dp=2 zero=3 accum=4"),
+    (2, "tp=2 mode=REDUCE_SCATTER"),
+    (4, "dp=2 tp=2 ep=2 zero=2"),
+    (2, "pp=2 engine=zbv_zero_bubble accum=4"),
+]
 
 
 @pytest.fixture(scope="module")
 def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """What one process makes of a family, each trained once."""
-    return each_alone(PROBLEMS.__getitem__, tmp_path_factory)
+    return each_alone((PROBLEMS | {"dropping": DROPPING}).__getitem__, tmp_path_factory)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +89,22 @@ def test_a_layout_means_what_one_process_means(
 ) -> None:
     reference = reference_of(family)
     ranks = run_ranks(world_size, train_on_layout, PROBLEMS[family], layout, tmp_path, reference)
+    expect_the_same(ranks, reference, ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (2, "dp=2 ep=2 accum=4 recompute=true"),
+        *(pytest.param(*slow, marks=pytest.mark.slow) for slow in LAYOUTS_THAT_DROP),
+    ],
+)
+def test_what_is_dropped_does_not_depend_on_the_layout(
+    world_size: int, layout: str, reference_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Nor does a balance loss that takes the loads of the batch before."""
+    reference = reference_of("dropping")
+    ranks = run_ranks(world_size, train_on_layout, DROPPING, layout, tmp_path, reference)
     expect_the_same(ranks, reference, ROUNDING)
 
 

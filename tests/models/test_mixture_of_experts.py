@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,15 +17,25 @@ from kenotron.config.errors import InputError
 from kenotron.kernels.experts import expert_mlp_plain
 from kenotron.models import Context, build, flops_per_token
 from kenotron.models.blocks.mlp import GatedMLP
-from kenotron.models.blocks.moe import MixtureOfExperts, Routing
+from kenotron.models.blocks.moe import MixtureOfExperts, Routing, within_capacity
 from kenotron.parallel.mesh import Mesh
 from kenotron.training.step import train_step
 from support.layout_runs import SPARSE as KEYS
 from support.layout_runs import Problem, prepared
 from support.tiny_llamas import our_config, our_logits, our_model, random_tokens
-from support.tiny_run import losses, metrics, text_overrides, tiny_dict, train_and_listen, train_quietly
+from support.tiny_run import (
+    equal_bits,
+    losses,
+    metrics,
+    text_overrides,
+    tiny_dict,
+    train_and_listen,
+    train_quietly,
+    weights,
+)
 
 HIDDEN, EXPERTS, WIDTH, SEQUENCES, LENGTH = 12, 6, 8, 3, 7
+LOADS = torch.tensor([5.0, 0.0, 9.0, 3.0, 1.0, 6.0])  # of the global batch before
 
 
 def block(routing: Routing) -> MixtureOfExperts:
@@ -32,6 +43,7 @@ def block(routing: Routing) -> MixtureOfExperts:
     generator = torch.Generator().manual_seed(0)
     for parameter in moe.parameters():
         parameter.data.normal_(0, 0.5, generator=generator)
+    moe.previous_load.copy_(LOADS)
     return moe
 
 
@@ -54,8 +66,23 @@ def chosen(scores: Tensor, moe: MixtureOfExperts, routing: Routing) -> Tensor:
     return torch.tensor(found)
 
 
-def objective(moe: MixtureOfExperts, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
-    """(sum of outputs, balance loss, z-loss) in float64; all that `x` and the weights have gradients of."""
+def dropped(choice: Tensor, weights: Tensor, capacity: float | None) -> list[tuple[int, int]]:
+    """(token, slot) of those beyond the capacity: sequence by sequence and expert by expert, the smallest weights."""
+    if capacity is None:
+        return []
+    found, most = [], math.ceil(capacity * LENGTH * choice.shape[1] / EXPERTS)
+    for s in range(SEQUENCES):
+        for e in range(EXPERTS):
+            rows = range(s * LENGTH, (s + 1) * LENGTH)
+            slots = [(t, choice[t].tolist().index(e)) for t in rows if e in choice[t].tolist()]
+            found += sorted(slots, key=lambda slot: -float(weights[slot]))[most:]
+    return found
+
+
+def objective(moe: MixtureOfExperts, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor, int]:
+    """(sum of outputs, balance loss, z-loss) in float64, all that `x` and the weights have gradients of; and how many
+    slots are dropped.
+    """
     logits = x @ moe.gate.weight.T
     scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
     choice = chosen(scores.detach(), moe, routing)
@@ -63,16 +90,20 @@ def objective(moe: MixtureOfExperts, x: Tensor, routing: Routing) -> tuple[Tenso
     if routing.normalize:
         weights = weights / weights.sum(-1, keepdim=True)
     matrices = [moe.experts.gate_proj.weight, moe.experts.up_proj.weight, moe.experts.down_proj.weight]
-    y = expert_mlp_plain(x, choice, routing.scale * weights, *matrices)
+    factors, without = torch.full_like(weights, routing.scale), dropped(choice, weights, routing.capacity)
+    for slot in without:
+        factors[slot] = 0
+    y = expert_mlp_plain(x, choice, factors * weights, *matrices)
     balance = torch.zeros((), dtype=torch.float64)
     for s in range(SEQUENCES):
         rows = slice(s * LENGTH, (s + 1) * LENGTH)
         probabilities = scores[rows] / scores[rows].sum(-1, keepdim=True)
         for e in range(EXPERTS):
             share = (choice[rows] == e).sum() / (routing.top_k * LENGTH)
+            share = LOADS[e].double() / LOADS.sum() if routing.over_global_batch else share
             balance = balance + EXPERTS * share * probabilities[:, e].mean()
     z = (logits.exp().sum(-1).log() ** 2).mean() * SEQUENCES
-    return y.sum(), routing.balance * balance / 8, routing.z * z / 8
+    return y.sum(), routing.balance * balance / 8, routing.z * z / 8, len(without)
 
 
 @pytest.mark.parametrize(
@@ -84,18 +115,21 @@ def objective(moe: MixtureOfExperts, x: Tensor, routing: Routing) -> tuple[Tenso
         Routing(1, normalize=True, balance=0.5),
         Routing(2, True, "sigmoid", 2.5, balance=0.3, groups=3, top_groups=2, biased=True),
         Routing(3, scores="sigmoid", groups=2, top_groups=1),
+        Routing(2, normalize=True, balance=0.5, z=0.1, capacity=1.0),
+        Routing(3, True, "sigmoid", 2.5, balance=0.5, over_global_batch=True, capacity=0.6),
     ],
-    ids=lambda routing: f"{routing.scores}-{routing.top_k}-{routing.groups}",
+    ids=lambda routing: f"{routing.scores}-{routing.top_k}-{routing.groups}-{routing.capacity}",
 )
 def test_output_losses_and_gradients_are_the_formula(routing: Routing) -> None:
     moe, (x, ctx) = block(routing).train(), inputs()
     y = moe(x, ctx)
     y.sum().backward()
     wide, wide_x = block(routing).double(), x.detach().double().requires_grad_()
-    total, balance, z = objective(wide, wide_x, routing)
+    total, balance, z, without = objective(wide, wide_x, routing)
     (total + balance + z).backward()
     assert float(y.sum()) == pytest.approx(float(total), rel=1e-5)
-    assert moe.router_losses.tolist() == pytest.approx([float(balance), float(z)], rel=1e-5)
+    assert moe.router_totals.tolist() == pytest.approx([float(balance), float(z), without], rel=1e-5)
+    assert (without > 0) == (routing.capacity is not None)
     pairs = zip((x, *moe.parameters()), (wide_x, *wide.parameters()), strict=True)
     for found, expected in ((a, b) for a, b in pairs if a.requires_grad):
         assert torch.allclose(found.grad.double(), expected.grad, rtol=1e-4, atol=1e-5)
@@ -111,11 +145,24 @@ def test_loads_are_counted_in_training_and_not_when_recomputed() -> None:
     assert torch.equal(moe.expert_load, counted)
 
 
+def test_only_training_has_a_capacity() -> None:
+    (with_one, without), (x, ctx) = (block(Routing(2, capacity=c)).eval() for c in (0.5, None)), inputs()
+    assert torch.equal(with_one(x, ctx), without(x, ctx))
+
+
+def test_the_capacity_of_a_sequence_does_not_depend_on_what_is_beside_it() -> None:
+    moe, (x, ctx) = block(Routing(2, capacity=0.7)).train(), inputs()
+    alone = replace(ctx, shape=(1, LENGTH))
+    assert torch.allclose(moe(x, ctx), torch.cat([moe(part, alone) for part in x.split(LENGTH)]), atol=1e-6)
+    equal = torch.zeros(LENGTH, dtype=torch.long)[:, None], torch.ones(LENGTH, 1), torch.tensor([[LENGTH, 0]])
+    assert within_capacity(*equal, 1.0).flatten().tolist() == [True] * 4 + [False] * 3  # of equal weights, the first
+
+
 def test_a_perfectly_balanced_router_has_a_balance_loss_of_its_coefficient() -> None:
     moe, (x, ctx) = block(Routing(EXPERTS, balance=0.5)).train(), inputs()
     moe.gate.weight.data.zero_()
     moe(x, ctx)
-    assert float(moe.router_losses[0]) == pytest.approx(0.5 * SEQUENCES / 8)
+    assert float(moe.router_totals[0]) == pytest.approx(0.5 * SEQUENCES / 8)
 
 
 def test_the_router_decides_in_fp32_whatever_flows_through() -> None:
@@ -147,12 +194,17 @@ def first_layer(tmp_path: Path, family: str, **keys: Any) -> Any:
     ],
 )
 def test_keys_shape_router_and_experts(family: str, count: str, tmp_path: Path) -> None:
-    losses = {"router_aux_loss_coef": 0.25, "router_z_loss_coef": 0.125}
+    losses = {"router_aux_loss_coef": 0.25, "router_z_loss_coef": 0.125, "router_aux_loss_scope": "global_batch"}
+    losses["moe_expert_capacity_factor"] = 1.5
     width = {"moe_intermediate_size": 20} if family.startswith("qwen") else {"intermediate_size": 20}
     moe = first_layer(tmp_path, family, num_experts_per_tok=3, **{count: 7}, **width, **losses).mlp
     assert moe.gate.weight.shape == (7, 32)
     assert [tuple(matrix.shape) for matrix in moe.experts.parameters()] == [(7, 20, 32), (7, 20, 32), (7, 32, 20)]
-    assert (moe.routing.top_k, moe.routing.balance, moe.routing.z) == (3, 0.25, 0.125)
+    routing = Routing(3, balance=0.25, z=0.125, over_global_batch=True, capacity=1.5)
+    assert moe.routing == replace(routing, normalize=family == "mixtral")
+    sound = our_config(tmp_path, family=family, num_experts_per_tok=3, **{count: 7}, **width, **losses)
+    with pytest.raises(InputError, match=r"expected 1 with moe_expert_capacity_factor.* found 2"):
+        load(sound, ["parallelism.context_parallel_size=2"])
     with pytest.raises(InputError, match="num_experts_per_tok: expected at most the 2 experts, found 3"):
         first_layer(tmp_path, family, num_experts_per_tok=3, **{count: 2})
 
@@ -218,6 +270,62 @@ def test_biases_follow_the_loads_of_every_step(recompute: str, tmp_path: Path) -
                 expected[layer] += 0.02 * (seen.mean() - seen).sign()
                 assert torch.allclose(router.e_score_correction_bias.double(), expected[layer], atol=1e-6)
     assert max(bias.abs().max() for bias in expected.values()) > 0.03
+
+
+def sparse_run(folder: Path, **keys: Any) -> dict[str, Any]:
+    """A tiny mixtral of eight experts, on synthetic tokens."""
+    plain = tiny_dict(folder)
+    plain["model"]["model_config"] |= {"is_mixtral_config": True, "num_local_experts": 8} | keys
+    return plain
+
+
+def test_a_balance_loss_over_the_global_batch_takes_its_loads_in_the_next_step(tmp_path: Path) -> None:
+    """f of step t's batch, P of step t+1's."""
+    keys = {"router_aux_loss_coef": 1.0, "router_aux_loss_scope": "global_batch"}
+    config = load(sparse_run(tmp_path, **keys), ["tokens.train_steps=5"])
+    with prepared(config, Mesh()) as run:
+        for step in range(1, 5):
+            shares = [block.mlp.previous_load / 128 for block in run.model.model.layers.values()]
+            means: list[Tensor] = []
+            hooks = [
+                block.mlp.gate.register_forward_hook(
+                    lambda *call, means=means: means.append(call[2][3].detach().double().mean(0))
+                )
+                for block in run.model.model.layers.values()
+            ]
+            loads = train_step(run, run.data.batch(step, 0, 1)).expert_loads
+            assert loads is not None
+            expected = sum(8 * float(f.double() @ p) for f, p in zip(shares, means))
+            assert float(loads.totals[0]) == pytest.approx(expected, rel=1e-5)
+            for block, slots in zip(run.model.model.layers.values(), loads.slots):
+                assert slots.sum() == 128
+                assert torch.equal(block.mlp.previous_load, slots)
+            for hook in hooks:
+                hook.remove()
+
+
+def test_those_loads_survive_a_restart(tmp_path: Path) -> None:
+    keys = {"router_aux_loss_coef": 1.0, "router_aux_loss_scope": "global_batch", "moe_expert_capacity_factor": 0.8}
+    straight = train_quietly(load(sparse_run(tmp_path / "straight", **keys), ["tokens.train_steps=4"]))
+    for last in (2, 4):
+        resumed = train_quietly(load(sparse_run(tmp_path / "resumed", **keys), [f"tokens.train_steps={last}"]))
+    assert resumed.step == straight.step == 4
+    assert equal_bits(weights(resumed), weights(straight))
+    seen = metrics(straight.config)
+    assert [step["router_balance_loss"] for step in seen] == [
+        step["router_balance_loss"] for step in metrics(resumed.config)
+    ]
+    assert all(0 < step["expert_dropped"] < 0.5 for step in seen)
+
+
+def test_an_expert_without_tokens_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kenotron.observers.expert_load.STARVING_STEPS", 3)
+    plain = sparse_run(tmp_path, num_experts_per_tok=1, router_aux_loss_coef=0)
+    plain["tokens"] |= {"sequence_length": 2, "micro_batch_size": 1, "train_steps": 5}  # two slots for eight experts
+    _, said = train_and_listen(load(plain))
+    warnings = [line for line in said.splitlines() if "got no token in 3 steps" in line]
+    assert 2 <= len(warnings) == len(set(warnings))
+    assert "expert_dropped" not in said
 
 
 SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -207,6 +207,7 @@ def _heads(model: dict[str, Any]) -> None:
     for family, sparse in SPARSE.items():
         if f"is_{family}_config" in model or model.get("family") == family:
             model.update(sparse)
+    model.pop("_use_doc_masking", None)  # loads as model.document_masking
     if "no_rope_layers" in model:
         model["no_rope_layers"] = [1, 1, 0, 1]
     if model.get("sliding_window_size"):
@@ -231,6 +232,7 @@ def _layout(config: dict[str, Any]) -> None:
     config["tokens"].update(sequence_length=64, batch_accumulation_per_replica=8)
     config["optimizer"]["zero_stage"] = 1
     model = config["model"]["model_config"]
+    model.pop("moe_expert_capacity_factor", None)  # not with context parallelism
     if _recurrent(model):
         layout["context_parallel_method"] = "state_passing"
         return

@@ -57,7 +57,8 @@ TESTS = {
     (VARIANTS, "OlmoeArchitecture"): "family is_olmoe_config",
     (VARIANTS, "Qwen2MoeArchitecture"): "family is_qwen2_moe_config",
     (VARIANTS, "Qwen3MoeArchitecture"): "family is_qwen3_moe_config",
-    (ROUTER, "SparseArchitecture"): "num_experts_per_tok router_aux_loss_coef router_z_loss_coef",
+    (ROUTER, "SparseArchitecture"): """num_experts_per_tok router_aux_loss_coef router_z_loss_coef
+        router_aux_loss_scope moe_expert_capacity_factor""",
     (ROUTER, "MixtralArchitecture"): "num_local_experts sliding_window",
     (ROUTER, "OlmoeArchitecture"): """attention_bias num_experts num_experts_per_tok norm_topk_prob
         router_aux_loss_coef""",

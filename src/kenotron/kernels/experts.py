@@ -53,7 +53,7 @@ def expert_mlp(
 
     experts ``[tokens, k]`` int64, weights ``[tokens, k]`` fp32; gate (None: there is none) and up
     ``[experts, width, hidden]``, down ``[experts, hidden, width]`` in x's dtype. `act` is a name of Hugging Face's
-    `hidden_act`.
+    `hidden_act`. A slot that is dropped has weight 0 and, in the place of an expert, how many experts there are.
     """
     if torch.compiler.is_compiling():  # group sizes are data: a compiled block has a graph break here
         return torch.compiler.disable(_ExpertMLP.apply)(x, experts, weights, gate, up, down, act)
@@ -67,7 +67,12 @@ class _ExpertMLP(torch.autograd.Function):
     ) -> Tensor:
         slots = experts.shape[1]
         order = torch.argsort(experts.reshape(-1), stable=True)
-        sizes = torch.bincount(experts.reshape(-1), minlength=up.shape[0])
+        counts = torch.bincount(experts.reshape(-1), minlength=up.shape[0] + 1)
+        sizes, dropped = counts[:-1], counts[-1]  # whose slots are the last of `order`
+        if x.device.type == "cpu":
+            order = order[: len(order) - int(dropped)]
+        else:  # the host waits for no count: they are rows of the last expert, of weight 0
+            sizes[-1] += dropped
         groups = _Groups(sizes)
         rows = x.index_select(0, order // slots)
         w = weights.reshape(-1).index_select(0, order).to(x.dtype)[:, None]
@@ -105,7 +110,7 @@ class _ExpertMLP(torch.autograd.Function):
             drows = groups.rows_by_matrix(dg, gate.transpose(1, 2))
             groups.rows_by_matrix(du, up.transpose(1, 2), onto=drows)
         dx = sum_of_slots(drows, order, tokens, ctx.slots)
-        dweights = torch.empty_like(dw).index_copy_(0, order, dw).view_as(weights)
+        dweights = sum_of_slots(dw[:, None], order, weights.numel(), 1).view_as(weights)
         return dx, None, dweights.to(weights.dtype), dgate, dup, ddown, None
 
 

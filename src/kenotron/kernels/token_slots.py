@@ -1,7 +1,8 @@
 """Rows for the experts of each token, and back: `Spread` and `Collect` are each other's transpose.
 
 A token with k experts has k slots; `order` lists the slots of all tokens, sorted by expert. Sums over the slots of a
-token are in a fixed order, where an ``index_add`` of the rows would add in any.
+token are in a fixed order, where an ``index_add`` of the rows would add in any. Slots that are not listed are dropped:
+they have no row, and add nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from torch import Tensor
 
 def sum_of_slots(rows: Tensor, order: Tensor, tokens: int, slots: int) -> Tensor:
     """Rows in sorted order → ``[tokens, features]``, the sum over each token's slots, in a fixed order."""
-    back = torch.empty_like(rows).index_copy_(0, order, rows)
+    complete = len(rows) == tokens * slots
+    back = torch.empty_like(rows) if complete else rows.new_zeros(tokens * slots, rows.shape[1])
+    back.index_copy_(0, order, rows)
     return back if slots == 1 else back.view(tokens, slots, -1).sum(1)
 
 

@@ -1,4 +1,4 @@
-"""Hooks that watch a run and change nothing of it: `observers` makes those that a config asks for.
+"""Hooks that watch a run: `observers` makes those that a config asks for.
 
 progress.py       a bar or a line with the ETA
 expert_load.py    how evenly the experts of a mixture are used

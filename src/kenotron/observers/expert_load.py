@@ -3,23 +3,25 @@
     router_balance_loss, router_z_loss   what both losses add to the training loss, summed over layers
     expert_load_max, expert_load_min     slots of the busiest and the idlest expert of a layer, over their mean
     expert_load_entropy                  of a layer's loads, as a share of its maximum; the mean over layers
+    expert_dropped                       share of the slots that a capacity dropped; only with one
 
-They count the tokens of the global batch, so they are the same on every layout.
+They count the tokens of the global batch, so they are the same on every layout. Loads are what routers chose, before
+anything is dropped. A balance loss over the global batch takes them in the next step: this hook saves them for it.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from kenotron.training.console import logger
+from kenotron.training.expert_loads import mixtures
 from kenotron.training.hooks import Hook
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
@@ -33,20 +35,41 @@ class ExpertLoad(Hook):
 
     def __init__(self) -> None:
         self.steps_without_a_token: Tensor | None = None  # [layers, experts]
+        self.previous_load: Tensor | None = None  # [layers, experts], where the balance loss takes it
+
+    def on_train_start(self, run: Run) -> None:
+        """Give routers the loads that a checkpoint has."""
+        if self.previous_load is not None:
+            for layer, mixture in mixtures(run):
+                mixture.previous_load.copy_(self.previous_load[layer])
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Record what the step has counted."""
         assert result.expert_loads is not None
-        loads, losses = result.expert_loads
+        loads, totals = result.expert_loads
+        model = run.config.model.decoder
+        if getattr(model, "router_aux_loss_scope", "sequence") == "global_batch" and not result.skipped:
+            self.previous_load = loads
         routed = loads.sum(1) > 0  # layers that have experts
         shares = loads[routed] / loads[routed].mean(1, keepdim=True)
         entropy = torch.special.entr(shares / shares.shape[1]).sum(1) / math.log(max(shares.shape[1], 2))
-        numbers = torch.stack((*losses, shares.max(), shares.min(), entropy.mean())).tolist()
-        names = ("router_balance_loss", "router_z_loss", "expert_load_max", "expert_load_min", "expert_load_entropy")
-        for name, number in zip(names, numbers, strict=True):
+        dropped = totals[2] / loads.sum()
+        numbers = torch.stack((*totals[:2], shares.max(), shares.min(), entropy.mean(), dropped)).tolist()
+        names = ["router_balance_loss", "router_z_loss", "expert_load_max", "expert_load_min", "expert_load_entropy"]
+        if getattr(model, "moe_expert_capacity_factor", None) is not None:
+            names.append("expert_dropped")
+        for name, number in zip(names, numbers):
             run.record_metric(name, number, on_console=name == "expert_load_max")
         if run.mesh.is_first:
             self._warn_of_starving(loads, routed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loads of the last step, slots as integers."""
+        return {} if self.previous_load is None else {"previous_load": self.previous_load.long().tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Those of the step before the one that comes next."""
+        self.previous_load = torch.tensor(state["previous_load"], dtype=torch.float32)
 
     def _warn_of_starving(self, loads: Tensor, routed: Tensor) -> None:
         idle = (loads == 0) & routed[:, None]

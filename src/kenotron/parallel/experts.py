@@ -106,23 +106,19 @@ class ExpertShards(nn.Module):
     ) -> None:
         super().__init__()
         self.exchange_over = exchange_over
-        self._maths = (copy.deepcopy(experts).to("meta"),)  # in a tuple: its names and weights are not the model's
+        # What computes, given weights; in a tuple: its names and weights are not the model's.
+        self.maths = (copy.deepcopy(experts).to("meta"),)
         for path, weight in weights.items():
             owner, _, leaf = path.rpartition(".")
             self.add_module(owner, nn.Module())
             self.get_submodule(owner).register_parameter(leaf, weight)
-
-    @property
-    def maths(self) -> nn.Module:
-        """What computes, given weights."""
-        return self._maths[0]
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """As of `Experts`."""
         tensors = {path: local_part(parameter) for path, parameter in self.named_parameters()}
 
         def compute(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-            y: Tensor = functional_call(self.maths, tensors, (x, experts, weights))
+            y: Tensor = functional_call(self.maths[0], tensors, (x, experts, weights))
             return y
 
         if self.exchange_over is None:
@@ -158,7 +154,7 @@ def _some_of(experts: Any, mesh: Mesh, group: dist.ProcessGroup) -> ExpertShards
         placements: list[Placement] = [Shard(0), INSIDE[path]] if split_inside else [Shard(0)]
         label = DTensor.from_local(rows, device_mesh, placements, run_check=False)
         weights[path] = nn.Parameter(label, parameter.requires_grad)
-    return ExpertShards(experts.maths if split_inside else experts, weights, group)
+    return ExpertShards(experts.maths[0] if split_inside else experts, weights, group)
 
 
 def exchange(
@@ -172,16 +168,18 @@ def exchange(
     """Send each token to the ranks of its experts, `compute` there, and add up what comes back.
 
     x ``[tokens, hidden]``, experts and weights ``[tokens, k]``; rank r has the experts from ``r * here`` on, `here` of
-    them. `compute` is called with rows ``[rows, hidden]``, their expert among those here ``[rows, 1]`` and the weight
-    ``[rows, 1]``. Returns x's shape. The host waits for the counts: it has to know how much to send and to receive.
+    them. Slots of expert ``here * ranks`` are dropped. `compute` is called with rows ``[rows, hidden]``, their expert
+    among those here ``[rows, 1]`` and the weight ``[rows, 1]``. Returns x's shape. The host waits for the counts: it
+    has to know how much to send and to receive.
     """
     slots, ranks = experts.shape[1], group.size()
     order = torch.argsort(experts.reshape(-1), stable=True)
-    counts = torch.bincount(experts.reshape(-1), minlength=here * ranks)
+    counts = torch.bincount(experts.reshape(-1), minlength=here * ranks + 1)[:-1]
     arriving = torch.empty_like(counts)  # [ranks, here]: rows from each rank for each expert here
     dist.all_to_all_single(arriving, counts, group=group)
     send = counts.view(ranks, here).sum(1).tolist()
     receive = arriving.view(ranks, here).sum(1).tolist()
+    order = order[: sum(send)]
     local = torch.arange(here, device=x.device).repeat(ranks).repeat_interleave(arriving)
     rows = _SendRows.apply(Spread.apply(x, order, slots), send, receive, group)
     row_weights = _SendRows.apply(weights.reshape(-1, 1).index_select(0, order), send, receive, group)

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class ExpertLoads(NamedTuple):
-    """Of one step, over all ranks: slots of each expert ``[layers, experts]``, balance and z loss ``[2]``."""
+    """Of one step, over all ranks: slots ``[layers, experts]``; ``[3]``: balance loss, z-loss, dropped slots."""
 
     slots: Tensor
-    losses: Tensor
+    totals: Tensor
 
 
 def loads_of_step(run: Run) -> ExpertLoads | None:
@@ -35,29 +35,30 @@ def loads_of_step(run: Run) -> ExpertLoads | None:
     if not architecture.experts:
         return None
     slots = architecture.num_hidden_layers * architecture.experts
-    sums = torch.zeros(slots + 2, device=run.device)
+    sums = torch.zeros(slots + 3, device=run.device)
     loads = ExpertLoads(sums[:slots].view(-1, architecture.experts), sums[slots:])
-    for layer, mixture in _mixtures(run):
+    for layer, mixture in mixtures(run):
         loads.slots[layer] += mixture.expert_load
-        loads.losses.add_(mixture.router_losses)
+        loads.totals.add_(mixture.router_totals)
         mixture.expert_load.zero_()
-        mixture.router_losses.zero_()
+        mixture.router_totals.zero_()
     all_reduce(sums, run.mesh.group("loss"))
     return loads
 
 
 @torch.no_grad()
-def move_biases(run: Run, loads: ExpertLoads) -> None:
-    """Add the rate to the bias of every expert below its layer's mean, and subtract it from those above."""
-    for layer, mixture in _mixtures(run):
+def follow_loads(run: Run, loads: ExpertLoads) -> None:
+    """Remember the loads; add the rate to the bias of every expert below its layer's mean, take it from those above."""
+    for layer, mixture in mixtures(run):
+        slots = loads.slots[layer]
+        mixture.previous_load.copy_(slots)
         if rate := mixture.routing.bias_rate:
-            slots = loads.slots[layer]
             bias = shard_of(mixture.gate.e_score_correction_bias)
             here = (slots.mean() - slots).sign().narrow(0, bias.offset[0], bias.tensor.shape[0])
             bias.tensor.add_(here.to(bias.tensor.device), alpha=rate)
 
 
-def _mixtures(run: Run) -> Iterator[tuple[int, Any]]:
+def mixtures(run: Run) -> Iterator[tuple[int, Any]]:
     """(layer, `MixtureOfExperts`) of those that this rank has."""
     for part in run.parts:
         for name, module in part.named_modules():

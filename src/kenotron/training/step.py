@@ -30,7 +30,7 @@ from kenotron.optim.schedule import learning_rate
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import all_reduce, sum_over_ranks
 from kenotron.parallel.device import upload
-from kenotron.training.expert_loads import ExpertLoads, loads_of_step, move_biases
+from kenotron.training.expert_loads import ExpertLoads, follow_loads, loads_of_step
 
 if TYPE_CHECKING:
     from kenotron.data import TokenBatch
@@ -73,7 +73,7 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
         if run.pipeline is not None:
             run.pipeline.share_tied_weights()
         if loads is not None:
-            move_biases(run, loads)
+            follow_loads(run, loads)
     run.optimizer.zero_grad(set_to_none=True)
 
     return StepResult(

@@ -5,7 +5,7 @@
         ├──────────────── experts' MLPs ───────────────┴──(+)── y
         └─ shared expert, where a family has one ──────────┘
 
-No token is dropped, and the router works in fp32. Two losses keep it healthy, each a mean over the global batch:
+The router works in fp32. Two losses keep it healthy, each a mean over the global batch:
 
     balance   coefficient * mean over sequences of  E sum_e f_e P_e      f_e: share of the sequence's slots that chose e
     z         coefficient * mean over tokens of  log(sum_e exp(logit_e))^2                     P_e: e's mean probability
@@ -13,10 +13,18 @@ No token is dropped, and the router works in fp32. Two losses keep it healthy, e
 (Switch Transformers, arXiv 2101.03961; per sequence as in DeepSeek-V3, arXiv 2412.19437; z: ST-MoE, arXiv 2202.08906.)
 A sequence lies in one micro-batch, so its loss is the same on every layout, and means over sequences add up. Gradients
 enter beside the weights of the chosen experts (`_WithLoss`): nothing has to travel through the pipeline to the loss.
+
+f_e may be the share in the whole global batch instead, which lets experts specialize (arXiv 2501.11873). That share is
+known when the last micro-batch has run, so the loss takes the one of the step before, `previous_load`: in the first
+step, none.
+
+No token is dropped, unless training has a capacity: of a sequence's slots, each expert computes
+``ceil(capacity * tokens * k / E)``, those of the largest weights (`within_capacity`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -38,7 +46,9 @@ class Routing:
     `balance`, `z`: coefficients of the two losses. Experts lie in `groups` of neighbours, and a token's come from the
     `top_groups` whose two best scores have the largest sums. `biased`: experts are chosen by score plus a bias of
     their own, and weighed by the score alone. `bias_rate`: what a step of training adds to the biases of experts with
-    less than the mean load, and takes from those of the others (`training.expert_loads`).
+    less than the mean load, and takes from those of the others (`training.expert_loads`). `over_global_batch`: the
+    balance loss takes loads of the previous step's global batch, not those of the sequence. `capacity`: slots that an
+    expert computes of a sequence in training, as a multiple of an even share; None: all.
     """
 
     top_k: int
@@ -51,6 +61,8 @@ class Routing:
     top_groups: int = 1
     biased: bool = False
     bias_rate: float = 0.0
+    over_global_batch: bool = False
+    capacity: float | None = None
 
 
 class Router(nn.Module):
@@ -120,7 +132,8 @@ class MixtureOfExperts(nn.Module):
     """
 
     expert_load: Tensor
-    router_losses: Tensor
+    router_totals: Tensor
+    previous_load: Tensor
 
     def __init__(
         self,
@@ -143,16 +156,18 @@ class MixtureOfExperts(nn.Module):
         self.gate = Router(hidden_size, experts, routing)
         self.experts = Experts(experts, hidden_size, width, activation, gated)
         self.shared_expert, self.shared_expert_gate = shared, shared_gate
-        # What training has seen in this step: slots of each expert, and (balance, z) losses.
+        # What training has seen in this step: slots of each expert, and (balance loss, z-loss, dropped slots). And
+        # slots of each expert in the global batch before, which `training.expert_loads` writes.
         self.register_buffer("expert_load", torch.zeros(experts), persistent=False)
-        self.register_buffer("router_losses", torch.zeros(2), persistent=False)
+        self.register_buffer("router_totals", torch.zeros(3), persistent=False)
+        self.register_buffer("previous_load", torch.zeros(experts), persistent=False)
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        """In training with the gradients of the router's losses."""
+        """In training with the gradients of the router's losses, and without the slots beyond the capacity."""
         x = x if self.enter is None else self.enter(x, self.training)
         experts, weights, logits, scores = self.gate(x)
         if self.training:
-            weights = self._with_losses(experts, weights, logits, scores, ctx)
+            experts, weights = self._in_training(experts, weights, logits, scores, ctx)
         y = self.experts(x, experts, weights)
         y = y if self.shared_expert is None else y + self._shared(x)
         return y if self.leave is None else self.leave(y, self.training)
@@ -162,14 +177,24 @@ class MixtureOfExperts(nn.Module):
         y = self.shared_expert(x)
         return y if self.shared_expert_gate is None else y * self.shared_expert_gate(x).sigmoid()
 
-    def _with_losses(self, experts: Tensor, weights: Tensor, logits: Tensor, scores: Tensor, ctx: Context) -> Tensor:
-        """`weights`, whose backward pass adds the gradients of both losses."""
-        chosen = slots_by_sequence(experts, logits.shape[-1], ctx)
-        losses = router_losses(chosen, logits, scores, self.routing, ctx)
+    def _in_training(
+        self, experts: Tensor, weights: Tensor, logits: Tensor, scores: Tensor, ctx: Context
+    ) -> tuple[Tensor, Tensor]:
+        """`experts`, a dropped slot's replaced by their number; `weights`, 0 there, whose backward pass adds the
+        gradients of both losses.
+        """
+        routing, count = self.routing, logits.shape[-1]
+        chosen = slots_by_sequence(experts, count, ctx)
+        losses = router_losses(chosen, logits, scores, routing, ctx, self.previous_load)
+        capacity = routing.capacity
+        kept = None if capacity is None else within_capacity(experts, weights.detach(), chosen, capacity)
         if not ctx.recomputing:
             self.expert_load += chosen.sum(0)
-            self.router_losses += losses.detach()
-        return _WithLoss.apply(weights, losses.sum() / self.equal_ranks) if losses.requires_grad else weights
+            self.router_totals[:2] += losses.detach()
+            self.router_totals[2] += 0 if kept is None else (~kept).sum()
+        if losses.requires_grad:
+            weights = _WithLoss.apply(weights, losses.sum() / self.equal_ranks)
+        return (experts, weights) if kept is None else (experts.where(kept, count), weights * kept)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Of the experts that a token goes through, and the router; the shared expert's modules count themselves."""
@@ -184,18 +209,36 @@ def slots_by_sequence(experts: Tensor, count: int, ctx: Context) -> Tensor:
     return chosen.scatter_add_(1, by_sequence, torch.ones((), device=experts.device).expand_as(by_sequence))
 
 
-def router_losses(chosen: Tensor, logits: Tensor, scores: Tensor, routing: Routing, ctx: Context) -> Tensor:
+def within_capacity(experts: Tensor, weights: Tensor, chosen: Tensor, capacity: float) -> Tensor:
+    """Which slots of whole sequences are computed, ``[tokens, k]`` bool.
+
+    experts, weights ``[tokens, k]``; `chosen` from `slots_by_sequence`. An expert drops the smallest weights of a
+    sequence, among equal ones the later tokens': a rule of the sequence alone, so it is the same on every layout.
+    """
+    flat = experts.view(chosen.shape[0], -1)
+    most = math.ceil(capacity * flat.shape[1] / chosen.shape[1])
+    order = weights.view_as(flat).argsort(dim=1, descending=True, stable=True)
+    order = order.gather(1, flat.gather(1, order).argsort(dim=1, stable=True))  # by expert, and then by weight
+    before = (chosen.cumsum(1) - chosen).long().gather(1, flat.gather(1, order))  # slots of the experts before
+    place = torch.arange(flat.shape[1], device=flat.device) - before
+    return torch.empty_like(flat, dtype=torch.bool).scatter_(1, order, place < most).view_as(experts)
+
+
+def router_losses(
+    chosen: Tensor, logits: Tensor, scores: Tensor, routing: Routing, ctx: Context, previous: Tensor
+) -> Tensor:
     """(balance, z) of these tokens, ``[2]`` fp32: their part of the means over the global batch, coefficients included.
 
     `chosen` from `slots_by_sequence`; logits and scores ``[tokens, experts]``. Where ranks share a sequence (cp), its
-    slots are counted over all of them.
+    slots are counted over all of them. `previous`: slots of each expert in the global batch of the step before.
     """
     count = logits.shape[-1]
     everywhere = chosen if ctx.sum_over_sequence is None else ctx.sum_over_sequence(chosen.clone())
     tokens = everywhere[0].sum() / routing.top_k  # of a sequence
     probabilities = scores if routing.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
     means = probabilities.view(*ctx.shape, count).sum(1) / tokens
-    balance = count * (everywhere / everywhere.sum(1, keepdim=True) * means).sum()
+    slots = previous[None] if routing.over_global_batch else everywhere
+    balance = count * (slots / slots.sum(1, keepdim=True).clamp(min=1) * means).sum()
     z = logits.logsumexp(-1).square().sum() / tokens
     return torch.stack((routing.balance * balance, routing.z * z)) * ctx.sequence_scale
 

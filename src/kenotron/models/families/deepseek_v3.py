@@ -46,9 +46,7 @@ class DeepseekV3Architecture(SparseArchitecture):
     topk_group: int = key("Groups that a token's experts come from.", 4, ge=1)
     norm_topk_prob: bool = key("Divide the weights of a token's experts by their sum.", True)
     routed_scaling_factor: float = key("Multiplies the weights of a token's experts.", 2.5, gt=0)
-    router_aux_loss_coef: float = key(
-        "Weight of the loss that balances the load of the experts, a mean over sequences.", 0.0001, ge=0
-    )
+    router_aux_loss_coef: float = key("Weight of the loss that balances the load of the experts.", 0.0001, ge=0)
 
     router_bias_update_rate: float = key(
         "What a step adds to the bias of an expert with less than the mean load, and takes from one with more; 0: "

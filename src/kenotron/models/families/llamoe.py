@@ -6,6 +6,7 @@ It has no counterpart in transformers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from kenotron.config.section import NO_EFFECT, OURS, key
@@ -23,11 +24,11 @@ class LlamoeArchitecture(SparseArchitecture):
     hidden_act: str = key("Accepted for old files: the experts compute with GELU.", "silu", mark=NO_EFFECT)
     moe_num_experts: int = key("Experts of a layer.", 1, ge=1)
     num_experts_per_tok: int = key("Experts that a token goes through.", 1, ge=1)
-    moe_capacity_factor: float = key("Accepted for old files: no token is dropped.", 1, mark=NO_EFFECT)
-    pretraining_tp: int = key("Accepted for old files.", 1, mark=NO_EFFECT)
-    router_aux_loss_coef: float = key(
-        "Weight of the loss that balances the load of the experts, a mean over sequences.", 0.0, ge=0, mark=OURS
+    moe_capacity_factor: float = key(
+        "Accepted for old files: moe_expert_capacity_factor drops tokens.", 1, mark=NO_EFFECT
     )
+    pretraining_tp: int = key("Accepted for old files.", 1, mark=NO_EFFECT)
+    router_aux_loss_coef: float = key("Weight of the loss that balances the load of the experts.", 0.0, ge=0, mark=OURS)
 
     @property
     def experts(self) -> int:
@@ -42,9 +43,8 @@ class Llamoe(SparseStyle[LlamoeArchitecture]):
 
     def mixture(self) -> nn.Module:
         """Experts without a gate."""
-        from kenotron.models.blocks.moe import MixtureOfExperts, Routing
+        from kenotron.models.blocks.moe import MixtureOfExperts
 
-        config = self.config
-        routing = Routing(config.num_experts_per_tok, balance=config.router_aux_loss_coef, z=config.router_z_loss_coef)
+        config, routing = self.config, replace(self.routing(), normalize=False)
         shapes = config.hidden_size, config.experts, config.expert_width
         return MixtureOfExperts(*shapes, "gelu_pytorch_tanh", routing, gated=False)

@@ -25,10 +25,21 @@ class SparseArchitecture(LlamaStyleArchitecture):
     """A Llama-style decoder with a mixture of experts in some layers."""
 
     num_experts_per_tok: int = key("Experts that a token goes through.", 2, ge=1)
-    router_aux_loss_coef: float = key(
-        "Weight of the loss that balances the load of the experts, a mean over sequences.", 0.001, ge=0
+    router_aux_loss_coef: float = key("Weight of the loss that balances the load of the experts.", 0.001, ge=0)
+    router_aux_loss_scope: Literal["sequence", "global_batch"] = key(
+        "Where the loads of that loss are counted: in the sequence, or in the whole global batch, and then in that of "
+        "the step before.",
+        "sequence",
+        mark=OURS,
     )
     router_z_loss_coef: float = key("Weight of the router's z-loss, a mean over tokens.", 0.0, ge=0, mark=OURS)
+    moe_expert_capacity_factor: float | None = key(
+        "Tokens of a sequence that an expert computes in training, as a multiple of tokens * num_experts_per_tok / "
+        "experts; null: all, no token is dropped.",
+        None,
+        gt=0,
+        mark=OURS,
+    )
 
     @property
     def expert_width(self) -> int:
@@ -50,6 +61,12 @@ class SparseArchitecture(LlamaStyleArchitecture):
             )
         if not self.sparse_layers:
             yield "num_hidden_layers", "expected a layer with experts, found none; without them the family is dense"
+
+    def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
+        """A capacity is counted in whole sequences."""
+        yield from super().cp_problems(cp, tp, method, lengths)
+        if self.moe_expert_capacity_factor is not None:
+            yield f"expected 1 with moe_expert_capacity_factor, which drops tokens by whole sequences; found {cp}"
 
 
 S = TypeVar("S", bound=LlamaStyleArchitecture)
@@ -86,6 +103,8 @@ class SparseStyle(LlamaStyle[S]):
             normalize=getattr(config, "norm_topk_prob", True),
             balance=config.router_aux_loss_coef,
             z=config.router_z_loss_coef,
+            over_global_batch=config.router_aux_loss_scope == "global_batch",
+            capacity=config.moe_expert_capacity_factor,
         )
 
     def shared_expert(self) -> tuple[nn.Module | None, nn.Module | None]:

@@ -23,9 +23,7 @@ class OlmoeArchitecture(SparseArchitecture):
     num_experts: int = key("Experts of a layer.", 64, ge=1)
     num_experts_per_tok: int = key("Experts that a token goes through.", 8, ge=1)
     norm_topk_prob: bool = key("Divide the weights of a token's experts by their sum.", False)
-    router_aux_loss_coef: float = key(
-        "Weight of the loss that balances the load of the experts, a mean over sequences.", 0.01, ge=0
-    )
+    router_aux_loss_coef: float = key("Weight of the loss that balances the load of the experts.", 0.01, ge=0)
 
     @property
     def experts(self) -> int:
