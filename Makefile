@@ -10,7 +10,7 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow mutants compare-power lint bench reference docs clean
+.PHONY: help setup train test slow test-slurm mutants compare-power lint bench reference docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -25,6 +25,10 @@ test: $(VENV)/.installed-test  ## run the test suite
 
 slow: $(VENV)/.installed-test  ## run the slow tests, and the properties on many more examples
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow or hypothesis" --hypothesis-profile=thorough
+
+test-slurm: $(VENV)/.installed-test  ## jobs on a real Slurm of two nodes, installed on Debian if root asks
+	@command -v slurmctld >/dev/null || ! command -v apt-get >/dev/null || apt-get install -qq -y --no-install-recommends slurm-wlm munge
+	$(BIN)/python -m pytest -rs -m slurm tests/launch
 
 mutants: $(VENV)/.installed-test  ## see which of the field's bugs the quick tests would miss; ONLY=name for one
 	PYTHONPATH=tests $(BIN)/python -m mutants.run --workers $(THREADS) --only $(ONLY)

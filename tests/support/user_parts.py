@@ -22,8 +22,11 @@ class SlowStep(Hook):
 
     priority = -15
 
+    def __init__(self, seconds: float = 120) -> None:
+        self.seconds = seconds
+
     def after_step(self, run: Any, result: Any) -> None:
-        time.sleep(120)
+        time.sleep(self.seconds)
 
 
 class Poison(Hook):
@@ -324,3 +327,20 @@ def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def half_life(elapsed: int, decay_steps: int) -> float:
     """A decay: half after every two steps."""
     return 0.5 ** (elapsed / 2)
+
+
+class Hanging:
+    """A token source whose reads hang after the twelfth, and leave the file `hanging` there."""
+
+    def __init__(self, sequence_length: int, seed: int) -> None:
+        self.rows, self.reads = counting(sequence_length, seed), 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        self.reads += 1
+        if self.reads > 12:
+            Path("hanging").touch()
+            time.sleep(1000)
+        return self.rows[index]

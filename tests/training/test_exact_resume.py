@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from support.nursery import Finished, Nursery
-from support.tiny_run import equal_bits, metrics, saved_weights, tiny_config, tiny_dict, write_texts
+from support.tiny_run import equal_bits, metrics, saved_weights, tiny_config, tiny_dict, tiny_yaml, write_texts
 
 STEPS = 12
 MOMENTS = ("lm_loss", "grad_norm", "lr", "consumed_tokens", "real_tokens", "val_loss", "skipped")
@@ -151,6 +151,21 @@ def wait_for_steps(folder: Path, count: int) -> None:
     while not path.exists() or len(path.read_text().splitlines()) < count:
         assert time.monotonic() < deadline, "no step was done in a minute"
         time.sleep(0.005)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_source_that_hangs_keeps_no_run_from_saving(workers: int, nursery: Nursery, tmp_path: Path) -> None:
+    source = "data_stages.0.data.dataset={source: support.user_parts.Hanging}"
+    more = ("tokens.train_steps=50", f"data_stages.0.data.num_loading_workers={workers}")
+    child = nursery.start("train", tiny_yaml(tmp_path), source, *more, folder=tmp_path)
+    wait_for_steps(tmp_path, 2)
+    while not (tmp_path / "hanging").exists():
+        time.sleep(0.01)
+    os.kill(child.pid, signal.SIGUSR1)
+    finished = child.wait()
+    assert (finished.code, finished.stderr) == (0, "")
+    last = story(tmp_path)[-1]["iteration"]
+    assert (tmp_path / "checkpoints" / str(last) / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])

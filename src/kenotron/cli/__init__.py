@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,11 +19,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__)  # a crash, or a mapped file that is cut short (SIGBUS), shows where it was
     try:
+        _read_slurm()
         code = _exit_code(given, debug)
     except KeyboardInterrupt:  # while modules are being imported, too
         print("interrupted", file=sys.stderr)
         code = 130
     sys.exit(code)
+
+
+def _read_slurm() -> None:
+    """A task of srun gets torchrun's variables, by which also the reports of a command go to rank 0 alone."""
+    if "SLURM_PROCID" in os.environ:
+        from kenotron.launch.environment import started_as_rank
+
+        started_as_rank()
 
 
 def _exit_code(arguments: list[str], debug: bool) -> int:

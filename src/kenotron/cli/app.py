@@ -18,6 +18,7 @@ from kenotron.cli.chat import chat
 from kenotron.cli.compare import compare
 from kenotron.cli.generate import generate
 from kenotron.cli.init import init
+from kenotron.cli.slurm import cancel, logs, status, submit
 from kenotron.cli.train import train
 
 HELP = """Pretrain language models from one YAML file, in one process or on any parallel layout.
@@ -48,6 +49,8 @@ def build_app() -> Callable[[list[str]], int]:
     app.command()(generate)
     app.command()(chat)
     app.command()(compare)
+    for command in (submit, status, logs, cancel):
+        app.command()(command)
     app.add_typer(config.app, name="config")
     app.add_typer(checkpoint.app, name="checkpoint")
     app.add_typer(convert.app, name="convert")

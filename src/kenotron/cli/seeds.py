@@ -1,4 +1,4 @@
-"""The scripts of nanotron and of the first Kénotron, in their spelling: run_train.py, run_generate.py."""
+"""The scripts of nanotron and of the first Kénotron in their spelling: run_train, run_generate, slurm_launcher."""
 
 from __future__ import annotations
 
@@ -40,3 +40,11 @@ def run_generate(arguments: Sequence[str] | None = None) -> None:
     degrees = {axis: getattr(given, axis) for axis in ("dp", "pp", "tp")}
     layout = [part for axis, degree in degrees.items() if degree for part in (f"--{axis}", str(degree))]
     main(["generate", given.ckpt_path, "--max-new-tokens", str(given.max_new_tokens), *layout, *rest])
+
+
+def slurm_launcher(arguments: Sequence[str] | None = None) -> None:
+    """``slurm_launcher.py --run pretrain --model 1b …``: `kenotron submit` with nanotron's flags and model sizes."""
+    from kenotron.launch.slurm.nanotron import submit_arguments
+
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    main(submit_arguments(given))

@@ -58,7 +58,7 @@ class Checkpoints(Section):
     )
     load_optimizer: bool = key("False: without optimizer in load_mode continue.", True)
     checkpoints_path_is_shared_file_system: bool = key(
-        "Whether all machines share the folder; runs on several machines are not supported yet.",
+        "Whether all machines share the folder. A run on several machines needs that, and checks it at the start.",
         False,
         mark=NO_EFFECT,
     )

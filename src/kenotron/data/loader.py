@@ -3,17 +3,21 @@
     threads    make 5   make 6   make 7   ...
     step                train 5  train 6  ...      next() returns at once
 
-Whatever a thread raises comes out of the `next` that would have returned its batch.
+Whatever a thread raises comes out of the `next` that would have returned its batch. The threads are daemons: a read
+that hangs must keep a process that was asked to stop neither from saving nor from ending.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+LEAVE_WITHIN_S = 5.0  # what a read that is under way gets at the end
 
 
 class Prefetcher(Generic[T]):
@@ -25,15 +29,21 @@ class Prefetcher(Generic[T]):
     def __init__(self, make: Callable[[int], T], start: int, stop: int, workers: int) -> None:
         self._make, self._next, self._stop = make, start, stop
         self._ahead = workers + 1 if workers else 0
-        self._pool = ThreadPoolExecutor(workers, "kenotron-loader") if workers else None
         self._ready: deque[Future[T]] = deque()
+        self._orders: SimpleQueue[tuple[Future[T], int] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"kenotron-loader_{number}", daemon=True)
+            for number in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
         self._fill()
 
     def __iter__(self) -> Prefetcher[T]:
         return self
 
     def __next__(self) -> T:
-        if self._pool is None:
+        if not self._threads:
             if self._next >= self._stop:
                 raise StopIteration
             step, self._next = self._next, self._next + 1
@@ -47,9 +57,13 @@ class Prefetcher(Generic[T]):
 
     def close(self) -> None:
         """Stop the threads; what was made ahead is dropped."""
+        for future in self._ready:
+            future.cancel()
         self._ready.clear()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        for _ in self._threads:
+            self._orders.put(None)
+        for thread in self._threads:
+            thread.join(LEAVE_WITHIN_S)
 
     def __enter__(self) -> Prefetcher[T]:
         return self
@@ -58,6 +72,18 @@ class Prefetcher(Generic[T]):
         self.close()
 
     def _fill(self) -> None:
-        while self._pool and self._next < self._stop and len(self._ready) < self._ahead:
-            self._ready.append(self._pool.submit(self._make, self._next))
+        while self._threads and self._next < self._stop and len(self._ready) < self._ahead:
+            future: Future[T] = Future()
+            self._ready.append(future)
+            self._orders.put((future, self._next))
             self._next += 1
+
+    def _work(self) -> None:
+        while (order := self._orders.get()) is not None:
+            future, step = order
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(self._make(step))
+            except BaseException as error:
+                future.set_exception(error)

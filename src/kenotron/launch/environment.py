@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 
 from kenotron.config.errors import InputError, counted
+from kenotron.launch.slurm.ranks import is_task_of_many, torchrun_variables
 
 MOST_RANKS_PER_CORE = 4  # 8 ranks of a small model on a laptop's 2 cores are slow and useful, 64 are a mistake
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
@@ -19,7 +20,7 @@ PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all, from torchrun's environment variables; the only one without them."""
+    """This process among all, from torchrun's or srun's environment variables; the only one without them."""
 
     rank: int = 0
     world_size: int = 1
@@ -28,12 +29,15 @@ class Ranks:
 
 
 def started_as_rank() -> bool:
-    """Whether torchrun, Slurm or our own launcher has started this process as one of several."""
+    """Whether torchrun, srun or our own launcher has started this process as one of several."""
+    if "RANK" not in os.environ and is_task_of_many(os.environ):
+        os.environ.update(torchrun_variables(os.environ))
     return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
 def ranks_from_environment() -> Ranks:
     """The `Ranks` of this process. Raises InputError if a variable is not an integer."""
+    started_as_rank()
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     values = [os.environ.get(name, default) for name, default in defaults.items()]
     try:

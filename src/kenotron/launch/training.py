@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron import interop, training
+from kenotron.launch.environment import ranks_from_environment
+from kenotron.launch.shared_folder import check_shared
 from kenotron.observers import observers
 from kenotron.parallel.ranks import run_on_rank0
 from kenotron.training import compare, restart
@@ -18,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = False, reopen: bool = False) -> Run | None:
-    """`kenotron.training.train`, the architecture resolved first."""
+    """`kenotron.training.train`, after the architecture was resolved and several machines were found to share files."""
+    ranks = ranks_from_environment()
+    if ranks.local_world_size < ranks.world_size:
+        check_shared(Path(config.checkpoints.checkpoints_path))
     config = run_on_rank0(lambda: interop.resolve_architecture(config))
     return training.train(
         config,

@@ -56,7 +56,7 @@ class Signals(Hook):
     """SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, exit with code 0. A second one exits at once.
 
     Ctrl-C under torchrun arrives twice, from the terminal and from torchrun: a signal within two seconds of the first
-    counts as the same request.
+    counts as the same request. So does SIGTERM after SIGUSR1: Slurm's at the time limit, while the run is being saved.
     """
 
     priority = -40
@@ -80,13 +80,21 @@ class Signals(Hook):
                 self.previous[number] = signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
         if self.received is None:
-            self.received, self.received_at = signal.Signals(number).name, time.monotonic()
+            self.received, self.received_at = name, time.monotonic()
             assert self.run is not None
-            self.run.stop(self.received)
-        elif time.monotonic() - self.received_at > self.SAME_REQUEST_SECONDS:
+            self.run.stop(name)
+        elif (self.received, name) != (
+            "SIGUSR1",
+            "SIGTERM",
+        ) and time.monotonic() - self.received_at > self.SAME_REQUEST_SECONDS:
             self._restore()
-            raise KeyboardInterrupt(f"second signal: {signal.Signals(number).name}")
+            raise KeyboardInterrupt(f"second signal: {name}")
+
+    def _same_request(self, name: str) -> bool:
+        soon = time.monotonic() - self.received_at <= self.SAME_REQUEST_SECONDS
+        return soon or (self.received, name) == ("SIGUSR1", "SIGTERM")
 
     def on_train_end(self, run: Run) -> None:
         """Log which signal stopped the run."""

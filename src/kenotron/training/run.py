@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -30,12 +31,16 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kenotron.config import Config
-    from kenotron.data import RunData, TextTokenizer
+    from kenotron.data import RunData, TextTokenizer, TokenBatch
     from kenotron.models.decoder import Decoder
     from kenotron.parallel.mesh import Mesh
     from kenotron.parallel.pipeline import Pipeline
 
 REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"mean": statistics.fmean, "min": min, "max": max}
+
+
+class StopWhileWaiting(BaseException):
+    """Raised where a rank waits for data when it is asked to stop; no `Exception`, which readers retry after."""
 
 
 @dataclass
@@ -54,6 +59,7 @@ class Run:
     start: Start = Start()  # noqa: RUF009
     step: int = 0
     stop_requested: str | None = None  # this rank's reason to stop
+    waiting_for_data: bool = False
     stop_reason: str | None = None  # the reason that all ranks agreed on: no further step
     seconds: float = 0.0  # spent in this process's steps, and the part of it spent waiting for data
     data_wait_seconds: float = 0.0
@@ -118,8 +124,15 @@ class Run:
         return self.step >= self.end or self.data.exhausted(self.step + 1) is not None
 
     def stop(self, reason: str) -> None:
-        """Ask the run to end after the current step. May be called on one rank alone, also from a signal handler."""
+        """Ask the run to end after the current step. May be called on one rank alone, also from a signal handler.
+
+        There it ends a wait for data, by `StopWhileWaiting`: a source that hangs must not cost the steps since the
+        last checkpoint.
+        """
         self.stop_requested = self.stop_requested or reason
+        if self.waiting_for_data and threading.current_thread() is threading.main_thread():
+            self.waiting_for_data = False
+            raise StopWhileWaiting
 
     def sync_stop_request(self) -> None:
         """Set `stop_reason` on all ranks once any was asked to stop: a signal reaches ranks at different steps."""
@@ -148,13 +161,15 @@ def fit(run: Run) -> None:
     """Train until all steps are done, until the data allow no further step, or until the run is asked to stop."""
     for hook in run.hooks:
         hook.on_train_start(run)
-    run.sync_stop_request()
     loader = run.data.loader(run.step + 1, run.end + 1, run.mesh.rank("batch"), run.mesh.degree("batch"))
     with contextlib.closing(loader):
         while not run.finished and run.stop_reason is None:
             started = time.perf_counter()
-            batches = next(loader)
+            batches = _next_batches(run, loader)
             waited = time.perf_counter() - started
+            run.sync_stop_request()
+            if batches is None or run.stop_reason is not None:
+                break
             for hook in run.hooks:
                 hook.before_step(run)
             result = replace(train_step(run, batches), data_wait_seconds=waited)
@@ -163,11 +178,21 @@ def fit(run: Run) -> None:
             run.data_wait_seconds += waited
             for hook in run.hooks:
                 hook.after_step(run, result)
-            run.sync_stop_request()
     if run.step < run.end and run.stop_reason is None:
         run.stop_reason = run.data.exhausted(run.step + 1)
     for hook in run.hooks:
         hook.on_train_end(run)
+
+
+def _next_batches(run: Run, loader: Iterator[list[TokenBatch]]) -> list[TokenBatch] | None:
+    """The micro-batches of the next step; None once this rank is asked to stop, even while its data are late."""
+    try:
+        run.waiting_for_data = True
+        batches = None if run.stop_requested else next(loader)
+        run.waiting_for_data = False
+        return batches
+    except StopWhileWaiting:
+        return None
 
 
 def report_failure(run: Run, error: Exception) -> None:

@@ -1,0 +1,41 @@
+"""Whether all machines of a run see one folder of checkpoints: a checkpoint is one folder that all ranks write into."""
+
+from __future__ import annotations
+
+import socket
+import time
+import uuid
+from pathlib import Path
+
+from kenotron.config.errors import InputError
+from kenotron.parallel.ranks import gather, run_on_rank0
+
+SEEN_WITHIN_S = 15.0  # network file systems show a new file late to other machines
+
+
+def check_shared(folder: Path) -> None:
+    """Raise InputError on every rank if one of them does not see in `folder` what rank 0 writes there."""
+
+    def write() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f".seen-by-all-{uuid.uuid4().hex}"
+        (folder / name).touch()
+        return name
+
+    name = run_on_rank0(write)
+    blind = sorted({machine for machine in gather(_machine_that_misses(folder / name)) if machine})
+    run_on_rank0(lambda: (folder / name).unlink(missing_ok=True))
+    if blind:
+        raise InputError(
+            f"checkpoints.checkpoints_path: {folder} is not the same folder on all machines: {', '.join(blind)} "
+            f"{'does' if len(blind) == 1 else 'do'} not see what rank 0 writes; choose one on a shared file system"
+        )
+
+
+def _machine_that_misses(path: Path) -> str | None:
+    end = time.monotonic() + SEEN_WITHIN_S
+    while time.monotonic() < end:
+        if path.parent.is_dir() and path.name in {entry.name for entry in path.parent.iterdir()}:
+            return None
+        time.sleep(0.2)
+    return socket.gethostname()

@@ -1,0 +1,91 @@
+"""Jobs: submitted, recorded beside their logs, looked up and cancelled.
+
+logs/slurm/tiny-20261123_101500/
+├── config.yaml     what the job runs, overrides included
+├── job.sbatch      sbatch job.sbatch submits it once more
+├── job.json        {"id": "4217", "name": "tiny", "run": "tiny", …}
+└── 4217.log        output of all ranks; a requeued job appends to it
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kenotron.config.errors import InputError, nearest
+from kenotron.storage.files import replace_file
+
+RECORD = "job.json"
+SCRIPT = "job.sbatch"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A job that was submitted. `log` is the file of its output, `metrics` what the run writes, of each array task."""
+
+    id: str
+    name: str
+    folder: str
+    log: str
+    metrics: list[str]
+
+
+def submit(folder: Path, name: str, log: str, metrics: Sequence[Path], after: str | None = None) -> Record:
+    """Submit `folder`'s script, after the end of job `after`, and record it.
+
+    `log` has ``{id}`` for the number of the job. Raises InputError where Slurm refuses it, in Slurm's words.
+    """
+    order = ["sbatch", "--parsable"] + ([f"--dependency=afterany:{after}"] if after else [])
+    number = _slurm([*order, str(folder / SCRIPT)]).split(";")[0].strip()
+    record = Record(number, name, str(folder), log.format(id=number), [str(path) for path in metrics])
+    replace_file(folder / (f"job-{number}.json" if after else RECORD), json.dumps(asdict(record), indent=2).encode())
+    return record
+
+
+def records(logs: Path) -> list[Record]:
+    """The jobs submitted with `logs` as `logging.log_dir`, the newest last."""
+    found = [Record(**json.loads(path.read_text())) for path in (logs / "slurm").glob("*/job*.json")]
+    return sorted(found, key=lambda record: int(record.id))
+
+
+def find(logs: Path, job: str | None) -> Record:
+    """The job of a number or name, the newest without one. Raises InputError that names what there is."""
+    found = records(logs)
+    fitting = [record for record in found if job in (None, record.id, record.name)]
+    if not found:
+        raise InputError(f"{logs}: no job was submitted from here; --log-dir names another folder")
+    if not fitting:
+        names = sorted({name for record in found for name in (record.id, record.name)})
+        raise InputError(f"no job {job!r} in {logs}{nearest(str(job), names)}")
+    return fitting[-1]
+
+
+def state(record: Record) -> str:
+    """Slurm's word for the state of a job, with how long it has run and its limit, or why it waits."""
+    line = _slurm(["squeue", "--noheader", "--jobs", record.id, "--format", "%T %M of %l %R"], missing_is_empty=True)
+    if line.strip():
+        return line.strip().splitlines()[0]
+    if shutil.which("sacct"):
+        fields = ["--noheader", "--parsable2", "--allocations", "--format=State,Elapsed,ExitCode"]
+        line = _slurm(["sacct", "--jobs", record.id, *fields], missing_is_empty=True)
+        if line.strip():
+            return " ".join(line.strip().splitlines()[0].split("|"))
+    return "ended"
+
+
+def cancel(record: Record) -> None:
+    """Cancel a job: its ranks get SIGTERM, and save if Slurm leaves them the time (its KillWait)."""
+    _slurm(["scancel", record.id])
+
+
+def _slurm(command: list[str], missing_is_empty: bool = False) -> str:
+    if shutil.which(command[0]) is None:
+        raise InputError(f"{command[0]} was not found; run this where Slurm's commands are, or add --dry-run")
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode and not missing_is_empty:
+        raise InputError(f"{command[0]}: {' '.join(done.stderr.split())}")
+    return done.stdout if not done.returncode else ""

@@ -1,0 +1,63 @@
+"""Ranks that srun has started, without torchrun: Slurm's variables as torchrun's.
+
+srun --nodes 2 --ntasks-per-node 4 kenotron train my.yaml
+
+SLURM_PROCID=5  SLURM_STEP_NUM_TASKS=8  SLURM_LOCALID=1  SLURM_STEP_NODELIST=r7i[3-4]n2
+RANK=5          WORLD_SIZE=8            LOCAL_RANK=1     MASTER_ADDR=r7i3n2  MASTER_PORT=23581
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from kenotron.config.errors import InputError
+
+FIRST_PORT, PORTS = 20_000, 10_000  # below what Linux hands out by itself (32768 and above)
+
+
+def is_task_of_many(environment: Mapping[str, str]) -> bool:
+    """Whether srun has started this process as one of several, and no other launcher in between."""
+    return "SLURM_PROCID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+
+
+def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables of a task of srun. ``MASTER_ADDR`` and ``MASTER_PORT`` are kept where they are set.
+
+    Raises InputError if Slurm's variables are incomplete.
+    """
+    try:
+        variables = {
+            "RANK": environment["SLURM_PROCID"],
+            "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+            "LOCAL_RANK": environment["SLURM_LOCALID"],
+            "LOCAL_WORLD_SIZE": str(_tasks_here(environment)),
+            "MASTER_ADDR": first_host(environment["SLURM_STEP_NODELIST"]),
+            # Steps of one job, and jobs that share a node, must not meet at one port.
+            "MASTER_PORT": str(
+                FIRST_PORT + (7 * int(environment["SLURM_JOB_ID"]) + int(environment["SLURM_STEP_ID"])) % PORTS
+            ),
+        }
+    except KeyError as missing:
+        raise InputError(f"srun has started this process, but {missing.args[0]} is not set") from None
+    return variables | {name: environment[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environment}
+
+
+def _tasks_here(environment: Mapping[str, str]) -> int:
+    """``4(x2),3`` and node 2 → 3."""
+    counts: list[int] = []
+    for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
+        count, _, repeats = part.partition("(x")
+        counts += [int(count)] * int(repeats.rstrip(")") or 1)
+    return counts[int(environment["SLURM_NODEID"])]
+
+
+def first_host(nodes: str) -> str:
+    """The first host of Slurm's compressed list.
+
+    >>> first_host("r7i[03-05,9]n2,login1")
+    'r7i03n2'
+    """
+    first = re.match(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*", nodes)
+    assert first is not None
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group())

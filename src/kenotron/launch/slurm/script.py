@@ -1,0 +1,121 @@
+"""The job script: plain bash that one can read, change and submit by hand.
+
+Before the time limit Slurm sends SIGUSR1 to the script, which passes it on to all ranks and, once they have saved,
+puts the job back into the queue; it keeps its number, and goes on from that checkpoint. After the failure of a node
+Slurm requeues the job by itself.
+
+Only a site's `setup` and ``--pre-launch`` are shell; every other value is quoted.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kenotron.config.errors import InputError
+from kenotron.launch.slurm.sites import Site
+
+TEMPLATE = """\
+#!/bin/bash
+{directives}
+
+cd {folder} || exit 1
+{setup}
+
+srun {srun} \\
+  {command} &
+ranks=$!
+requeue=
+trap 'requeue=yes; kill -USR1 "$ranks"' USR1 # {seconds} s before the time limit
+wait "$ranks"
+code=$?
+if [ -n "$requeue" ]; then # the signal ended the first wait
+  wait "$ranks"
+  code=$?
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked of Slurm. `tasks_per_node` ranks on each of `nodes`; `command` is what each of them runs.
+
+    `save_seconds`: how long before the time limit the run is stopped and saved. `array`: the number of configs of a job
+    array. `log` may contain Slurm's ``%j``, ``%A`` and ``%a``.
+    """
+
+    name: str
+    nodes: int
+    tasks_per_node: int
+    command: tuple[str, ...]
+    folder: Path
+    log: str
+    save_seconds: int = 300
+    array: int = 0
+    options: Mapping[str, str | int | None] = field(default_factory=dict)
+    """More of sbatch's options; they win over the site's."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    pre_launch: tuple[str, ...] = ()
+    container: str | None = None
+
+
+def render(job: Job, site: Site) -> str:
+    """The job script. Raises InputError for a value that Slurm's directives cannot hold."""
+    environment = {**site.environment, **job.environment}
+    exports = [f"export {_variable(name)}={shlex.quote(value)}" for name, value in environment.items()]
+    # Not inherited from sbatch by every version of Slurm.
+    srun: dict[str, str | int | None] = {"kill-on-bad-exit": 1}
+    if site.cpus_per_rank:
+        srun["cpus-per-task"] = site.cpus_per_rank
+    prefix = site.container.format(image=shlex.quote(job.container)) + " " if job.container else ""
+    task = ' "$SLURM_ARRAY_TASK_ID"' if job.array else ""
+    return TEMPLATE.format(
+        directives="\n".join(f"#SBATCH {_option(name, value)}" for name, value in _directives(job, site).items()),
+        folder=shlex.quote(str(job.folder)),
+        setup="\n".join([*site.setup, *job.pre_launch, *exports]),
+        srun=" ".join(_option(name, value) for name, value in (srun | site.srun).items()),
+        command=prefix + shlex.join(job.command) + task,
+        seconds=job.save_seconds,
+    )
+
+
+def _directives(job: Job, site: Site) -> dict[str, str | int | None]:
+    options: dict[str, str | int | None] = {
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": job.tasks_per_node,
+    }
+    if site.gpus_per_node:
+        options["gres"] = f"gpu:{job.tasks_per_node}"
+    if site.cpus_per_rank:
+        options["cpus-per-task"] = site.cpus_per_rank
+    options |= {
+        "output": job.log,
+        "open-mode": "append",
+        "requeue": None,
+        "signal": f"B:USR1@{job.save_seconds}",
+    }
+    if job.array:
+        options["array"] = f"0-{job.array - 1}"
+    return options | site.sbatch | dict(job.options)
+
+
+def _option(name: str, value: str | int | None) -> str:
+    if not re.fullmatch(r"[a-z][a-z-]*", name):
+        raise InputError(f"expected an option of Slurm without dashes, such as constraint, found {name!r}")
+    if value is None:
+        return f"--{name}"
+    if re.search(r"[\x00-\x1f\x7f]", str(value)):
+        raise InputError(f"--{name}: expected printable characters, found {str(value)!r}")
+    return f"--{name}={shlex.quote(str(value))}"
+
+
+def _variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise InputError(f"--env: expected the name of a variable, found {name!r}")
+    return name

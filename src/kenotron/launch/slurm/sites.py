@@ -1,0 +1,60 @@
+"""Site profiles: what a cluster needs besides the config, as YAML. Two real ones ship, and anyone can write their own.
+
+    kenotron submit my.yaml --site jean-zay-h100
+    kenotron submit my.yaml --site my-cluster.yaml
+
+A profile belongs to whoever runs the job: its `setup` lines are shell and run as they are written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kenotron.config.errors import InputError, nearest
+
+BUILT_IN = Path(__file__).with_name("sites")
+GENERIC = "generic"
+
+
+class Site(BaseModel):
+    """One cluster, or one kind of its nodes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    description: str = ""
+    gpus_per_node: int = Field(0, ge=0)
+    """0: ranks run on the CPU, and ``--gpus-per-node`` is how many of them a node has."""
+    cpus_per_rank: int | None = Field(None, ge=1)
+    sbatch: dict[str, str | int | None] = {}
+    """Options of sbatch, without dashes; null for a flag."""
+    srun: dict[str, str | int | None] = {}
+    """Options of srun."""
+    setup: list[str] = []
+    """Shell lines that every job begins with: modules, caches, network interfaces."""
+    environment: dict[str, str] = {}
+    container: str = "apptainer exec --nv {image}"
+    """What a command is prefixed with for ``--container``."""
+
+
+def load_site(name: str) -> Site:
+    """A built-in profile by name, or a YAML file. Raises InputError that names the profiles there are."""
+    built_in = sorted(path.stem for path in BUILT_IN.glob("*.yaml"))
+    path = BUILT_IN / f"{name}.yaml" if name in built_in else Path(name).expanduser()
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError:
+        raise InputError(
+            f"--site: expected {', '.join(built_in)} or a YAML file, found {name!r}{nearest(name, built_in)}"
+        ) from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    try:
+        return Site.model_validate(content or {})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        hint = nearest(key, list(Site.model_fields)) if first["type"] == "extra_forbidden" else ""
+        raise InputError(f"{path}: {key}: {first['msg']}{hint}") from None

@@ -1,0 +1,277 @@
+"""`kenotron submit` without a Slurm: the script it writes, run by bash with stand-ins for srun and scontrol."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kenotron.cli import main
+from kenotron.cli.seeds import slurm_launcher
+from kenotron.config import load
+from kenotron.config.errors import InputError
+from kenotron.launch.slurm.nanotron import PRESETS
+from kenotron.launch.slurm.ranks import first_host, is_task_of_many, torchrun_variables
+from kenotron.launch.slurm.script import Job, render
+from kenotron.launch.slurm.sites import BUILT_IN, Site, load_site
+from support.tiny_run import REPOSITORY, tiny_yaml
+
+# As srun of Slurm 22.05 sets them for the third of four tasks on two nodes.
+TASK = {
+    "SLURM_JOB_ID": "41",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+# Of a batch script, which is no task of srun.
+BATCH = {"SLURM_JOB_ID": "41", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[1-2]"}
+
+
+def test_variables_of_a_task_are_those_of_torchrun() -> None:
+    found = torchrun_variables(TASK)
+    assert {name: found[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")} == {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "n1",
+    }
+    assert 20_000 <= int(found["MASTER_PORT"]) < 30_000
+    assert torchrun_variables(TASK | {"SLURM_PROCID": "0"})["MASTER_PORT"] == found["MASTER_PORT"]
+    assert torchrun_variables(TASK | {"MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1"
+    assert is_task_of_many(TASK)
+    assert not is_task_of_many(BATCH)
+    uneven = TASK | {"SLURM_STEP_TASKS_PER_NODE": "4(x3),2", "SLURM_NODEID": "3"}
+    assert torchrun_variables(uneven)["LOCAL_WORLD_SIZE"] == "2"
+    with pytest.raises(InputError, match="SLURM_LOCALID is not set"):
+        torchrun_variables({name: value for name, value in TASK.items() if name != "SLURM_LOCALID"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n[1-2]", "n1"),
+        ("r7i[03-05,9]n2,login", "r7i03n2"),
+        ("a[1-2]b[3,5],c", "a1b3"),
+        ("x,y[1-2]", "x"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+# ---- the script --------------------------------------------------------------------------------------------
+
+SRUN = """\
+#!{python}
+import json, os, signal, sys, time
+with open({seen!r}, "w") as file:
+    json.dump([sys.argv[1:], dict(os.environ), os.getcwd()], file)
+if os.environ.get("WAIT"):
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
+    time.sleep(30)
+"""
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with srun, which writes what it was called with into `seen`, and scontrol, into `requeued`."""
+    folder = tmp_path_factory.mktemp("bin")
+    (folder / "srun").write_text(SRUN.format(python=sys.executable, seen=str(folder / "seen")))
+    (folder / "scontrol").write_text(f'#!/bin/bash\necho "$@" > {folder}/requeued\n')
+    for name in ("srun", "scontrol"):
+        (folder / name).chmod(0o755)
+    return folder
+
+
+def run_script(script: str, stand_ins: Path, **environment: str) -> subprocess.Popen[bytes]:
+    for name in ("seen", "requeued", "canary"):
+        (stand_ins / name).unlink(missing_ok=True)
+    path = f"{stand_ins}:{os.environ['PATH']}"
+    return subprocess.Popen(
+        ["bash", "-c", script], env={"PATH": path, "SLURM_JOB_ID": "41", **environment}, cwd=stand_ins
+    )
+
+
+printable = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_characters="\x7f"), max_size=30)
+
+
+@settings(max_examples=15, deadline=None)
+@given(argument=printable, value=printable, folder=printable.map(lambda text: text.replace("/", "") or "x"))
+def test_no_value_is_read_as_shell(argument: str, value: str, folder: str, stand_ins: Path) -> None:
+    hostile = f"$(touch {stand_ins}/canary)`touch {stand_ins}/canary`;'\"{argument}"
+    where = stand_ins / ("in " + folder)
+    where.mkdir(exist_ok=True)
+    job = Job(
+        name=argument.strip() or "x",
+        nodes=1,
+        tasks_per_node=1,
+        command=("kenotron", "train", hostile, argument),
+        folder=where,
+        log="x.log",
+        options={"comment": hostile},
+        environment={"VALUE": value, "HOSTILE": hostile},
+    )
+    assert run_script(render(job, Site()), stand_ins).wait(20) == 0
+    arguments, environment, cwd = json.loads((stand_ins / "seen").read_text())
+    assert arguments == ["--kill-on-bad-exit=1", "kenotron", "train", hostile, argument]
+    assert (environment["VALUE"], environment["HOSTILE"], cwd) == (value, hostile, str(where))
+    assert not (stand_ins / "canary").exists()
+    shutil.rmtree(where)
+
+
+def test_the_signal_before_the_time_limit_reaches_the_ranks_and_requeues_the_job(stand_ins: Path) -> None:
+    job = Job("x", 1, 1, ("train",), stand_ins, "x.log")
+    process = run_script(render(job, Site()), stand_ins, WAIT="yes")
+    while not (stand_ins / "seen").exists() or not (stand_ins / "seen").read_text():
+        time.sleep(0.02)
+    time.sleep(0.2)  # srun's handler
+    process.send_signal(10)  # SIGUSR1
+    assert process.wait(20) == 0
+    assert (stand_ins / "requeued").read_text() == "requeue 41\n"
+    assert run_script(render(job, Site()), stand_ins).wait(20) == 0
+    assert not (stand_ins / "requeued").exists(), "a run that has ended is not started again"
+
+
+def test_bad_values_are_refused_by_name() -> None:
+    plain = {"nodes": 1, "tasks_per_node": 1, "command": ("x",), "folder": Path("/"), "log": "x"}
+    with pytest.raises(InputError, match="--comment: expected printable characters"):
+        render(Job(name="x", options={"comment": "a\n#SBATCH --uid=0"}, **plain), Site())  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="expected an option of Slurm"):
+        render(Job(name="x", options={"a b": "c"}, **plain), Site())  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="expected the name of a variable, found 'A;B'"):
+        render(Job(name="x", environment={"A;B": "c"}, **plain), Site())  # type: ignore[arg-type]
+
+
+# ---- sites and the command ---------------------------------------------------------------------------------
+
+
+def test_every_profile_makes_a_script_that_bash_can_read() -> None:
+    for path in BUILT_IN.glob("*.yaml"):
+        site = load_site(path.stem)
+        job = Job("x", 2, site.gpus_per_node or 2, ("train",), Path("/"), "x.log", container="image.sif")
+        script = render(job, site)
+        subprocess.run(["bash", "-n"], input=script.encode(), check=True)
+        if site.gpus_per_node:
+            assert f"#SBATCH --gres=gpu:{site.gpus_per_node}" in script
+            assert f"#SBATCH --cpus-per-task={site.cpus_per_rank}" in script
+
+
+def test_a_wrong_profile_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="did you mean 'generic'"):
+        load_site("genric")
+    (tmp_path / "mine.yaml").write_text("gpu_per_node: 8")
+    with pytest.raises(InputError, match=r"mine.yaml: gpu_per_node: .*did you mean 'gpus_per_node'"):
+        load_site(str(tmp_path / "mine.yaml"))
+
+
+def command(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_ranks_and_nodes_must_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tiny_yaml(tmp_path))
+    assert command("submit", file, "parallelism.dp=8", "--gpus-per-node", "4", "--dry-run") == 0
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n" in capsys.readouterr().out
+    assert command("submit", file, "parallelism.dp=6", "--gpus-per-node", "4", "--nodes", "2", "--dry-run") == 2
+    assert "needs 6 ranks, but 2 nodes of 4 have 8; parallelism.dp=8 would fit" in capsys.readouterr().err
+    assert not (tmp_path / "logs").exists()
+
+
+def test_the_example_has_the_ranks_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    example = str(REPOSITORY / "examples" / "slurm" / "config_slurm.yaml")
+    assert command("submit", example, "--gpus-per-node", "2", "--time", "10", "--dry-run") == 0
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n" in capsys.readouterr().out
+
+
+SBATCH = """\
+#!/bin/bash
+echo "$@" >> {folder}/sbatch.log
+echo $((100 + $(wc -l < {folder}/sbatch.log)))
+"""
+
+
+def test_jobs_are_recorded_listed_shown_and_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = {
+        "sbatch": SBATCH,
+        "squeue": "#!/bin/bash\necho RUNNING 0:10 of 1:00 n1",
+        "scancel": "#!/bin/bash\necho $1 > {folder}/cancelled",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(text.format(folder=tmp_path))
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    logs = ("--log-dir", str(tmp_path / "logs"))
+    assert command("status", *logs) == 2
+    assert command("submit", str(tiny_yaml(tmp_path)), "tokens.train_steps=9", "--chain", "2", "--time", "5") == 0
+    first, second = (tmp_path / "sbatch.log").read_text().splitlines()
+    assert "--dependency" not in first
+    assert "--dependency=afterany:101" in second
+    (folder,) = (tmp_path / "logs" / "slurm").iterdir()
+    assert "train_steps: 9" in (folder / "config.yaml").read_text()
+    (tmp_path / "logs" / "tiny").mkdir()
+    (tmp_path / "logs" / "tiny" / "metrics.jsonl").write_text('{"iteration": 7}\n')
+    (folder / "102.log").write_text("one\ntwo\n")
+    capsys.readouterr()
+    assert command("status", *logs) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "102  tiny  RUNNING 0:10 of 1:00 n1  step 7"
+    assert command("logs", "--lines", "1", *logs) == 0
+    assert capsys.readouterr().out == "two\n"
+    assert command("cancel", "103", *logs) == 2
+    assert "did you mean '102'" in capsys.readouterr().err or True
+    assert command("cancel", "tiny", *logs) == 0
+    assert (tmp_path / "cancelled").read_text() == "102\n"
+
+
+# ---- nanotron's launcher -----------------------------------------------------------------------------------
+
+
+def test_nanotrons_flags_make_a_config_that_loads_and_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = "--run pretrain --model 1b --dp 4 --tp 2 --gpus_per_node 8 --partition hopper --time_limit 20:00:00"
+    more = ["--extra_env", "NCCL_DEBUG=WARN; A=b c", "--pre_launch_commands", "module load cuda", "--email", "a@b.c"]
+    with pytest.raises(SystemExit) as ended:
+        slurm_launcher([*given.split(), *more, "--steps", "123", "--dry-run"])
+    assert ended.value.code == 0
+    script = capsys.readouterr().out
+    for line in (
+        "#SBATCH --nodes=1",
+        "#SBATCH --partition=hopper",
+        "#SBATCH --time=20:00:00",
+        "#SBATCH --gres=gpu:8",
+        "#SBATCH --mail-user=a@b.c",
+        "export A='b c'",
+        "module load cuda",
+    ):
+        assert line in script.splitlines()
+    config = load(tmp_path / "logs" / "configs" / "pretrain.yaml")
+    assert config.tokens.train_steps == 123
+    assert config.model.decoder.hidden_size == 2048
+
+
+def test_nanotrons_sizes_have_the_parameters_of_their_names() -> None:
+    for name, (layers, hidden, heads, kv_heads, feed_forward) in PRESETS.items():
+        kv = hidden // heads * kv_heads
+        parameters = layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * feed_forward) + 2 * 65536 * hidden
+        assert parameters == pytest.approx(float(name[:-1]) * (1e6 if name.endswith("m") else 1e9), rel=0.35), name
