@@ -178,4 +178,20 @@ MUTANTS = [
         why="a checkpoint that the disk garbled replaces the last good one",
         tests=("training/test_failed_saves.py",),
     ),
+    Mutant(
+        name="a-job-at-its-time-limit-is-not-requeued",
+        file="launch/slurm/script.py",
+        find='  scontrol requeue "$SLURM_JOB_ID"\n',
+        replace="",
+        why="a run of a week ends after a day",
+        tests=("launch/test_slurm.py",),
+    ),
+    Mutant(
+        name="a-task-of-srun-counts-its-ranks-over-all-nodes",
+        file="launch/slurm/ranks.py",
+        find='return counts[int(environment["SLURM_NODEID"])]',
+        replace="return sum(counts)",
+        why="ranks of two nodes share out the cores and devices of one",
+        tests=("launch/test_slurm.py",),
+    ),
 ]

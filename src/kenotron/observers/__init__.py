@@ -1,5 +1,6 @@
 """Hooks that watch a run: `observers` makes those that a config asks for.
 
+signals.py        SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop
 progress.py       a bar or a line with the ETA
 expert_load.py    how evenly the experts of a mixture are used
 samples.py        completions of `logging.sample_prompts`
@@ -22,6 +23,7 @@ from kenotron.observers.expert_load import ExpertLoad
 from kenotron.observers.export import ExportHook
 from kenotron.observers.profiler import ProfilerHook
 from kenotron.observers.progress import Pace, Progress
+from kenotron.observers.signals import Signals
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 def observers(config: Config, mesh: Mesh) -> list[Hook]:
     """Those that `config` asks for on this rank of `mesh`. What only writes lines or files is on the first rank."""
-    hooks: list[Hook] = []
+    hooks: list[Hook] = [Signals()]
     if config.logging.sample_prompts:
         from kenotron.observers.samples import SampleCompletions
 

@@ -16,7 +16,7 @@ from kenotron.optim.build import build_optimizer
 from kenotron.parallel.ranks import wait_for_all
 from kenotron.training.checkpoint_hook import CheckpointHook
 from kenotron.training.console import logger
-from kenotron.training.guards import NonFiniteGuard, Signals
+from kenotron.training.guards import NonFiniteGuard
 from kenotron.training.hooks import Hook, load_hook
 from kenotron.training.initial_weights import OpenWeights, fill_weights
 from kenotron.training.metrics import Metrics
@@ -109,7 +109,7 @@ def build_hooks(config: Config, mesh: Mesh, observers: Sequence[Hook] = ()) -> l
 
     What only writes is on the first rank; what computes or decides is on all.
     """
-    hooks: list[Hook] = [NonFiniteGuard(), Signals(), CheckpointHook(), *observers]
+    hooks: list[Hook] = [NonFiniteGuard(), CheckpointHook(), *observers]
     if config.tokens.validates:
         hooks.append(Validation())
     if mesh.is_first:

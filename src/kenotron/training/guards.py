@@ -1,11 +1,7 @@
-"""Guards: a run whose numbers are not finite fails; one that receives a signal saves and stops."""
+"""Guards: a run whose numbers are not finite fails."""
 
 from __future__ import annotations
 
-import signal
-import threading
-import time
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from kenotron.config.errors import RunFailed
@@ -50,62 +46,3 @@ class NonFiniteGuard(Hook):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue counting from `state`."""
         self.in_a_row, self.total = state["in_a_row"], state["total"]
-
-
-class Signals(Hook):
-    """SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, exit with code 0. A second one exits at once.
-
-    Ctrl-C under torchrun arrives twice, from the terminal and from torchrun: a signal within two seconds of the first
-    counts as the same request. So does SIGTERM after SIGUSR1: Slurm's at the time limit, while the run is being saved.
-    """
-
-    priority = -40
-    NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")
-    SAME_REQUEST_SECONDS = 2.0
-
-    def __init__(self) -> None:
-        self.received: str | None = None
-        self.received_at = 0.0
-        self.run: Run | None = None
-        self.previous: dict[int, Any] = {}
-
-    def on_train_start(self, run: Run) -> None:
-        """Install the handlers, if this is the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            return  # Python delivers signals to the main thread only
-        self.run = run
-        for name in self.NAMES:
-            number = getattr(signal, name, None)
-            if number is not None:
-                self.previous[number] = signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        if self.received is None:
-            self.received, self.received_at = name, time.monotonic()
-            assert self.run is not None
-            self.run.stop(name)
-        elif (self.received, name) != (
-            "SIGUSR1",
-            "SIGTERM",
-        ) and time.monotonic() - self.received_at > self.SAME_REQUEST_SECONDS:
-            self._restore()
-            raise KeyboardInterrupt(f"second signal: {name}")
-
-    def _same_request(self, name: str) -> bool:
-        soon = time.monotonic() - self.received_at <= self.SAME_REQUEST_SECONDS
-        return soon or (self.received, name) == ("SIGUSR1", "SIGTERM")
-
-    def on_train_end(self, run: Run) -> None:
-        """Log which signal stopped the run."""
-        if self.received is not None:
-            logger.warning("%s: saving after step %d and stopping", self.received, run.step)
-
-    def on_close(self, run: Run) -> None:
-        """Restore the handlers that were there before."""
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-        self.previous = {}

@@ -1,0 +1,74 @@
+"""A run that receives a signal finishes its step, saves and stops; `Run.stop` does the rest."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from kenotron.training.console import logger
+from kenotron.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from kenotron.training.run import Run
+
+
+class Signals(Hook):
+    """SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, exit with code 0. A second one exits at once.
+
+    Ctrl-C under torchrun arrives twice, from the terminal and from torchrun: a signal within two seconds of the first
+    counts as the same request. So does SIGTERM after SIGUSR1: Slurm's at the time limit, while the run is being saved.
+    """
+
+    priority = -40
+    NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")
+    SAME_REQUEST_SECONDS = 2.0
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self.received_at = 0.0
+        self.run: Run | None = None
+        self.previous: dict[int, Any] = {}
+
+    def on_train_start(self, run: Run) -> None:
+        """Install the handlers, if this is the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python delivers signals to the main thread only
+        self.run = run
+        for name in self.NAMES:
+            number = getattr(signal, name, None)
+            if number is not None:
+                self.previous[number] = signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self.received is None:
+            self.received, self.received_at = name, time.monotonic()
+            assert self.run is not None
+            self.run.stop(name)
+        elif (self.received, name) != (
+            "SIGUSR1",
+            "SIGTERM",
+        ) and time.monotonic() - self.received_at > self.SAME_REQUEST_SECONDS:
+            self._restore()
+            raise KeyboardInterrupt(f"second signal: {name}")
+
+    def _same_request(self, name: str) -> bool:
+        soon = time.monotonic() - self.received_at <= self.SAME_REQUEST_SECONDS
+        return soon or (self.received, name) == ("SIGUSR1", "SIGTERM")
+
+    def on_train_end(self, run: Run) -> None:
+        """Log which signal stopped the run."""
+        if self.received is not None:
+            logger.warning("%s: saving after step %d and stopping", self.received, run.step)
+
+    def on_close(self, run: Run) -> None:
+        """Restore the handlers that were there before."""
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+        self.previous = {}
