@@ -73,7 +73,7 @@ class Cluster:
         """Start all daemons, and wait until both nodes are idle."""
         host = socket.gethostname()
         ports = _free_ports(3)
-        here = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs={CORES} RealMemory=500 State=UNKNOWN"
+        here = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs={CORES} RealMemory={_memory_mb()} State=UNKNOWN"
         nodes = [f"NodeName={name} Port={port} {here}" for name, port in zip(NODES, ports[1:])]
         (self.folder / "state").mkdir()
         text = CONFIGURATION.format(host=host, controller=ports[0], folder=self.folder, nodes="\n".join(nodes))
@@ -148,6 +148,10 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         os.environ.pop("SLURM_CONF", None)
         if before is not None:
             os.environ["SLURM_CONF"] = before
+
+
+def _memory_mb() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
 
 
 def _free_ports(count: int) -> list[int]:

@@ -85,5 +85,7 @@ def wait_for_all() -> None:
     store = default_store()
     mine = store.add(f"kenotron/arrivals/{dist.get_rank()}", 1)
     store.add(f"kenotron/arrivals/of/{mine}", 1)
+    pause = LOOK_EVERY_S / 64
     while store.add(f"kenotron/arrivals/of/{mine}", 0) < dist.get_world_size():
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(pause)
+        pause = min(2 * pause, LOOK_EVERY_S)

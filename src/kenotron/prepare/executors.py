@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -79,7 +80,10 @@ def tokenize_on(
     step = ShardTokenizer(inputs, tokenizer, output, options)
     tasks = min(cluster.tasks or len(work.shards), len(work.shards))
     executor = _executor(cluster, step, tasks, output.absolute().with_name(f"{output.name}.logs"))
-    executor.run()
+    try:
+        executor.run()
+    except subprocess.CalledProcessError as error:  # its message is on the terminal
+        raise InputError(f"--executor {cluster.executor}: {error.cmd[0]} refused the job") from None
     if cluster.executor == "slurm":
         report(f"{counted(tasks, 'task')} handed to Slurm; {output}/manifest.json is written when all are done")
         return None
