@@ -14,6 +14,7 @@ from kenotron.cli import checkpoint, config, convert, data
 from kenotron.cli import data_fetch as _data_fetch  # noqa: F401 (its command is data.app's)
 from kenotron.cli import data_prepare as _data_prepare  # noqa: F401 (its commands are data.app's)
 from kenotron.cli import data_which as _data_which  # noqa: F401 (its command is data.app's)
+from kenotron.cli.branch import branch
 from kenotron.cli.chat import chat
 from kenotron.cli.compare import compare
 from kenotron.cli.generate import generate
@@ -46,6 +47,7 @@ def build_app() -> Callable[[list[str]], int]:
     app.callback()(_options)
     app.command()(init)
     app.command()(train)
+    app.command()(branch)
     app.command()(generate)
     app.command()(chat)
     app.command()(compare)

@@ -1,11 +1,12 @@
-"""`kenotron checkpoint`: list, verify and prune checkpoints.
+"""`kenotron checkpoint`: list, verify, prune and average checkpoints.
 
     kenotron checkpoint list checkpoints
     kenotron checkpoint show checkpoints/20
     kenotron checkpoint verify checkpoints             # every byte; exit code 1 if one is damaged
     kenotron checkpoint prune checkpoints --keep-last 2 --keep-every 1000 --dry-run
+    kenotron checkpoint average checkpoints/10 checkpoints/20 --output mean
 
-Each takes `--json`. A table on a terminal, plain columns elsewhere. Torch is never imported.
+Each but the last takes `--json`. A table on a terminal, plain columns elsewhere. Only `average` imports torch.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from kenotron.checkpoint.index import DTYPES, Index, read_index
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.checkpoint.retention import prune as prune_checkpoints
 from kenotron.checkpoint.retention import to_prune
-from kenotron.config.errors import CheckpointError, counted, nearest
+from kenotron.config.errors import CheckpointError, InputError, counted, nearest
 
-app = typer.Typer(no_args_is_help=True, help="List, verify and prune checkpoints.")
+app = typer.Typer(no_args_is_help=True, help="List, verify, prune and average checkpoints.")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -107,6 +108,26 @@ def prune(
     for entry in doomed:
         print(f"{'would remove' if dry_run else 'removed'} {entry.path}")
     print(f"{counted(len(doomed), 'checkpoint')}, {_human(freed)}")
+
+
+@app.command()
+def average(
+    paths: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT...", help="Two checkpoints of a model, or more.")],
+    output: Annotated[Path, typer.Option(help="New folder of checkpoints; the average keeps the highest step.")],
+    weights: Annotated[
+        str | None, typer.Option(help="One for each checkpoint, such as 3,1; they are divided by their sum.")
+    ] = None,
+) -> None:
+    """Average the weights of checkpoints, or merge them: a checkpoint without optimizer state."""
+    from kenotron.checkpoint.averaging import average
+
+    try:
+        numbers = None if weights is None else [float(weight) for weight in weights.split(",")]
+    except ValueError:
+        raise InputError(f"--weights: expected numbers such as 3,1, found {weights!r}") from None
+    saved = average(paths, output, numbers)
+    print(f"Wrote {saved.path}: {_human(saved.bytes)} in {saved.seconds:.1f} s")
+    print(f"Next: kenotron generate {saved.path}")
 
 
 def _all_in(folder: Path) -> list[Found]:

@@ -56,9 +56,10 @@ def to_dict(config: Config) -> dict[str, Any]:
     return config.model_dump(by_alias=True)
 
 
-def dump(config: Config) -> str:
-    """YAML with every key, including defaults."""
-    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+def dump(config: Config | dict[str, Any]) -> str:
+    """YAML with every key, including defaults; of plain data, with those that it has."""
+    data = to_dict(config) if isinstance(config, Config) else config
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def inline(value: object) -> str:

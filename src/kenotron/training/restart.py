@@ -27,6 +27,7 @@ from kenotron.training.console import logger
 from kenotron.training.start import Start, changed_stage
 
 KEY = "checkpoints.resume_checkpoint_path"
+WITHOUT = "set a checkpoints.load_mode that does without, such as model_only"
 
 
 def start_elsewhere(config: Config, path: Path) -> Start:
@@ -46,7 +47,7 @@ def start_elsewhere(config: Config, path: Path) -> Start:
         if "data" in start.loads:
             _check_data_position(config, before, start)
         if "optimizer" in start.loads:
-            _compare_optimizers(config, before, path)
+            _check_optimizer(config, before, start)
     return start
 
 
@@ -79,19 +80,27 @@ def _check_data_position(config: Config, before: Config, start: Start) -> None:
         )
 
 
-def _compare_optimizers(config: Config, before: Config, path: Path) -> None:
-    """Log what the config changes: its values hold from the first step on. Raises InputError for another optimizer."""
+def _check_optimizer(config: Config, before: Config, start: Start) -> None:
+    """Log what the config changes: its values hold from the first step on.
+
+    Raises InputError for another optimizer, or none: without state before its first step, SGD's without momentum.
+    """
+    path, schedule = start.path, "optimizer.learning_rate_scheduler."
+    assert path is not None
+    manifest, factory = checkpoint.read_manifest(path), before.optimizer.optimizer_factory
+    stateless = manifest.step == 0 or getattr(factory, "momentum", None) == 0
+    if not stateless and not manifest.below("optimizer"):
+        raise InputError(f"{KEY}: {path} has no optimizer state; {WITHOUT}")
     changed = [
         (name.removeprefix("optimizer."), old, new)
         for name, old, new in diff(before, config)
-        if name.startswith("optimizer.") and not name.endswith("zero_stage")
+        if name.startswith("optimizer.")
+        and not name.endswith("zero_stage")
+        and ("scheduler" in start.loads or not name.startswith(schedule) or name == f"{schedule}learning_rate")
     ]
     for name, old, new in changed:
         if name == "optimizer_factory.name":
-            raise InputError(
-                f"{KEY}: the optimizer of {path} is {old}, and optimizer.{name} is {new}; take a "
-                f"checkpoints.load_mode without its state, such as model_only"
-            )
+            raise InputError(f"{KEY}: the optimizer of {path} is {old}, and optimizer.{name} is {new}; {WITHOUT}")
     if changed:
         logger.info(
             "Resumed with %s", ", ".join(f"{name} {new} (the checkpoint had {old})" for name, old, new in changed)

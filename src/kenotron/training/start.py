@@ -46,8 +46,13 @@ class Start:
 
     @classmethod
     def at(cls, path: Path, continues: bool) -> Start:
-        """Where the checkpoint `path` continues its own run."""
+        """Where the checkpoint `path` continues its own run. Raises InputError for an average of checkpoints."""
         manifest = checkpoint.read_manifest(path)
+        if continues and "averaged_from" in manifest.state:
+            raise InputError(
+                f"{path} is an average, which no run continues; set another checkpoints.checkpoints_path, and this one "
+                f"as checkpoints.resume_checkpoint_path with load_mode: model_only"
+            )
         starts = (manifest.state.get(name, 0) for name in ("schedule_start", "data_start"))
         return cls(path, continues, manifest.step, frozenset(LOAD_MODES["continue"]), *starts)
 

@@ -1,0 +1,162 @@
+"""The average of checkpoints of one model, as a checkpoint: `kenotron checkpoint average`.
+
+    average(["run/8000", "run/9000", "run/10000"], "mean")                 mean/10000: the mean of their weights
+    average(["code/5000", "text/5000"], "merged", weights=[3, 1])          merged/5000: 3/4 and 1/4 of them
+
+Sums are float64, over blocks of rows, and one tensor of the result is in memory at a time. The result has the step,
+config and tokenizer of the checkpoint with the highest step (the first of several), and no optimizer state: it can be
+decoded from, exported, and trained on by a new run without the optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kenotron.checkpoint.folders import Progress, check_files, list_checkpoints, resolve
+from kenotron.checkpoint.index import Entry, read_index
+from kenotron.checkpoint.loading import block_reader
+from kenotron.checkpoint.manifest import Manifest, read_manifest
+from kenotron.checkpoint.saving import Saved, save
+from kenotron.config.errors import CheckpointError, InputError
+from kenotron.config.writing import ABSENT, flatten
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 1 << 20
+"""Elements that are summed at a time."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One of the checkpoints, and its share of the result."""
+
+    path: Path
+    share: float
+    manifest: Manifest
+    tensors: dict[str, Entry]
+    model_config: dict[str, Any]
+    read: Callable[[str, Sequence[int], Sequence[int]], Tensor]
+
+
+def average(
+    paths: Sequence[Path | str],
+    output: Path | str,
+    weights: Sequence[float] | None = None,
+    progress: Progress | None = None,
+) -> Saved:
+    """Write the weighted mean of the checkpoints `paths` as the checkpoint `<output>/<step>`.
+
+    `weights` are divided by their sum; None: all are equal. `progress(done, total)` counts tensors.
+
+    Raises InputError (CheckpointError) where fewer than two are given, a weight is not above 0, `output` holds
+    checkpoints, one is damaged, or their models, tensors or tokenizers differ.
+    """
+    root = Path(output)
+    if list_checkpoints(root) or (root.exists() and not root.is_dir()):
+        raise InputError(f"{root} holds checkpoints already (or is a file); name a new folder")
+    parts = [_open(resolve(path), share) for path, share in zip(paths, _shares(len(paths), weights), strict=True)]
+    for part in parts[1:]:
+        _check_same_model(parts[0], part)
+    newest = max(parts, key=lambda part: part.manifest.step)
+    done = count(1)
+
+    def mean(name: str, entry: Entry) -> Tensor:
+        if progress:
+            progress(next(done), len(newest.tensors))
+        return _mean(parts, name, entry)
+
+    from kenotron.checkpoint.tensors import torch_dtype
+    from kenotron.kernels.tensor_shard import TensorShard
+
+    tokenizer = newest.path / "tokenizer"
+    sources = [{"path": str(part.path), "weight": part.share} for part in parts]
+    return save(
+        root,
+        newest.manifest.step,
+        model={
+            name: TensorShard.later(entry.shape, torch_dtype(entry.dtype), partial(mean, name, entry))
+            for name, entry in newest.tensors.items()
+        },
+        optimizer=None,
+        state={**newest.manifest.state, "hooks": {}, "averaged_from": sources},
+        config_yaml=(newest.path / "config.yaml").read_text(encoding="utf-8"),
+        model_config=newest.model_config,
+        save_tokenizer=partial(shutil.copytree, tokenizer, dirs_exist_ok=True) if tokenizer.is_dir() else None,
+    )
+
+
+def _shares(number: int, weights: Sequence[float] | None) -> list[float]:
+    """The weights, divided by their sum."""
+    if number < 2:
+        raise InputError(f"expected two checkpoints or more to average, found {number}")
+    weights = [1.0] * number if weights is None else weights
+    if len(weights) != number:
+        raise InputError(f"weights: expected {number}, one for each checkpoint, found {len(weights)}")
+    if wrong := [weight for weight in weights if not (weight > 0 and math.isfinite(weight))]:
+        raise InputError(f"weights: expected numbers above 0, found {wrong[0]:g}")
+    return [weight / math.fsum(weights) for weight in weights]
+
+
+def _open(path: Path, share: float) -> _Part:
+    """The checkpoint `path`, its files compared with their checksums."""
+    manifest = read_manifest(path)
+    if problems := check_files(path, manifest.below("model", "tokenizer", "config.yaml", "model_config.json")):
+        raise CheckpointError(problems[0])
+    model_config = json.loads((path / "model_config.json").read_text(encoding="utf-8"))
+    index = read_index(path / "model", manifest.files)
+    return _Part(path, share, manifest, index.tensors, model_config, block_reader(path)[1])
+
+
+def _check_same_model(one: _Part, other: _Part) -> None:
+    """Raise InputError, which names the first difference, unless both are checkpoints of one model."""
+
+    def refuse(what: str) -> None:
+        raise InputError(f"{other.path} is not of the same model as {one.path}: {what}")
+
+    configs = [dict(flatten(part.model_config)) for part in (one, other)]
+    for key in dict.fromkeys([*configs[0], *configs[1]]):
+        here, there = (config.get(key, ABSENT) for config in configs)
+        if here != there:
+            refuse(f"{key} is {there}, not {here}")
+    for name in dict.fromkeys([*one.tensors, *other.tensors]):
+        if (name in one.tensors) != (name in other.tensors):
+            refuse(f"only {(one if name in one.tensors else other).path} has {name}")
+        mine, its = one.tensors[name], other.tensors[name]
+        if (mine.shape, mine.dtype) != (its.shape, its.dtype):
+            refuse(f"{name} is {its.dtype} {list(its.shape)}, not {mine.dtype} {list(mine.shape)}")
+    if _tokenizer(one.manifest) != _tokenizer(other.manifest):
+        refuse("its tokenizer is another, so its tokens mean other text")
+
+
+def _tokenizer(manifest: Manifest) -> object:
+    """What says which tokenizer a checkpoint has: the checksum of its vocabulary, or of all its files."""
+    files = manifest.below("tokenizer")
+    return files.get("tokenizer/tokenizer.json", files)
+
+
+def _mean(parts: Sequence[_Part], name: str, entry: Entry) -> Tensor:
+    """The tensor `name` of the result, in the dtype of the parts."""
+    import torch
+
+    from kenotron.checkpoint.tensors import torch_dtype
+
+    result = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+    rows = result.view(1) if result.dim() == 0 else result
+    at_once = max(1, BLOCK // max(1, rows[:1].numel()))
+    for first in range(0, len(rows), at_once):
+        block = rows[first : first + at_once]
+        total = torch.zeros(block.shape, dtype=torch.float64)
+        for part in parts:
+            offset, shape = ((first, *[0] * (block.dim() - 1)), tuple(block.shape)) if entry.shape else ((), ())
+            total += part.share * part.read(name, offset, shape).to(torch.float64)
+        block.copy_(total)
+    return result

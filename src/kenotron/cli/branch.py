@@ -1,0 +1,83 @@
+"""`kenotron branch`: a config that anneals a run from one of its checkpoints, as a run of its own.
+
+kenotron branch my.yaml --at 6000 --cooldown 500 --name cool-500 > cool-500.yaml
+kenotron train cool-500.yaml                   steps 6001 to 6500, in checkpoints/my_run-cool-500
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+
+
+def branch(
+    file: Annotated[Path, typer.Argument(help="The YAML file of the run.")],
+    at: Annotated[int, typer.Option(help="The step of its checkpoint to begin at.")],
+    cooldown: Annotated[int, typer.Option(help="Steps to anneal in.", min=1)],
+    name: Annotated[str, typer.Option(help="Name of the new run.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="More changes: dotted.path=value.")
+    ] = None,
+    style: Annotated[str, typer.Option(help="The decay, an lr_decay_style.")] = "1-sqrt",
+) -> None:
+    """Print a config that anneals a run from one of its checkpoints: weights, optimizer and data go on, the learning
+    rate falls from what it was there to 0. The run and its folder are left as they are.
+    """
+    from kenotron.config import load
+    from kenotron.config.dialects import upgrade
+    from kenotron.config.document import read
+    from kenotron.config.overrides import apply
+    from kenotron.config.writing import dump, inline
+
+    config = load(file, report=lambda line: print(line, file=sys.stderr))
+    root = Path(config.checkpoints.checkpoints_path)
+    path = _checkpoint(root, at)
+    schedule = {
+        "learning_rate": _rate(path, at),
+        "lr_warmup_steps": 0,
+        "lr_decay_style": style,
+        "min_decay_lr": 0.0,
+    }
+    changes: dict[str, Any] = {
+        "general.run": name,
+        "checkpoints.checkpoints_path": str(root.with_name(f"{root.name}-{name}")),
+        "checkpoints.resume_checkpoint_path": str(path),
+        "checkpoints.load_mode": "cooldown",
+        "tokens.train_steps": cooldown,
+        "optimizer.learning_rate_scheduler": schedule,
+    }
+    document = read(file)
+    list(upgrade(document))
+    for text in (*(f"{key}={inline(value)}" for key, value in changes.items()), *(overrides or ())):
+        apply(document, text)
+    load(document.data, report=lambda line: None)
+    print(f"# {cooldown} steps of cooldown from step {at} of {config.general.run}; made by: kenotron branch {file}")
+    print(dump(document.data), end="")
+
+
+def _checkpoint(root: Path, step: int) -> Path:
+    from kenotron.checkpoint.folders import list_checkpoints
+    from kenotron.config.errors import InputError
+
+    sound = {entry.step: entry.path for entry in list_checkpoints(root) if entry.manifest}
+    if step not in sound:
+        steps = ", ".join(map(str, sorted(sound))) or "none"
+        raise InputError(f"--at: {root} has no checkpoint of step {step}; there are: {steps}")
+    return sound[step]
+
+
+def _rate(path: Path, step: int) -> float:
+    """The learning rate of the last step before the checkpoint."""
+    from kenotron.checkpoint.manifest import read_manifest
+    from kenotron.config.resolved import read_resolved
+    from kenotron.optim.schedule import learning_rate
+
+    saved: Config = read_resolved(path / "config.yaml")
+    begun = read_manifest(path).state.get("schedule_start", 0)
+    return learning_rate(saved.optimizer.learning_rate_scheduler, step - begun, saved.tokens.train_steps)

@@ -1,0 +1,99 @@
+"""`kenotron branch`, and the commands of docs/checkpoints.md around it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import math
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+import kenotron as kn
+from kenotron.cli import main
+from support.pages import blocks, read_page, sections
+from support.tiny_run import losses, metrics, tiny_dict, train_quietly
+
+PEAK, FLOOR = 0.01, 0.001
+PAGE = sections(read_page("checkpoints.md"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of a user, with my.yaml, whose rate falls from step 5 on, trained for 8 steps."""
+    content = tiny_dict(Path())
+    content["checkpoints"] = {"checkpoints_path": "checkpoints/my_run", "checkpoint_interval": 2}
+    content["tokens"]["train_steps"] = 8
+    schedule = {"learning_rate": PEAK, "lr_warmup_steps": 2, "lr_decay_style": "linear", "min_decay_lr": FLOOR}
+    content["optimizer"]["learning_rate_scheduler"] = schedule | {"lr_decay_starting_step": 4}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text(yaml.safe_dump(content))
+    train_quietly(kn.load("my.yaml"))
+    return tmp_path
+
+
+def typed(line: str) -> str:
+    """What a command printed; `> file` is where it goes, too."""
+    command, _, file = line.partition(" > ")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), pytest.raises(SystemExit) as ended:
+        main(shlex.split(command)[1:])
+    assert not ended.value.code, line
+    if file:
+        Path(file).write_text(said.getvalue())
+    return said.getvalue()
+
+
+def content_of(folder: Path) -> dict[str, str]:
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("at", "peak"), [(4, PEAK), (6, FLOOR + (PEAK - FLOOR) / 2)])
+def test_a_branch_anneals_from_the_rate_of_its_step_and_leaves_its_parent_alone(
+    at: int, peak: float, folder: Path
+) -> None:
+    before = content_of(folder / "checkpoints" / "my_run") | content_of(folder / "logs" / "tiny")
+    typed(f"kenotron branch my.yaml --at {at} --cooldown 4 --name cool logging.iteration_step_info_interval=2 > c.yaml")
+    config = kn.load("c.yaml")
+    assert config.logging.iteration_step_info_interval == 2
+    train_quietly(config)
+    lines = metrics(config)
+    assert [line["iteration"] for line in lines] == [at + 1, at + 2, at + 3, at + 4]
+    assert [line["lr"] for line in lines] == pytest.approx([peak * (1 - math.sqrt(t / 4)) for t in (1, 2, 3, 4)])
+    assert losses(config)[0] == losses(kn.load("my.yaml"))[at]  # the same weights and samples as the parent's
+    assert config.checkpoints.checkpoints_path == "checkpoints/my_run-cool"
+    assert content_of(folder / "checkpoints" / "my_run") | content_of(folder / "logs" / "tiny") == before
+
+
+def test_a_step_without_a_checkpoint_and_a_wrong_style_are_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, message in [
+        ("--at 5", "--at: checkpoints/my_run has no checkpoint of step 5; there are: 2, 4, 6, 8"),
+        ("--at 4 --style fast", "lr_decay_style: expected one of linear, cosine"),
+        ("--at 4 tokens.steps=3", "unknown key 'tokens.steps'"),
+    ]:
+        with pytest.raises(SystemExit) as ended:
+            main(["branch", "my.yaml", "--cooldown", "4", "--name", "cool", *options.split()])
+        assert ended.value.code == 2
+        error = capsys.readouterr()
+        assert error.out == ""
+        assert message in error.err
+        assert error.err.count("\n") == 1
+
+
+def test_the_commands_of_the_page_run(folder: Path) -> None:
+    (folder / "checkpoints" / "other_run").symlink_to("my_run")
+    numbers = {"1000": "2", "1500": "4", "2000": "6", "200": "2", "500": "5"}
+    for heading in ("Cooldowns from one run", "Averaging and merging"):
+        for block in blocks(PAGE[heading], "bash"):
+            for line in block.splitlines():
+                typed(re.sub(r"\b(\d+)\b", lambda found: numbers.get(found[1], found[1]), line))
+    made = {path.name: path for path in (folder / "checkpoints").iterdir()}
+    assert {"my_run-cool-2", "my_run-cool-5", "mean", "merged", "next"} < set(made)
+    assert (made["my_run-cool-5"] / "latest.txt").read_text() == "11"
+    assert (folder / "merged-hf" / "config.json").exists()
