@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kenotron.config import NotSupportedYet, dump, load, refuse_unsupported
+from kenotron.config import InputError, NotSupportedYet, dump, load, refuse_unsupported
 from kenotron.config.decoder import ACTIVATIONS
 
 DATASET = "data_stages.0.data.dataset"
@@ -20,7 +20,6 @@ DATASET = "data_stages.0.data.dataset"
         (["lighteval={}"], "lighteval"),
         (["datastates={host_cache_size: 1}"], "datastates"),
         (["checkpoints.datastates={host_cache_size: 1}"], "checkpoints.datastates"),
-        (["s3_upload={upload_s3_path: 's3://a/b', remove_after_upload: false}"], "s3_upload"),
         (["checkpoints.checkpointing_engine=datastates"], "checkpoints.checkpointing_engine: datastates"),
         (["doremi={domain_names: 'a, b', ref_model_resume_checkpoint_path: x}"], "doremi"),
         (["model.model_config={is_starcoder2_config: true, attn_pdrop: 0.1}"], "model_config.attn_pdrop: 0.1"),
@@ -61,8 +60,7 @@ def test_everything_unsupported_is_named_at_once(minimal: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     "path",
     [
-        "checkpoints.checkpoints_path",
-        "checkpoints.resume_checkpoint_path",
+        "checkpoints.staging_path",
         "logging.log_dir",
         "general.benchmark_csv_path",
         "profiler.profiler_export_path",
@@ -76,15 +74,43 @@ def test_a_url_is_no_local_path(minimal: dict[str, Any], path: str, url: str) ->
     assert str(caught.value) == f"not supported yet: {path}: {url}: expected a local path"
 
 
+@pytest.mark.parametrize("url", ["s3:/a/b", "s3://", "hf://a/b", "https://a/b", "http://a/b", "file:///a/b"])
+@pytest.mark.parametrize("path", ["checkpoints.checkpoints_path", "checkpoints.resume_checkpoint_path"])
+def test_checkpoints_go_to_stores_and_nowhere_else(minimal: dict[str, Any], path: str, url: str) -> None:
+    for good in ("s3://a/b", "gs://a/b", "memory://a"):
+        load(minimal, [f"{path}={good}"])
+    with pytest.raises(NotSupportedYet) as caught:
+        load(minimal, [f"{path}={url}"])
+    expected = "expected a local path, or a store's URL such as s3://bucket/run"
+    assert str(caught.value) == f"not supported yet: {path}: {url}: {expected}"
+
+
+UPLOAD = "s3_upload={upload_s3_path: 's3://a/b', remove_after_upload: false}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["checkpoints.staging_path=x"], "checkpoints.staging_path: expected a URL as checkpoints.checkpoints_path"),
+        (["checkpoints.remove_after_upload=true"], "checkpoints.remove_after_upload: expected a URL"),
+        ([UPLOAD, "s3_upload.upload_s3_path=b/run"], "s3_upload.upload_s3_path: expected a URL as s3://bucket/run"),
+        ([UPLOAD, "checkpoints.checkpoints_path=s3://c"], "s3_upload: expected null: checkpoints.checkpoints_path is"),
+    ],
+)
+def test_keys_of_uploads_that_do_not_fit(minimal: dict[str, Any], overrides: list[str], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        load(minimal, overrides)
+
+
 @pytest.mark.parametrize("folder", ["checkpoints", "~/runs/a", "/data/s3:/a", "./s3:/a", "C:/runs", "a:b"])
 def test_a_local_path_is_no_url(minimal: dict[str, Any], folder: str) -> None:
     load(minimal, [f"checkpoints.checkpoints_path={folder}", f"logging.log_dir={folder}"])
 
 
 def test_the_line_of_a_url_is_named(minimal: dict[str, Any], write: Callable[[str], Path]) -> None:
-    path = write(dump(load(minimal)).replace("checkpoints_path: checkpoints", "checkpoints_path: gs://b/run"))
-    number = next(i for i, line in enumerate(path.read_text().splitlines(), 1) if "gs://" in line)
-    with pytest.raises(NotSupportedYet, match=rf"gs://b/run: expected a local path \(.*my.yaml:{number}\)$"):
+    path = write(dump(load(minimal)).replace("checkpoints_path: checkpoints", "checkpoints_path: hf://b/run"))
+    number = next(i for i, line in enumerate(path.read_text().splitlines(), 1) if "hf://" in line)
+    with pytest.raises(NotSupportedYet, match=rf"hf://b/run: expected a local path, .* \(.*my.yaml:{number}\)$"):
         load(path)
 
 
@@ -94,7 +120,6 @@ OFF = {
     "metrics_logging": {"log_level": 0, "log_detail_interval": 10},
     "tokens": {"limit_test_batches": 0},
     "lighteval": None,
-    "s3_upload": None,
 }
 
 
@@ -107,7 +132,7 @@ def test_values_that_ask_for_nothing_are_left_out(minimal: dict[str, Any]) -> No
 
 
 def test_an_unserved_key_is_named_with_its_line(minimal: dict[str, Any], write: Callable[[str], Path]) -> None:
-    path = write(dump(load(minimal)) + "lighteval:\n  batch_size: 8\ns3_upload: null\n")
+    path = write(dump(load(minimal)) + "lighteval:\n  batch_size: 8\ndoremi: null\n")
     number = path.read_text().splitlines().index("lighteval:") + 1
     with pytest.raises(NotSupportedYet) as caught:
         load(path)

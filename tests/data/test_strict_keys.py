@@ -52,7 +52,7 @@ REFUSED = {
     "no share": (of({"text_files": {"a": 0}}), f"{AT}.dataset.text_files.a: expected a number above 0, found 0"),
     "nothing is remote": (
         of(TOKENS) | {"remote_data": {"tries": 2}},
-        "remote_data: expected a remote data path",
+        "remote_data: expected a remote path",
     ),
     "a revision of nothing": (
         of(None) | {"tokenizer": {"tokenizer_revision": "main"}},

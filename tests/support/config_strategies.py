@@ -144,6 +144,10 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
     _ramps(config)
     if config["tokens"].get("val_samples"):
         config["tokens"]["limit_val_batches"] = -1
+    if config["checkpoints"].get("staging_path") or config["checkpoints"].get("remove_after_upload"):
+        config["checkpoints"]["checkpoints_path"], config["s3_upload"] = "s3://a/b", None
+    if config.get("s3_upload"):
+        config["s3_upload"]["upload_s3_path"] = "gs://a/b"
     if config["checkpoints"].get("keep_every"):
         config["checkpoints"]["keep_last"] = 2
     if config["checkpoints"].get("load_mode", "continue") != "continue":

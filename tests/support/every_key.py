@@ -169,7 +169,6 @@ UNSERVED = [
     "tokens.limit_test_batches=1",
     "lighteval={}",
     "lighteval={slurm: {qos: low}}",
-    "s3_upload={upload_s3_path: 's3://a/b', remove_after_upload: false}",
 ]
 
 
@@ -556,6 +555,9 @@ OWN_TESTS = {
     "test_token_folders.py": """
         NanosetDataset.vocab_size NanosetDataset.token_size_in_bytes NanosetDataset.skip_in_stream
         NanosetDataset.pad_samples_to_global_batch_size NanosetDataset.use_old_brrr_dataloader""",
+    "test_uploads.py": """
+        Checkpoints.staging_path Checkpoints.remove_after_upload S3Upload.upload_s3_path S3Upload.remove_after_upload
+        S3Upload.s5cmd_numworkers S3Upload.s5cmd_concurrency S3Upload.s5cmd_path""",
     "test_nonfinite_steps.py": "Optimizer.skip_nonfinite_steps",
     "test_experts_on_layouts.py": "Parallelism.expert_parallel_size",
     "test_matrix.py": "Parallelism.dp Parallelism.pp Parallelism.tp Parallelism.context_parallel_size",
@@ -567,4 +569,4 @@ OWN = {key: test for test, keys in OWN_TESTS.items() for key in keys.split()} | 
 
 # Sections: what their keys do is what they do.
 SECTIONS = """Config.general Config.parallelism Config.model Config.tokenizer Config.checkpoints Config.logging
-    Config.tokens Config.optimizer Config.data_stages Config.profiler"""
+    Config.tokens Config.optimizer Config.data_stages Config.profiler Config.s3_upload"""

@@ -95,6 +95,11 @@ def read_manifest(path: Path | str) -> Manifest:
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
         raise refusal("read", file, error) from error
+    return parse(data, file)
+
+
+def parse(data: bytes, file: Path | str) -> Manifest:
+    """The manifest whose text is `data`; `file` is where it was read. Errors as in `read_manifest`."""
     try:
         content = _unseal(data)
     except (ValueError, RecursionError) as error:

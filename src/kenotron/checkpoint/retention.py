@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from kenotron.checkpoint.durable import FolderBusy, discard, locked
@@ -52,12 +52,13 @@ def to_prune(
     latest = Path(root) / LATEST
     if latest.exists() and (text := latest.read_text().strip()).isdigit():
         kept.add(int(text))
-    complete = [entry for entry in list_checkpoints(root) if entry.manifest]
-    return [
-        entry
-        for entry in complete[:-keep_last]
-        if entry.step not in kept and not (keep_every and entry.step % keep_every == 0)
-    ]
+    complete = {entry.step: entry for entry in list_checkpoints(root) if entry.manifest}
+    return [complete[step] for step in superseded(list(complete), keep_last, keep_every, kept)]
+
+
+def superseded(steps: list[int], keep_last: int, keep_every: int | None, kept: Collection[int]) -> list[int]:
+    """Those of `steps`, the last saved last, that retention does not keep; `kept` are kept besides."""
+    return [step for step in steps[:-keep_last] if step not in kept and not (keep_every and step % keep_every == 0)]
 
 
 def tidy(root: Path | str, report: Report = quiet) -> None:

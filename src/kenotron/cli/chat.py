@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kenotron.cli.remote import at_hand
+
 
 def chat(
     path: Annotated[
-        Path,
+        str,
         typer.Argument(
-            help="A checkpoint, a folder of checkpoints (the newest is used), or a Hugging Face model: a folder or a "
-            "hub name (local cache first)."
+            help="A checkpoint, a folder of checkpoints (the newest is used), local or s3://…, or a Hugging Face "
+            "model: a folder or a hub name (local cache first)."
         ),
     ],
     system: Annotated[str | None, typer.Option(help="Instructions that stand before the first turn.")] = None,
@@ -47,7 +48,7 @@ def chat(
     from kenotron.generation.load import load_for_generation
     from kenotron.generation.printing import STOPS
 
-    model, tokenizer, _ = load_for_generation(path, dtype)
+    model, tokenizer, _ = load_for_generation(at_hand(path), dtype)
     conversation = Chat(model, tokenizer, system)
     for text in _turns():
         answer = conversation.reply(

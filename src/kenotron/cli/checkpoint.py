@@ -1,22 +1,24 @@
-"""`kenotron checkpoint`: list, verify, prune and average checkpoints.
+"""`kenotron checkpoint`: list, verify, prune, upload and average checkpoints, of this machine or in a store (s3://…).
 
     kenotron checkpoint list checkpoints
     kenotron checkpoint show checkpoints/20
     kenotron checkpoint verify checkpoints             # every byte; exit code 1 if one is damaged
     kenotron checkpoint prune checkpoints --keep-last 2 --keep-every 1000 --dry-run
+    kenotron checkpoint upload checkpoints s3://bucket/run
     kenotron checkpoint average checkpoints/10 checkpoints/20 --output mean
 
-Each but the last takes `--json`. A table on a terminal, plain columns elsewhere. Only `average` imports torch.
+Each but the last two takes `--json`. A table on a terminal, plain columns elsewhere. Only `average` imports torch.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -25,15 +27,24 @@ from kenotron.checkpoint.index import DTYPES, Index, read_index
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.checkpoint.retention import prune as prune_checkpoints
 from kenotron.checkpoint.retention import to_prune
+from kenotron.cli.remote import at_hand
 from kenotron.config.errors import CheckpointError, InputError, counted, nearest
+from kenotron.storage.paths import is_remote
 
-app = typer.Typer(no_args_is_help=True, help="List, verify, prune and average checkpoints.")
+if TYPE_CHECKING:
+    from kenotron.checkpoint.remote import RemoteFound
 
+Entry: TypeAlias = "Found | RemoteFound"
+Check: TypeAlias = Callable[..., list[str]]
+
+app = typer.Typer(no_args_is_help=True, help="List, verify, prune and upload checkpoints.")
+
+Folder = Annotated[str, typer.Argument(help="The folder of checkpoints, local or s3://….")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")
-def list_(folder: Annotated[Path, typer.Argument(help="The folder of checkpoints.")], as_json: AsJson = False) -> None:
+def list_(folder: Folder, as_json: AsJson = False) -> None:
     """List the checkpoints of a folder, the newest last. `verify` checks their contents."""
     found = _all_in(folder)
     if as_json:
@@ -47,19 +58,19 @@ def list_(folder: Annotated[Path, typer.Argument(help="The folder of checkpoints
 
 @app.command()
 def show(
-    path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or the folder of checkpoints for the newest.")],
+    path: Annotated[str, typer.Argument(help="A checkpoint's folder, or the folder of checkpoints for the newest.")],
     as_json: AsJson = False,
 ) -> None:
     """Print the contents of a checkpoint: step, counters, files, and the shape, dtype and size of each tensor."""
-    path = resolve(path)
-    manifest = read_manifest(path)
+    here = resolve(at_hand(path))
+    manifest = read_manifest(here)
     folders = [folder for folder in ("model", "optimizer") if manifest.below(folder)]
-    indexes = {folder: read_index(path / folder, manifest.files) for folder in folders}
+    indexes = {folder: read_index(here / folder, manifest.files) for folder in folders}
     if as_json:
-        _print_json(_everything(path, manifest, indexes))
+        _print_json(_everything(here, manifest, indexes))
         return
-    print(f"checkpoint {manifest.step} in {path}, saved {_date(manifest)}, {_size(manifest)}")
-    print(f"config: {path / 'config.yaml'}")
+    print(f"checkpoint {manifest.step} in {here}, saved {_date(manifest)}, {_size(manifest)}")
+    print(f"config: {here / 'config.yaml'}")
     print(f"state: {json.dumps(manifest.state)}")
     for folder, index in indexes.items():
         rows = [
@@ -73,12 +84,12 @@ def show(
 
 @app.command()
 def verify(
-    path: Annotated[Path, typer.Argument(help="A step's folder, or the folder above it for all its steps.")],
+    path: Annotated[str, typer.Argument(help="A step's folder, or the folder above it for all its steps.")],
     as_json: AsJson = False,
 ) -> None:
     """Compare every file with its checksum. Exit code 1 if anything is damaged or missing."""
-    paths = [path] if (path / MANIFEST).exists() else [entry.path for entry in _all_in(path)]
-    problems = {str(step): _verify_one(step, show_progress=not as_json) for step in paths}
+    checks = _remote_checks(path) if is_remote(path) else _local_checks(Path(path))
+    problems = {step: _verify_one(step, check, show_progress=not as_json) for step, check in checks.items()}
     if as_json:
         _print_json(problems)
     else:
@@ -90,18 +101,28 @@ def verify(
 
 @app.command()
 def prune(
-    folder: Annotated[Path, typer.Argument(help="The folder of checkpoints.")],
+    folder: Folder,
     keep_last: Annotated[int, typer.Option(help="Number of newest checkpoints to keep.", min=1)],
     keep_every: Annotated[int | None, typer.Option(help="Also keep every step that this divides.", min=1)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove old checkpoints. The newest one and damaged ones are never removed."""
-    _all_in(folder)
-    doomed = to_prune(folder, keep_last, keep_every)
+    found = _all_in(folder)
+    doomed: Sequence[Entry]
+    if is_remote(folder):
+        from kenotron.checkpoint.remote import RemoteCheckpoints, RemoteFound, beyond_retention
+
+        doomed = beyond_retention((entry for entry in found if isinstance(entry, RemoteFound)), keep_last, keep_every)
+        if not dry_run:
+            remote = RemoteCheckpoints(folder)
+            for step in [entry.step for entry in doomed]:
+                remote.remove(step, remote.manifest(step)[0])
+    else:
+        doomed = to_prune(folder, keep_last, keep_every)
+        if not dry_run:
+            prune_checkpoints(folder, keep_last, keep_every)
     freed = sum(entry.manifest.bytes for entry in doomed if entry.manifest)
-    if not dry_run:
-        prune_checkpoints(folder, keep_last, keep_every)
     if as_json:
         _print_json({"removed": [str(entry.path) for entry in doomed], "bytes": freed, "dry_run": dry_run})
         return
@@ -130,8 +151,33 @@ def average(
     print(f"Next: kenotron generate {saved.path}")
 
 
-def _all_in(folder: Path) -> list[Found]:
-    """The folder's checkpoints, sound or not; an error if there is none at all."""
+@app.command()
+def upload(
+    folder: Annotated[Path, typer.Argument(help="The local folder of checkpoints.")],
+    url: Annotated[str, typer.Argument(help="Where they go: s3://bucket/folder, or another store's.")],
+) -> None:
+    """Upload the complete checkpoints of a folder that a store does not have yet, as a run does."""
+    if not is_remote(url):
+        raise CheckpointError(f"URL: expected a store such as s3://bucket/run, found {url}")
+    _all_in(str(folder))
+    from kenotron.checkpoint.upload import Uploader
+
+    uploader = Uploader(folder, url, report=print)
+    uploader.upload_pending()
+    if uploader.problems:
+        raise typer.Exit(1)
+    print(f"{url} has every complete checkpoint of {folder}")
+
+
+def _all_in(place: str) -> Sequence[Entry]:
+    """The checkpoints there, sound or not; an error if there is none at all."""
+    if is_remote(place):
+        from kenotron.checkpoint.remote import RemoteCheckpoints
+
+        if there := RemoteCheckpoints(place).all():
+            return there
+        raise CheckpointError(f"{place} holds no checkpoints")
+    folder = Path(place)
     found = list_checkpoints(folder)
     if not folder.is_dir():
         if folder.is_file():
@@ -143,21 +189,36 @@ def _all_in(folder: Path) -> list[Found]:
     return found
 
 
-def _verify_one(path: Path, show_progress: bool) -> list[str]:
+def _local_checks(path: Path) -> dict[str, Check]:
     from kenotron.checkpoint.folders import verify as verify_checkpoint
 
+    paths = [path] if (path / MANIFEST).exists() else [entry.path for entry in _all_in(str(path))]
+    return {str(each): partial(verify_checkpoint, each) for each in paths}
+
+
+def _remote_checks(url: str) -> dict[str, Check]:
+    from kenotron.checkpoint.remote import RemoteCheckpoints, find
+
+    if url.rstrip("/").rpartition("/")[2].isdigit():
+        checkpoints, step = find(url)
+        return {url: partial(checkpoints.verify, step)}
+    remote = RemoteCheckpoints(url)
+    return {str(entry.path): partial(remote.verify, entry.step) for entry in _all_in(url)}
+
+
+def _verify_one(path: str, check: Check, show_progress: bool) -> list[str]:
     if not (show_progress and sys.stderr.isatty()):
-        return verify_checkpoint(path)
+        return check()
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn(f"verifying {path}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
-        return verify_checkpoint(path, lambda done, total: bar.update(task, completed=done, total=total))
+        return check(progress=lambda done, total: bar.update(task, completed=done, total=total))
 
 
-def _summary(entry: Found) -> dict[str, Any]:
+def _summary(entry: Entry) -> dict[str, Any]:
     manifest = entry.manifest
     return {
         "step": entry.step,

@@ -77,7 +77,12 @@ def _check_names(config: Config) -> None:
         "model.model_config.hf": getattr(architecture, "hf", None),
         "checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path,
     }.items():
-        if path and (key.startswith("checkpoints.") or is_a_path(path)) and not Path(path).expanduser().exists():
+        if (
+            path
+            and "://" not in path
+            and (key.startswith("checkpoints.") or is_a_path(path))
+            and not Path(path).expanduser().exists()
+        ):
             raise no_such_path(key, path)
     if isinstance(architecture, HFArchitecture) and Path(architecture.hf).is_dir():
         from kenotron.interop import resolve_architecture  # which imports torch

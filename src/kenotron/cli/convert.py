@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from kenotron.cli.data import on_this_machine
+from kenotron.cli.remote import at_hand
 
 app = typer.Typer(help="Convert models to and from Hugging Face's format, and nanotron's runs.", no_args_is_help=True)
 
@@ -36,7 +37,7 @@ def from_hf(
 
 @app.command("to-hf")
 def to_hf(
-    src: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints (its newest).")],
+    src: Annotated[str, typer.Argument(help="A checkpoint, or a folder of checkpoints (its newest); also s3://….")],
     dst: Annotated[Path, typer.Argument(help="New folder for transformers to load.")],
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; default: the config's model.dtype.")
@@ -47,8 +48,9 @@ def to_hf(
     from kenotron import interop
 
     on_this_machine(dst, "DST")
+    source = at_hand(src)
     with _progress("Writing") as progress:
-        written = interop.to_hf(src, dst, dtype=dtype, max_shard_size=max_shard_size, report=_say, progress=progress)
+        written = interop.to_hf(source, dst, dtype=dtype, max_shard_size=max_shard_size, report=_say, progress=progress)
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
     print(f"Wrote {written.path}: {files}, {written.bytes / 1e6:.1f} MB in {written.dtype}")
     print(f'Next: python -c "import transformers as t; print(t.AutoModelForCausalLM.from_pretrained({str(dst)!r}))"')

@@ -19,6 +19,7 @@ from typing import Annotated
 import typer
 
 from kenotron.cli.rank0 import said_once
+from kenotron.cli.remote import at_hand
 from kenotron.config.errors import InputError
 
 BUILT_IN_PROMPTS = ("The future of AI is", "def fib(n)")
@@ -26,10 +27,10 @@ BUILT_IN_PROMPTS = ("The future of AI is", "def fib(n)")
 
 def generate(
     path: Annotated[
-        Path,
+        str,
         typer.Argument(
-            help="A checkpoint, a folder of checkpoints (the newest is used), or a Hugging Face model: a folder or a "
-            "hub name (local cache first)."
+            help="A checkpoint, a folder of checkpoints (the newest is used), local or s3://…, or a Hugging Face "
+            "model: a folder or a hub name (local cache first)."
         ),
     ],
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; can be repeated.")] = None,
@@ -91,14 +92,15 @@ def generate(
         from kenotron.generation.request import Request, decode_on_ranks
         from kenotron.interop.sources import open_source
 
-        source = open_source(path, verify=False)
+        here = at_hand(path)
+        source = open_source(here, verify=False)
         layout = choose_layout(dp, pp, tp, source.layout, _processes(), ep)
         check_layout(source.model.decoder, layout)
     from kenotron.launch import leave, work_on_ranks
 
     request = Request(
         parallelism=layout,
-        path=str(path),
+        path=str(here),
         prompts=prompts,
         built_in=not (prompt or prompt_file or prompt_tokens),
         dtype=dtype,

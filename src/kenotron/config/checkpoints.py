@@ -37,13 +37,28 @@ LoadMode = Annotated[
 class Checkpoints(Section):
     """Saving and resuming."""
 
-    checkpoints_path: LocalPath = key("Folder of the run's checkpoints, with one subfolder per saved step.")
+    checkpoints_path: LocalPath = key(
+        "Folder of the run's checkpoints, with one subfolder per saved step; or the URL of a store that they are "
+        "uploaded to while training goes on (s3://, gs://, what fsspec writes to)."
+    )
+    staging_path: LocalPath | None = key(
+        "Local folder where checkpoints are written and wait for their upload, if checkpoints_path is a URL; null: "
+        "`remote` in logging.log_dir.",
+        None,
+        mark=OURS,
+    )
+    remove_after_upload: bool = key(
+        "Remove local checkpoints that have been uploaded, but for the newest while the run lasts; needs a URL as "
+        "checkpoints_path.",
+        False,
+        mark=OURS,
+    )
     checkpoint_interval: int = key("Steps between checkpoints.", ge=1)
     save_initial_state: bool = key("Save checkpoint `0` before the first step.", False)
     save_final_state: bool = key("Save a checkpoint after the last step.", True)
     resume_checkpoint_path: LocalPath | None = key(
-        "Checkpoint, or folder of checkpoints, that a new run starts from. A run that has its own checkpoints resumes "
-        "from those.",
+        "Checkpoint, or folder of checkpoints, local or a URL, that a new run starts from. A run that has its own "
+        "checkpoints resumes from those.",
         None,
     )
     load_mode: LoadMode = key(
@@ -96,3 +111,13 @@ class Checkpoints(Section):
             if not getattr(self, name) and (both := sorted(parts & self._of_mode)):
                 raise problem("load_mode", f"{self.load_mode} has {both[0]}, and {name}: false not; remove one of them")
         return self
+
+
+class S3Upload(Section):
+    """Where checkpoints of a local `checkpoints_path` are uploaded to."""
+
+    upload_s3_path: str = key("URL of the folder that gets the checkpoints: s3://, or another store's.")
+    remove_after_upload: bool = key("As checkpoints.remove_after_upload.")
+    s5cmd_numworkers: int | None = key("Files that are uploaded at once; null: 2.", None, ge=1)
+    s5cmd_concurrency: int | None = key("Parts of a file that are uploaded at once, to S3; null: 5.", None, ge=1)
+    s5cmd_path: str | None = key("Path of s5cmd, which is not used.", None, mark=NO_EFFECT)

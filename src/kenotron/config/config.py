@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kenotron.config.checkpoints import Checkpoints
+from kenotron.config.checkpoints import Checkpoints, S3Upload
 from kenotron.config.data import SFT_DATASETS, TEXT_DATASETS, DataStage, MixtureDataset, PlainDataset, paths_of
 from kenotron.config.decoder import DecoderArchitecture, Problem
 from kenotron.config.errors import nearest
@@ -54,15 +55,42 @@ class Config(Section):
         "The data of the run, stage by stage.", min_length=1
     )
     remote_data: Annotated[RemoteData, null_means(RemoteData())] = key(
-        "Remote data (s3://, gs://, hf://, https://).", RemoteData(), mark=OURS
+        "How remote files (s3://, gs://, hf://, https://) are read.", RemoteData(), mark=OURS
     )
     profiler: Profiler | None = key("A torch profiler trace of some steps.", None)
+    s3_upload: S3Upload | None = key("Upload of the checkpoints of a local checkpoints_path.", None)
 
     @property
     def global_batch_size(self) -> int:
         """Sequences per optimizer step."""
         tokens = self.tokens
         return tokens.micro_batch_size * tokens.batch_accumulation_per_replica * self.parallelism.dp
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """The local folder of the run's checkpoints, be it where they wait for their upload."""
+        return Path(self.checkpoints.staging_path or self._local_folder(self.checkpoints.checkpoints_path))
+
+    @property
+    def resume_folder(self) -> Path | None:
+        """`resume_checkpoint_path`, or where it lies once it has been fetched."""
+        named = self.checkpoints.resume_checkpoint_path
+        return None if named is None else self._local_folder(named)
+
+    def _local_folder(self, path: str) -> Path:
+        """``s3://bucket/run`` → ``logs/remote/s3/bucket/run``; a local path is itself."""
+        return Path(self.logging.log_dir, "remote", path.replace("://", "/")) if "://" in path else Path(path)
+
+    @property
+    def begins_remote(self) -> bool:
+        """Whether what the run begins from may have to be fetched."""
+        return self.upload_url is not None or "://" in (self.checkpoints.resume_checkpoint_path or "")
+
+    @property
+    def upload_url(self) -> str | None:
+        """Where checkpoints are uploaded to; None if they stay on this machine."""
+        path = self.checkpoints.checkpoints_path
+        return path if "://" in path else self.s3_upload.upload_s3_path if self.s3_upload else None
 
     @property
     def sequence_lengths(self) -> dict[str, int]:
@@ -328,8 +356,17 @@ def _check_dependent_keys(config: Config) -> Iterator[Problem]:
         yield "tokens.limit_val_batches", "expected -1 or a number above 0 with tokens.val_samples, found 0"
     if checkpoints.keep_every is not None and checkpoints.keep_last is None:
         yield "checkpoints.keep_last", "missing: checkpoints.keep_every needs it"
+    remote = "://" in checkpoints.checkpoints_path
+    for name in ("staging_path", "remove_after_upload"):
+        if getattr(checkpoints, name) and not remote:
+            yield f"checkpoints.{name}", "expected a URL as checkpoints.checkpoints_path, found a local path"
+    if config.s3_upload is not None and "://" not in config.s3_upload.upload_s3_path:
+        yield "s3_upload.upload_s3_path", f"expected a URL as s3://bucket/run, found {config.s3_upload.upload_s3_path}"
+    if config.s3_upload is not None and remote:
+        yield "s3_upload", "expected null: checkpoints.checkpoints_path is a URL, and checkpoints are uploaded there"
     if config.data_stages[0].data.restart:
         yield "data_stages.0.data.restart", "expected false: there is no stage before the first"
     paths = [path for dataset in config.datasets for path in paths_of(dataset)]
+    paths += [path for path in (config.upload_url, checkpoints.resume_checkpoint_path) if path is not None]
     if config.remote_data != RemoteData() and not any("://" in path or path.endswith(".json") for path in paths):
-        yield "remote_data", "expected a remote data path (s3://, gs://, hf://, https://), found none"
+        yield "remote_data", "expected a remote path (s3://, gs://, hf://, https://), found none"

@@ -26,7 +26,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "tokens.limit_test_batches": (0,),
     "doremi": (None,),
     "lighteval": (None,),
-    "s3_upload": (None,),
     "wandb": (None,),
 }
 
@@ -43,13 +42,15 @@ _VALUES: dict[str, tuple[str, ...]] = {
 # Keys that name local files or folders. A URL there would be taken for a folder called `s3:`.
 _LOCAL = (
     "general.benchmark_csv_path",
-    "checkpoints.checkpoints_path",
-    "checkpoints.resume_checkpoint_path",
+    "checkpoints.staging_path",
     "logging.log_dir",
     "profiler.profiler_export_path",
     "remote_data.cache_folder",
     "model.init_method.path",
 )
+# Keys that name a local path or a store that checkpoints are written to.
+_STORES = ("checkpoints.checkpoints_path", "checkpoints.resume_checkpoint_path", "s3_upload.upload_s3_path")
+_NO_STORES = re.compile(r"(hf|https?|file|local):/|[A-Za-z][A-Za-z0-9+.-]+:/(?!/.)")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # `s3:/bucket` too: what pathlib makes of `s3://bucket`
 
 Keys = tuple[str, ...]
@@ -108,6 +109,11 @@ def _urls(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
         value = _at(data, keys)
         if isinstance(value, str) and _URL.match(value):
             yield keys, f"{value}: expected a local path"
+    for path in _STORES:
+        keys = tuple(path.split("."))
+        value = _at(data, keys)
+        if isinstance(value, str) and _NO_STORES.match(value):
+            yield keys, f"{value}: expected a local path, or a store's URL such as s3://bucket/run"
 
 
 def _at(data: Any, keys: Sequence[str]) -> Any:

@@ -8,6 +8,7 @@ profiler.py       torch's trace of some steps
 compression.py    what compressors make of the validation text
 benchmark.py      the row of `general.benchmark_csv_path`
 export.py         `checkpoints.export_hf`: every checkpoint for transformers, too
+uploads.py        checkpoints on S3 and other stores
 
 Training knows none of them: whoever starts it passes them on (`kenotron.launch.training`).
 """
@@ -47,6 +48,10 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
 
 def _of_the_first_rank(config: Config) -> list[Hook]:
     hooks: list[Hook] = [Progress() if Progress.wanted() else Pace()]
+    if config.upload_url is not None:
+        from kenotron.observers.uploads import Uploads
+
+        hooks.append(Uploads(config, config.upload_url))
     if config.tokens.validates:
         hooks.append(Compressors())
     if config.general.benchmark_csv_path is not None:

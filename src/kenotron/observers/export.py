@@ -43,7 +43,7 @@ class ExportHook(Hook):
             run_on_rank0(check)  # transformers takes seconds to import: no other rank needs it
         except InputError as error:
             raise InputError(f"checkpoints.export_hf: {error}") from None
-        path = Path(run.config.checkpoints.checkpoints_path) / str(run.step)
+        path = run.config.checkpoint_folder / str(run.step)
         if run_on_rank0(lambda: path.is_dir() and not (path / FOLDER).is_dir()):
             self.on_save(run, path)
 

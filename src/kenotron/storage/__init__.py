@@ -8,6 +8,7 @@
       ├── fetching.py    retries, and blocks that are fetched once however many threads ask
       ├── blocks.py      the fetched blocks on this machine's disk, bounded
       └── drivers.py     fsspec's file systems, each made to fail at once and to report versions
+    stores.py            writing: objects, sent and compared with what was to be sent
     hub.py               files of Hugging Face repositories
 
 Readers of files see a `pathlib.Path` or a `RemotePath`, which has the same methods.

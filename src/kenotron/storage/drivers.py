@@ -1,6 +1,6 @@
 """fsspec's file systems. Each tries once: retries, waits and the meaning of errors are in fetching.py.
 
-    s3           s3fs               with botocore's retries off
+    s3           s3fs               with botocore's retries off, but for parts of uploads
     gs           gcsfs              likewise; Google's JSON API (google.py)
     hf           huggingface_hub    every read returns the file's version, nothing is cached (hub_filesystem.py)
     http, https  fsspec             a missing file is distinguished from a failed request
@@ -48,23 +48,25 @@ VERSIONS = (
 """The drivers' names for the version, the most reliable first."""
 
 
-def filesystem(url: str) -> AbstractFileSystem:
-    """fsspec's file system for `url`, one per process and protocol.
+def filesystem(url: str, part_tries: int = 1) -> AbstractFileSystem:
+    """fsspec's file system for `url`, one per process and protocol. S3's sends every part up to `part_tries` times.
 
     Errors (InputError): no such protocol; its driver is not installed; the network is forbidden.
     """
     protocol = url.partition("://")[0]
     if protocol == "hf" and (forbidden := offline_variable()):
         raise InputError(f"{url}: {forbidden}=1 forbids to ask the Hugging Face hub")
-    return _filesystem(protocol)
+    return _filesystem(protocol, part_tries)
 
 
 @lru_cache
-def _filesystem(protocol: str) -> Any:
+def _filesystem(protocol: str, part_tries: int) -> Any:
     import fsspec
 
     try:
-        options = {"use_listings_cache": False, "skip_instance_cache": True}  # kept here, until `reset`
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}  # kept here, until `reset`
+        if part_tries > 1 and MADE.get(protocol) is _s3:
+            options["tries"] = part_tries
         return MADE.get(protocol, fsspec.filesystem)(protocol, **options)
     except ValueError:
         known = fsspec.available_protocols()
@@ -102,11 +104,11 @@ def read_range(fs: AbstractFileSystem, url: str, start: int, stop: int) -> tuple
 # ---- one for each protocol ---------------------------------------------------------------------------------
 
 
-def _s3(protocol: str, **options: Any) -> Any:
+def _s3(protocol: str, tries: int = 1, **options: Any) -> Any:
     import fsspec
 
-    once = {"retries": {"total_max_attempts": 1}}
-    found = fsspec.filesystem(protocol, config_kwargs=once, **options)
+    retries = {"retries": {"total_max_attempts": tries, "mode": "standard"}}
+    found = fsspec.filesystem(protocol, config_kwargs=retries, **options)
     found.retries = 1  # s3fs's own
     return found
 

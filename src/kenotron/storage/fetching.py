@@ -77,11 +77,12 @@ def file_info(url: str, settings: RemoteData) -> FileInfo:
     return with_retries(url, settings.tries, lambda: fs.info(url), opening=True)
 
 
-def with_retries(what: str, tries: int, read: Callable[[], T], opening: bool = False) -> T:
+def with_retries(what: str, tries: int, read: Callable[[], T], opening: bool = False, doing: str = "read") -> T:
     """``read()``, tried up to `tries` times with growing waits.
 
-    Errors (InputError): `what` and the driver's message, after the last try or at once if a retry cannot help. When
-    `opening`, a host that is not known is such a case: the URL is mistyped, or this machine is offline.
+    Errors (InputError): `what`, that it cannot be `doing` (a participle) and the driver's message, after the last try
+    or at once if a retry cannot help. When `opening`, a host that is not known is such a case: the URL is mistyped, or
+    this machine is offline.
     """
     for number in range(1, tries + 1):
         try:
@@ -93,9 +94,9 @@ def with_retries(what: str, tries: int, read: Callable[[], T], opening: bool = F
             if _is_final(error) or (opening and _is_unknown_host(error)):
                 known = CREDENTIALS.get(what.partition("://")[0]) if _is_denied(error) else None
                 hint = f"; access comes from {known}" if known else ""
-                raise InputError(f"{what}: cannot be read ({words}){hint}") from None
+                raise InputError(f"{what}: cannot be {doing} ({words}){hint}") from None
             if number == tries:
-                raise InputError(f"{what}: cannot be read, tried {counted(tries, 'time')} ({words})") from None
+                raise InputError(f"{what}: cannot be {doing}, tried {counted(tries, 'time')} ({words})") from None
             if number > 1:
                 print(f"warning: {what}: try {number} of {tries} failed ({words})", file=sys.stderr, flush=True)
             time.sleep(max(FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.75, 1.25), _asked_wait(error)))

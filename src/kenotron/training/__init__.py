@@ -13,7 +13,6 @@ restore.py          loading that checkpoint
 checkpoint_hook.py  saving checkpoints
 saved_state.py      the form in which model, optimizer and hooks are saved
 run_folder.py       the log folder
-failures.py         what to change when memory or a disk is full
 
 metrics.py, console.py, report.py, nanotron_log.py     numbers and messages
 validation.py, guards.py     more hooks; those that only watch are in kenotron.observers
@@ -65,7 +64,6 @@ def train(
     from kenotron.parallel.ranks import run_on_rank0
     from kenotron.training import console, report
     from kenotron.training.build import build_hooks, build_run
-    from kenotron.training.failures import machine_limits
     from kenotron.training.metrics import logged_step
     from kenotron.training.run import close, fit, report_failure
     from kenotron.training.run_folder import log_folder, make_log_folder, open_log_folder
@@ -76,7 +74,7 @@ def train(
     first = mesh.is_first
     if first:
         report.run_log(config).project(config)
-    with machine_limits(config), own_folder(config):
+    with own_folder(config):
         start = choose_start(config, fresh, start_elsewhere)
         config = with_run_name(config, run_on_rank0(lambda: run_name(config, start.path if start.continues else None)))
         done = start.continues and start.step >= start.end(config)

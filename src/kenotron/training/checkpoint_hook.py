@@ -65,7 +65,7 @@ def save(run: Run) -> Path:
 
     Raises RunFailed if it cannot be written, or does not read back as it was written.
     """
-    root = Path(run.config.checkpoints.checkpoints_path)
+    root = run.config.checkpoint_folder
     if run.mesh.is_first:
         run_log(run.config).saving(root / str(run.step))
     for module in run.roots:
@@ -108,6 +108,6 @@ def _config_at(run: Run) -> Config:
 
 def _prune(run: Run) -> None:
     settings = run.config.checkpoints
-    root, keep_last, keep_every = Path(settings.checkpoints_path), settings.keep_last, settings.keep_every
+    root, keep_last, keep_every = run.config.checkpoint_folder, settings.keep_last, settings.keep_every
     if keep_last is not None:
-        run_on_rank0(lambda: checkpoint.prune(root, keep_last=keep_last, keep_every=keep_every))
+        run_on_rank0(lambda: checkpoint.prune(root, keep_last, keep_every, run.protected_steps))

@@ -232,7 +232,7 @@ def memory_fields(run: Run) -> dict[str, int]:
         f"{prefix}_memory_allocated": memory["allocated"],
         f"{prefix}_max_memory_reserved": memory["peak_reserved"],
     }
-    path = Path(run.config.checkpoints.checkpoints_path).absolute()
+    path = run.config.checkpoint_folder.absolute()
     while not path.exists():
         path = path.parent
     disk = shutil.disk_usage(path)

@@ -119,7 +119,7 @@ def exhausted(run: Run) -> None:
 
 def farewell(run: Run) -> None:
     """Where logs and checkpoint are, and the commands to use them."""
-    folder = Path(run.config.checkpoints.checkpoints_path) / str(run.step)
+    folder = run.config.checkpoint_folder / str(run.step)
     state = f"stopped ({run.stop_reason})" if run.stop_reason else "finished"
     logger.info(
         "Run %s at step %d of %d, %s tokens; %.1f%% of the steps' time was waiting for data. Logs: %s",

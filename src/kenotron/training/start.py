@@ -80,7 +80,7 @@ def own_folder(config: Config) -> Iterator[None]:
 
     Raises InputError if the folder cannot be made or another run uses it.
     """
-    root = Path(config.checkpoints.checkpoints_path)
+    root = config.checkpoint_folder
 
     def take() -> None:
         try:  # now, not after the first thousand steps
@@ -101,7 +101,7 @@ def choose_start(config: Config, fresh: bool, start_elsewhere: StartElsewhere | 
     `resume_checkpoint_path`. `fresh` sets the run's own aside. Raises InputError if the checkpoint there is of a run
     that this config does not continue.
     """
-    root = Path(config.checkpoints.checkpoints_path)
+    root = config.checkpoint_folder
 
     def tidy() -> None:
         checkpoint.tidy(root, logger.warning)  # may finish a save that was killed at its rename: before --fresh looks
@@ -135,7 +135,7 @@ def name_before_start(config: Config, fresh: bool) -> tuple[Config, Path]:
     logs = Path(config.logging.log_dir)
     if not fresh:
         try:
-            continued = checkpoint.resolve(Path(config.checkpoints.checkpoints_path))
+            continued = checkpoint.resolve(config.checkpoint_folder)
             before = read_resolved(continued / "config.yaml")
         except InputError:
             pass  # no run yet, or none that can be read, which the ranks report
@@ -154,12 +154,12 @@ def _start_at(config: Config, newest: Path | None, start_elsewhere: StartElsewhe
         start = Start.at(newest, continues=True)
         _check_same_run(config, newest, start.step - start.data_start)
         return start
-    named = config.checkpoints.resume_checkpoint_path
+    named = config.resume_folder
     if named is None:
         return Start()
     if start_elsewhere is None:
         raise InputError(f"checkpoints.resume_checkpoint_path: {named}: this caller of training cannot read it")
-    return start_elsewhere(config, checkpoint.resolve(Path(named)))
+    return start_elsewhere(config, checkpoint.resolve(named))
 
 
 def _set_aside(root: Path) -> None:

@@ -1,0 +1,315 @@
+"""Checkpoints in a bucket, or in any other store: found, verified, fetched and removed.
+
+    <url>/latest.txt                     the newest step, written after its manifest
+    <url>/30/manifest.json               written when every other object is there and as long as its file: without it
+                                         there is no checkpoint
+    <url>/30/manifest.json.incomplete    the manifest of what is being uploaded or removed; goes last
+    <url>/30/model/…, optimizer/…, …
+
+A store renames nothing, so the order in which objects are written and removed is what a rename is on a disk: a process
+may be killed between any two of them, and whoever looks finds complete checkpoints only. What it leaves is known by its
+`manifest.json.incomplete`: the next upload completes or removes it (`upload.py`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from kenotron.checkpoint.durable import HashedFile, in_use, locked, make_folder, replace_text, write_file
+from kenotron.checkpoint.folders import LATEST, Progress, Report, list_checkpoints, look, publish, quiet
+from kenotron.checkpoint.folders import verify as verify_local
+from kenotron.checkpoint.manifest import MANIFEST, Manifest, parse
+from kenotron.checkpoint.retention import superseded, tidy
+from kenotron.config.errors import CheckpointError, InputError
+from kenotron.storage.files import cache_root, sync_folder, temporary_beside
+from kenotron.storage.stores import PARTS_AT_ONCE, Store
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+    from kenotron.config.remote import RemoteData
+
+INCOMPLETE = f"{MANIFEST}.incomplete"
+
+FETCH_WAIT_S = 24 * 3600.0
+"""Seconds to wait for another process that fetches into the same folder."""
+
+
+class Damaged(CheckpointError):
+    """A checkpoint in a store that is not what was uploaded: an earlier one may be intact."""
+
+
+@dataclass(frozen=True)
+class RemoteFound:
+    """A checkpoint in a store; as `folders.Found`, with its URL."""
+
+    step: int
+    path: str
+    manifest: Manifest | None
+    problem: str | None
+
+
+class RemoteCheckpoints:
+    """The checkpoints below `url`. Every method raises InputError if the store cannot be reached."""
+
+    def __init__(self, url: str, settings: RemoteData | None = None, parts_at_once: int = PARTS_AT_ONCE) -> None:
+        self.store = Store(url, settings, parts_at_once)
+        self.url = self.store.url
+
+    def objects(self) -> dict[int, dict[str, int]]:
+        """Step → name below it → bytes, of every object in a step's folder, whether that is a checkpoint or not."""
+        found: dict[int, dict[str, int]] = {}
+        for name, size in self.store.sizes().items():
+            step, _, rest = name.partition("/")
+            if step.isdigit() and rest:
+                found.setdefault(int(step), {})[rest] = size
+        return found
+
+    def all(self) -> list[RemoteFound]:
+        """What has a manifest, oldest save first; before all, by step, what that manifest does not fit."""
+        found = [self.look(step, objects) for step, objects in self.objects().items() if MANIFEST in objects]
+        return sorted(found, key=lambda entry: (entry.manifest.saved_at if entry.manifest else 0.0, entry.step))
+
+    def look(self, step: int, objects: dict[str, int]) -> RemoteFound:
+        """What a step is whose folder has these objects, a manifest among them."""
+        path = self.store.at(str(step))
+        try:
+            _, manifest = self.manifest(step)
+        except CheckpointError as error:
+            return RemoteFound(step, path, None, str(error))
+        if manifest.step != step:
+            return RemoteFound(step, path, None, f"{path} holds step {manifest.step}: it was renamed")
+        if problem := wrong_sizes(path, manifest, objects):
+            return RemoteFound(step, path, None, problem)
+        return RemoteFound(step, path, manifest, None)
+
+    def manifest(self, step: int, name: str = MANIFEST) -> tuple[bytes, Manifest]:
+        """The manifest of `step`, as bytes and read. Raises CheckpointError if there is none or it is damaged."""
+        try:
+            data = self.store.read(f"{step}/{name}")
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.store.at(str(step))} is not a complete checkpoint: no {name}") from None
+        return data, parse(data, self.store.at(f"{step}/{name}"))
+
+    def verify(self, step: int, progress: Progress | None = None) -> list[str]:
+        """Read every byte of a checkpoint; what is wrong, one line each."""
+        try:
+            _, manifest = self.manifest(step)
+        except CheckpointError as error:
+            return [str(error)]
+        problems, done = [], 0
+        for name, record in manifest.files.items():
+            digest = xxhash.xxh3_64()
+            try:
+                for piece in self.store.stream(f"{step}/{name}"):
+                    digest.update(piece)
+            except FileNotFoundError:
+                problems.append(f"{self.store.at(f'{step}/{name}')} is missing")
+            else:
+                if digest.hexdigest() != record.xxh3:
+                    problems.append(self._damaged(step, name, digest.hexdigest(), record.xxh3))
+            done += record.bytes
+            if progress:
+                progress(done, manifest.bytes)
+        return problems
+
+    def _damaged(self, step: int, name: str, found: str, written: str) -> str:
+        return f"{self.store.at(f'{step}/{name}')} is damaged: its checksum is {found}, written was {written}"
+
+    def fetch(
+        self, step: int, root: Path, wanted: Callable[[str], bool] = lambda name: True, keep: bool = False
+    ) -> Path:
+        """Bring checkpoint `step` to ``<root>/<step>``, atomically, and check it while it arrives.
+
+        `wanted` picks files by their names. What is there is replaced; with `keep`, unless it has the same manifest.
+
+        Raises:
+            Damaged: an object is missing, or is not what was uploaded.
+            CheckpointError: the disk is full, or may not be written.
+        """
+        final = root / str(step)
+        make_folder(root)
+        with locked(root, FETCH_WAIT_S):
+            try:
+                data, manifest = self.manifest(step)
+            except CheckpointError as error:
+                raise Damaged(str(error)) from None
+            files = {name: record for name, record in manifest.files.items() if wanted(name)}
+            if keep and _holds(final, data, {name: record.bytes for name, record in files.items()}):
+                return final
+            temporary = temporary_beside(final)
+            try:
+                make_folder(temporary)
+                for name, record in files.items():
+                    make_folder((temporary / name).parent)
+                    with HashedFile(temporary / name) as file:
+                        self._receive(step, name, file)
+                    if file.record != record:
+                        raise Damaged(self._damaged(step, name, file.record.xxh3, record.xxh3))
+                write_file(temporary / MANIFEST, data)
+                for folder in [temporary, *(path for path in temporary.rglob("*") if path.is_dir())]:
+                    sync_folder(folder)
+                publish(temporary, final)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+        return final
+
+    def _receive(self, step: int, name: str, file: HashedFile) -> None:
+        try:
+            for piece in self.store.stream(f"{step}/{name}"):
+                file.write(piece)
+        except FileNotFoundError:
+            raise Damaged(f"{self.store.at(f'{step}/{name}')} is missing") from None
+
+    def remove(self, step: int, manifest: bytes | None) -> None:
+        """Remove all of a step, its manifest first. `manifest` is what it is known by; None: it is marked already."""
+        if manifest is not None:
+            self.store.put(f"{step}/{INCOMPLETE}", manifest)
+        self.store.delete(f"{step}/{MANIFEST}")
+        for name in self.store.sizes(str(step)):
+            if name != f"{step}/{INCOMPLETE}":
+                self.store.delete(name)
+        self.store.delete(f"{step}/{INCOMPLETE}")
+
+    def newest_named(self) -> int:
+        """The step that `latest.txt` names, if it is complete, else the one saved last. Errors: CheckpointError."""
+        found = self.all()
+        steps = [entry.step for entry in found if entry.manifest]
+        if not steps:
+            problems = "".join(f"; {entry.problem}" for entry in found)
+            raise CheckpointError(f"no checkpoint at {self.url}: it has no complete checkpoint{problems}")
+        try:
+            latest = self.store.read(LATEST).decode(errors="replace").strip()
+        except FileNotFoundError:
+            latest = ""
+        return int(latest) if latest.isdigit() and int(latest) in steps else steps[-1]
+
+
+def wrong_sizes(path: str, manifest: Manifest, objects: dict[str, int]) -> str | None:
+    """The first file of the manifest that is not among `objects`, or not as long as it was; None: all are."""
+    for name, record in manifest.files.items():
+        if name not in objects:
+            return f"{path}/{name} is missing"
+        if objects[name] != record.bytes:
+            return f"{path}/{name} is damaged: {objects[name]} bytes, written were {record.bytes}"
+    return None
+
+
+def beyond_retention(
+    entries: Iterable[RemoteFound], keep_last: int | None, keep_every: int | None
+) -> list[RemoteFound]:
+    """Those that retention does not keep; what is damaged counts for nothing and stays."""
+    complete = {entry.step: entry for entry in entries if entry.manifest}
+    by_time = sorted(complete, key=lambda step: (complete[step].manifest.saved_at, step))  # type: ignore[union-attr]
+    return [complete[step] for step in superseded(by_time, keep_last, keep_every, ())] if keep_last else []
+
+
+def _holds(folder: Path, manifest: bytes, sizes: dict[str, int]) -> bool:
+    """Whether `folder` has this manifest and files of these sizes."""
+    try:
+        same = (folder / MANIFEST).read_bytes() == manifest
+        return same and all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except OSError:
+        return False
+
+
+# ---- for users' arguments ------------------------------------------------------------------------------------
+
+
+def find(url: str, settings: RemoteData | None = None) -> tuple[RemoteCheckpoints, int]:
+    """The checkpoint that a user means by `url`: a step's folder itself, or the newest of a folder of them.
+
+    Raises:
+        CheckpointError: there is none; the message says what there is.
+    """
+    url = url.rstrip("/")
+    if url.startswith(("hf://", "http://", "https://")):
+        raise CheckpointError(f"{url}: expected a store that checkpoints are uploaded to, such as s3://bucket/run")
+    above, _, name = url.rpartition("/")
+    if name.isdigit() and "://" in above:
+        checkpoints = RemoteCheckpoints(above, settings)
+        if checkpoints.store.version(f"{name}/{MANIFEST}") is not None:
+            return checkpoints, int(name)
+        steps = [str(entry.step) for entry in checkpoints.all() if entry.manifest]
+        raise CheckpointError(f"no checkpoint at {url}: {above} has {', '.join(steps) or 'no complete checkpoint'}")
+    checkpoints = RemoteCheckpoints(url, settings)
+    return checkpoints, checkpoints.newest_named()
+
+
+def local_copy(url: str, settings: RemoteData | None = None) -> Path:
+    """A local copy of the checkpoint at `url`, without its optimizer's tensors, kept in the cache.
+
+    It lies in ``$KENOTRON_CACHE/checkpoints/s3/bucket/…`` and is fetched when the one in the store is another.
+    """
+    checkpoints, step = find(url, settings)
+    root = cache_root() / "checkpoints" / checkpoints.url.replace("://", "/")
+
+    def wanted(name: str) -> bool:
+        return not name.startswith("optimizer/") or name.endswith(".json")
+
+    return checkpoints.fetch(step, root, wanted, keep=True)
+
+
+# ---- for runs ------------------------------------------------------------------------------------------------
+
+
+def bring(config: Config, fresh: bool, report: Report = quiet, say: Report = quiet) -> None:
+    """Bring what a run of `config` begins from to this machine, before it looks in its folder; one process calls it.
+
+    That is the newest checkpoint of its bucket, if it is newer than the newest intact one here; for a run that has
+    none, the one that `resume_checkpoint_path` names. `report` gets a line for what is damaged, `say` for what is
+    fetched.
+
+    Raises:
+        InputError: the store cannot be read or written; it holds checkpoints, and the run is to begin afresh.
+    """
+    root, resume = config.checkpoint_folder, config.checkpoints.resume_checkpoint_path
+    has_own = False
+    if config.upload_url is not None:
+        remote = RemoteCheckpoints(config.upload_url, config.remote_data)
+        if fresh and any(MANIFEST in objects for objects in remote.objects().values()):
+            raise InputError(f"--fresh: {remote.url} holds checkpoints, which stay where they are; set another path")
+        remote.store.put(".kenotron", b"")  # better known now than after the first checkpoint
+        remote.store.delete(".kenotron")
+        make_folder(root)
+        with in_use(root):
+            has_own = not fresh and _bring_newest(remote, root, report, say)
+    if resume is not None and "://" in resume and not (has_own or list_checkpoints(root)):
+        _bring_named(resume, config, say)
+
+
+def _bring_newest(remote: RemoteCheckpoints, root: Path, report: Report, say: Report) -> bool:
+    """Whether `root` has a checkpoint then."""
+    tidy(root, report)
+    here = [entry.manifest for entry in list_checkpoints(root) if entry.manifest and not verify_local(entry.path)]
+    for entry in reversed(remote.all()):
+        if entry.manifest is None:
+            report(f"skipping checkpoint {entry.step}: {entry.problem}")
+            continue
+        if here and here[-1].saved_at >= entry.manifest.saved_at:
+            break
+        try:
+            say(f"Fetching {entry.path}: {entry.manifest.bytes / 2**20:.2f}MiB")
+            remote.fetch(entry.step, root)
+        except Damaged as error:
+            report(f"skipping checkpoint {entry.step}: {error}")
+        else:
+            return True
+    return bool(here)
+
+
+def _bring_named(url: str, config: Config, say: Report) -> None:
+    checkpoints, step = find(url, config.remote_data)
+    folder = config.resume_folder
+    assert folder is not None
+    root = folder.parent if folder.name == str(step) and url.rstrip("/").endswith(f"/{step}") else folder
+    here = look(root / str(step), step).manifest
+    if here != checkpoints.manifest(step)[1] or verify_local(root / str(step)):
+        say(f"Fetching {checkpoints.store.at(str(step))}")
+        checkpoints.fetch(step, root)
+    replace_text(root / LATEST, str(step))

@@ -1,0 +1,345 @@
+"""Uploading checkpoints in the background, such that a store never holds a half of one under its name.
+
+    uploader = Uploader(Path("checkpoints"), "s3://bucket/run", report=print)
+    uploader.start()                  # a thread: uploads what is complete in the folder, the newest first
+    uploader.wake()                   # after a save
+    uploader.finish(print)            # {20: "s3://bucket/run/20/…: cannot be written, tried 5 times (…)"}; {} is all
+
+What is sent, in this order (`remote.py` says why it is safe): manifest.json.incomplete, the files, manifest.json,
+latest.txt. Each object is compared with its file when it is sent. `<folder>/.uploads.json` records which version
+of an object that was: an upload that was killed goes on behind it. No error of the store ends the thread: a checkpoint
+that could not be uploaded stays on this machine and is tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kenotron.checkpoint.durable import FileRecord, discard, hash_file
+from kenotron.checkpoint.folders import LATEST, Found, Report, list_checkpoints, quiet
+from kenotron.checkpoint.manifest import MANIFEST, Manifest, parse
+from kenotron.checkpoint.remote import INCOMPLETE, RemoteCheckpoints, RemoteFound, beyond_retention, wrong_sizes
+from kenotron.config.errors import CheckpointError, InputError
+from kenotron.config.remote import RemoteData
+from kenotron.storage.files import replace_file
+from kenotron.storage.stores import PARTS_AT_ONCE
+
+JOURNAL = ".uploads.json"
+FILES_AT_ONCE = 2
+
+LOOK_EVERY_S = 5.0
+"""Seconds between two looks into the folder: a save may become complete in the background."""
+
+RETRY_EVERY_S = 60.0
+"""Seconds between two attempts, after one in which something could not be uploaded."""
+
+
+class Uploader:
+    """Uploads what is complete in the folder `root` to `url`, and applies retention there."""
+
+    def __init__(
+        self,
+        root: Path,
+        url: str,
+        settings: RemoteData | None = None,
+        *,
+        remove: bool = False,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        beside: str | None = None,
+        files_at_once: int = FILES_AT_ONCE,
+        parts_at_once: int = PARTS_AT_ONCE,
+        report: Report = quiet,
+    ) -> None:
+        """`remove`: local checkpoints that are uploaded are removed, but for the newest until `finish`.
+
+        `beside`: a folder that a checkpoint gets after it is complete (``hf``), and that is uploaded with it.
+        `report` gets a line for each checkpoint that is uploaded or could not be; in the uploading thread.
+        """
+        self.root, self.remote = root, RemoteCheckpoints(url, settings, parts_at_once)
+        self.store = self.remote.store
+        self.remove, self.keep_last, self.keep_every, self.beside = remove, keep_last, keep_every, beside
+        self.report, self._files_at_once = report, files_at_once
+        self.may_prune = True
+        self.protected: set[int] = set()  # the step that is being uploaded
+        self.problems: dict[int, str] = {}  # step → why it is not uploaded
+        self._uploaded: set[tuple[float, int]] = set()
+        self._cleared = False
+        self._seen: dict[int, RemoteFound] = {}  # what is complete in the store
+        self._journal = _Journal(root / JOURNAL, self.remote.url)
+        self._sent: dict[str, int] = {}
+        self._wake, self._last, self._closing = threading.Event(), False, False
+        self._thread = threading.Thread(target=self._work, name="kenotron-upload", daemon=True)
+
+    # ---- the thread ----
+
+    def start(self) -> None:
+        """Start to upload what is there, and what will be."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Something was saved: do not wait to look."""
+        self._wake.set()
+
+    def finish(self, progress: Callable[[int, int], None] = lambda done, total: None) -> dict[int, str]:
+        """Wait until everything is uploaded, or could not be in one more attempt; what is not, and why.
+
+        `progress` is called twice a second with bytes done and in all.
+        """
+        self._last = True
+        self._wake.set()
+        while self._thread.is_alive():
+            self._thread.join(0.5)
+            progress(*self.progress())
+        return self.problems
+
+    def close(self) -> None:
+        """End the thread after the file that it is sending; the process need not wait for it."""
+        self._closing = True
+        self._wake.set()
+
+    def _work(self) -> None:
+        while not self._closing:
+            last = self._last  # before the pass: one that began earlier may have failed long ago
+            try:
+                self.upload_pending(last)
+            except Exception as error:  # such as a damaged local disk; the run goes on
+                self.report(f"uploads to {self.remote.url}: {type(error).__name__}: {error}")
+            if last:
+                return
+            self._wake.wait(RETRY_EVERY_S if self.problems else LOOK_EVERY_S)
+            self._wake.clear()
+
+    # ---- one pass ----
+
+    def upload_pending(self, last: bool = True) -> None:
+        """Upload what is complete in the folder and not in the store, the newest first; `problems` are set.
+
+        `last`: nothing is saved any more, so that the newest is removed as the others are.
+        """
+        problems: dict[int, str] = {}
+        pending = self.pending(last)
+        if not self._cleared:
+            self._clear_halves({entry.step for entry in pending})
+        for entry in reversed(pending):
+            if self._closing:
+                return
+            try:
+                with self._protect(entry.step):
+                    self._upload(entry)
+            except FileNotFoundError:
+                if entry.path.exists():
+                    problems[entry.step] = f"{entry.path} is not complete"
+            except InputError as error:
+                problems[entry.step] = str(error)
+                self._report_problem(entry, str(error))
+        self.problems = problems
+        if self.remove:
+            self._remove_local(last)
+
+    def pending(self, last: bool = True) -> list[Found]:
+        """The complete checkpoints in the folder that are not known to be in the store, oldest save first."""
+        found = [entry for entry in list_checkpoints(self.root) if entry.manifest]
+        if found and self.beside and not last and not (found[-1].path / self.beside).is_dir():
+            found.pop()  # its export is being written
+        return [entry for entry in found if _key(entry) not in self._uploaded]
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes sent of the checkpoints that are pending, and all of theirs."""
+        total = sum(entry.manifest.bytes for entry in self.pending() if entry.manifest)
+        return min(sum(self._sent.copy().values()), total), total
+
+    @contextmanager
+    def _protect(self, step: int) -> Iterator[None]:
+        self.protected.add(step)
+        self._sent.clear()
+        try:
+            yield
+        finally:
+            self.protected.discard(step)
+
+    def _report_problem(self, entry: Found, error: str) -> None:
+        if self.problems.get(entry.step) != error:  # the same is said once
+            there, here = self.remote.url, entry.path
+            self.report(f"checkpoint {entry.step} is not in {there}: {error}; it stays in {here} and is tried again")
+
+    def _clear_halves(self, ours: set[int]) -> None:
+        """Remove what killed uploads and removals left in the store, but for the steps that this process completes."""
+        try:
+            for step, objects in self.remote.objects().items():
+                if INCOMPLETE in objects and MANIFEST in objects:
+                    self.store.delete(f"{step}/{INCOMPLETE}")
+                elif INCOMPLETE in objects and step not in ours:
+                    self.remote.remove(step, None)
+                    self.report(f"removed {self.store.at(str(step))}, which a killed process left incomplete")
+            self._cleared = True
+        except InputError:  # the uploads report what is wrong with the store; the next pass tries again
+            pass
+
+    # ---- one checkpoint ----
+
+    def _upload(self, entry: Found) -> None:
+        started, manifest = time.perf_counter(), entry.manifest
+        assert manifest is not None
+        data = (entry.path / MANIFEST).read_bytes()
+        sent = 0
+        if not self._is_there(entry.step, data):
+            sent = self._send_all(entry, manifest, data)
+            if self._closing:
+                return
+        self._uploaded.add(_key(entry))
+        self._journal.forget(entry.step)
+        self._finish_store()
+        if sent:
+            seconds = time.perf_counter() - started
+            self.report(f"Uploaded {self.store.at(str(entry.step))}: {sent / 2**20:.2f}MiB in {seconds:.2f} s")
+
+    def _is_there(self, step: int, data: bytes) -> bool:
+        """Whether the store has this very checkpoint. Another one of the step, or a half of one, is removed."""
+        objects = {name.partition("/")[2]: size for name, size in self.store.sizes(str(step)).items()}
+        if MANIFEST in objects:
+            there = self.store.read(f"{step}/{MANIFEST}")
+            if there == data and not wrong_sizes("", parse(data, MANIFEST), objects):
+                return True
+            self._seen.pop(step, None)
+            self.remote.remove(step, there)
+        elif INCOMPLETE in objects and self.store.read(f"{step}/{INCOMPLETE}") != data:
+            self.remote.remove(step, None)
+        return False
+
+    def _send_all(self, entry: Found, manifest: Manifest, data: bytes) -> int:
+        """Send a checkpoint's objects in the order that keeps the store whole; returns bytes sent."""
+        step, files = entry.step, dict(manifest.files)
+        if self.beside:
+            for path in sorted((entry.path / self.beside).rglob("*")):
+                if path.is_file():
+                    files[path.relative_to(entry.path).as_posix()] = FileRecord(path.stat().st_size, "")
+        self.store.put(f"{step}/{INCOMPLETE}", data)
+        sent = self._send_files(entry, files)
+        if self._closing:
+            return sent
+        objects = {name.partition("/")[2]: size for name, size in self.store.sizes(str(step)).items()}
+        everything = Manifest(step, manifest.saved_at, {}, files)
+        if problem := wrong_sizes(self.store.at(str(step)), everything, objects):
+            self._journal.forget(step)
+            raise CheckpointError(f"{problem}, after it was sent")
+        self.store.put(f"{step}/{MANIFEST}", data)
+        return sent
+
+    def _send_files(self, entry: Found, files: dict[str, FileRecord]) -> int:
+        """Send those that are not in the store yet, some at once; returns bytes sent. Raises the first error."""
+        left, sent, errors = iter(sorted(files.items())), [0], list[Exception]()
+        lock = threading.Lock()
+
+        def work() -> None:
+            while not errors and not self._closing:
+                with lock:
+                    name, record = next(left, ("", None))
+                if record is None:
+                    return
+                try:
+                    count = self._send_file(entry, name, record)
+                except Exception as error:
+                    errors.append(error)
+                else:
+                    with lock:
+                        sent[0] += count
+
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(self._files_at_once)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return sent[0]
+
+    def _send_file(self, entry: Found, name: str, record: FileRecord) -> int:
+        place = f"{entry.step}/{name}"
+        known = self._journal.version(place, record)
+        if known is not None and self.store.version(place) == (record.bytes, known):
+            self._sent[name] = record.bytes
+            return 0
+
+        def count(done: int) -> None:
+            self._sent[name] = done
+
+        if record.xxh3 and hash_file(entry.path / name) != record:
+            raise CheckpointError(f"{entry.path / name} is damaged: its checksum is not the one in the manifest")
+        version = self.store.upload(place, entry.path / name, count)
+        self._journal.add(place, record, version)
+        return record.bytes
+
+    # ---- what follows an upload ----
+
+    def _finish_store(self) -> None:
+        """Name the newest in `latest.txt`, unmark what is complete, and remove what retention does not keep."""
+        objects = self.remote.objects()
+        self._seen = {step: found for step, found in self._seen.items() if MANIFEST in objects.get(step, {})}
+        for step, names in objects.items():
+            if MANIFEST in names and step not in self._seen:
+                self._seen[step] = self.remote.look(step, names)
+            if MANIFEST in names and INCOMPLETE in names:
+                self.store.delete(f"{step}/{INCOMPLETE}")
+        complete = [entry for entry in self._seen.values() if entry.manifest]
+        newest, named = str(max(complete, key=_key).step).encode(), b""
+        with suppress(FileNotFoundError):
+            named = self.store.read(LATEST)
+        if named != newest:
+            self.store.put(LATEST, newest)
+        for entry in beyond_retention(complete, self.keep_last, self.keep_every) if self.may_prune else ():
+            self.remote.remove(entry.step, self.remote.manifest(entry.step)[0])
+            del self._seen[entry.step]
+
+    def _remove_local(self, last: bool) -> None:
+        found = [entry for entry in list_checkpoints(self.root) if entry.manifest]
+        for entry in found if last else found[:-1]:
+            if _key(entry) in self._uploaded:
+                with suppress(CheckpointError):  # it costs space, not the run
+                    discard(entry.path)
+
+
+def _key(entry: Found | RemoteFound) -> tuple[float, int]:
+    """What tells a checkpoint from another of its step, in order of saving."""
+    assert entry.manifest is not None
+    return entry.manifest.saved_at, entry.step
+
+
+class _Journal:
+    """Which versions of objects are files of this folder, on its disk: `.uploads.json`."""
+
+    def __init__(self, path: Path, url: str) -> None:
+        self.path, self.url, self._lock = path, url, threading.Lock()
+        self._entries: dict[str, list[str | int]] = {}
+        with suppress(OSError, ValueError, AttributeError):
+            saved = json.loads(path.read_text())
+            if saved.get("url") == url:
+                self._entries = dict(saved["objects"])
+
+    def version(self, name: str, record: FileRecord) -> str | None:
+        """The version under which a file with this record was sent; None if it was not. No checksum, none is known."""
+        found = self._entries.get(name)
+        return str(found[2]) if found and record.xxh3 and found[:2] == [*record] else None
+
+    def add(self, name: str, record: FileRecord, version: str) -> None:
+        """Record that a file was sent."""
+        with self._lock:
+            self._entries[name] = [*record, version]
+            self._write()
+
+    def forget(self, step: int) -> None:
+        """Drop what is recorded of a step."""
+        with self._lock:
+            kept = {name: entry for name, entry in self._entries.items() if not name.startswith(f"{step}/")}
+            if kept != self._entries:
+                self._entries = kept
+                self._write()
+
+    def _write(self) -> None:
+        with suppress(OSError):  # files are sent again, then
+            replace_file(self.path, json.dumps({"url": self.url, "objects": self._entries}).encode(), durable=False)

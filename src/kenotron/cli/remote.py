@@ -1,0 +1,19 @@
+"""Checkpoints of another machine as arguments: fetched to the cache, and read from there."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from kenotron.storage.paths import is_remote
+
+
+def at_hand(path: str) -> Path:
+    """The local path of a command's argument; a checkpoint in a store is fetched first. Errors (InputError)."""
+    if not is_remote(path):
+        return Path(path)
+    from kenotron.checkpoint.remote import local_copy
+
+    copy = local_copy(path)
+    print(f"{path}: read from {copy}", file=sys.stderr)
+    return copy

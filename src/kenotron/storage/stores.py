@@ -1,0 +1,224 @@
+"""Writing to other machines: S3, Google's storage, and every other store that fsspec writes to.
+
+    store = Store("s3://bucket/runs/a", settings)
+    store.upload("10/model/rank0.safetensors", file)      # in parts if it is large; then compared with the file
+    store.put("latest.txt", b"10")
+    store.sizes()                                         # {"10/model/rank0.safetensors": 1542000, "latest.txt": 2}
+
+Everything is tried `remote_data.tries` times with growing waits; S3's parts are, besides, tried again one by one. An
+object that was sent is compared with what was to be sent: by its length and the MD5 that the store names (S3's ETag,
+Google's md5Hash), or, where that is none (KMS encryption, other stores), by reading it back.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fsspec.callbacks import Callback
+
+from kenotron.config.errors import InputError
+from kenotron.config.remote import RemoteData
+from kenotron.storage.drivers import FileInfo, filesystem, read_range, version_of
+from kenotron.storage.fetching import with_retries
+
+T = TypeVar("T")
+
+PART = 16 << 20
+"""Bytes of a part of an upload, and of one read; more where a file would have more than `MOST_PARTS`."""
+
+MOST_PARTS = 10_000
+"""Parts that S3 allows."""
+
+PART_TRIES = 5
+"""Attempts per part of an upload to S3."""
+
+PARTS_AT_ONCE = 5
+READS_AT_ONCE = 8
+
+Sent = Callable[[int], None]
+
+
+class Store:
+    """The objects below `url`, by their names behind it."""
+
+    def __init__(self, url: str, settings: RemoteData | None = None, parts_at_once: int = PARTS_AT_ONCE) -> None:
+        """Errors (InputError): no such protocol; its driver is not installed."""
+        self.url = url.rstrip("/")
+        self._tries = (settings or RemoteData()).tries
+        self._parts_at_once = parts_at_once
+        self._protocol = self.url.partition("://")[0]
+        assert self._fs is not None
+
+    @property
+    def _fs(self) -> Any:
+        return filesystem(self.url, PART_TRIES)  # not kept: a forked process opens its own
+
+    def at(self, name: str) -> str:
+        """The URL of an object."""
+        return f"{self.url}/{name}" if name else self.url
+
+    def _try(self, name: str, act: Callable[[], T], doing: str = "read") -> T:
+        return with_retries(self.at(name), self._tries, act, opening=True, doing=doing)
+
+    # ---- reading ----
+
+    def sizes(self, below: str = "") -> dict[str, int]:
+        """Name and bytes of every object, or of those in the folder `below`. Errors (InputError)."""
+        fs, folder = self._fs, self.at(below)
+        try:
+            found = self._try(below, lambda: fs.find(folder, detail=True), "listed")
+        except FileNotFoundError:
+            return {}
+        root = fs._strip_protocol(self.url).rstrip("/") + "/"
+        files = {name: info for name, info in found.items() if info["type"] == "file" and name.startswith(root)}
+        return {name.removeprefix(root): info["size"] or 0 for name, info in files.items()}
+
+    def read(self, name: str) -> bytes:
+        """A small object. Errors: FileNotFoundError; InputError."""
+        return self._try(name, lambda: self._fs.cat_file(self.at(name)))
+
+    def version(self, name: str) -> tuple[int, str] | None:
+        """Bytes and version of an object; None if there is none. Errors (InputError)."""
+        try:
+            info = self._try(name, lambda: self._info(name))
+        except FileNotFoundError:
+            return None
+        return info["size"], version_of(info)
+
+    def stream(self, name: str) -> Iterator[bytes]:
+        """The bytes of an object in pieces, some fetched ahead. Errors: FileNotFoundError; InputError."""
+        expected = self.version(name)
+        if expected is None:
+            raise FileNotFoundError(self.at(name))
+
+        def piece(start: int) -> bytes:
+            stop = min(start + PART, expected[0])
+            data, found = self._try(name, lambda: self._range(name, start, stop))
+            if found != expected:
+                raise InputError(f"{self.at(name)}: it has changed while it was read")
+            return data
+
+        if expected[0] <= PART:
+            yield piece(0)
+            return
+        starts = iter(range(0, expected[0], PART))
+        with ThreadPoolExecutor(READS_AT_ONCE, "kenotron-fetch") as pool:
+            ahead = deque(pool.submit(piece, start) for start in islice(starts, READS_AT_ONCE))
+            while ahead:
+                yield ahead.popleft().result()
+                ahead.extend(pool.submit(piece, start) for start in islice(starts, 1))
+
+    def _range(self, name: str, start: int, stop: int) -> tuple[bytes, tuple[int, str]]:
+        data, found = read_range(self._fs, self.at(name), start, stop)
+        if len(data) != stop - start:
+            raise OSError(f"expected {stop - start} bytes, got {len(data)}")
+        return data, found
+
+    def _info(self, name: str) -> FileInfo:
+        info = self._fs.info(self.at(name))
+        if info["type"] != "file":
+            raise FileNotFoundError(self.at(name))
+        return info
+
+    # ---- writing ----
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a small object, and read it back. Errors (InputError)."""
+
+        def send() -> None:
+            self._make_folder(name)
+            self._fs.pipe_file(self.at(name), data)
+            if self._fs.cat_file(self.at(name)) != data:
+                raise OSError("what was written is not what is read")
+
+        self._write(name, send)
+
+    def upload(self, name: str, file: Path, sent: Sent = lambda count: None) -> str:
+        """Write a file, and compare the object with it; returns its version.
+
+        `sent` is called with the bytes of the file that have been sent so far. Errors: FileNotFoundError, the file is
+        gone; InputError, which names the object.
+        """
+
+        progress = Callback(hooks={"sent": lambda size, value: sent(value)})
+
+        def send() -> str:
+            self._make_folder(name)
+            progress.absolute_update(0)
+            size = file.stat().st_size
+            self._fs.put_file(str(file), self.at(name), callback=progress, **self._options(size))
+            info = self._info(name)
+            if info["size"] != size:
+                raise OSError(f"{info['size']} bytes arrived of {size}")
+            if not self._same_md5(info, file, size) and not self._same_bytes(name, file, size):
+                raise OSError("what arrived is not what was sent")
+            return version_of(info)
+
+        try:
+            return self._write(name, send)
+        except InputError:
+            file.stat()
+            raise
+
+    def delete(self, name: str) -> None:
+        """Remove an object; none there is no error. Errors (InputError)."""
+        with suppress(FileNotFoundError):
+            self._try(name, lambda: self._fs.rm_file(self.at(name)), "removed")
+
+    def _write(self, name: str, send: Callable[[], T]) -> T:
+        try:
+            return self._try(name, send, "written")
+        except FileNotFoundError:
+            raise InputError(f"{self.at(name)}: cannot be written: there is no such bucket or folder") from None
+
+    def _make_folder(self, name: str) -> None:
+        if not hasattr(self._fs, "_put_file"):  # asynchronous drivers are those of stores without folders
+            self._fs.makedirs(self.at(name).rpartition("/")[0], exist_ok=True)
+
+    def _options(self, size: int) -> dict[str, Any]:
+        if self._protocol not in ("s3", "s3a"):
+            return {}
+        return {"chunksize": part_size(size), "max_concurrency": self._parts_at_once}
+
+    def _same_md5(self, info: FileInfo, file: Path, size: int) -> bool:
+        """Whether the store names the file's MD5. No MD5 at all is not the same."""
+        if "md5Hash" in info:
+            return info["md5Hash"] == base64.b64encode(_md5(file, size)).decode()
+        tag = str(info.get("ETag", "")).strip('"')
+        part = part_size(size)
+        if "-" not in tag:
+            return len(tag) == 32 and tag == _md5(file, size).hex()
+        digests = [_md5(file, part, start) for start in range(0, size, part)]
+        return tag == f"{hashlib.md5(b''.join(digests), usedforsecurity=False).hexdigest()}-{len(digests)}"
+
+    def _same_bytes(self, name: str, file: Path, size: int) -> bool:
+        with open(file, "rb") as stream:
+            for start in range(0, size, PART):
+                data, _ = self._range(name, start, min(start + PART, size))
+                if stream.read(len(data)) != data:
+                    return False
+        return True
+
+
+def part_size(size: int) -> int:
+    """Bytes of a part of a file of `size` bytes: a function of the size, so that its ETag can be computed again."""
+    return max(PART, -(-size // MOST_PARTS))
+
+
+def _md5(file: Path, count: int, start: int = 0) -> bytes:
+    """MD5 of up to `count` bytes of a file."""
+    digest = hashlib.md5(usedforsecurity=False)
+    with open(file, "rb") as stream:
+        stream.seek(start)
+        while count > 0 and (data := stream.read(min(count, 1 << 20))):
+            digest.update(data)
+            count -= len(data)
+    return digest.digest()

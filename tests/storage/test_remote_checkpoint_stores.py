@@ -1,0 +1,191 @@
+"""Checkpoints on S3 (moto's server) and Google's storage (its emulator), while the network breaks."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+import pytest
+
+from kenotron.checkpoint.remote import RemoteCheckpoints
+from kenotron.checkpoint.upload import Uploader
+from kenotron.config import InputError
+from kenotron.config.remote import RemoteData
+from kenotron.storage import drivers, stores
+from kenotron.storage.stores import Store, part_size
+from support.checkpoint_states import load_and_compare, save_step
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def store(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setattr(stores, "PART", 5 * MIB)  # S3's smallest
+    drivers.reset()
+    return Store(f"s3://{bucket}/run")
+
+
+def answer(handler: Any, status: int) -> bool:
+    handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+    handler.send_response(status)
+    handler.send_header("Content-Length", "0")
+    handler.end_headers()
+    return True
+
+
+def cut(handler: Any) -> bool:
+    """Half of the body arrives, then the connection is gone."""
+    handler.rfile.read(int(handler.headers.get("Content-Length") or 0) // 2)
+    return hang_up(handler)
+
+
+def hang_up(handler: Any) -> bool:
+    handler.connection.shutdown(socket.SHUT_RDWR)
+    handler.close_connection = True
+    return True
+
+
+def lose(handler: Any) -> bool:
+    """The server gets the request; its answer gets lost."""
+    upstream = http.client.HTTPConnection("127.0.0.1", handler.server.port)
+    body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+    upstream.request(handler.command, handler.path, body, dict(handler.headers))
+    upstream.getresponse().read()
+    return hang_up(handler)
+
+
+def failing(times: int, how: Callable[[Any], bool], only: str = "PUT") -> Callable[[Any], bool]:
+    left = [times]
+
+    def breaks(handler: Any) -> bool:
+        if handler.command != only or not left[0]:
+            return False
+        left[0] -= 1
+        return how(handler)
+
+    return breaks
+
+
+@pytest.mark.parametrize("how", [lambda handler: answer(handler, 503), cut, lose], ids=["503", "cut", "lost answer"])
+def test_a_large_file_arrives_in_parts_whatever_breaks_on_the_way(
+    tmp_path: Path, store: Store, server: Any, how: Callable[[Any], bool]
+) -> None:
+    file = tmp_path / "weights"
+    np.random.default_rng(0).integers(0, 256, 11 * MIB, np.uint8).tofile(file)
+    server.breaks = failing(2, how)
+    sent: list[int] = []
+    version = store.upload("10/weights", file, sent.append)
+    puts = [line for line in server.reads if line.startswith("PUT") and "partNumber" in line]
+    assert {line.split("partNumber=")[1].split("&")[0].split()[0] for line in puts} == {"1", "2", "3"}
+    assert len(puts) == 5  # the two that failed were sent again, and no other
+    assert version.strip('"').endswith("-3")
+    assert sent[-1] == 11 * MIB
+    assert b"".join(store.stream("10/weights")) == file.read_bytes()
+
+
+def test_a_store_that_stays_away_is_named_after_all_tries(
+    tmp_path: Path, store: Store, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "PART_TRIES", 1)
+    (tmp_path / "weights").write_bytes(b"x" * 100)
+    server.breaks = lambda handler: answer(handler, 500)
+    small = Store(store.url, RemoteData(tries=2))
+    with pytest.raises(InputError, match=rf"^{store.url}/10/weights: cannot be written, tried 2 times \("):
+        small.upload("10/weights", tmp_path / "weights")
+    server.breaks = lambda handler: answer(handler, 403)
+    with pytest.raises(
+        InputError, match=rf"^{store.url}/10/weights: cannot be written \(PermissionError: .*AWS_PROFILE"
+    ):
+        small.upload("10/weights", tmp_path / "weights")
+    server.mend()
+    with pytest.raises(InputError, match=r"^s3://nobodys/10/weights: cannot be written: there is no such bucket"):
+        Store("s3://nobodys").upload("10/weights", tmp_path / "weights")
+
+
+def test_parts_of_a_huge_file_are_fewer_than_s3_allows() -> None:
+    for size in (0, stores.PART, 160 * 10**9, 5 * 10**12):
+        assert part_size(size) * stores.MOST_PARTS >= size
+    assert part_size(10**9) == stores.PART
+
+
+def test_an_object_whose_tag_is_no_md5_is_read_back(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weights").write_bytes(b"x" * 1000)
+    monkeypatch.setattr(Store, "_same_md5", lambda *_: False)  # as with KMS
+    store.upload("10/weights", tmp_path / "weights")
+    monkeypatch.setattr(Store, "_range", lambda *_: (b"y" * 1000, (1000, "")))
+    with pytest.raises(InputError, match="what arrived is not what was sent"):
+        Store(store.url, RemoteData(tries=1)).upload("10/weights", tmp_path / "weights")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_survives_a_flaky_network(tmp_path: Path, store: Store, server: Any) -> None:
+    """Every third request fails, each in another way."""
+    for step in (10, 20):
+        save_step(tmp_path / "here", step)
+    number = [0]
+
+    def breaks(handler: Any) -> bool:
+        number[0] += 1
+        ways = (lambda handler: answer(handler, 500), cut, lose)
+        return number[0] % 3 == 0 and ways[number[0] // 3 % 3](handler)
+
+    server.breaks = breaks
+    uploader = Uploader(tmp_path / "here", store.url, keep_last=1)
+    for _ in range(20):
+        uploader.upload_pending()
+        if not uploader.pending():
+            break
+    assert uploader.pending() == []
+    server.mend()
+    remote = RemoteCheckpoints(store.url)
+    assert [entry.step for entry in remote.all() if entry.manifest] == [20]
+    server.breaks = breaks
+    for _ in range(20):
+        try:
+            path = remote.fetch(20, tmp_path / "there")
+            break
+        except InputError:
+            pass
+    assert load_and_compare(path) == 20
+
+
+@pytest.mark.slow
+def test_googles_storage(tmp_path: Path, google: Any) -> None:
+    save_step(tmp_path / "here", 10)
+    save_step(tmp_path / "here", 20)
+    uploader = Uploader(tmp_path / "here", "gs://robots/run", keep_last=1)
+    uploader.upload_pending()
+    assert uploader.problems == {}
+    remote = RemoteCheckpoints("gs://robots/run")
+    assert [entry.step for entry in remote.all()] == [20]
+    assert load_and_compare(remote.fetch(20, tmp_path / "there")) == 20
+
+
+def test_a_folder_of_this_machine_is_a_store_like_another(tmp_path: Path) -> None:
+    save_step(tmp_path / "here", 10)
+    url = f"file://{tmp_path}/there"
+    uploader = Uploader(tmp_path / "here", url)
+    uploader.upload_pending()
+    assert uploader.problems == {}
+    assert load_and_compare(RemoteCheckpoints(url).fetch(10, tmp_path / "again")) == 10
+
+
+def test_nothing_of_an_upload_that_failed_stays_in_the_bucket(
+    tmp_path: Path, store: Store, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that no object has are invisible, and cost as others do."""
+    monkeypatch.setattr(stores, "PART_TRIES", 1)
+    (tmp_path / "weights").write_bytes(bytes(11 * MIB))
+    server.breaks = lambda handler: "partNumber=2" in handler.path and answer(handler, 500)
+    with pytest.raises(InputError, match="tried 1 time"):
+        Store(store.url, RemoteData(tries=1)).upload("10/weights", tmp_path / "weights")
+    server.mend()
+    client = boto3.client("s3", endpoint_url=server.url)
+    assert "Uploads" not in client.list_multipart_uploads(Bucket="robots")

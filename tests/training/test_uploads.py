@@ -1,0 +1,188 @@
+"""Runs whose checkpoints go to a store: they resume from it anywhere, and no failure of the store ends them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from kenotron.checkpoint.remote import RemoteCheckpoints
+from kenotron.config import Config, InputError
+from kenotron.config.errors import RunFailed
+from kenotron.observers.uploads import uploader
+from kenotron.storage import fetching
+from support.tiny_run import losses, tiny_config, train_and_listen, train_quietly
+
+URL = "memory://robots/run"
+REMOTE = (f"checkpoints.checkpoints_path={URL}", "checkpoints.checkpoint_interval=2", "tokens.train_steps=4")
+
+
+@pytest.fixture(autouse=True)
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    monkeypatch.setattr(fetching, "FIRST_WAIT", 0.0)
+    MemoryFileSystem.store.clear()
+    yield MemoryFileSystem.store
+    MemoryFileSystem.store.clear()
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Callable[..., Config]:
+    """The config of the run on a machine of its own: its folders are `<tmp_path>/<name>`."""
+
+    def config(name: str, *overrides: str) -> Config:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return tiny_config(tmp_path / name, *REMOTE, *overrides)
+
+    return config
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of six steps without a break."""
+    config = tiny_config(tmp_path_factory.mktemp("whole"), "tokens.train_steps=6")
+    train_quietly(config)
+    return losses(config)
+
+
+def steps_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*") if path.name.isdigit())
+
+
+def complete() -> list[int]:
+    return [entry.step for entry in RemoteCheckpoints(URL).all() if entry.manifest]
+
+
+def test_another_machine_goes_on_from_the_store(machine: Callable[..., Config], whole: list[float]) -> None:
+    first = machine("a")
+    train_quietly(first)
+    assert complete() == [2, 4]
+    staged = Path(first.logging.log_dir) / "remote" / "memory" / "robots" / "run"
+    assert steps_of(staged) == ["2", "4"]
+    second = machine("b", "tokens.train_steps=6", f"checkpoints.staging_path={staged}/staged")
+    said = train_and_listen(second)[1]
+    assert f"Fetching {URL}/4: " in said
+    assert losses(first) + losses(second) == whole
+    assert steps_of(staged / "staged") == ["4", "6"]
+    assert complete() == [2, 4, 6]
+    assert f"checkpoints_path: {URL}\n" in (staged / "staged" / "6" / "config.yaml").read_text()
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
+    machine: Callable[..., Config], whole: list[float], bucket: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_quietly(machine("a", "tokens.train_steps=6"))
+    name = next(name for name in bucket if "/6/model" in name and name.endswith(".safetensors"))
+    bucket[name].seek(-1, 2)
+    bucket[name].write(bytes([bucket[name].getvalue()[-1] ^ 1]))
+    again = machine("b", "tokens.train_steps=6")
+    said = train_and_listen(again)[1]
+    assert f"Fetching {URL}/4: " in said
+    assert f"warning: skipping checkpoint 6: memory:/{name} is damaged" in capsys.readouterr().err
+    assert losses(again) == whole[4:]
+    assert RemoteCheckpoints(URL).verify(6) == []  # sent again, whole
+
+
+def test_local_damage_is_mended_from_the_store(machine: Callable[..., Config], whole: list[float]) -> None:
+    config = machine("a")
+    train_quietly(config)
+    file = next((config.checkpoint_folder / "4" / "model").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    config = machine("a", "tokens.train_steps=6")
+    assert f"Fetching {URL}/4: " in train_and_listen(config)[1]
+    assert losses(config) == whole
+
+
+@pytest.mark.parametrize("named", [f"{URL}/2", URL])
+def test_a_new_run_starts_at_a_checkpoint_of_a_store(
+    machine: Callable[..., Config], whole: list[float], tmp_path: Path, named: str
+) -> None:
+    train_quietly(machine("a", "tokens.train_steps=2"))
+    local = (f"checkpoints.checkpoints_path={tmp_path}/own", f"checkpoints.resume_checkpoint_path={named}")
+    config = machine("b", *local)
+    train_quietly(config)
+    assert losses(config) == whole[2:4]
+    MemoryFileSystem.store.clear()
+    config = machine("b", *local, "tokens.train_steps=6")
+    train_quietly(config)  # its own checkpoints come first: the store is not asked
+    assert losses(config) == whole[2:]
+
+
+def test_retention_holds_in_the_store_and_local_copies_can_go(machine: Callable[..., Config]) -> None:
+    keep = ("checkpoints.keep_last=1", "checkpoints.keep_every=4", "checkpoints.remove_after_upload=true")
+    config = machine("a", *keep, "checkpoints.checkpoint_interval=1", "tokens.train_steps=6")
+    train_quietly(config)
+    assert complete() == [4, 6]
+    assert steps_of(config.checkpoint_folder) == []
+
+
+NANOTRON = (
+    "s3_upload={upload_s3_path: 'memory://robots/run', remove_after_upload: true, s5cmd_numworkers: 3, "
+    "s5cmd_concurrency: 7, s5cmd_path: /opt/s5cmd}"
+)
+
+
+def test_nanotrons_section_uploads_the_checkpoints_of_a_local_folder(
+    machine: Callable[..., Config], tmp_path: Path, whole: list[float]
+) -> None:
+    local = (NANOTRON, f"checkpoints.checkpoints_path={tmp_path}/own")
+    config = machine("a", *local)
+    made, _ = uploader(config, URL)
+    assert (made._files_at_once, made.store._parts_at_once, made.remove) == (3, 7, True)
+    train_quietly(config)
+    assert complete() == [2, 4]
+    assert steps_of(tmp_path / "own") == []  # remove_after_upload
+    shutil.rmtree(tmp_path / "own")
+    config = machine("a", *local, "tokens.train_steps=6", "s3_upload.remove_after_upload=false")
+    train_quietly(config)
+    assert losses(config) == whole
+    assert steps_of(tmp_path / "own") == ["4", "6"]
+
+
+def test_a_store_that_fails_ends_no_run_and_the_next_start_uploads(
+    machine: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, whole: list[float]
+) -> None:
+    config = machine("a")
+    put = MemoryFileSystem.put_file
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no route to the store")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
+    expected = rf"not uploaded to {URL}: checkpoint 2, 4 \({URL}/4/.*: cannot be written, tried 5 times \(OSError: no"
+    with pytest.raises(RunFailed, match=expected) as caught:
+        train_quietly(config)
+    assert f"kenotron checkpoint upload {config.checkpoint_folder} {URL}" in str(caught.value)
+    assert losses(config) == whole[:4]
+    assert complete() == []
+    assert steps_of(config.checkpoint_folder) == ["2", "4"]
+    monkeypatch.setattr(MemoryFileSystem, "put_file", put)
+    train_quietly(config)  # finished before: nothing is trained, and the rest is uploaded
+    assert complete() == [2, 4]
+
+
+def test_a_store_that_cannot_be_used_is_known_before_the_first_step(
+    machine: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("Access Denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "pipe_file", refuse)
+        with pytest.raises(InputError, match=rf"{URL}/\.kenotron: cannot be written \(PermissionError: Access"):
+            train_quietly(machine("a"))
+    train_quietly(machine("a"))
+    with pytest.raises(InputError, match=f"--fresh: {URL} holds checkpoints, which stay where they are"):
+        train_quietly(machine("b"), fresh=True)
+
+
+@pytest.mark.slow
+def test_an_export_is_uploaded_with_its_checkpoint(machine: Callable[..., Config], bucket: dict[str, Any]) -> None:
+    train_quietly(machine("a", "checkpoints.export_hf=true"))
+    assert complete() == [2, 4]
+    assert {name.split("/")[3] for name in bucket if name.endswith("hf/config.json")} == {"2", "4"}
