@@ -57,6 +57,7 @@ STREAM = (
     "streaming: {shuffle_buffer: 5, lanes: 4}}}}]",
     EPSILON,  # texts have rare tokens
 )
+PATTERN = "hybrid_override_pattern"
 PROBLEMS = {
     "plain": Problem("plain", (SCHEDULE,), LAST, DEEP),
     "tied": Problem("tied", (SCHEDULE,), LAST, DEEP | {"tie_word_embeddings": True, "num_key_value_heads": 2}),
@@ -76,7 +77,7 @@ PROBLEMS = {
         for family, keys in STATE_SPACES.items()
     },
     **{
-        family: Problem(family, (SMALL_STEPS, EPSILON), LAST, DEEP | keys | {"hybrid_override_pattern": "M-M*-MM*"})
+        family: Problem(family, (SMALL_STEPS, EPSILON), LAST, DEEP | keys | {PATTERN: keys[PATTERN] * 2})
         for family, keys in HYBRIDS.items()
     },
 }
@@ -230,6 +231,7 @@ MORE_PAIRS = [
     *((family, "dp=2 zero=1 tp=2", "tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b accum=4") for family in STATE_SPACES),
     *((family, "dp=2 zero=1 tp=2", "tp=2 mode=REDUCE_SCATTER pp=2 engine=1f1b accum=4") for family in HYBRIDS),
     ("nemotron_h", "cp=2 method=ulysses dp=2 zero=3", "pp=4 engine=1f1b accum=4"),
+    ("nemotron_h_of_experts", "dp=2 ep=2 zero=3", "pp=2 engine=1f1b"),
     ("qwen2_moe", "dp=4 ep=4 zero=1", "dp=2 ep=2 tp=2 mode=REDUCE_SCATTER"),
     ("olmoe", "dp=2 tp=2 ep=2 zero=3", "pp=2 engine=1f1b accum=4"),
     ("mixtral", "pp=2 engine=1f1b dp=2 ep=2", "dp=4 ep=2 zero=3"),

@@ -33,6 +33,7 @@ QUICK = [
     ("mamba2", 2, "cp=2 method=state_passing"),
     ("nemotron_h", 2, "tp=2 mode=REDUCE_SCATTER"),
     ("nemotron_h", 2, "cp=2 method=ulysses"),
+    ("nemotron_h_of_experts", 2, "dp=2 ep=2 zero=3 recompute=true"),
 ]
 LAYOUTS = [
     (2, "dp=2"),
@@ -55,8 +56,14 @@ LAYOUTS = [
     (4, "dp=2 zero=3 cp=2 method=state_passing"),
     (4, "cp=2 method=state_passing pp=2 engine=1f1b"),
 ]
+WITH_EXPERTS = [
+    (4, "dp=2 tp=2 ep=2 zero=2 mode=REDUCE_SCATTER"),
+    (2, "cp=2 method=ulysses ep=2"),
+    (4, "dp=2 pp=2 ep=2 engine=1f1b"),
+]
 SLOW = [(family, *layout) for layout in LAYOUTS for family in STATE_SPACES]
 SLOW += [(family, size, layout.replace("state_passing", "ulysses")) for family in HYBRIDS for size, layout in LAYOUTS]
+SLOW += [("nemotron_h_of_experts", *layout) for layout in WITH_EXPERTS]
 SLOW.sort(key=lambda case: case[1:])  # ranks of one size keep their groups
 
 

@@ -78,9 +78,14 @@ def test_any_pattern_computes_what_transformers_computes(pattern: str) -> None:
     [
         (
             {"hybrid_override_pattern": "M*xM"},
-            r"hybrid_override_pattern: expected letters among M, \*, -, found 'x' in 'M\*xM'",
+            r"hybrid_override_pattern: expected letters among M, \*, -, E, found 'x' in 'M\*xM'",
         ),
-        ({"hybrid_override_pattern": "M*EM"}, r"found 'E' in 'M\*EM' \(layers with experts are not supported yet\)"),
+        ({"hybrid_override_pattern": "M*EM", "mlp_bias": True}, "mlp_bias: expected false with layers of experts"),
+        (
+            {"hybrid_override_pattern": "M*EM", "n_group": 3},
+            "n_group: expected a divisor of n_routed_experts 8, found 3",
+        ),
+        ({"hybrid_override_pattern": "M*EM", "num_experts_per_tok": 9}, "expected at most the 8 experts, found 9"),
         (
             {"hybrid_override_pattern": "M*-"},
             r"hybrid_override_pattern: expected a letter for each of num_hidden_layers 4, found 3 in 'M\*-'",
@@ -111,9 +116,10 @@ def test_names_of_layers_that_files_have_or_had_are_read() -> None:
     assert architecture_from_hf(older | {"hybrid_override_pattern": "M-M*-"}, "config.json") == found
     old_names = ["mamba", "mlp", "mamba", "attention", "mlp"]
     assert architecture_from_hf(older | {"layers_block_type": old_names}, "config.json") == found
-    for name, letter in (("moe", "E"), ("sliding_attention", r"\?")):
-        with pytest.raises(InputError, match=f"hybrid_override_pattern: expected letters among .* found '{letter}'"):
-            architecture_from_hf(config | {"layers_block_type": ["linear_attention", name]}, "config.json")
+    with pytest.raises(InputError, match=r"hybrid_override_pattern: expected letters among .* found '\?'"):
+        architecture_from_hf(config | {"layers_block_type": ["linear_attention", "sliding_attention"]}, "config.json")
+    with pytest.raises(NotSupportedYet, match="moe_latent_size: 8"):
+        architecture_from_hf(config | {"moe_latent_size": 8}, "config.json")
     with pytest.raises(NotSupportedYet, match="sliding_window: 8"):
         architecture_from_hf(config | {"sliding_window": 8}, "config.json")
 
@@ -186,6 +192,17 @@ def test_a_feed_forward_has_the_activation_and_the_biases_of_its_config(tmp_path
         block.up_proj.bias.fill_(0.5)
         hidden = (x @ block.up_proj.weight.T + 0.5).clamp_min(0)
         assert torch.allclose(block(x), hidden @ block.down_proj.weight.T, atol=1e-5)
+
+
+def test_layers_with_experts_have_the_shapes_and_the_costs_of_their_keys(tmp_path: Path) -> None:
+    widths = {"n_routed_experts": 6, "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 40}
+    shape = {"hybrid_override_pattern": "E", "num_hidden_layers": 1, "num_experts_per_tok": 3}
+    model = fresh_model(config_of(tmp_path, **shape, **widths))
+    mixture = model.model.layers["0"].mixer
+    assert [tuple(weight.shape) for weight in mixture.experts.parameters()] == [(6, 20, 32), (6, 32, 20)]
+    assert [tuple(weight.shape) for weight in mixture.shared_expert.parameters()] == [(40, 32), (32, 40)]
+    assert not mixture.gate.e_score_correction_bias.any()
+    assert flops_per_token(model, 64, causal=True) == 2 * 32 * (6 + 3 * 2 * 20 + 2 * 40 + 300)
 
 
 def test_flops_are_those_of_the_matrices_the_scores_and_the_recurrence() -> None:

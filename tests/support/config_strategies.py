@@ -201,6 +201,8 @@ def _heads(model: dict[str, Any]) -> None:
     model.update(num_key_value_heads=2)
     if _hybrid(model):
         model.setdefault("hybrid_override_pattern", "M-M*")
+        model.update(n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=2, mlp_bias=False)
+        model.update(moe_intermediate_size=32, moe_shared_expert_intermediate_size=64)
         model.update(mamba_num_heads=8, n_groups=2, time_step_min=0.001, time_step_max=0.1)
     if "is_mistral_config" in model or model.get("family") == "mistral":
         model["sliding_window"] = None

@@ -64,6 +64,7 @@ YARN = {
     "mscale_all_dim": 1.2,
 }
 SMALL_HYBRID = {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "head_dim": 16}
+SMALL_HYBRID |= {"moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20}
 # (model_type, its own keys of config.json)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 16}),
@@ -128,6 +129,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
             "mlp_hidden_act": "gelu",
             "head_dim": 8,
+        },
+    ),
+    "nemotron_h_of_experts": (
+        "nemotron_h",
+        {
+            **SMALL_HYBRID,
+            "num_hidden_layers": 5,
+            "hybrid_override_pattern": "ME*E-",
+            "time_step_min": 1e-5,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
         },
     ),
     "olmo2": ("olmo2", {}),
@@ -229,11 +243,11 @@ def ours_of(theirs: PreTrainedModel) -> Decoder:
 
 def in_our_names_of(model: Decoder, theirs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Weights or gradients of the same model of transformers, under our names."""
-    if any(name.endswith("experts.down_proj") for name in theirs):
-        return _experts_apart(model, theirs)
     in_files = {HEAD: model.family.hf_name(HEAD)}  # in memory every head of transformers 5 has the one name
     if model.family.hf_model_type == "nemotron_h":  # whose body has another name there, too
         theirs = {name.replace("model.", "backbone."): tensor for name, tensor in theirs.items()}
+    if any(name.endswith("experts.down_proj") for name in theirs):
+        return _experts_apart(model, theirs)
     stored = {
         in_files.get(name, name): Stored(tuple(tensor.shape), partial(_box, tensor)) for name, tensor in theirs.items()
     }
@@ -254,7 +268,7 @@ def filled(model: Decoder, weights: Mapping[str, Tensor]) -> Decoder:
 
 
 def _experts_apart(model: Decoder, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Gate and up of experts are one tensor in memory, and files have other names than that."""
+    """Experts are one tensor in memory, and so are their gate and up; files have other names than that."""
     shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
     groups = by_hf_name(model.family, {name: shape for name, shape in shapes.items() if ".experts." not in name})
     tensors = dict(tensors)
@@ -267,8 +281,10 @@ def _experts_apart(model: Decoder, tensors: Mapping[str, Tensor]) -> Mapping[str
         if name.endswith(".experts.gate_up_proj"):
             stem = name.removesuffix("gate_up_proj")
             found[f"{stem}gate_proj.weight"], found[f"{stem}up_proj.weight"] = tensor.chunk(2, 1)
+        elif name.endswith((".experts.up_proj", ".experts.down_proj")):
+            found[f"{name.replace('backbone.', 'model.')}.weight"] = tensor
         else:
-            found[f"{name}.weight" if name.endswith(".experts.down_proj") else name] = tensor
+            found[name] = tensor
     return found
 
 

@@ -57,7 +57,7 @@ TESTS = {
     (VARIANTS, "OlmoeArchitecture"): "family is_olmoe_config",
     (VARIANTS, "Qwen2MoeArchitecture"): "family is_qwen2_moe_config",
     (VARIANTS, "Qwen3MoeArchitecture"): "family is_qwen3_moe_config",
-    (ROUTER, "SparseArchitecture"): """num_experts_per_tok router_aux_loss_coef router_z_loss_coef
+    (ROUTER, "MixtureArchitecture"): """num_experts_per_tok router_aux_loss_coef router_z_loss_coef
         router_aux_loss_scope moe_expert_capacity_factor""",
     (ROUTER, "MixtralArchitecture"): "num_local_experts sliding_window",
     (ROUTER, "OlmoeArchitecture"): """attention_bias num_experts num_experts_per_tok norm_topk_prob
@@ -73,8 +73,9 @@ TESTS = {
     (FAMILIES, "Qwen2Architecture"): "attention_bias no_rope_layer",
     (VARIANTS, "DeepseekV3Architecture"): "family is_deepseek_v3_config",
     (ROUTER, "DeepseekV3Architecture"): """n_routed_experts num_experts_per_tok n_shared_experts moe_intermediate_size
-        n_group topk_group norm_topk_prob routed_scaling_factor first_k_dense_replace router_aux_loss_coef
-        attention_bias q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave
+        n_group topk_group routed_scaling_factor first_k_dense_replace router_aux_loss_coef
+        attention_bias q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave""",
+    (ROUTER, "BiasedMixtureArchitecture"): """n_group topk_group norm_topk_prob routed_scaling_factor
         router_bias_update_rate""",
     (ROUTER, "Qwen2Architecture"): "moe_config sliding_window_size",
     (ROUTER, "NanotronExperts"): """num_experts top_k moe_intermediate_size enable_shared_expert layers
@@ -102,6 +103,6 @@ TESTS = {
     (VARIANTS, "NemotronHArchitecture"): "family is_nemotron_h_config",
     ("test_hybrids.py", "NemotronHArchitecture"): """hybrid_override_pattern num_hidden_layers time_step_min
         tie_word_embeddings residual_in_fp32 mamba_num_heads mamba_head_dim ssm_state_size head_dim
-        hidden_act mlp_bias""",
+        hidden_act mlp_bias n_routed_experts moe_intermediate_size moe_shared_expert_intermediate_size""",
 }
 OWN = {f"{section}.{key}": test for (test, section), keys in TESTS.items() for key in keys.split()}

@@ -83,17 +83,25 @@ STATE_SPACES: dict[str, dict[str, Any]] = {  # without the keys of ATTENTION
     "mamba2": _HEADS | {"n_groups": 1, "tie_word_embeddings": True},
     "mamba2_in_groups": _HEADS | {"n_groups": 4},
 }
+_HYBRID = {
+    "is_nemotron_h_config": True,
+    "head_dim": 6,
+    "num_key_value_heads": 2,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 4,
+    "ssm_state_size": 6,
+}
 HYBRIDS: dict[str, dict[str, Any]] = {  # of Mamba-2 and attention
-    "nemotron_h": {
-        "is_nemotron_h_config": True,
-        "hybrid_override_pattern": "M*-M",
-        "head_dim": 6,
-        "num_key_value_heads": 2,
-        "mlp_bias": True,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "n_groups": 4,
-        "ssm_state_size": 6,
+    "nemotron_h": _HYBRID | {"hybrid_override_pattern": "M*-M", "mlp_bias": True},
+    "nemotron_h_of_experts": {
+        "hybrid_override_pattern": "ME*E",
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 24,
+        "router_bias_update_rate": 0.02,
+        **_HYBRID,
+        **_ROUTER,
     },
 }
 

@@ -12,7 +12,7 @@ The matrices of a layer's experts are one tensor here, and one tensor an expert 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from kenotron.config.errors import InputError, NotSupportedYet
@@ -96,8 +96,13 @@ def their_tensor(ours: Weights, family: Family[Any], hf_name: str, names: list[s
     """The tensor `hf_name` of an export, from ours of these `names`."""
     if len(names) > 1:
         return family.hf_join(hf_name, [ours[name] for name in names])
-    shape = ours.shape(names[0])
-    hf_names = their_names(family, names[0], shape)
-    if len(hf_names) == 1 and EXPERTS not in names[0]:
+    if EXPERTS not in names[0]:
         return ours[names[0]]
-    return ours.block(names[0], (hf_names.index(hf_name), 0, 0), (1, *shape[1:]))[0]
+    shape = ours.shape(names[0])
+    return ours.block(names[0], (_experts_by_name(family, names[0], shape)[hf_name], 0, 0), (1, *shape[1:]))[0]
+
+
+@lru_cache(maxsize=16)
+def _experts_by_name(family: Family[Any], name: str, shape: Shape) -> dict[str, int]:
+    """Numbers of the experts in our tensor `name`, by what their matrices are called there."""
+    return {theirs: number for number, theirs in enumerate(their_names(family, name, shape))}

@@ -59,8 +59,9 @@ def split_experts(moe: Any, settings: TensorParallelSettings, name: str = "") ->
     moe.experts = ExpertShards(moe.experts, weights)
     shared = moe.shared_expert
     if shared is not None:
-        for path, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
-            setattr(shared, path, LocalLinear(getattr(shared, path), settings, dim, f"{name}.shared_expert.{path}"))
+        for path, linear in list(shared.named_children()):
+            dim = 1 if path == "down_proj" else 0
+            setattr(shared, path, LocalLinear(linear, settings, dim, f"{name}.shared_expert.{path}"))
     if moe.shared_expert_gate is not None:
         moe.shared_expert_gate = Replicated(moe.shared_expert_gate, settings, on_shards=False, per_head=True)
     moe.equal_ranks = settings.degree

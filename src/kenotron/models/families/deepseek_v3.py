@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kenotron.config.decoder import Problem
 from kenotron.config.section import OURS, key
-from kenotron.models.families.mixtral import SparseArchitecture, SparseStyle
+from kenotron.models.families.mixtral import MixtureArchitecture, SparseArchitecture, SparseStyle
 from kenotron.models.init_rules import Constant, InitRule
 
 if TYPE_CHECKING:
@@ -23,7 +23,49 @@ if TYPE_CHECKING:
 ATTENTION = "model.layers.*.self_attn"
 
 
-class DeepseekV3Architecture(SparseArchitecture):
+class BiasedMixtureArchitecture(MixtureArchitecture):
+    """A mixture whose router has sigmoid scores, groups, and biases that balance the loads."""
+
+    n_group: int = key("Groups of neighbouring experts.", 1, ge=1)
+    topk_group: int = key("Groups that a token's experts come from.", 1, ge=1)
+    norm_topk_prob: bool = key("Divide the weights of a token's experts by their sum.", True)
+    routed_scaling_factor: float = key("Multiplies the weights of a token's experts.", 1.0, gt=0)
+    router_bias_update_rate: float = key(
+        "What a step adds to the bias of an expert with less than the mean load, and takes from one with more; 0: "
+        "nothing.",
+        0.001,
+        ge=0,
+        mark=OURS,
+    )
+
+    def shape_problems(self) -> Iterator[Problem]:
+        """Groups are equal, and have experts enough for a token."""
+        yield from super().shape_problems()
+        experts, groups = self.experts, self.n_group
+        if experts % groups:
+            yield "n_group", f"expected a divisor of n_routed_experts {experts}, found {groups}"
+        elif self.topk_group > groups:
+            yield "topk_group", f"expected at most n_group {groups}, found {self.topk_group}"
+        elif self.topk_group < groups and experts == groups:
+            yield "n_group", f"expected at least two experts a group, found {groups} groups of {experts}"
+        elif self.topk_group < groups and 0 < (most := self.topk_group * experts // groups) < self.num_experts_per_tok:
+            expected = f"expected at most the {most} experts of topk_group {self.topk_group} groups"
+            yield "num_experts_per_tok", f"{expected}, found {self.num_experts_per_tok}"
+
+    def routing(self) -> Routing:
+        """Sigmoid scores, groups and biases."""
+        return replace(
+            super().routing(),
+            scores="sigmoid",
+            scale=self.routed_scaling_factor,
+            groups=self.n_group,
+            top_groups=self.topk_group,
+            biased=True,
+            bias_rate=self.router_bias_update_rate,
+        )
+
+
+class DeepseekV3Architecture(BiasedMixtureArchitecture, SparseArchitecture):
     """The DeepSeek-V3 family, under Hugging Face's names."""
 
     not_served: ClassVar[tuple[str, ...]] = ("rope_interleaved", "free_head_dim")
@@ -44,17 +86,8 @@ class DeepseekV3Architecture(SparseArchitecture):
     moe_intermediate_size: int = key("Width inside an expert.", 2048, ge=1)
     n_group: int = key("Groups of neighbouring experts.", 8, ge=1)
     topk_group: int = key("Groups that a token's experts come from.", 4, ge=1)
-    norm_topk_prob: bool = key("Divide the weights of a token's experts by their sum.", True)
     routed_scaling_factor: float = key("Multiplies the weights of a token's experts.", 2.5, gt=0)
     router_aux_loss_coef: float = key("Weight of the loss that balances the load of the experts.", 0.0001, ge=0)
-
-    router_bias_update_rate: float = key(
-        "What a step adds to the bias of an expert with less than the mean load, and takes from one with more; 0: "
-        "nothing.",
-        0.001,
-        ge=0,
-        mark=OURS,
-    )
 
     @property
     def experts(self) -> int:
@@ -87,20 +120,10 @@ class DeepseekV3Architecture(SparseArchitecture):
             yield "qk_rope_head_dim", f"expected an even number, found {self.qk_rope_head_dim}"
 
     def shape_problems(self) -> Iterator[Problem]:
-        """Every head has keys of its own; groups are equal, and have experts enough for a token."""
+        """Every head has keys of its own."""
         yield from super().shape_problems()
-        heads, experts, groups = self.num_attention_heads, self.experts, self.n_group
-        if self.kv_heads != heads:
+        if self.kv_heads != (heads := self.num_attention_heads):
             yield "num_key_value_heads", f"expected null or num_attention_heads {heads}, found {self.kv_heads}"
-        if experts % groups:
-            yield "n_group", f"expected a divisor of n_routed_experts {experts}, found {groups}"
-        elif self.topk_group > groups:
-            yield "topk_group", f"expected at most n_group {groups}, found {self.topk_group}"
-        elif self.topk_group < groups and experts == groups:
-            yield "n_group", f"expected at least two experts a group, found {groups} groups of {experts}"
-        elif self.num_experts_per_tok > (most := self.topk_group * experts // groups):
-            expected = f"expected at most the {most} experts of topk_group {self.topk_group} groups"
-            yield "num_experts_per_tok", f"{expected}, found {self.num_experts_per_tok}"
 
 
 class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
@@ -148,19 +171,6 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
             bias=config.attention_bias,
             rope_interleaved=config.rope_interleave,
             scale=config.head_dim**-0.5 * temperature**2,
-        )
-
-    def routing(self) -> Routing:
-        """Sigmoid scores, groups and biases."""
-        config = self.config
-        return replace(
-            super().routing(),
-            scores="sigmoid",
-            scale=config.routed_scaling_factor,
-            groups=config.n_group,
-            top_groups=config.topk_group,
-            biased=True,
-            bias_rate=config.router_bias_update_rate,
         )
 
     def shared_expert(self) -> tuple[nn.Module, None]:

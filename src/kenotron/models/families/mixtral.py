@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from kenotron.config.decoder import Problem
+from kenotron.config.decoder import DecoderArchitecture, Problem
 from kenotron.config.section import OURS, key
 from kenotron.models.families.llama import LlamaStyle, LlamaStyleArchitecture
 from kenotron.models.init_rules import InitRule, Normal
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from kenotron.models.blocks.moe import Routing
 
 
-class SparseArchitecture(LlamaStyleArchitecture):
-    """A Llama-style decoder with a mixture of experts in some layers."""
+class MixtureArchitecture(DecoderArchitecture):
+    """A decoder with a mixture of experts in some layers."""
 
     num_experts_per_tok: int = key("Experts that a token goes through.", 2, ge=1)
     router_aux_loss_coef: float = key("Weight of the loss that balances the load of the experts.", 0.001, ge=0)
@@ -41,6 +41,38 @@ class SparseArchitecture(LlamaStyleArchitecture):
         mark=OURS,
     )
 
+    def shape_problems(self) -> Iterator[Problem]:
+        """A token cannot go through more experts than there are."""
+        yield from super().shape_problems()
+        if 0 < self.experts < self.num_experts_per_tok:
+            yield (
+                "num_experts_per_tok",
+                f"expected at most the {self.experts} experts, found {self.num_experts_per_tok}",
+            )
+
+    def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
+        """A capacity is counted in whole sequences."""
+        yield from super().cp_problems(cp, tp, method, lengths)
+        if self.moe_expert_capacity_factor is not None:
+            yield f"expected 1 with moe_expert_capacity_factor, which drops tokens by whole sequences; found {cp}"
+
+    def routing(self) -> Routing:
+        """How tokens choose experts."""
+        from kenotron.models.blocks.moe import Routing
+
+        return Routing(
+            self.num_experts_per_tok,
+            normalize=getattr(self, "norm_topk_prob", True),
+            balance=self.router_aux_loss_coef,
+            z=self.router_z_loss_coef,
+            over_global_batch=self.router_aux_loss_scope == "global_batch",
+            capacity=self.moe_expert_capacity_factor,
+        )
+
+
+class SparseArchitecture(MixtureArchitecture, LlamaStyleArchitecture):
+    """A Llama-style decoder with a mixture of experts in some layers."""
+
     @property
     def expert_width(self) -> int:
         """Width inside an expert."""
@@ -52,21 +84,10 @@ class SparseArchitecture(LlamaStyleArchitecture):
         return tuple(range(self.num_hidden_layers))
 
     def shape_problems(self) -> Iterator[Problem]:
-        """A token cannot go through more experts than there are."""
+        """A family with experts has some."""
         yield from super().shape_problems()
-        if self.num_experts_per_tok > self.experts:
-            yield (
-                "num_experts_per_tok",
-                f"expected at most the {self.experts} experts, found {self.num_experts_per_tok}",
-            )
         if not self.sparse_layers:
             yield "num_hidden_layers", "expected a layer with experts, found none; without them the family is dense"
-
-    def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
-        """A capacity is counted in whole sequences."""
-        yield from super().cp_problems(cp, tp, method, lengths)
-        if self.moe_expert_capacity_factor is not None:
-            yield f"expected 1 with moe_expert_capacity_factor, which drops tokens by whole sequences; found {cp}"
 
 
 S = TypeVar("S", bound=LlamaStyleArchitecture)
@@ -94,18 +115,8 @@ class SparseStyle(LlamaStyle[S]):
 
     def routing(self) -> Routing:
         """How tokens choose experts."""
-        from kenotron.models.blocks.moe import Routing
-
-        config = self.config
-        assert isinstance(config, SparseArchitecture)
-        return Routing(
-            config.num_experts_per_tok,
-            normalize=getattr(config, "norm_topk_prob", True),
-            balance=config.router_aux_loss_coef,
-            z=config.router_z_loss_coef,
-            over_global_batch=config.router_aux_loss_scope == "global_batch",
-            capacity=config.moe_expert_capacity_factor,
-        )
+        assert isinstance(self.config, SparseArchitecture)
+        return self.config.routing()
 
     def shared_expert(self) -> tuple[nn.Module | None, nn.Module | None]:
         """(an expert for every token, the linear whose sigmoid weighs it), where the family has them."""

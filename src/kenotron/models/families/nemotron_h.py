@@ -3,6 +3,7 @@
     M   x ─ norm ─ Mamba-2 ──────(+)─ x
     *   x ─ norm ─ attention ────(+)─ x      no positions: the order of tokens is in the recurrence
     -   x ─ norm ─ feed-forward ─(+)─ x      relu(up x)^2
+    E   x ─ norm ─ mixture ──────(+)─ x      of such feed-forwards, routed as in DeepSeek-V3, and one for every token
 
 Attention and recurrence both read contiguous parts of sequences under context parallelism: ulysses.
 """
@@ -16,14 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kenotron.config.decoder import AttentionArchitecture, Problem
 from kenotron.config.section import EXPORT, OURS, key
+from kenotron.models.families.deepseek_v3 import BiasedMixtureArchitecture
 from kenotron.models.families.mamba2 import MIXER, Mamba2Style, Mamba2StyleArchitecture
-from kenotron.models.init_rules import InitRule, Normal
+from kenotron.models.init_rules import Constant, InitRule, Normal
 from kenotron.models.plan import Plan
 
 if TYPE_CHECKING:
     from torch import nn
 
-KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}  # letters, and transformers' names
+KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # letters, and transformers' names
 OLD_NAMES = {"mamba": "M", "attention": "*"}
 SPLIT = {  # what tensor parallelism splits of a layer of each kind
     "M": Mamba2Style.plan,
@@ -34,11 +36,12 @@ SPLIT = {  # what tensor parallelism splits of a layer of each kind
         row=(f"{MIXER}.o_proj",),
     ),
     "-": Plan(blocks="model.layers.*", column=(f"{MIXER}.up_proj",), row=(f"{MIXER}.down_proj",)),
+    "E": Plan(blocks="model.layers.*"),
 }
 PUBLISHED = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"  # the model of 8 billion parameters
 
 
-class NemotronHArchitecture(AttentionArchitecture, Mamba2StyleArchitecture):
+class NemotronHArchitecture(BiasedMixtureArchitecture, AttentionArchitecture, Mamba2StyleArchitecture):
     """The Nemotron-H family, under Hugging Face's names."""
 
     head_keys = ("mamba_num_heads", "ssm_state_size")
@@ -50,12 +53,18 @@ class NemotronHArchitecture(AttentionArchitecture, Mamba2StyleArchitecture):
     family: Literal["nemotron_h"] = key("The family's name.", "nemotron_h", mark=OURS)
     is_nemotron_h_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
     hybrid_override_pattern: str = key(
-        "A letter for each layer: M Mamba-2, * attention, - feed-forward.", PUBLISHED, min_length=1, mark=OURS
+        "A letter for each layer: M Mamba-2, * attention, - feed-forward, E experts.",
+        PUBLISHED,
+        min_length=1,
+        mark=OURS,
     )
     num_hidden_layers: int = key("Layers: letters of hybrid_override_pattern.", len(PUBLISHED), ge=1)
     hidden_act: str = key("Activation of the feed-forward (mlp_hidden_act).", "relu2")  # type: ignore[assignment]
     tie_word_embeddings: Literal[False] = key("transformers has no tied head in this family.", False)
     mlp_bias: bool = key("Biases in the feed-forward.", False, mark=OURS)
+    n_routed_experts: int = key("Experts of a layer with experts.", 8, ge=1)
+    moe_intermediate_size: int = key("Width inside an expert.", 7688, ge=1)
+    moe_shared_expert_intermediate_size: int = key("Width inside the expert of all tokens.", 7688, ge=1, mark=OURS)
     free_head_dim: int | None = key(
         "Channels of an attention head; null: hidden_size / num_attention_heads.", None, ge=1, alias="head_dim"
     )
@@ -67,6 +76,11 @@ class NemotronHArchitecture(AttentionArchitecture, Mamba2StyleArchitecture):
     )
     residual_in_fp32: bool = key("Hidden states between layers in fp32, whatever model.dtype is.", False)
     expand: int = key("Written to the export; heads make the width of a Mamba-2 layer.", 2, ge=1, mark=EXPORT)
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer with experts."""
+        return self.n_routed_experts if "E" in self.hybrid_override_pattern else 0
 
     @property
     def head_dim(self) -> int:
@@ -90,21 +104,25 @@ class NemotronHArchitecture(AttentionArchitecture, Mamba2StyleArchitecture):
 
     def shape_problems(self) -> Iterator[Problem]:
         """A pattern that does not describe the layers; heads that do not fit."""
-        yield from AttentionArchitecture.shape_problems(self)
+        yield from super().shape_problems()
         yield from Mamba2StyleArchitecture.shape_problems(self)
         pattern, layers = self.hybrid_override_pattern, self.num_hidden_layers
         if unknown := sorted(set(pattern) - set(KINDS)):
-            experts = " (layers with experts are not supported yet)" if "E" in unknown else ""
             expected = f"expected letters among {', '.join(KINDS)}"
-            yield "hybrid_override_pattern", f"{expected}, found {unknown[0]!r} in {pattern!r}{experts}"
+            yield "hybrid_override_pattern", f"{expected}, found {unknown[0]!r} in {pattern!r}"
         elif len(pattern) != layers:
             expected = f"expected a letter for each of num_hidden_layers {layers}"
             yield "hybrid_override_pattern", f"{expected}, found {len(pattern)} in {pattern!r}"
+        if self.experts and self.mlp_bias:
+            yield "mlp_bias", "expected false with layers of experts, whose feed-forwards have no biases here"
 
     def tp_problems(self, tp: int) -> Iterator[str]:
-        """Heads of both kinds, groups, the width of the feed-forward."""
-        yield from AttentionArchitecture.tp_problems(self, tp)
+        """Heads of both kinds, groups, the width of feed-forwards, which are split inside."""
+        yield from super().tp_problems(tp)
         yield from Mamba2StyleArchitecture.tp_problems(self, tp)
+        for name in ("moe_intermediate_size", "moe_shared_expert_intermediate_size") if self.experts else ():
+            if getattr(self, name) % tp:
+                yield f"expected a divisor of {name} {getattr(self, name)}, found {tp}"
 
     def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
         """States are passed on from one contiguous part to the next, which of attention's methods ulysses has."""
@@ -123,9 +141,12 @@ class NemotronH(Mamba2Style[NemotronHArchitecture]):
     hf_fixed = {  # noqa: RUF012
         "attention_bias": False,
         "mamba_hidden_act": "silu",
+        "moe_latent_size": None,
         "num_nextn_predict_layers": 0,
         "sliding_window": None,
     }
+    hf_names = Mamba2Style.hf_names | {".shared_expert.": ".shared_experts."}
+    hf_fp32 = ("e_score_correction_bias",)
 
     def __init__(self, config: NemotronHArchitecture) -> None:
         super().__init__(config)
@@ -136,6 +157,9 @@ class NemotronH(Mamba2Style[NemotronHArchitecture]):
             kv=tuple(name for plan in plans for name in plan.kv),
             channels=tuple(name for plan in plans for name in plan.channels),
             row=tuple(name for plan in plans for name in plan.row),
+            experts=tuple(
+                f"model.layers.{n}.mixer" for n, kind in enumerate(config.hybrid_override_pattern) if kind == "E"
+            ),
         )
 
     def block(self, layer: int) -> nn.Module:
@@ -152,18 +176,30 @@ class NemotronH(Mamba2Style[NemotronHArchitecture]):
         if kind == "-":
             mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act, config.mlp_bias)
             return MLPBranch(self.final_norm(), mlp, config.residual_in_fp32)
+        if kind == "E":
+            return self.mamba_block(self.mixture())
         return super().block(layer)
+
+    def mixture(self) -> nn.Module:
+        """The experts of a layer, without gates, the one of all tokens, and their router."""
+        from kenotron.models.blocks.mlp import MLP
+        from kenotron.models.blocks.moe import MixtureOfExperts
+
+        config = self.config
+        shared = MLP(config.hidden_size, config.moe_shared_expert_intermediate_size, config.hidden_act, bias=False)
+        shapes = config.hidden_size, config.experts, config.moe_intermediate_size
+        return MixtureOfExperts(*shapes, config.hidden_act, config.routing(), shared, gated=False)
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
         """Mamba's, and what else writes into the residual stream damped by depth in the same way."""
         damped = std / math.sqrt(self.config.num_hidden_layers) if scaling == "NUM_LAYERS" else std
         rows = [InitRule(f"*.{name}.weight", Normal(damped)) for name in ("o_proj", "down_proj")]
-        return [*rows, *super().init_rules(std, scaling)]
+        return [InitRule("*.e_score_correction_bias", Constant(0.0)), *rows, *super().init_rules(std, scaling)]
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         """The pattern is a list of names there, in older files the same string; it says how many layers there are."""
-        letters = {name: letter for letter, name in KINDS.items()} | OLD_NAMES | {"moe": "E"}
+        letters = {name: letter for letter, name in KINDS.items()} | OLD_NAMES
         names = config.get("layers_block_type") or config.get("layer_types") or []
         pattern = config.get("hybrid_override_pattern") or "".join(letters.get(name, "?") for name in names)
         activation = config.get("mlp_hidden_act", "relu2")
