@@ -20,6 +20,7 @@ from torch import Tensor
 from kenotron.cli import main
 from kenotron.config import Config, InputError, dump
 from kenotron.config.checkpoints import LOAD_MODES
+from support.nursery import Nursery
 from support.pages import blocks, files, read_page, sections
 from support.tiny_run import (
     equal_bits,
@@ -193,6 +194,24 @@ def test_a_restart_that_is_killed_goes_on_exactly(
     assert equal_bits(weights(again), final)
     _, said = train_and_listen(config)
     assert f"This run is finished: {checkpoint_of(config, MODES[mode][-1])} has all" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout", [("parallelism.dp=2",), ("parallelism.pp=2", "tokens.batch_accumulation_per_replica=2")]
+)
+def test_a_restart_is_the_same_on_another_layout(
+    layout: tuple[str, ...], parent: Config, nursery: Nursery, tmp_path: Path
+) -> None:
+    for mode in ("cooldown", "model_data"):
+        one = restarted(parent, tmp_path / mode / "one", mode)
+        other = restarted(parent, tmp_path / mode / "other", mode, "tokens.micro_batch_size=2", *layout)
+        for config in (one, other):
+            file = tmp_path / f"{mode}.yaml"
+            file.write_text(dump(config))
+            assert nursery.run("train", file, folder=tmp_path).code == 0
+        assert losses(other) == pytest.approx(losses(one), rel=1e-5)
+        assert [line["lr"] for line in metrics(other)] == [line["lr"] for line in metrics(one)]
 
 
 def test_a_restart_of_a_restart_takes_up_its_positions(parent: Config, seen: Seen, tmp_path: Path) -> None:
