@@ -353,6 +353,7 @@ ROWS: dict[str, Row] = {
     "Logging.format": Row(messages, "logging.format=nanotron"),
     "Logging.iteration_step_info_interval": Row(messages, "logging.iteration_step_info_interval=2", DECAY),
     "Logging.log_dir": Row(files, "logging.log_dir={here}/logs/below"),
+    "Logging.state_hash": Row(metric("state_hash"), "logging.state_hash=false"),
     "Logging.tensorboard": Row(files, "logging.tensorboard=true"),
     "Logging.sample_prompts": Row(messages, 'logging.sample_prompts=["The sum"]', TEXT),
     # ---- tokens ----

@@ -19,6 +19,7 @@ from kenotron.cli.chat import chat
 from kenotron.cli.compare import compare
 from kenotron.cli.generate import generate
 from kenotron.cli.init import init
+from kenotron.cli.replay import replay
 from kenotron.cli.slurm import cancel, logs, status, submit
 from kenotron.cli.train import train
 
@@ -51,7 +52,7 @@ def build_app() -> Callable[[list[str]], int]:
     app.command()(generate)
     app.command()(chat)
     app.command()(compare)
-    for command in (submit, status, logs, cancel):
+    for command in (replay, submit, status, logs, cancel):
         app.command()(command)
     app.add_typer(config.app, name="config")
     app.add_typer(checkpoint.app, name="checkpoint")

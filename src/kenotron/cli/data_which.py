@@ -39,11 +39,12 @@ def which(
     run = load(config, overrides or ())
     refuse_unsupported(run)
     with open_run(run, step or 1, _quiet) as data:
-        record, lines = _of_step(data, step) if document is None else _of_document(data, document)
+        record, lines = of_step(data, step) if document is None else _of_document(data, document)
     print(json.dumps(record, indent=2) if as_json else "\n".join(lines))
 
 
-def _of_step(data: RunData, step: int | None) -> tuple[dict[str, object], list[str]]:
+def of_step(data: RunData, step: int | None) -> tuple[dict[str, object], list[str]]:
+    """What `step` reads: as a record, and as lines."""
     from kenotron.data.provenance import step_origins
 
     assert step is not None

@@ -32,6 +32,11 @@ class Logging(Section):
         "logs",
         mark=OURS,
     )
+    state_hash: bool = key(
+        "Log a hash of a 64th of the weights in every step's line of metrics.jsonl, which `kenotron replay` compares.",
+        True,
+        mark=OURS,
+    )
     tensorboard: bool = key("Write TensorBoard scalars and text.", True, mark=OURS)
     sample_prompts: list[str] | None = key(
         "Prompts; the model's continuations are printed at the start and at the end of the run.",

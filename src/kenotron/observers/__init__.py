@@ -1,6 +1,8 @@
 """Hooks that watch a run: `observers` makes those that a config asks for.
 
 signals.py        SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop
+state_hash.py     a hash of the weights in every line of metrics
+replay.py         what `kenotron replay` adds to a run
 progress.py       a bar or a line with the ETA
 expert_load.py    how evenly the experts of a mixture are used
 samples.py        completions of `logging.sample_prompts`
@@ -25,6 +27,7 @@ from kenotron.observers.export import ExportHook
 from kenotron.observers.profiler import ProfilerHook
 from kenotron.observers.progress import Pace, Progress
 from kenotron.observers.signals import Signals
+from kenotron.observers.state_hash import StateHash
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 def observers(config: Config, mesh: Mesh) -> list[Hook]:
     """Those that `config` asks for on this rank of `mesh`. What only writes lines or files is on the first rank."""
     hooks: list[Hook] = [Signals()]
+    if config.logging.state_hash:
+        hooks.append(StateHash())
     if config.logging.sample_prompts:
         from kenotron.observers.samples import SampleCompletions
 

@@ -1,0 +1,154 @@
+"""`kenotron replay CHECKPOINTS --step 1234`: compute steps of a finished run once more, and compare every number.
+
+From the nearest checkpoint before the step, on the same layout, losses, gradient norms and hashes of the weights are
+equal bit by bit; on another layout (overrides) losses and norms agree up to rounding. Where they first differ, a
+transient fault, a changed file of tokens or another version of a library is the cause. The run and its checkpoints are
+only read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kenotron.config.errors import InputError, counted
+
+if TYPE_CHECKING:
+    from kenotron.checkpoint.folders import Found
+    from kenotron.config import Config
+
+COMPARED = ("lm_loss", "grad_norm", "state_hash")
+ROUNDING = 1e-4  # of a loss or norm on another layout
+
+
+def replay(
+    checkpoints: Annotated[Path, typer.Argument(help="The run's folder of checkpoints.")],
+    step: Annotated[int, typer.Option(help="The last step to compute again.", min=1)],
+    overrides: Annotated[list[str] | None, typer.Argument(help="Another layout, such as parallelism.tp=2.")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="The run's log folder, if it was moved.")] = None,
+) -> None:
+    """Compute a step of a run again from the checkpoint before it, and compare it with the log.
+
+    Exit code 0: the numbers are equal; 1: they are not.
+    """
+    from kenotron.cli.data_which import of_step
+    from kenotron.data import open_run
+    from kenotron.launch import launch
+
+    config, start = _find(checkpoints, step)
+    logged = _metrics((log_dir or Path(config.logging.log_dir) / config.general.run) / "metrics.jsonl")
+    if step not in logged:
+        raise InputError(f"--step: expected a step of the log, which has {_range(logged)}, found {step}")
+    with tempfile.TemporaryDirectory(prefix="kenotron-replay-") as temporary:
+        again = _config(config, Path(temporary), step, overrides or [])
+        if start is not None:
+            _link(start.path, Path(again.checkpoints.checkpoints_path))
+        first = start.step + 1 if start else 1
+        print(f"computing {counted(step + 1 - first, 'step')} from {start.path if start else 'the start'}", flush=True)
+        launch(again)
+        if os.environ.get("RANK", "0") != "0":
+            return
+        found = _metrics(Path(again.logging.log_dir) / again.general.run / "metrics.jsonl")
+    same_layout = again.parallelism.degrees == config.parallelism.degrees and not overrides
+    differences = _differences(logged, found, range(first, step + 1), exact=same_layout)
+    if differences:
+        print("\n".join(differences))
+        with open_run(config, step, lambda line: None) as data:
+            print("\n".join(of_step(data, int(differences[0].split()[1].rstrip(":")))[1]))
+        sys.exit(1)
+    print(f"steps {first} to {step}: {'every number is equal' if same_layout else 'equal up to rounding'}")
+
+
+def _find(checkpoints: Path, step: int) -> tuple[Config, Found | None]:
+    """The run's config, and the newest complete checkpoint before `step`; None where the run's start is nearer."""
+    from kenotron.checkpoint.folders import list_checkpoints
+    from kenotron.config.resolved import read_resolved
+
+    found = [entry for entry in list_checkpoints(checkpoints) if entry.problem is None]
+    if not found:
+        raise InputError(f"{checkpoints}: expected a run's folder of checkpoints, found no complete one")
+    before = [entry for entry in found if entry.step < step]
+    config = read_resolved((before or found)[-1].path / "config.yaml")
+    if not before and config.checkpoints.resume_checkpoint_path is not None:
+        raise InputError(f"{checkpoints}: no checkpoint before step {step}; the oldest is that of {found[0].step}")
+    return config, max(before, key=lambda entry: entry.step, default=None)
+
+
+def _config(config: Config, folder: Path, step: int, overrides: list[str]) -> Config:
+    """`config` with its files in `folder`, until `step`."""
+    from kenotron.config import load
+    from kenotron.config.writing import inline, to_dict
+
+    hooks = [*(to_dict(config)["general"].get("hooks") or [])]
+    hooks.append({"path": "kenotron.observers.replay.StopAfter", "kwargs": {"step": step}})
+    changes: dict[str, Any] = {
+        "general.hooks": hooks,
+        "checkpoints.checkpoints_path": str(folder / "checkpoints"),
+        "checkpoints.keep_last": 1,
+        "checkpoints.export_hf": False,
+        "tokens.val_check_interval": -1,
+        "logging.log_dir": str(folder / "logs"),
+        "logging.log_level": "warning",
+        "logging.tensorboard": False,
+    }
+    return load(config, [*(f"{key}={inline(value)}" for key, value in changes.items()), *overrides])
+
+
+def _link(checkpoint: Path, folder: Path) -> None:
+    """The checkpoint in `folder` as well, without a copy of its bytes where the file system can."""
+    import shutil
+
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copyfile(source, target)
+
+    shutil.copytree(checkpoint, folder / checkpoint.name, copy_function=link)
+
+
+def _metrics(path: Path) -> dict[int, dict[str, Any]]:
+    """The lines of a run's metrics by their steps."""
+    if not path.exists():
+        raise InputError(f"no file {path}; --log-dir names the folder of the run's metrics.jsonl")
+    lines: dict[int, dict[str, Any]] = {}
+    for text in path.read_text().splitlines():
+        try:
+            line = json.loads(text)
+            lines[line["iteration"]] = line
+        except (json.JSONDecodeError, KeyError):
+            continue  # the last line of a killed run may be cut short
+    return lines
+
+
+def _range(logged: dict[int, dict[str, Any]]) -> str:
+    return f"{min(logged)} to {max(logged)}" if logged else "none"
+
+
+def _differences(
+    logged: dict[int, dict[str, Any]], found: dict[int, dict[str, Any]], steps: range, exact: bool
+) -> list[str]:
+    """A line for each number of the first step that differs."""
+    for step in steps:
+        before, now = logged.get(step, {}), found.get(step, {})
+        names = [name for name in COMPARED if name in before and (exact or name != "state_hash")]
+        lines = [
+            f"step {step}: {name} was {before[name]!r} and is {now.get(name)!r}"
+            for name in names
+            if not _equal(before[name], now.get(name), exact)
+        ]
+        if lines:
+            return lines
+    return []
+
+
+def _equal(before: float | None, now: float | None, exact: bool) -> bool:
+    if exact or before is None or now is None:
+        return before == now
+    return abs(before - now) <= ROUNDING * max(abs(before), 1e-30)

@@ -1,0 +1,66 @@
+"""A hash of the weights in every step's metrics, so that two runs of one layout can be compared bit by bit.
+
+    step 7    slice 7 of 64 of every rank's weights ──▶ 281474976710655 of metrics.jsonl's `state_hash`
+    step 8    slice 8 …                                  after 64 steps every weight was in one
+
+One slice a step costs 1/64 of reading the weights once. A weight that differs in a bit differs in all later steps as
+a rule, since gradients depend on all weights; where it does not, the hash of its slice finds it within 64 steps.
+
+The hash depends on the layout: on how weights are cut over the ranks. `kenotron replay` compares it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kenotron.models import named_parameters
+from kenotron.parallel.shards import shard_of
+from kenotron.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from kenotron.training.run import Run
+    from kenotron.training.step import StepResult
+
+SLICES = 64
+BITS = 48  # a number that JSON's readers keep exactly
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class StateHash(Hook):
+    """Records `state_hash`; on all ranks."""
+
+    priority = -5
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Hash this step's slice of the weights."""
+        run.record_metric("state_hash", state_hash(run), on_console=False)
+
+
+def state_hash(run: Run) -> int:
+    """The hash of slice ``step % 64`` of all ranks' weights. Every rank makes the call."""
+    tensors = [shard_of(parameter.detach()).tensor for _, parameter in named_parameters(*run.parts)]
+    total = torch.zeros((), dtype=torch.int64, device=run.device)
+    for first, piece in _slice(tensors, run.step % SLICES):
+        weights = torch.arange(2 * first + 1, 2 * (first + len(piece)) + 1, 2, device=piece.device)
+        total += (piece.contiguous().view(INTEGERS[piece.element_size()]) * weights).sum()
+    if run.mesh.world_size > 1:
+        total *= 2 * dist.get_rank() + 1
+        dist.all_reduce(total)
+    return int(total) & (2**BITS - 1)
+
+
+def _slice(tensors: list[Tensor], number: int) -> Iterator[tuple[int, Tensor]]:
+    """The elements of slice `number` of all tensors end to end: number of the first one, and they, flat."""
+    size = -(-sum(tensor.numel() for tensor in tensors) // SLICES)
+    first, last, begin = number * size, (number + 1) * size, 0
+    for tensor in tensors:
+        end = begin + tensor.numel()
+        if begin < last and first < end:
+            here = max(first, begin)
+            yield here, tensor.reshape(-1)[here - begin : min(last, end) - begin]
+        begin = end

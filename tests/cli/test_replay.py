@@ -1,0 +1,110 @@
+"""`kenotron replay`: steps computed again equal the log to the last bit, and what does not is found and named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kenotron.cli import main
+from kenotron.observers.state_hash import SLICES, _slice, state_hash
+from support.tiny_run import tiny_config, tiny_yaml, train_quietly
+
+pytestmark = pytest.mark.budget(10, reason="trains a run and parts of it again")
+
+
+@given(st.lists(st.integers(0, 90), min_size=1, max_size=6))
+def test_slices_have_every_weight_once_with_its_number(lengths: list[int]) -> None:
+    tensors = [torch.arange(start, start + length) for start, length in zip(_starts(lengths), lengths)]
+    seen = [piece + 0 for number in range(SLICES) for first, piece in _slice(tensors, number)]
+    assert torch.cat([torch.empty(0, dtype=torch.int64), *seen]).tolist() == list(range(sum(lengths)))
+    for number in range(SLICES):
+        assert all(first == int(piece[0]) for first, piece in _slice(tensors, number))
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    return [sum(lengths[:number]) for number in range(len(lengths))]
+
+
+def test_one_flipped_bit_of_any_weight_is_in_the_hash_of_its_slice(tmp_path: Path) -> None:
+    run = train_quietly(tiny_config(tmp_path, "tokens.train_steps=1"))
+
+    def hashes() -> list[int]:
+        found = []
+        for run.step in range(SLICES):
+            found.append(state_hash(run))
+        return found
+
+    before = hashes()
+    assert len(set(before)) == SLICES
+    for parameter in run.model.parameters():
+        bits = parameter.data.view(-1).view(torch.int32)
+        bits[len(bits) // 2] ^= 1
+        assert sum(one != other for one, other in zip(before, hashes())) == 1
+        bits[len(bits) // 2] ^= 1
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of nine steps with checkpoints at 4, 8 and 9."""
+    folder = tmp_path_factory.mktemp("run")
+    train_quietly(tiny_config(folder, "tokens.train_steps=9", "checkpoints.checkpoint_interval=4"))
+    return folder
+
+
+def replay(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", *arguments])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(("step", "first"), [(7, 5), (9, 9), (3, 1)])
+def test_steps_computed_again_are_equal_bit_by_bit(
+    step: int, first: int, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
+    code, said, error = replay(capsys, str(run / "checkpoints"), "--step", str(step))
+    assert (code, error) == (0, "")
+    assert said.endswith(f"steps {first} to {step}: every number is equal\n")
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_another_layout_agrees_up_to_rounding(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    accumulated = ("tokens.micro_batch_size=1", "tokens.batch_accumulation_per_replica=4")
+    code, said, _ = replay(capsys, str(run / "checkpoints"), *accumulated, "--step", "6")
+    assert code == 0
+    assert said.endswith("steps 5 to 6: equal up to rounding\n")
+
+
+def test_where_numbers_first_differ_is_named_with_the_documents_of_that_step(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run / "logs" / "tiny" / "metrics.jsonl"
+    text = path.read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    lines[5]["state_hash"] += 1  # as if a bit had flipped in step 6
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, said, _ = replay(capsys, str(run / "checkpoints"), "--step", "7")
+    path.write_text(text)
+    assert code == 1
+    assert f"step 6: state_hash was {lines[5]['state_hash']} and is {lines[5]['state_hash'] - 1}" in said
+    assert "step 6 of stage 'only': 4 samples" in said
+    assert "step 7" not in said
+
+
+def test_a_step_that_was_not_logged_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = replay(capsys, str(run / "checkpoints"), "--step", "10")
+    assert code == 2
+    assert "--step: expected a step of the log, which has 1 to 9, found 10" in error
+    assert replay(capsys, str(run), "--step", "1")[0] == 2
+
+
+def test_a_file_of_yaml_is_not_taken_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = replay(capsys, str(tiny_yaml(tmp_path)), "--step", "1")
+    assert code == 2
+    assert "expected a run's folder of checkpoints" in error
