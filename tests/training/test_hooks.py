@@ -117,6 +117,7 @@ def test_hooks_are_called_by_priority_and_then_in_the_order_of_the_list(tmp_path
         "Validation",
         "Recorder",
         "Recorder",
+        "StateHash",
         "Metrics",
         "NonFiniteGuard",
         "Pace",
