@@ -76,6 +76,22 @@ def test_narrow_types_are_near_float64(dtype: torch.dtype, bound: float) -> None
     assert ours[1].dtype == torch.float32
 
 
+@pytest.mark.parametrize("on_host", [True, False])
+def test_dropped_slots_add_nothing_and_get_no_gradient(on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where group sizes stay on the device: `grouped_mm` runs on a CPU, too."""
+    monkeypatch.setattr("kenotron.kernels.experts._sizes_on_host", lambda sizes: on_host)
+    (x, weights, *matrices), choice = problem(12, 5, 2, torch.float32)
+    kept = torch.rand(choice.shape, generator=torch.Generator().manual_seed(2)) < 0.6
+    choice, factors = choice.where(kept, 5), weights * kept
+    upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad((expert_mlp(x, choice, factors, *matrices) * upstream).sum(), (x, weights, *matrices))
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, weights, *matrices)]
+    y = expert_mlp_plain(wide[0], choice, wide[1] * kept, *wide[2:])
+    expected = torch.autograd.grad((y * upstream).sum(), wide)
+    assert all(torch.allclose(a.double(), b, atol=1e-4) for a, b in zip(found, expected))
+    assert not found[1][~kept].any()
+
+
 def test_a_gradient_without_strides_is_taken() -> None:
     (x, weights, *matrices), choice = problem(6, 3, 2, torch.float32)
     expert_mlp(x, choice, weights, *matrices).sum().backward()

@@ -44,6 +44,14 @@ MUTANTS = [
         tests=(f"{EXPERTS}::test_output_losses_and_gradients_are_the_formula",),
     ),
     Mutant(
+        name="rows-after-the-last-group",
+        file="kernels/experts.py",
+        find="            sizes[-1] += dropped\n",
+        replace="            pass\n",
+        why="dropped rows are in no group: grouped_mm leaves uninitialized memory there, which reaches the tokens",
+        tests=("kernels/test_experts.py::test_dropped_slots_add_nothing_and_get_no_gradient",),
+    ),
+    Mutant(
         name="loads-of-the-batch-before-are-not-saved",
         file="observers/expert_load.py",
         find="mixture.previous_load.copy_(self.previous_load[layer])",

@@ -69,7 +69,7 @@ class _ExpertMLP(torch.autograd.Function):
         order = torch.argsort(experts.reshape(-1), stable=True)
         counts = torch.bincount(experts.reshape(-1), minlength=up.shape[0] + 1)
         sizes, dropped = counts[:-1], counts[-1]  # whose slots are the last of `order`
-        if x.device.type == "cpu":
+        if _sizes_on_host(sizes):
             order = order[: len(order) - int(dropped)]
         else:  # the host waits for no count: they are rows of the last expert, of weight 0
             sizes[-1] += dropped
@@ -114,11 +114,16 @@ class _ExpertMLP(torch.autograd.Function):
         return dx, None, dweights.to(weights.dtype), dgate, dup, ddown, None
 
 
+def _sizes_on_host(sizes: Tensor) -> bool:
+    """Whether the host can read group sizes at once; `grouped_mm` takes them from the device."""
+    return sizes.device.type == "cpu"
+
+
 class _Groups:
     """Consecutive rows that belong to one expert each, and the products of such rows."""
 
     def __init__(self, sizes: Tensor) -> None:
-        self.on_host = sizes.device.type == "cpu"
+        self.on_host = _sizes_on_host(sizes)
         self.sizes: list[int] = sizes.tolist() if self.on_host else []
         self.ends = None if self.on_host else sizes.cumsum(0).to(torch.int32)
 
