@@ -9,6 +9,7 @@ import torch
 from work import Work
 from worker import Job, Pace
 
+from kenotron.checkpoint.engine import Engine
 from kenotron.config import Config, load
 from kenotron.data import TokenBatch
 from kenotron.kernels.host_memory import keep_freed_memory
@@ -83,7 +84,8 @@ def build_run(config: Config, mesh: Mesh) -> Run:
     parts, pipeline = build_parts(config, mesh, device)
     fill_weights(parts, config.model.init_method, config.general.seed)
     optimizer = build_optimizer(named_parameters(*parts), config.optimizer)
-    return Run(config, mesh, device, parts[0], parts, optimizer, data=None, pipeline=pipeline)  # type: ignore
+    engine = Engine(config)
+    return Run(config, mesh, device, parts[0], parts, optimizer, data=None, pipeline=pipeline, engine=engine)  # type: ignore
 
 
 def train(job: Job, pace: Pace) -> None:
@@ -98,7 +100,7 @@ def train(job: Job, pace: Pace) -> None:
         for name, parameter in named_parameters(model):
             shard_of(parameter).tensor.copy_(weights.pop(name))
     optimizer = build_optimizer(named_parameters(model), config.optimizer)
-    run = Run(config, mesh, device, parts[0], parts, optimizer, data=None)  # type: ignore[arg-type]
+    run = Run(config, mesh, device, parts[0], parts, optimizer, data=None, engine=Engine(config))  # type: ignore
     for batch in job.batches():
         tokens = batch.numpy()
         sample_ids = np.arange(run.step * len(tokens), (run.step + 1) * len(tokens))

@@ -157,8 +157,8 @@ def test_the_line_of_the_readme_resumes_a_run_on_four_ranks(tmp_path: Path, nurs
         (["train", "{file}", "tokens.train_steps=many"], "tokens.train_steps"),
         (["train", "{file}", "tokens.train_steps"], "section.key=value"),
         (
-            ["train", "{file}", "checkpoints.checkpointing_engine=datastates"],
-            "not supported yet: checkpoints.checkpointing_engine: datastates",
+            ["train", "{file}", "tokens.limit_test_batches=1"],
+            "not supported yet: tokens.limit_test_batches: 1",
         ),
         (["train", "{file}", "data_stages.0.data.dataset={text_files: nowhere}"], "tokenizer"),
         (["train", "{file}", "general.hooks=[nowhere.Hook]"], "general.hooks: cannot import 'nowhere'"),

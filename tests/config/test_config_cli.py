@@ -48,7 +48,8 @@ def test_check_answers_in_one_line(path: Path) -> None:
 def test_check_refuses_what_is_wrong_and_what_is_not_supported(path: Path) -> None:
     for override, expected in (
         ("tokens.trainsteps=1", "did you mean"),
-        ("checkpoints.checkpointing_engine=datastates", "not supported yet"),
+        ("tokens.limit_test_batches=1", "not supported yet"),
+        ("checkpoints.checkpointing_engine=datastate", "did you mean 'datastates'"),
     ):
         with pytest.raises(InputError, match=expected):
             output("check", path, override)

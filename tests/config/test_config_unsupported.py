@@ -18,9 +18,6 @@ DATASET = "data_stages.0.data.dataset"
     ("overrides", "named"),
     [
         (["lighteval={}"], "lighteval"),
-        (["datastates={host_cache_size: 1}"], "datastates"),
-        (["checkpoints.datastates={host_cache_size: 1}"], "checkpoints.datastates"),
-        (["checkpoints.checkpointing_engine=datastates"], "checkpoints.checkpointing_engine: datastates"),
         (["doremi={domain_names: 'a, b', ref_model_resume_checkpoint_path: x}"], "doremi"),
         (["model.model_config={is_starcoder2_config: true, attn_pdrop: 0.1}"], "model_config.attn_pdrop: 0.1"),
         (["model.model_config={is_starcoder2_config: true, global_attn_layers: [1]}"], "global_attn_layers: [1]"),
@@ -52,8 +49,8 @@ def test_it_is_refused_by_name(minimal: dict[str, Any], overrides: list[str], na
 
 
 def test_everything_unsupported_is_named_at_once(minimal: dict[str, Any]) -> None:
-    with pytest.raises(NotSupportedYet, match=r"checkpointing_engine: datastates; .*lighteval"):
-        refuse_unsupported(load(minimal, ["checkpoints.checkpointing_engine=datastates", "lighteval={}"]))
+    with pytest.raises(NotSupportedYet, match=r"limit_test_batches: 1; .*lighteval"):
+        refuse_unsupported(load(minimal, ["tokens.limit_test_batches=1", "lighteval={}"]))
 
 
 @pytest.mark.parametrize("url", ["s3://a/b", "s3:/a/b", "gs://a/b", "hf://a/b", "https://a/b", "file:///a/b"])
@@ -153,7 +150,7 @@ def test_an_unserved_key_is_named_with_its_line(minimal: dict[str, Any], write: 
         ["model.init_method.scaling_method=none"],
         ["model.init_method={path: x}", "model.model_config={hf: x}"],
         ["optimizer.optimizer_factory={name: muon}"],
-        ["checkpoints.checkpointing_engine=torch"],
+        ["checkpoints.checkpointing_engine=DataStates", "checkpoints.datastates={host_cache_size: 1}"],
         [f"{DATASET}={{dataset_folder: [a, b], dataset_read_path: [c, d]}}"],
         [f"{DATASET}={{tokens: {{a: 1}}}}"],
     ],

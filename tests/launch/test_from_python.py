@@ -119,8 +119,8 @@ def test_no_thread_of_a_run_outlives_it(tmp_path: Path) -> None:
 def test_errors_in_the_input_are_exceptions_with_the_line_of_the_command(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="did you mean 'train_steps'"):
         kn.load(tiny_dict(tmp_path), ["tokens.train_step=5"])
-    with pytest.raises(NotSupportedYet, match=r"checkpoints.checkpointing_engine: datastates"):
-        kn.train(tiny_config(tmp_path, "checkpoints.checkpointing_engine=datastates"))
+    with pytest.raises(NotSupportedYet, match=r"tokens.limit_test_batches: 1"):
+        kn.train(tiny_config(tmp_path, "tokens.limit_test_batches=1"))
 
 
 @pytest.mark.parametrize(

@@ -146,10 +146,10 @@ def test_ranks_wait_for_one_that_opens_its_data_however_long_it_takes(tmp_path: 
 
 
 def test_an_error_in_the_config_is_reported_once_before_any_rank_starts(tmp_path: Path, nursery: Nursery) -> None:
-    wrong = ("parallelism.dp=2", "checkpoints.checkpointing_engine=datastates")
+    wrong = ("parallelism.dp=2", "tokens.limit_test_batches=1")
     finished = nursery.run("train", tiny_yaml(tmp_path), *wrong, folder=tmp_path)
     assert finished.code == 2
-    assert finished.stderr.startswith("error: not supported yet: checkpoints.checkpointing_engine: datastates")
+    assert finished.stderr.startswith("error: not supported yet: tokens.limit_test_batches: 1")
     assert finished.stderr.count("\n") == 1
     assert not (tmp_path / "logs").exists()
 

@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         name="a-restarts-positions-forgotten",
         file="training/start.py",
-        find="manifest.state.get(name, 0) for name",
-        replace="0 * manifest.state.get(name, 0) for name",
+        find="saved.state.get(name, 0) for name",
+        replace="0 * saved.state.get(name, 0) for name",
         why="a cooldown that is resumed from its own checkpoint reads the parent's schedule",
         tests=("training/test_restart_modes.py::test_a_restart_that_is_killed_goes_on_exactly",),
     ),
@@ -172,9 +172,9 @@ MUTANTS = [
     ),
     Mutant(
         name="a-new-checkpoint-is-not-read-back",
-        file="training/checkpoint_hook.py",
-        find="    problems = checkpoint.verify_together(path)\n",
-        replace="    problems: list[str] = []\n",
+        file="checkpoint/engines/synchronous.py",
+        find="(problems := verify_together(saved.path))",
+        replace="(problems := [])",
         why="a checkpoint that the disk garbled replaces the last good one",
         tests=("training/test_failed_saves.py",),
     ),

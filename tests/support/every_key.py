@@ -99,6 +99,12 @@ def messages(o: Outcome) -> Any:
     return [" ".join(line.split()[:3]) for line in lines[start:] if line.startswith(kinds)]
 
 
+def engine(o: Outcome) -> Any:
+    """What saves, and what it works with: test_engines.py shows what comes of it."""
+    names = ("most_bytes", "threads", "pin")
+    return type(o.run.engine), [getattr(o.run.engine, name, None) for name in names]
+
+
 def warnings(o: Outcome) -> Any:
     return o.said.count("warning: ")
 
@@ -163,8 +169,6 @@ UNSERVED = [
     "doremi={domain_names: 'a, b'}",
     "metrics_logging.log_detail_interval=10",
     "model.init_method={use_mup: true}",
-    "checkpoints.checkpointing_engine=datastates",
-    "checkpoints.datastates={host_cache_size: 1, parser_threads: 1, pin_host_cache: true}",
     "metrics_logging.log_level=1",
     "tokens.limit_test_batches=1",
     "lighteval={}",
@@ -239,6 +243,7 @@ RAMPED = (  # 4, 8 and 16 samples in the first three steps
     "data_stages.0.batch_size_ramp={start: 4, increment: 4, samples: 20}",
 )
 SHORTER = ("data_stages.0.sequence_length_ramp={start: 8, steps: 2}",)
+DATASTATES = ("checkpoints.checkpointing_engine=datastates",)
 EARLIER = ("checkpoints.resume_checkpoint_path={folder}/earlier/checkpoints/2",)
 SGD = (f"{FACTORY}={{name: sgd, momentum: 0.5}}",)
 MUON = (f"{FACTORY}={{name: muon, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-8}}",)
@@ -348,6 +353,11 @@ ROWS: dict[str, Row] = {
         checkpoints, "checkpoints.keep_every=2", ("checkpoints.checkpoint_interval=1", "checkpoints.keep_last=1")
     ),
     "Checkpoints.export_hf": Row(files, "checkpoints.export_hf=true"),
+    "Checkpoints.checkpointing_engine": Row(engine, "checkpoints.checkpointing_engine=async"),
+    "Checkpoints.datastates": Row(engine, "checkpoints.datastates.parser_threads=3", DATASTATES),
+    "DataStates.host_cache_size": Row(engine, "checkpoints.datastates.host_cache_size=0.00001", DATASTATES),
+    "DataStates.parser_threads": Row(engine, "checkpoints.datastates.parser_threads=3", DATASTATES),
+    "DataStates.pin_host_cache": Row(engine, "checkpoints.datastates.pin_host_cache=false", DATASTATES),
     # ---- logging ----
     "Logging.log_level": Row(messages, "logging.log_level=warning"),
     "Logging.format": Row(messages, "logging.format=nanotron"),

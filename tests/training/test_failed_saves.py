@@ -58,10 +58,11 @@ def test_with_sanity_checks_a_checkpoint_is_read_back_before_earlier_ones_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kenotron import checkpoint
+    from kenotron.checkpoint import saving
     from kenotron.config.errors import RunFailed
 
     keys = ("general.ignore_sanity_checks=false", "checkpoints.checkpoint_interval=1", "checkpoints.keep_last=1")
-    save = checkpoint.save
+    save = saving.save
 
     def bad_disk(root: Path, step: int, **given: Any) -> Any:
         """What was written at step 2 reads back otherwise."""
@@ -73,7 +74,7 @@ def test_with_sanity_checks_a_checkpoint_is_read_back_before_earlier_ones_go(
             victim.write_bytes(data)
         return saved
 
-    monkeypatch.setattr(checkpoint, "save", bad_disk)
+    monkeypatch.setattr(saving, "save", bad_disk)
     with pytest.raises(RunFailed, match=r"step 2: .*checkpoints/2/model/.*earlier checkpoints are as they were"):
         train_quietly(tiny_config(tmp_path, *keys))
     assert checkpoint.verify(tmp_path / "checkpoints" / "1") == []

@@ -274,7 +274,7 @@ def test_another_name_for_a_run_that_continues_is_a_warning_and_has_no_effect(tm
 def test_a_saved_config_of_another_schema_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_quietly(tiny_config(tmp_path))
     (tmp_path / "checkpoints" / "3" / "config.yaml").write_text("general: {project: old, colour: blue}\n")
-    monkeypatch.setattr("kenotron.checkpoint.newest_complete", lambda *_: tmp_path / "checkpoints" / "3")
+    monkeypatch.setattr("kenotron.checkpoint.folders.newest_complete", lambda *_: tmp_path / "checkpoints" / "3")
     with pytest.raises(InputError, match=r"3/config\.yaml: .*another version of kenotron"):
         train_quietly(tiny_config(tmp_path, "tokens.train_steps=5"))
 

@@ -18,12 +18,13 @@ Neither torch nor DCP is imported before a tensor is touched.
 """
 
 from kenotron.checkpoint.durable import in_use
+from kenotron.checkpoint.engine import Saved
 from kenotron.checkpoint.folders import Found, list_checkpoints, newest_complete, resolve, verify, verify_together
 from kenotron.checkpoint.index import Index, read_index
 from kenotron.checkpoint.loading import block_reader, load, read_config, read_data, read_tensors
 from kenotron.checkpoint.manifest import Manifest, read_manifest
 from kenotron.checkpoint.retention import prune, tidy, to_prune
-from kenotron.checkpoint.saving import Saved, save
+from kenotron.checkpoint.saving import save
 from kenotron.config.errors import CheckpointError
 
 __all__ = [

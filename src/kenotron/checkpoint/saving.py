@@ -15,32 +15,16 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kenotron.checkpoint.durable import (
-    FileRecord,
-    hash_file,
-    locked,
-    make_folder,
-    refusal,
-    write_file,
-)
+from kenotron.checkpoint.durable import FileRecord, hash_file, locked, make_folder, refusal, write_file
+from kenotron.checkpoint.engine import Saved
 from kenotron.checkpoint.folders import Report, list_checkpoints, publish, quiet
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, plain, render
 from kenotron.checkpoint.retention import clear_leftovers
 from kenotron.parallel.ranks import gather, raise_on_any_rank, rank_and_size, run_on_rank0
 from kenotron.storage.files import sync_folder, temporary_beside
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that is on the disk: its folder, its size, and the seconds that the save took."""
-
-    path: Path
-    bytes: int
-    seconds: float
 
 
 def save(
@@ -81,11 +65,11 @@ def save(
         for value, name in ((state, "state"), (model_config, "model_config")):
             plain(value, name)  # before gigabytes are written
         folders = ["model"] + ["optimizer"] * (optimizer is not None) + ["data"] * (data is not None)
-        return _begin(final, folders, cleanup, report)
+        return begin_folder(final, folders, cleanup, report)
 
     def complete() -> int:
         small = _write_small_files(temporary, config_yaml, model_config, save_tokenizer)
-        return _complete(temporary, final, plain(state, "state"), small | files, report)
+        return commit(temporary, final, plain(state, "state"), small | files, report)
 
     try:
         with ExitStack() as cleanup:
@@ -99,15 +83,18 @@ def save(
     return Saved(final, size, time.perf_counter() - started)
 
 
-def _begin(final: Path, folders: list[str], cleanup: ExitStack, report: Report) -> Path:
-    """Take the folder's lock, clear leftovers, make the temporary folder; `cleanup` undoes what remains."""
+def begin_folder(final: Path, folders: list[str], cleanup: ExitStack, report: Report) -> Path:
+    """Take the folder's lock, clear leftovers, make the temporary folder; `cleanup` undoes what remains.
+
+    What is made here is synced by `commit`.
+    """
     make_folder(final.parent)
     if cleanup.enter_context(locked(final.parent)):
         clear_leftovers(final.parent, report)
     temporary = temporary_beside(final)
     cleanup.callback(shutil.rmtree, temporary, ignore_errors=True)
     for folder in (temporary, *(temporary / name for name in folders)):
-        make_folder(folder)
+        folder.mkdir()
     return temporary
 
 
@@ -122,12 +109,14 @@ def _write_tensors(temporary: Path, parts: dict[str, dict[str, Any] | None]) -> 
     return files
 
 
+def own_data(makers: dict[str, Callable[[], bytes]]) -> list[str]:
+    """The names of `makers` that this rank writes: those that no rank before it has. All ranks call it."""
+    before = {name for names in gather(list(makers))[: rank_and_size()[0]] for name in names}
+    return [name for name in makers if name not in before]
+
+
 def _write_data(folder: Path, makers: dict[str, Callable[[], bytes]]) -> dict[str, FileRecord]:
-    owner: dict[str, int] = {}
-    for number, names in enumerate(gather(list(makers))):
-        for name in names:
-            owner.setdefault(name, number)
-    mine = [name for name in makers if owner[name] == rank_and_size()[0]]
+    mine = own_data(makers)
     written = raise_on_any_rank(lambda: {name: write_file(folder / name, makers[name]()) for name in mine})
     return {f"data/{name}": record for files in gather(written) for name, record in files.items()}
 
@@ -138,11 +127,8 @@ def _write_small_files(
     model_config: dict[str, Any],
     save_tokenizer: Callable[[Path], None] | None,
 ) -> dict[str, FileRecord]:
-    text = json.dumps(plain(model_config, "model_config"), indent=2) + "\n"
-    files = {
-        "config.yaml": write_file(temporary / "config.yaml", config_yaml.encode()),
-        "model_config.json": write_file(temporary / "model_config.json", text.encode()),
-    }
+    texts = config_files(config_yaml, model_config)
+    files = {name: write_file(temporary / name, text) for name, text in texts.items()}
     if save_tokenizer:
         make_folder(temporary / "tokenizer")
         save_tokenizer(temporary / "tokenizer")
@@ -153,7 +139,13 @@ def _write_small_files(
     return files
 
 
-def _complete(temporary: Path, final: Path, state: dict[str, Any], files: dict[str, FileRecord], report: Report) -> int:
+def config_files(config_yaml: str, model_config: dict[str, Any]) -> dict[str, bytes]:
+    """The two files that say what was trained."""
+    text = json.dumps(plain(model_config, "model_config"), indent=2) + "\n"
+    return {"config.yaml": config_yaml.encode(), "model_config.json": text.encode()}
+
+
+def commit(temporary: Path, final: Path, state: dict[str, Any], files: dict[str, FileRecord], report: Report) -> int:
     """After the last file: sync the folders, write the manifest, rename. Returns the checkpoint's bytes."""
     for folder in (path for path in temporary.rglob("*") if path.is_dir()):
         sync_folder(folder)

@@ -90,12 +90,16 @@ def write_tensors(folder: Path, tensors: dict[str, Any]) -> dict[str, FileRecord
 
     Returns the records of all ranks' files by name in the folder, on every rank.
     """
-    writer = _Writer(folder)
-    pieces = shards(tensors)
+    writer = Writer(folder)
+    write_through_dcp(writer, shards(tensors))
+    return {name: record for files in gather(writer.files) for name, record in files.items()}
+
+
+def write_through_dcp(writer: Writer, pieces: dict[str, Any]) -> None:
+    """Have DCP plan which rank writes which of `pieces` (of `shards`) and call `writer` so. All ranks call it."""
     _through_dcp(
         lambda: dcp.save(pieces, storage_writer=writer, planner=_SavePlanner(), no_dist=rank_and_size()[1] == 1)
     )
-    return {name: record for files in gather(writer.files) for name, record in files.items()}
 
 
 def fill_tensors(folder: Path, index: Index, tensors: dict[str, Any]) -> None:
@@ -196,7 +200,7 @@ def _box_of(shard: TensorShard) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(shard.offset), shard.tensor.shape)
 
 
-class _Writer(StorageWriter):
+class Writer(StorageWriter):
     """One rank's side of a save. `files`: the records of what this rank wrote."""
 
     def __init__(self, folder: Path) -> None:
@@ -228,18 +232,27 @@ class _Writer(StorageWriter):
         name = f"rank{rank_and_size()[0]}.safetensors"
         items = sorted(items, key=lambda item: (-_width(item), item.index.fqn, tuple(item.index.offset or ())))
         header, begins = _header(items)
+        self.write_file(name, header, items, planner)
         results = []
+        for item, begin in zip(items, begins, strict=True):
+            box = _box(item)
+            chunk = Chunk(name, tuple(box.offsets), tuple(box.sizes), begin)
+            results.append(WriteResult(item.index, _size(item), chunk))
+        return results
+
+    def write_file(self, name: str, header: bytes, items: list[WriteItem], planner: SavePlanner) -> None:
+        """Write this rank's file: the header, then the tensors of `items` without gaps."""
         with HashedFile(self.folder / name) as file:
             file.write(header)
-            for item, begin in zip(items, begins, strict=True):
+            for item in items:
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, Tensor)
                 file.write(_bytes_of(tensor))
-                box = _box(item)
-                chunk = Chunk(name, tuple(box.offsets), tuple(box.sizes), begin)
-                results.append(WriteResult(item.index, _size(item), chunk))
         self.files[name] = file.record
-        return results
+
+    def write_index(self, index: Index) -> None:
+        """Write the index of all ranks' files; rank 0's writer alone."""
+        self.files[INDEX] = write_file(self.folder / INDEX, index.render())
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         index = Index()
@@ -253,7 +266,7 @@ class _Writer(StorageWriter):
             stored = metadata.state_dict_metadata[name]
             assert isinstance(stored, TensorStorageMetadata)
             index.tensors[name] = Entry(dtype_name(stored.properties.dtype), tuple(stored.size), tuple(parts))
-        self.files[INDEX] = write_file(self.folder / INDEX, index.render())
+        self.write_index(index)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

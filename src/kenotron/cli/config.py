@@ -70,6 +70,10 @@ def _check_names(config: Config) -> None:
     }.items():
         if "." in name:
             import_dotted(name, key)
+    if config.checkpoints.checkpointing_engine != "torch":
+        from kenotron.checkpoint.engine import find_engine
+
+        find_engine(config.checkpoints.checkpointing_engine)
     init, architecture = config.model.init_method, config.model.architecture
     for key, path in {
         "tokenizer.tokenizer_name_or_path": config.tokenizer.tokenizer_name_or_path,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, Tag, model_validator
+from pydantic import AfterValidator, Field, Tag, model_validator
 
-from kenotron.config.section import NO_EFFECT, OURS, LocalPath, Section, by_rule, key, problem
+from kenotron.config.section import NO_EFFECT, OURS, LocalPath, Section, by_rule, key, null_means, problem
 
 # What a new run takes from the checkpoint that it starts from, by Gapetron's names.
 LOAD_MODES = {
@@ -32,6 +32,21 @@ LoadMode = Annotated[
     | Annotated[list[Literal["model", "optimizer", "data", "scheduler", "step"]], Field(min_length=1), Tag("(parts)")],
     by_rule(_mode_kind, f"{', '.join(LOAD_MODES)}, or a list of {', '.join(LOAD_MODES['continue'])}"),
 ]
+EngineName = Annotated[str, null_means("torch"), AfterValidator(lambda name: name if "." in name else name.lower())]
+
+
+class DataStates(Section):
+    """The engine `datastates`."""
+
+    host_cache_size: float = key(
+        "Host memory for copies that are not written yet, in GiB for each rank; a state beyond it waits for the disk.",
+        16.0,
+        gt=0,
+    )
+    parser_threads: int = key("Threads that copy.", 2, ge=1)
+    pin_host_cache: bool = key(
+        "Pin that memory, so that an accelerator copies to it by itself; without an accelerator it has no effect.", True
+    )
 
 
 class Checkpoints(Section):
@@ -89,6 +104,14 @@ class Checkpoints(Section):
         "folder `hf`.",
         False,
         mark=OURS,
+    )
+    checkpointing_engine: EngineName = key(
+        "What writes checkpoints: `torch` (in the call), `async` (copies in the call, writes in the background), "
+        "`datastates` (copies and writes in the background), or the dotted path or entry point of an engine.",
+        "torch",
+    )
+    datastates: Annotated[DataStates, null_means(DataStates())] = key(
+        "Settings of the engine `datastates`.", DataStates()
     )
 
     @property

@@ -9,7 +9,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kenotron.config.checkpoints import Checkpoints, S3Upload
+from kenotron.config.checkpoints import Checkpoints, DataStates, S3Upload
 from kenotron.config.data import SFT_DATASETS, TEXT_DATASETS, DataStage, MixtureDataset, PlainDataset, paths_of
 from kenotron.config.decoder import DecoderArchitecture, Problem
 from kenotron.config.errors import nearest
@@ -356,6 +356,8 @@ def _check_dependent_keys(config: Config) -> Iterator[Problem]:
         yield "tokens.limit_val_batches", "expected -1 or a number above 0 with tokens.val_samples, found 0"
     if checkpoints.keep_every is not None and checkpoints.keep_last is None:
         yield "checkpoints.keep_last", "missing: checkpoints.keep_every needs it"
+    if checkpoints.datastates != DataStates() and checkpoints.checkpointing_engine != "datastates":
+        yield "checkpoints.checkpointing_engine", "expected datastates, whose settings checkpoints.datastates has"
     remote = "://" in checkpoints.checkpoints_path
     for name in ("staging_path", "remove_after_upload"):
         if getattr(checkpoints, name) and not remote:

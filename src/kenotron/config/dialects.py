@@ -9,6 +9,7 @@ interleaved_rotary: true      →       rope_interleaved: true
 initializer_range: 0.02       →       std: 0.02, and two more keys of Mamba's init_method
 pad_vocab_size_multiple: 8    →       make_vocab_size_divisible_by: 8
 _use_doc_masking: true        →       document_masking: true, beside model_config
+datastates: {…}               →       checkpoints: {datastates: {…}}
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def upgrade(document: Document) -> Iterator[str]:
         _interleaved_rotary,
         _doc_masking,
         _mamba,
+        _datastates,
     ):
         yield from rewrite(document)
 
@@ -170,3 +172,19 @@ def _mamba(document: Document) -> Iterator[str]:
             )
         yield at_line(document, at, "pad_vocab_size_multiple is now model.make_vocab_size_divisible_by")
         document.put(new, keys.pop("pad_vocab_size_multiple"), document.place(at))
+
+
+def _datastates(document: Document) -> Iterator[str]:
+    """Where the first Kénotron's example has it."""
+    if "datastates" not in document.data:
+        return
+    settings, new = document.get("datastates"), ("checkpoints", "datastates")
+    if settings is None or not isinstance(document.get("checkpoints"), dict):
+        del document.data["datastates"]
+        return
+    if document.get(*new) is not None:
+        raise InputError(
+            at_line(document, ("datastates",), "datastates is also set in checkpoints.datastates; remove one of them")
+        )
+    yield at_line(document, ("datastates",), "datastates is now checkpoints.datastates")
+    document.move(("datastates",), new)

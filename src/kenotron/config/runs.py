@@ -49,6 +49,8 @@ _FREE = (
     "checkpoints.save_*",
     "checkpoints.keep_*",
     "checkpoints.export_hf",
+    "checkpoints.checkpointing_engine",
+    "checkpoints.datastates*",
     # layout
     "parallelism.*",
     "tokens.micro_batch_size",

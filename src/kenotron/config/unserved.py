@@ -17,9 +17,6 @@ from kenotron.config.decoder import SERVED_ATTENTION
 # Key → the values that ask for nothing. Parents come after their children: what is left of them is nothing either.
 _OFF: dict[str, tuple[Any, ...]] = {
     "model.init_method.use_mup": (False,),
-    "checkpoints.checkpointing_engine": (None, "torch"),
-    "checkpoints.datastates": (None,),
-    "datastates": (None,),
     "metrics_logging.log_detail_interval": (),
     "metrics_logging.log_level": (0,),
     "metrics_logging": (None, {}),

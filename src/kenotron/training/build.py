@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kenotron.checkpoint.engine import find_engine
 from kenotron.config.errors import InputError
 from kenotron.data.stage_plan import check_paths
 from kenotron.kernels.bfloat16 import bfloat16_is_fast
@@ -54,6 +55,7 @@ def build_run(
     log.config(config)
     check_paths(start.in_run_steps(config), min(start.step + 1, start.end(config)))
     load_loss(config.model.loss)
+    engine_class = find_engine(config.checkpoints.checkpointing_engine)
 
     log.building()
     with torch.device("meta"):
@@ -78,7 +80,8 @@ def build_run(
         log.first_weights()
 
     data = open_data(config, start)
-    run = Run(config, mesh, device, skeleton, parts, optimizer, data, list(hooks), pipeline, start)
+    engine = engine_class(config)
+    run = Run(config, mesh, device, skeleton, parts, optimizer, data, list(hooks), pipeline, start, engine=engine)
     try:
         wait_for_all()
         restore(run, start)

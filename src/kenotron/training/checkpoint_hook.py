@@ -1,17 +1,16 @@
-"""The hook that saves a run: when, what comes after a save, and which checkpoints are kept."""
+"""The hook that saves a run: when, what, and what comes after a save."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kenotron import checkpoint
-from kenotron.config import Config, dump
-from kenotron.config.errors import RunFailed
+from kenotron.checkpoint.engine import Keep, Saved, Unsaved
+from kenotron.config import dump
+from kenotron.config.errors import CheckpointError, RunFailed
 from kenotron.models import named_parameters
 from kenotron.optim.state import state_tensors
 from kenotron.parallel import data as data_parallel
-from kenotron.parallel.ranks import run_on_rank0
+from kenotron.parallel.collectives import any_rank
 from kenotron.training import console
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
@@ -22,9 +21,11 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
+Outcomes = list[Saved | Unsaved]
+
 
 class CheckpointHook(Hook):
-    """Saves every `checkpoint_interval` steps, at the end, and when the run is stopped; prunes after each save."""
+    """Saves every `checkpoint_interval` steps, at the end, and when the run is stopped, through the run's engine."""
 
     priority = -50
 
@@ -40,28 +41,40 @@ class CheckpointHook(Hook):
             self._save(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Save every `checkpoint_interval` steps."""
+        """Save every `checkpoint_interval` steps; between them, see what has become of a save in the background."""
         self.last_step_skipped = result.skipped
         if run.step % run.config.checkpoints.checkpoint_interval == 0:
             self._save(run)
+        elif run.engine.in_flight and _on_any_rank(run, run.engine.settled()):
+            _announce(run, run.engine.collect())
 
     def on_train_end(self, run: Run) -> None:
-        """Save the final state, or where the run was stopped, unless that step is saved already."""
+        """Save the final state, or where the run was stopped, unless that step is saved; wait until it is complete."""
         at_the_end = run.config.checkpoints.save_final_state or run.stop_reason is not None
         if at_the_end and self.saved_step != run.step:
             self._save(run)
+        outcomes = run.engine.collect()
+        _announce(run, outcomes)
+        if lost := [outcome.problem for outcome in outcomes if isinstance(outcome, Unsaved)]:
+            raise RunFailed(f"step {self.saved_step}: {lost[0]}; earlier checkpoints are as they were")
+
+    def on_error(self, run: Run, error: Exception) -> None:
+        """Complete a save in the background: nothing of it depends on what failed."""
+        _announce(run, run.engine.finish_alone(), hooks=False)
 
     def _save(self, run: Run) -> None:
-        path = save(run)
+        _announce(run, run.engine.collect())
+        # After a skipped step nothing is pruned: the last good weights may be those of the oldest checkpoint.
+        settings, keep = run.config.checkpoints, None
+        if settings.keep_last is not None and not self.last_step_skipped:
+            keep = Keep(settings.keep_last, settings.keep_every, frozenset(run.protected_steps))
+        outcomes = save(run, keep)
         self.saved_step = run.step
-        for hook in run.hooks:
-            hook.on_save(run, path)
-        if not self.last_step_skipped:  # else the last good weights may be those of the oldest checkpoint
-            _prune(run)
+        _announce(run, outcomes)
 
 
-def save(run: Run) -> Path:
-    """Write the checkpoint of the current step and verify it; returns its folder.
+def save(run: Run, keep: Keep | None = None) -> Outcomes:
+    """Save the current step with the run's engine; returns what is complete by now. `keep`: prune the others then.
 
     Raises RunFailed if it cannot be written, or does not read back as it was written.
     """
@@ -72,42 +85,43 @@ def save(run: Run) -> Path:
         data_parallel.reshard_params(module)
     # Before its first update an optimizer has no state, and a new one is the same thing.
     moments = state_tensors(named_parameters(*run.parts), run.optimizer) if run.optimizer.state else None
+    content: dict[str, Any] = {
+        "model": model_tensors(*run.parts),
+        "optimizer": None if moments is None else optimizer_tensors(moments, run.parts),
+        "state": manifest_state(run),
+        "config_yaml": _config_text(run),
+        "model_config": run.config.model.architecture.model_dump(mode="json", by_alias=True),
+        "save_tokenizer": run.tokenizer.save if run.tokenizer is not None else None,
+        "data": run.data.streams.states(run.step) if run.data.streams else None,
+    }
     try:
-        saved = checkpoint.save(
-            root,
-            run.step,
-            model=model_tensors(*run.parts),
-            optimizer=None if moments is None else optimizer_tensors(moments, run.parts),
-            state=manifest_state(run),
-            config_yaml=dump(_config_at(run)),
-            model_config=run.config.model.architecture.model_dump(mode="json", by_alias=True),
-            save_tokenizer=run.tokenizer.save if run.tokenizer is not None else None,
-            data=run.data.streams.states(run.step) if run.data.streams else None,
-        )
-    except checkpoint.CheckpointError as error:
+        return run.engine.save(root, run.step, content, keep)
+    except CheckpointError as error:
         raise RunFailed(f"step {run.step}: {error}; earlier checkpoints are as they were") from error
-    logger.info("Saved checkpoint at %s: %s in %.2f s", saved.path, console.mebibytes(saved.bytes), saved.seconds)
-    if not run.config.general.ignore_sanity_checks:
-        _read_back(run, saved.path)
-    return saved.path
 
 
-def _read_back(run: Run, path: Path) -> None:
-    """Verify the checkpoint while the earlier ones still exist. Each rank reads a share of its files."""
-    problems = checkpoint.verify_together(path)
-    if problems:
-        raise RunFailed(f"step {run.step}: {'; '.join(problems)}; earlier checkpoints are as they were")
-    logger.info("Read back %s: all checksums match", path)
+def _announce(run: Run, outcomes: Outcomes, hooks: bool = True) -> None:
+    """Log what has become of saves, and call `on_save` for those that are complete."""
+    for outcome in outcomes:
+        if isinstance(outcome, Unsaved):
+            logger.error("Checkpoint %s was not saved: %s; earlier ones are as they were", *vars(outcome).values())
+            continue
+        waited = "" if outcome.waited is None else f", of which training waited {outcome.waited:.2f} s"
+        size = console.mebibytes(outcome.bytes)
+        logger.info("Saved checkpoint at %s: %s in %.2f s%s", outcome.path, size, outcome.seconds, waited)
+        if run.engine.verifies:
+            logger.info("Read back %s: all checksums match", outcome.path)
+        for note in outcome.notes:
+            logger.warning("%s", note)
+        for hook in run.hooks if hooks else ():
+            hook.on_save(run, outcome.path)
 
 
-def _config_at(run: Run) -> Config:
+def _on_any_rank(run: Run, flag: bool) -> bool:
+    return flag if run.mesh.world_size == 1 else any_rank(flag, run.device)
+
+
+def _config_text(run: Run) -> str:
     """The config with the counters of the current step, as nanotron saves it."""
     counters = {"step": run.step, "consumed_train_samples": run.consumed_samples}
-    return run.config.model_copy(update={"general": run.config.general.model_copy(update=counters)})
-
-
-def _prune(run: Run) -> None:
-    settings = run.config.checkpoints
-    root, keep_last, keep_every = run.config.checkpoint_folder, settings.keep_last, settings.keep_every
-    if keep_last is not None:
-        run_on_rank0(lambda: checkpoint.prune(root, keep_last, keep_every, run.protected_steps))
+    return dump(run.config.model_copy(update={"general": run.config.general.model_copy(update=counters)}))

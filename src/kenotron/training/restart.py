@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from kenotron import checkpoint
+from kenotron.checkpoint import loading, manifest
 from kenotron.config import Config
 from kenotron.config.errors import InputError
 from kenotron.config.resolved import read_resolved
@@ -70,8 +70,8 @@ def _check_data_position(config: Config, before: Config, start: Start) -> None:
     assert path is not None
     anew = "or start the data anew (checkpoints.load_mode: transfer)"
     if (difference := past_stage_difference(before, config, step)) is not None:
-        raise InputError(f"{KEY}: {changed_stage(checkpoint.read_config(path), path, step, difference)}, {anew}")
-    consumed = checkpoint.read_manifest(path).state.get("consumed_train_samples", 0)
+        raise InputError(f"{KEY}: {changed_stage(loading.read_config(path), path, step, difference)}, {anew}")
+    consumed = manifest.read_manifest(path).state.get("consumed_train_samples", 0)
     now = sum(stage.samples_before(start.step + 1) for stage in plan_stages(start.in_run_steps(config)))
     if consumed != now:
         raise InputError(
@@ -87,9 +87,9 @@ def _check_optimizer(config: Config, before: Config, start: Start) -> None:
     """
     path, schedule = start.path, "optimizer.learning_rate_scheduler."
     assert path is not None
-    manifest, factory = checkpoint.read_manifest(path), before.optimizer.optimizer_factory
-    stateless = manifest.step == 0 or getattr(factory, "momentum", None) == 0
-    if not stateless and not manifest.below("optimizer"):
+    saved, factory = manifest.read_manifest(path), before.optimizer.optimizer_factory
+    stateless = saved.step == 0 or getattr(factory, "momentum", None) == 0
+    if not stateless and not saved.below("optimizer"):
         raise InputError(f"{KEY}: {path} has no optimizer state; {WITHOUT}")
     changed = [
         (name.removeprefix("optimizer."), old, new)

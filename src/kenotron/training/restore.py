@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kenotron import checkpoint
+from kenotron.checkpoint import loading, manifest
 from kenotron.config.errors import InputError
 from kenotron.models import named_parameters
 from kenotron.optim.state import init_state, load_state_tensors, state_tensors
@@ -32,7 +32,7 @@ def restore(run: Run, start: Start) -> None:
     if "optimizer" in start.loads and (start.path / "optimizer").is_dir():
         init_state(run.optimizer)
         moments = state_tensors(named_parameters(*run.parts), run.optimizer)
-    state = checkpoint.load(
+    state = loading.load(
         start.path,
         model=model_tensors(*run.parts) if "model" in start.loads else None,
         optimizer=None if moments is None else optimizer_tensors(moments, run.parts),
@@ -49,7 +49,7 @@ def restore(run: Run, start: Start) -> None:
     if "step" in start.loads:
         load_hook_states(run.hooks, state.get("hooks", {}))  # an imported checkpoint has none
     loaded = [name for part, name in NAMES.items() if part in start.loads and (part, moments) != ("optimizer", None)]
-    step = checkpoint.read_manifest(start.path).step
+    step = manifest.read_manifest(start.path).step
     logger.info("Loaded %s of %s (step %d)", ", ".join(loaded), start.path, step)
 
 
@@ -70,5 +70,5 @@ def _check_data(run: Run, saved: dict[str, str], start: Start) -> None:
 
 def _restore_streams(run: Run, path: Path) -> None:
     if run.data.streams:
-        read, mesh = partial(checkpoint.read_data, path), run.mesh
+        read, mesh = partial(loading.read_data, path), run.mesh
         raise_on_any_rank(lambda: run.data.streams.restore(run.step, read, mesh.rank("batch"), mesh.degree("batch")))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from kenotron.checkpoint.engine import Engine
     from kenotron.config import Config
     from kenotron.data import RunData, TextTokenizer, TokenBatch
     from kenotron.models.decoder import Decoder
@@ -57,6 +58,7 @@ class Run:
     hooks: list[Hook] = field(default_factory=list)
     pipeline: Pipeline | None = None  # with pp: runs the parts of all ranks as one model
     start: Start = Start()  # noqa: RUF009
+    engine: Engine = field(kw_only=True)  # writes checkpoints
     step: int = 0
     stop_requested: str | None = None  # this rank's reason to stop
     waiting_for_data: bool = False
@@ -203,7 +205,8 @@ def report_failure(run: Run, error: Exception) -> None:
 
 def close(run: Run) -> None:
     """Release what the hooks and the data hold; what goes wrong is logged, so an earlier error stays the cause."""
-    _call_each([*(partial(hook.on_close, run) for hook in run.hooks), run.data.close], "closing the run")
+    hooks = (partial(hook.on_close, run) for hook in run.hooks)
+    _call_each([*hooks, run.engine.close, run.data.close], "closing the run")
 
 
 def _call_each(calls: Sequence[Callable[[], None]], what: str) -> None:

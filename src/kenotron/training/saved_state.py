@@ -32,8 +32,7 @@ def model_tensors(*parts: Decoder) -> dict[str, TensorShard]:
 
 def optimizer_tensors(tensors: dict[str, Tensor], parts: Sequence[Decoder]) -> dict[str, TensorShard]:
     """``state.<parameter>.<key>`` → this rank's block of it, sharing its memory, cut as its parameter is."""
-    names = [name for name, _ in named_parameters(*parts)]
-    parameters = {key: next((n for n in names if key.startswith(f"state.{n}.")), "") for key in tensors}
+    parameters = {key: key.removeprefix("state.").rpartition(".")[0] for key in tensors}
     return {key: _without_padding(parameters[key], tensor, parts[0]) for key, tensor in tensors.items()}
 
 

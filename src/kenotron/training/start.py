@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kenotron import checkpoint
+from kenotron.checkpoint import durable, folders, loading, manifest, retention
 from kenotron.config import Config, fill_run_name, same_run_difference
 from kenotron.config.checkpoints import LOAD_MODES
 from kenotron.config.errors import InputError
@@ -47,14 +47,14 @@ class Start:
     @classmethod
     def at(cls, path: Path, continues: bool) -> Start:
         """Where the checkpoint `path` continues its own run. Raises InputError for an average of checkpoints."""
-        manifest = checkpoint.read_manifest(path)
-        if continues and "averaged_from" in manifest.state:
+        saved = manifest.read_manifest(path)
+        if continues and "averaged_from" in saved.state:
             raise InputError(
                 f"{path} is an average, which no run continues; set another checkpoints.checkpoints_path, and this one "
                 f"as checkpoints.resume_checkpoint_path with load_mode: model_only"
             )
-        starts = (manifest.state.get(name, 0) for name in ("schedule_start", "data_start"))
-        return cls(path, continues, manifest.step, frozenset(LOAD_MODES["continue"]), *starts)
+        starts = (saved.state.get(name, 0) for name in ("schedule_start", "data_start"))
+        return cls(path, continues, saved.step, frozenset(LOAD_MODES["continue"]), *starts)
 
     def end(self, config: Config) -> int:
         """The last step: that of the schedule's step `tokens.train_steps`."""
@@ -87,7 +87,7 @@ def own_folder(config: Config) -> Iterator[None]:
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"checkpoints.checkpoints_path: cannot make {root}: {error.strerror}") from error
-        held.enter_context(checkpoint.in_use(root))
+        held.enter_context(durable.in_use(root))
 
     with ExitStack() as held:
         run_on_rank0(take)
@@ -104,19 +104,19 @@ def choose_start(config: Config, fresh: bool, start_elsewhere: StartElsewhere | 
     root = config.checkpoint_folder
 
     def tidy() -> None:
-        checkpoint.tidy(root, logger.warning)  # may finish a save that was killed at its rename: before --fresh looks
+        retention.tidy(root, logger.warning)  # may finish a save that was killed at its rename: before --fresh looks
         if fresh:
             _set_aside(root)
 
     run_on_rank0(tidy)
-    newest = checkpoint.newest_complete(root, logger.warning)
+    newest = folders.newest_complete(root, logger.warning)
     return run_on_rank0(lambda: _start_at(config, newest, start_elsewhere))
 
 
 def run_name(config: Config, continued: Path | None) -> str:
     """The name of the run in the checkpoint `continued`; a new run's is `general.run` with `%date` and `%jobid`."""
     if continued is not None:
-        return str(checkpoint.read_config(continued)["general"]["run"])
+        return str(loading.read_config(continued)["general"]["run"])
     return fill_run_name(config, datetime.now(), os.environ.get("SLURM_JOB_ID")).general.run
 
 
@@ -135,7 +135,7 @@ def name_before_start(config: Config, fresh: bool) -> tuple[Config, Path]:
     logs = Path(config.logging.log_dir)
     if not fresh:
         try:
-            continued = checkpoint.resolve(config.checkpoint_folder)
+            continued = folders.resolve(config.checkpoint_folder)
             before = read_resolved(continued / "config.yaml")
         except InputError:
             pass  # no run yet, or none that can be read, which the ranks report
@@ -159,12 +159,12 @@ def _start_at(config: Config, newest: Path | None, start_elsewhere: StartElsewhe
         return Start()
     if start_elsewhere is None:
         raise InputError(f"checkpoints.resume_checkpoint_path: {named}: this caller of training cannot read it")
-    return start_elsewhere(config, checkpoint.resolve(named))
+    return start_elsewhere(config, folders.resolve(named))
 
 
 def _set_aside(root: Path) -> None:
     """Move earlier checkpoints to a folder of their own: --fresh deletes nothing."""
-    steps = [entry.path for entry in checkpoint.list_checkpoints(root)]
+    steps = [entry.path for entry in folders.list_checkpoints(root)]
     if not steps:
         return
     aside = root / f"replaced-{datetime.now():%Y%m%d_%H%M%S_%f}"
@@ -180,7 +180,7 @@ def _check_same_run(config: Config, path: Path, step: int) -> None:
 
     `step` is the step of its data stages.
     """
-    saved = checkpoint.read_config(path)
+    saved = loading.read_config(path)
     try:
         _check_batch(resolved(saved), config, path)
         difference = same_run_difference(saved, config, step)

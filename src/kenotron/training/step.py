@@ -67,6 +67,7 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
     finite = all(map(math.isfinite, (lm_loss, z_loss, grad_norm)))
     if finite:
         set_learning_rate(run.optimizer, rate)
+        run.engine.fence()
         for hook in run.hooks:
             hook.before_update(run)
         run.optimizer.step()

@@ -1,0 +1,110 @@
+"""Checkpoint engines: how a state gets from memory to the disk, and how long training waits for it.
+
+    checkpoints.checkpointing_engine: torch          written in the call
+                                      async          copied in the call, written in the background
+                                      datastates     copied and written in the background
+                                      my.Engine      a subclass of `Engine`; also an entry point of `GROUP`
+
+    save ──▶ forward, backward ──▶ fence ──▶ update ──▶ …          a background engine copies between save and fence
+
+The files are the same, byte for byte, whichever engine wrote them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kenotron.config.dotted import import_registered
+from kenotron.config.errors import InputError
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+
+KEY = "checkpoints.checkpointing_engine"
+GROUP = "kenotron.checkpoint_engines"
+BUILT_IN = {
+    "torch": "kenotron.checkpoint.engines.synchronous.SynchronousEngine",
+    "async": "kenotron.checkpoint.engines.background.AsyncEngine",
+    "datastates": "kenotron.checkpoint.engines.background.DataStatesEngine",
+}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is on the disk: its folder, its size, and the seconds that the save took.
+
+    `waited`: those of them in which training waited; None where it waited for all of them. `notes`: what went wrong
+    afterwards.
+    """
+
+    path: Path
+    bytes: int
+    seconds: float
+    waited: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Keep(NamedTuple):
+    """Which checkpoints a save leaves, as in `retention.prune`."""
+
+    last: int
+    every: int | None = None
+    protected: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Unsaved:
+    """A checkpoint that could not be written in the background, and why. Earlier ones are as they were."""
+
+    path: Path
+    problem: str
+
+
+class Engine:
+    """Saves in the call, unless a subclass does otherwise. All ranks call every method; `settled`, `close` alone."""
+
+    in_flight = False
+    """Whether a save has begun whose outcome was not returned yet; the same on all ranks."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def save(self, root: Path, step: int, content: dict[str, Any], keep: Keep | None) -> list[Saved | Unsaved]:
+        """Save `content`, the keyword arguments of `checkpoint.save`, as step `step` in `root`; prune to `keep`.
+
+        Returns what has become complete since the last call, or failed to. Raises CheckpointError.
+        """
+        raise NotImplementedError
+
+    def fence(self) -> None:
+        """Return when the state of the last save has been copied, so that weights and optimizer may change."""
+
+    def settled(self) -> bool:
+        """Whether this rank knows the outcome of the save in flight. `collect` waits for it on all ranks."""
+        return True
+
+    def collect(self) -> list[Saved | Unsaved]:
+        """Wait for the save in flight, and return its outcome."""
+        return []
+
+    def finish_alone(self) -> list[Saved | Unsaved]:
+        """Bring the save in flight to its end as far as this rank can without the others: the run fails."""
+        return []
+
+    def close(self) -> None:
+        """Release processes and memory; a save in flight is given up."""
+
+    @property
+    def verifies(self) -> bool:
+        """Whether a checkpoint is read back before earlier ones are pruned."""
+        return not self.config.general.ignore_sanity_checks
+
+
+def find_engine(name: str) -> type[Engine]:
+    """The class that `checkpoints.checkpointing_engine: name` names. Raises InputError if it names none."""
+    found = import_registered(BUILT_IN.get(name, name), KEY, GROUP, BUILT_IN)
+    if not (isinstance(found, type) and issubclass(found, Engine)):
+        raise InputError(f"{KEY}: expected a subclass of kenotron.checkpoint.engine.Engine, found '{name}'")
+    return found

@@ -1,0 +1,273 @@
+"""Saves that go on while the run trains.
+
+    AsyncEngine         save: copies, returns       │ writes …
+    DataStatesEngine    save: returns               │ copies beside forward and backward │ fence │ writes …
+
+Weights and optimizer change in the update only, so a copy may be taken at any time between the call and the next
+`fence`, which waits for what is not copied yet (DataStates-LLM, arXiv 2406.10707). What was copied is written by a
+process of its own (`engines.writer`), which commits without the training processes: no collective runs in the
+background, and nothing is announced before it is on the disk.
+
+    engine.save(root, 10, content, True)    # [] : step 10 is in flight
+    engine.fence()                          # before the update
+    engine.collect()                        # [Saved(…/10, …)] : waits, on all ranks, until it is complete
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved
+from kenotron.checkpoint.engines.client import COMMITTED, FAILED, WRITING, GivenUp, Stream, WriterProcess
+from kenotron.checkpoint.engines.plan import Parts, Plan, key_of, make_plan
+from kenotron.checkpoint.engines.staging import Copier
+from kenotron.checkpoint.engines.writer import leave_problem
+from kenotron.checkpoint.folders import quiet
+from kenotron.checkpoint.manifest import plain
+from kenotron.checkpoint.saving import begin_folder, config_files, own_data
+from kenotron.checkpoint.tensors import shards
+from kenotron.config.errors import CheckpointError
+from kenotron.parallel.ranks import describe, gather, raise_on_any_rank, rank_and_size, run_on_rank0
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+
+PATIENCE_SECONDS = 60.0
+LEAST_BYTES = 1 << 16
+
+
+class BackgroundEngine(Engine):
+    """What both engines have in common: one writer process, one plan, and the order of a save.
+
+    `lazy`: copy after the call. `most_bytes`: of host memory for this rank; None: as many as it writes.
+    """
+
+    def __init__(self, config: Config, lazy: bool, most_bytes: int | None, threads: int = 1, pin: bool = True) -> None:
+        super().__init__(config)
+        self.lazy, self.most_bytes, self.threads, self.pin = lazy, most_bytes, threads, pin
+        self.writer = WriterProcess()
+        self.plan: Plan | None = None
+        self.copier: Copier | None = None
+        self.tokenizer: dict[str, bytes] | None = None
+        self.thread: threading.Thread | None = None
+        self.stream: Stream | None = None
+        self.problem: str | None = None  # of the copies
+        self.held = ExitStack()  # rank 0: the folder's lock, and the temporary folder until it has its name
+        self.folder = Path()
+        self.temporary = Path()
+        self.started = self.waited = 0.0
+
+    # ---- what training calls -----------------------------------------------------------------------------------
+
+    def save(self, root: Path, step: int, content: dict[str, Any], keep: Keep | None) -> list[Saved | Unsaved]:
+        """Begin a save, after the end of the one in flight."""
+        outcomes = self.collect()
+        self.started, self.waited, self.problem = time.monotonic(), 0.0, None
+        self.folder = root / str(step)
+        parts = {folder: shards(content[folder]) for folder in ("model", "optimizer") if content[folder] is not None}
+        plan = self._planned(parts)
+        try:
+            small = self._small_files(content)
+            folders = [*parts] + ["data"] * (content["data"] is not None)
+            self.temporary = run_on_rank0(lambda: self._begin(content, folders))
+        except (CheckpointError, OSError) as error:
+            self.held.close()
+            return [*outcomes, Unsaved(self.folder, describe(error))]
+        rank, ranks = rank_and_size()
+        self.writer.begin(
+            {
+                "temporary": self.temporary,
+                "final": self.folder,
+                "rank": rank,
+                "ranks": ranks,
+                "small": small,
+                "state": plain(content["state"], "state"),
+                "verify": self.verifies,
+                "keep": keep,
+            }
+        )
+        self.in_flight = True
+        self._copy(plan.tensors(parts))
+        self.waited += time.monotonic() - self.started
+        return outcomes
+
+    def fence(self) -> None:
+        """Wait for the copies that are left."""
+        if self.thread is not None:
+            started = time.monotonic()
+            self.thread.join()
+            self.thread = None
+            self.waited += time.monotonic() - started
+
+    def settled(self) -> bool:
+        """Whether this rank knows that the checkpoint is complete (rank 0), or that it has failed."""
+        if not self.in_flight:
+            return True
+        if self.thread is not None and self.thread.is_alive():
+            return False  # which reads the writer's messages
+        self.writer.receive()
+        return self.writer.state in (COMMITTED, FAILED) or self.problem is not None
+
+    def collect(self) -> list[Saved | Unsaved]:
+        """Wait for the save in flight; a failure on any rank is the outcome on all."""
+        if not self.in_flight:
+            return []
+        started = time.monotonic()
+        self._finish_share()
+        problems = [f"rank {rank}: {p}" if rank else p for rank, p in enumerate(gather(self._problem())) if p]
+        if problems:
+            self.writer.send("give up", problems[0])
+        if rank_and_size()[0] == 0:
+            self.writer.wait(lambda: self.writer.state in (COMMITTED, FAILED))
+        self.waited += time.monotonic() - started
+        return gather(self._outcome())[0]
+
+    def finish_alone(self) -> list[Saved | Unsaved]:
+        """Wait for this rank's files; rank 0 also for those of the others, if they come."""
+        if not self.in_flight:
+            return []
+        self._finish_share()
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        rank0 = rank_and_size()[0] == 0
+        self.writer.wait(lambda: self.settled() or not rank0 or time.monotonic() > deadline)
+        return self._outcome() if rank0 else []
+
+    def close(self) -> None:
+        """End the writer and the copies."""
+        if self.stream is not None:
+            self.stream.stopped = True
+        self.fence()
+        self.writer.close()
+        self.held.close()
+        self.in_flight = False
+        if self.copier is not None:
+            self.copier.close()
+            self.copier = None
+
+    # ---- before a save -----------------------------------------------------------------------------------------
+
+    def _planned(self, parts: Parts) -> Plan:
+        """The plan for `parts`, on the writer's side too, and memory for it."""
+        key = key_of(parts)
+        if not self.writer.alive:
+            self.writer.close()
+            self.writer, self.plan, self.copier = WriterProcess(), None, None
+        if any(gather(self.plan is None or self.plan.key != key)):
+            self.plan = make_plan(parts, key)
+            files = [
+                (file.name, file.header, sum(_bytes(parts[folder][name].tensor) for folder, name in file.tensors))
+                for file in self.plan.files
+            ]
+            self._resize(sum(size for _, _, size in files))
+            self.writer.send("plan", (files, self.plan.indexes))
+        assert self.plan is not None
+        return self.plan
+
+    def _resize(self, needed: int) -> None:
+        capacity = max(LEAST_BYTES, needed if self.most_bytes is None else min(needed, self.most_bytes))
+        if self.copier is not None and self.copier.ring.capacity == capacity:
+            return
+        if self.copier is not None:
+            self.copier.close()
+        self.copier = Copier(self.writer.resize(capacity), self.threads, self.pin)
+
+    def _begin(self, content: dict[str, Any], folders: list[str]) -> Path:
+        """On rank 0: refuse what JSON cannot hold, and make the temporary folder."""
+        plain(content["state"], "state")
+        with ExitStack() as cleanup:
+            temporary = begin_folder(self.folder, folders, cleanup, quiet)
+            self.held = cleanup.pop_all()
+        return temporary
+
+    def _small_files(self, content: dict[str, Any]) -> dict[str, bytes]:
+        """What this rank writes besides tensors. The tokenizer does not change in a run."""
+        small: dict[str, bytes] = {}
+        if rank_and_size()[0] == 0:
+            if self.tokenizer is None:
+                self.tokenizer = _tokenizer_files(content["save_tokenizer"])
+            small |= config_files(content["config_yaml"], content["model_config"]) | self.tokenizer
+        makers = content["data"]
+        if makers is not None:
+            mine = own_data(makers)
+            small |= raise_on_any_rank(lambda: {f"data/{name}": makers[name]() for name in mine})
+        return small
+
+    # ---- copies ------------------------------------------------------------------------------------------------
+
+    def _copy(self, tensors: list[Tensor]) -> None:
+        assert self.copier is not None
+        self.copier.mark(tensors)
+        self.stream = Stream(self.writer, self.copier.ring, sum(map(_bytes, tensors)))
+        if not self.lazy:
+            self._copy_all(tensors, self.stream)
+        else:
+            self.thread = threading.Thread(target=self._copy_all, args=(tensors, self.stream), daemon=True)
+            self.thread.start()
+
+    def _copy_all(self, tensors: list[Tensor], stream: Stream) -> None:
+        assert self.copier is not None
+        try:
+            self.copier.copy(tensors, stream)
+        except GivenUp:
+            pass
+        except Exception as error:
+            self.problem = f"copying to host memory: {describe(error)}"
+            self.writer.send("give up", self.problem)
+
+    # ---- the end of a save -------------------------------------------------------------------------------------
+
+    def _finish_share(self) -> None:
+        """Return when this rank's files are written, or will never be."""
+        self.fence()
+        self.writer.wait(lambda: self.writer.state != WRITING)
+        if not self.writer.alive:
+            leave_problem(self.temporary, rank_and_size()[0], self._problem() or "")
+
+    def _problem(self) -> str | None:
+        return self.problem or self.writer.problem
+
+    def _outcome(self) -> list[Saved | Unsaved]:
+        """What has become of the save in flight, as this rank knows it; it is in flight no more."""
+        self.in_flight = False
+        self.held.close()
+        if self.writer.state != COMMITTED or self._problem():
+            return [Unsaved(self.folder, self._problem() or "the files of other ranks did not come")]
+        size, at, notes = self.writer.committed
+        return [Saved(self.folder, size, at - self.started, self.waited, tuple(notes))]
+
+
+class AsyncEngine(BackgroundEngine):
+    """`async`: a save copies this rank's share into host memory and returns."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, lazy=False, most_bytes=None)
+
+
+class DataStatesEngine(BackgroundEngine):
+    """`datastates`: a save returns at once; the copies run until the fence, through `host_cache_size` of memory."""
+
+    def __init__(self, config: Config) -> None:
+        settings = config.checkpoints.datastates
+        most = int(settings.host_cache_size * 2**30)
+        super().__init__(config, True, most, settings.parser_threads, settings.pin_host_cache)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def _tokenizer_files(save_tokenizer: Callable[[Path], None] | None) -> dict[str, bytes]:
+    if save_tokenizer is None:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(Path(folder))
+        paths = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+        return {f"tokenizer/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in paths}

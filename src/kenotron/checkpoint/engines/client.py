@@ -1,0 +1,161 @@
+"""The writer's process, as the training process sees it.
+
+    writer = WriterProcess()
+    writer.send("save", number, …)
+    writer.wait(lambda: writer.state != WRITING)
+
+It is started once, with nothing of ours in it: no torch, no file of the training process. It ends when its connection
+does, so also when the training process is killed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+from kenotron.checkpoint.engines.ring import Ring
+
+WRITING = "writing"
+WRITTEN = "written"  # this rank's files are complete and synced
+COMMITTED = "committed"  # rank 0: so is the checkpoint
+FAILED = "failed"
+LOOK_SECONDS = 0.1
+BLOCK_BYTES = 4 << 20
+
+
+class WriterProcess:
+    """Starts the process. `freed`: the stream's bytes that are written; `state`: of the save that was begun last."""
+
+    def __init__(self) -> None:
+        self.memory = Ring.create()
+        self.connection, theirs = multiprocessing.Pipe()
+        code = "from kenotron.checkpoint.engines.writer import main; main()"
+        arguments = [str(theirs.fileno()), str(self.memory), str(os.getpid())]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # what reads the training process's output need not wait for this one
+            pass_fds=(theirs.fileno(), self.memory),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            start_new_session=True,  # Ctrl-C on the terminal is for the training process
+        )
+        theirs.close()
+        self._sending, self._receiving = Lock(), Lock()
+        self._begin(0)
+        self.state = COMMITTED  # of no save
+
+    def _begin(self, number: int) -> None:
+        self.number, self.state, self.freed = number, WRITING, 0
+        self.problem: str | None = None
+        self.committed: tuple[int, float, list[str]] = (0, 0.0, [])
+
+    def resize(self, capacity: int) -> Ring:
+        """The ring, with another capacity, on both sides. Nothing may be in flight."""
+        os.ftruncate(self.memory, capacity)
+        self.send("ring", capacity)
+        return Ring(self.memory, capacity)
+
+    def begin(self, job: dict[str, Any]) -> None:
+        """Send the next save."""
+        self._begin(self.number + 1)
+        self.send("save", job)
+
+    def send(self, kind: str, content: object) -> None:
+        """Send one message; to a process that has ended, it makes the save fail."""
+        try:
+            with self._sending:
+                self.connection.send((kind, self.number, content))
+        except OSError:
+            self._ended()
+
+    def receive(self, seconds: float = 0.0) -> None:
+        """Take the messages that are there, waiting `seconds` for the first."""
+        with self._receiving:
+            try:
+                while self.alive and self.connection.poll(seconds):
+                    seconds = 0.0
+                    self._take(*self.connection.recv())
+            except (OSError, EOFError):
+                self._ended()
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Take messages until `until()`, which a process that ends makes true by FAILED."""
+        while not until():
+            self.receive(LOOK_SECONDS)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process was there when it was last heard of."""
+        return not self.connection.closed
+
+    def close(self) -> None:
+        """End the process; a save in flight is given up. Returns when it is gone."""
+        self.connection.close()
+        try:
+            self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:  # in a call of a file system that hangs
+            self.process.kill()
+            self.process.wait()
+        if self.memory >= 0:
+            os.close(self.memory)
+            self.memory = -1
+
+    def _take(self, kind: str, number: int, content: Any) -> None:
+        if number != self.number:
+            return  # of a save that was given up
+        if kind == "freed":
+            self.freed = content
+        elif kind == FAILED:
+            self.state, self.problem = FAILED, content
+        else:
+            self.state = kind
+            if kind == COMMITTED:
+                self.committed = content
+
+    def _ended(self) -> None:
+        self.connection.close()
+        code = self.process.wait()
+        if self.state != COMMITTED:
+            self.state = FAILED
+            self.problem = self.problem or f"the process that writes checkpoints ended with exit code {code}"
+
+
+class GivenUp(Exception):
+    """The save has failed, or is given up: no further copy is needed."""
+
+
+class Stream:
+    """One save's bytes on their way through the ring: `total` of them."""
+
+    def __init__(self, writer: WriterProcess, ring: Ring, total: int) -> None:
+        self.writer, self.ring, self.total = writer, ring, total
+        self.step = max(BLOCK_BYTES, ring.capacity // 64)  # more messages than the connection holds would block
+        self.there = self.sent = 0
+        self.stopped = False
+
+    def fits(self, end: int) -> bool:
+        """Whether the bytes up to `end` have a place in the ring now. Raises GivenUp."""
+        if self.stopped or self.writer.state == FAILED:
+            raise GivenUp
+        return end - self.writer.freed <= self.ring.capacity
+
+    def wait(self, end: int) -> None:
+        """Wait for the writer until they have. All copies so far must have been reported. Raises GivenUp."""
+        self._send(self.there)
+        self.writer.wait(lambda: self.fits(end))
+
+    def copied(self, end: int) -> None:
+        """The bytes up to `end` are in the ring."""
+        self.there = end
+        if end - self.sent >= self.step or end == self.total:
+            self._send(end)
+
+    def _send(self, end: int) -> None:
+        if end > self.sent:
+            self.writer.send("staged", end)
+            self.sent = end

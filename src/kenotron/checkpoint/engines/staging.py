@@ -1,0 +1,124 @@
+"""Copies of tensors into the ring, in blocks, by threads that hold no lock of Python's meanwhile.
+
+    copier.mark(tensors)       # now: what was queued on the devices so far is in the copies, what comes later is not
+    copier.copy(tensors, …)    # now or later, by any thread: CPU memory by memcpy, a device's by its copy engine
+
+The tensors are referenced until their last byte is copied. A device is read by a stream of its own, which waits for
+the event that `mark` recorded; a block counts as copied when the stream has done it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kenotron.checkpoint.engines.client import BLOCK_BYTES, Stream
+from kenotron.checkpoint.engines.ring import Ring
+
+SMALL_BYTES = 1 << 16
+"""Up to this a copy costs less than handing it to a thread."""
+
+
+class Copier:
+    """Copies into one ring with `threads` threads; `pin` makes the memory one that devices copy to by themselves."""
+
+    def __init__(self, ring: Ring, threads: int, pin: bool) -> None:
+        self.ring, self.threads, self.pin = ring, threads, pin
+        self.target = np.frombuffer(ring.memory, np.uint8)
+        self.pool = ThreadPoolExecutor(threads, "checkpoint-copy")
+        self.streams: dict[torch.device, _SideStream] = {}
+
+    def mark(self, tensors: Sequence[Tensor]) -> None:
+        """Remember, for each device, the work that was queued up to now: the copies come after it."""
+        for device in {tensor.device for tensor in tensors} - {torch.device("cpu")}:
+            if device not in self.streams:
+                self.streams[device] = _SideStream(device, self.target if self.pin else None)
+            self.streams[device].mark()
+
+    def copy(self, tensors: Sequence[Tensor], stream: Stream) -> None:
+        """Copy `tensors` one after another, waiting where the ring is full. Raises GivenUp."""
+        position = 0
+        pending: deque[tuple[Future[None], int]] = deque()
+
+        def settle(most: int) -> None:
+            while len(pending) > most:
+                done, end = pending.popleft()
+                done.result()
+                stream.copied(end)
+
+        for tensor in tensors:
+            source = self._bytes_of(tensor)
+            start, size = 0, len(source)
+            while start < size:
+                begin, end = self.ring.span(position, min(BLOCK_BYTES, size - start))
+                length = end - begin
+                block = source[start : start + length]
+                position, start = position + length, start + length
+                if stream.fits(position):
+                    settle(self.threads - 1)
+                else:
+                    settle(0)
+                    stream.wait(position)
+                if length > SMALL_BYTES:
+                    pending.append((self.pool.submit(self._copy_block, begin, block), position))
+                else:
+                    settle(0)
+                    self._copy_block(begin, block)
+                    stream.copied(position)
+        settle(0)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.pool.shutdown(wait=True, cancel_futures=True)
+        for stream in self.streams.values():
+            stream.close()
+
+    def _bytes_of(self, tensor: Tensor) -> Any:
+        """The elements, row by row, as bytes: a numpy array over CPU memory, or a tensor on the device."""
+        if tensor.device.type == "cpu":
+            return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        with self.streams[tensor.device].use():
+            return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+    def _copy_block(self, begin: int, block: Any) -> None:
+        target = self.target[begin : begin + len(block)]
+        if isinstance(block, np.ndarray):
+            np.copyto(target, block)
+            return
+        stream = self.streams[block.device]
+        with stream.use():
+            torch.from_numpy(target).copy_(block, non_blocking=True)
+        stream.wait()
+
+
+class _SideStream:
+    """A device's stream for copies, beside the one that trains. `pinned`: host memory to register with the device."""
+
+    def __init__(self, device: torch.device, pinned: np.ndarray | None) -> None:
+        self.device, self.pinned = device, pinned
+        self.stream = torch.cuda.Stream(device)
+        if pinned is not None:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pinned.ctypes.data, pinned.nbytes, 0))
+
+    def mark(self) -> None:
+        """From here on the stream waits for what is queued on the current one now."""
+        self.stream.wait_event(torch.cuda.current_stream(self.device).record_event())
+
+    def use(self) -> torch.cuda.StreamContext:
+        """Queue what follows, in this thread, on the stream."""
+        return torch.cuda.stream(self.stream)
+
+    def wait(self) -> None:
+        """Return when all that was queued on the stream is done."""
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        """Let the device forget the host memory."""
+        if self.pinned is not None:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.pinned.ctypes.data))

@@ -1,0 +1,26 @@
+"""The engine `torch`: a save is complete when it returns, and training waits for all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kenotron.checkpoint import saving
+from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved
+from kenotron.checkpoint.folders import verify_together
+from kenotron.checkpoint.retention import prune
+from kenotron.config.errors import CheckpointError
+from kenotron.parallel.ranks import run_on_rank0
+
+
+class SynchronousEngine(Engine):
+    """Every rank writes its share in the call."""
+
+    def save(self, root: Path, step: int, content: dict[str, Any], keep: Keep | None) -> list[Saved | Unsaved]:
+        """Save, read back while the earlier checkpoints still exist, prune."""
+        saved = saving.save(root, step, **content)
+        if self.verifies and (problems := verify_together(saved.path)):
+            raise CheckpointError("; ".join(problems))
+        if keep is not None:
+            run_on_rank0(lambda: prune(root, *keep))
+        return [saved]

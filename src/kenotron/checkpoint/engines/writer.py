@@ -1,0 +1,200 @@
+"""The process that writes one rank's files of a checkpoint, and on rank 0 commits it. It never imports torch.
+
+    every rank    ring ──▶ model/rank1.safetensors.tmp … ──▶ share-1.json: sizes and checksums, or what went wrong
+    rank 0        all shares ──▶ index, config, manifest (last) ──▶ rename ──▶ latest.txt ──▶ prune
+
+There are no collectives here: ranks meet in the checkpoint's temporary folder. The process runs at low priority, and
+ends when the training process does, whatever that dies of: what it leaves is a temporary folder without a manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from kenotron.checkpoint.durable import FileRecord, HashedFile, refusal, write_file
+from kenotron.checkpoint.engines.client import COMMITTED, FAILED, WRITTEN
+from kenotron.checkpoint.engines.ring import Ring
+from kenotron.checkpoint.folders import check_files
+from kenotron.checkpoint.retention import prune
+from kenotron.checkpoint.saving import commit
+from kenotron.config.errors import CheckpointError
+from kenotron.storage.files import replace_file
+
+NICE = 10
+LOOK_SECONDS = 0.02
+PARENT_SECONDS = 1.0
+CHUNK_BYTES = 4 << 20
+
+
+class GivenUp(Exception):
+    """The training process gave the save up."""
+
+
+def main() -> None:
+    """Serve the training process that started this one; arguments: connection, memory, its process id."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):  # a scheduler sends them to every process
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    os.nice(NICE)
+    connection, memory, parent = map(int, sys.argv[1:])
+    with contextlib.suppress(EOFError, ConnectionError):  # the training process has ended
+        Server(Connection(connection), memory, parent).serve()
+
+
+class Server:
+    """One side of the connection. `staged`: the stream's bytes that are in the ring."""
+
+    def __init__(self, connection: Connection, memory: int, parent: int) -> None:
+        self.connection, self.memory, self.parent = connection, memory, parent
+        self.number = self.staged = 0
+        self.files: list[tuple[str, bytes, int]] = []
+        self.small: dict[str, bytes] = {}
+
+    def serve(self) -> None:
+        """Do what the training process sends, until it ends."""
+        while True:
+            kind, number, content = self._receive()
+            if kind == "ring":
+                self.ring = Ring(self.memory, content)
+            elif kind == "plan":
+                self.files, self.small = content
+            elif kind == "save":
+                self.number, self.staged = number, 0
+                self._save(content)
+            # "staged" and "give up" of a save that has failed already
+
+    # ---- one save ----------------------------------------------------------------------------------------------
+
+    def _save(self, job: dict[str, Any]) -> None:
+        temporary, rank = job["temporary"], job["rank"]
+        try:
+            records = self._write_share(temporary, job["small"] | self.small)
+            if job["verify"] and (problems := check_files(temporary, records)):
+                raise CheckpointError("; ".join(problems))
+            _leave(temporary, rank, {"files": records})
+            self._send(WRITTEN, None)
+            if rank == 0:
+                self._send(COMMITTED, self._commit(job))
+        except (CheckpointError, OSError, GivenUp) as error:
+            if isinstance(error, EOFError | ConnectionError):
+                raise
+            problem = str(refusal("write", temporary, error)) if isinstance(error, OSError) else str(error)
+            leave_problem(temporary, rank, problem)
+            if rank == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            self._send(FAILED, problem)
+
+    def _write_share(self, temporary: Path, small: dict[str, bytes]) -> dict[str, FileRecord]:
+        records, position = {}, 0
+        for name, header, size in self.files:
+            with HashedFile(temporary / name) as file:
+                file.write(header)
+                position = self._drain(file, position, position + size)
+            records[name] = file.record
+        for name, content in small.items():
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)  # those in tokenizer/
+            records[name] = write_file(temporary / name, content)
+        return records
+
+    def _drain(self, file: HashedFile, position: int, end: int) -> int:
+        """Write the stream from `position` to `end`, as it arrives."""
+        freed = position
+        while position < end:
+            self._look()
+            while self.staged <= position:
+                self._handle(*self._receive())
+            begin, stop = self.ring.span(position, min(self.staged, end, position + CHUNK_BYTES) - position)
+            file.write(memoryview(self.ring.memory)[begin:stop])
+            position += stop - begin
+            if position - freed >= self.ring.capacity // 16 or position == end:
+                self._send("freed", position)
+                freed = position
+        return position
+
+    def _commit(self, job: dict[str, Any]) -> tuple[int, float, list[str]]:
+        """(bytes, time, notes) of the checkpoint, once the last rank's files are there."""
+        temporary, final = job["temporary"], job["final"]
+        shares: list[dict[str, FileRecord]] = []
+        for rank in range(job["ranks"]):
+            shares.append(self._share(temporary, rank))
+        for rank in range(job["ranks"]):
+            _share_path(temporary, rank).unlink()
+        size = commit(temporary, final, job["state"], _in_order(shares), lambda line: None)
+        notes = []
+        if job["keep"] is not None:
+            try:
+                prune(final.parent, *job["keep"])
+            except (CheckpointError, OSError) as error:
+                notes.append(str(error))
+        return size, time.monotonic(), notes
+
+    def _share(self, temporary: Path, rank: int) -> dict[str, FileRecord]:
+        path = _share_path(temporary, rank)
+        while not path.exists():
+            self._look()
+            time.sleep(LOOK_SECONDS)
+        share = json.loads(path.read_bytes())
+        if "problem" in share:
+            raise CheckpointError(f"rank {rank}: {share['problem']}")
+        return {name: FileRecord(*record) for name, record in share["files"].items()}
+
+    # ---- messages ----------------------------------------------------------------------------------------------
+
+    def _send(self, kind: str, content: object) -> None:
+        self.connection.send((kind, self.number, content))
+
+    def _receive(self) -> tuple[str, int, Any]:
+        while not self.connection.poll(PARENT_SECONDS):
+            if os.getppid() != self.parent:  # a fork of it may hold the connection open
+                raise EOFError
+        return self.connection.recv()
+
+    def _look(self) -> None:
+        """Handle the messages that are there. EOFError: the training process has ended."""
+        if os.getppid() != self.parent:
+            raise EOFError
+        while self.connection.poll(0):
+            self._handle(*self.connection.recv())
+
+    def _handle(self, kind: str, number: int, content: Any) -> None:
+        if number != self.number:
+            return
+        if kind == "staged":
+            self.staged = content
+        elif kind == "give up":
+            raise GivenUp(content)
+
+
+def leave_problem(temporary: Path, rank: int, problem: str) -> None:
+    """Say in the folder why a rank's files will not come.
+
+    If it is gone or the disk is full, the training processes say it to one another.
+    """
+    with contextlib.suppress(OSError):
+        _leave(temporary, rank, {"problem": problem})
+
+
+def _leave(temporary: Path, rank: int, share: dict[str, Any]) -> None:
+    replace_file(_share_path(temporary, rank), json.dumps(share).encode(), durable=False)
+
+
+def _share_path(temporary: Path, rank: int) -> Path:
+    return temporary / f"share-{rank}.json"
+
+
+def _in_order(shares: list[dict[str, FileRecord]]) -> dict[str, FileRecord]:
+    """All records, in the order of the engine `torch`: small files, then folder by folder those of each rank."""
+    folders = ("model", "optimizer", "data")
+    merged = {name: record for name, record in shares[0].items() if name.split("/")[0] not in folders}
+    for folder in folders:
+        for share in shares:
+            merged |= {name: record for name, record in share.items() if name.startswith(f"{folder}/")}
+    return merged

@@ -1,0 +1,423 @@
+"""Engines that save in the background: the files of the engine `torch`, and none of the faults of DataStates-LLM."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kenotron.checkpoint import list_checkpoints, newest_complete, tidy, verify
+from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved, find_engine
+from kenotron.checkpoint.engines import background, staging
+from kenotron.checkpoint.engines.background import BackgroundEngine
+from kenotron.parallel.ranks import rank_and_size
+from support.checkpoint_states import load_and_compare, moments, weights, write_tokenizer
+from support.ranks import run_ranks
+from support.tiny_run import environment, tiny_config
+
+ROWS = 3000  # of the largest tensor: 384 kB
+SMALL_RING = "datastates with a small ring"  # of 64 KiB
+ENGINES = {
+    "async": ("checkpointing_engine=async",),
+    "datastates": ("checkpointing_engine=datastates",),
+    SMALL_RING: ("checkpointing_engine=datastates", "datastates={host_cache_size: 0.00001, parser_threads: 3}"),
+}
+KEEP = Keep(2)
+Make = Callable[..., Any]
+
+
+def engine_of(name: str, folder: Path, *more: str) -> Engine:
+    keys = (*ENGINES.get(name, ()), *more)
+    config = tiny_config(folder, *(f"checkpoints.{key}" for key in keys))
+    return find_engine(config.checkpoints.checkpointing_engine)(config)
+
+
+def content(step: int, rows: int = ROWS) -> dict[str, Any]:
+    """What `support.checkpoint_states.save_step` saves, with a position of a data stream."""
+    return {
+        "model": weights(step, rows),
+        "optimizer": moments(step, rows),
+        "state": {"step": step, "seed": step, "consumed_tokens": 512 * step},
+        "config_yaml": f"general:\n  step: {step}\n",
+        "model_config": {"hidden_size": 32},
+        "save_tokenizer": write_tokenizer,
+        "data": {f"stream{rank_and_size()[0]}": lambda: b"position", "shared": lambda: b"all ranks'"},
+    }
+
+
+def files_of(checkpoint: Path) -> dict[str, bytes]:
+    """Every file; of the manifest what does not tell when it was saved, in its order."""
+    found = {str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+    manifest = json.loads(found["manifest.json"])
+    del manifest["saved_at"], manifest["xxh3"]
+    return found | {"manifest.json": json.dumps(manifest).encode()}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[Engine] = []
+
+    def make_engine(name: str, *more: str) -> Any:
+        made.append(engine_of(name, tmp_path, *more))
+        return made[-1]
+
+    yield make_engine
+    for engine in made:
+        engine.close()
+
+
+def spoil(state: dict[str, Any]) -> None:
+    """What the next update does, to everything."""
+    for tensor in [*state["model"].values(), *state["optimizer"].values()]:
+        if torch.is_tensor(tensor):
+            tensor.fill_(7)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_byte_is_the_synchronous_engines(name: str, tmp_path: Path, make: Make) -> None:
+    engine, reference = make(name), make("torch")
+    for step in (10, 20, 30):
+        state = content(step)
+        before = engine.save(tmp_path / "a", step, state, KEEP)
+        assert [outcome.path.name for outcome in before] == (["10"] if step == 20 else [])
+        engine.fence()
+        spoil(state)
+        reference.save(tmp_path / "b", step, content(step), KEEP)
+        if step == 20:
+            (saved,) = engine.collect()
+            assert saved.bytes == sum(file.stat().st_size for file in saved.path.rglob("*") if file.is_file())
+            assert 0 <= saved.waited <= saved.seconds
+    engine.collect()
+    assert engine.collect() == []
+    steps = [entry.path.name for entry in list_checkpoints(tmp_path / "a")]
+    assert steps == ["20", "30"]
+    for step in steps:
+        assert files_of(tmp_path / "a" / step) == files_of(tmp_path / "b" / step)
+        assert verify(tmp_path / "a" / step) == []
+    assert sorted(os.listdir(tmp_path / "a")) == sorted(os.listdir(tmp_path / "b"))  # nothing else is left
+
+
+def test_the_plan_is_made_once_while_shapes_are_the_same(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    plain = background.make_plan
+    monkeypatch.setattr(background, "make_plan", lambda *given: made.append(1) or plain(*given))
+    engine = make("datastates")
+    state = content(1)
+    state["optimizer"] = {name: value for name, value in state["optimizer"].items() if torch.is_tensor(value)}
+    for step in (1, 2, 3):
+        engine.save(tmp_path, step, state, KEEP)
+    assert len(made) == 1
+    engine.save(tmp_path, 4, content(4, rows=2 * ROWS), KEEP)
+    engine.collect()
+    assert len(made) == 2
+    assert load_and_compare(tmp_path / "4", 2 * ROWS) == 4
+
+
+# ---- the nine faults (reference: DataStates-LLM as published) ---------------------------------------------------
+
+
+def test_no_file_is_truncated_after_its_first_bytes_were_written(tmp_path: Path, make: Make) -> None:
+    """Fault 1: a header written by another thread than the tensors, in whatever order; 59 of 200 small files."""
+    engine = make("datastates")
+    for step in range(1, 41):
+        engine.save(tmp_path, step, content(step, rows=2), None)
+        engine.fence()
+    engine.collect()
+    found = list_checkpoints(tmp_path)
+    assert len(found) == 40
+    assert [problem for entry in found for problem in verify(entry.path)] == []
+    assert [load_and_compare(entry.path, 2) for entry in found] == list(range(1, 41))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_changes_after_the_fence_is_not_in_the_checkpoint(name: str, tmp_path: Path, make: Make) -> None:
+    """Fault 2: CPU tensors were handed to the file writer as they are."""
+    engine, state = make(name), content(1)
+    engine.save(tmp_path, 1, state, KEEP)
+    if name != "async":  # which has copied everything by now
+        engine.fence()
+    spoil(state)
+    engine.collect()
+    assert load_and_compare(tmp_path / "1", ROWS) == 1
+
+
+def test_nothing_is_announced_before_it_is_on_the_disk(tmp_path: Path, make: Make) -> None:
+    """Fault 3: waiting for the copies is not waiting for the files."""
+    engine = make("datastates")
+    engine.save(tmp_path, 1, content(1), KEEP)
+    engine.collect()
+    pid = engine.writer.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert engine.save(tmp_path, 2, content(2), KEEP) == []
+        engine.fence()  # the copies need no disk
+        assert engine.in_flight
+        assert not engine.settled()
+        assert not (tmp_path / "2").exists()
+        assert (tmp_path / "latest.txt").read_text() == "1"
+        assert newest_complete(tmp_path) == tmp_path / "1"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    (saved,) = engine.collect()
+    assert saved.path == newest_complete(tmp_path) == tmp_path / "2"
+    assert engine.settled()
+    assert not engine.in_flight
+
+
+def slow_copies(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    plain = staging.Copier.copy
+
+    def copy(self: staging.Copier, *given: Any) -> None:
+        time.sleep(seconds)
+        plain(self, *given)
+
+    monkeypatch.setattr(staging.Copier, "copy", copy)
+
+
+def test_the_fence_waits_for_copies_that_have_not_begun(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault 4: tensors were listed by a thread, and a fence before that found nothing to wait for."""
+    slow_copies(monkeypatch, 0.3)
+    engine, state = make("datastates"), content(1)
+    engine.save(tmp_path, 1, state, KEEP)
+    started = time.monotonic()
+    engine.fence()
+    assert time.monotonic() - started > 0.2
+    spoil(state)
+    (saved,) = engine.collect()
+    assert saved.waited > 0.2  # it is counted
+    assert load_and_compare(tmp_path / "1", ROWS) == 1
+
+
+def test_a_device_is_read_after_the_work_that_was_queued_before_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 5: the copies' stream has to wait for an event of the stream that trains, recorded in the call."""
+    calls: list[tuple[str, object]] = []
+
+    class FakeStream:
+        def __init__(self, device: object) -> None: ...
+
+        def wait_event(self, event: object) -> None:
+            calls.append(("the copies wait for", event))
+
+        def record_event(self) -> str:
+            calls.append(("recorded", "training"))
+            return "training"
+
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream(device))
+    from kenotron.checkpoint.engines.ring import Ring
+
+    memory = Ring.create()
+    os.ftruncate(memory, 4096)
+    copier = staging.Copier(Ring(memory, 4096), 1, pin=False)
+    copier.mark([torch.empty(2, device="meta"), torch.empty(2)])
+    assert calls == [("recorded", "training"), ("the copies wait for", "training")]
+    copier.close()
+    os.close(memory)
+
+
+def test_tensors_live_until_they_are_copied(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault 6: addresses were queued, and the memory behind them could be freed."""
+    slow_copies(monkeypatch, 0.3)
+    engine, state, alive = make("datastates"), content(1), []
+    for name, tensor in state["model"].items():  # one of them is not contiguous: its copy has to live, too
+        owner = np.array(tensor.float().t().contiguous().numpy() if tensor.dim() == 2 else tensor.float().numpy())
+        alive.append(weakref.ref(owner))
+        view = torch.from_numpy(owner)
+        state["model"][name] = (view.t() if tensor.dim() == 2 else view).to(tensor.dtype)
+        del owner, view
+    engine.save(tmp_path, 1, state, KEEP)
+    del state
+    gc.collect()
+    assert alive[0]() is not None
+    assert alive[2]() is not None
+    engine.fence()
+    gc.collect()
+    assert [memory() for memory in alive] == [None] * 3  # and not longer
+    engine.collect()
+    assert load_and_compare(tmp_path / "1", ROWS) == 1
+
+
+def test_a_tensor_larger_than_the_memory_makes_the_fence_wait_for_the_disk(tmp_path: Path, make: Make) -> None:
+    """Fault 7: it ended the process."""
+    engine, state = make(SMALL_RING), content(1)
+    assert state["model"]["model.embed_tokens.weight"].nbytes > 4 * background.LEAST_BYTES
+    engine.save(tmp_path, 0, content(0), KEEP)
+    engine.collect()
+    pid = engine.writer.process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        engine.save(tmp_path, 1, state, KEEP)
+        time.sleep(0.2)
+        assert engine.thread.is_alive()  # the ring is full, and nobody reads it
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    engine.fence()
+    spoil(state)
+    assert engine.copier.ring.capacity == background.LEAST_BYTES
+    engine.collect()
+    assert load_and_compare(tmp_path / "1", ROWS) == 1
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from checkpoint.test_engines import KEEP, content, engine_of
+engine, root = engine_of(sys.argv[1], Path(sys.argv[2])), Path(sys.argv[2]) / "root"
+engine.save(root, 1, content(1), KEEP)
+engine.collect()
+os.kill(engine.writer.process.pid, signal.SIGSTOP)
+engine.save(root, 2, content(2), KEEP)
+engine.fence()
+Path(sys.argv[2], "pid").write_text(str(engine.writer.process.pid))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("name", ["async", pytest.param("datastates", marks=pytest.mark.slow)])
+def test_a_killed_process_leaves_no_half_checkpoint_and_no_writer(name: str, tmp_path: Path) -> None:
+    """Fault 8: no rename, no checksum, no manifest."""
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, name, str(tmp_path)],
+        env=environment(tmp_path),
+        timeout=120,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    pid = int((tmp_path / "pid").read_text())
+    os.kill(pid, signal.SIGCONT)
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "the writer lives on"
+        time.sleep(0.02)
+    root = tmp_path / "root"
+    assert newest_complete(root) == root / "1"
+    assert [path for path in root.iterdir() if ".tmp-" in path.name]
+    tidy(root)
+    assert {path.name for path in root.iterdir()} <= {"1", "latest.txt", ".lock"}
+    assert load_and_compare(root / "1", ROWS) == 1
+
+
+# Fault 9, a resume that does not work, is in tests/training/test_engine_runs.py.
+
+
+# ---- failures ---------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_costs_one_checkpoint_and_the_next_is_complete(tmp_path: Path, make: Make) -> None:
+    engine: BackgroundEngine = make(SMALL_RING)
+    engine.save(tmp_path, 1, content(1), KEEP)
+    engine.collect()
+    limit = (100_000, resource.RLIM_INFINITY)
+    resource.prlimit(engine.writer.process.pid, resource.RLIMIT_FSIZE, limit)
+    engine.save(tmp_path, 2, content(2), KEEP)
+    engine.fence()  # although the ring is full and will not be emptied
+    (outcome,) = engine.collect()
+    assert isinstance(outcome, Unsaved)
+    assert "File too large" in outcome.problem
+    assert outcome.path == tmp_path / "2"
+    assert newest_complete(tmp_path) == tmp_path / "1"
+    assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
+    resource.prlimit(engine.writer.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    engine.save(tmp_path, 3, content(3), KEEP)
+    (saved,) = engine.collect()
+    assert isinstance(saved, Saved)
+    assert load_and_compare(saved.path, ROWS) == 3
+
+
+def test_a_killed_writer_costs_one_checkpoint_and_is_started_again(tmp_path: Path, make: Make) -> None:
+    engine: BackgroundEngine = make("datastates")
+    engine.save(tmp_path, 1, content(1), KEEP)
+    engine.collect()
+    os.kill(engine.writer.process.pid, signal.SIGSTOP)
+    engine.save(tmp_path, 2, content(2), KEEP)
+    os.kill(engine.writer.process.pid, signal.SIGKILL)
+    (outcome,) = engine.collect()
+    assert isinstance(outcome, Unsaved)
+    assert "ended with exit code -9" in outcome.problem
+    engine.save(tmp_path, 3, content(3), KEEP)
+    (saved,) = engine.collect()
+    assert load_and_compare(saved.path, ROWS) == 3
+
+
+def test_signals_for_the_run_do_not_end_the_writer(tmp_path: Path, make: Make) -> None:
+    engine: BackgroundEngine = make("async")
+    engine.save(tmp_path, 1, content(1), KEEP)
+    engine.collect()
+    engine.save(tmp_path, 2, content(2), KEEP)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        os.kill(engine.writer.process.pid, number)
+    (saved,) = engine.finish_alone()
+    assert load_and_compare(saved.path, ROWS) == 2
+
+
+def test_a_failed_read_back_is_a_failed_save(tmp_path: Path) -> None:
+    """The writer of every rank compares its files with what it wrote before it says that they are there."""
+    from kenotron.checkpoint.durable import FileRecord
+    from kenotron.checkpoint.engines.writer import Server
+
+    server = Server(None, 0, os.getpid())  # type: ignore[arg-type]
+    said: list[tuple[str, object]] = []
+    server._send = lambda kind, problem: said.append((kind, problem))  # type: ignore[method-assign,assignment]
+    server._write_share = lambda folder, small: {"model/a": FileRecord(3, "0")}  # type: ignore[method-assign]
+    (tmp_path / "10.tmp-00000000" / "model").mkdir(parents=True)
+    (tmp_path / "10.tmp-00000000" / "model" / "a").write_bytes(b"abc")
+    server._save({"temporary": tmp_path / "10.tmp-00000000", "rank": 1, "small": {}, "verify": True})
+    ((kind, problem),) = said
+    assert kind == "failed"
+    assert "model/a is damaged" in str(problem)
+
+
+# ---- several ranks ----------------------------------------------------------------------------------------------
+
+
+def save_on_two_ranks(rank: int, folder: Path) -> list[Any]:
+    """The same state by `torch` into a, by `datastates` into b; then one that rank 1 cannot write; then one more."""
+    from checkpoint.test_checkpoint_ranks import LAYOUT, logical, sharded, values
+
+    def state() -> dict[str, Any]:
+        return content(1) | {"model": sharded(logical(), LAYOUT), "optimizer": values(rank)}
+
+    reference, engine = engine_of("torch", folder), engine_of("datastates", folder)
+    try:
+        reference.save(folder / "a", 1, state(), KEEP)
+        engine.save(folder / "b", 1, state(), KEEP)
+        outcomes = [engine.collect()]
+        os.kill(engine.writer.process.pid, signal.SIGSTOP)
+        engine.save(folder / "b", 2, state(), KEEP)
+        if rank == 1:
+            os.kill(engine.writer.process.pid, signal.SIGKILL)
+        else:
+            os.kill(engine.writer.process.pid, signal.SIGCONT)
+        outcomes.append(engine.collect())
+        engine.save(folder / "b", 3, state(), KEEP)
+        return [*outcomes, engine.collect()]
+    finally:
+        engine.close()
+
+
+def test_two_ranks_write_the_synchronous_engines_files_and_fail_together(tmp_path: Path) -> None:
+    first, second = run_ranks(2, save_on_two_ranks, tmp_path)
+    assert first == second  # both know the same
+    ((saved,), (lost,), (again,)) = first
+    assert files_of(saved.path) == files_of(tmp_path / "a" / "1")
+    assert isinstance(lost, Unsaved)
+    assert lost.problem.startswith("rank 1: the process that writes checkpoints ended")
+    assert verify(again.path) == []
+    assert [entry.path.name for entry in list_checkpoints(tmp_path / "b")] == ["1", "3"]

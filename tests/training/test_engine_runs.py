@@ -1,0 +1,148 @@
+"""Runs that save in the background: what they save and resume is what the engine `torch` makes of them."""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kenotron as kn
+from kenotron.checkpoint import list_checkpoints, newest_complete, verify
+from kenotron.checkpoint.engines import staging
+from kenotron.checkpoint.engines.synchronous import SynchronousEngine
+from kenotron.config import InputError
+from kenotron.config.errors import RunFailed
+from support.tiny_run import (
+    equal_bits,
+    losses,
+    saved_weights,
+    tiny_config,
+    train_and_listen,
+    train_quietly,
+    weights,
+)
+
+EVERY_STEP = "checkpoints.checkpoint_interval=1"
+
+
+def engine_config(folder: Path, engine: str, *more: str) -> Any:
+    return tiny_config(folder, EVERY_STEP, f"checkpoints.checkpointing_engine={engine}", *more)
+
+
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that begin when the next step is long at its update."""
+    plain = staging.Copier.copy
+
+    def copy(self: staging.Copier, *given: Any) -> None:
+        time.sleep(0.1)
+        plain(self, *given)
+
+    monkeypatch.setattr(staging.Copier, "copy", copy)
+
+
+@pytest.mark.parametrize("engine", [pytest.param("async", marks=pytest.mark.slow), "datastates"])
+def test_a_run_saves_and_resumes_as_with_the_synchronous_engine(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ninth fault of DataStates-LLM was a resume that did not work."""
+    slow_copies(monkeypatch)
+    whole = tiny_config(tmp_path / "whole", EVERY_STEP, "tokens.train_steps=6")
+    expected = train_quietly(whole)
+    first = engine_config(tmp_path / "parts", engine, "tokens.train_steps=3")
+    _, said = train_and_listen(first)
+    for step in (1, 2, 3):
+        assert f"Saved checkpoint at {tmp_path}/parts/checkpoints/{step}: " in said
+        for folder in ("model", "optimizer"):
+            saved, other = (
+                saved_weights(tmp_path / of / "checkpoints" / str(step), folder) for of in ("parts", "whole")
+            )
+            assert equal_bits(saved, other), f"{folder} of step {step}"
+    assert ", of which training waited " in said
+    resumed = engine_config(tmp_path / "parts", engine, "tokens.train_steps=6")
+    run = train_quietly(resumed)
+    assert equal_bits(weights(run), weights(expected))
+    assert losses(resumed) == losses(whole)
+    # and the engine `torch` goes on from what it saved
+    other = train_quietly(tiny_config(tmp_path / "parts", EVERY_STEP, "tokens.train_steps=7"))
+    assert other.step == 7
+
+
+class FullDisk(kn.Hook):
+    """From step `first` to `last` no file of a checkpoint may grow beyond 20 kB."""
+
+    priority = -40
+
+    def __init__(self, first: int, last: int) -> None:
+        self.steps = range(first, last + 1)
+
+    def after_step(self, run: Any, result: Any) -> None:
+        while not run.engine.settled():
+            time.sleep(0.01)
+        most = 20_000 if run.step in self.steps else resource.RLIM_INFINITY
+        resource.prlimit(run.engine.writer.process.pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+
+def full_disk(folder: Path, first: int, last: int) -> Any:
+    kwargs = f"{{first: {first}, last: {last}}}"
+    hook = f"general.hooks=[{{path: training.test_engine_runs.FullDisk, kwargs: {kwargs}}}]"
+    return engine_config(folder, "datastates", "tokens.train_steps=4", hook)
+
+
+def test_a_save_that_fails_in_the_background_is_an_error_in_the_log_and_the_run_goes_on(tmp_path: Path) -> None:
+    run, said = train_and_listen(full_disk(tmp_path, 2, 2))
+    assert run is not None
+    assert run.step == 4
+    assert f"Checkpoint {tmp_path}/checkpoints/2 was not saved: cannot write " in said
+    assert [entry.step for entry in list_checkpoints(tmp_path / "checkpoints")] == [1, 3, 4]
+
+
+def test_a_last_save_that_fails_in_the_background_fails_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"step 4: cannot write .*earlier checkpoints are as they were"):
+        train_quietly(full_disk(tmp_path, 4, 4))
+    assert newest_complete(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "3"
+
+
+def test_a_run_that_fails_completes_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_copies(monkeypatch)
+    config = engine_config(tmp_path, "datastates", "general.hooks=[training.test_engine_runs.Breaks]")
+    with pytest.raises(RuntimeError, match="broken"):
+        train_quietly(config)
+    assert verify(tmp_path / "checkpoints" / "2") == []
+
+
+class Breaks(kn.Hook):
+    """Fails when step 2 is saved, or begun to be."""
+
+    priority = -90
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.step == 2:
+            raise RuntimeError("broken")
+
+
+def test_an_export_beside_a_save_in_the_background(tmp_path: Path) -> None:
+    train_quietly(engine_config(tmp_path, "datastates", "checkpoints.export_hf=true", "tokens.train_steps=2"))
+    for step in ("1", "2"):
+        assert (tmp_path / "checkpoints" / step / "hf" / "model.safetensors").exists()
+
+
+class Counting(SynchronousEngine):
+    """An engine of a user's own."""
+
+    saved = 0
+
+    def save(self, *given: Any) -> Any:
+        self.saved += 1
+        return super().save(*given)
+
+
+def test_an_engine_of_ones_own_is_named_by_its_path(tmp_path: Path) -> None:
+    run: Any = train_quietly(engine_config(tmp_path, "training.test_engine_runs.Counting"))
+    assert run.engine.saved == 3
+    with pytest.raises(InputError, match=r"checkpointing_engine: expected a dotted path .*datastates.*datastate"):
+        train_quietly(engine_config(tmp_path / "wrong", "datastate"))
+    with pytest.raises(InputError, match=r"expected a subclass of kenotron.checkpoint.engine.Engine, found 'trai"):
+        train_quietly(engine_config(tmp_path / "wrong", "training.test_engine_runs.Breaks"))
