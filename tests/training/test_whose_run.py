@@ -120,6 +120,10 @@ def test_an_imported_checkpoint_is_resumed_from_at_step_0(imported: Path, tmp_pa
     assert [step["iteration"] for step in metrics(config)] == [1, 2, 3]
     start, trained = saved_weights(tmp_path / "checkpoints" / "0"), tmp_path / "trained" / "checkpoints" / "3"
     assert equal_bits(start, saved_weights(trained))
+    muon = "optimizer.optimizer_factory={name: muon}"  # what its config.yaml says of optimizers is a placeholder
+    (tmp_path / "muon").mkdir()
+    _, said = train_and_listen(tiny_config(tmp_path / "muon", f"checkpoints.resume_checkpoint_path={imported}", muon))
+    assert "Resumed with" not in said
 
 
 def test_a_checkpoint_that_leaves_no_step_to_do_is_refused_and_says_how_to_go_on(tmp_path: Path) -> None:

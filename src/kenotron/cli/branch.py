@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from kenotron.config import Config
 
 
 def branch(
@@ -36,22 +34,23 @@ def branch(
     from kenotron.config.writing import dump, inline
 
     config = load(file, report=lambda line: print(line, file=sys.stderr))
-    root = Path(config.checkpoints.checkpoints_path)
-    path = _checkpoint(root, at)
+    saved, staging = config.checkpoints.checkpoints_path.rstrip("/"), config.checkpoints.staging_path
     schedule = {
-        "learning_rate": _rate(path, at),
+        "learning_rate": _rate(saved, at),
         "lr_warmup_steps": 0,
         "lr_decay_style": style,
         "min_decay_lr": 0.0,
     }
     changes: dict[str, Any] = {
         "general.run": name,
-        "checkpoints.checkpoints_path": str(root.with_name(f"{root.name}-{name}")),
-        "checkpoints.resume_checkpoint_path": str(path),
+        "checkpoints.checkpoints_path": f"{saved}-{name}",
+        "checkpoints.resume_checkpoint_path": f"{saved}/{at}",
         "checkpoints.load_mode": "cooldown",
         "tokens.train_steps": cooldown,
         "optimizer.learning_rate_scheduler": schedule,
     }
+    if staging is not None:
+        changes["checkpoints.staging_path"] = f"{staging.rstrip('/')}-{name}"
     document = read(file)
     list(upgrade(document))
     for text in (*(f"{key}={inline(value)}" for key, value in changes.items()), *(overrides or ())):
@@ -59,6 +58,25 @@ def branch(
     load(document.data, report=lambda line: None)
     print(f"# {cooldown} steps of cooldown from step {at} of {config.general.run}; made by: kenotron branch {file}")
     print(dump(document.data), end="")
+
+
+def _rate(checkpoints: str, step: int) -> float:
+    """The learning rate of the last step before the checkpoint, local or in a store."""
+    from kenotron.checkpoint.manifest import read_manifest
+    from kenotron.config.resolved import read_resolved
+    from kenotron.optim.schedule import learning_rate
+    from kenotron.storage.paths import is_remote
+
+    with TemporaryDirectory() as folder:
+        if is_remote(checkpoints):
+            from kenotron.checkpoint.remote import find
+
+            remote, _ = find(f"{checkpoints}/{step}")
+            path = remote.fetch(step, Path(folder), lambda name: name == "config.yaml")
+        else:
+            path = _checkpoint(Path(checkpoints), step)
+        config, begun = read_resolved(path / "config.yaml"), read_manifest(path).state.get("schedule_start", 0)
+    return learning_rate(config.optimizer.learning_rate_scheduler, step - begun, config.tokens.train_steps)
 
 
 def _checkpoint(root: Path, step: int) -> Path:
@@ -70,14 +88,3 @@ def _checkpoint(root: Path, step: int) -> Path:
         steps = ", ".join(map(str, sorted(sound))) or "none"
         raise InputError(f"--at: {root} has no checkpoint of step {step}; there are: {steps}")
     return sound[step]
-
-
-def _rate(path: Path, step: int) -> float:
-    """The learning rate of the last step before the checkpoint."""
-    from kenotron.checkpoint.manifest import read_manifest
-    from kenotron.config.resolved import read_resolved
-    from kenotron.optim.schedule import learning_rate
-
-    saved: Config = read_resolved(path / "config.yaml")
-    begun = read_manifest(path).state.get("schedule_start", 0)
-    return learning_rate(saved.optimizer.learning_rate_scheduler, step - begun, saved.tokens.train_steps)

@@ -133,7 +133,9 @@ def prune(
 
 @app.command()
 def average(
-    paths: Annotated[list[Path], typer.Argument(metavar="CHECKPOINT...", help="Two checkpoints of a model, or more.")],
+    paths: Annotated[
+        list[str], typer.Argument(metavar="CHECKPOINT...", help="Two checkpoints of a model or more; also s3://….")
+    ],
     output: Annotated[Path, typer.Option(help="New folder of checkpoints; the average keeps the highest step.")],
     weights: Annotated[
         str | None, typer.Option(help="One for each checkpoint, such as 3,1; they are divided by their sum.")
@@ -141,12 +143,15 @@ def average(
 ) -> None:
     """Average the weights of checkpoints, or merge them: a checkpoint without optimizer state."""
     from kenotron.checkpoint.averaging import average
+    from kenotron.cli.data import on_this_machine
+    from kenotron.cli.remote import at_hand
 
     try:
         numbers = None if weights is None else [float(weight) for weight in weights.split(",")]
     except ValueError:
         raise InputError(f"--weights: expected numbers such as 3,1, found {weights!r}") from None
-    saved = average(paths, output, numbers)
+    on_this_machine(output, "--output")
+    saved = average([at_hand(path) for path in paths], output, numbers)
     print(f"Wrote {saved.path}: {_human(saved.bytes)} in {saved.seconds:.1f} s")
     print(f"Next: kenotron generate {saved.path}")
 

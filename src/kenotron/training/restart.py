@@ -83,14 +83,16 @@ def _check_data_position(config: Config, before: Config, start: Start) -> None:
 def _check_optimizer(config: Config, before: Config, start: Start) -> None:
     """Log what the config changes: its values hold from the first step on.
 
-    Raises InputError for another optimizer, or none: without state before its first step, SGD's without momentum.
+    Raises InputError for another optimizer, or no state where there should be some: there is none before the first
+    step, as in an imported model, and none of SGD without momentum.
     """
     path, schedule = start.path, "optimizer.learning_rate_scheduler."
     assert path is not None
     saved, factory = manifest.read_manifest(path), before.optimizer.optimizer_factory
-    stateless = saved.step == 0 or getattr(factory, "momentum", None) == 0
-    if not stateless and not saved.below("optimizer"):
-        raise InputError(f"{KEY}: {path} has no optimizer state; {WITHOUT}")
+    if not saved.below("optimizer"):
+        if saved.step > 0 and getattr(factory, "momentum", None) != 0:
+            raise InputError(f"{KEY}: {path} has no optimizer state; {WITHOUT}")
+        return
     changed = [
         (name.removeprefix("optimizer."), old, new)
         for name, old, new in diff(before, config)
