@@ -175,3 +175,31 @@ def test_the_quickstart_trains_on_a_few_files(examples: Path, nursery: Nursery) 
     assert steps[2]["lm_loss"] < steps[0]["lm_loss"]
     assert steps[2]["val_bits_per_byte"] > 0
     assert (examples.parent / "checkpoints" / "quickstart" / "3" / "manifest.json").exists()
+
+
+@pytest.mark.slow
+def test_checkpoints_go_to_s3_by_their_readme(examples: Path, nursery: Nursery, tmp_path: Path) -> None:
+    """moto's server stands for S3, as in the README."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    try:
+        port = server.get_host_and_port()[1]
+        access = {"AWS_ACCESS_KEY_ID": "robot", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+        session = boto3.Session("robot", "secret", region_name="us-east-1")
+        session.client("s3", endpoint_url=f"http://127.0.0.1:{port}").create_bucket(Bucket="robots")
+        more = access | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "KENOTRON_CACHE": str(tmp_path / "cache")}
+        readme = examples / "s3" / "README.md"
+        trained, continued, listed, generated = run_readme(examples / "s3", examples.parent, nursery, **more)
+    finally:
+        server.stop()
+    for process in (trained, continued, listed, generated):
+        assert process.code == 0, process.stderr
+    compare(readme, trained.stdout + continued.stdout)
+    for line in others(readme):
+        assert line in trained.stdout + continued.stdout
+    assert [line.split()[0] for line in listed.stdout.splitlines()[1:]] == ["30", "40"]  # keep_last
+    assert generated.stdout.startswith("def main(")
+    assert not list(examples.parent.glob("*/remote/**/*.safetensors"))  # remove_after_upload

@@ -7,6 +7,7 @@ from mutants.mutant import Mutant
 CRASHES = ("checkpoint/test_checkpoint_crashes.py::test_everything_is_synced_before_the_rename",)
 FOLDERS = ("checkpoint/test_checkpoint_folders.py",)
 DAMAGE = ("checkpoint/test_checkpoint_damage.py",)
+UPLOADS = ("checkpoint/test_remote_checkpoints.py",)
 RANKS = ("checkpoint/test_checkpoint_ranks.py",)
 
 MUTANTS = [
@@ -105,6 +106,38 @@ MUTANTS = [
         replace="    complete = {entry.step: entry for entry in list_checkpoints(root)[::-1]}\n",
         why="a damaged checkpoint counts as one of keep_last, and the last good one goes",
         tests=FOLDERS,
+    ),
+    Mutant(
+        name="a-manifest-is-uploaded-before-its-files",
+        file="checkpoint/upload.py",
+        find='        self.store.put(f"{step}/{INCOMPLETE}", data)\n        sent',
+        replace='        self.store.put(f"{step}/{MANIFEST}", data)\n        sent',
+        why="who resumes while it is uploaded, or after a kill, finds a checkpoint without its weights",
+        tests=UPLOADS,
+    ),
+    Mutant(
+        name="an-object-of-the-same-length-counts-as-sent",
+        file="checkpoint/upload.py",
+        find="self.store.version(place) == (record.bytes, known)",
+        replace="True",
+        why="all saves of a step are as long as each other: weights of two saves are mixed",
+        tests=UPLOADS,
+    ),
+    Mutant(
+        name="a-remote-checkpoint-is-removed-from-its-files-on",
+        file="checkpoint/remote.py",
+        find='        self.store.delete(f"{step}/{MANIFEST}")\n',
+        replace="",
+        why="a kill during retention leaves a manifest whose files are gone",
+        tests=UPLOADS,
+    ),
+    Mutant(
+        name="what-arrives-is-not-compared",
+        file="storage/stores.py",
+        find="if not self._same_md5(info, file, size) and not self._same_bytes(name, file, size):",
+        replace="if False:",
+        why="the only copy of a checkpoint is damaged, and nobody knows before the resume",
+        tests=UPLOADS,
     ),
     Mutant(
         name="the-newest-is-the-highest-step",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,8 @@ from kenotron.config.remote import RemoteData
 from kenotron.storage import drivers, stores
 from kenotron.storage.stores import Store, part_size
 from support.checkpoint_states import load_and_compare, save_step
+from support.nursery import Nursery
+from support.tiny_run import losses, tiny_config, tiny_yaml
 
 MIB = 1 << 20
 
@@ -189,3 +192,32 @@ def test_nothing_of_an_upload_that_failed_stays_in_the_bucket(
     server.mend()
     client = boto3.client("s3", endpoint_url=server.url)
     assert "Uploads" not in client.list_multipart_uploads(Bucket="robots")
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_from_the_bucket_after_everything_here_is_lost(
+    tmp_path: Path, bucket: str, server: Any, nursery: Nursery
+) -> None:
+    access = {"AWS_ACCESS_KEY_ID": "robot", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    more = access | {"AWS_ENDPOINT_URL": server.url, "KENOTRON_CACHE": str(tmp_path / "cache")}
+    found: dict[str, list[float]] = {}
+
+    def train(name: str, *overrides: str) -> str:
+        (tmp_path / name).mkdir(exist_ok=True)
+        layout = ("parallelism.dp=2", "tokens.micro_batch_size=2", "optimizer.zero_stage=3")
+        done = nursery.run("train", tiny_yaml(tmp_path / name), *layout, *overrides, folder=tmp_path, env=more)
+        assert done.code == 0, done.stderr
+        found[name] = losses(tiny_config(tmp_path / name))
+        return done.stdout
+
+    remote = (f"checkpoints.checkpoints_path=s3://{bucket}/run", "checkpoints.checkpoint_interval=2")
+    train("whole", "tokens.train_steps=8")
+    said = train("first", "tokens.train_steps=4", *remote)
+    assert f"Uploaded s3://{bucket}/run/4: " in said
+    shutil.rmtree(tmp_path / "first")
+    said = train("again", "tokens.train_steps=6", *remote, "parallelism.tp=1")
+    assert f"Fetching s3://{bucket}/run/4: " in said
+    assert found["first"] + found["again"] == found["whole"][:6]
+    third = ("parallelism.dp=1", "parallelism.tp=2", "tokens.micro_batch_size=4", "optimizer.zero_stage=0")
+    train("tp", "tokens.train_steps=8", *remote, *third)
+    np.testing.assert_allclose(found["tp"], found["whole"][6:], rtol=1e-5)

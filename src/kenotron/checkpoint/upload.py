@@ -26,6 +26,7 @@ from kenotron.checkpoint.manifest import MANIFEST, Manifest, parse
 from kenotron.checkpoint.remote import INCOMPLETE, RemoteCheckpoints, RemoteFound, beyond_retention, wrong_sizes
 from kenotron.config.errors import CheckpointError, InputError
 from kenotron.config.remote import RemoteData
+from kenotron.parallel.ranks import describe
 from kenotron.storage.files import replace_file
 from kenotron.storage.stores import PARTS_AT_ONCE
 
@@ -96,7 +97,8 @@ class Uploader:
         while self._thread.is_alive():
             self._thread.join(0.5)
             progress(*self.progress())
-        return self.problems
+        left = {entry.step: "its upload was ended" for entry in self.pending()}
+        return left | self.problems
 
     def close(self) -> None:
         """End the thread after the file that it is sending; the process need not wait for it."""
@@ -108,8 +110,8 @@ class Uploader:
             last = self._last  # before the pass: one that began earlier may have failed long ago
             try:
                 self.upload_pending(last)
-            except Exception as error:  # such as a damaged local disk; the run goes on
-                self.report(f"uploads to {self.remote.url}: {type(error).__name__}: {error}")
+            except OSError as error:  # of the local folder; the run goes on
+                self.report(f"{self.root}: {error}")
             if last:
                 return
             self._wake.wait(RETRY_EVERY_S if self.problems else LOOK_EVERY_S)
@@ -135,9 +137,9 @@ class Uploader:
             except FileNotFoundError:
                 if entry.path.exists():
                     problems[entry.step] = f"{entry.path} is not complete"
-            except InputError as error:
-                problems[entry.step] = str(error)
-                self._report_problem(entry, str(error))
+            except Exception as error:  # whatever it is, the run goes on
+                problems[entry.step] = describe(error)
+                self._report_problem(entry, describe(error))
         self.problems = problems
         if self.remove:
             self._remove_local(last)
@@ -192,9 +194,9 @@ class Uploader:
             sent = self._send_all(entry, manifest, data)
             if self._closing:
                 return
+        self._finish_store()
         self._uploaded.add(_key(entry))
         self._journal.forget(entry.step)
-        self._finish_store()
         if sent:
             seconds = time.perf_counter() - started
             self.report(f"Uploaded {self.store.at(str(entry.step))}: {sent / 2**20:.2f}MiB in {seconds:.2f} s")
@@ -233,7 +235,7 @@ class Uploader:
 
     def _send_files(self, entry: Found, files: dict[str, FileRecord]) -> int:
         """Send those that are not in the store yet, some at once; returns bytes sent. Raises the first error."""
-        left, sent, errors = iter(sorted(files.items())), [0], list[Exception]()
+        left, sent, errors = iter(sorted(files.items())), [0], list[BaseException]()
         lock = threading.Lock()
 
         def work() -> None:
@@ -244,7 +246,7 @@ class Uploader:
                     return
                 try:
                     count = self._send_file(entry, name, record)
-                except Exception as error:
+                except BaseException as error:
                     errors.append(error)
                 else:
                     with lock:

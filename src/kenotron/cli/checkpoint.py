@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Entry: TypeAlias = "Found | RemoteFound"
 Check: TypeAlias = Callable[..., list[str]]
 
-app = typer.Typer(no_args_is_help=True, help="List, verify, prune and upload checkpoints.")
+app = typer.Typer(no_args_is_help=True, help="List, verify, prune, upload and average checkpoints.")
 
 Folder = Annotated[str, typer.Argument(help="The folder of checkpoints, local or s3://….")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
