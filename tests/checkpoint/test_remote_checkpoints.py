@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,44 @@ def test_a_checkpoint_that_retention_removed_here_meanwhile_is_no_error(tmp_path
     uploader.pending = lambda last=True: pending  # type: ignore[method-assign]
     uploader.upload_pending()
     assert uploader.problems == {}
+
+
+def test_a_checkpoint_that_goes_while_it_is_sent_leaves_no_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: dict[str, Any]
+) -> None:
+    save_step(tmp_path, 10)
+    send = Store.upload
+
+    def and_prune(self: Store, name: str, file: Path, *rest: Any) -> str:
+        if name.endswith("model/index.json"):
+            shutil.rmtree(tmp_path / "10")
+        return send(self, name, file, *rest)
+
+    monkeypatch.setattr(Store, "upload", and_prune)
+    assert upload(tmp_path, files_at_once=1).problems == {}
+    assert bucket == {}
+
+
+def test_who_cannot_wait_is_told_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_step(tmp_path, 10)
+    held, send = threading.Event(), Store.upload
+
+    def slowly(self: Store, *arguments: Any) -> str:
+        held.wait(20)
+        return send(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "upload", slowly)
+        uploader = Uploader(tmp_path, URL)
+        uploader.start()
+        assert uploader.finish(seconds=0.05) == {10: "its upload was ended"}
+        held.set()
+        uploader._thread.join(20)
+    assert RemoteCheckpoints(URL).all() == []
+    again = Uploader(tmp_path, URL)
+    again.start()
+    assert again.finish() == {}
+    assert complete() == {10: 10}
 
 
 def test_local_copies_are_removed_but_for_the_newest_while_the_run_lasts(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ FILES_AT_ONCE = 2
 LOOK_EVERY_S = 5.0
 """Seconds between two looks into the folder: a save may become complete in the background."""
 
+ENDED = "its upload was ended"
+
 RETRY_EVERY_S = 60.0
 """Seconds between two attempts, after one in which something could not be uploaded."""
 
@@ -87,17 +89,21 @@ class Uploader:
         """Something was saved: do not wait to look."""
         self._wake.set()
 
-    def finish(self, progress: Callable[[int, int], None] = lambda done, total: None) -> dict[int, str]:
+    def finish(
+        self, progress: Callable[[int, int], None] = lambda done, total: None, seconds: float | None = None
+    ) -> dict[int, str]:
         """Wait until everything is uploaded, or could not be in one more attempt; what is not, and why.
 
-        `progress` is called twice a second with bytes done and in all.
+        `progress` is called twice a second with bytes done and in all. After `seconds` the uploads are ended.
         """
+        end = None if seconds is None else time.monotonic() + seconds
         self._last = True
         self._wake.set()
-        while self._thread.is_alive():
-            self._thread.join(0.5)
+        while self._thread.is_alive() and (end is None or time.monotonic() < end):
+            self._thread.join(0.5 if end is None else min(0.5, max(end - time.monotonic(), 0)))
             progress(*self.progress())
-        left = {entry.step: "its upload was ended" for entry in self.pending()}
+        self.close()
+        left = {entry.step: ENDED for entry in self.pending()}
         return left | self.problems
 
     def close(self) -> None:
@@ -137,6 +143,8 @@ class Uploader:
             except FileNotFoundError:
                 if entry.path.exists():
                     problems[entry.step] = f"{entry.path} is not complete"
+                else:
+                    self._drop(entry.step)
             except Exception as error:  # whatever it is, the run goes on
                 problems[entry.step] = describe(error)
                 self._report_problem(entry, describe(error))
@@ -182,6 +190,13 @@ class Uploader:
             self._cleared = True
         except InputError:  # the uploads report what is wrong with the store; the next pass tries again
             pass
+
+    def _drop(self, step: int) -> None:
+        """Remove the half of a checkpoint that is no longer here: retention removed it meanwhile, or a user."""
+        with suppress(InputError):  # the next start does it
+            names = self.store.sizes(str(step))
+            if f"{step}/{INCOMPLETE}" in names and f"{step}/{MANIFEST}" not in names:
+                self.remote.remove(step, None)
 
     # ---- one checkpoint ----
 

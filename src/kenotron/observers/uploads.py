@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 SAY_EVERY_S = 10.0
 
+STOPPED_WAIT_S = 60.0
+"""Seconds that a run waits for its uploads when it was asked to stop: a job is killed at its time limit, and requeued
+only if it has ended before."""
+
 
 def uploader(config: Config, url: str) -> tuple[Uploader, deque[str]]:
     """The uploader that a config asks for, and the lines that it reports."""
@@ -46,8 +50,8 @@ def uploader(config: Config, url: str) -> tuple[Uploader, deque[str]]:
     return made, lines
 
 
-def finish(made: Uploader, lines: deque[str]) -> None:
-    """Wait for the uploads, logging progress. Raises RunFailed that names what could not be uploaded."""
+def finish(made: Uploader, lines: deque[str], seconds: float | None = None) -> None:
+    """Wait for the uploads, at most `seconds`, logging progress. Raises RunFailed that names what failed."""
     started = said = time.monotonic()
     first: int | None = None
 
@@ -61,14 +65,21 @@ def finish(made: Uploader, lines: deque[str]) -> None:
             eta = str(timedelta(seconds=round((total - done) / rate))) if rate > 0 else "unknown"
             logger.info("Uploading: %.0f%% of %s | ETA %s", 100 * done / total, mebibytes(total), eta)
 
-    problems = made.finish(progress)
+    problems = made.finish(progress, seconds)
     _log(lines)
-    if problems:
+    if problems and seconds is not None and not made.problems:
+        _say_left(made)
+    elif problems:
         steps, here, there = ", ".join(map(str, sorted(problems))), made.root, made.remote.url
         raise RunFailed(
             f"not uploaded to {there}: checkpoint {steps} ({problems[max(problems)]}); complete in {here}, and "
             f"uploaded by the next start, or by `kenotron checkpoint upload {here} {there}`"
         )
+
+
+def _say_left(made: Uploader) -> None:
+    if steps := [str(entry.step) for entry in made.pending()]:
+        logger.warning("not uploaded yet: checkpoint %s in %s; the next start does it", ", ".join(steps), made.root)
 
 
 def _log(lines: deque[str]) -> None:
@@ -100,13 +111,12 @@ class Uploads(Hook):
         self.uploader.wake()
 
     def on_train_end(self, run: Run) -> None:
-        """Wait for the uploads. Raises RunFailed if one failed."""
-        finish(self.uploader, self.lines)
+        """Wait for the uploads, as long as there is time. Raises RunFailed if one failed."""
+        finish(self.uploader, self.lines, STOPPED_WAIT_S if run.interrupted else None)
 
     def on_error(self, run: Run, error: Exception) -> None:
         """Say what is on this machine only."""
-        if steps := [str(entry.step) for entry in self.uploader.pending()]:
-            logger.warning("not uploaded yet: checkpoint %s; the next start does", ", ".join(steps))
+        _say_left(self.uploader)
 
     def on_close(self, run: Run) -> None:
         """End the thread."""
