@@ -10,7 +10,7 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow test-slurm mutants compare-power lint bench reference docs clean
+.PHONY: help setup train test slow fuzz test-slurm mutants compare-power lint bench reference docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -25,6 +25,9 @@ test: $(VENV)/.installed-test  ## run the test suite
 
 slow: $(VENV)/.installed-test  ## run the slow tests, and the properties on many more examples
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow or hypothesis" --hypothesis-profile=thorough
+
+fuzz: $(VENV)/.installed-test  ## a million damaged configs, checkpoints, models and token files: hours; EXAMPLES=n of each test
+	EXAMPLES=$(or $(EXAMPLES),70000) $(BIN)/python -m pytest -n $(WORKERS) -m hypothesis --hypothesis-profile=fuzz tests/test_fuzz.py tests/data/test_fuzz_readers.py
 
 test-slurm: $(VENV)/.installed-test  ## jobs on a real Slurm of two nodes, installed on Debian if root asks
 	@command -v slurmctld >/dev/null || ! command -v apt-get >/dev/null || apt-get install -qq -y --no-install-recommends slurm-wlm munge

@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 UNTIMED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True)
 hypothesis.settings.register_profile("quick", UNTIMED, max_examples=20, derandomize=True, database=None)
 hypothesis.settings.register_profile("thorough", UNTIMED, max_examples=100)
+hypothesis.settings.register_profile("fuzz", UNTIMED, max_examples=int(os.environ.get("EXAMPLES", "1000")))
 hypothesis.settings.load_profile("quick")
 
 if TYPE_CHECKING:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import tracemalloc
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.config.errors import InputError
@@ -29,52 +27,11 @@ from kenotron.prepare.merge import merge
 from kenotron.text.encode import EncodeRules, encode_documents
 from kenotron.text.file_documents import FileDocuments, find_files
 from kenotron.text.hash_split import AssignedChunk
+from support.damage import FUZZ, damages, harmless
 from support.data_runs import run_config
 from support.written_tokens import counting, write_ds
 
-FUZZ = settings(suppress_health_check=list(HealthCheck))
-MOST_MEMORY = 64 << 20
-
 TEXTS = ["one two", "été 漢字 🙂", "", "three\nfour " * 20]
-
-
-@st.composite
-def damages(draw: st.DrawFn) -> Callable[[bytes], bytes]:
-    """What happens to a file: some of its bytes are other ones, gone, there twice, or the largest number."""
-    kind = draw(st.sampled_from(["flip", "cut", "grow", "double", "huge", "drop"]))
-    place, more = draw(st.floats(0, 1, exclude_max=True)), draw(st.binary(min_size=1, max_size=9))
-    huge = draw(st.sampled_from([b"\xff" * 8, b"\xff" * 7 + b"\x7f", b"\xff" * 4, b"\xff\xff\xff\x7f", b"\0" * 8]))
-
-    def damage(raw: bytes) -> bytes:
-        at = int(place * len(raw))
-        if kind == "flip":
-            return raw[:at] + bytes(byte ^ 0x55 for byte in raw[at : at + len(more)]) + raw[at + len(more) :]
-        if kind == "cut":
-            return raw[:at]
-        if kind == "drop":
-            return raw[:at] + raw[at + len(more) :]
-        if kind == "huge":
-            return raw[:at] + huge + raw[at + len(huge) :]
-        return raw[:at] + (more if kind == "grow" else raw[at:]) + raw[at:]
-
-    return damage
-
-
-def harmless(read: Callable[[], object]) -> object | None:
-    """What `read` gives, or None where it says in one line what is wrong; in little memory either way."""
-    tracemalloc.start()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return read()
-    except InputError as error:
-        assert str(error)  # noqa: PT017
-        assert "\n" not in str(error)  # noqa: PT017
-        return None
-    finally:
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert peak < MOST_MEMORY
 
 
 # ---- text --------------------------------------------------------------------------------------------------

@@ -106,15 +106,19 @@ def parse(data: bytes, file: Path | str) -> Manifest:
         raise CheckpointError(f"{file} is damaged: its checksum does not fit its content") from error
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not the manifest of a {FORMAT}: its format is {content.get('format')!r}")
-    if content["version"] > VERSION:
-        raise CheckpointError(
-            f"{file} has version {content['version']}; this kenotron reads up to {VERSION}: update it"
-        )
-    files = {name: FileRecord(**record) for name, record in content["files"].items()}
+    try:
+        if content["version"] > VERSION:
+            raise CheckpointError(
+                f"{file} has version {content['version']}; this kenotron reads up to {VERSION}: update it"
+            )
+        files = {name: FileRecord(int(each["bytes"]), str(each["xxh3"])) for name, each in content["files"].items()}
+        manifest = Manifest(int(content["step"]), float(content["saved_at"]), dict(content["state"]), files)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{file} is not a valid manifest: {error}") from error
     for name in files:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
             raise CheckpointError(f"{file} names a file outside its folder: {name!r}")
-    return Manifest(content["step"], content["saved_at"], content["state"], files)
+    return manifest
 
 
 def plain(value: object, where: str) -> Any:

@@ -78,6 +78,17 @@ def architecture_from_hf(
     The family is the one of its `model_type` among the built-in ones, the one that `overrides` name, and `family`, by
     its dotted path. `where` is the file, for errors; `report` is called with a line for every choice that was made.
     """
+    try:
+        return _architecture(config, where, report, overrides, family)
+    except InputError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # values of other types
+        raise InputError(f"{where}: not a config that transformers would write: {error}") from error
+
+
+def _architecture(
+    config: Mapping[str, Any], where: str, report: Report, overrides: Mapping[str, Any] | None, family: str | None
+) -> DecoderArchitecture:
     overrides = dict(overrides or {})
     name = overrides.get("family", family)
     kind = _family_of(config, where, name)

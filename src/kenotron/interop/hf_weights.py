@@ -135,6 +135,9 @@ def _shards(index: Path) -> list[str]:
     files = read_json(index).get("weight_map")
     if not isinstance(files, dict):
         raise InputError(f"{index}: expected a weight_map")
+    for name in files.values():
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+            raise InputError(f"{index}: expected names of files beside it, found {name!r}")
     return sorted(set(files.values()))
 
 

@@ -18,7 +18,7 @@ from kenotron.config.architecture import HFArchitecture
 from kenotron.config.config import problems_of
 from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
 from kenotron.config.errors import InputError
-from kenotron.config.model import Model
+from kenotron.config.model import WEIGHT_DTYPES, Model
 from kenotron.config.parallelism import Parallelism
 from kenotron.config.resolved import read_resolved
 from kenotron.interop.hf_config import Report, architecture_from_hf, quiet, read_json
@@ -92,6 +92,9 @@ def hf_source(path: str | Path, report: Report = quiet, family: str | None = Non
     config = read_json(folder / "config.json")
     architecture = architecture_from_hf(config, str(folder / "config.json"), report, family=family)
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if dtype not in WEIGHT_DTYPES:
+        known = ", ".join(WEIGHT_DTYPES)
+        raise InputError(f"{folder / 'config.json'}: dtype: expected one of {known}, found {dtype!r}")
     model = Model.model_validate({"model_config": architecture, "init_method": {"path": str(path)}, "dtype": dtype})
     shapes = {name: tuple(parameter.shape) for name, parameter in skeleton(model).named_parameters()}
     if isinstance(architecture, HuggingFaceArchitecture):

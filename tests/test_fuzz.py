@@ -1,0 +1,184 @@
+"""Configs, checkpoints and Hugging Face models under damage: read right, or one line by InputError; never anything else.
+
+A few bytes change anywhere; or, in files of JSON whose checksum would find that, any value becomes any other one and the
+checksum is made to fit. `make fuzz` tries a million such files, together with tests/data/test_fuzz_readers.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kenotron.checkpoint import read_tensors, verify
+from kenotron.checkpoint.durable import hash_file
+from kenotron.checkpoint.manifest import MANIFEST, Manifest, _seal, read_manifest, render
+from kenotron.config import InputError, load
+from kenotron.interop.sources import open_source
+from support.damage import FUZZ, damages, harmless
+from support.tiny_llamas import hf_llama, our_model, save_ours
+from support.tiny_run import REPOSITORY
+
+EXAMPLES = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("examples/**/*.yaml"))
+CHECKED = InputError  # CheckpointError is one
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@st.composite
+def edits(draw: st.DrawFn) -> Callable[[Any], Any]:
+    """Somewhere in a tree of JSON another value: at a path that the tree itself decides."""
+    turns, value = draw(st.lists(st.integers(0, 1000), min_size=1, max_size=7)), draw(json_values)
+
+    def edit(tree: Any) -> Any:
+        here = tree
+        for number, turn in enumerate(turns):
+            keys = list(here) if isinstance(here, dict) else list(range(len(here)))
+            if not keys:
+                return tree
+            key = keys[turn % len(keys)]
+            if number == len(turns) - 1 or not isinstance(here[key], dict | list):
+                here[key] = value
+                return tree
+            here = here[key]
+        return tree
+
+    return edit
+
+
+def one_of_many(read: Callable[[], object]) -> None:
+    """As `harmless`, where a message may have a line for each problem."""
+    try:
+        read()
+    except CHECKED as error:
+        assert str(error)  # noqa: PT017
+
+
+@FUZZ
+@given(name=st.sampled_from(EXAMPLES), damage=damages())
+def test_bytes_of_a_config(name: str, damage: Callable[[bytes], bytes], scratch: Path) -> None:
+    (scratch / "some.yaml").write_bytes(damage((REPOSITORY / name).read_bytes()))
+    one_of_many(lambda: load(scratch / "some.yaml", report=lambda line: None))
+
+
+@FUZZ
+@given(name=st.sampled_from(EXAMPLES), edit=edits())
+def test_values_of_a_config(name: str, edit: Callable[[Any], Any]) -> None:
+    content = edit(yaml.safe_load((REPOSITORY / name).read_text()))
+    one_of_many(lambda: load(content, report=lambda line: None))
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("scratch")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a tiny model, of this library."""
+    folder = tmp_path_factory.mktemp("saved")
+    return save_ours(our_model(folder), folder / "checkpoints")
+
+
+@pytest.fixture
+def again(saved: Path, scratch: Path) -> Iterator[Path]:
+    """A copy of it whose files a test replaces and puts back."""
+    copy = scratch / "checkpoint"
+    shutil.copytree(saved, copy, dirs_exist_ok=True)
+    yield copy
+    shutil.rmtree(copy)
+
+
+@FUZZ
+@given(victim=st.integers(0, 10), damage=damages())
+def test_bytes_of_a_checkpoint(victim: int, damage: Callable[[bytes], bytes], again: Path, saved: Path) -> None:
+    files = sorted(path for path in again.rglob("*") if path.is_file())
+    file = files[victim % len(files)]
+    whole = file.read_bytes()
+    damaged = damage(whole)
+    file.write_bytes(damaged)
+    try:
+        if damaged != whole:
+            assert verify(again), f"damage to {file.name} was not found"
+        harmless(lambda: open_source(again))
+    finally:
+        file.write_bytes(whole)
+
+
+@FUZZ
+@given(edit=edits())
+def test_values_of_an_index_with_checksums_that_fit(edit: Callable[[Any], Any], again: Path) -> None:
+    index, manifest = again / "model" / "index.json", again / MANIFEST
+    whole, sealed = index.read_bytes(), manifest.read_bytes()
+    index.write_text(json.dumps(edit(json.loads(whole))))
+    old = read_manifest(again)
+    files = old.files | {"model/index.json": hash_file(index)}
+    manifest.write_bytes(render(Manifest(old.step, old.saved_at, old.state, files)))
+    try:
+        harmless(lambda: read_tensors(again))
+    finally:
+        index.write_bytes(whole)
+        manifest.write_bytes(sealed)
+
+
+@FUZZ
+@given(edit=edits())
+def test_values_of_a_manifest_whose_seal_fits(edit: Callable[[Any], Any], again: Path) -> None:
+    manifest = again / MANIFEST
+    sealed = manifest.read_bytes()
+    content = edit({key: value for key, value in json.loads(sealed).items() if key != "xxh3"})
+    manifest.write_bytes(_seal(content))
+    try:
+        harmless(lambda: open_source(again))
+        assert isinstance(verify(again), list)
+    finally:
+        manifest.write_bytes(sealed)
+
+
+@pytest.fixture(scope="module")
+def hugging_face(scratch: Path) -> Path:
+    folder = scratch / "hf"
+    hf_llama().save_pretrained(folder, max_shard_size="40KB")
+    return folder
+
+
+@FUZZ
+@given(victim=st.integers(0, 10), damage=damages())
+def test_bytes_of_a_hugging_face_model(victim: int, damage: Callable[[bytes], bytes], hugging_face: Path) -> None:
+    files = sorted(path for path in hugging_face.rglob("*") if path.is_file())
+    file = files[victim % len(files)]
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    try:
+        harmless(lambda: read_all(hugging_face))
+    finally:
+        file.write_bytes(whole)
+
+
+@FUZZ
+@given(name=st.sampled_from(["config.json", "model.safetensors.index.json"]), edit=edits())
+def test_values_of_a_hugging_face_model(name: str, edit: Callable[[Any], Any], hugging_face: Path) -> None:
+    file = hugging_face / name
+    whole = file.read_bytes()
+    file.write_text(json.dumps(edit(json.loads(whole))))
+    try:
+        one_of_many(lambda: read_all(hugging_face))
+    finally:
+        file.write_bytes(whole)
+
+
+def read_all(folder: Path) -> None:
+    weights = open_source(folder).weights
+    for name in weights:
+        weights[name]
