@@ -1,6 +1,6 @@
-"""Configs, checkpoints and Hugging Face models under damage: read right, or one line by InputError; never anything else.
+"""Configs, checkpoints and Hugging Face models under damage: read right, or an error in one line; nothing else.
 
-A few bytes change anywhere; or, in files of JSON whose checksum would find that, any value becomes any other one and the
+A few bytes change anywhere; or, in JSON whose checksum would find that, any value becomes any other one and the
 checksum is made to fit. `make fuzz` tries a million such files, together with tests/data/test_fuzz_readers.py.
 """
 
