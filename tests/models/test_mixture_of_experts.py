@@ -306,7 +306,8 @@ def test_a_balance_loss_over_the_global_batch_takes_its_loads_in_the_next_step(t
 
 def test_those_loads_survive_a_restart(tmp_path: Path) -> None:
     keys = {"router_aux_loss_coef": 1.0, "router_aux_loss_scope": "global_batch", "moe_expert_capacity_factor": 0.8}
-    straight = train_quietly(load(sparse_run(tmp_path / "straight", **keys), ["tokens.train_steps=4"]))
+    logged = ["tokens.train_steps=4", "logging.expert_loads=true"]
+    straight = train_quietly(load(sparse_run(tmp_path / "straight", **keys), logged))
     for last in (2, 4):
         resumed = train_quietly(load(sparse_run(tmp_path / "resumed", **keys), [f"tokens.train_steps={last}"]))
     assert resumed.step == straight.step == 4
@@ -316,6 +317,9 @@ def test_those_loads_survive_a_restart(tmp_path: Path) -> None:
         step["router_balance_loss"] for step in metrics(resumed.config)
     ]
     assert all(0 < step["expert_dropped"] < 0.5 for step in seen)
+    loads = [seen[-1][f"expert_load/1/{expert}"] for expert in range(8)]
+    assert sum(loads) == pytest.approx(8)
+    assert max(loads) <= seen[-1]["expert_load_max"]
 
 
 def test_an_expert_without_tokens_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

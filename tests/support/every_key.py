@@ -222,6 +222,7 @@ TEXT = (
     "model.model_config.vocab_size=320",
     "model.model_config.eos_token_id=0",
 )
+EXPERTS = ("model.model_config.is_mixtral_config=true",)
 STREAM = (*TEXT, "data_stages.0.data.dataset.streaming={shuffle_buffer: 20}")
 STREAMS = (*STREAM, f"{DATASET}.text_files=['{{folder}}/a.jsonl', '{{folder}}/b.jsonl']")
 HUB = (f"{DATASET}={{hf_dataset_or_datasets: '{{folder}}/rows', hf_dataset_splits: train}}", *TEXT[1:])
@@ -364,6 +365,7 @@ ROWS: dict[str, Row] = {
     "Logging.iteration_step_info_interval": Row(messages, "logging.iteration_step_info_interval=2", DECAY),
     "Logging.log_dir": Row(files, "logging.log_dir={here}/logs/below"),
     "Logging.state_hash": Row(metric("state_hash"), "logging.state_hash=false"),
+    "Logging.expert_loads": Row(metric("expert_load/0/0"), "logging.expert_loads=true", EXPERTS),
     "Logging.tensorboard": Row(files, "logging.tensorboard=true"),
     "Logging.sample_prompts": Row(messages, 'logging.sample_prompts=["The sum"]', TEXT),
     # ---- tokens ----

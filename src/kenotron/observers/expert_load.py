@@ -4,6 +4,7 @@
     expert_load_max, expert_load_min     slots of the busiest and the idlest expert of a layer, over their mean
     expert_load_entropy                  of a layer's loads, as a share of its maximum; the mean over layers
     expert_dropped                       share of the slots that a capacity dropped; only with one
+    expert_load/<layer>/<expert>         its slots, over the mean of its layer; only with logging.expert_loads
 
 They count the tokens of the global batch, so they are the same on every layout. Loads are what routers chose, before
 anything is dropped. A balance loss over the global batch takes them in the next step: this hook saves them for it.
@@ -60,6 +61,10 @@ class ExpertLoad(Hook):
             names.append("expert_dropped")
         for name, number in zip(names, numbers):
             run.record_metric(name, number, on_console=name == "expert_load_max")
+        if run.config.logging.expert_loads:
+            for layer, row in zip(routed.nonzero().flatten().tolist(), shares.tolist()):
+                for expert, share in enumerate(row):
+                    run.record_metric(f"expert_load/{layer}/{expert}", share, on_console=False)
         if run.mesh.is_first:
             self._warn_of_starving(loads, routed)
 

@@ -50,18 +50,16 @@ def split_experts(moe: Any, settings: TensorParallelSettings, name: str = "") ->
 
     Errors (InputError): tp does not divide the width of an expert or of the shared one.
     """
-    group = settings.group
+    group, shared = settings.group, moe.shared_expert
     weights = {
         path: settings.parameter(parameter, INSIDE[path], name=f"{name}.experts.{path}")
         for path, parameter in moe.experts.named_parameters()
     }
     moe.gate = Replicated(moe.gate, settings, on_shards=False, per_head=True)
     moe.experts = ExpertShards(moe.experts, weights)
-    shared = moe.shared_expert
-    if shared is not None:
-        for path, linear in list(shared.named_children()):
-            dim = 1 if path == "down_proj" else 0
-            setattr(shared, path, LocalLinear(linear, settings, dim, f"{name}.shared_expert.{path}"))
+    for path, linear in [] if shared is None else list(shared.named_children()):
+        dim = 1 if path == "down_proj" else 0
+        setattr(shared, path, LocalLinear(linear, settings, dim, f"{name}.shared_expert.{path}"))
     if moe.shared_expert_gate is not None:
         moe.shared_expert_gate = Replicated(moe.shared_expert_gate, settings, on_shards=False, per_head=True)
     moe.equal_ranks = settings.degree

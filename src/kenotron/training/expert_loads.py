@@ -34,9 +34,8 @@ def loads_of_step(run: Run) -> ExpertLoads | None:
     architecture = run.config.model.decoder
     if not architecture.experts:
         return None
-    slots = architecture.num_hidden_layers * architecture.experts
-    sums = torch.zeros(slots + 3, device=run.device)
-    loads = ExpertLoads(sums[:slots].view(-1, architecture.experts), sums[slots:])
+    sums = torch.zeros(architecture.num_hidden_layers * architecture.experts + 3, device=run.device)
+    loads = ExpertLoads(sums[:-3].view(-1, architecture.experts), sums[-3:])
     for layer, mixture in mixtures(run):
         loads.slots[layer] += mixture.expert_load
         loads.totals.add_(mixture.router_totals)
