@@ -2,7 +2,7 @@
 
 A step multiplies a few rows by every matrix of the model. `F.linear` takes the matrix as it lies in memory, which
 costs 1.3 to 3 times the time of reading it; a matrix reordered once for such products takes little more than that
-(benchmarks/decoding.py). Weights that nobody trains can be kept so. The reordered ones take the place of the others;
+(benchmarks/decoding.py). Weights that are not trained can be kept so. The reordered ones take the place of the others;
 a tied head has its own, for the embedding looks up rows.
 
 The operators are private names of torch, which Inductor uses for the same end. Only this file names them.

@@ -248,9 +248,9 @@ class HuggingFace(Foreign[HuggingFaceArchitecture]):
         return AutoModelForCausalLM.from_config(config)
 
     def logits(self, module: nn.Module, tokens: Tensor, ctx: Context) -> Tensor:
-        """Documents are told by their positions, which begin at 0 in each: so transformers masks packed sequences."""
-        told = ctx.has_documents and "position_ids" in inspect.signature(module.forward).parameters
-        positions = {"position_ids": ctx.positions.view(ctx.shape)} if told else {}
+        """Documents are given by their positions, which begin at 0 in each: so transformers masks packed sequences."""
+        positioned = ctx.has_documents and "position_ids" in inspect.signature(module.forward).parameters
+        positions = {"position_ids": ctx.positions.view(ctx.shape)} if positioned else {}
         logits: Tensor = module(input_ids=tokens, **positions).logits
         return logits
 
