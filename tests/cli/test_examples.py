@@ -151,6 +151,19 @@ def test_the_mixture_of_experts_runs_by_its_readme(examples: Path, nursery: Nurs
     assert generated.stdout.startswith("def main(")
 
 
+@pytest.mark.slow
+def test_the_lazy_checkpoints_run_by_their_readme(examples: Path, nursery: Nursery) -> None:
+    readme = examples / "datastates" / "README.md"
+    trained, verified = run_readme(examples / "datastates", examples.parent, nursery)
+    for process in (trained, verified):
+        assert (process.code, process.stderr) == (0, "")
+    compare(readme, trained.stdout)
+    for line in others(readme):
+        assert line in trained.stdout
+    assert ", of which training waited " in trained.stdout
+    assert sorted(path.name for path in (examples.parent / "checkpoints" / "datastates").glob("*0")) == ["30", "40"]
+
+
 def test_the_quickstart_trains_on_a_few_files(examples: Path, nursery: Nursery) -> None:
     texts = examples.parent / "texts"
     texts.mkdir()

@@ -236,3 +236,15 @@ def test_nanotrons_nulls_mean_its_defaults(minimal: dict[str, Any]) -> None:
     config = load(minimal)
     assert (config.general.seed, config.model.dtype, config.logging.log_level) == (42, "bfloat16", "info")
     assert (config.parallelism.pp_engine, config.parallelism.tp_mode) == ("afab", "REDUCE_SCATTER")
+
+
+def test_datastates_at_the_top_level_belongs_to_checkpoints(minimal: dict[str, Any]) -> None:
+    """As in the README and the example of the first Kénotron."""
+    minimal["checkpoints"]["checkpointing_engine"] = "datastates"
+    minimal["datastates"] = {"host_cache_size": 8, "parser_threads": 1, "pin_host_cache": False}
+    config, lines = upgraded(minimal)
+    assert config.checkpoints.datastates.host_cache_size == 8
+    assert config.checkpoints.datastates.parser_threads == 1
+    assert lines == ["datastates is now checkpoints.datastates"]
+    with pytest.raises(InputError, match="checkpointing_engine: expected datastates, whose settings"):
+        load(minimal, ["checkpoints.checkpointing_engine=async"])

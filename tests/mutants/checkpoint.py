@@ -9,6 +9,7 @@ FOLDERS = ("checkpoint/test_checkpoint_folders.py",)
 DAMAGE = ("checkpoint/test_checkpoint_damage.py",)
 UPLOADS = ("checkpoint/test_remote_checkpoints.py",)
 RANKS = ("checkpoint/test_checkpoint_ranks.py",)
+ENGINES = "checkpoint/test_engines.py"
 
 MUTANTS = [
     Mutant(
@@ -154,6 +155,30 @@ MUTANTS = [
         replace="        for result in (result for of_rank in results[:1] for result in of_rank):\n",
         why="the index lists what rank 0 wrote: the optimizer state of the others is lost (KempnerForge #202)",
         tests=RANKS,
+    ),
+    Mutant(
+        name="no-fence-before-the-update",
+        file="training/step.py",
+        find="        run.engine.fence()\n",
+        replace="",
+        why="the update races with the copies: a checkpoint of two steps at once, whole by every checksum (DataStates)",
+        tests=("training/test_engine_runs.py",),
+    ),
+    Mutant(
+        name="saved-when-it-is-copied",
+        file="checkpoint/engines/writer.py",
+        find="            self._send(WRITTEN, None)\n            if rank == 0:\n",
+        replace="            if rank == 0:\n                self._send(COMMITTED, (0, time.monotonic(), []))\n",
+        why="a checkpoint is announced before it has its name: the run ends, and the last one is not there",
+        tests=(f"{ENGINES}::test_every_byte_is_the_synchronous_engines",),
+    ),
+    Mutant(
+        name="a-ring-that-is-full-is-overwritten",
+        file="checkpoint/engines/client.py",
+        find="        return end - self.writer.freed <= self.ring.capacity\n",
+        replace="        return True\n",
+        why="bytes of a later tensor replace those that are not written yet, and their checksum is right",
+        tests=(f"{ENGINES}::test_a_tensor_larger_than_the_memory_makes_the_fence_wait_for_the_disk",),
     ),
     Mutant(
         name="resharding-reads-from-the-chunks-start",

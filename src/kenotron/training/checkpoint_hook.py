@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
+STEP, SAMPLES = 10**18 + 7, 10**18 + 9  # stand for the counters in the text of a config
 Outcomes = list[Saved | Unsaved]
 
 
@@ -123,5 +124,8 @@ def _on_any_rank(run: Run, flag: bool) -> bool:
 
 def _config_text(run: Run) -> str:
     """The config with the counters of the current step, as nanotron saves it."""
-    counters = {"step": run.step, "consumed_train_samples": run.consumed_samples}
-    return dump(run.config.model_copy(update={"general": run.config.general.model_copy(update=counters)}))
+    if run.config_text is None or run.config_text[0] is not run.config:  # 5 ms, in which training would wait
+        marks = {"step": STEP, "consumed_train_samples": SAMPLES}
+        marked = run.config.model_copy(update={"general": run.config.general.model_copy(update=marks)})
+        run.config_text = run.config, dump(marked)
+    return run.config_text[1].replace(str(STEP), str(run.step)).replace(str(SAMPLES), str(run.consumed_samples))

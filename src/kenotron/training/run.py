@@ -69,6 +69,7 @@ class Run:
     recorded: dict[str, float] = field(default_factory=dict)  # by hooks, for the next line of metrics
     off_console: set[str] = field(default_factory=set)  # names of those that the console does not show
     last_metrics: dict[str, float] = field(default_factory=dict)  # the last line; on rank 0
+    config_text: tuple[Config, str] | None = None  # the config as YAML, its counters marked, for checkpoints
     protected_steps: set[int] = field(default_factory=set)  # checkpoints that retention leaves alone; on rank 0
 
     @property
