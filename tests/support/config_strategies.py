@@ -150,6 +150,8 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
         config["s3_upload"]["upload_s3_path"] = "gs://a/b"
     if config["checkpoints"].get("keep_every"):
         config["checkpoints"]["keep_last"] = 2
+    if config["checkpoints"].get("datastates"):
+        config["checkpoints"]["checkpointing_engine"] = "datastates"
     if config["checkpoints"].get("load_mode", "continue") != "continue":
         config["checkpoints"].update(resume_checkpoint_path="a/b", load_optimizer=True, load_lr_scheduler=True)
     _schedule(config["optimizer"]["learning_rate_scheduler"])
