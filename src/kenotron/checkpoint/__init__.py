@@ -11,7 +11,7 @@
     <root>/<step>/config.yaml, model_config.json, tokenizer/
     <root>/<step>/model/, optimizer/     index.json and one safetensors file a rank (see `tensors.py`)
 
-`remote.py` and `upload.py` bring checkpoints from a bucket and there; they are loaded where a config has a URL.
+`remote.py` downloads checkpoints from a bucket, `upload.py` uploads them; both are loaded where a config has a URL.
 
 Tensors go through `torch.distributed.checkpoint`; everything else is JSON or YAML; nothing is a pickle.
 Neither torch nor DCP is imported before a tensor is touched.

@@ -124,7 +124,7 @@ class RemoteCheckpoints:
     def fetch(
         self, step: int, root: Path, wanted: Callable[[str], bool] = lambda name: True, keep: bool = False
     ) -> Path:
-        """Bring checkpoint `step` to ``<root>/<step>``, atomically, and check it while it arrives.
+        """Fetch checkpoint `step` to ``<root>/<step>``, atomically, and check it while it arrives.
 
         `wanted` picks files by their names. What is there is replaced; with `keep`, unless it has the same manifest.
 
@@ -258,8 +258,8 @@ def local_copy(url: str, settings: RemoteData | None = None) -> Path:
 # ---- for runs ------------------------------------------------------------------------------------------------
 
 
-def bring(config: Config, fresh: bool, report: Report = quiet, say: Report = quiet) -> None:
-    """Bring what a run of `config` begins from to this machine, before it looks in its folder; one process calls it.
+def fetch_for_run(config: Config, fresh: bool, report: Report = quiet, say: Report = quiet) -> None:
+    """Fetch what a run of `config` begins from to this machine, before it looks in its folder; one process calls it.
 
     That is the newest checkpoint of its bucket, if it is newer than the newest intact one here; for a run that has
     none, the one that `resume_checkpoint_path` names. `report` gets a line for what is damaged, `say` for what is
@@ -278,12 +278,12 @@ def bring(config: Config, fresh: bool, report: Report = quiet, say: Report = qui
         remote.store.delete(".kenotron")
         make_folder(root)
         with in_use(root):
-            has_own = not fresh and _bring_newest(remote, root, report, say)
+            has_own = not fresh and _fetch_newest(remote, root, report, say)
     if resume is not None and "://" in resume and not (has_own or list_checkpoints(root)):
-        _bring_named(resume, config, say)
+        _fetch_named(resume, config, say)
 
 
-def _bring_newest(remote: RemoteCheckpoints, root: Path, report: Report, say: Report) -> bool:
+def _fetch_newest(remote: RemoteCheckpoints, root: Path, report: Report, say: Report) -> bool:
     """Whether `root` has a checkpoint then."""
     tidy(root, report)
     here = [entry.manifest for entry in list_checkpoints(root) if entry.manifest and not verify_local(entry.path)]
@@ -303,7 +303,7 @@ def _bring_newest(remote: RemoteCheckpoints, root: Path, report: Report, say: Re
     return bool(here)
 
 
-def _bring_named(url: str, config: Config, say: Report) -> None:
+def _fetch_named(url: str, config: Config, say: Report) -> None:
     checkpoints, step = find(url, config.remote_data)
     folder = config.resume_folder
     assert folder is not None

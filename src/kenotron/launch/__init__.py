@@ -52,14 +52,14 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False) -> Run 
     refuse_unsupported(config)
     config = _with_experts_among_dp(config)
     _print_first_line(config)
-    from kenotron.launch.training import bring_checkpoints, train
+    from kenotron.launch.training import fetch_checkpoints, train
 
     if started_as_rank() or config.parallelism.world_size == 1:
         return work_on_ranks(config, train, fresh=fresh, reopen=reopen)
     from kenotron.training.mapped_files import truncated_file
     from kenotron.training.start import name_before_start
 
-    bring_checkpoints(config, fresh)
+    fetch_checkpoints(config, fresh)
     config, logs = name_before_start(config, fresh)
     return work_on_ranks(config, train, logs=logs, explain_bus_error=partial(truncated_file, config), fresh=fresh)
 

@@ -30,7 +30,7 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
         check_shared(config.checkpoint_folder)
     with machine_limits(config):
         config = run_on_rank0(lambda: interop.resolve_architecture(config))
-        bring_checkpoints(config, fresh)
+        fetch_checkpoints(config, fresh)
         run = training.train(
             config,
             mesh,
@@ -50,14 +50,14 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     return run
 
 
-def bring_checkpoints(config: Config, fresh: bool) -> None:
+def fetch_checkpoints(config: Config, fresh: bool) -> None:
     """Fetch what a run with remote checkpoints begins from, on rank 0, however long that takes; all ranks call it.
 
     The ranks share a file system, as they do for the checkpoints themselves. Raises InputError on all of them.
     """
     if not config.begins_remote:
         return
-    from kenotron.checkpoint.remote import bring
+    from kenotron.checkpoint.remote import fetch_for_run
 
     def on_rank0() -> None:
         if problem is not None:
@@ -67,7 +67,7 @@ def bring_checkpoints(config: Config, fresh: bool) -> None:
     if rank_and_size()[0] == 0:
         try:
             quiet = config.logging.log_level not in ("debug", "info")
-            bring(
+            fetch_for_run(
                 config,
                 fresh,
                 report=lambda line: print(f"warning: {line}", file=sys.stderr, flush=True),
