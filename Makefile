@@ -24,7 +24,7 @@ test: $(VENV)/.installed-test  ## run the test suite
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --budget
 
 slow: $(VENV)/.installed-test  ## run the slow tests, and the properties on many more examples
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow or hypothesis" --hypothesis-profile=thorough
+	$(BIN)/python -m pytest -n $(WORKERS) -m "(slow or hypothesis) and not slurm" --hypothesis-profile=thorough
 
 fuzz: $(VENV)/.installed-test  ## a million damaged configs, checkpoints, models and token files: hours; EXAMPLES=n of each test
 	EXAMPLES=$(or $(EXAMPLES),70000) $(BIN)/python -m pytest -n $(WORKERS) -m hypothesis --hypothesis-profile=fuzz tests/test_fuzz.py tests/data/test_fuzz_readers.py
