@@ -14,9 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kenotron.checkpoint import CheckpointError, load, newest_complete, read_manifest, read_tensors, resolve, verify
-from kenotron.checkpoint.durable import hash_file
 from kenotron.checkpoint.manifest import Manifest, render
-from support.checkpoint_states import empty_like, load_and_compare, moments, save_step, weights
+from support.checkpoint_states import empty_like, forge, load_and_compare, moments, save_step, weights
 
 
 @pytest.fixture(scope="module")
@@ -152,14 +151,6 @@ class Executes:
 
     def __reduce__(self) -> tuple:
         return os.mkdir, (str(self.trace),)
-
-
-def forge(path: Path, name: str, data: bytes) -> None:
-    """Replace a file and write a manifest that vouches for it: someone means it."""
-    (path / name).write_bytes(data)
-    manifest = read_manifest(path)
-    files = manifest.files | {name: hash_file(path / name)}
-    (path / "manifest.json").write_bytes(render(Manifest(manifest.step, manifest.saved_at, manifest.state, files)))
 
 
 def test_no_pickle_is_ever_executed(tmp_path: Path) -> None:

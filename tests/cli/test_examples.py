@@ -139,27 +139,26 @@ def test_the_mamba_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
     assert float(lines["60/60"]["loss"]) < float(lines["1/60"]["loss"]) - 1.5
 
 
+def as_its_readme_shows(example: Path, nursery: Nursery) -> list[Finished]:
+    """What the commands of an example's README ended with: no error, and of the first the lines that are shown."""
+    finished = run_readme(example, example.parents[1], nursery)
+    for process in finished:
+        assert (process.code, process.stderr) == (0, "")
+    compare(example / "README.md", finished[0].stdout)
+    for line in others(example / "README.md"):
+        assert line in finished[0].stdout
+    return finished
+
+
 @pytest.mark.slow
 def test_the_mixture_of_experts_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
-    readme = examples / "moe" / "README.md"
-    trained, generated = run_readme(examples / "moe", examples.parent, nursery)
-    for process in (trained, generated):
-        assert (process.code, process.stderr) == (0, "")
-    compare(readme, trained.stdout)
-    for line in others(readme):
-        assert line in trained.stdout
+    _, generated = as_its_readme_shows(examples / "moe", nursery)
     assert generated.stdout.startswith("def main(")
 
 
 @pytest.mark.slow
 def test_the_lazy_checkpoints_run_by_their_readme(examples: Path, nursery: Nursery) -> None:
-    readme = examples / "datastates" / "README.md"
-    trained, verified = run_readme(examples / "datastates", examples.parent, nursery)
-    for process in (trained, verified):
-        assert (process.code, process.stderr) == (0, "")
-    compare(readme, trained.stdout)
-    for line in others(readme):
-        assert line in trained.stdout
+    trained, _ = as_its_readme_shows(examples / "datastates", nursery)
     assert ", of which training waited " in trained.stdout
     assert sorted(path.name for path in (examples.parent / "checkpoints" / "datastates").glob("*0")) == ["30", "40"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,11 @@ from kenotron.config import load
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.generation import generate
 from kenotron.interop.hf_config import architecture_from_hf, hf_config
-from kenotron.kernels.attention import attention
-from kenotron.models import Context, flops_per_token, named_parameters
+from kenotron.models import flops_per_token, named_parameters
 from kenotron.models.decoder import Decoder
 from kenotron.models.families.nemotron_h import KINDS, NemotronHArchitecture
 from support.families import SHAPES, SMALL_HYBRID, filled, hf_model, in_our_names_of, ours_of
-from support.tiny_llamas import fresh_model, our_config, our_logits, random_tokens
+from support.tiny_llamas import expect_documents_apart, fresh_model, our_config, our_logits, random_tokens
 
 KEYS = {
     "is_nemotron_h_config": True,
@@ -140,15 +138,7 @@ def test_the_smallest_time_step_is_that_of_transformers() -> None:
 
 @pytest.mark.parametrize("which", ["nemotron_h", "nemotron_h_biased"])
 def test_documents_of_a_sequence_do_not_see_each_other(which: str) -> None:
-    model = ours_of(hf_model(which))
-    tokens = random_tokens(2, 40)
-    borders, flat = (0, 7, 40, 41, 80), tokens.flatten()
-    positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(borders)])
-    ctx = Context((2, 40), positions, attention, cu_seqlens=borders)
-    with torch.no_grad():
-        together = model(flat, ctx)
-    alone = [our_logits(model, flat[None, begin:end])[0] for begin, end in pairwise(borders)]
-    assert torch.allclose(together, torch.cat(alone), atol=1e-4)
+    expect_documents_apart(ours_of(hf_model(which)))
 
 
 def test_a_text_is_continued_alike_in_any_batch() -> None:

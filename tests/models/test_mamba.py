@@ -24,7 +24,7 @@ from kenotron.models.blocks import mamba_init
 from kenotron.models.blocks.mamba import MambaBlock
 from kenotron.models.decoder import Decoder
 from support.families import SHAPES, filled, hf_model, in_our_names_of, ours_of
-from support.tiny_llamas import fresh_model, our_config, our_logits, random_tokens
+from support.tiny_llamas import expect_documents_apart, fresh_model, our_config, our_logits, random_tokens
 from support.tiny_run import losses, tiny_dict, train_quietly
 
 HEADS = {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8}
@@ -228,15 +228,7 @@ def test_bounds_of_time_steps_are_those_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", KEYS)
 def test_documents_of_a_sequence_do_not_see_each_other(family: str) -> None:
-    model = ours_of(hf_model(family))
-    tokens = random_tokens(2, 40)
-    borders, flat = (0, 7, 40, 41, 80), tokens.flatten()
-    positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(borders)])
-    ctx = Context((2, 40), positions, attention, cu_seqlens=borders)
-    with torch.no_grad():
-        together = model(flat, ctx)
-    alone = [our_logits(model, flat[None, begin:end])[0] for begin, end in pairwise(borders)]
-    assert torch.allclose(together, torch.cat(alone), atol=1e-4)
+    expect_documents_apart(ours_of(hf_model(family)))
 
 
 @pytest.mark.parametrize("family", KEYS)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from kenotron.checkpoint import Saved, load, save
+from kenotron.checkpoint.durable import hash_file
+from kenotron.checkpoint.manifest import Manifest, read_manifest, render
 
 
 def weights(step: int, rows: int = 64) -> dict[str, Any]:
@@ -78,3 +80,11 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def forge(path: Path, name: str, data: bytes) -> None:
+    """Replace a file and write a manifest that vouches for it: someone means it."""
+    (path / name).write_bytes(data)
+    manifest = read_manifest(path)
+    files = manifest.files | {name: hash_file(path / name)}
+    (path / "manifest.json").write_bytes(render(Manifest(manifest.step, manifest.saved_at, manifest.state, files)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,17 @@ def our_logits(model: torch.nn.Module, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         logits = model(tokens.flatten(), Context((sequences, length), positions, attention))
     return logits.view(sequences, length, -1)
+
+
+def expect_documents_apart(model: torch.nn.Module) -> None:
+    """Logits of documents that share two sequences are those of each document by itself."""
+    flat, borders = random_tokens(2, 40).flatten(), (0, 7, 40, 41, 80)
+    positions = torch.cat([torch.arange(end - begin) for begin, end in pairwise(borders)])
+    ctx = Context((2, 40), positions, attention, cu_seqlens=borders)
+    with torch.no_grad():
+        together = model(flat, ctx)
+    alone = [our_logits(model, flat[None, begin:end])[0] for begin, end in pairwise(borders)]
+    assert torch.allclose(together, torch.cat(alone), atol=1e-4)
 
 
 def our_config(root: Path, dtype: str = "float32", **changes: Any) -> dict[str, Any]:
