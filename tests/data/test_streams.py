@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+import os
 import random
 import shutil
 import tracemalloc
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from kenotron.config import Config, InputError
 from kenotron.data import RunData, TokenBatch, open_run
 from kenotron.data.cache import open_tokens
+from kenotron.data.sources import stream as stream_module
 from kenotron.data.sources.reader_shards import ReaderShard, ShardRules, epoch_order, from_bytes, to_bytes
 from kenotron.data.sources.stream import DocumentEncoder, Stream
 from kenotron.kernels.hashing import derive_key, hash64
@@ -388,6 +390,37 @@ def test_validation_is_the_first_held_out_documents_and_knows_their_bytes(
         open_run(config_of(limit_val_batches=-1), report=quiet)
     with open_run(config_of(limit_val_batches=-1, val_samples=3), report=quiet) as data:
         assert len(data.held_out()) >= 3
+
+
+def test_one_process_reads_the_start_for_validation_and_the_others_its_cache(
+    folder: Path, config_of: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = []
+    first_held_out = stream_module.first_held_out
+
+    def counted(*args: Any) -> Any:
+        reads.append(args)
+        return first_held_out(*args)
+
+    def validation_tokens() -> list[list[int]]:
+        with open_run(config_of(), report=quiet) as data:
+            return [row.tolist() for batch, *_ in data.validation() for row in batch.tokens]
+
+    monkeypatch.setattr(stream_module, "first_held_out", counted)
+    young = validation_tokens()  # times of files that have just changed prove nothing, so nothing is kept
+    assert (validation_tokens(), len(reads)) == (young, 2)
+    for file in folder.iterdir():
+        os.utime(file, (1e9, 1e9))
+    assert (validation_tokens(), validation_tokens(), len(reads)) == (young, young, 3)
+
+    (folder / "a.jsonl").write_text((folder / "b.jsonl").read_text())
+    os.utime(folder / "a.jsonl", (2e9, 1.1e9))
+    assert validation_tokens() != young
+    assert len(reads) == 4
+    for ends in (folder.parent / "cache/tokens").glob("*/ends.npy"):
+        ends.write_bytes(b"")
+    with pytest.raises(InputError, match="damaged token cache; delete it"):
+        validation_tokens()
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ $KENOTRON_CACHE, else ~/.cache/kenotron
 │   ├── train.tokens          little-endian uint16 (vocabulary up to 65,536) or uint32, documents end to end
 │   ├── train.ends            uint64, where each document ends, in tokens
 │   ├── train.loss            bool, whether each token carries a loss; only of prompts and answers
-│   └── validation.tokens, …
+│   ├── validation.tokens, …
+│   └── validation.npy, ends.npy    of a stream: the documents at its start that validation reads
 ├── tokenizers/<key>/         trained tokenizers
 ├── known/<signature>         content hash of files by path, size and time, so that files are hashed once
 └── remote/                   blocks of files on other machines (storage/blocks.py)

@@ -11,10 +11,13 @@ shard after a step is then the same on every rank that runs it, and on every lay
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +26,11 @@ from kenotron.config.data import Streaming
 from kenotron.config.errors import InputError, counted
 from kenotron.data.batch import Int64
 from kenotron.data.cache import SplitTokens
+from kenotron.data.cached_folder import cached_folder
 from kenotron.data.source import Opening, Samples, StreamSource, TokenSource
 from kenotron.data.sources.reader_shards import START, ReaderShard, ShardPosition, ShardRules, from_bytes, to_bytes
 from kenotron.data.sources.windows import HeldOutWindows
+from kenotron.storage.files import cache_root
 from kenotron.text.documents import DocumentChunk, StreamableDocuments
 from kenotron.text.encode import EncodeRules, encode_chunks
 from kenotron.text.hash_split import assign_sides, threshold_of_fraction
@@ -282,6 +287,34 @@ def first_held_out(
     return SplitTokens(ids, ends, size, int(ids.max(initial=0)) if len(ids) else -1)
 
 
+def cached_first_held_out(
+    texts: StreamableDocuments, encode: DocumentEncoder, val_fraction: float, tokens: int, report: Report
+) -> SplitTokens:
+    """`first_held_out`, kept in the token cache: of the ranks that share one, one reads the start of the stream while
+    the others wait, and a resumed run reads nothing. Files that have just changed are read by every rank.
+    """
+    signature = texts.signature()
+    if signature is None:
+        return first_held_out(texts, encode, val_fraction, tokens)
+    rules = f"{encode.rules.eos} {encode.rules.max_tokens} {encode.vocab_size} {val_fraction!r} {tokens}"
+    recipe = f"start of a stream 1 {signature} {encode.tokenizer.hash} {rules}"
+    path = cache_root() / "tokens" / hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
+
+    def build(folder: Path) -> None:
+        split = first_held_out(texts, encode, val_fraction, tokens)
+        np.save(folder / "validation.npy", split.tokens)
+        np.save(folder / "ends.npy", split.ends)
+        (folder / "meta.json").write_text(json.dumps({"bytes": split.bytes, "max_id": split.max_id}))
+
+    cached_folder(path, build, report, f"reading the documents of {texts.name} to validate on")
+    try:
+        meta = json.loads((path / "meta.json").read_text())
+        ids, ends = (np.load(path / name, mmap_mode="r") for name in ("validation.npy", "ends.npy"))
+    except (OSError, ValueError, EOFError):
+        raise InputError(f"{path}: damaged token cache; delete it and it is made again") from None
+    return SplitTokens(ids, ends, meta["bytes"], meta["max_id"], path=path)
+
+
 def _pieces(texts: StreamableDocuments, encode: DocumentEncoder) -> Iterator[DocumentChunk]:
     for piece in all_documents(texts):
         yield piece if encode.rules.max_tokens is None else piece._replace(last=True)
@@ -316,6 +349,7 @@ def open_stream(
                 f"tokens.val_samples: expected a number for the stream {texts.name}, whose held-out documents are not "
                 "counted: set it, or tokens.limit_val_batches above 0"
             )
-        split = first_held_out(texts, stream.encode, run.val_fraction, run.validation_samples * length + 1)
+        tokens = run.validation_samples * length + 1
+        split = cached_first_held_out(texts, stream.encode, run.val_fraction, tokens, run.report)
         stream.validate_on(HeldOutWindows(texts.name, split, length))
     return stream
