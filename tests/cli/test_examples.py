@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kenotron.storage.native import find_compiler
 from support.hub_cache import offline_environment
 from support.nursery import Finished, Nursery
 from support.tiny_run import REPOSITORY, TEXTS
@@ -99,6 +100,12 @@ def test_the_custom_dataloader_runs_by_its_readme(examples: Path, nursery: Nurse
     compare(readme, trained.stdout)
     for line in others(readme):
         assert line in trained.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+def test_the_data_source_in_cpp_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
+    as_its_readme_shows(examples / "native", nursery)
 
 
 def test_the_nanosets_run_by_their_readme(examples: Path, nursery: Nursery) -> None:

@@ -1,0 +1,72 @@
+"""Native code: a C++ file that is compiled when it is first used, and called through ctypes.
+
+    library = load_library(Path(__file__).with_name("sums.cpp"))     # extern "C" double total(const double*, long);
+    library.total.argtypes, library.total.restype = [ctypes.c_void_p, ctypes.c_long], ctypes.c_double
+    library.total(numbers.ctypes.data, len(numbers))                 # without Python's lock
+
+ctypes needs neither Python's headers nor torch's, so a C++ compiler is enough. The library is kept in the cache under a
+name that has the hash of what it depends on: the source, the flags, the kind of machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from kenotron.config.errors import InputError
+from kenotron.storage.files import cache_root, temporary_beside
+
+# Not -march=native: the machines of a cluster may share one cache.
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
+COMPILERS = ("c++", "g++", "clang++")
+
+
+def find_compiler() -> list[str] | None:
+    """The command of the C++ compiler: ``$CXX``, else the first of `COMPILERS` that is there; None if none is."""
+    for command in [shlex.split(os.environ.get("CXX", "")), *([name] for name in COMPILERS)]:
+        if command and shutil.which(command[0]):
+            return command
+    return None
+
+
+def load_library(source: Path, *flags: str) -> ctypes.CDLL:
+    """The library that `source`, one file of C++, is compiled to with `flags` after `FLAGS`.
+
+    Raises InputError, in one line: no compiler, or what the compiler refused.
+    """
+    try:
+        content = repr((source.read_bytes(), FLAGS, flags, sys.platform, platform.machine())).encode()
+    except OSError as error:
+        raise InputError(f"{source}: cannot be read: {error.strerror}") from None
+    library = cache_root() / "native" / f"{source.stem}-{hashlib.sha256(content).hexdigest()[:16]}.so"
+    try:
+        if not library.exists():
+            _compile(source, flags, library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise InputError(f"{source}: cannot load {library}: {error}") from error
+
+
+def _compile(source: Path, flags: tuple[str, ...], library: Path) -> None:
+    """Several processes may do it at once; each renames a complete library of the same content."""
+    compiler = find_compiler()
+    if compiler is None:
+        known = ", ".join(COMPILERS)
+        raise InputError(f"{source}: no C++ compiler to compile it: expected $CXX, or one of {known} on the PATH")
+    library.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_beside(library)
+    command = [*compiler, *FLAGS, *flags, str(source), "-o", str(temporary)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        temporary.unlink(missing_ok=True)
+        lines = done.stderr.splitlines() or [f"exit code {done.returncode}"]
+        reason = next((line for line in lines if "error" in line), lines[-1])
+        raise InputError(f"{source}: {compiler[0]} cannot compile it: {reason}")
+    os.rename(temporary, library)
