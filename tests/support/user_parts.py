@@ -57,6 +57,28 @@ def counting(sequence_length: int, seed: int, start: int = 0, rows: int = 1000) 
     return [(base + row + start) % 64 for row in range(rows)]
 
 
+def counting_with_garbage(sequence_length: int, seed: int, garbage: list[int]) -> list[np.ndarray]:
+    """The same with random tokens as the samples of these indices."""
+    rows = counting(sequence_length, seed)
+    for index in garbage:
+        rows[index] = np.random.default_rng(index).integers(0, 64, sequence_length + 1)
+    return rows
+
+
+class Damage(Hook):
+    """Multiplies a weight after the given step: every later loss is high."""
+
+    priority = 70
+
+    def __init__(self, step: int, factor: float = -4.0) -> None:
+        self.step, self.factor = step, factor
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.step == self.step:
+            with torch.no_grad():
+                run.model.get_parameter("model.norm.weight").mul_(self.factor)
+
+
 class Spy(Hook):
     """Looks at what is computed in which type, and at which rate weights change."""
 

@@ -165,6 +165,15 @@ class ParamGroup(Section):
     weight_decay: float | None = key("Weight decay of the group; null: the optimizer's.", None, ge=0, mark=OURS)
 
 
+class Spikes(Section):
+    """Steps whose loss or gradient norm is far above those before them change no weight."""
+
+    z_score: float = key("Standard deviations above the mean of the window that make a spike.", 6.0, gt=0, mark=OURS)
+    window: int = key("Steps that a step is compared with; until then none is judged.", 128, ge=2, mark=OURS)
+    snapshot_every: int = key("Steps between copies of weights and optimizer in host memory.", 50, ge=1, mark=OURS)
+    max_rollbacks: int = key("Times that a run returns to one copy; then it ends.", 3, ge=0, mark=OURS)
+
+
 class Optimizer(Section):
     """Update rule, weight decay, clipping and learning-rate schedule."""
 
@@ -194,3 +203,4 @@ class Optimizer(Section):
         ge=0,
         mark=OURS,
     )
+    spikes: Spikes | None = key("Leave steps with spikes of loss or gradient out; null: never.", None, mark=OURS)

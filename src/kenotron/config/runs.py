@@ -56,6 +56,7 @@ _FREE = (
     "tokens.micro_batch_size",
     "tokens.batch_accumulation_per_replica",
     "optimizer.zero_stage",
+    "optimizer.spikes*",
     "model.compile",
     "model.ddp_bucket_cap_mb",
     "model.make_vocab_size_divisible_by",

@@ -1,6 +1,8 @@
 """Hooks that watch a run: `observers` makes those that a config asks for.
 
 signals.py        SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop
+spikes.py         steps with spikes of loss or gradient are left out
+snapshot.py       a copy of weights and optimizer in host memory
 state_hash.py     a hash of the weights in every line of metrics
 replay.py         what `kenotron replay` adds to a run
 progress.py       a bar or a line with the ETA
@@ -40,6 +42,10 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
     hooks: list[Hook] = [Signals()]
     if config.logging.state_hash:
         hooks.append(StateHash())
+    if config.optimizer.spikes is not None:
+        from kenotron.observers.spikes import SpikeGuard
+
+        hooks.append(SpikeGuard(config.optimizer.spikes))
     if config.logging.sample_prompts:
         from kenotron.observers.samples import SampleCompletions
 

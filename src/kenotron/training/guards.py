@@ -23,8 +23,8 @@ class NonFiniteGuard(Hook):
         self.total = 0
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Count and log a skipped step; raise RunFailed after more than `skip_nonfinite_steps` in a row."""
-        if not result.skipped:
+        """Count and log a non-finite step; raise RunFailed after more than `skip_nonfinite_steps` in a row."""
+        if result.finite:
             self.in_a_row = 0
             return
         self.in_a_row += 1

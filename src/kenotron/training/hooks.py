@@ -15,7 +15,7 @@ signals, profiler and progress bar are hooks, and so is a user's own:
 
 Hooks are called by descending `priority`, those of equal priority in the order of the list:
 
-    profiler 50 · validation 40 · your own 0 · loads of experts -5 · metrics -10 · non-finite guard -20
+    spikes 60 · profiler 50 · validation 40 · your own 0 · loads of experts -5 · metrics -10 · non-finite guard -20
     · progress -30 · signals -40 · checkpoints -50 · exports -55 · compression baselines -60 · generated samples -70
     · benchmark row -80
 
@@ -51,6 +51,10 @@ class Hook:
 
     def before_step(self, run: Run) -> None:
         """The next step's batch has been loaded."""
+
+    def accepts_update(self, run: Run, lm_loss: float, grad_norm: float) -> bool:
+        """Whether this step may change the weights; its numbers are finite. The answer is the same on all ranks."""
+        return True
 
     def before_update(self, run: Run) -> None:
         """Gradients are clipped and finite; the optimizer changes the weights next."""

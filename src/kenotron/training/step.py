@@ -45,11 +45,16 @@ class StepResult:
     z_loss: float
     grad_norm: float
     learning_rate: float
-    skipped: bool
+    skipped: bool  # the weights are as they were
     real_tokens: int
     seconds: float
     data_wait_seconds: float = 0.0
     expert_loads: ExpertLoads | None = None
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient are numbers."""
+        return all(map(math.isfinite, (self.lm_loss, self.z_loss, self.grad_norm)))
 
 
 def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
@@ -64,8 +69,9 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
     parameters = [parameter for _, parameter in named_parameters(*run.parts)]
     norm = clip_gradients(parameters, run.config.optimizer.clip_grad, run.mesh)
     lm_loss, z_loss, grad_norm = read_numbers(*losses, norm)
-    finite = all(map(math.isfinite, (lm_loss, z_loss, grad_norm)))
-    if finite:
+    accepted = all(map(math.isfinite, (lm_loss, z_loss, grad_norm)))
+    accepted = accepted and all(hook.accepts_update(run, lm_loss, grad_norm) for hook in run.hooks)
+    if accepted:
         set_learning_rate(run.optimizer, rate)
         run.engine.fence()
         for hook in run.hooks:
@@ -82,7 +88,7 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
         z_loss=z_loss,
         grad_norm=grad_norm,
         learning_rate=rate,
-        skipped=not finite,
+        skipped=not accepted,
         real_tokens=real_tokens,
         seconds=time.perf_counter() - started,
         expert_loads=loads,

@@ -1,0 +1,88 @@
+"""A copy of what a step changes, in host memory: this rank's shards of weights and optimizer.
+
+    snapshot = Snapshot(run)       # after step 50
+    …                              # steps 51 to 57
+    snapshot.restore(run)          # weights, moments and counters of step 50, to the bit; `run.step` stays 57
+
+Data order and randomness need no copy: they are functions of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kenotron.models import named_parameters
+from kenotron.parallel import data as data_parallel
+from kenotron.parallel.shards import shard_of
+from kenotron.training.expert_loads import mixtures
+
+if TYPE_CHECKING:
+    from kenotron.training.run import Run
+
+
+class Snapshot:
+    """The state after step `step`, which `take` replaces in place: memory is allocated once."""
+
+    def __init__(self, run: Run) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.optimizer: dict[str, dict[str, Any]] = {}
+        self.take(run)
+
+    @torch.no_grad()
+    def take(self, run: Run) -> None:
+        """Copy the current state."""
+        self.step = run.step
+        for name, tensor in _tensors(run):
+            self._copy(name, tensor)
+        self.optimizer = {
+            name: {
+                key: self._copy(f"state.{name}.{key}", value) if isinstance(value, Tensor) else deepcopy(value)
+                for key, value in run.optimizer.state[parameter].items()
+            }
+            for name, parameter in named_parameters(*run.parts)
+            if parameter in run.optimizer.state
+        }
+
+    @torch.no_grad()
+    def restore(self, run: Run) -> None:
+        """Put the copy back. A checkpoint that is being copied is waited for."""
+        run.engine.fence()
+        for name, tensor in _tensors(run):
+            tensor.copy_(self.tensors[name])
+        for name, parameter in named_parameters(*run.parts):
+            if name not in self.optimizer:  # taken before the first update: an optimizer makes its state anew
+                run.optimizer.state.pop(parameter, None)
+                continue
+            state = run.optimizer.state[parameter]
+            for key, value in self.optimizer[name].items():
+                if isinstance(value, Tensor):
+                    _local(state[key]).copy_(value)
+                else:
+                    state[key] = deepcopy(value)
+        if run.pipeline is not None:
+            run.pipeline.share_tied_weights()
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        here = _local(tensor)
+        if name not in self.tensors:
+            self.tensors[name] = torch.empty_like(here, device="cpu", memory_format=torch.contiguous_format)
+        return self.tensors[name].copy_(here)
+
+
+def _tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
+    """This rank's shards of the weights, and the loads of experts that the next step's loss takes."""
+    for module in run.roots:
+        data_parallel.reshard_params(module)
+    for name, parameter in named_parameters(*run.parts):
+        yield name, _local(parameter)
+    for layer, mixture in mixtures(run):
+        yield f"previous load of layer {layer}", mixture.previous_load
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return shard_of(tensor.detach()).tensor

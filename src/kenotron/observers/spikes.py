@@ -1,0 +1,170 @@
+"""`optimizer.spikes`: a step whose loss or gradient norm is far above those before it changes no weight.
+
+    spikes: {z_score: 6, window: 128, snapshot_every: 50, max_rollbacks: 3}
+
+    step        100 … 119   120          121          122 …
+    lm_loss     2.1   2.1   9.7 spike    9.6 spike    2.1
+    weights                 as after 119              as after 100, the last snapshot: something before 120 was wrong
+
+A value is a spike if it is more than `z_score` standard deviations above the mean of the last `window` steps, the rule
+of OLMo-core's SkipStepAdamW; non-finite ones are spikes, too. It is known before the update, so leaving the step out
+has the same outcome as returning to a snapshot and training up to it once more. A second spike in a row means that the
+weights are at fault: then they return to the last snapshot, and all steps after it are left out (PaLM, arXiv
+2204.02311, section 5.1, by hand). A step that is left out counts as a step and its samples as read: the data order
+goes on, so it is never another one after a resume.
+
+`skipped_steps.jsonl` in the run's folder has a line for each such step with its samples and their documents. A snapshot
+is also taken at every checkpoint, so that a run that is killed and resumed returns to the same one. After as many
+`window` steps of every stage, and of every sequence length, the guard begins to judge.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from kenotron.config.errors import InputError, RunFailed
+from kenotron.data.provenance import step_origins
+from kenotron.observers.snapshot import Snapshot
+from kenotron.parallel.collectives import any_rank
+from kenotron.training.console import logger
+from kenotron.training.hooks import Hook
+from kenotron.training.metrics import drop_later_steps
+from kenotron.training.run_folder import log_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kenotron.config.optimizer import Spikes
+    from kenotron.training.run import Run
+    from kenotron.training.step import StepResult
+
+FILE = "skipped_steps.jsonl"
+NAMES = ("lm_loss", "grad_norm")
+IN_A_ROW = 2
+"""Spikes in a row after which the weights return to the snapshot."""
+
+
+class SpikeGuard(Hook):
+    """See the module; on all ranks."""
+
+    priority = 60  # before what looks at the weights
+
+    def __init__(self, settings: Spikes) -> None:
+        self.settings = settings
+        self.window: list[list[float]] = []  # [lm_loss, grad_norm] of the last steps that were accepted
+        self.phase: list[int] = []  # stage and sequence length of those
+        self.in_a_row = 0
+        self.rollbacks = 0  # to the current snapshot
+
+    def on_train_start(self, run: Run) -> None:
+        """Take the first snapshot; drop the lines of steps that are done again after a resume."""
+        self._take_snapshot(run)
+        if run.mesh.is_first:
+            drop_later_steps(_path(run), run.step)
+
+    def accepts_update(self, run: Run, lm_loss: float, grad_norm: float) -> bool:
+        """False on every rank if it is a spike on any."""
+        stage = run.data.stage_at(run.step + 1)
+        if (phase := [stage.number, stage.length_at(run.step + 1)]) != self.phase:
+            self.window, self.phase = [], phase
+        spike = max(self._z_scores([lm_loss, grad_norm])) > self.settings.z_score
+        return not (any_rank(spike, run.device) if run.mesh.world_size > 1 else spike)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Remember a step that was accepted; record one that was not, and return to the snapshot if it is due.
+
+        Raises RunFailed if the run has returned there too often.
+        """
+        if result.skipped:
+            self._leave_out(run, result)
+            return
+        self.in_a_row = 0
+        self.window = [*self.window, [result.lm_loss, result.grad_norm]][-self.settings.window :]
+        at_checkpoint = run.step % run.config.checkpoints.checkpoint_interval == 0
+        if at_checkpoint or run.step - self.snapshot.step >= self.settings.snapshot_every:
+            self._take_snapshot(run)
+            self.rollbacks = 0
+
+    def _take_snapshot(self, run: Run) -> None:
+        if not hasattr(self, "snapshot"):
+            self.snapshot = Snapshot(run)
+        else:
+            self.snapshot.take(run)
+        self.window_of_snapshot = self.window
+
+    def _leave_out(self, run: Run, result: StepResult) -> None:
+        self.in_a_row += 1
+        what = self._described(result)
+        self._record(run, run.step, what)
+        logger.warning("step %d is left out: %s; its samples are in %s", run.step, what, _path(run))
+        if self.in_a_row < IN_A_ROW:
+            return
+        back = self.snapshot.step
+        if self.rollbacks == self.settings.max_rollbacks:
+            raise RunFailed(
+                f"step {run.step}: {what}; {IN_A_ROW} spikes in a row after {self.rollbacks} returns to the weights of "
+                f"step {back}, and optimizer.spikes.max_rollbacks allows no further one. A lower learning rate, a "
+                f"smaller optimizer.clip_grad or an earlier checkpoint are the usual remedies."
+            )
+        self.snapshot.restore(run)
+        self.window, self.in_a_row = self.window_of_snapshot, 0
+        self.rollbacks += 1
+        for step in range(back + 1, run.step - IN_A_ROW + 1):
+            self._record(run, step, f"the weights returned to those of step {back} after step {run.step}")
+        logger.warning("step %d: %d spikes in a row: the weights are those of step %d again", run.step, IN_A_ROW, back)
+
+    # ---- the rule --------------------------------------------------------------------------------------------
+
+    def _z_scores(self, values: list[float]) -> list[float]:
+        """Standard deviations of every value above the mean of the window; 0 until that is full."""
+        if len(self.window) < self.settings.window:
+            return [0.0] * len(values)
+        return [z_score(value, before) for value, before in zip(values, zip(*self.window))]
+
+    def _described(self, result: StepResult) -> str:
+        values = [result.lm_loss, result.grad_norm]
+        if not result.finite:
+            return " and ".join(f"{name} is {value:.4g}" for name, value in zip(NAMES, values))
+        scores = zip(NAMES, values, self._z_scores(values))
+        parts = [f"{name} {value:.4g} is {score:.1f} standard deviations above" for name, value, score in scores]
+        return f"{' and '.join(parts)} the mean of {self.settings.window} steps"
+
+    # ---- the record ------------------------------------------------------------------------------------------
+
+    def _record(self, run: Run, step: int, why: str) -> None:
+        """Write the line of a step that was left out: on rank 0."""
+        if not run.mesh.is_first:
+            return
+        line: dict[str, Any] = {"iteration": run.step, "step": step, "why": why, "stage": run.data.stage_at(step).name}
+        try:
+            line["samples"] = [asdict(origin) for origin in step_origins(run.data, step)]
+        except InputError as error:  # a stream
+            line["samples"] = str(error)
+        with _path(run).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    # ---- restarts --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but the snapshot, which is taken anew at the start."""
+        names = ("window", "phase", "in_a_row", "rollbacks")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+def z_score(value: float, before: tuple[float, ...]) -> float:
+    """Standard deviations of `value` above the mean of `before`; a deviation is a millionth of the mean at least."""
+    mean = statistics.fmean(before)
+    return (value - mean) / max(statistics.pstdev(before, mean), 1e-6 * abs(mean), math.ulp(0.0))
+
+
+def _path(run: Run) -> Path:
+    return log_folder(run.config) / FILE
