@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from kenotron.config import InputError
 from kenotron.config.remote import RemoteData
 from kenotron.data.formats import open_token_files
-from kenotron.storage import as_path, drivers, fetching, read_rows
+from kenotron.storage import drivers, fetching
+from kenotron.storage.arrays import read_rows
 from kenotron.storage.blocks import BlockStore, block_store
 from kenotron.storage.fsspec_storage import BlockArray
+from kenotron.storage.paths import as_path
 
 Upload = Callable[[Path, str], str]
 

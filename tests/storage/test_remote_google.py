@@ -14,8 +14,9 @@ from test_remote_tokens import write_folder
 from kenotron.config import InputError
 from kenotron.data import open_run
 from kenotron.data.formats import open_token_files
-from kenotron.storage import as_path, drivers, fetching
+from kenotron.storage import drivers, fetching
 from kenotron.storage.fsspec_storage import BlockArray
+from kenotron.storage.paths import as_path
 from kenotron.text.file_documents import FileDocuments, find_files
 from support.data_runs import run_config
 

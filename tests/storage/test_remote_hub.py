@@ -18,8 +18,9 @@ from kenotron.config import InputError
 from kenotron.config.remote import RemoteData
 from kenotron.data import open_run
 from kenotron.data.formats import open_token_files
-from kenotron.storage import RemotePath, as_path, drivers, fetching
+from kenotron.storage import drivers, fetching
 from kenotron.storage.hub import OFFLINE_VARIABLES
+from kenotron.storage.paths import RemotePath, as_path
 from kenotron.text.file_documents import FileDocuments, find_files
 from support.data_runs import run_config
 from support.hub_server import Hub

@@ -16,7 +16,8 @@ from kenotron.config.remote import RemoteData
 from kenotron.data import open_run
 from kenotron.data.formats import open_token_files, open_writer
 from kenotron.data.sources.token_files import TokenPath, open_folder
-from kenotron.storage import as_path, drivers, fetching
+from kenotron.storage import drivers, fetching
+from kenotron.storage.paths import as_path
 from support.data_runs import run_config
 from support.written_tokens import write_ds
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 from kenotron.data.formats import open_token_files
-from kenotron.storage import RemotePath, RemoteStat, as_path, paths
+from kenotron.storage import paths
+from kenotron.storage.paths import RemotePath, RemoteStat, as_path
 from kenotron.text.file_documents import FileDocuments, find_files
 
 IDS = np.arange(1000, dtype="<u2")
@@ -85,7 +86,7 @@ def test_no_driver_is_loaded_before_a_url_is_met() -> None:
     code = """
 import sys
 import kenotron.training, kenotron.data, kenotron.text.documents
-from kenotron.storage import as_path
+from kenotron.storage.paths import as_path
 as_path("here")
 remote = ("fsspec_storage", "fetching", "blocks", "drivers")
 print([name for name in remote if f"kenotron.storage.{name}" in sys.modules])

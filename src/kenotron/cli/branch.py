@@ -63,9 +63,9 @@ def branch(
 def _rate(checkpoints: str, step: int) -> float:
     """The learning rate of the last step before the checkpoint, local or in a store."""
     from kenotron.checkpoint.manifest import read_manifest
+    from kenotron.config.remote import is_remote
     from kenotron.config.resolved import read_resolved
     from kenotron.optim.schedule import learning_rate
-    from kenotron.storage.paths import is_remote
 
     with TemporaryDirectory() as folder:
         if is_remote(checkpoints):

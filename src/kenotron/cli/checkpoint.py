@@ -29,7 +29,7 @@ from kenotron.checkpoint.retention import prune as prune_checkpoints
 from kenotron.checkpoint.retention import to_prune
 from kenotron.cli.remote import at_hand
 from kenotron.config.errors import CheckpointError, InputError, counted, nearest
-from kenotron.storage.paths import is_remote
+from kenotron.config.remote import is_remote
 
 if TYPE_CHECKING:
     from kenotron.checkpoint.remote import RemoteFound

@@ -109,7 +109,7 @@ def _check(plain: Config, other: Config, steps: int, picture: str | None) -> Non
     from importlib.util import find_spec
 
     from kenotron.config import refuse_unsupported, same_run_difference, to_dict
-    from kenotron.storage.paths import is_remote
+    from kenotron.config.remote import is_remote
 
     for config in (plain, other):
         refuse_unsupported(config)

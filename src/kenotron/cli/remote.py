@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from kenotron.storage.paths import is_remote
+from kenotron.config.remote import is_remote
 
 
 def at_hand(path: str) -> Path:

@@ -21,3 +21,8 @@ class RemoteData(Section):
         mark=OURS,
     )
     tries: int = key("Number of attempts per read, with increasing delays.", 5, ge=1, mark=OURS)
+
+
+def is_remote(path: object) -> bool:
+    """Whether a path, in a config for example, is a URL."""
+    return "://" in str(path)

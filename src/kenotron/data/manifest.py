@@ -20,8 +20,8 @@ import xxhash
 
 from kenotron.config.errors import InputError
 from kenotron.data.formats.token_file import TokenFile, readable
-from kenotron.storage import AnyPath
 from kenotron.storage.files import replace_file
+from kenotron.storage.paths import AnyPath
 
 Json: TypeAlias = dict[str, Any]
 """A JSON object."""

@@ -21,11 +21,11 @@ from typing import Literal
 from kenotron.config import Config
 from kenotron.config.data import Data, MixtureDataset, PlainDataset
 from kenotron.config.errors import InputError, no_such_path
+from kenotron.config.remote import is_remote
 from kenotron.data.ramps import Level, length_of_step, lengths, level_of_sample, level_of_step, levels
 from kenotron.data.source import SourceSpec
 from kenotron.data.sources import Specs, specs_of
 from kenotron.kernels.hashing import derive_key
-from kenotron.storage import is_remote
 
 Measure = Callable[[int, str], float]
 """How much source i of a stage holds, in "tokens" or as its "size" in bytes."""

@@ -27,7 +27,7 @@ from kenotron.data.formats import (
 )
 from kenotron.data.formats.token_file import check_range, integer_dtype
 from kenotron.data.manifest import Json
-from kenotron.storage import AnyPath, as_path
+from kenotron.storage.paths import AnyPath, as_path
 from kenotron.text.progress import Report, progress
 
 CHUNK_TOKENS = 1 << 22

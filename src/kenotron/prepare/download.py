@@ -21,10 +21,11 @@ from pathlib import Path
 from kenotron.config import Config
 from kenotron.config.data import CustomSource, PlainDataset, PretrainDataset, SFTDataset, as_list
 from kenotron.config.errors import InputError, no_such_path
+from kenotron.config.remote import is_remote
 from kenotron.data.sources import specs_of
 from kenotron.data.stage_plan import complete_keys, datasets_of
-from kenotron.storage import RemotePath, as_path, is_remote
 from kenotron.storage.hub import cached_revision, offline_variable, unreachable
+from kenotron.storage.paths import RemotePath, as_path
 from kenotron.text.progress import Report
 
 CLOCK = 0.02

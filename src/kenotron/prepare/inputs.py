@@ -21,8 +21,9 @@ import xxhash
 
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError, no_such_path
+from kenotron.config.remote import is_remote
 from kenotron.data.manifest import Json
-from kenotron.storage import RemoteStat, is_remote
+from kenotron.storage.paths import RemoteStat
 from kenotron.text.documents import LONGEST_CHUNK, ByteRange, DocumentSource, RowHook, missing_column
 from kenotron.text.file_documents import FileDocuments, find_files
 from kenotron.text.hub_datasets import HubDocuments

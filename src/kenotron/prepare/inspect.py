@@ -17,8 +17,8 @@ from kenotron.config.errors import InputError
 from kenotron.data.formats import TokenFile, documents_between, open_token_files, token_chunks
 from kenotron.data.manifest import Json, checksums, recorded_checksums
 from kenotron.data.sources.token_folder import count_windows, window_step
-from kenotron.storage import AnyPath
 from kenotron.storage.files import release
+from kenotron.storage.paths import AnyPath
 
 CHUNK_TOKENS = 1 << 20
 HASHES = 1 << 22

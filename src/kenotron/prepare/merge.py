@@ -31,8 +31,8 @@ from kenotron.data.formats.token_file import checked_loss
 from kenotron.data.manifest import MANIFEST, Json, checksums, read_json, token_dtype, write_json
 from kenotron.prepare.shuffle import DocumentShuffle, Loss, some_documents
 from kenotron.prepare.tokenize import FORMATS
-from kenotron.storage import as_path
 from kenotron.storage.files import publish_folder, release, sync_folder
+from kenotron.storage.paths import as_path
 from kenotron.text.progress import Report, progress
 
 DOCUMENTS_AT_ONCE = 1 << 20

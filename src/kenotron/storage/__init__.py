@@ -13,10 +13,3 @@
 
 Readers of files see a `pathlib.Path` or a `RemotePath`, which has the same methods.
 """
-
-from __future__ import annotations
-
-from kenotron.storage.arrays import fetch_ahead, read_rows
-from kenotron.storage.paths import AnyPath, RemoteArray, RemotePath, RemoteStat, as_path, is_remote
-
-__all__ = ["AnyPath", "RemoteArray", "RemotePath", "RemoteStat", "as_path", "fetch_ahead", "is_remote", "read_rows"]

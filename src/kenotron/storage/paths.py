@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from kenotron.config.dotted import import_dotted, import_registered
 from kenotron.config.errors import InputError
-from kenotron.config.remote import RemoteData
+from kenotron.config.remote import RemoteData, is_remote
 
 STORAGES = "kenotron.storage"
 """The group of entry points under which packages register storages, by the scheme of their URLs."""
@@ -183,11 +183,6 @@ class RemotePath(ABC):
 
 
 AnyPath: TypeAlias = Path | RemotePath
-
-
-def is_remote(path: object) -> bool:
-    """Whether a path, in a config for example, is a URL."""
-    return "://" in str(path)
 
 
 def as_path(path: str | AnyPath, settings: RemoteData | None = None) -> AnyPath:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kenotron.config.dotted import import_dotted, import_registered
 from kenotron.config.errors import nearest
-from kenotron.storage import AnyPath
+from kenotron.storage.paths import AnyPath
 
 LONGEST_CHUNK = 1 << 19
 """Characters of a document that are encoded at once: an encoding takes some hundred bytes for each."""

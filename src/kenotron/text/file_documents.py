@@ -27,7 +27,7 @@ from typing import IO
 import xxhash
 
 from kenotron.config.errors import InputError, no_such_path
-from kenotron.storage import AnyPath, RemotePath, RemoteStat, as_path
+from kenotron.storage.paths import AnyPath, RemotePath, RemoteStat, as_path
 from kenotron.text import compression
 from kenotron.text.compression import DAMAGE, decompressed
 from kenotron.text.documents import (

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import IO
 
-from kenotron.storage import AnyPath
+from kenotron.storage.paths import AnyPath
 from kenotron.text.documents import RowHook, missing_column, whole_characters
 
 LONGEST_LINE = 32 << 20

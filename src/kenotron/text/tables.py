@@ -23,8 +23,8 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kenotron.config.errors import InputError
-from kenotron.storage import AnyPath, RemotePath
 from kenotron.storage.hub import first_line
+from kenotron.storage.paths import AnyPath, RemotePath
 from kenotron.text.documents import RowChunk, RowHook, cut, missing_column, whole_characters
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import numpy as np
 
 from kenotron.config.errors import InputError, nearest, no_such_path
 from kenotron.data.formats.token_file import TokenFile, TokenWriter, documents_between, integer_dtype, token_chunks
-from kenotron.storage import AnyPath, RemotePath, as_path
+from kenotron.storage.paths import AnyPath, RemotePath, as_path
 
 FORMATS = {
     "datatrove": "DatatroveWriter",

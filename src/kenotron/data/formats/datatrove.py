@@ -27,7 +27,7 @@ from kenotron.data.formats.token_file import (
     map_array,
     readable,
 )
-from kenotron.storage import AnyPath
+from kenotron.storage.paths import AnyPath
 
 WIDTHS: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 from kenotron.data.formats.token_file import PartialFile, TokenFile, TokenWriter, map_array, readable
-from kenotron.storage import AnyPath
+from kenotron.storage.paths import AnyPath
 
 INDEX = "index.json"
 # The numbers of litdata's own tables: torch's dtypes for tensors, numpy's scalar types for arrays.

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 from kenotron.data.formats.token_file import PartialFile, TokenFile, TokenWriter, map_array, readable
-from kenotron.storage import AnyPath
+from kenotron.storage.paths import AnyPath
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 from kenotron.data.formats.token_file import PartialFile, TokenFile, TokenWriter, check_width, map_array, readable
-from kenotron.storage import AnyPath
+from kenotron.storage.paths import AnyPath
 
 SUFFIX = ".npy"
 HEADER_BYTES = 128

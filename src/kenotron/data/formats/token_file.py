@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, counted, nearest
-from kenotron.storage import AnyPath, RemotePath
 from kenotron.storage.files import AtomicFile, map_local_array, release
+from kenotron.storage.paths import AnyPath, RemotePath
 
 CHECKED_AT_OPEN = 1 << 16
 """So many ends of an index are checked when the file is opened, the others where they are read."""

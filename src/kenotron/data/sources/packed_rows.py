@@ -36,8 +36,9 @@ from kenotron.data.batch import Int64
 from kenotron.data.cached_folder import cached_folder, map_cached_array
 from kenotron.data.source import Origin, Samples, SourceFile, TokenSource
 from kenotron.kernels.hashing import mix64
-from kenotron.storage import AnyPath, RemoteArray, fetch_ahead
+from kenotron.storage.arrays import fetch_ahead
 from kenotron.storage.files import cache_root
+from kenotron.storage.paths import AnyPath, RemoteArray
 from kenotron.text.progress import Report, progress
 
 FORMAT = 1

@@ -18,13 +18,13 @@ import numpy as np
 
 from kenotron.config.data import EmbeddedCorpus, PretrainDataset, SFTDataset, SFTFiles, TextFiles
 from kenotron.config.errors import InputError, counted
-from kenotron.config.remote import RemoteData
+from kenotron.config.remote import RemoteData, is_remote
 from kenotron.data.cache import TokenCache, chosen_hash, content_hash, open_tokens
 from kenotron.data.source import Opening, RunSettings, SampleRange, TextSpec, TokenSource
 from kenotron.data.sources.packed_rows import PackedRows, packed_rows
 from kenotron.data.sources.stream import all_documents, open_stream
 from kenotron.data.sources.windows import HeldOutWindows, TokenWindows
-from kenotron.storage import as_path, is_remote
+from kenotron.storage.paths import as_path
 from kenotron.text.documents import DocumentSource, RowHook, StreamableDocuments
 from kenotron.text.encode import EncodeRules
 from kenotron.text.file_documents import FileDocuments, find_files, has_rows, python_stdlib

@@ -21,7 +21,7 @@ import numpy as np
 
 from kenotron.config.data import NanosetDataset, TokenFilesDataset, as_list
 from kenotron.config.errors import InputError, counted
-from kenotron.config.remote import RemoteData
+from kenotron.config.remote import RemoteData, is_remote
 from kenotron.data.batch import Int64
 from kenotron.data.formats import TokenFile, open_token_files
 from kenotron.data.manifest import manifests_beside
@@ -37,7 +37,7 @@ from kenotron.data.source import (
 from kenotron.data.sources.packed_rows import PackedRows, packed_rows
 from kenotron.data.sources.token_folder import TokenFolder, count_windows, window_step
 from kenotron.kernels.hashing import derive_key
-from kenotron.storage import AnyPath, as_path, is_remote
+from kenotron.storage.paths import AnyPath, as_path
 from kenotron.text.tokenizer import TextTokenizer
 
 # ---- from the config ---------------------------------------------------------------------------------------

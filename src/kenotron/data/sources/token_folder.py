@@ -31,7 +31,8 @@ from kenotron.data.batch import Int64
 from kenotron.data.formats.token_file import TokenFile, check_loss, checked_loss
 from kenotron.data.source import Origin, Samples, SourceFile, TokenSource
 from kenotron.data.sources.windows import document_numbers, windows_holding
-from kenotron.storage import AnyPath, RemoteArray, fetch_ahead, read_rows
+from kenotron.storage.arrays import fetch_ahead, read_rows
+from kenotron.storage.paths import AnyPath, RemoteArray
 
 HASHED = 64 * 1024
 """Bytes of a file's head, and of its tail, that its fingerprint is made of."""
