@@ -168,9 +168,9 @@ def test_saving_copies_no_tensor_that_is_contiguous_on_the_host(tmp_path: Path, 
 
     model = {"w": torch.randn(1000, 10)}
     monkeypatch.setattr(torch.Tensor, "clone", refuse)
-    from kenotron.checkpoint import tensors
+    from kenotron.checkpoint import tensor_writer
 
-    assert tensors._bytes_of(model["w"]).obj.ctypes.data == model["w"].data_ptr()
+    assert tensor_writer._bytes_of(model["w"]).obj.ctypes.data == model["w"].data_ptr()
     save_plain(tmp_path, 1, model)
 
 

@@ -150,7 +150,7 @@ MUTANTS = [
     ),
     Mutant(
         name="one-ranks-tensors-missing",
-        file="checkpoint/tensors.py",
+        file="checkpoint/tensor_writer.py",
         find="        for result in (result for of_rank in results for result in of_rank):\n",
         replace="        for result in (result for of_rank in results[:1] for result in of_rank):\n",
         why="the index lists what rank 0 wrote: the optimizer state of the others is lost (KempnerForge #202)",

@@ -4,7 +4,7 @@ Torch's compiler is in it because every optimizer imports it, for a second and a
 """
 
 PRELOAD = (
-    "kenotron.checkpoint.tensors",
+    "kenotron.checkpoint.tensor_writer",
     "kenotron.cli.train",
     "kenotron.data",
     "kenotron.generation",

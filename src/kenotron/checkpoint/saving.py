@@ -99,7 +99,7 @@ def begin_folder(final: Path, folders: list[str], cleanup: ExitStack, report: Re
 
 
 def _write_tensors(temporary: Path, parts: dict[str, dict[str, Any] | None]) -> dict[str, FileRecord]:
-    from kenotron.checkpoint.tensors import write_tensors
+    from kenotron.checkpoint.tensor_writer import write_tensors
 
     files = {}
     for folder, tensors in parts.items():

@@ -4,7 +4,7 @@
     optimizer/rank0.safetensors  header │ …
     model/index.json             rank 0 alone: it says where every rank's bytes are, and no tensor's content
 
-The plan is that of `checkpoint.tensors`, to which it listens instead of writing: the same bytes.
+The plan is that of `checkpoint.tensor_writer`, to which it listens instead of writing: the same bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from kenotron.checkpoint.index import INDEX, Index
-from kenotron.checkpoint.tensors import Writer, write_through_dcp
+from kenotron.checkpoint.tensor_writer import Writer, write_through_dcp
 from kenotron.kernels.tensor_shard import TensorShard
 
 Parts = dict[str, dict[str, Any]]
