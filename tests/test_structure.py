@@ -38,12 +38,13 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
 
 
 def test_what_has_to_be_read_to_understand_a_training_run_stays_small() -> None:
-    """The measure of docs/architecture.md: all lines of what `kenotron.training` imports."""
+    """The measure of docs/architecture.md: all lines of what `kenotron.training` imports, and of its packages' `__init__`."""
     found, pending = set(), {"kenotron.training"}
     while pending:
         module = pending.pop()
         found.add(module)
         pending |= imported_by(module) - found - {"kenotron"}  # the front door, which imports everything
+    found |= {package for package in MODULES if any(module.startswith(f"{package}.") for module in found)}
     assert sum(len(MODULES[module].read_text().splitlines()) for module in found) <= 17_000
 
 

@@ -24,6 +24,7 @@ from kenotron.data.manifest import read_json
 from kenotron.data.sources.reader_shards import ShardPosition, ShardState, from_bytes, to_bytes
 from kenotron.data.sources.token_files import TokenPath, open_folder, read_mix
 from kenotron.prepare.merge import merge
+from kenotron.text.chat import chat_template
 from kenotron.text.encode import EncodeRules, encode_documents
 from kenotron.text.file_documents import FileDocuments, find_files
 from kenotron.text.hash_split import AssignedChunk
@@ -260,7 +261,7 @@ def test_tokenizers_that_cannot_tokenize(tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
         (tmp_path / "tokenizer_config.json").write_text(config)
         tokenizer = load_tokenizer(tmp_path)
-        assert tokenizer.chat_template is None
+        assert chat_template(tokenizer) is None
         return tokenizer.encode("a b")
 
     assert opened({"a": 0, "[UNK]": 1}) == [1]

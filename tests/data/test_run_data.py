@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from kenotron.config.errors import InputError
-from kenotron.data import NO_LOSS, compression_baselines, open_run
+from kenotron.data import NO_LOSS, open_run
+from kenotron.data.held_out_texts import bits_per_byte, compression_baselines, validation_texts
 from kenotron.data.loader import Prefetcher
 from kenotron.data.stage_plan import check_paths
 from kenotron.text.hash_split import is_held_out, text_hash, threshold_of_fraction
@@ -275,7 +276,7 @@ def test_document_masking_gives_documents_positions_and_masked_borders(texts):
 
 def test_bytes_of_validation_are_exactly_those_of_the_held_out_text(texts):
     with opened({"text_files": str(texts)}) as data:
-        documents = list(data.validation_texts())
+        documents = list(validation_texts(data))
         total = sum(len(text.encode()) for text in documents)
         tokens = [token for text in documents for token in [*data.tokenizer.encode(text), 0]]
         first = len(data.tokenizer.decode(tokens[:1]).encode())
@@ -365,7 +366,7 @@ def test_no_held_out_document_is_an_error_that_says_what_to_do(tmp_path):
 def test_of_a_folder_of_few_files_one_is_held_out_and_the_console_says_so(tmp_path):
     folder = write_texts(tmp_path / "few", count=3)
     with opened({"text_files": str(folder)}, val_fraction=1e-9) as data:
-        (held,) = data.validation_texts()
+        (held,) = validation_texts(data)
         assert held == min((file.read_text() for file in folder.iterdir()), key=text_hash)
         assert sum(size for _, size, _ in data.validation()) > 0
         assert "held out: 1 document, " in data.describe()[1]
@@ -413,15 +414,15 @@ def test_the_tokenizer_of_a_checkpoint_is_not_trained_again(tmp_path):
 
 def test_compressors_are_measured_on_the_same_text(texts):
     with opened({"text_files": str(texts)}) as data:
-        documents = list(data.validation_texts())
-        found = data.compression_baselines()
+        documents = list(validation_texts(data))
+        found = compression_baselines(data)
     raw = sum(len(text.encode()) for text in documents)
     packed = sum(len(gzip.compress(text.encode(), 9)) for text in documents)
     assert found["gzip_bits_per_byte"] == pytest.approx(8 * packed / raw)
     assert 0 < found["xz_bits_per_byte"] < 8
-    assert compression_baselines(iter([])) == {}
+    assert bits_per_byte(iter([])) == {}
     with opened({"text_files": str(texts)}, val_samples=1) as data:
-        assert data.compression_baselines() == {}
+        assert compression_baselines(data) == {}
 
 
 # ---- other sources -----------------------------------------------------------------------------------------

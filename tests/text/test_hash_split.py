@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kenotron.data import open_run
 from kenotron.data.cache import EncodeRules, open_tokens
+from kenotron.data.held_out_texts import validation_texts
 from kenotron.text.documents import DocumentChunk
 from kenotron.text.file_documents import FileDocuments, find_files
 from kenotron.text.hash_split import hash_threshold, is_held_out, text_hash, threshold_of_fraction
@@ -122,4 +123,4 @@ def test_what_a_small_set_holds_out_no_other_text_of_the_run_trains_on(tmp_path,
         if streaming is None:  # what is held out for another's sake is validated on where that is done
             side = opened.cache.validation
             assert len(side.ends) == 2
-            assert len(list(data.validation_texts())) == (1 if later else 3)
+            assert len(list(validation_texts(data))) == (1 if later else 3)

@@ -12,6 +12,7 @@ import pytest
 from kenotron.config.errors import InputError
 from kenotron.data import load_tokenizer
 from kenotron.storage import hub
+from kenotron.text import hub_datasets
 from kenotron.text.hub_datasets import HubDocuments, load_rows
 from support.hub_cache import DATASET, TOKENIZER, made_documents, make_hub_cache, offline_environment
 
@@ -244,11 +245,11 @@ def test_a_hub_that_stalls_is_not_waited_for_without_limit(monkeypatch):
     import huggingface_hub
 
     with socket.create_server(("127.0.0.1", 0)) as silent, monkeypatch.context() as patch:
-        patch.setattr(hub, "SILENCE_S", 0.2)
-        hub.limit_waits()
+        patch.setattr(hub_datasets, "SILENCE_S", 0.2)
+        hub_datasets.limit_waits()
         with pytest.raises(Exception, match="timed out"):
             huggingface_hub.get_session().get(f"http://127.0.0.1:{silent.getsockname()[1]}/api/datasets/a/b")
-    hub.limit_waits()
+    hub_datasets.limit_waits()
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 
 from kenotron.config.errors import InputError
 from kenotron.data import TextTokenizer, load_tokenizer, open_run
+from kenotron.data.held_out_texts import validation_texts
 from kenotron.text.tokenizer import END_OF_TEXT, train_byte_level_bpe
 from support.data_runs import run_config, write_texts
 
@@ -114,7 +115,7 @@ def test_a_run_trains_its_tokenizer_once_on_the_documents_that_are_not_held_out(
     lines = []
     config = run_config({"text_files": str(folder)}, val_fraction=0.5)
     with open_run(config, report=lines.append) as data:
-        held = list(data.validation_texts())
+        held = list(validation_texts(data))
         kept = [text for file in sorted(folder.iterdir()) if (text := file.read_text()) not in held]
         assert 5 < len(held) < 35
         assert data.tokenizer.hash == train_byte_level_bpe(kept, 300).hash

@@ -290,7 +290,9 @@ def test_a_run_over_text_prints_validation_in_bits_per_byte_beside_compressors(t
     # Independently: every held-out token's loss in bits over the bytes of the held-out documents.
     import torch
 
-    texts = list(run.data.validation_texts())
+    from kenotron.data.held_out_texts import validation_texts
+
+    texts = list(validation_texts(run.data))
     total = 0.0
     for batch, *_ in run.data.validation():
         from kenotron.training.step import to_device
@@ -408,9 +410,7 @@ def test_a_run_that_is_stopped_saves_without_compressing_anything_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm gives seconds between SIGTERM and SIGKILL; xz may take a minute."""
-    from kenotron.data import RunData
-
-    monkeypatch.setattr(RunData, "compression_baselines", lambda self: pytest.fail("compressed"))
+    monkeypatch.setattr("kenotron.observers.compression.compression_baselines", lambda data: pytest.fail("compressed"))
     validate = ("tokens.val_check_interval=1", "tokens.limit_val_batches=-1", "tokens.val_fraction=0.2")
     stop = "general.hooks=[{path: support.user_parts.StopAt, kwargs: {step: 2}}]"
     run = train_quietly(tiny_config(tmp_path, *text_overrides(tmp_path), *validate, stop))

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from kenotron.checkpoint.folders import Progress, check_files, list_checkpoints, resolve
 from kenotron.checkpoint.index import Entry, read_index
-from kenotron.checkpoint.loading import block_reader
 from kenotron.checkpoint.manifest import Manifest, read_manifest
+from kenotron.checkpoint.reading import block_reader
 from kenotron.checkpoint.saving import Saved, save
 from kenotron.config.errors import CheckpointError, InputError
 from kenotron.config.writing import ABSENT, flatten

@@ -3,27 +3,23 @@
     state = load("checkpoints/10", model=dict(module.named_parameters()), optimizer=flat_optimizer_state)
 
 The tensors are filled in place, on whatever layout they have now: DCP reads from the saved chunks what each
-rank needs. Tools that want plain tensors use `read_tensors`.
+rank needs. Tools that want plain tensors use `reading.read_tensors`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 import yaml
 
 from kenotron.checkpoint.durable import refusal
-from kenotron.checkpoint.folders import check_files, check_together
+from kenotron.checkpoint.folders import check_together
 from kenotron.checkpoint.index import DTYPES, Entry, Index, read_index
 from kenotron.checkpoint.manifest import Manifest, read_manifest
 from kenotron.config.errors import CheckpointError, nearest
 from kenotron.parallel.ranks import gather, raise_on_any_rank
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def load(
@@ -50,8 +46,8 @@ def load(
     manifest = raise_on_any_rank(lambda: read_manifest(path))
     parts = {folder: part for folder, part in (("model", model), ("optimizer", optimizer)) if part is not None}
     if verify:
-        _raise_if(check_together(path, manifest.below(*parts)))
-    indexes = raise_on_any_rank(lambda: {folder: _index(path / folder, manifest) for folder in parts})
+        raise_if_damaged(check_together(path, manifest.below(*parts)))
+    indexes = raise_on_any_rank(lambda: {folder: open_index(path / folder, manifest) for folder in parts})
     named = gather({folder: list(tensors) for folder, tensors in parts.items()})
     on_all_ranks = {folder: {name for names in named for name in names[folder]} for folder in parts}
 
@@ -101,58 +97,15 @@ def read_data(path: Path | str, name: str) -> bytes | None:
     return data
 
 
-def read_tensors(
-    path: Path | str, names: Iterable[str] | None = None, *, folder: str = "model", verify: bool = True
-) -> dict[str, Tensor]:
-    """Whole tensors on the host, for tools: all of a checkpoint's model, or those in `names`.
-
-    This process alone reads and checks; no process group is used.
-
-    Raises:
-        CheckpointError: a file is damaged, or a name is missing.
-    """
-    path = Path(path)
-    manifest = read_manifest(path)
-    if verify:
-        _raise_if(check_files(path, manifest.below(folder)))
-    index = _index(path / folder, manifest)
-    wanted = list(index.tensors if names is None else names)
-    for name in wanted:
-        if name not in index.tensors:
-            raise CheckpointError(f"{path / folder} has no tensor {name!r}{nearest(name, index.tensors)}")
-    from kenotron.checkpoint.tensors import MappedFiles
-
-    files = MappedFiles(path / folder)
-    entries = {name: index.tensors[name] for name in wanted}
-    return {name: files.block(entry, (0,) * len(entry.shape), entry.shape) for name, entry in entries.items()}
-
-
-def block_reader(
-    path: Path | str, *, folder: str = "model"
-) -> tuple[dict[str, tuple[int, ...]], Callable[[str, Sequence[int], Sequence[int]], Tensor]]:
-    """The shapes of a folder's tensors, and ``read(name, offset, shape)``: a block on the host, nothing else read.
-
-    For tools that want parts of tensors, as `read_tensors`; checksums are not checked.
-    """
-    path = Path(path)
-    index = _index(path / folder, read_manifest(path))
-    from kenotron.checkpoint.tensors import MappedFiles
-
-    files = MappedFiles(path / folder)
-
-    def read(name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        return files.block(index.tensors[name], offset, shape)
-
-    return {name: entry.shape for name, entry in index.tensors.items()}, read
-
-
-def _index(folder: Path, manifest: Manifest) -> Index:
+def open_index(folder: Path, manifest: Manifest) -> Index:
+    """The index of a part, ``model`` or ``optimizer``, of the checkpoint with this `manifest`."""
     if not manifest.below(folder.name):
         raise CheckpointError(f"{folder.parent} was saved without {folder.name}")
     return read_index(folder, manifest.files)
 
 
-def _raise_if(problems: list[str]) -> None:
+def raise_if_damaged(problems: list[str]) -> None:
+    """CheckpointError with the first of `problems`, if there is one."""
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise CheckpointError(problems[0] + more)

@@ -31,7 +31,7 @@ import math
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -187,22 +187,6 @@ class MappedFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._maps: dict[str, mmap.mmap] = {}
-
-    def block(self, entry: Entry, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """The elements of a tensor from `offset` on, `shape` of them, put together from the chunks that have them."""
-        block = torch.empty(tuple(shape), dtype=torch_dtype(entry.dtype))
-        for chunk in entry.chunks:
-            spans = [
-                (max(start, begin), min(start + size, begin + length))
-                for start, size, begin, length in zip(offset, shape, chunk.offset, chunk.shape, strict=True)
-            ]
-            if all(first < last for first, last in spans):
-                here, there = (
-                    tuple(slice(first - origin, last - origin) for (first, last), origin in zip(spans, origins))
-                    for origins in (offset, chunk.offset)
-                )
-                block[here].copy_(self.view(entry, chunk)[there])
-        return block
 
     def view(self, entry: Entry, chunk: Chunk) -> Tensor:
         """The chunk's elements, `chunk.shape`, where they lie on disk."""

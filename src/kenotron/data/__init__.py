@@ -5,13 +5,12 @@ source          the interface of a source: SourceSpec (from the config), TokenSo
 sources/        one file a kind: text, streams, tokenized files, random tokens, a user's own
 order           which sample of which source comes next: arithmetic
 open_stage      a stage ready to be read: open sources and their order
-run             the batches of a run, and its held-out ones (held_out_batches)
+run             the batches of a run, and its held-out ones (held_out_batches; held_out_texts: as text)
 provenance      which documents a step reads
 formats/        tokenized files on disk; cache, manifest: what is kept of text
 """
 
 from kenotron.data.batch import NO_LOSS, TokenBatch
-from kenotron.data.held_out_batches import compression_baselines
 from kenotron.data.order import Order
 from kenotron.data.run import RunData, open_run
 from kenotron.data.source import Samples, SourceSpec, TokenSource
@@ -26,7 +25,6 @@ __all__ = [
     "TextTokenizer",
     "TokenBatch",
     "TokenSource",
-    "compression_baselines",
     "load_tokenizer",
     "open_run",
 ]

@@ -14,11 +14,7 @@ exact over the complete set.
 
 from __future__ import annotations
 
-import gzip
-import io
-import lzma
-import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,9 +22,6 @@ import numpy as np
 from kenotron.data.batch import NO_LOSS, PAD, Int64, TokenBatch, make_batch
 from kenotron.data.order import huffman, interleave
 from kenotron.data.source import TokenSource
-
-BASELINE_LIMIT = 64 * 2**20
-"""Most bytes of text that `compression_baselines` compresses at the end of a run."""
 
 
 @dataclass(frozen=True)
@@ -90,24 +83,3 @@ class HeldOut:
         if self.token_bytes is not None:
             return batch, float(self.token_bytes[batch.labels[real]].sum())
         return batch, float(real.sum()) * self.bytes_per_token[number]
-
-
-def compression_baselines(texts: Iterable[str]) -> dict[str, float]:
-    """Bits per byte of two general compressors: ``gzip -9`` text by text, ``xz -9`` on all in one tar archive.
-
-    Both sums are over the bytes of the texts alone; the archive's headers are compressed along with them.
-    """
-    raw = gzipped = 0
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w") as tar:
-        for number, text in enumerate(texts):
-            data = text.encode("utf-8")
-            raw += len(data)
-            gzipped += len(gzip.compress(data, 9, mtime=0))
-            entry = tarfile.TarInfo(f"{number}.txt")
-            entry.size = len(data)
-            tar.addfile(entry, io.BytesIO(data))
-    if not raw:
-        return {}
-    packed = len(lzma.compress(archive.getvalue(), preset=9))
-    return {"gzip_bits_per_byte": 8 * gzipped / raw, "xz_bits_per_byte": 8 * packed / raw}

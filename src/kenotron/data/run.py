@@ -22,11 +22,11 @@ import numpy as np
 from kenotron.config import Config
 from kenotron.config.errors import InputError, counted
 from kenotron.data.batch import Int64, TokenBatch, batch_places, fold
-from kenotron.data.held_out_batches import BASELINE_LIMIT, HeldOut, compression_baselines
+from kenotron.data.held_out_batches import HeldOut
 from kenotron.data.loader import Prefetcher
 from kenotron.data.open_stage import OpenStage, Sources, open_stage
-from kenotron.data.source import RunSettings, StreamSource, TextSpec
-from kenotron.data.stage_plan import SourcePlan, StagePlan, complete_keys, differences, plan_stages
+from kenotron.data.source import RunSettings, StreamSource
+from kenotron.data.stage_plan import SourcePlan, StagePlan, differences, plan_stages
 from kenotron.data.stream_states import RunStreams
 from kenotron.data.train_tokenizer import tokenizer_of
 from kenotron.text.progress import Report
@@ -48,16 +48,16 @@ class RunData:
         self._pool = ThreadPoolExecutor(1, "kenotron-stage")
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._opened: dict[int, Future[OpenStage]] = {}
-        self._settings = replace(settings, stop=self._stop)
-        self._sources = Sources(self._settings, stages)
-        self.streams = RunStreams(stages, self._sources, config.tokens.micro_batch_size)
+        self.settings = replace(settings, stop=self._stop)
+        self.sources = Sources(self.settings, stages)
+        self.streams = RunStreams(stages, self.sources, config.tokens.micro_batch_size)
         self._asked = 0  # the step up to which blocks of remote files were asked for
         self._flying: WeakSet[Future[bytes]] = WeakSet()  # weak: a block is in memory until it is on the disk
 
     @property
     def vocab_size(self) -> int:
         """Entries of the tokenizer's vocabulary, or the model's where there is no tokenizer."""
-        return self.tokenizer.vocab_size if self.tokenizer else self._settings.vocab_size
+        return self.tokenizer.vocab_size if self.tokenizer else self.settings.vocab_size
 
     # ---- training ----
 
@@ -147,7 +147,7 @@ class RunData:
     def last_step(self, step: int) -> int:
         """The last step there are samples for, by the stages up to that of `step`; a later one may end earlier."""
         for stage in self.stages[: self.stage_at(step).number + 1]:
-            end = self._sources.mixing(stage).end
+            end = self.sources.mixing(stage).end
             if end is not None and end < stage.samples:
                 return stage.step_of(end) - 1
         return self.config.tokens.train_steps
@@ -155,7 +155,7 @@ class RunData:
     def exhausted(self, step: int) -> str | None:
         """Why there are no samples for `step`: sources that are exhausted. None where there are samples."""
         for stage in self.stages[: self.stage_at(step).number + 1]:
-            mixing = self._sources.mixing(stage)
+            mixing = self.sources.mixing(stage)
             if mixing.end is not None and mixing.end < stage.samples_before(step + 1):
                 return self._spent(stage, mixing.reached[-1][0])
         return None
@@ -167,13 +167,13 @@ class RunData:
         """
         found: dict[str, tuple[int, float | None]] = {}
         for stage in self.stages[: self.stage_at(step).number + 1]:
-            mixing = self._sources.mixing(stage)
+            mixing = self.sources.mixing(stage)
             drawn = mixing.drawn(stage.samples_before(step + 1))
             for number, source in enumerate(stage.sources):
                 before, _ = found.get(source.label, (0, None))
                 epochs = None
                 if stage.start <= step < stage.stop and not source.spec.is_stream:
-                    epochs = drawn[number] / len(self._sources.source(stage, number))
+                    epochs = drawn[number] / len(self.sources.source(stage, number))
                 found[source.label] = before + (drawn[number] - mixing.offsets[number]) * stage.sequence_length, epochs
         return found
 
@@ -190,7 +190,7 @@ class RunData:
         They are those of the first stage at every step of the run, so that its numbers compare.
         """
         micro = self.config.tokens.micro_batch_size
-        return self.held_out().batches(self._settings.validation_samples, micro, dp_rank, dp_size)
+        return self.held_out().batches(self.settings.validation_samples, micro, dp_rank, dp_size)
 
     def held_out(self) -> HeldOut:
         """The held-out samples of the first stage.
@@ -215,38 +215,19 @@ class RunData:
             document_masking=self._masks_documents(opened),
         )
 
-    def validation_texts(self) -> Iterator[str]:
-        """The held-out documents of the first stage as text."""
-        for source in self.stages[0].sources:
-            if isinstance(source.spec, TextSpec):
-                with complete_keys(source.at):
-                    yield from source.spec.held_out_texts(self._settings, self._sources.reserved)
-
-    def compression_baselines(self) -> dict[str, float]:
-        """Bits per byte of gzip and xz on the very text that `validation` reads.
-
-        Empty where it reads no text, only a part of it, or more than is compressed in a minute.
-        """
-        sizes = [source.held_out_text_bytes for source in self._open(0).result().sources]
-        limit, samples = self._settings.validation_samples, len(self.held_out())
-        cut = (limit is not None and limit < samples) or self._settings.max_document_tokens is not None
-        if cut or None in sizes or sum(size for size in sizes if size) > BASELINE_LIMIT:
-            return {}
-        return compression_baselines(self.validation_texts())
-
     def _token_bytes(self) -> Int64 | None:
         table = self.tokenizer.token_bytes() if self.tokenizer else None
         if self.tokenizer is None or table is None:
             return None
-        table = np.pad(table, (0, max(0, self._settings.vocab_size - len(table))))
-        table[self._settings.eos] = 0
+        table = np.pad(table, (0, max(0, self.settings.vocab_size - len(table))))
+        table[self.settings.eos] = 0
         return table
 
     # ---- stages ----
 
     def describe(self) -> list[str]:
         """What is read, for the console."""
-        lines = [f"tokenizer: {describe_tokenizer(self.tokenizer, self._settings.eos)}"]
+        lines = [f"tokenizer: {describe_tokenizer(self.tokenizer, self.settings.eos)}"]
         for stage in (stage for stage in self.stages if stage.stop > 1):  # others are over: a run took up their data
             if stage.stop <= stage.start:
                 steps = self.config.tokens.train_steps
@@ -342,7 +323,7 @@ class RunData:
             return self._opened[number]
 
     def _open_now(self, number: int) -> OpenStage:
-        return open_stage(self._sources, self.stages[number])
+        return open_stage(self.sources, self.stages[number])
 
 
 def _epochs(source: SourcePlan) -> str:

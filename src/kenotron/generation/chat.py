@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kenotron.config.errors import InputError
 from kenotron.generation.decode import Completion, generate
-from kenotron.text.sft import render_chat
+from kenotron.text.chat import chat_template, render_chat, special_tokens
 from kenotron.text.tokenizer import TextTokenizer, library_ids
 
 if TYPE_CHECKING:
@@ -38,12 +38,13 @@ class Chat:
             raise InputError(
                 "chat: the model has no tokenizer; `kenotron generate --prompt-tokens` continues token ids"
             )
-        if tokenizer.chat_template is None:
+        template = chat_template(tokenizer)
+        if template is None:
             raise InputError(
                 f"chat: the tokenizer {tokenizer.name} has no chat_template, which models for conversations have; "
                 f"`kenotron generate --prompt` continues plain text"
             )
-        self.model, self.tokenizer, self.template = model, tokenizer, tokenizer.chat_template
+        self.model, self.tokenizer, self.template = model, tokenizer, template
         self.messages = [] if system is None else [{"role": "system", "content": system}]
         self.end_of_turn = self._end_of_turn()
 
@@ -62,7 +63,7 @@ class Chat:
         return answer
 
     def _text(self, messages: list[dict[str, str]], prompt: bool = False) -> str:
-        return render_chat(self.template, self.tokenizer.special_tokens, "chat", messages, prompt=prompt)[0]
+        return render_chat(self.template, special_tokens(self.tokenizer), "chat", messages, prompt=prompt)[0]
 
     def _end_of_turn(self) -> list[str]:
         """What the template writes after an answer, if that is more than blank space."""

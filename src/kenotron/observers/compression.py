@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kenotron.data.held_out_texts import compression_baselines
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
 
@@ -28,7 +29,7 @@ class Compressors(Hook):
         """Compress the validation text and log the sizes; nothing if the run stopped early or its bytes are unknown."""
         if not run.finished or self.last is None or self.last.bits_per_byte is None:
             return
-        baselines = run.data.compression_baselines()
+        baselines = compression_baselines(run.data)
         if baselines:
             beside = " | ".join(f"{name}: {bits:.3f}" for name, bits in baselines.items())
             logger.info(

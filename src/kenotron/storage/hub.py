@@ -15,8 +15,7 @@ HUB_CREDENTIALS = "`hf auth login`, or HF_TOKEN"
 """Where the credentials of the hub come from."""
 
 ANSWER_S = 10.0
-SILENCE_S = 30.0
-"""Seconds within which the hub answers a first request, and after which a request fails if nothing arrives."""
+"""Seconds within which the hub answers a first request."""
 
 PROXY_VARIABLES = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY")
 
@@ -111,15 +110,6 @@ def unreachable() -> str | None:
     finally:
         connection.close()
     return None
-
-
-def limit_waits() -> None:
-    """Let the hub's requests fail, and be tried again, if nothing arrives for `SILENCE_S` seconds: by default
-    `huggingface_hub` waits forever.
-    """
-    import huggingface_hub
-
-    huggingface_hub.get_session().timeout = SILENCE_S
 
 
 def cached_revision(repo: str, revision: str | None, repo_type: str) -> str | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kenotron.config.errors import InputError, nearest_sibling
-from kenotron.storage.hub import cached_revision, configure_hub, first_line, limit_waits, offline_variable, unreachable
+from kenotron.storage.hub import cached_revision, configure_hub, first_line, offline_variable, unreachable
 from kenotron.text.documents import (
     LONGEST_CHUNK,
     YOUNG,
@@ -34,6 +34,9 @@ from kenotron.text.documents import (
 
 ROWS_AT_ONCE, BYTES_AT_ONCE = 1000, 1 << 25
 """Rows that are in memory at a time: at most so many, and of about so many bytes."""
+
+SILENCE_S = 30.0
+"""Seconds after which a request to the hub fails if nothing arrives."""
 
 
 class HubDocuments:
@@ -234,6 +237,15 @@ def load_rows(name: str, config_name: str | None, split: str, streaming: bool = 
             if snapshot is None:
                 raise
             return datasets.load_dataset(snapshot, config_name, split=split, streaming=streaming)
+
+
+def limit_waits() -> None:
+    """Let the hub's requests fail, and be tried again, if nothing arrives for `SILENCE_S` seconds: by default
+    `huggingface_hub` waits forever.
+    """
+    import huggingface_hub
+
+    huggingface_hub.get_session().timeout = SILENCE_S
 
 
 def _in_caches(datasets: Any, name: str) -> bool:

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, nearest
+from kenotron.text.chat import chat_template, render_chat, special_tokens
 from kenotron.text.documents import ByteRange, DocumentChunk, DocumentSource, RowHook
 from kenotron.text.tokenizer import TextTokenizer, encoding_errors
 
@@ -124,7 +125,7 @@ class SftDocuments:
         return self._texts.read(byte_range)
 
     def _with_rules(self, content: str) -> str:
-        template = self.tokenizer.chat_template if self.tokenizer else None
+        template = chat_template(self.tokenizer) if self.tokenizer else None
         rules = f"examples {FORMAT} {content} {self.columns} {self.most} {template}"
         return hashlib.blake2b(rules.encode(), digest_size=16).hexdigest()
 
@@ -158,14 +159,15 @@ class SftDocuments:
 
 def chat_segments(messages: object, tokenizer: TextTokenizer | None, where: str) -> list[tuple[str, bool]]:
     """The text of a conversation in the tokenizer's chat template, in segments, each with whether it is in the loss."""
-    if tokenizer is None or tokenizer.chat_template is None:
+    template = chat_template(tokenizer) if tokenizer else None
+    if tokenizer is None or template is None:
         name = tokenizer.name if tokenizer else "none"
         raise InputError(f"{where}: messages need a tokenizer with a chat template, and this one ({name}) has none")
     if not (isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)):
         raise InputError(f"{where}: expected messages as a list of {{role, content}}, found {str(messages)[:60]}")
     messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    render = partial(render_chat, tokenizer.chat_template, tokenizer.special_tokens, where)
-    if GENERATION.search(tokenizer.chat_template):
+    render = partial(render_chat, template, special_tokens(tokenizer), where)
+    if GENERATION.search(template):
         text, answers = render(messages, mask=True)
     else:
         text, _ = render(messages)
@@ -192,30 +194,9 @@ def _answer(
             "generation prompt; mark the answers in it with {% generation %} … {% endgeneration %}"
         )
     bare = after.rstrip()
-    is_ended = any(bare.endswith(token) for token in tokenizer.special_tokens.values())
+    is_ended = any(bare.endswith(token) for token in special_tokens(tokenizer).values())
     is_ended |= any(bare.endswith(added.content) for added in tokenizer.backend.get_added_tokens_decoder().values())
     return len(before), max(len(bare), len(before)) if is_ended else len(after)
-
-
-def render_chat(
-    template: str, special: dict[str, str], where: str, messages: list[Any], prompt: bool = False, mask: bool = False
-) -> tuple[str, Any]:
-    """The text of a conversation; with `prompt` up to where an answer begins, with `mask` also its answers' ranges."""
-    import jinja2
-    from transformers.utils import chat_template_utils
-
-    library: Any = chat_template_utils  # its stubs lack the mask
-    try:
-        texts, answers = library.render_jinja_template(
-            [messages],
-            chat_template=template,
-            return_assistant_tokens_mask=mask,
-            add_generation_prompt=prompt,
-            **special,
-        )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-        raise InputError(f"{where}: the chat template refuses these messages: {error}") from None
-    return texts[0], answers[0] if mask else None
 
 
 # ---- tokens ------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -120,30 +119,6 @@ class TextTokenizer:
         if not (folder / "tokenizer_config.json").exists():
             config = {"tokenizer_class": "PreTrainedTokenizerFast"} | self.config
             (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-    @property
-    def chat_template(self) -> str | None:
-        """The jinja template by which a conversation becomes text; of several the default. None: it has none."""
-        file = self.folder / "chat_template.jinja" if self.folder else None
-        if file is not None and file.is_file():
-            try:
-                return file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise InputError(f"tokenizer: {file} cannot be read as text: {error}") from None
-        known = self.config.get("chat_template")
-        if isinstance(known, list):  # [{name, template}, …]
-            named = [each for each in known if isinstance(each, dict)]
-            known = {str(each.get("name")): each.get("template") for each in named}.get("default")
-        if known is not None and not isinstance(known, str):
-            raise InputError(f"tokenizer: {self.folder}: chat_template: expected text, found {type(known).__name__}")
-        return known
-
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """DocumentSource of bos_token, eos_token and the like, as a chat template wants them."""
-        named = {key: value for key, value in self.config.items() if re.fullmatch(r"[a-z]+_token", key)}
-        texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
-        return {key: text for key, text in texts.items() if isinstance(text, str)}
 
     def _special(self, key: str) -> int | None:
         token = self.config.get(key)

@@ -111,21 +111,6 @@ def plain_line(fields: Mapping[str, float], recorded: Mapping[str, float], last_
     return " | ".join(shown)
 
 
-def nanotron_line(fields: Mapping[str, float], last_step: int) -> str:
-    """``iteration: 5 / 15 | consumed_tokens: 2.56K | …`` from raw `fields`, in their order."""
-    shown = [f"iteration: {fields['iteration']} / {last_step}"]
-    shown += [f"{name}: {human_format(value)}" for name, value in fields.items() if name != "iteration"]
-    return " | ".join(shown)
-
-
 def mebibytes(count: float) -> str:
     """``1.50MiB`` of 1572864 bytes."""
     return f"{count / 2**20:.2f}MiB"
-
-
-def show_memory(memory: dict[str, int]) -> str:
-    """One line of `device.memory`'s numbers, in nanotron's words."""
-    return (
-        f" Memory usage: {mebibytes(memory['allocated'])}. Peak allocated {mebibytes(memory['peak_allocated'])}. "
-        f"Peak reserved: {mebibytes(memory['peak_reserved'])}"
-    )

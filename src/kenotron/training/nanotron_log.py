@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from kenotron.config import dump
 from kenotron.config.data import PretrainDataset
 from kenotron.parallel import device as devices
-from kenotron.training import console
-from kenotron.training.console import logger
+from kenotron.training.console import human_format, logger, mebibytes
 from kenotron.training.report import RunLog
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class NanotronLog(RunLog):
     def model_size(self, skeleton: Decoder, parts: Sequence[Decoder], device: torch.device) -> None:
         """Parameters of the model and of this rank, and the memory of `device`."""
         super().model_size(skeleton, parts, device)
-        logger.info("[After model building]%s", console.show_memory(devices.memory(device)))
+        logger.info("[After model building]%s", _memory_line(devices.memory(device)))
 
     def first_weights(self) -> None:
         """The parametrization and its rule of learning rates."""
@@ -108,14 +107,29 @@ class NanotronLog(RunLog):
 
     @staticmethod
     def _memory(run: Run) -> None:
-        logger.info("%s", console.show_memory(devices.memory(run.device)))
+        logger.info("%s", _memory_line(devices.memory(run.device)))
 
     def step(self, run: Run, fields: Mapping[str, float], recorded: Mapping[str, float]) -> None:
         """The iteration line, below the memory where that has it."""
         if "hd_total_memory_tb" in fields:
             self._memory(run)
-        logger.info("%s", console.nanotron_line({**fields, **recorded}, run.last_step))
+        logger.info("%s", _iteration_line({**fields, **recorded}, run.last_step))
 
     def saving(self, folder: Path) -> None:
         """Before a checkpoint is written: a warning, as there."""
         logger.warning("Saving checkpoint at %s", folder)
+
+
+def _iteration_line(fields: Mapping[str, float], last_step: int) -> str:
+    """``iteration: 5 / 15 | consumed_tokens: 2.56K | …`` from raw `fields`, in their order."""
+    shown = [f"iteration: {fields['iteration']} / {last_step}"]
+    shown += [f"{name}: {human_format(value)}" for name, value in fields.items() if name != "iteration"]
+    return " | ".join(shown)
+
+
+def _memory_line(memory: dict[str, int]) -> str:
+    """One line of `device.memory`'s numbers, in nanotron's words."""
+    return (
+        f" Memory usage: {mebibytes(memory['allocated'])}. Peak allocated {mebibytes(memory['peak_allocated'])}. "
+        f"Peak reserved: {mebibytes(memory['peak_reserved'])}"
+    )

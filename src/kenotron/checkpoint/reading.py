@@ -1,0 +1,89 @@
+"""Tensors of a checkpoint on the host, whole or in blocks, for tools: one process reads, without a process group.
+
+read_tensors("checkpoints/10", ["model.norm.weight"])
+shapes, read = block_reader("checkpoints/10")
+read("model.embed_tokens.weight", (0, 0), (16, 64))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kenotron.checkpoint.folders import check_files
+from kenotron.checkpoint.index import Entry
+from kenotron.checkpoint.loading import open_index, raise_if_damaged
+from kenotron.checkpoint.manifest import read_manifest
+from kenotron.config.errors import CheckpointError, nearest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kenotron.checkpoint.tensors import MappedFiles
+
+
+def read_tensors(
+    path: Path | str, names: Iterable[str] | None = None, *, folder: str = "model", verify: bool = True
+) -> dict[str, Tensor]:
+    """Whole tensors on the host, for tools: all of a checkpoint's model, or those in `names`.
+
+    This process alone reads and checks; no process group is used.
+
+    Raises:
+        CheckpointError: a file is damaged, or a name is missing.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    if verify:
+        raise_if_damaged(check_files(path, manifest.below(folder)))
+    index = open_index(path / folder, manifest)
+    wanted = list(index.tensors if names is None else names)
+    for name in wanted:
+        if name not in index.tensors:
+            raise CheckpointError(f"{path / folder} has no tensor {name!r}{nearest(name, index.tensors)}")
+    from kenotron.checkpoint.tensors import MappedFiles
+
+    files = MappedFiles(path / folder)
+    entries = {name: index.tensors[name] for name in wanted}
+    return {name: _block(files, entry, (0,) * len(entry.shape), entry.shape) for name, entry in entries.items()}
+
+
+def block_reader(
+    path: Path | str, *, folder: str = "model"
+) -> tuple[dict[str, tuple[int, ...]], Callable[[str, Sequence[int], Sequence[int]], Tensor]]:
+    """The shapes of a folder's tensors, and ``read(name, offset, shape)``: a block on the host, nothing else read.
+
+    For tools that want parts of tensors, as `read_tensors`; checksums are not checked.
+    """
+    path = Path(path)
+    index = open_index(path / folder, read_manifest(path))
+    from kenotron.checkpoint.tensors import MappedFiles
+
+    files = MappedFiles(path / folder)
+
+    def read(name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return _block(files, index.tensors[name], offset, shape)
+
+    return {name: entry.shape for name, entry in index.tensors.items()}, read
+
+
+def _block(files: MappedFiles, entry: Entry, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """The elements of a tensor from `offset` on, `shape` of them, put together from the chunks that have them."""
+    import torch
+
+    from kenotron.checkpoint.tensors import torch_dtype
+
+    block = torch.empty(tuple(shape), dtype=torch_dtype(entry.dtype))
+    for chunk in entry.chunks:
+        spans = [
+            (max(start, begin), min(start + size, begin + length))
+            for start, size, begin, length in zip(offset, shape, chunk.offset, chunk.shape, strict=True)
+        ]
+        if all(first < last for first, last in spans):
+            here, there = (
+                tuple(slice(first - origin, last - origin) for (first, last), origin in zip(spans, origins))
+                for origins in (offset, chunk.offset)
+            )
+            block[here].copy_(files.view(entry, chunk)[there])
+    return block

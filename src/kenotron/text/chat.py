@@ -1,0 +1,57 @@
+"""The chat template of a tokenizer: a conversation as text, for fine-tuning and for `kenotron chat`.
+
+[{role: user, content: Hi}]  ──render_chat──▶  <|im_start|>user↵Hi<|im_end|>↵
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from kenotron.config.errors import InputError
+from kenotron.text.tokenizer import TextTokenizer
+
+
+def chat_template(tokenizer: TextTokenizer) -> str | None:
+    """The jinja template by which a conversation becomes text; of several the default. None: it has none."""
+    file = tokenizer.folder / "chat_template.jinja" if tokenizer.folder else None
+    if file is not None and file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"tokenizer: {file} cannot be read as text: {error}") from None
+    known = tokenizer.config.get("chat_template")
+    if isinstance(known, list):  # [{name, template}, …]
+        named = [each for each in known if isinstance(each, dict)]
+        known = {str(each.get("name")): each.get("template") for each in named}.get("default")
+    if known is not None and not isinstance(known, str):
+        raise InputError(f"tokenizer: {tokenizer.folder}: chat_template: expected text, found {type(known).__name__}")
+    return known
+
+
+def special_tokens(tokenizer: TextTokenizer) -> dict[str, str]:
+    """The texts of bos_token, eos_token and the like, which a chat template may use."""
+    named = {key: value for key, value in tokenizer.config.items() if re.fullmatch(r"[a-z]+_token", key)}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def render_chat(
+    template: str, special: dict[str, str], where: str, messages: list[Any], prompt: bool = False, mask: bool = False
+) -> tuple[str, Any]:
+    """The text of a conversation; with `prompt` up to where an answer begins, with `mask` also its answers' ranges."""
+    import jinja2
+    from transformers.utils import chat_template_utils
+
+    library: Any = chat_template_utils  # its stubs lack the mask
+    try:
+        texts, answers = library.render_jinja_template(
+            [messages],
+            chat_template=template,
+            return_assistant_tokens_mask=mask,
+            add_generation_prompt=prompt,
+            **special,
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        raise InputError(f"{where}: the chat template refuses these messages: {error}") from None
+    return texts[0], answers[0] if mask else None
