@@ -38,7 +38,7 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
 
 
 def test_what_has_to_be_read_to_understand_a_training_run_stays_small() -> None:
-    """The measure of docs/architecture.md: the lines of what `kenotron.training` imports, and of `__init__` on the way."""
+    """The measure of docs/architecture.md: the lines of what `kenotron.training` imports, `__init__` files included."""
     found, pending = set(), {"kenotron.training"}
     while pending:
         module = pending.pop()

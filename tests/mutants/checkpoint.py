@@ -87,8 +87,8 @@ MUTANTS = [
     Mutant(
         name="load-does-not-verify",
         file="checkpoint/loading.py",
-        find="    if verify:\n        _raise_if(check_together(",
-        replace="    if False:\n        _raise_if(check_together(",
+        find="    if verify:\n        raise_if_damaged(check_together(",
+        replace="    if False:\n        raise_if_damaged(check_together(",
         why="verify=True is accepted and ignored where a run loads its weights",
         tests=(*DAMAGE, *RANKS),
     ),
