@@ -17,6 +17,7 @@ from kenotron.cli import data_which as _data_which  # noqa: F401 (its command is
 from kenotron.cli.branch import branch
 from kenotron.cli.chat import chat
 from kenotron.cli.compare import compare
+from kenotron.cli.doctor import doctor
 from kenotron.cli.generate import generate
 from kenotron.cli.init import init
 from kenotron.cli.replay import replay
@@ -52,7 +53,7 @@ def build_app() -> Callable[[list[str]], int]:
     app.command()(generate)
     app.command()(chat)
     app.command()(compare)
-    for command in (replay, submit, status, logs, cancel):
+    for command in (replay, doctor, submit, status, logs, cancel):
         app.command()(command)
     app.add_typer(config.app, name="config")
     app.add_typer(checkpoint.app, name="checkpoint")

@@ -1,0 +1,141 @@
+"""`kenotron doctor`: what this machine is, what is wrong with it, how fast it is, and whether training works on it.
+
+examine(folder) ─▶ Report        environment.py, torch_facts.py, nvidia.py, settings.py   the facts (facts.py)
+                                 ceilings.py                                              matmul, copy, disk
+                                 self_test.py                                             train, resume, compare
+                                 rules/                                                   facts → findings
+report.py                        the page, and JSON
+
+What needs torch, a device or a disk runs in processes with a time limit (limited.py): a torch that cannot be imported,
+a driver that hangs or a file server that is gone is a line on the page. This process imports no torch. Training imports
+nothing from here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+from kenotron.doctor import ceilings, environment, rules, self_test
+from kenotron.doctor.facts import VERSION, Accelerator, Facts, Finding, Report, SelfTest, Torch
+from kenotron.doctor.limited import Failed, call_limited
+from kenotron.doctor.nvidia import nvidia
+from kenotron.doctor.settings import settings
+from kenotron.doctor.torch_facts import describe_torch
+
+__all__ = ["Facts", "Finding", "Report", "examine"]
+
+T = TypeVar("T")
+
+TORCH_LIMIT_S = 120.0  # the first import from a file server is slow
+ON_CPU = {"KENOTRON_DEVICE": "cpu"}
+
+
+def examine(folder: Path, *, quick: bool = False, say: Callable[[str], None] = lambda line: None) -> Report:
+    """Find out about this machine, and about the disk of `folder`; `quick` measures nothing and trains nothing.
+
+    `say` gets a line before each part. Files go to a scratch folder in `folder`, which is removed.
+    """
+    started = time.perf_counter()
+    say("facts")
+    facts = _facts(folder)
+    tests: list[SelfTest] = []
+    if not quick:
+        facts = _measured(facts, folder, say)
+        if facts.torch.problem is None and facts.speed("write", "folder") is not None:
+            facts, tests = _tested(facts, folder, say)
+    found = rules.findings(facts)
+    return Report(
+        version=VERSION,
+        time=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        seconds=round(time.perf_counter() - started, 1),
+        passed=all(test.passed for test in tests) and all(finding.severity != "error" for finding in found),
+        facts=facts,
+        findings=found,
+        self_tests=tests,
+    )
+
+
+def _facts(folder: Path) -> Facts:
+    try:
+        found = call_limited(describe_torch, seconds=TORCH_LIMIT_S)
+        torch = Torch(**{**found, "accelerators": [Accelerator(**each) for each in found["accelerators"]]})
+    except Failed as error:
+        torch = Torch(problem=str(error))
+    return Facts(
+        software=environment.software(),
+        torch=torch,
+        processor=environment.processor(),
+        memory=environment.memory(),
+        nvidia=nvidia(),
+        network=environment.network(),
+        disk=environment.disk(folder),
+        limits=environment.limits(),
+        settings=settings(os.environ),
+    )
+
+
+def _measured(facts: Facts, folder: Path, say: Callable[[str], None]) -> Facts:
+    """`facts` with the speeds of the disk and of each device."""
+    say("disk")
+    speeds, skew = ceilings.disk_speeds(folder)
+    if facts.torch.problem is None:
+        say("matrix products and memory")
+        speeds += ceilings.device_speeds("cpu", ON_CPU)
+        gpus = _gpus(facts)
+        for measured in _side_by_side(lambda where: ceilings.device_speeds(where, gpus[where]), gpus):
+            speeds += measured
+    return replace(facts, speeds=speeds, disk=replace(facts.disk, clock_skew=skew))
+
+
+def _tested(facts: Facts, folder: Path, say: Callable[[str], None]) -> tuple[Facts, list[SelfTest]]:
+    """The self-tests on each device and on ranks, and `facts` with the speeds between ranks."""
+    gpus, speeds = _gpus(facts), list(facts.speeds)
+    with self_test.scratch_folder(folder) as scratch:
+        say("self-test: cpu")
+        tests = [self_test.check_device(scratch / "cpu", "cpu", ON_CPU)]
+        if gpus:
+            say(f"self-test: {', '.join(gpus)}")
+            tests += _side_by_side(
+                lambda where: self_test.check_device(scratch / where.replace(":", "-"), where, gpus[where]), gpus
+            )
+        for where, count, variables in _ranks(facts):
+            say(f"self-test: {where}")
+            whole = scratch / ("cpu" if variables else "cuda-0") / "whole"
+            test, speed = self_test.check_ranks(whole, scratch / where, where, count, variables)
+            tests.append(test)
+            speeds.append(speed)
+    return replace(facts, speeds=speeds), tests
+
+
+def _gpus(facts: Facts) -> dict[str, dict[str, str]]:
+    """``cuda:0`` and so on, each with the environment of a process that sees only that one."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    numbers = range(len(facts.torch.accelerators))
+    return {f"cuda:{n}": {"CUDA_VISIBLE_DEVICES": listed[n] if listed != [""] else str(n)} for n in numbers}
+
+
+def _ranks(facts: Facts) -> list[tuple[str, int, dict[str, str]]]:
+    """Name, number of ranks and environment of each test of several ranks, on two cores and on several GPUs."""
+    found: list[tuple[str, int, dict[str, str]]] = []
+    if facts.processor.usable > 1 and "gloo" in facts.torch.backends:
+        found.append(("2 ranks (gloo)", 2, ON_CPU))
+    count = max((n for n in self_test.RANKS if n <= len(facts.torch.accelerators)), default=0)
+    if count and "nccl" in facts.torch.backends:
+        found.append((f"{count} GPUs (nccl)", count, {}))
+    return found
+
+
+def _side_by_side(function: Callable[[str], T], places: Iterable[str]) -> list[T]:
+    """`function` of each place, at the same time: its work is done by processes of their own."""
+    names = list(places)
+    if not names:
+        return []
+    with ThreadPoolExecutor(len(names)) as pool:
+        return list(pool.map(function, names))

@@ -1,0 +1,265 @@
+"""The facts that need no torch: files of /proc and /sys, the limits of this process, versions of what is installed.
+
+Each function returns one section of `Facts`; where a system keeps no such file, its fields stay None.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+import sysconfig
+import threading
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+import kenotron
+from kenotron.doctor.facts import Disk, InfinibandPort, Interface, Limits, Memory, Network, Processor, Software
+from kenotron.launch.environment import cores
+
+PACKAGES = [
+    "torch",
+    "triton",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "safetensors",
+    "pydantic",
+    "fsspec",
+    "flash-attn",
+    "liger-kernel",
+    "torchao",
+]
+# Of hundreds of flags, those that matrix products choose their kernels by.
+INSTRUCTIONS = ["avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "sve2", "bf16", "i8mm"]
+NAME_RESOLVES_WITHIN_S = 3.0
+UNLIMITED = 1 << 60  # cgroup v1 writes a number beyond any memory where there is no limit
+
+
+def software() -> Software:
+    """Versions by their metadata: nothing is imported."""
+    found = {name: installed for name in PACKAGES if (installed := _version(name)) is not None}
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return Software(
+        kenotron=kenotron.__version__,
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        libc=" ".join(platform.libc_ver()).strip(),
+        packages=found,
+        unmet=_unmet(),
+        triton_wanted=_triton_wanted(),
+        compiler=next((name for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if _program(name)), None),
+        python_headers=headers.exists(),
+    )
+
+
+def _program(name: str | None) -> bool:
+    return bool(name) and shutil.which(name or "") is not None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _unmet() -> list[str]:
+    """Requirements of this package that what is installed does not meet."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    unmet = []
+    try:
+        lines = requires("kenotron") or []
+    except PackageNotFoundError:  # run from its sources
+        return []
+    for line in lines:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            continue
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        found = _version(requirement.name)
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            unmet.append(f"{requirement.name}{requirement.specifier} (found {found or 'none'})")
+    return unmet
+
+
+def _triton_wanted() -> str | None:
+    """The exact version of triton in torch's metadata; a build for the CPU asks for none."""
+    try:
+        lines = requires("torch") or []
+    except PackageNotFoundError:
+        return None
+    found = [re.match(r"(?:pytorch-)?triton\s*==\s*([^;\s]+)", line) for line in lines]
+    return next((match.group(1) for match in found if match), None)
+
+
+def processor() -> Processor:
+    """Cores by affinity and by cgroup, and the instructions that matrix products are chosen by."""
+    text = _read("/proc/cpuinfo") or ""
+    flags = set((_field(text, "flags") or _field(text, "Features") or "").split())
+    sockets = set(re.findall(r"^physical id\s*:\s*(\d+)", text, re.MULTILINE))
+    return Processor(
+        name=_field(text, "model name") or platform.processor() or platform.machine(),
+        cores=os.cpu_count() or 1,
+        allowed=cores(),
+        quota=_quota(),
+        sockets=len(sockets) or None,
+        numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
+        instructions=[name for name in INSTRUCTIONS if name in flags],
+        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    )
+
+
+def _field(text: str, name: str) -> str | None:
+    match = re.search(rf"^{name}\s*:\s*(.*)$", text, re.MULTILINE)
+    return match.group(1).strip() if match else None
+
+
+def _quota() -> float | None:
+    """Cores' worth of processor time, by the first cgroup on the way up that limits it."""
+    for folder in _cgroup_folders("cpu"):
+        both = (_read(folder / "cpu.max") or "").split()  # version 2: "200000 100000" or "max 100000"
+        if len(both) != 2:
+            both = [_read(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
+        if both[0].isdigit() and both[1].isdigit() and int(both[1]):
+            return int(both[0]) / int(both[1])
+    return None
+
+
+def memory() -> Memory:
+    """Memory by /proc/meminfo, within the cgroup's limit."""
+    lines = re.findall(r"^(\w+):\s+(\d+) kB", _read("/proc/meminfo") or "", re.MULTILINE)
+    size = {name: int(kilobytes) * 1024 for name, kilobytes in lines}
+    limit, used = _memory_of_cgroup()
+    shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    available = size.get("MemAvailable", 0)
+    pages = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled") or "")
+    return Memory(
+        total=size.get("MemTotal", 0),
+        available=available if limit is None else min(available, max(limit - used, 0)),
+        limit=limit,
+        swap_total=size.get("SwapTotal", 0),
+        swap_used=size.get("SwapTotal", 0) - size.get("SwapFree", 0),
+        shm_total=shm.total if shm else None,
+        shm_free=shm.free if shm else None,
+        huge_pages=pages.group(1) if pages else None,
+        malloc=_malloc(os.environ.get("LD_PRELOAD", "")),
+    )
+
+
+def _malloc(preloaded: str) -> str:
+    known = [name for name in ("jemalloc", "tcmalloc", "mimalloc") if name in preloaded]
+    return known[0] if known else platform.libc_ver()[0] or platform.system()
+
+
+def _memory_of_cgroup() -> tuple[int | None, int]:
+    """The smallest limit on the way up, and what that group uses beside the file cache."""
+    found: tuple[int | None, int] = (None, 0)
+    for folder in _cgroup_folders("memory"):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            text = _read(folder / limit) or ""
+            if text.isdigit() and int(text) < min(found[0] or UNLIMITED, UNLIMITED):
+                cached = re.search(
+                    r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat") or "", re.MULTILINE
+                )
+                taken = int(_read(folder / used) or 0) - (int(cached.group(1)) if cached else 0)
+                found = int(text), max(taken, 0)
+    return found
+
+
+def _cgroup_folders(controller: str) -> list[Path]:
+    """The folders of this process's cgroup and of its parents: version 1's if it has `controller`, else version 2's."""
+    root, inside = Path("/sys/fs/cgroup"), "/"
+    for line in (_read("/proc/self/cgroup") or "").splitlines():  # "4:memory:/job" of version 1, "0::/job" of 2
+        _, names, path = line.split(":", 2)
+        if controller in names.split(","):
+            root, inside = root / controller, path
+            break
+        if not names:
+            inside = path
+    folder = root / inside.lstrip("/")
+    return [each for each in (folder, *folder.parents) if each.is_relative_to(root)]
+
+
+def disk(folder: Path) -> Disk:
+    """Space, kind and clock of the file system of `folder`, in which a file is made and removed."""
+    usage, files = shutil.disk_usage(folder), os.statvfs(folder)
+    return Disk(
+        filesystem=_filesystem(folder.resolve()),
+        total=usage.total,
+        free=usage.free,
+        files_free=files.f_favail if files.f_files else None,
+    )
+
+
+def _filesystem(folder: Path) -> str | None:
+    """The kind of the deepest mount above `folder`: ext4, nfs4, lustre, overlay, tmpfs."""
+    mounts = [line.split() for line in (_read("/proc/mounts") or "").splitlines()]
+    above = [(len(words[1]), number, words[2]) for number, words in enumerate(mounts) if _is_below(folder, words[1])]
+    return max(above)[2] if above else None
+
+
+def _is_below(folder: Path, mount: str) -> bool:
+    return folder.is_relative_to(mount.encode().decode("unicode_escape"))  # a space is \040
+
+
+def network() -> Network:
+    """Interfaces that are up, InfiniBand ports, and whether this machine finds itself by its name."""
+    interfaces = []
+    for folder in sorted(Path("/sys/class/net").glob("*")):
+        if folder.name != "lo" and _read(folder / "operstate") in ("up", "unknown"):
+            speed, mtu = _read(folder / "speed") or "", _read(folder / "mtu") or ""
+            interfaces.append(
+                Interface(folder.name, int(speed) if speed.isdigit() else None, int(mtu) if mtu.isdigit() else None)
+            )
+    ports = []
+    for folder in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
+        name = f"{folder.parent.parent.name}:{folder.name}"
+        ports.append(InfinibandPort(name, "ACTIVE" in (_read(folder / "state") or ""), _read(folder / "rate") or ""))
+    return Network(interfaces, ports, _own_name())
+
+
+def _own_name() -> str | None:
+    """What the machine's name resolves to; None when there is no answer in time."""
+    found: list[str] = []
+
+    def resolve() -> None:
+        try:
+            addresses = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None)}
+        except OSError:
+            found.append("nothing")
+            return
+        loopback = all(str(address).startswith("127.") or address == "::1" for address in addresses)
+        found.append("loopback" if loopback else "address")
+
+    thread = threading.Thread(target=resolve, daemon=True)
+    thread.start()
+    thread.join(NAME_RESOLVES_WITHIN_S)
+    return found[0] if found else None
+
+
+def limits() -> Limits:
+    """The soft limits of this process, which its ranks inherit."""
+    if sys.platform == "win32":
+        return Limits()
+    import resource
+
+    def soft(kind: int) -> int | None:
+        value = resource.getrlimit(kind)[0]
+        return None if value == resource.RLIM_INFINITY else value
+
+    return Limits(soft(resource.RLIMIT_NOFILE), soft(resource.RLIMIT_NPROC), soft(resource.RLIMIT_MEMLOCK))
+
+
+def _read(path: str | Path) -> str | None:
+    try:
+        return Path(path).read_text(errors="replace").strip()
+    except OSError:  # not there, or refused in a container
+        return None

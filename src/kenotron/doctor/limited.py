@@ -1,0 +1,101 @@
+"""A function called in a process of its own, with a time limit: what hangs or crashes there becomes one line here.
+
+    call_limited(describe_torch, seconds=90)      its return value, or
+    Failed("no answer within 90 s") · Failed("was killed by SIGILL") · Failed("ImportError: libcudart.so.12: …")
+
+The function stands at the top of a module; arguments and result are JSON values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kenotron.launch.environment import cores, end_with_parent
+from kenotron.launch.functions import function_at, function_path
+
+# A job's ranks are not ours: what is called here starts its own, or none.
+OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "SLURM", "TORCHELASTIC", "KENOTRON_LAUNCH")
+
+
+class Failed(Exception):
+    """The function gave no result; the message is one line that says why."""
+
+
+def call_limited(
+    function: Callable[..., Any], *arguments: object, seconds: float, environment: Mapping[str, str] | None = None
+) -> Any:
+    """``function(*arguments)``, called in a process with `environment` on top of this one's. Raises Failed.
+
+    It may take `seconds` on an idle machine, and more as others keep the machine busy (`patience`).
+    """
+    seconds *= patience()
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_RANK)}
+    path = {"PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path)}
+    with tempfile.TemporaryDirectory(prefix="kenotron-doctor-", ignore_cleanup_errors=True) as temporary:
+        folder = Path(temporary)
+        (folder / "call.json").write_text(json.dumps([function_path(function), arguments]))
+        with (folder / "output").open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, temporary],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**inherited, **path, **(environment or {})},
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                raise Failed(f"no answer within {seconds:.0f} s") from None
+            finally:
+                _end(process)
+        if code == 0 and (folder / "result.json").exists():
+            return json.loads((folder / "result.json").read_text())
+        raise Failed(_why(code, (folder / "output").read_text(errors="replace")))
+
+
+def patience() -> float:
+    """How many times as long things may take: processes that want to run for each core, from 1 to 10."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 1.0
+    return max(1.0, min(load / cores(), 10.0))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill it with all that it has started; one that waits for a dead file system is left to the kernel."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGKILL)
+    try:
+        process.wait(2)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def _why(code: int, output: str) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else f"ended with exit code {code}"
+
+
+def main() -> None:
+    """Call the function that the folder of the first argument names; its result goes to a file there."""
+    end_with_parent()
+    folder = Path(sys.argv[1])
+    path, arguments = json.loads((folder / "call.json").read_text())
+    result = function_at(path)(*arguments)
+    unfinished = folder / "result"
+    unfinished.write_text(json.dumps(result))
+    unfinished.rename(folder / "result.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""A report as one page of plain text, for a terminal or a bug report, and as JSON.
+
+    Processor
+      AMD EPYC        2 cores · 1 socket · avx2 avx512f avx512_bf16
+      usable          2 cores by affinity, no cgroup quota · load 0.4
+
+A page holds no name of a machine or user, no address and no path (`settings` says how).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+
+from kenotron.config.errors import counted
+from kenotron.doctor.facts import Facts, Finding, Report
+
+LABEL = 16
+GIB = 1 << 30
+DOT = " · "
+HARD_SPACE = "\u00a0"
+UNBROKEN = 40  # characters of a part that stays on one line
+SETTINGS_ALWAYS = ("OMP_NUM_THREADS",)
+SETTINGS_OF_GPUS = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE")
+
+Row = tuple[str, str]
+
+
+def as_json(report: Report) -> str:
+    """One JSON object with the fields of `Report`, indented."""
+    return json.dumps(asdict(report), indent=2, ensure_ascii=False)
+
+
+def page(report: Report, width: int = 100) -> Iterator[Row]:
+    """The lines of the page, each with its style: ``title``, ``error``, ``warning``, ``hint``, ``good`` or ``""``."""
+    right = f"{report.time}{DOT}{report.seconds:.0f} s"
+    yield "title", f"kenotron doctor{right:>{width - 15}}"
+    for title, rows in _sections(report.facts):
+        yield "", ""
+        yield "title", title
+        for label, text in rows:
+            yield from (("", line) for line in _row(label, text, width))
+    if report.self_tests:
+        yield "", ""
+        yield "title", "Self-test"
+        for test in report.self_tests:
+            style, verdict = ("good", f"passed{DOT}") if test.passed else ("error", "FAILED: ")
+            text = f"{verdict}{test.text}{DOT}{test.seconds:.0f} s"
+            yield from ((style, line) for line in _row(test.where, text, width))
+    yield "", ""
+    yield from _findings(report.findings, width)
+    yield verdict_of(report)
+
+
+def verdict_of(report: Report) -> Row:
+    """The last line: whether training works here, or what failed."""
+    failed = [f"the self-test on {test.where}" for test in report.self_tests if not test.passed]
+    failed += [finding.name for finding in report.findings if finding.severity == "error"]
+    if failed:
+        return "error", f"FAILED: {', '.join(failed)}."
+    if not report.self_tests:
+        return "good", "No error found. Nothing was measured, and no training tried (--quick)."
+    return "good", f"Training works here, on {_and([test.where for test in report.self_tests])}."
+
+
+def _and(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _row(label: str, text: str, width: int) -> list[str]:
+    """``  label   text``, wrapped below the text, between its parts where they are short."""
+    parts = [part.replace(" ", HARD_SPACE) if len(part) < UNBROKEN else part for part in re.split(r"( · |, )", text)]
+    joined = "".join(
+        part if part.strip(HARD_SPACE) not in ("·", ",") else part.rstrip(HARD_SPACE) + " " for part in parts
+    )
+    start = f"  {label:<{LABEL - 1}} "
+    lines = textwrap.wrap(
+        joined, width, initial_indent=start, subsequent_indent=" " * (LABEL + 2), break_on_hyphens=False
+    )
+    return [line.replace(HARD_SPACE, " ").rstrip(DOT) for line in lines] or [start.rstrip()]
+
+
+def _findings(findings: list[Finding], width: int) -> Iterator[Row]:
+    if not findings:
+        return
+    counts = Counter(finding.severity for finding in findings)
+    yield "title", f"Findings: {', '.join(counted(number, severity) for severity, number in counts.items())}"
+    for finding in findings:
+        yield finding.severity, f"  {finding.severity}: {finding.name}"
+        for line in textwrap.wrap(f"{finding.what}.", width - 4, break_on_hyphens=False):
+            yield "", f"    {line}"
+        for line in textwrap.wrap(f"→ {finding.do}", width - 4, subsequent_indent="  ", break_on_hyphens=False):
+            yield "", f"    {line}"
+    yield "", ""
+
+
+# ---- the sections --------------------------------------------------------------------------------------------
+
+
+def _sections(facts: Facts) -> list[tuple[str, list[Row]]]:
+    sections = [
+        ("Software", _software(facts)),
+        ("Processor and memory", [*_processor(facts), *_memory(facts)]),
+        ("Accelerators", _accelerators(facts)),
+        ("Disk and network", [*_disk(facts), *_network(facts)]),
+        ("Settings", _settings(facts)),
+        ("Ceilings", _ceilings(facts)),
+    ]
+    return [(title, rows) for title, rows in sections if rows]
+
+
+def _software(facts: Facts) -> list[Row]:
+    software, torch = facts.software, facts.torch
+    others = {name: version for name, version in software.packages.items() if name != "torch"}
+    compiler = software.compiler or "no C++ compiler"
+    return [
+        ("kenotron", software.kenotron),
+        ("python", DOT.join(part for part in (software.python, software.system, software.libc) if part)),
+        ("torch", _torch(facts)),
+        ("", _joined(f"{name} {version}" for name, version in others.items())),
+        ("torch.compile", f"{compiler}{DOT}Python.h {'found' if software.python_headers else 'missing'}"),
+        ("attention", f"scaled_dot_product_attention: {', '.join(torch.attention)}" if torch.attention else "unknown"),
+    ]
+
+
+def _torch(facts: Facts) -> str:
+    torch = facts.torch
+    if torch.problem is not None:
+        return f"{facts.software.packages.get('torch', '')} cannot be imported: {torch.problem}".strip()
+    built = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.rocm}" if torch.rocm else "the CPU"
+    parts = [f"{torch.version} for {built}", f"BLAS: {torch.blas}" + (", oneDNN" if torch.onednn else "")]
+    parts += [f"NCCL {torch.nccl}"] if torch.nccl else []
+    return DOT.join([*parts, f"{', '.join(torch.backends)} between ranks", f"imported in {torch.import_seconds:.1f} s"])
+
+
+def _processor(facts: Facts) -> list[Row]:
+    processor, torch = facts.processor, facts.torch
+    parts = [counted(processor.cores, "core")]
+    parts += [counted(processor.sockets, "socket")] if processor.sockets else []
+    parts += [counted(processor.numa_nodes, "NUMA node")] if processor.numa_nodes else []
+    parts += [" ".join(processor.instructions)] if processor.instructions else []
+    quota = f"cgroup quota {processor.quota:g}" if processor.quota is not None else "no cgroup quota"
+    load = f"{DOT}load {processor.load:.1f}" if processor.load is not None else ""
+    rows = [
+        ("processor", processor.name),
+        ("", DOT.join(parts)),
+        ("usable", f"{counted(processor.usable, 'core')}: {processor.allowed} by affinity, {quota}{load}"),
+    ]
+    if torch.threads:
+        bound = [
+            f"{name}={facts.settings[name]}" for name in ("OMP_PROC_BIND", "KMP_AFFINITY") if name in facts.settings
+        ]
+        rows.append(
+            (
+                "threads",
+                f"torch: {torch.threads} by {torch.threads_by}, {torch.cpu_capability} kernels{DOT}"
+                f"{' '.join(bound) or 'not bound to cores'}",
+            )
+        )
+    return rows
+
+
+def _memory(facts: Facts) -> list[Row]:
+    memory, limits = facts.memory, facts.limits
+    swap = f"swap {size(memory.swap_used)} of {size(memory.swap_total)} used" if memory.swap_total else "no swap"
+    limit = f"cgroup limit {size(memory.limit)}" if memory.limit else "no cgroup limit"
+    shm = f"/dev/shm {size(memory.shm_total)}" if memory.shm_total is not None else "no /dev/shm"
+    pages = f"{DOT}huge pages: {memory.huge_pages}" if memory.huge_pages else ""
+    files, processes = _count(limits.open_files), _count(limits.processes)
+    locked = "unlimited" if limits.locked_memory is None else size(limits.locked_memory)
+    return [
+        ("memory", f"{size(memory.available)} of {size(memory.total)} available{DOT}{limit}{DOT}{swap}"),
+        ("", f"{shm}{DOT}malloc: {memory.malloc}{pages}"),
+        ("limits", f"open files {files}{DOT}processes {processes}{DOT}locked memory {locked}"),
+    ]
+
+
+def _accelerators(facts: Facts) -> list[Row]:
+    torch, nvidia = facts.torch, facts.nvidia
+    rows = []
+    if nvidia.problem:
+        rows.append(("driver", nvidia.problem))
+    if nvidia.driver:
+        rows.append(("driver", f"NVIDIA {nvidia.driver}, CUDA {nvidia.cuda} at most"))
+    for number, gpu in enumerate(torch.accelerators):
+        free = f"{size(gpu.memory_free)} of {size(gpu.memory_total)} free"
+        rows.append(
+            (f"GPU {number}", DOT.join([gpu.name, free, f"capability {gpu.capability}", *_electric(facts, number)]))
+        )
+    rows += [("links" if not number else "", text) for number, text in enumerate(_links(facts))]
+    if not torch.accelerators:
+        there = f"; the driver has {counted(len(nvidia.gpus), 'GPU')}: {nvidia.gpus[0].name}" if nvidia.gpus else ""
+        rows.append(("none", f"{torch.accelerators_problem or 'runs are on the CPU'}{there}"))
+    return rows
+
+
+def _electric(facts: Facts, number: int) -> list[str]:
+    """Power and PCIe of a GPU; only where torch and the driver count the same ones."""
+    if len(facts.nvidia.gpus) != len(facts.torch.accelerators):
+        return []
+    gpu = facts.nvidia.gpus[number]
+    parts = [f"{gpu.power_limit:.0f} W"] if gpu.power_limit is not None else []
+    return parts + ([f"PCIe x{gpu.pcie_width}"] if gpu.pcie_width is not None else [])
+
+
+def _links(facts: Facts) -> list[str]:
+    if facts.nvidia.links:
+        width = max(len(link) for row in facts.nvidia.links for link in row)
+        return [" ".join(f"{link:<{width}}" for link in row).rstrip() for row in facts.nvidia.links]
+    peers = facts.torch.peers
+    if not peers:
+        return []
+    reached = sum(sum(row) for row in peers) - len(peers)
+    return [f"{reached} of {len(peers) * (len(peers) - 1)} pairs read each other's memory"]
+
+
+def _disk(facts: Facts) -> list[Row]:
+    disk = facts.disk
+    if not disk.total:
+        return []
+    files = f"{DOT}{disk.files_free:,} more files" if disk.files_free is not None else ""
+    skew = f"{DOT}clock off by {disk.clock_skew:+.1f} s" if abs(disk.clock_skew or 0.0) >= 0.1 else ""
+    rows = [("folder", f"{disk.filesystem or 'unknown'}{DOT}{size(disk.free)} of {size(disk.total)} free{files}{skew}")]
+    measured = [speed for speed in facts.speeds if speed.where == "folder"]
+    if measured:
+        rows.append(("", _speeds(facts, "folder")))
+    return rows
+
+
+def _network(facts: Facts) -> list[Row]:
+    network = facts.network
+    rows = []
+    for number, each in enumerate(network.interfaces):
+        speed = f"{DOT}{each.megabits / 1000:g} Gbit/s" if each.megabits else ""
+        rows.append(
+            ("network" if not number else "", f"{each.name}{speed}" + (f"{DOT}MTU {each.mtu}" if each.mtu else ""))
+        )
+    for number, port in enumerate(network.infiniband):
+        state = "active" if port.active else "not active"
+        rows.append(("infiniband" if not number else "", f"{port.name}{DOT}{state}{DOT}{port.rate}"))
+    return rows
+
+
+def _settings(facts: Facts) -> list[Row]:
+    usual = [*SETTINGS_ALWAYS, *(SETTINGS_OF_GPUS if facts.torch.cuda else ())]
+    rows = [(name, value) for name, value in facts.settings.items()]
+    unset = [name for name in usual if name not in facts.settings]
+    text = [f"{name}={value}" for name, value in rows]
+    return [("set", _joined(text) or "nothing"), *([("not set", _joined(unset))] if unset else [])]
+
+
+def _ceilings(facts: Facts) -> list[Row]:
+    places = list(dict.fromkeys(speed.where for speed in facts.speeds if speed.where != "folder"))
+    return [(where, _speeds(facts, where)) for where in places]
+
+
+def _speeds(facts: Facts, where: str) -> str:
+    parts = []
+    for speed in facts.speeds:
+        if speed.where == where:
+            value = f"failed: {speed.problem}" if speed.value is None else rate(speed.value, speed.unit)
+            parts.append(f"{speed.what} {value}")
+    problems = {speed.problem for speed in facts.speeds if speed.where == where}
+    if len(problems) == 1 and None not in problems:  # one process measures all; its failure is said once
+        return f"failed: {problems.pop()}"
+    return DOT.join(parts)
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------
+
+
+def size(number: int) -> str:
+    """``23.5 GiB``, ``64 MiB``, ``8 KiB``."""
+    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB")):
+        if number >= unit:
+            return f"{number / unit:.1f} {name}" if unit == GIB else f"{number / unit:.0f} {name}"
+    return f"{number / 1024:.0f} KiB"
+
+
+def rate(value: float, unit: str) -> str:
+    """``192 GFLOP/s``, ``14.2 GB/s``, ``9.9 ms``."""
+    if unit == "s":
+        return f"{value * 1e3:.1f} ms"
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value:.0f} {unit}"
+
+
+def _count(limit: int | None) -> str:
+    return "unlimited" if limit is None else f"{limit:,}"
+
+
+def _joined(parts: Iterable[str]) -> str:
+    return ", ".join(parts)

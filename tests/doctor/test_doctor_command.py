@@ -1,0 +1,162 @@
+"""`kenotron doctor`: the page, the JSON object and the exit code."""
+
+from __future__ import annotations
+
+import json
+import resource
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from doctor.test_rules import LAPTOP, SERVER
+from kenotron import doctor
+from kenotron.cli import main
+from kenotron.doctor.facts import Facts, Report, SelfTest, Speed, Torch
+from kenotron.doctor.report import as_json, page
+from kenotron.doctor.rules import findings
+from support.tiny_run import command
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, *capsys.readouterr()
+
+
+def report_of(facts: Facts, *tests: SelfTest) -> Report:
+    return Report(1, "2026-11-23 12:00 UTC", 31.0, all(test.passed for test in tests), facts, findings(facts), [*tests])
+
+
+def shown(report: Report, width: int = 100) -> str:
+    return "\n".join(text for _, text in page(report, width))
+
+
+@pytest.fixture
+def torch_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "call_limited", lambda function, **options: function())
+
+
+@pytest.mark.usefixtures("torch_in_this_process")
+def test_the_json_object_has_every_field_of_a_report_and_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text, error = call(capsys, "--quick", "--json", "--folder", str(tmp_path))
+    report = TypeAdapter(Report).validate_json(text, strict=True)
+    assert json.loads(as_json(report)) == json.loads(text)  # a key that is no field would be lost on the way
+    assert (report.version, report.self_tests, report.facts.speeds, error) == (1, [], [], "")
+    assert code == (0 if report.passed else 1)
+    assert report.facts.torch.version
+    assert 0 < report.facts.memory.available <= report.facts.memory.total
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("torch_in_this_process")
+def test_a_torch_that_cannot_be_imported_is_the_page_s_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(function: Any, **options: Any) -> dict[str, Any]:
+        raise doctor.Failed("was killed by SIGILL")
+
+    monkeypatch.setattr(doctor, "call_limited", broken)
+    code, text, _ = call(capsys, "--quick", "--folder", str(tmp_path))
+    assert code == 1
+    assert "importing torch fails: was killed by SIGILL" in text
+    assert text.endswith("FAILED: torch-does-not-import.\n")
+
+
+def test_a_folder_that_is_not_there_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = call(capsys, "--folder", "no/such/folder")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "--folder" in error
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("facts", [SERVER, LAPTOP, Facts(torch=Torch(problem="OSError: " + "libcudart " * 30))])
+def test_no_line_of_the_page_is_wider_than_the_terminal(facts: Facts, width: int) -> None:
+    facts = replace(facts, settings={"OMP_NUM_THREADS": "1", "NCCL_P2P_DISABLE": "1"})
+    text = shown(report_of(facts, SelfTest("cpu", False, 3.0, "no answer within 90 s " * 9)), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "\u00a0" not in text
+
+
+def test_the_page_says_what_failed_and_where() -> None:
+    speeds = [
+        Speed("matmul float32", "cpu", None, "FLOP/s", "no answer within 45 s"),
+        Speed("copy", "cuda:0", 2e12, "B/s"),
+    ]
+    tests = SelfTest("cpu", True, 9.0, "equal"), SelfTest("cuda:1", False, 3.0, "step 6: lm_loss differs")
+    text = shown(report_of(replace(SERVER, speeds=speeds), *tests))
+    assert text.endswith("FAILED: the self-test on cuda:1.")
+    assert "FAILED: step 6: lm_loss differs" in text
+    assert "failed: no answer within 45 s" in text
+    assert "copy 2 TB/s" in text
+    assert "X    NV18" in text
+    assert shown(report_of(SERVER, tests[0])).endswith("Training works here, on cpu.")
+
+
+def test_every_gpu_is_measured_and_tested_alone_and_then_all_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two GPUs made up: what would be called where."""
+    calls = []
+
+    def call(function: Any, *arguments: Any, seconds: float, environment: dict[str, str] | None = None) -> Any:
+        if function.__name__ == "describe_torch":
+            return asdict(SERVER.torch)
+        if function.__name__ == "measure_disk":
+            return {"write": 1e9, "read": 1e9, "fsync": 0.001, "clock skew": 0.0}
+        device = {"measure_device": arguments[0], "train_on_ranks": arguments[-1]}.get(function.__name__, "")
+        calls.append((function.__name__, device, environment))
+        if function.__name__ == "measure_device":
+            return {"matmul float32": 5e13, "matmul bfloat16": 7e14, "copy": 2.5e12}
+        lines = write_run(Path(arguments[0]))
+        return lines if function.__name__ == "train" else {"lines": lines, "all-reduce": 3e11}
+
+    for module in (doctor, doctor.ceilings, doctor.self_test):
+        monkeypatch.setattr(module, "call_limited", call)
+    monkeypatch.setattr("kenotron.doctor.environment.processor", lambda: SERVER.processor)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    report = doctor.examine(tmp_path)
+    assert [(test.where, test.passed) for test in report.self_tests] == [
+        ("cpu", True),
+        ("cuda:0", True),
+        ("cuda:1", True),
+        ("2 ranks (gloo)", True),
+        ("2 GPUs (nccl)", True),
+    ]
+    on_cpu, first, second = {"KENOTRON_DEVICE": "cpu"}, {"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}
+    wanted = [("measure_device", "cpu", on_cpu), ("measure_device", "cuda", first), ("measure_device", "cuda", second)]
+    wanted += [("train", "", environment) for environment in (on_cpu, first, second) for _ in range(2)]
+    wanted += [("train_on_ranks", 2, on_cpu), ("train_on_ranks", 2, {})]
+    assert sorted(map(str, calls)) == sorted(map(str, wanted))
+    assert report.facts.speed("all-reduce", "2 GPUs (nccl)") == 3e11
+    assert report.facts.speed("matmul bfloat16", "cuda:1") == 7e14
+
+
+def write_run(folder: Path) -> list[dict[str, Any]]:
+    """What a run leaves in `folder`, with the losses that are right; returns the lines of its metrics."""
+    losses = {1: doctor.self_test.FIRST_LOSS, doctor.self_test.STEPS: doctor.self_test.LAST_LOSS}
+    steps = range(1, doctor.self_test.STEPS + 1)
+    lines = [{"iteration": step, "lm_loss": losses.get(step, 5.6), "grad_norm": 1.0} for step in steps]
+    (folder / "checkpoints" / str(doctor.self_test.SAVED)).mkdir(parents=True, exist_ok=True)
+    (folder / "logs" / "doctor").mkdir(parents=True)
+    (folder / "logs" / "doctor" / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return lines
+
+
+@pytest.mark.slow
+def test_the_whole_of_it_passes_here_in_a_minute_on_two_cores(tmp_path: Path) -> None:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = command("doctor", "--json", "--folder", str(tmp_path), folder=tmp_path, timeout=900)
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    report = TypeAdapter(Report).validate_json(done.stdout, strict=True)
+    assert (done.returncode, report.passed) == (0, True), done.stdout
+    assert report.self_tests[0].where == "cpu"
+    assert all(speed.value for speed in report.facts.speeds)
+    # A minute of processor time is at most a minute of an idle machine, whatever else this one does.
+    assert now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime <= 60
+    assert list(tmp_path.iterdir()) == []

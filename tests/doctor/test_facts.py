@@ -1,0 +1,123 @@
+"""Where facts come from: nvidia-smi's tables, settings without anything private, /proc, processes with a limit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from kenotron.doctor import environment
+from kenotron.doctor.limited import Failed, call_limited
+from kenotron.doctor.nvidia import gpus_of, links_of, versions_of
+from kenotron.doctor.settings import settings
+
+HEAD = """\
+| NVIDIA-SMI 550.54.15              Driver Version: 550.54.15      CUDA Version: 12.4     |
+|-----------------------------------------+------------------------+----------------------+
+"""
+GPUS = """\
+NVIDIA H100 80GB HBM3, 81559, 4, Enabled, 650.00, 700.00, 2, 16, 16, Disabled
+NVIDIA GeForce RTX 4090, 24564, 1024, Disabled, 450.00, 450.00, [N/A], 8, 16, [N/A]
+"""
+TOPOLOGY = (
+    "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
+    "GPU0\t X \tNV18\tSYS\tPXB\t0-47\t0\t\tN/A\n"
+    "GPU1\tNV18\t X \tSYS\tPXB\t0-47\t0\t\tN/A\n"
+    "GPU2\tSYS\tSYS\t X \tSYS\t48-95\t1\t\tN/A\n"
+    "NIC0\tPXB\tPXB\tSYS\t X \t\t\t\t\n\n"
+    "Legend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe\n"
+)
+
+
+def test_what_nvidia_smi_prints_is_read() -> None:
+    assert versions_of(HEAD) == ("550.54.15", "12.4")
+    hopper, gaming = gpus_of(GPUS)
+    assert (hopper.name, hopper.memory_total, hopper.memory_used) == ("NVIDIA H100 80GB HBM3", 81559 << 20, 4 << 20)
+    assert (hopper.persistence, hopper.power_limit, hopper.power_default, hopper.uncorrected_errors) == (
+        True,
+        650,
+        700,
+        2,
+    )
+    assert (gaming.persistence, gaming.uncorrected_errors, gaming.pcie_width, gaming.mig) == (False, None, 8, False)
+    assert links_of(TOPOLOGY) == [["X", "NV18", "SYS"], ["NV18", "X", "SYS"], ["SYS", "SYS", "X"]]
+
+
+def test_settings_show_nothing_private() -> None:
+    found = settings(
+        {
+            "NCCL_DEBUG": "WARN",
+            "HF_TOKEN": "hf_secret",
+            "KENOTRON_API_KEY": "secret",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "USER": "ada",
+            "HOSTNAME": "ada-laptop",
+            "KENOTRON_CACHE": "/home/ada/cache",
+            "TORCH_HOME": "~/torch",
+            "CUDA_PATH": "C:\\Users\\ada",
+            "NCCL_COMM_ID": "ada-laptop:4000",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "UCX_NET": "10.0.0.7",
+            "LD_PRELOAD": "/home/ada/lib/libjemalloc.so.2",
+            "NCCL_LONG": "x" * 500,
+        }
+    )
+    assert found == {
+        "NCCL_DEBUG": "WARN",
+        "KENOTRON_CACHE": "(a path)",
+        "TORCH_HOME": "(a path)",
+        "CUDA_PATH": "(a path)",
+        "NCCL_COMM_ID": "(an address)",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "UCX_NET": "(an address)",
+        "LD_PRELOAD": "libjemalloc.so.2",
+        "NCCL_LONG": "x" * 120 + "…",
+    }
+
+
+def test_facts_of_this_machine_agree_with_other_sources() -> None:
+    memory, processor = environment.memory(), environment.processor()
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert memory.total == pytest.approx(physical, rel=0.01)
+    assert 0 < memory.available <= memory.total
+    assert 1 <= processor.usable <= processor.allowed <= processor.cores == os.cpu_count()
+
+
+def slept(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def dies(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def raises() -> None:
+    raise ImportError("libcudart.so.13: cannot open shared object file")
+
+
+def ranks_of(environment: list[str]) -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in environment}
+
+
+def test_what_hangs_crashes_or_raises_elsewhere_is_one_line_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kenotron.doctor.limited.patience", lambda: 1.0)
+    started = time.monotonic()
+    with pytest.raises(Failed, match=r"^no answer within 1 s$"):
+        call_limited(slept, 600, seconds=1)
+    assert time.monotonic() - started < 60
+    monkeypatch.setattr("kenotron.doctor.limited.patience", lambda: 10.0)
+    with pytest.raises(Failed, match=r"^was killed by SIGILL$"):
+        call_limited(dies, signal.SIGILL, seconds=60)
+    with pytest.raises(Failed, match=r"^ImportError: libcudart\.so\.13"):
+        call_limited(raises, seconds=60)
+
+
+def test_a_job_s_ranks_are_not_those_of_what_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    found = call_limited(
+        ranks_of, ["RANK", "SLURM_PROCID", "OMP_NUM_THREADS"], seconds=60, environment={"OMP_NUM_THREADS": "2"}
+    )
+    assert found == {"RANK": None, "SLURM_PROCID": None, "OMP_NUM_THREADS": "2"}

@@ -1,0 +1,221 @@
+"""Facts in, findings out: every rule finds what it is for, and nothing on machines that are fine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kenotron.doctor import Facts
+from kenotron.doctor.facts import (
+    Accelerator,
+    Disk,
+    InfinibandPort,
+    Interface,
+    Limits,
+    Memory,
+    Network,
+    Nvidia,
+    NvidiaGpu,
+    Processor,
+    Software,
+    Speed,
+    Torch,
+)
+from kenotron.doctor.rules import RULES, findings, name_of
+from support.tiny_run import REPOSITORY
+
+GIB = 1 << 30
+HOPPER = Accelerator("NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB, "9.0")
+SMI = NvidiaGpu("NVIDIA H100 80GB HBM3", 80 * GIB, 0, True, 700.0, 700.0, 0, 16, 16)
+
+SERVER = Facts(
+    software=Software(
+        kenotron="0.1.0",
+        python="3.12.4",
+        system="Linux 6.8.0 x86_64",
+        packages={"torch": "2.13.0+cu130", "triton": "3.7.1"},
+        triton_wanted="3.7.1",
+        compiler="g++",
+        python_headers=True,
+    ),
+    torch=Torch(
+        version="2.13.0+cu130",
+        import_seconds=2.0,
+        cuda="13.0",
+        architectures=["sm_80", "sm_90", "sm_100", "compute_120"],
+        onednn=True,
+        threads=64,
+        backends=["gloo", "nccl"],
+        accelerators=[HOPPER, HOPPER],
+        peers=[[True, True], [True, True]],
+    ),
+    processor=Processor("Xeon", cores=64, allowed=64, load=0.5, instructions=["avx512f"]),
+    memory=Memory(total=512 * GIB, available=500 * GIB, shm_total=256 * GIB, shm_free=256 * GIB),
+    nvidia=Nvidia(driver="580.65", cuda="13.0", gpus=[SMI, SMI], links=[["X", "NV18"], ["NV18", "X"]]),
+    network=Network([Interface("eth0", 100_000, 9000)], [InfinibandPort("mlx5_0:1", True, "400 Gb/sec")], "address"),
+    disk=Disk("ext4", 1000 * GIB, 500 * GIB, 10_000_000, 0.0),
+    limits=Limits(open_files=65536, processes=None, locked_memory=None),
+    settings={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    speeds=[Speed("write", "folder", 1e9, "B/s"), Speed("fsync", "folder", 0.001, "s")],
+)
+LAPTOP = Facts(
+    software=replace(SERVER.software, packages={"torch": "2.13.0+cpu"}, triton_wanted=None),
+    torch=Torch(version="2.13.0+cpu", import_seconds=2.0, onednn=True, threads=8, backends=["gloo"]),
+    processor=Processor("Ryzen", cores=8, allowed=8, load=0.5),
+    memory=Memory(total=16 * GIB, available=9 * GIB, shm_total=8 * GIB),
+    network=Network([Interface("wlan0")], [], "address"),
+    disk=SERVER.disk,
+    limits=SERVER.limits,
+    speeds=[Speed("matmul float32", "cpu", 2e11, "FLOP/s"), Speed("matmul bfloat16", "cpu", 2e11, "FLOP/s")],
+)
+
+
+def server(section: str, **fields: Any) -> Facts:
+    return replace(SERVER, **{section: replace(getattr(SERVER, section), **fields)})
+
+
+def laptop(section: str, **fields: Any) -> Facts:
+    return replace(LAPTOP, **{section: replace(getattr(LAPTOP, section), **fields)})
+
+
+def with_settings(facts: Facts, **settings: str) -> Facts:
+    return replace(facts, settings={**facts.settings, **settings})
+
+
+def with_speed(what: str, where: str, value: float | None, problem: str | None = None) -> Facts:
+    others = [speed for speed in LAPTOP.speeds if speed.what != what]
+    return replace(LAPTOP, speeds=[*others, Speed(what, where, value, "", problem)])
+
+
+def gpu(**fields: Any) -> Facts:
+    """The server, its second GPU changed as torch sees it."""
+    return server("torch", accelerators=[HOPPER, replace(HOPPER, **fields)])
+
+
+def smi(**fields: Any) -> Facts:
+    """The server, its second GPU changed as nvidia-smi sees it."""
+    return server("nvidia", gpus=[SMI, replace(SMI, **fields)])
+
+
+# Each machine has one thing wrong: the rule's name, the machine, what the line must contain.
+WRONG = [
+    ("torch-does-not-import", Facts(torch=Torch(problem="OSError: libcudart.so.13")), "libcudart.so.13"),
+    ("requirement-not-met", server("software", unmet=["transformers>=4.56 (found 4.40)"]), "transformers>=4.56"),
+    ("torch-nightly", server("torch", version="2.13.0.dev20261120+cu130"), "2.13.0.dev20261120"),
+    ("torch-newer-than-tested", laptop("torch", version="2.14.0"), "2.14.0"),
+    ("triton-mismatch", server("software", packages={"triton": "3.9.0"}), "built for 3.7.1"),
+    ("triton-missing", server("software", packages={}), "model.compile"),
+    ("no-compiler", laptop("software", compiler=None), "C++ compiler"),
+    ("no-compiler", laptop("software", python_headers=False), "Python.h"),
+    ("slow-import", server("torch", import_seconds=70.0), "70 s"),
+    ("machine-busy", server("processor", load=130.0), "load 130.0 on 64 cores"),
+    ("old-kernel", server("software", system="Linux 4.18.0-553.el8 x86_64"), "4.18.0"),
+    ("settings-for-debugging", with_settings(SERVER, TORCH_DISTRIBUTED_DEBUG="DETAIL"), "TORCH_DISTRIBUTED_DEBUG"),
+    ("float32-rounded", with_settings(SERVER, NVIDIA_TF32_OVERRIDE="1"), "NVIDIA_TF32_OVERRIDE"),
+    ("torch-built-for-cpu", replace(LAPTOP, nvidia=SERVER.nvidia), "2 GPUs"),
+    ("driver-too-old", server("nvidia", cuda="12.4", driver="550.54"), "CUDA 12.4"),
+    ("gpus-not-seen", server("torch", accelerators=[], accelerators_problem="CUDA unknown error"), "unknown error"),
+    ("gpus-hidden", with_settings(server("torch", accelerators=[HOPPER]), CUDA_VISIBLE_DEVICES="1"), "1 of 2"),
+    ("nvidia-smi-fails", server("nvidia", problem="nvidia-smi gave no answer", gpus=[], links=[]), "no answer"),
+    ("gpu-not-in-this-torch", server("torch", architectures=["sm_70", "sm_80"]), "9.0"),
+    ("no-bfloat16", server("torch", accelerators=[replace(HOPPER, capability="7.5")], architectures=[]), "H100"),
+    ("gpu-memory-taken", gpu(memory_free=40 * GIB), "40.0 of 80.0 GiB of GPU 1"),
+    ("no-peer-access", server("torch", peers=[[True, False], [False, True]]), "GPUs 0 and 1"),
+    ("links-over-the-host", server("nvidia", links=[["X", "SYS"], ["SYS", "X"]]), "SYS"),
+    ("memory-errors", smi(uncorrected_errors=3), "GPU 1 had 3"),
+    ("persistence-off", smi(persistence=False), "persistence"),
+    ("power-capped", smi(power_limit=450.0), "450 W of the usual 700"),
+    ("narrow-pcie", smi(pcie_width=4), "4 of 16"),
+    ("mig-on", smi(mig=True), "MIG"),
+    ("fragmenting-allocator", replace(SERVER, settings={}), "fragmentation"),
+    ("one-connection", with_settings(SERVER, CUDA_DEVICE_MAX_CONNECTIONS="1"), "FSDP"),
+    ("cores-unused", with_settings(laptop("torch", threads=1), OMP_NUM_THREADS="1"), "1 of 8 cores because of OMP_NUM"),
+    ("too-many-threads", laptop("processor", quota=2.0), "quota of 2 allows 2 cores"),
+    ("too-many-threads", laptop("processor", allowed=4), "affinity allows 4 cores"),
+    ("threads-bound", with_settings(LAPTOP, OMP_PROC_BIND="close"), "OMP_PROC_BIND=close"),
+    ("instructions-limited", with_settings(LAPTOP, ONEDNN_MAX_CPU_ISA="AVX2"), "ONEDNN_MAX_CPU_ISA=AVX2"),
+    ("no-onednn", laptop("torch", onednn=False), "oneDNN"),
+    ("bfloat16-is-faster", with_speed("matmul bfloat16", "cpu", 4.4e11), "2.2 times"),
+    ("float32-is-faster", with_speed("matmul bfloat16", "cpu", 0.5e11), "4.0 times"),
+    ("little-memory", laptop("memory", available=GIB, limit=4 * GIB), "1.0 GiB of memory are free of the cgroup's 4.0"),
+    ("swap-in-use", laptop("memory", swap_total=8 * GIB, swap_used=3 * GIB), "3.0 GiB"),
+    ("small-shm", server("memory", shm_total=64 << 20), "64 MiB"),
+    ("folder-not-writable", with_speed("write", "folder", None, "PermissionError: denied"), "PermissionError"),
+    ("disk-full", server("disk", free=10 << 20), "10 MiB"),
+    ("disk-full", server("disk", files_free=3), "no more files"),
+    ("disk-almost-full", server("disk", free=3 * GIB), "268M parameters"),
+    ("folder-in-memory", server("disk", filesystem="tmpfs"), "tmpfs"),
+    ("folder-in-container", server("disk", filesystem="overlay"), "container"),
+    ("slow-disk", with_speed("write", "folder", 20e6), "takes 10 minutes"),
+    ("slow-fsync", with_speed("fsync", "folder", 1.5), "1.5 s"),
+    ("clock-skew", server("disk", clock_skew=-30.0), "30 s behind"),
+    ("few-open-files", server("limits", open_files=1024), "1024"),
+    ("infiniband-disabled", with_settings(SERVER, NCCL_IB_DISABLE="1"), "mlx5_0:1"),
+    ("infiniband-down", server("network", infiniband=[InfinibandPort("mlx5_0:1", False, "")]), "mlx5_0:1"),
+    ("locked-memory-limited", server("limits", locked_memory=64 << 10), "64 KiB"),
+    ("gpus-kept-apart", with_settings(SERVER, NCCL_P2P_DISABLE="1"), "main memory"),
+    ("errors-not-handled", with_settings(SERVER, TORCH_NCCL_ASYNC_ERROR_HANDLING="0"), "forever"),
+    ("no-such-interface", with_settings(SERVER, NCCL_SOCKET_IFNAME="ib"), "there are eth0"),
+    ("no-such-interface", with_settings(SERVER, GLOO_SOCKET_IFNAME="eth"), "there are eth0"),
+    ("own-name-unknown", laptop("network", own_name="loopback"), "loopback"),
+]
+
+
+@pytest.mark.parametrize("facts", [SERVER, LAPTOP, Facts()], ids=["server", "laptop", "unknown"])
+def test_nothing_is_found_on_a_machine_that_is_fine(facts: Facts) -> None:
+    assert findings(facts) == []
+
+
+@pytest.mark.parametrize(("name", "facts", "says"), WRONG, ids=[f"{n}-{name}" for n, (name, _, _) in enumerate(WRONG)])
+def test_what_is_wrong_is_found_by_name_and_nothing_else(name: str, facts: Facts, says: str) -> None:
+    found = findings(facts)
+    assert [finding.name for finding in found] == [name]
+    assert says in found[0].what
+    assert found[0].do
+
+
+def test_every_rule_has_a_machine_that_it_is_for_and_a_place_in_the_docs() -> None:
+    names = {name_of(rule) for rule in RULES}
+    assert names == {name for name, _, _ in WRONG}
+    assert {name for name in names if f"`{name}`" not in (REPOSITORY / "docs" / "doctor.md").read_text()} == set()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"OMP_PROC_BIND": "false"},
+        {"KMP_AFFINITY": "granularity=fine,none"},
+        {"ONEDNN_MAX_CPU_ISA": "DEFAULT"},
+        {"NCCL_DEBUG": "WARN"},
+        {"NCCL_SOCKET_IFNAME": "eth"},  # a prefix
+        {"NCCL_SOCKET_IFNAME": "^docker,lo"},
+        {"GLOO_SOCKET_IFNAME": "lo"},
+        {"NCCL_ASYNC_ERROR_HANDLING": "1"},
+    ],
+)
+def test_settings_that_are_fine_are_not_blamed(settings: dict[str, str]) -> None:
+    assert findings(with_settings(SERVER, **settings)) == []
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "runs"),
+    [
+        (["sm_80"], "8.6", True),  # machine code runs on later minor versions
+        (["sm_86"], "8.0", False),
+        (["sm_80"], "9.0", False),
+        (["compute_80"], "12.0", True),  # PTX is compiled for what comes
+        (["sm_90a"], "9.0", True),
+        (["sm_120"], "12.0", True),
+    ],
+)
+def test_gpus_need_code_of_their_major_version_or_ptx(architectures: list[str], capability: str, runs: bool) -> None:
+    facts = server("torch", architectures=architectures, accelerators=[replace(HOPPER, capability=capability)] * 2)
+    assert ([finding.name for finding in findings(facts)] == []) == runs
+
+
+def test_the_gravest_finding_comes_first() -> None:
+    facts = with_settings(server("disk", free=10 << 20), NCCL_IB_DISABLE="1")
+    facts = replace(facts, nvidia=smi(persistence=False).nvidia)
+    assert [finding.severity for finding in findings(facts)] == ["error", "warning", "hint"]
