@@ -170,14 +170,6 @@ def test_a_key_that_is_repeated_elsewhere_is_an_error(write: Callable[[str], Pat
         load(path)
 
 
-def test_an_attention_implementation_is_said_to_choose_nothing(minimal: dict[str, Any]) -> None:
-    lines: list[str] = []
-    override = "model.model_config._attn_implementation=sdpa"
-    load(minimal, [override], report=lines.append)
-    said = "model.model_config._attn_implementation: sdpa chooses nothing yet: attention takes the fastest path"
-    assert [line.split(" that it finds")[0] for line in lines] == [f"override {override}: {said}"]
-
-
 def test_kenotrons_lighteval_keys_are_refused_by_name(minimal: dict[str, Any]) -> None:
     minimal["lighteval"] = {"slurm_template": "t.jinja", "generation": {"greedy": {"sampler": "GREEDY", "seed": None}}}
     with pytest.raises(NotSupportedYet, match=r"^not supported yet: lighteval$"):

@@ -52,6 +52,14 @@ MUTANTS = [
         tests=("kernels/test_experts.py::test_dropped_slots_add_nothing_and_get_no_gradient",),
     ),
     Mutant(
+        name="flash-attentions-window-one-token-too-wide",
+        file="kernels/attentions/packed.py",
+        find="else window - 1",
+        replace="else window",
+        why="its windows count the keys on the left of the query, a model's counts the query: GPUs see a token more",
+        tests=("kernels/test_attention_functions.py::test_functions_equal_the_definition",),
+    ),
+    Mutant(
         name="loads-of-the-batch-before-are-not-saved",
         file="observers/expert_load.py",
         find="mixture.previous_load.copy_(self.previous_load[layer])",

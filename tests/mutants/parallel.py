@@ -218,8 +218,8 @@ MUTANTS = [
     Mutant(
         name="ulysses-forgets-the-window",
         file="parallel/context.py",
-        find="Borders(cu_seqlens), scale=scale, window=window)\n    back",
-        replace="Borders(cu_seqlens), scale=scale)\n    back",
+        find="local(q, k, v, borders, scale=scale, window=window)\n    back",
+        replace="local(q, k, v, borders, scale=scale)\n    back",
         why="a sliding window holds in one process, and ranks that share sequences look back on everything",
         tests=(f"{FAMILIES}[mistral-2-cp=2 method=ulysses]",),
     ),

@@ -99,6 +99,11 @@ def messages(o: Outcome) -> Any:
     return [" ".join(line.split()[:3]) for line in lines[start:] if line.startswith(kinds)]
 
 
+def attention(o: Outcome) -> Any:
+    """What it said of its attention; test_attention_functions.py shows what the functions compute."""
+    return [line.split("Attention: ")[1] for line in o.said.splitlines() if "Attention: " in line]
+
+
 def engine(o: Outcome) -> Any:
     """What saves, and what it works with: test_engines.py shows what comes of it."""
     names = ("most_bytes", "threads", "pin")
@@ -161,7 +166,6 @@ class Row:
 
 # Refused as not supported yet.
 REFUSED: dict[str, str] = {
-    "AttentionArchitecture._attn_implementation": "model.model_config._attn_implementation=flex_attention",
     **family_keys.REFUSED,
 }
 # Not in the schema, and refused by name.
@@ -300,6 +304,7 @@ ROWS: dict[str, Row] = {
     "DecoderArchitecture.hidden_act": Row(first_loss, ARCHITECTURE + "hidden_act=gelu"),
     "DecoderArchitecture.hidden_size": Row(first_loss, ARCHITECTURE + "hidden_size=32"),
     "AttentionArchitecture.intermediate_size": Row(first_loss, ARCHITECTURE + "intermediate_size=32"),
+    "AttentionArchitecture._attn_implementation": Row(attention, ARCHITECTURE + "_attn_implementation=eager"),
     "AttentionArchitecture.num_attention_heads": Row(first_loss, ARCHITECTURE + "num_attention_heads=2"),
     "DecoderArchitecture.num_hidden_layers": Row(first_loss, ARCHITECTURE + "num_hidden_layers=3"),
     "LlamaArchitecture.attention_bias": Row(initial_names, ARCHITECTURE + "attention_bias=true"),

@@ -24,10 +24,11 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from kenotron.config.errors import nearest
 from kenotron.config.section import EXPORT, OURS, Section, key, problem
 
-AttentionImplementation = Literal[
-    "flash_attention_2", "flex_attention", "sdpa", "ring_flash_triton", "ring", "llama3_ring_attention"
-]
-SERVED_ATTENTION = ("flash_attention_2", "sdpa")
+Ring = Literal["ring", "ring_flash_triton", "llama3_ring_attention"]
+Flash = Literal["flash_attention_2", "flash_attention_3", "flash_attention_4"]
+AttentionImplementation = Literal["auto", Flash, "flex_attention", "sdpa", "eager", Ring]
+# nanotron's names of attention over context-parallel ranks → `parallelism.context_parallel_method` here.
+RING_ATTENTION = {"ring": "ring", "ring_flash_triton": "ring", "llama3_ring_attention": "allgather"}
 
 # Names of Hugging Face's hidden_act, those that kernels.swiglu computes.
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "relu", "relu2")
@@ -206,7 +207,7 @@ class AttentionArchitecture(DecoderArchitecture):
         "Key and value heads, shared by groups of query heads; null: as many as query heads.", None, ge=1
     )
     attn_implementation: AttentionImplementation = key(
-        "Chooses nothing yet: with flash_attention_2 and with sdpa, attention takes the fastest path that it finds.",
+        "The attention function. auto and flash_attention_2: the fastest exact one on this device; the log names it.",
         "flash_attention_2",
         alias="_attn_implementation",
     )
@@ -278,9 +279,12 @@ class AttentionArchitecture(DecoderArchitecture):
                 )
 
     def unsupported(self) -> Iterator[str]:
-        """The same, and attention implementations."""
-        if self.attn_implementation not in SERVED_ATTENTION:
-            yield f"_attn_implementation: {self.attn_implementation}"
+        """The same, and what is a method of context parallelism here."""
+        if method := RING_ATTENTION.get(self.attn_implementation):
+            yield (
+                f"_attn_implementation: {self.attn_implementation} (leave it out and set "
+                f"parallelism.context_parallel_method: {method})"
+            )
         yield from super().unsupported()
 
 

@@ -15,12 +15,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from kenotron.config.config import Config
-from kenotron.config.dialects import at_line, upgrade
+from kenotron.config.dialects import upgrade
 from kenotron.config.document import Document, Keys, read
 from kenotron.config.dotted import find_beside
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.config.overrides import apply
-from kenotron.config.unserved import choices_without_effect, named, take_unserved
+from kenotron.config.unserved import named, take_unserved
 from kenotron.config.writing import to_dict
 
 
@@ -32,10 +32,9 @@ def load(
 ) -> Config:
     """The config of a YAML file, of a dict in the same schema or of another config, with `path=value` overrides on top.
 
-    `report` is called with one line for every key of an older form that was upgraded, and for every choice that has no
-    effect yet; by default they are logged as warnings. `%date` and `%jobid` in the run's name stay until
-    `fill_run_name`. Raises InputError with one line for everything that is wrong, NotSupportedYet for keys that ask
-    for what is not implemented.
+    `report` is called with one line for every key of an older form that was upgraded; by default they are logged as
+    warnings. `%date` and `%jobid` in the run's name stay until `fill_run_name`. Raises InputError with one line for
+    everything that is wrong, NotSupportedYet for keys that ask for what is not implemented.
     """
     say = report or logging.getLogger("kenotron").warning
     document = read(to_dict(source) if isinstance(source, Config) else source)
@@ -45,9 +44,6 @@ def load(
         say(line)
     for text in overrides:
         apply(document, text)
-    if not isinstance(source, Config):  # that has every key, whether somebody wrote it or not
-        for keys, text in choices_without_effect(document.data):
-            say(at_line(document, keys, text))
     if found := take_unserved(document.data):
         raise NotSupportedYet("; ".join(_with_line(document, keys, value) for keys, value in found))
     try:

@@ -12,8 +12,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kenotron.config.decoder import SERVED_ATTENTION
-
 # Key → the values that ask for nothing. Parents come after their children: what is left of them is nothing either.
 _OFF: dict[str, tuple[Any, ...]] = {
     "model.init_method.use_mup": (False,),
@@ -59,14 +57,6 @@ def take_unserved(data: dict[str, Any]) -> list[tuple[Keys, object]]:
     Listed keys that ask for nothing are taken out of `data`: the schema does not have them.
     """
     return [*_keys(data), *_values(data), *_urls(data)]
-
-
-def choices_without_effect(data: dict[str, Any]) -> Iterator[tuple[Keys, str]]:
-    """Keys of a config's plain `data` that are accepted with several values and mean the same with all of them."""
-    keys = ("model", "model_config", "_attn_implementation")
-    value = _at(data, keys)
-    if value in SERVED_ATTENTION[1:]:  # the first is the default, which every resolved config names
-        yield keys, f"{named(keys, value)} chooses nothing yet: attention takes the fastest path that it finds"
 
 
 def named(keys: Sequence[str | int], value: object) -> str:

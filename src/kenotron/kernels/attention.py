@@ -42,6 +42,12 @@ class Borders(NamedTuple):
     """Documents for a caller that has no context."""
 
     cu_seqlens: tuple[int, ...] | None
+    document_starts: Tensor | None = None
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether there are borders."""
+        return self.cu_seqlens is not None
 
 
 def attention(

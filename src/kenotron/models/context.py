@@ -81,6 +81,7 @@ class Context:
     positions: Tensor
     attention: AttentionFunction | Callable[..., Tensor]
     cu_seqlens: tuple[int, ...] | None = None
+    document_starts: Tensor | None = None  # the same on the device, int32, for kernels and compiled code
     sample_ids: Tensor | None = None
     loss_scale: float = 1.0
     sequence_scale: float = 0.0  # 1 / sequences of the global batch: for losses that are means over sequences

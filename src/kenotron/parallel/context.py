@@ -64,7 +64,7 @@ def shard(micro_batch: MicroBatch, mesh: Mesh, method: str) -> MicroBatch:
         ctx,
         shape=(sequences, length // mesh.degree("cp")),
         positions=here(ctx.positions),
-        attention=shared_attention(group, method),
+        attention=shared_attention(group, method, ctx.attention),
         sum_over_sequence=partial(all_reduce, group=group),
         passing=StatesOfRanks(group) if method in CONTIGUOUS_METHODS else None,
     )
@@ -88,18 +88,22 @@ def cut(x: Tensor, chunks: Chunks, dim: int = 1) -> Tensor:
     return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in chunks], dim)
 
 
-def shared_attention(group: dist.ProcessGroup, method: str) -> Callable[..., Tensor]:
-    """``ctx.attention`` for ranks of `group`. A compiled block has a graph break here: communication is not traced."""
+def shared_attention(
+    group: dist.ProcessGroup, method: str, local: Callable[..., Tensor] = attention
+) -> Callable[..., Tensor]:
+    """``ctx.attention`` for ranks of `group`; ulysses computes with `local`. A compiled block has a graph break here:
+    communication is not traced.
+    """
     attend = METHODS[method]
 
     def attention_of_the_whole(
         q: Tensor, k: Tensor, v: Tensor, ctx: Context, scale: float | None, window: int | None
     ) -> Tensor:
-        if window is None:
-            return attend(q, k, v, group, ctx.cu_seqlens, scale)
-        if attend is not ulysses_attention:
+        if attend is ulysses_attention:
+            return attend(q, k, v, group, ctx.cu_seqlens, scale, window, local, ctx.document_starts)
+        if window is not None:
             raise InputError(f"parallelism.context_parallel_method: a sliding window needs ulysses, found {method}")
-        return ulysses_attention(q, k, v, group, ctx.cu_seqlens, scale, window)
+        return attend(q, k, v, group, ctx.cu_seqlens, scale)
 
     def shared(
         q: Tensor,
@@ -108,7 +112,7 @@ def shared_attention(group: dist.ProcessGroup, method: str) -> Callable[..., Ten
         ctx: Context,
         layer: int = 0,
         scale: float | None = None,
-        window: int | None = None,
+        window: int | None = None
     ) -> Tensor:
         if torch.compiler.is_compiling():
             return torch.compiler.disable(attention_of_the_whole)(q, k, v, ctx, scale, window)
@@ -127,17 +131,20 @@ def ulysses_attention(
     group: Group,
     cu_seqlens: tuple[int, ...] | None = None,
     scale: float | None = None,
-    window: int | None = None,
+    window: int | None = None
+    local: Callable[..., Tensor] = attention,
+    document_starts: Tensor | None = None,
 ) -> Tensor:
     """Causal attention over sequences that the ranks of `group` share, by two all-to-alls.
 
     q ``[sequences, heads, local_length, head_dim]``; k, v the same with kv_heads, a divisor of heads. A rank holds the
     `cp_schedule.contiguous` part of every sequence; heads must be a multiple of the ranks. Key-value heads that the
-    ranks do not divide are repeated until they do: each rank gets what its query heads read. Returns q's shape. Without
-    a group this is `kernels.attention`.
+    ranks do not divide are repeated until they do: each rank gets what its query heads read. Returns q's shape. Each
+    rank computes with `local`, and without a group this is no more than that.
     """
+    borders = Borders(cu_seqlens, document_starts)
     if group is None or group.size() == 1:
-        return attention(q, k, v, Borders(cu_seqlens), scale=scale, window=window)
+        return local(q, k, v, borders, scale=scale, window=window)
     ranks, heads, kv_heads = group.size(), q.shape[1], k.shape[1]
     if heads % ranks:
         raise InputError(
@@ -153,7 +160,7 @@ def ulysses_attention(
         2, 3
     )  # the ranks' tokens side by side: [sequences, some heads, length, head_dim]
     q, k, v = whole.split([x.shape[2] for x in by_rank], dim=1)
-    out = attention(q, k, v, Borders(cu_seqlens), scale=scale, window=window)
+    out = local(q, k, v, borders, scale=scale, window=window)
     back = _AllToAll.apply(out.unflatten(2, (ranks, -1)).movedim(2, 0), group)
     return back.movedim(0, 1).flatten(1, 2)
 

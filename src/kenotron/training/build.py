@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kenotron.checkpoint.engine import find_engine
+from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
 from kenotron.data.stage_plan import check_paths
 from kenotron.kernels.bfloat16 import bfloat16_is_fast
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from kenotron.parallel.mesh import Mesh
 
 FROM_SCRATCH = Start()
+CHOOSE_ATTENTION = "kenotron.kernels.attentions.choice.attention_of_run"
 
 
 def build_run(
@@ -56,6 +58,10 @@ def build_run(
     check_paths(start.in_run_steps(config), min(start.step + 1, start.end(config)))
     load_loss(config.model.loss)
     engine_class = find_engine(config.checkpoints.checkpointing_engine)
+
+    attention, chosen = import_dotted(CHOOSE_ATTENTION, "_attn_implementation")(config, device)
+    if chosen:
+        logger.info("Attention: %s", chosen)
 
     log.building()
     with torch.device("meta"):
@@ -81,7 +87,9 @@ def build_run(
 
     data = open_data(config, start)
     engine = engine_class(config)
-    run = Run(config, mesh, device, skeleton, parts, optimizer, data, list(hooks), pipeline, start, engine=engine)
+    run = Run(
+        config, mesh, device, skeleton, parts, optimizer, data, list(hooks), pipeline, start, attention, engine=engine
+    )
     try:
         wait_for_all()
         restore(run, start)

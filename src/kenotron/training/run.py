@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from kenotron.kernels.attention import attention
 from kenotron.parallel.collectives import any_rank
 from kenotron.parallel.ranks import gather
 from kenotron.training.console import logger
@@ -58,6 +59,7 @@ class Run:
     hooks: list[Hook] = field(default_factory=list)
     pipeline: Pipeline | None = None  # with pp: runs the parts of all ranks as one model
     start: Start = Start()  # noqa: RUF009
+    attention: Callable[..., torch.Tensor] = attention  # `_attn_implementation`
     engine: Engine = field(kw_only=True)  # writes checkpoints
     step: int = 0
     stop_requested: str | None = None  # this rank's reason to stop

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kenotron.kernels.attention import attention
 from kenotron.models import Context, MicroBatch, named_parameters
 from kenotron.models.decoder import Decoder
 from kenotron.models.token_loss import TokenLoss, load_loss
@@ -153,11 +152,13 @@ def to_device(
         positions = torch.arange(length, device=device).repeat(sequences)
     else:
         positions = upload(batch.positions, device).flatten()
+    borders = None if batch.documents is None else document_borders(batch.documents)
     ctx = Context(
         shape=(sequences, length),
         positions=positions,
-        attention=attention,
-        cu_seqlens=None if batch.documents is None else document_borders(batch.documents),
+        attention=run.attention,
+        cu_seqlens=borders,
+        document_starts=None if borders is None else upload(borders, device).to(torch.int32),
         sample_ids=upload(batch.sample_ids, device).flatten(),
         loss_scale=loss_scale,
         sequence_scale=sequence_scale,

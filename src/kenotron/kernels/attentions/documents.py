@@ -1,0 +1,52 @@
+"""Document borders as tensors, made without waiting for the device.
+
+Two sequences of 4 tokens, the second of two documents:
+
+    cu_seqlens        (0, 4, 6, 8)              host integers, from the loader
+    starts            [0, 4, 6, 8]              int32 on the device: what varlen kernels read
+    numbers           [[1, 1, 1, 1],            a document's tokens share a number
+                       [2, 2, 3, 3]]
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, chain
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kenotron.kernels.attention import Documents, document_lengths
+
+
+class PackedDocuments(Documents, Protocol):
+    """What attention over packed documents reads of the models' context."""
+
+    @property
+    def document_starts(self) -> Tensor | None:
+        """The borders on the device, as `document_starts` makes them; None: not made yet."""
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether there are borders."""
+
+
+def document_starts(ctx: PackedDocuments, sequences: int, length: int, device: torch.device) -> Tensor:
+    """Where every document begins in the flat tokens, and the end: int32 ``[documents + 1]`` on `device`.
+
+    A sequence begins a document. Code that is compiled reads the tensor that `ctx` brings: host integers would be
+    constants of the graph.
+    """
+    if not ctx.has_documents:
+        return torch.arange(0, sequences * length + 1, length, dtype=torch.int32, device=device)
+    if ctx.document_starts is not None:
+        return ctx.document_starts
+    assert ctx.cu_seqlens is not None
+    lengths = chain.from_iterable(document_lengths(ctx.cu_seqlens, sequences, length))
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def document_numbers(starts: Tensor, sequences: int, length: int) -> Tensor:
+    """Each token's document, ``[sequences, length]``, from `document_starts`."""
+    tokens = torch.arange(sequences * length, dtype=starts.dtype, device=starts.device)
+    return torch.searchsorted(starts, tokens, right=True).view(sequences, length)

@@ -1,0 +1,71 @@
+"""Attention of whole sequences in one call, a mask over what a query must not see.
+
+    documents (0, 2, 4)     mask  1 . . .        with a window of 1:   1 . . .
+                                  1 1 . .                              . 1 . .
+                                  . . 1 .                              . . 1 .
+                                  . . 1 1                              . . . 1
+
+Work and mask grow with the square of the length, whatever the documents. It is what remains where no kernel skips
+hidden blocks; and `eager` is the plain form, which every device and dtype has, to compare the others with.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kenotron.kernels.attentions.documents import PackedDocuments, document_numbers, document_starts
+
+
+def visible(q: Tensor, ctx: PackedDocuments, window: int | None) -> Tensor:
+    """Which keys each query sees, bool ``[sequences or 1, 1, length, length]``, for q as in `kernels.attention`."""
+    sequences, _, length, _ = q.shape
+    places = torch.arange(length, device=q.device)
+    seen = (places <= places[:, None])[None, None]
+    if window is not None and window < length:
+        seen = seen & (places > places[:, None] - window)
+    if ctx.has_documents:
+        starts = document_starts(ctx, sequences, length, q.device)
+        numbers = document_numbers(starts, sequences, length)
+        seen = seen & (numbers[:, None, :, None] == numbers[:, None, None, :])
+    return seen
+
+
+def sdpa_with_mask(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ctx: PackedDocuments,
+    layer: int = 0,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """`kernels.attention` by one call of torch's scaled_dot_product_attention."""
+    grouped = q.shape[1] != k.shape[1]
+    mask = visible(q, ctx, window)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def eager(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ctx: PackedDocuments,
+    layer: int = 0,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`kernels.attention` by two matrix products and a softmax in fp32.
+
+    `softcap` c bounds the scores s: ``c tanh(s / c)`` (Gemma 2, arXiv 2408.00118).
+    """
+    sequences, heads, length, head_dim = q.shape
+    grouped = q.view(sequences, k.shape[1], heads // k.shape[1], length, head_dim)
+    scores = grouped @ k.unsqueeze(2).mT
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * (head_dim**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible(q, ctx, window).unsqueeze(2), float("-inf"))
+    return (scores.softmax(-1).to(v.dtype) @ v.unsqueeze(2)).view(q.shape)

@@ -1,0 +1,83 @@
+"""Flash attention over packed documents: one kernel launch, whatever their number.
+
+Sequences are laid end to end, and the kernel gets the borders (`documents.document_starts`):
+
+    [2, heads, 4, head_dim]  →  [8, heads, head_dim] and starts (0, 4, 6, 8)  →  [2, heads, 4, head_dim]
+
+The longest document is given as the sequences' length, a bound that is the same for every batch: the true number
+would either be read back from the device or be a new constant of a compiled model with every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from kenotron.kernels.attentions.documents import PackedDocuments, document_starts
+from kenotron.kernels.blockwise_attention import unit_stride
+
+
+def torch_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ctx: PackedDocuments,
+    layer: int = 0,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """`kernels.attention` by ``torch.nn.attention.varlen``: FlashAttention 2, or what `activate` put in its place."""
+    grouped = q.shape[1] != k.shape[1]
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, left: int) -> Tensor:
+        borders = (starts, starts, longest, longest)
+        out = varlen_attn(q, k, v, *borders, scale=scale, window_size=(left, 0), enable_gqa=grouped)
+        assert isinstance(out, Tensor)
+        return out
+
+    return _flat(kernel, q, k, v, ctx, window)
+
+
+def flash_attn_package(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ctx: PackedDocuments,
+    layer: int = 0,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """`kernels.attention` by the package flash_attn (extra `flash`), which has softcaps."""
+    from flash_attn import flash_attn_varlen_func
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, left: int) -> Tensor:
+        return flash_attn_varlen_func(
+            *(q, k, v, starts, starts, longest, longest),
+            softmax_scale=scale,
+            causal=True,
+            window_size=(left, 0),
+            softcap=softcap or 0.0,
+        )
+
+    return _flat(kernel, q, k, v, ctx, window)
+
+
+def activate(version: str) -> None:
+    """Put FlashAttention ``FA3`` or ``FA4`` in the place of torch's own, in this process."""
+    from torch.nn.attention import activate_flash_attention_impl
+
+    activate_flash_attention_impl(version)
+
+
+def _flat(
+    kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, ctx: PackedDocuments, window: int | None
+) -> Tensor:
+    sequences, _, length, _ = q.shape
+    starts = document_starts(ctx, sequences, length, q.device)
+    # Of a window, kernels count the tokens to the left: the query itself is one more.
+    left = -1 if window is None or window >= length else window - 1
+    flat = (unit_stride(x).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    return kernel(*flat, starts, length, left).unflatten(0, (sequences, length)).transpose(1, 2)

@@ -1,0 +1,227 @@
+"""The attention functions that a run can choose, against the definition in float64; the branch of a GPU on a CPU."""
+
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from kenotron.kernels.attention import Borders, attention
+from kenotron.kernels.attentions import choice
+from kenotron.kernels.attentions.documents import document_numbers, document_starts
+from kenotron.kernels.attentions.masked import eager, sdpa_with_mask
+from support import flash_on_cpu
+
+SEQUENCES, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 24, 4, 2, 16
+DOCUMENTS = (0, 5, 24, 40, 41, 48)
+H100 = choice.Facts("nvidia", (9, 0), "bfloat16", 64)
+
+
+def document_by_document(q, k, v, cu_seqlens, window=None, softcap=None, scale=0.25):
+    """The definition in float64: a softmax for every query over the keys that it sees."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    borders = sorted({*(cu_seqlens or ()), *range(0, SEQUENCES * LENGTH + 1, LENGTH)})
+    rows = []
+    for begin, end in pairwise(borders):
+        row, first, stop = begin // LENGTH, begin % LENGTH, (end - 1) % LENGTH + 1
+        for i in range(first, stop):
+            oldest = first if window is None else max(first, i - window + 1)
+            scores = (k[row, :, oldest : i + 1] @ q[row, :, i, :, None]).squeeze(-1) * scale
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            rows.append((scores.softmax(-1)[:, None] @ v[row, :, oldest : i + 1]).squeeze(1))
+    return torch.stack(rows).view(SEQUENCES, LENGTH, q.shape[1], -1).transpose(1, 2)
+
+
+def inputs(dtype=torch.float32):
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(SEQUENCES, LENGTH, heads, HEAD_DIM, dtype=dtype).transpose(1, 2).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    return (q, k, v), torch.randn(SEQUENCES, LENGTH, HEADS, HEAD_DIM, dtype=dtype).transpose(1, 2)
+
+
+def error(function, ctx, **options):
+    """The largest relative error of the output and of the three gradients (dq is 0 where a query sees one key)."""
+    tensors, grad = inputs()
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    expected = document_by_document(*exact, ctx.cu_seqlens, **options)
+    expected.backward(grad.double())
+    out = function(*tensors, ctx, 0, 0.25, **options)
+    assert out.shape == tensors[0].shape
+    out.backward(grad)
+    pairs = [(out.detach(), expected.detach())] + [(a.grad, b.grad) for a, b in zip(tensors, exact)]
+    return max(float((a.double() - b).norm() / b.norm().clamp(min=grad.norm() / 10)) for a, b in pairs)
+
+
+@pytest.fixture
+def flash():
+    """Torch's flash attention, played on the CPU."""
+    calls = flash_on_cpu.install()
+    calls.clear()
+    return SimpleNamespace(attention=choice.load("flash"), calls=calls)
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, DOCUMENTS, (0, 10, 30, 48)])
+@pytest.mark.parametrize("window", [None, 1, 6, 100])
+def test_functions_equal_the_definition(flash, cu_seqlens, window):
+    for function in (eager, sdpa_with_mask, flash.attention):
+        assert error(function, Borders(cu_seqlens), window=window) < 2e-6, function
+    assert flash.calls == [len({*(cu_seqlens or ()), 0, 24, 48}) - 1]  # one launch, whatever the documents
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_softcap_bounds_the_scores(window):
+    assert error(eager, Borders(DOCUMENTS), window=window, softcap=0.5) < 2e-6
+    (q, k, v), _ = inputs()
+    uncapped = eager(q, k, v, Borders(DOCUMENTS), 0, 0.25)
+    assert (eager(q, k, v, Borders(DOCUMENTS), 0, 0.25, softcap=0.5) - uncapped).abs().max() > 0.1
+    torch.testing.assert_close(eager(q, k, v, Borders(DOCUMENTS), 0, 0.25, softcap=1e4), uncapped)
+
+
+def test_the_package_flash_attn_is_called_by_its_signature(flash, monkeypatch):
+    given = []
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+        causal=False, window_size=(-1, -1), softcap=0.0,
+    ):  # fmt: skip
+        flash_on_cpu.check(q, k, v, cu_seqlens_q, max_seqlen_q, True)
+        given.append(softcap)
+        return flash_on_cpu.by_definition(q, k, v, cu_seqlens_q, causal, softmax_scale, list(window_size))[0]
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    assert error(choice.load("flash_attn"), Borders(DOCUMENTS), window=6) < 2e-6
+    assert error(choice.load("flash_attn"), Borders(DOCUMENTS)) < 2e-6
+    (q, k, v), _ = inputs()
+    choice.load("flash_attn")(q, k, v, Borders(DOCUMENTS), 0, 0.25, softcap=30.0)
+    assert given == [0.0, 0.0, 30.0]
+
+
+def test_borders_on_the_device_are_those_of_the_documents_cut_at_sequences():
+    cpu = torch.device("cpu")
+    starts = document_starts(Borders((0, 10, 30, 48)), 2, 24, cpu)
+    assert (starts.dtype, starts.tolist()) == (torch.int32, [0, 10, 24, 30, 48])
+    assert document_starts(Borders(None), 3, 8, cpu).tolist() == [0, 8, 16, 24]
+    given = torch.tensor([0, 4, 8], dtype=torch.int32)
+    assert document_starts(Borders((0, 99), given), 1, 8, cpu) is given
+    assert document_numbers(given, 2, 4).tolist() == [[1] * 4, [2] * 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("cu_seqlens", [None, DOCUMENTS])
+def test_flex_attention_masks_documents_windows_and_caps_scores(cu_seqlens, window, softcap):
+    q, k, v = (x.detach() for x in inputs()[0])
+    options = {"window": window, "softcap": softcap}
+    with torch.no_grad():  # torch has no backward of it on a CPU
+        ours = choice.load("flex_attention")(q, k, v, Borders(cu_seqlens), 0, 0.25, **options)
+        expected = document_by_document(q, k, v, cu_seqlens, **options)
+    assert (ours.double() - expected).norm() / expected.norm() < 2e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flash", "flex_attention", "sdpa_with_mask"])
+def test_compiled_attention_over_documents_is_one_graph_for_every_batch(flash, name):
+    (q, k, v), grad = inputs()
+    if name == "flex_attention":
+        q, k, v = (x.detach() for x in (q, k, v))
+    function = choice.by_documents(attention, choice.load(name))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager" if name == "flash" else "eager")
+    compiled = torch.compile(
+        lambda q, k, v, ctx: function(q, k, v, ctx, 0, 0.25, window=6), backend=counter, fullgraph=True
+    )
+    for documents in range(1, 13):
+        cu_seqlens = (0, *sorted({24, *range(3, 3 + 3 * documents, 3)}), 48)
+        starts = torch.tensor(cu_seqlens, dtype=torch.int32)
+        # Without host integers: compiled code must not look at them.
+        out = compiled(q, k, v, SimpleNamespace(cu_seqlens=None, document_starts=starts, has_documents=True))
+        expected = document_by_document(q, k, v, cu_seqlens, window=6)
+        assert (out.double() - expected).norm() / expected.norm() < 2e-6
+        if out.requires_grad:
+            ours, theirs = (torch.autograd.grad(x, q, grad.to(x.dtype))[0] for x in (out, expected))
+            assert (ours - theirs).norm() / theirs.norm() < 2e-6
+    assert counter.frame_count <= 2  # the first size, then any
+    torch._dynamo.reset()
+
+
+# The rule -----------------------------------------------------------------------------------------
+
+
+def picked(facts, **changes):
+    return choice.choose("auto", facts._replace(**changes))
+
+
+def test_on_a_cpu_torchs_kernels_by_document():
+    cpu = choice.Facts("cpu")
+    assert {picked(cpu), picked(cpu, documents=True), picked(cpu, window=True, dtype="bfloat16")} == {"sdpa"}
+    assert picked(cpu, softcap=True) == "eager"
+    assert choice.by_documents(attention, choice.load("sdpa")) is attention
+
+
+def test_on_an_nvidia_gpu_packed_documents_and_windows_are_one_launch():
+    assert picked(H100) == "sdpa"
+    assert picked(H100, documents=True) == picked(H100, window=True) == "flash"
+    assert picked(H100, documents=True, softcap=True) == "flex_attention"
+    assert picked(H100, softcap=True, installed=frozenset({"flash_attn", "varlen"})) == "flash_attn"
+    assert picked(H100, documents=True, capability=(7, 5)) == "flex_attention"
+    assert picked(H100, documents=True, dtype="float32") == "flex_attention"
+    assert picked(H100, documents=True, head_dim=264) == picked(H100, documents=True, head_dim=20) == "flex_attention"
+    assert picked(H100, documents=True, dtype="float32", installed=frozenset()) == "sdpa_with_mask"
+    assert picked(H100, softcap=True, installed=frozenset()) == "eager"
+
+
+def test_on_an_amd_gpu_flex_attention():
+    mi250 = choice.Facts("amd", dtype="bfloat16")
+    assert (picked(mi250), picked(mi250, documents=True)) == ("sdpa", "flex_attention")
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention", "flash_attention_2"])
+@pytest.mark.parametrize("documents", [True, False])
+def test_no_choice_on_a_gpu_loops_over_documents(name, documents):
+    chosen = choice.choose(name, H100._replace(documents=documents, window=True))
+    assert chosen != "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "said"),
+    [
+        ("flash_attention_3", H100, "needs the package flash_attn_interface, which is not installed"),
+        ("flash_attention_3", H100._replace(capability=(8, 0)), "needs compute capability 9.x, found 8.0"),
+        ("flash_attention_3", choice.Facts("cpu"), "needs an NVIDIA GPU, found cpu; expected one of auto"),
+        ("flash_attention_4", H100._replace(capability=(10, 0)), "needs the package flash_attn.cute"),
+        ("flash_attention_4", H100._replace(dtype="float32"), "needs model.dtype bfloat16, found float32"),
+        ("flex_attention", choice.Facts("cpu"), "flex_attention has no backward on a CPU"),
+        ("sdpa", H100._replace(softcap=True), "sdpa has no softcap; expected one of auto, flash_attention_2, flex"),
+        ("flash_attention_4", H100._replace(installed=frozenset({"flash_4"})), "lacks"),
+    ],
+)
+def test_what_is_missing_is_said_in_one_line(name, facts, said):
+    with pytest.raises(choice.InputError) as caught:
+        choice.choose(name, facts)
+    line = str(caught.value)
+    assert line.startswith(f"model.model_config._attn_implementation: {name}")
+    assert said in line
+    assert len(line.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "version"), [("flash_attention_3", "FA3"), ("flash_attention_4", "FA4")])
+def test_flash_attention_3_and_4_take_the_place_of_torchs_own(monkeypatch, flash, name, version):
+    from torch.nn import attention as torch_attention
+
+    activated = []
+    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", activated.append)
+    chosen = choice.choose(name, H100._replace(installed=frozenset({"varlen", "flash_3", "flash_4"})))
+    assert choice.load(chosen) is flash.attention
+    assert activated == [version]
+
+
+def test_this_machine_is_described():
+    assert choice.facts_of(torch.device("cpu")) == choice.Facts("cpu")
+    assert choice._varlen_has_windows()
