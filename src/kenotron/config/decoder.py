@@ -280,11 +280,9 @@ class AttentionArchitecture(DecoderArchitecture):
 
     def unsupported(self) -> Iterator[str]:
         """The same, and what is a method of context parallelism here."""
-        if method := RING_ATTENTION.get(self.attn_implementation):
-            yield (
-                f"_attn_implementation: {self.attn_implementation} (leave it out and set "
-                f"parallelism.context_parallel_method: {method})"
-            )
+        name = self.attn_implementation
+        if method := RING_ATTENTION.get(name):
+            yield f"_attn_implementation: {name} (set parallelism.context_parallel_method: {method})"
         yield from super().unsupported()
 
 

@@ -44,11 +44,6 @@ class Borders(NamedTuple):
     cu_seqlens: tuple[int, ...] | None
     document_starts: Tensor | None = None
 
-    @property
-    def has_documents(self) -> bool:
-        """Whether there are borders."""
-        return self.cu_seqlens is not None
-
 
 def attention(
     q: Tensor,

@@ -112,7 +112,7 @@ def shared_attention(
         ctx: Context,
         layer: int = 0,
         scale: float | None = None,
-        window: int | None = None
+        window: int | None = None,
     ) -> Tensor:
         if torch.compiler.is_compiling():
             return torch.compiler.disable(attention_of_the_whole)(q, k, v, ctx, scale, window)
@@ -131,7 +131,7 @@ def ulysses_attention(
     group: Group,
     cu_seqlens: tuple[int, ...] | None = None,
     scale: float | None = None,
-    window: int | None = None
+    window: int | None = None,
     local: Callable[..., Tensor] = attention,
     document_starts: Tensor | None = None,
 ) -> Tensor:

@@ -60,8 +60,7 @@ def build_run(
     engine_class = find_engine(config.checkpoints.checkpointing_engine)
 
     attention, chosen = import_dotted(CHOOSE_ATTENTION, "_attn_implementation")(config, device)
-    if chosen:
-        logger.info("Attention: %s", chosen)
+    logger.info("Attention: %s", chosen)
 
     log.building()
     with torch.device("meta"):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 from inspect import signature
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from kenotron.config.decoder import AttentionArchitecture
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
+from kenotron.kernels.attentions.documents import PackedDocuments, has_documents
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -162,12 +163,12 @@ def choose(name: str, facts: Facts) -> str:
 def attention_of_run(config: Config, device: torch.device) -> tuple[Callable[..., Tensor], str]:
     """The run's attention function, for whole sequences and for packed documents, and a line that says what it is.
 
-    For a model without attention of ours, `kernels.attention`, and an empty line. Raises InputError.
+    For a model without attention of ours: `kernels.attention`. Raises InputError.
     """
     sdpa = import_dotted(IMPLEMENTATIONS["sdpa"].function, KEY)
     model, layout = config.model.decoder, config.parallelism
     if not isinstance(model, AttentionArchitecture):
-        return sdpa, ""
+        return sdpa, "none, or the module's own"
     name, method = model.attn_implementation, layout.context_parallel_method
     if layout.context_parallel_size > 1 and method in OWN_BLOCKS:
         if NAMES[name] not in (_FASTEST, NAMES["sdpa"]):
@@ -200,8 +201,8 @@ def by_documents(whole: Callable[..., Tensor], packed: Callable[..., Tensor]) ->
     if whole is packed:
         return whole
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, ctx, *args, **options) -> Tensor:  # type: ignore[no-untyped-def]
-        return (packed if ctx.has_documents else whole)(q, k, v, ctx, *args, **options)
+    def attend(q: Tensor, k: Tensor, v: Tensor, ctx: PackedDocuments, *args: Any, **options: Any) -> Tensor:
+        return (packed if has_documents(ctx) else whole)(q, k, v, ctx, *args, **options)
 
     return attend
 

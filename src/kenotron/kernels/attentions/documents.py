@@ -26,9 +26,10 @@ class PackedDocuments(Documents, Protocol):
     def document_starts(self) -> Tensor | None:
         """The borders on the device, as `document_starts` makes them; None: not made yet."""
 
-    @property
-    def has_documents(self) -> bool:
-        """Whether there are borders."""
+
+def has_documents(ctx: PackedDocuments) -> bool:
+    """Whether there are borders. The tensor comes first: compiled code must not look at the host integers."""
+    return ctx.document_starts is not None or ctx.cu_seqlens is not None
 
 
 def document_starts(ctx: PackedDocuments, sequences: int, length: int, device: torch.device) -> Tensor:
@@ -37,7 +38,7 @@ def document_starts(ctx: PackedDocuments, sequences: int, length: int, device: t
     A sequence begins a document. Code that is compiled reads the tensor that `ctx` brings: host integers would be
     constants of the graph.
     """
-    if not ctx.has_documents:
+    if not has_documents(ctx):
         return torch.arange(0, sequences * length + 1, length, dtype=torch.int32, device=device)
     if ctx.document_starts is not None:
         return ctx.document_starts

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kenotron.kernels.attentions.documents import PackedDocuments, document_numbers, document_starts
+from kenotron.kernels.attentions.documents import PackedDocuments, document_numbers, document_starts, has_documents
 
 
 def visible(q: Tensor, ctx: PackedDocuments, window: int | None) -> Tensor:
@@ -25,7 +25,7 @@ def visible(q: Tensor, ctx: PackedDocuments, window: int | None) -> Tensor:
     seen = (places <= places[:, None])[None, None]
     if window is not None and window < length:
         seen = seen & (places > places[:, None] - window)
-    if ctx.has_documents:
+    if has_documents(ctx):
         starts = document_starts(ctx, sequences, length, q.device)
         numbers = document_numbers(starts, sequences, length)
         seen = seen & (numbers[:, None, :, None] == numbers[:, None, None, :])
