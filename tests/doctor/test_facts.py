@@ -11,7 +11,7 @@ import pytest
 from kenotron.doctor import environment
 from kenotron.doctor.limited import Failed, call_limited
 from kenotron.doctor.nvidia import gpus_of, links_of, versions_of
-from kenotron.doctor.settings import settings
+from kenotron.doctor.settings import anonymous, settings
 
 HEAD = """\
 | NVIDIA-SMI 550.54.15              Driver Version: 550.54.15      CUDA Version: 12.4     |
@@ -77,10 +77,23 @@ def test_settings_show_nothing_private() -> None:
     }
 
 
+def test_messages_of_errors_name_no_folder_machine_or_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "ada-laptop")
+    monkeypatch.setattr("getpass.getuser", lambda: "ada")
+    for message, expected in (
+        ("OSError: /home/ada/env/lib/libtorch.so: undefined symbol", "OSError: …/libtorch.so: undefined symbol"),
+        ("[Errno 13] Permission denied: '/scratch/ada/my run/x'", "[Errno 13] Permission denied: '…/x'"),
+        ("cannot connect to ada-laptop as ada, Canada", "cannot connect to (this machine) as (user), Canada"),
+        ("step 6: lm_loss 5.6 in the uninterrupted run", "step 6: lm_loss 5.6 in the uninterrupted run"),
+    ):
+        assert anonymous(message) == expected
+
+
 def test_facts_of_this_machine_agree_with_other_sources() -> None:
     memory, processor = environment.memory(), environment.processor()
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert memory.total == pytest.approx(physical, rel=0.01)
+    assert memory.available is not None
     assert 0 < memory.available <= memory.total
     assert 1 <= processor.usable <= processor.allowed <= processor.cores == os.cpu_count()
 

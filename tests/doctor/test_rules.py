@@ -99,6 +99,9 @@ def smi(**fields: Any) -> Facts:
     return server("nvidia", gpus=[SMI, replace(SMI, **fields)])
 
 
+NO_GPUS = replace(SERVER.torch, accelerators=[], peers=[], accelerators_problem="CUDA unknown error")
+OLD_DRIVER = server("nvidia", cuda="12.4", driver="550.54")  # runs CUDA 13 with a package for compatibility
+
 # Each machine has one thing wrong: the rule's name, the machine, what the line must contain.
 WRONG = [
     ("torch-does-not-import", Facts(torch=Torch(problem="OSError: libcudart.so.13")), "libcudart.so.13"),
@@ -113,10 +116,11 @@ WRONG = [
     ("machine-busy", server("processor", load=130.0), "load 130.0 on 64 cores"),
     ("old-kernel", server("software", system="Linux 4.18.0-553.el8 x86_64"), "4.18.0"),
     ("settings-for-debugging", with_settings(SERVER, TORCH_DISTRIBUTED_DEBUG="DETAIL"), "TORCH_DISTRIBUTED_DEBUG"),
+    ("triton-interpreted", with_settings(SERVER, TRITON_INTERPRET="1"), "bfloat16"),
     ("float32-rounded", with_settings(SERVER, NVIDIA_TF32_OVERRIDE="1"), "NVIDIA_TF32_OVERRIDE"),
     ("torch-built-for-cpu", replace(LAPTOP, nvidia=SERVER.nvidia), "2 GPUs"),
-    ("driver-too-old", server("nvidia", cuda="12.4", driver="550.54"), "CUDA 12.4"),
-    ("gpus-not-seen", server("torch", accelerators=[], accelerators_problem="CUDA unknown error"), "unknown error"),
+    ("driver-too-old", replace(OLD_DRIVER, torch=NO_GPUS), "CUDA 12.4"),
+    ("gpus-not-seen", replace(SERVER, torch=NO_GPUS), "unknown error"),
     ("gpus-hidden", with_settings(server("torch", accelerators=[HOPPER]), CUDA_VISIBLE_DEVICES="1"), "1 of 2"),
     ("nvidia-smi-fails", server("nvidia", problem="nvidia-smi gave no answer", gpus=[], links=[]), "no answer"),
     ("gpu-not-in-this-torch", server("torch", architectures=["sm_70", "sm_80"]), "9.0"),
@@ -142,6 +146,7 @@ WRONG = [
     ("little-memory", laptop("memory", available=GIB, limit=4 * GIB), "1.0 GiB of memory are free of the cgroup's 4.0"),
     ("swap-in-use", laptop("memory", swap_total=8 * GIB, swap_used=3 * GIB), "3.0 GiB"),
     ("small-shm", server("memory", shm_total=64 << 20), "64 MiB"),
+    ("folder-does-not-answer", server("disk", problem="no answer within 15 s"), "15 s"),
     ("folder-not-writable", with_speed("write", "folder", None, "PermissionError: denied"), "PermissionError"),
     ("disk-full", server("disk", free=10 << 20), "10 MiB"),
     ("disk-full", server("disk", files_free=3), "no more files"),
@@ -163,7 +168,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("facts", [SERVER, LAPTOP, Facts()], ids=["server", "laptop", "unknown"])
+@pytest.mark.parametrize("facts", [SERVER, LAPTOP, OLD_DRIVER, Facts()], ids=["server", "laptop", "old", "unknown"])
 def test_nothing_is_found_on_a_machine_that_is_fine(facts: Facts) -> None:
     assert findings(facts) == []
 

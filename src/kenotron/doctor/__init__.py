@@ -84,7 +84,7 @@ def _facts(folder: Path) -> Facts:
 def _measured(facts: Facts, folder: Path, say: Callable[[str], None]) -> Facts:
     """`facts` with the speeds of the disk and of each device."""
     say("disk")
-    speeds, skew = ceilings.disk_speeds(folder)
+    speeds, skew = ceilings.disk_speeds(folder) if facts.disk.problem is None else ([], None)
     if facts.torch.problem is None:
         say("matrix products and memory")
         speeds += ceilings.device_speeds("cpu", ON_CPU)

@@ -15,9 +15,11 @@ import sysconfig
 import threading
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import Any
 
 import kenotron
 from kenotron.doctor.facts import Disk, InfinibandPort, Interface, Limits, Memory, Network, Processor, Software
+from kenotron.doctor.limited import Failed, call_limited
 from kenotron.launch.environment import cores
 
 PACKAGES = [
@@ -37,6 +39,7 @@ PACKAGES = [
 # Of hundreds of flags, those that matrix products choose their kernels by.
 INSTRUCTIONS = ["avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "sve2", "bf16", "i8mm"]
 NAME_RESOLVES_WITHIN_S = 3.0
+DISK_LIMIT_S = 15.0
 UNLIMITED = 1 << 60  # cgroup v1 writes a number beyond any memory where there is no limit
 
 
@@ -139,11 +142,11 @@ def memory() -> Memory:
     size = {name: int(kilobytes) * 1024 for name, kilobytes in lines}
     limit, used = _memory_of_cgroup()
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
-    available = size.get("MemAvailable", 0)
+    available = size.get("MemAvailable")
     pages = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled") or "")
     return Memory(
-        total=size.get("MemTotal", 0),
-        available=available if limit is None else min(available, max(limit - used, 0)),
+        total=size.get("MemTotal", 0) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        available=available if available is None or limit is None else min(available, max(limit - used, 0)),
         limit=limit,
         swap_total=size.get("SwapTotal", 0),
         swap_used=size.get("SwapTotal", 0) - size.get("SwapFree", 0),
@@ -189,14 +192,23 @@ def _cgroup_folders(controller: str) -> list[Path]:
 
 
 def disk(folder: Path) -> Disk:
-    """Space, kind and clock of the file system of `folder`, in which a file is made and removed."""
-    usage, files = shutil.disk_usage(folder), os.statvfs(folder)
-    return Disk(
-        filesystem=_filesystem(folder.resolve()),
-        total=usage.total,
-        free=usage.free,
-        files_free=files.f_favail if files.f_files else None,
-    )
+    """Space and kind of the file system of `folder`."""
+    try:
+        return Disk(**call_limited(describe_disk, str(folder.absolute()), seconds=DISK_LIMIT_S))
+    except Failed as error:
+        return Disk(problem=str(error))
+
+
+def describe_disk(folder: str) -> dict[str, Any]:
+    """Fields of `Disk`, asked in a process of its own: a file server that is gone never answers."""
+    usage = shutil.disk_usage(folder)
+    files = os.statvfs(folder) if hasattr(os, "statvfs") else None
+    return {
+        "filesystem": _filesystem(Path(folder).resolve()),
+        "total": usage.total,
+        "free": usage.free,
+        "files_free": files.f_favail if files is not None and files.f_files else None,
+    }
 
 
 def _filesystem(folder: Path) -> str | None:

@@ -114,7 +114,7 @@ class Memory:
     """Main memory, and what takes from it."""
 
     total: int = 0
-    available: int = 0  # without swapping, within the cgroup's limit
+    available: int | None = None  # without swapping, within the cgroup's limit
     limit: int | None = None  # of the cgroup
     swap_total: int = 0
     swap_used: int = 0
@@ -133,6 +133,7 @@ class Disk:
     free: int = 0
     files_free: int | None = None
     clock_skew: float | None = None  # of the file system's clock against this machine's
+    problem: str | None = None  # why nothing is known: a file server that does not answer
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kenotron.doctor.settings import anonymous
 from kenotron.launch.environment import cores, end_with_parent
 from kenotron.launch.functions import function_at, function_path
 
@@ -26,7 +27,10 @@ OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "SLUR
 
 
 class Failed(Exception):
-    """The function gave no result; the message is one line that says why."""
+    """The function gave no result; the message is one line that says why, without anything private."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(anonymous(message))
 
 
 def call_limited(

@@ -172,8 +172,9 @@ def _memory(facts: Facts) -> list[Row]:
     pages = f"{DOT}huge pages: {memory.huge_pages}" if memory.huge_pages else ""
     files, processes = _count(limits.open_files), _count(limits.processes)
     locked = "unlimited" if limits.locked_memory is None else size(limits.locked_memory)
+    available = "unknown" if memory.available is None else size(memory.available)
     return [
-        ("memory", f"{size(memory.available)} of {size(memory.total)} available{DOT}{limit}{DOT}{swap}"),
+        ("memory", f"{available} of {size(memory.total)} available{DOT}{limit}{DOT}{swap}"),
         ("", f"{shm}{DOT}malloc: {memory.malloc}{pages}"),
         ("limits", f"open files {files}{DOT}processes {processes}{DOT}locked memory {locked}"),
     ]
@@ -220,8 +221,8 @@ def _links(facts: Facts) -> list[str]:
 
 def _disk(facts: Facts) -> list[Row]:
     disk = facts.disk
-    if not disk.total:
-        return []
+    if disk.problem is not None:
+        return [("folder", f"no answer: {disk.problem}")]
     files = f"{DOT}{disk.files_free:,} more files" if disk.files_free is not None else ""
     skew = f"{DOT}clock off by {disk.clock_skew:+.1f} s" if abs(disk.clock_skew or 0.0) >= 0.1 else ""
     rows = [("folder", f"{disk.filesystem or 'unknown'}{DOT}{size(disk.free)} of {size(disk.total)} free{files}{skew}")]

@@ -4,11 +4,15 @@ NCCL_DEBUG=INFO                 as it is
 TORCH_HOME=/home/ada/torch      TORCH_HOME=(a path)
 NCCL_COMM_ID=10.0.0.7:4000      NCCL_COMM_ID=(an address)
 HF_TOKEN=…                      is not on the list, and not read
+
+Messages of errors lose their folders: OSError: /home/ada/env/lib/libtorch.so: … → OSError: …/libtorch.so: …
 """
 
 from __future__ import annotations
 
+import getpass
 import re
+import socket
 from collections.abc import Mapping
 
 FAMILIES = [
@@ -72,3 +76,21 @@ def shown(name: str, value: str) -> str:
     if re.search(r"[\\/~]", value):
         return "(a path)"
     return value if len(value) <= LONGEST else value[:LONGEST] + "…"
+
+
+def anonymous(message: str) -> str:
+    """A message of an error without folders, and without the names of this machine and its user."""
+    message = re.sub(r"'[^']*[\\/]([^'\\/]+)'", r"'…/\1'", message)  # as Python quotes them, with spaces
+    message = re.sub(r"(?<![\w….)])(?:[A-Za-z]:|~)?[\\/](?:[^\s'\":;,]*[\\/])?([^\s'\":;,\\/]+)", r"…/\1", message)
+    names = {socket.gethostname(): "(this machine)", _user(): "(user)"}
+    for name, instead in names.items():
+        if len(name) > 2:  # two letters would be found in other words
+            message = re.sub(rf"\b{re.escape(name)}\b", instead, message)
+    return message
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):  # a container's user without a name
+        return ""

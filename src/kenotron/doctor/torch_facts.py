@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kenotron.doctor.facts import Accelerator, Torch
+from kenotron.doctor.settings import anonymous
 
 
 def describe_torch() -> dict[str, Any]:
@@ -16,7 +17,7 @@ def describe_torch() -> dict[str, Any]:
     try:
         import torch
     except (ImportError, OSError) as error:  # a missing library of CUDA, or one for another processor
-        return asdict(Torch(problem=f"{type(error).__name__}: {error}".splitlines()[0]))
+        return asdict(Torch(problem=anonymous(f"{type(error).__name__}: {error}".splitlines()[0])))
     seconds = time.perf_counter() - started
     import torch.distributed as dist
 

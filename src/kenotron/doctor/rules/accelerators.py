@@ -11,6 +11,8 @@ from kenotron.doctor.rules.software import numbers
 
 OVER_THE_HOST = ("SYS", "NODE", "PHB")  # through the processor, not through NVLink or a PCIe switch
 
+OWN_MEMORY = 1 << 30  # bytes; more than a CUDA context of this command takes
+
 
 def torch_built_for_cpu(facts: Facts) -> Finding | None:
     torch = facts.torch
@@ -25,8 +27,8 @@ def torch_built_for_cpu(facts: Facts) -> Finding | None:
 
 def driver_too_old(facts: Facts) -> Finding | None:
     needed, runs = facts.torch.cuda, facts.nvidia.cuda
-    if needed is None or runs is None or numbers(needed)[:1] <= numbers(runs)[:1]:
-        return None
+    if needed is None or runs is None or numbers(needed)[:1] <= numbers(runs)[:1] or facts.torch.accelerators:
+        return None  # with NVIDIA's package for compatibility, an older driver will do
     return error(
         f"torch is built for CUDA {needed}, the driver {facts.nvidia.driver} runs CUDA {runs} at most",
         f"a newer driver, or torch for CUDA {numbers(runs)[0]}",
@@ -97,7 +99,7 @@ def no_bfloat16(facts: Facts) -> Finding | None:
 def gpu_memory_taken(facts: Facts) -> Finding | None:
     for number, gpu in enumerate(facts.torch.accelerators):
         total, taken = gpu.memory_total, gpu.memory_total - gpu.memory_free
-        if taken > total // 10:
+        if taken > max(total // 10, OWN_MEMORY):
             return warning(
                 f"{taken / 2**30:.1f} of {total / 2**30:.1f} GiB of GPU {number} are taken by other processes",
                 "nvidia-smi lists them; a run that has crashed may live on",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kenotron.doctor.facts import Facts, Finding
 from kenotron.doctor.rules.finding import error, hint, warning
+from kenotron.doctor.rules.software import machine_busy
 
 GIB, MIB = 1 << 30, 1 << 20
 SMALL_SHM = GIB  # docker's default is 64 MiB
@@ -18,7 +19,7 @@ BYTES_PER_PARAMETER = 12  # of a checkpoint: float32 weights and Adam's two mome
 
 def little_memory(facts: Facts) -> Finding | None:
     memory = facts.memory
-    if not memory.total or memory.available >= LITTLE_MEMORY:
+    if memory.available is None or memory.available >= LITTLE_MEMORY:
         return None
     whose = f" of the cgroup's {memory.limit / GIB:.1f} GiB" if memory.limit else ""
     return warning(
@@ -42,6 +43,13 @@ def small_shm(facts: Facts) -> Finding | None:
         f"/dev/shm has {total / MIB:.0f} MiB: NCCL between GPUs of one machine fails with a bus error when it is full",
         "docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir with medium: Memory at /dev/shm",
     )
+
+
+def folder_does_not_answer(facts: Facts) -> Finding | None:
+    problem = facts.disk.problem
+    if problem is None:
+        return None
+    return error(f"the file system of the folder does not answer: {problem}", "is its file server up?")
 
 
 def folder_not_writable(facts: Facts) -> Finding | None:
@@ -88,7 +96,7 @@ def folder_in_container(facts: Facts) -> Finding | None:
 
 def slow_disk(facts: Facts) -> Finding | None:
     speed = facts.speed("write", "folder")
-    if not speed or speed >= SLOW_DISK:
+    if not speed or speed >= SLOW_DISK or machine_busy(facts):
         return None
     return hint(
         f"the folder's disk writes {speed / 1e6:.0f} MB/s: saving 1B parameters with AdamW takes "
@@ -99,7 +107,7 @@ def slow_disk(facts: Facts) -> Finding | None:
 
 def slow_fsync(facts: Facts) -> Finding | None:
     seconds = facts.speed("fsync", "folder")
-    if not seconds or seconds < SLOW_FSYNC_S:
+    if not seconds or seconds < SLOW_FSYNC_S or machine_busy(facts):
         return None
     return hint(f"an fsync takes {seconds:.1f} s in the folder, and a checkpoint has several", "another disk")
 
@@ -128,6 +136,7 @@ RULES = (
     little_memory,
     swap_in_use,
     small_shm,
+    folder_does_not_answer,
     folder_not_writable,
     disk_full,
     disk_almost_full,

@@ -113,6 +113,15 @@ def settings_for_debugging(facts: Facts) -> Finding | None:
     return warning(f"{', '.join(left)}: made for debugging, and slow", "unset it")
 
 
+def triton_interpreted(facts: Facts) -> Finding | None:
+    if facts.settings.get("TRITON_INTERPRET", "0") in ("", "0"):
+        return None
+    return warning(
+        "TRITON_INTERPRET is set: kernels are interpreted in Python, and bfloat16 dot products come out wrong",
+        "unset it",
+    )
+
+
 def float32_rounded(facts: Facts) -> Finding | None:
     names = ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE")
     on = [name for name in names if facts.settings.get(name) == "1"]
@@ -142,5 +151,6 @@ RULES = (
     machine_busy,
     old_kernel,
     settings_for_debugging,
+    triton_interpreted,
     float32_rounded,
 )
