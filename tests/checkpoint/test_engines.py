@@ -25,6 +25,7 @@ from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved, find_engine
 from kenotron.checkpoint.engines import background, staging
 from kenotron.checkpoint.engines.background import BackgroundEngine
 from kenotron.parallel.ranks import rank_and_size
+from kenotron.storage.native import find_compiler
 from support.checkpoint_states import load_and_compare, moments, weights, write_tokenizer
 from support.ranks import run_ranks
 from support.tiny_run import environment, tiny_config
@@ -36,6 +37,8 @@ ENGINES = {
     "datastates": ("checkpointing_engine=datastates",),
     SMALL_RING: ("checkpointing_engine=datastates", "datastates={host_cache_size: 0.00001, parser_threads: 3}"),
 }
+if find_compiler():  # the bytes of the engine `torch`, whose writer is the one in Python
+    ENGINES["datastates with the native writer"] = (*ENGINES["datastates"], "writer=native")
 KEEP = Keep(2)
 Make = Callable[..., Any]
 

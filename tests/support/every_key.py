@@ -107,7 +107,7 @@ def attention(o: Outcome) -> Any:
 def engine(o: Outcome) -> Any:
     """What saves, and what it works with: test_engines.py shows what comes of it."""
     names = ("most_bytes", "threads", "pin")
-    return type(o.run.engine), [getattr(o.run.engine, name, None) for name in names]
+    return type(o.run.engine), o.run.engine.open_file, [getattr(o.run.engine, name, None) for name in names]
 
 
 def warnings(o: Outcome) -> Any:
@@ -361,6 +361,7 @@ ROWS: dict[str, Row] = {
     "Checkpoints.export_hf": Row(files, "checkpoints.export_hf=true"),
     "Checkpoints.checkpointing_engine": Row(engine, "checkpoints.checkpointing_engine=async"),
     "Checkpoints.datastates": Row(engine, "checkpoints.datastates.parser_threads=3", DATASTATES),
+    "Checkpoints.writer": Row(engine, "checkpoints.writer=support.user_parts.open_file"),
     "DataStates.host_cache_size": Row(engine, "checkpoints.datastates.host_cache_size=0.00001", DATASTATES),
     "DataStates.parser_threads": Row(engine, "checkpoints.datastates.parser_threads=3", DATASTATES),
     "DataStates.pin_host_cache": Row(engine, "checkpoints.datastates.pin_host_cache=false", DATASTATES),

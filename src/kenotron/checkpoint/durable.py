@@ -101,6 +101,11 @@ class HashedFile:
             os.close(self._file)
 
 
+def hashed_file(path: Path, size: int) -> HashedFile:
+    """The writer `python`. `size`, of what will be written, is for those that reserve room."""
+    return HashedFile(path)
+
+
 def write_file(path: Path, data: bytes) -> FileRecord:
     """Write a new small file, synced."""
     with HashedFile(path) as file:

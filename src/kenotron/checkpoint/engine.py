@@ -20,6 +20,7 @@ from kenotron.config.dotted import import_registered
 from kenotron.config.errors import InputError
 
 if TYPE_CHECKING:
+    from kenotron.checkpoint.file_writer import OpenFile
     from kenotron.config import Config
 
 KEY = "checkpoints.checkpointing_engine"
@@ -29,6 +30,9 @@ BUILT_IN = {
     "async": "kenotron.checkpoint.engines.background.AsyncEngine",
     "datastates": "kenotron.checkpoint.engines.background.DataStatesEngine",
 }
+
+
+WRITERS = {"python": "kenotron.checkpoint.durable.hashed_file", "native": "kenotron.checkpoint.native.NativeFile"}
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class Engine:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.open_file = find_writer(config.checkpoints.writer)
 
     def save(self, root: Path, step: int, content: dict[str, Any], keep: Keep | None) -> list[Saved | Unsaved]:
         """Save `content`, the keyword arguments of `checkpoint.save`, as step `step` in `root`; prune to `keep`.
@@ -100,6 +105,14 @@ class Engine:
     def verifies(self) -> bool:
         """Whether a checkpoint is read back before earlier ones are pruned."""
         return not self.config.general.ignore_sanity_checks
+
+
+def find_writer(name: str) -> OpenFile:
+    """What `checkpoints.writer: name` opens files of tensors with. Raises InputError if it names nothing."""
+    found = import_registered(WRITERS.get(name, name), "checkpoints.writer", "kenotron.checkpoint_writers", WRITERS)
+    if not callable(found):
+        raise InputError(f"checkpoints.writer: expected a function of path and size, found '{name}'")
+    return found
 
 
 def find_engine(name: str) -> type[Engine]:

@@ -18,8 +18,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kenotron.checkpoint.durable import FileRecord, hash_file, locked, make_folder, refusal, write_file
+from kenotron.checkpoint.durable import FileRecord, hash_file, hashed_file, locked, make_folder, refusal, write_file
 from kenotron.checkpoint.engine import Saved
+from kenotron.checkpoint.file_writer import OpenFile
 from kenotron.checkpoint.folders import Report, list_checkpoints, publish, quiet
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, plain, render
 from kenotron.checkpoint.retention import clear_leftovers
@@ -39,6 +40,7 @@ def save(
     save_tokenizer: Callable[[Path], None] | None = None,
     data: dict[str, Callable[[], bytes]] | None = None,
     report: Report = quiet,
+    open_file: OpenFile = hashed_file,
 ) -> Saved:
     """Write checkpoint `<root>/<step>`; it is complete and synced when this returns.
 
@@ -53,6 +55,7 @@ def save(
         data: name → what makes the file `data/<name>`: the position in the data, if a step does not say it (any rank's;
             of those that have a name the first writes it). None on every rank: there are none.
         report: gets one line when leftovers of a killed process are found.
+        open_file: opens the files of tensors, `checkpoints.writer`.
 
     Raises:
         CheckpointError: disk full, no permission, a value that JSON cannot hold. Nothing of this save is
@@ -74,7 +77,7 @@ def save(
     try:
         with ExitStack() as cleanup:
             temporary = run_on_rank0(begin)
-            files = _write_tensors(temporary, {"model": model, "optimizer": optimizer})
+            files = _write_tensors(temporary, {"model": model, "optimizer": optimizer}, open_file)
             if data is not None:
                 files |= _write_data(temporary / "data", data)
             size = run_on_rank0(complete)
@@ -98,13 +101,15 @@ def begin_folder(final: Path, folders: list[str], cleanup: ExitStack, report: Re
     return temporary
 
 
-def _write_tensors(temporary: Path, parts: dict[str, dict[str, Any] | None]) -> dict[str, FileRecord]:
+def _write_tensors(
+    temporary: Path, parts: dict[str, dict[str, Any] | None], open_file: OpenFile
+) -> dict[str, FileRecord]:
     from kenotron.checkpoint.tensor_writer import write_tensors
 
     files = {}
     for folder, tensors in parts.items():
         if tensors is not None:
-            for name, record in write_tensors(temporary / folder, tensors).items():
+            for name, record in write_tensors(temporary / folder, tensors, open_file).items():
                 files[f"{folder}/{name}"] = record
     return files
 

@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from kenotron.checkpoint.durable import FileRecord, HashedFile, write_file
+from kenotron.checkpoint.durable import FileRecord, hashed_file, write_file
+from kenotron.checkpoint.file_writer import OpenFile
 from kenotron.checkpoint.index import DTYPES, INDEX, Chunk, Entry, Index
 from kenotron.checkpoint.manifest import plain
 from kenotron.checkpoint.tensors import box_of, shards, through_dcp
@@ -43,7 +44,7 @@ from kenotron.parallel.ranks import gather, rank_and_size
 ALIGNMENT = 8
 
 
-def write_tensors(folder: Path, tensors: dict[str, Any]) -> dict[str, FileRecord]:
+def write_tensors(folder: Path, tensors: dict[str, Any], open_file: OpenFile = hashed_file) -> dict[str, FileRecord]:
     """Write `tensors` (shards, tensors or DTensors, any device, and plain values) below the existing `folder`.
 
     Every rank calls it; each writes its share. Host memory above the tensors' own is one tensor at most (a
@@ -51,7 +52,7 @@ def write_tensors(folder: Path, tensors: dict[str, Any]) -> dict[str, FileRecord
 
     Returns the records of all ranks' files by name in the folder, on every rank.
     """
-    writer = Writer(folder)
+    writer = Writer(folder, open_file)
     write_through_dcp(writer, shards(tensors))
     return {name: record for files in gather(writer.files) for name, record in files.items()}
 
@@ -102,8 +103,8 @@ def _write_item(name: str, value: Any) -> WriteItem | None:
 class Writer(StorageWriter):
     """One rank's side of a save. `files`: the records of what this rank wrote."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, open_file: OpenFile = hashed_file) -> None:
+        self.folder, self.open_file = folder, open_file
         self.files: dict[str, FileRecord] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
@@ -141,7 +142,7 @@ class Writer(StorageWriter):
 
     def write_file(self, name: str, header: bytes, items: list[WriteItem], planner: SavePlanner) -> None:
         """Write this rank's file: the header, then the tensors of `items` without gaps."""
-        with HashedFile(self.folder / name) as file:
+        with self.open_file(self.folder / name, len(header) + sum(map(_size, items))) as file:
             file.write(header)
             for item in items:
                 tensor = planner.resolve_data(item)

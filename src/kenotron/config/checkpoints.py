@@ -110,6 +110,12 @@ class Checkpoints(Section):
         "`datastates` (copies and writes in the background), or the dotted path or entry point of an engine.",
         "torch",
     )
+    writer: str = key(
+        "What writes the files of tensors: `python`; `native` (in C++, past the page cache); or the dotted path or "
+        "entry point of a function of path and size.",
+        "python",
+        mark=OURS,
+    )
     datastates: Annotated[DataStates, null_means(DataStates())] = key(
         "Settings of the engine `datastates`.", DataStates()
     )

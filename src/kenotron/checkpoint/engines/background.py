@@ -167,7 +167,7 @@ class BackgroundEngine(Engine):
                 for file in self.plan.files
             ]
             self._resize(sum(size for _, _, size in files))
-            self.writer.send("plan", (files, self.plan.indexes))
+            self.writer.send("plan", (files, self.plan.indexes, self.config.checkpoints.writer))
         assert self.plan is not None
         return self.plan
 

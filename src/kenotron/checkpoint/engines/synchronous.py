@@ -18,7 +18,7 @@ class SynchronousEngine(Engine):
 
     def save(self, root: Path, step: int, content: dict[str, Any], keep: Keep | None) -> list[Saved | Unsaved]:
         """Save, read back while the earlier checkpoints still exist, prune."""
-        saved = saving.save(root, step, **content)
+        saved = saving.save(root, step, **content, open_file=self.open_file)
         if self.verifies and (problems := verify_together(saved.path)):
             raise CheckpointError("; ".join(problems))
         if keep is not None:

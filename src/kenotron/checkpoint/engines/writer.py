@@ -20,13 +20,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kenotron.checkpoint.durable import FileRecord, HashedFile, refusal, write_file
+from kenotron.checkpoint.durable import FileRecord, refusal, write_file
+from kenotron.checkpoint.engine import find_writer
 from kenotron.checkpoint.engines.client import COMMITTED, FAILED, WRITTEN
 from kenotron.checkpoint.engines.ring import Ring
+from kenotron.checkpoint.file_writer import FileWriter
 from kenotron.checkpoint.folders import check_files
 from kenotron.checkpoint.retention import prune
 from kenotron.checkpoint.saving import commit
-from kenotron.config.errors import CheckpointError
+from kenotron.config.errors import CheckpointError, InputError
 from kenotron.storage.files import replace_file
 
 NICE = 10
@@ -57,6 +59,7 @@ class Server:
         self.number = self.staged = 0
         self.files: list[tuple[str, bytes, int]] = []
         self.small: dict[str, bytes] = {}
+        self.writer = "python"
 
     def serve(self) -> None:
         """Do what the training process sends, until it ends."""
@@ -65,7 +68,7 @@ class Server:
             if kind == "ring":
                 self.ring = Ring(self.memory, content)
             elif kind == "plan":
-                self.files, self.small = content
+                self.files, self.small, self.writer = content
             elif kind == "save":
                 self.number, self.staged = number, 0
                 self._save(content)
@@ -83,7 +86,7 @@ class Server:
             self._send(WRITTEN, None)
             if rank == 0:
                 self._send(COMMITTED, self._commit(job))
-        except (CheckpointError, OSError, GivenUp) as error:
+        except (InputError, OSError, GivenUp) as error:
             if isinstance(error, EOFError | ConnectionError):
                 raise
             problem = str(refusal("write", temporary, error)) if isinstance(error, OSError) else str(error)
@@ -93,9 +96,9 @@ class Server:
             self._send(FAILED, problem)
 
     def _write_share(self, temporary: Path, small: dict[str, bytes]) -> dict[str, FileRecord]:
-        records, position = {}, 0
+        records, position, open_file = {}, 0, find_writer(self.writer)
         for name, header, size in self.files:
-            with HashedFile(temporary / name) as file:
+            with open_file(temporary / name, len(header) + size) as file:
                 file.write(header)
                 position = self._drain(file, position, position + size)
             records[name] = file.record
@@ -104,7 +107,7 @@ class Server:
             records[name] = write_file(temporary / name, content)
         return records
 
-    def _drain(self, file: HashedFile, position: int, end: int) -> int:
+    def _drain(self, file: FileWriter, position: int, end: int) -> int:
         """Write the stream from `position` to `end`, as it arrives."""
         freed = position
         while position < end:
