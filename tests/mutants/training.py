@@ -43,8 +43,8 @@ MUTANTS = [
     Mutant(
         name="a-nan-in-the-gradient-applied",
         file="training/step.py",
-        find="    finite = all(map(math.isfinite, (lm_loss, z_loss, grad_norm)))\n",
-        replace="    finite = math.isfinite(lm_loss)\n",
+        find="    accepted = all(map(math.isfinite, (lm_loss, z_loss, grad_norm)))\n",
+        replace="    accepted = math.isfinite(lm_loss)\n",
         why="a guard that looks at the loss alone lets a NaN gradient into the weights (mlx-lm #1658)",
         tests=("training/test_nonfinite_steps.py",),
     ),

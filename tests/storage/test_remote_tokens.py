@@ -129,6 +129,7 @@ def test_local_copy_is_read(tmp_path: Path, upload: Upload, server: Any) -> None
 )
 def test_a_missing_driver_names_its_extra(url: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # importing it fails
+    monkeypatch.delitem(sys.modules, "kenotron.storage.google", raising=False)  # which imports gcsfs
     protocol = url.partition("://")[0]
     known = import_module("fsspec.registry")._registry
     monkeypatch.delitem(known, protocol, raising=False)  # it may be imported already

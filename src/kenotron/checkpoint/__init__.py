@@ -21,10 +21,11 @@ from kenotron.checkpoint.durable import in_use
 from kenotron.checkpoint.engine import Saved
 from kenotron.checkpoint.folders import Found, list_checkpoints, newest_complete, resolve, verify, verify_together
 from kenotron.checkpoint.index import Index, read_index
+from kenotron.checkpoint.leftovers import tidy
 from kenotron.checkpoint.loading import load, read_config, read_data
 from kenotron.checkpoint.manifest import Manifest, read_manifest
 from kenotron.checkpoint.reading import block_reader, read_tensors
-from kenotron.checkpoint.retention import prune, tidy, to_prune
+from kenotron.checkpoint.retention import prune, to_prune
 from kenotron.checkpoint.saving import save
 from kenotron.config.errors import CheckpointError
 

@@ -24,8 +24,9 @@ import xxhash
 from kenotron.checkpoint.durable import HashedFile, in_use, locked, make_folder, replace_text, write_file
 from kenotron.checkpoint.folders import LATEST, Progress, Report, list_checkpoints, look, publish, quiet
 from kenotron.checkpoint.folders import verify as verify_local
+from kenotron.checkpoint.leftovers import tidy
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, parse
-from kenotron.checkpoint.retention import superseded, tidy
+from kenotron.checkpoint.retention import superseded
 from kenotron.config.errors import CheckpointError, InputError
 from kenotron.storage.files import cache_root, sync_folder, temporary_beside
 from kenotron.storage.stores import PARTS_AT_ONCE, Store

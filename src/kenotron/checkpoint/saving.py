@@ -22,8 +22,8 @@ from kenotron.checkpoint.durable import FileRecord, hash_file, hashed_file, lock
 from kenotron.checkpoint.engine import Saved
 from kenotron.checkpoint.file_writer import OpenFile
 from kenotron.checkpoint.folders import Report, list_checkpoints, publish, quiet
+from kenotron.checkpoint.leftovers import clear_leftovers
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, plain, render
-from kenotron.checkpoint.retention import clear_leftovers
 from kenotron.parallel.ranks import gather, raise_on_any_rank, rank_and_size, run_on_rank0
 from kenotron.storage.files import sync_folder, temporary_beside
 

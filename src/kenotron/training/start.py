@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kenotron.checkpoint import durable, folders, loading, manifest, retention
+from kenotron.checkpoint import durable, folders, leftovers, loading, manifest
 from kenotron.config import Config, fill_run_name, same_run_difference
 from kenotron.config.checkpoints import LOAD_MODES
 from kenotron.config.errors import InputError
@@ -104,7 +104,7 @@ def choose_start(config: Config, fresh: bool, start_elsewhere: StartElsewhere | 
     root = config.checkpoint_folder
 
     def tidy() -> None:
-        retention.tidy(root, logger.warning)  # may finish a save that was killed at its rename: before --fresh looks
+        leftovers.tidy(root, logger.warning)  # may finish a save that was killed at its rename: before --fresh looks
         if fresh:
             _set_aside(root)
 
