@@ -115,6 +115,22 @@ def test_a_rank_that_hangs_is_named_with_the_collective_that_it_did_not_join(tmp
     assert re.match(r"  rank 1: at user_parts\.py:\d+ in after_step; the last that it joined was ", missing)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_rank_that_waits_for_its_data_is_called_a_data_stall(workers: int, tmp_path: Path, nursery: Nursery) -> None:
+    dataset = "{source: support.user_parts.Hanging, kwargs: {rank: 1}}"
+    data = f"data_stages.0.data={{seed: 3, num_loading_workers: {workers}, dataset: {dataset}}}"
+    keys = (*TWO, data, "tokens.train_steps=20", "parallelism.timeout_seconds=8")
+    finished, _ = train(nursery, tmp_path, *keys)
+    assert finished.code == 1
+    first, _, missing = finished.stderr.splitlines()
+    assert first.endswith("of all ranks: rank 1 did not join it, a data stall: it waits for its batches")
+    assert re.match(
+        r"  rank 1: waits for its batches, reading at user_parts\.py:\d+ in __getitem__; the last that it joined was ",
+        missing,
+    )
+
+
 def test_wrong_input_that_every_rank_finds_is_reported_once_and_is_exit_code_2(
     tmp_path: Path, nursery: Nursery
 ) -> None:

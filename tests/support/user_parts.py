@@ -118,6 +118,56 @@ class Gradients(Hook):
         self.first = self.first or {name: weight.grad.clone() for name, weight in run.model.named_parameters()}
 
 
+class _NanInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("nan")
+
+
+class SpoilModule(Hook):
+    """In one step, on one rank, a module makes NaN of every second micro-batch, in forward or backward.
+
+    `times` is how often; None: whenever the step is computed.
+    """
+
+    def __init__(self, module: str, step: int, where: str = "forward", rank: int = 0, times: int | None = None) -> None:
+        self.module, self.step, self.where, self.times = module, step, where, times
+        self.rank, self.calls = rank, 0
+        self.handle: Any = None
+
+    def before_step(self, run: Any) -> None:
+        if run.mesh.rank("world") == self.rank and run.step + 1 == self.step:
+            self.handle = run.model.get_submodule(self.module).register_forward_hook(self._spoil)
+
+    def _spoil(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls % 2 or (self.times is not None and self.calls > 2 * self.times):
+            return output
+        return _NanInBackward.apply(output) if self.where == "backward" else output * float("nan")
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+
+class FlipBit(Hook):
+    """Flips the lowest bit of a weight's first element on one rank after a step."""
+
+    def __init__(self, weight: str, step: int, rank: int = 1) -> None:
+        self.weight, self.step, self.rank = weight, step, rank
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.step == self.step and run.mesh.rank("world") == self.rank:
+            parameter = run.model.get_parameter(self.weight).detach()
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            local.view(torch.int32).view(-1)[0] ^= 1
+
+
 class PoisonWeight(Hook):
     """Puts NaN into a weight after the given step: every later loss is NaN."""
 
@@ -358,17 +408,18 @@ def half_life(elapsed: int, decay_steps: int) -> float:
 
 
 class Hanging:
-    """A token source whose reads hang after the twelfth, and leave the file `hanging` there."""
+    """A token source whose reads hang after the twelfth, perhaps on one rank only, and leave the file `hanging`."""
 
-    def __init__(self, sequence_length: int, seed: int) -> None:
+    def __init__(self, sequence_length: int, seed: int, rank: int | None = None) -> None:
         self.rows, self.reads = counting(sequence_length, seed), 0
+        self.hangs = rank is None or int(os.environ.get("RANK", "0")) == rank
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> np.ndarray:
         self.reads += 1
-        if self.reads > 12:
+        if self.hangs and self.reads > 12:
             Path("hanging").touch()
             time.sleep(1000)
         return self.rows[index]

@@ -60,7 +60,7 @@ class General(Section):
         None,
     )
     ignore_sanity_checks: bool = key(
-        "False: read every checkpoint back and verify it right after it is written.",
+        "False: compare replicas of weights and optimizer at the start and before every save; read checkpoints back.",
         True,
     )
     hooks: list[AnyHook] | None = key(

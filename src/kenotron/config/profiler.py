@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kenotron.config.section import LocalPath, Section, key
+from kenotron.config.section import OURS, LocalPath, Section, key
 
 
 class Profiler(Section):
@@ -18,6 +18,7 @@ class Profiler(Section):
     profile_memory: bool = key("Record memory allocations.", False)
     with_stack: bool = key("Record the source line of each operation.", True)
     export_chrome_trace: bool = key("Also write a trace for chrome://tracing and Perfetto.", False)
+    detect_anomaly: bool = key("End the run at a NaN in backward, and name its operation; slow.", False, mark=OURS)
 
     @property
     def steps(self) -> int:

@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+THREADS = "kenotron-loader"
 LEAVE_WITHIN_S = 5.0  # what a read that is under way gets at the end
 
 
@@ -32,8 +33,7 @@ class Prefetcher(Generic[T]):
         self._ready: deque[Future[T]] = deque()
         self._orders: SimpleQueue[tuple[Future[T], int] | None] = SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._work, name=f"kenotron-loader_{number}", daemon=True)
-            for number in range(workers)
+            threading.Thread(target=self._work, name=f"{THREADS}_{number}", daemon=True) for number in range(workers)
         ]
         for thread in self._threads:
             thread.start()

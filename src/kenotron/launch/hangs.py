@@ -7,6 +7,9 @@ and asks the others for their status through the store of the run; their threads
     rank 1   all_reduce number 56 of all ranks, done                    at user_parts.py:31 in after_step
                                                                      ─▶ rank 1 has not joined number 57
 
+A rank whose program waits for its batches has not hung: then the report calls it a data stall, and says where the
+loader's thread is reading.
+
 The recorder does not count sends and receives between pipeline stages. They run into torch's own timeout a little
 later; with gloo the same report is made then, and the ranks that are not communicating are the ones waited for.
 """
@@ -26,7 +29,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from kenotron.data.loader import THREADS
 from kenotron.parallel.torch_internals import flight_recorder_dumps, process_groups
+from kenotron.training.run import next_batches
 
 STATUS_WITHIN_S = 4.0
 TIMEOUT_WORDS = ("Timed out", "timed out", "Timeout(ms)", "timeout")
@@ -46,12 +51,16 @@ class PendingCall:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank's program is, and the last collective of every group that it joined."""
+    """Where a rank's program is, and the last collective of every group that it joined.
+
+    `reading`: where it reads the batches that it waits for; None if it waits for none.
+    """
 
     place: str
     communicating: bool  # inside a call of torch.distributed
     last: dict[str, tuple[int, str]] = field(default_factory=dict)  # group → number, operation
     waiting: tuple[str, int, str] | None = None  # group, number, operation
+    reading: str | None = None
 
 
 class CollectiveTimer:
@@ -119,6 +128,9 @@ def describe_hang(store: dist.Store, rank: int, size: int, call: PendingCall, ti
     blame = "all are in a collective, but not in the same one"
     if missing:
         blame = f"{_ranks(missing)} did not join it"
+        statuses = [found[other] for other in missing]
+        if all(status is not None and status.reading is not None for status in statuses):
+            blame += f", a data stall: {'it waits for its' if len(missing) == 1 else 'they wait for their'} batches"
     limit = f"more than {timeout_seconds:g} s (parallelism.timeout_seconds)"
     lines = [f"rank {rank} has waited {limit} in {call.operation}{among}: {blame}", f"  rank {rank}: at {call.place}"]
     return "\n".join(lines + [f"  rank {i}: {_described(status)}" for i, status in enumerate(found) if i != rank])
@@ -140,10 +152,11 @@ def _described(status: RankStatus | None) -> str:
         members = _members(group)
         name = _ranks(members) if members else f"group {group}"
         return f"waits in {operation} (number {number} of {name}), at {status.place}"
+    place = f"at {status.place}" if status.reading is None else f"waits for its batches, reading at {status.reading}"
     if not status.last:
-        return f"at {status.place}"
+        return place
     number, operation = max(status.last.values())
-    return f"at {status.place}; the last that it joined was {operation} (number {number})"
+    return f"{place}; the last that it joined was {operation} (number {number})"
 
 
 def _ranks(ranks: Sequence[int], size: int | None = None) -> str:
@@ -171,7 +184,7 @@ def _status() -> RankStatus:
         if entry["waits"] and waiting is None:
             waiting = (group, *last[group])
     place, communicating = _place()
-    return RankStatus(place, communicating, last, waiting)
+    return RankStatus(place, communicating, last, waiting, _reading())
 
 
 def _collectives() -> list[dict[str, Any]]:
@@ -195,9 +208,9 @@ def _operation(entry: dict[str, Any]) -> str:
     return entry["profiling_name"].split(":", 1)[-1]
 
 
-def _place() -> tuple[str, bool]:
-    """``file.py:31 in after_step`` of the main thread, and whether it is inside torch.distributed from there."""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+def _place(thread: int | None = threading.main_thread().ident) -> tuple[str, bool]:
+    """``file.py:31 in after_step`` of a thread, and whether it is inside torch.distributed from there."""
+    frame = _frame(thread)
     communicating = False
     while frame is not None and _is_library(module := frame.f_globals.get("__name__", "")):
         communicating = communicating or module.startswith("torch.distributed")
@@ -205,6 +218,22 @@ def _place() -> tuple[str, bool]:
     if frame is None:
         return "an unknown place", communicating
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}", communicating
+
+
+def _reading() -> str | None:
+    """Where batches are read, by this thread or the loader's, if the main thread waits for them."""
+    frame = _frame(threading.main_thread().ident)
+    while frame is not None and frame.f_code is not next_batches.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    loaders = (thread.ident for thread in threading.enumerate() if thread.name.startswith(THREADS))
+    places = (_place(ident)[0] for ident in (*loaders, threading.main_thread().ident))
+    return next(place for place in places if not place.endswith(" in _work"))  # one that waits for orders
+
+
+def _frame(thread: int | None) -> FrameType | None:
+    return sys._current_frames().get(thread or 0)
 
 
 def _is_library(module: str) -> bool:

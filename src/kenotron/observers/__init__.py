@@ -1,6 +1,8 @@
 """Hooks that watch a run: `observers` makes those that a config asks for.
 
 signals.py        SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop
+nonfinite.py      where NaN or infinity comes from
+replicas.py       what several ranks hold alike, compared
 spikes.py         steps with spikes of loss or gradient are left out
 snapshot.py       a copy of weights and optimizer in host memory
 state_hash.py     a hash of the weights in every line of metrics
@@ -8,7 +10,7 @@ replay.py         what `kenotron replay` adds to a run
 progress.py       a bar or a line with the ETA
 expert_load.py    how evenly the experts of a mixture are used
 samples.py        completions of `logging.sample_prompts`
-profiler.py       torch's trace of some steps
+profiler.py       torch's trace of some steps, and its anomaly mode
 compression.py    what compressors make of the validation text
 benchmark.py      the row of `general.benchmark_csv_path`
 export.py         `checkpoints.export_hf`: every checkpoint for transformers, too
@@ -26,7 +28,8 @@ from kenotron.observers.benchmark import Benchmark
 from kenotron.observers.compression import Compressors
 from kenotron.observers.expert_load import ExpertLoad
 from kenotron.observers.export import ExportHook
-from kenotron.observers.profiler import ProfilerHook
+from kenotron.observers.nonfinite import NonFiniteCause
+from kenotron.observers.profiler import AnomalyMode, ProfilerHook
 from kenotron.observers.progress import Pace, Progress
 from kenotron.observers.signals import Signals
 from kenotron.observers.state_hash import StateHash
@@ -39,7 +42,13 @@ if TYPE_CHECKING:
 
 def observers(config: Config, mesh: Mesh) -> list[Hook]:
     """Those that `config` asks for on this rank of `mesh`. What only writes lines or files is on the first rank."""
-    hooks: list[Hook] = [Signals()]
+    hooks: list[Hook] = [Signals(), NonFiniteCause()]
+    if config.profiler is not None and config.profiler.detect_anomaly:
+        hooks.append(AnomalyMode())
+    if mesh.world_size > 1 and not config.general.ignore_sanity_checks:
+        from kenotron.observers.replicas import ReplicaCheck
+
+        hooks.append(ReplicaCheck())
     if config.logging.state_hash:
         hooks.append(StateHash())
     if config.optimizer.spikes is not None:

@@ -1,12 +1,15 @@
-"""`profiler`: torch's trace of some steps."""
+"""`profiler`: torch's trace of some steps, and its anomaly mode."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
@@ -75,3 +78,19 @@ class ProfilerHook(Hook):
         """Say so if the run was too short for the trace."""
         if not self.written and (settings := run.config.profiler):
             logger.warning("profiler: no trace was written: it needs %d steps of one process", settings.steps)
+
+
+class AnomalyMode(Hook):
+    """`detect_anomaly`: a NaN in backward raises, with the traceback of the operation in forward; on all ranks."""
+
+    def on_train_start(self, run: Run) -> None:
+        """Switch it on."""
+        self.mode = ExitStack()
+        with warnings.catch_warnings():  # that it is slow: the key says so
+            warnings.simplefilter("ignore", UserWarning)
+            self.mode.enter_context(torch.autograd.detect_anomaly(check_nan=True))
+
+    def on_close(self, run: Run) -> None:
+        """Switch it off."""
+        if hasattr(self, "mode"):
+            self.mode.close()

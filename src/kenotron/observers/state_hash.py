@@ -46,12 +46,20 @@ def state_hash(run: Run) -> int:
     tensors = [shard_of(parameter.detach()).tensor for _, parameter in named_parameters(*run.parts)]
     total = torch.zeros((), dtype=torch.int64, device=run.device)
     for first, piece in _slice(tensors, run.step % SLICES):
-        weights = torch.arange(2 * first + 1, 2 * (first + len(piece)) + 1, 2, device=piece.device)
-        total += (piece.contiguous().view(INTEGERS[piece.element_size()]) * weights).sum()
+        total += bits_sum(piece, first)
     if run.mesh.world_size > 1:
         total *= 2 * dist.get_rank() + 1
         dist.all_reduce(total)
     return int(total) & (2**BITS - 1)
+
+
+def bits_sum(piece: Tensor, first: int) -> Tensor:
+    """The bits of a flat tensor's elements as integers, times odd weights; `first` is the number of the first one.
+
+    Modulo 2^64, any other value of one element changes the sum.
+    """
+    weights = torch.arange(2 * first + 1, 2 * (first + len(piece)) + 1, 2, device=piece.device)
+    return (piece.contiguous().view(INTEGERS[piece.element_size()]) * weights).sum()
 
 
 def _slice(tensors: list[Tensor], number: int) -> Iterator[tuple[int, Tensor]]:

@@ -64,6 +64,7 @@ class Run:
     step: int = 0
     stop_requested: str | None = None  # this rank's reason to stop
     waiting_for_data: bool = False
+    batches: Sequence[TokenBatch] = ()  # this rank's of the step that is computed, or was last
     stop_reason: str | None = None  # the reason that all ranks agreed on: no further step
     seconds: float = 0.0  # spent in this process's steps, and the part of it spent waiting for data
     data_wait_seconds: float = 0.0
@@ -171,13 +172,14 @@ def fit(run: Run) -> None:
     with contextlib.closing(loader):
         while not run.finished and run.stop_reason is None:
             started = time.perf_counter()
-            batches = _next_batches(run, loader)
+            batches = next_batches(run, loader)
             waited = time.perf_counter() - started
             run.sync_stop_request()
             if batches is None or run.stop_reason is not None:
                 break
             for hook in run.hooks:
                 hook.before_step(run)
+            run.batches = batches
             result = replace(train_step(run, batches), data_wait_seconds=waited)
             run.step, run.last_result = run.step + 1, result
             run.seconds += result.seconds + waited
@@ -190,7 +192,7 @@ def fit(run: Run) -> None:
         hook.on_train_end(run)
 
 
-def _next_batches(run: Run, loader: Iterator[list[TokenBatch]]) -> list[TokenBatch] | None:
+def next_batches(run: Run, loader: Iterator[list[TokenBatch]]) -> list[TokenBatch] | None:
     """The micro-batches of the next step; None once this rank is asked to stop, even while its data are late."""
     try:
         run.waiting_for_data = True
