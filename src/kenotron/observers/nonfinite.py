@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -146,7 +147,9 @@ def _backward_hooks(run: Run) -> Iterator[list[Finding]]:
     named = [(name, module) for part in run.parts for name, module in part.named_modules() if name]
     handles = [module.register_full_backward_hook(partial(look, name)) for name, module in named]
     try:
-        yield found
+        with warnings.catch_warnings():  # that tokens have no gradient
+            warnings.filterwarnings("ignore", "Full backward hook", UserWarning)
+            yield found
     finally:
         for handle in handles:
             handle.remove()
