@@ -23,7 +23,7 @@ train: setup  ## train a small Llama on text that every machine has: under 5 min
 test: $(VENV)/.installed-test  ## run the test suite
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --budget
 
-slow: $(VENV)/.installed-test  ## run the slow tests, and the properties on many more examples
+slow: $(VENV)/.installed-test $(VENV)/.installed-triton  ## run the slow tests, and the properties on many more examples
 	$(BIN)/python -m pytest -n $(WORKERS) -m "(slow or hypothesis) and not slurm" --hypothesis-profile=thorough
 
 fuzz: $(VENV)/.installed-test  ## a million damaged configs, checkpoints, models and token files: hours; EXAMPLES=n of each test

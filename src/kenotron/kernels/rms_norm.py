@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kenotron.kernels.fused import fused
 from kenotron.kernels.small import is_small
 
 BLOCK = 1 << 19  # elements of one round of passes: 2 MiB in fp32
@@ -28,6 +29,8 @@ BLOCK = 1 << 19  # elements of one round of passes: 2 MiB in fp32
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x ``[..., hidden]``, weight ``[hidden]`` → x's shape and dtype; everything inside in fp32."""
+    if kernel := fused("rms_norm.rms_norm", x):
+        return kernel(x, weight, eps)
     ours = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and not is_small(x)
     if not ours or torch.compiler.is_compiling():
         return F.rms_norm(x, (x.shape[-1],), weight, eps)  # fused on CUDA; fused by the compiler on CPU

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kenotron.kernels.fused import fused
 from kenotron.kernels.small import is_small
 
 BLOCK = 1 << 17  # elements a thread of one round of passes on CPU: 512 KiB in fp32
@@ -28,6 +29,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -
     Tables for fewer channels turn the first ones of every head; the others pass unchanged (GPT-NeoX's rotary_pct).
     The result's memory is laid out ``[sequences, heads, length, head_dim]``, as attention reads it.
     """
+    if kernel := fused("rope.apply_rope", x):
+        return kernel(x, cos, sin, interleaved)
     if torch.compiler.is_compiling() or is_small(x):
         return _plain(x, cos, sin, interleaved)
     return _Rotation.apply(x, cos, sin, interleaved)

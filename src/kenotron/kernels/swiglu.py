@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kenotron.config.errors import InputError, nearest
+from kenotron.kernels.fused import fused
 from kenotron.kernels.small import is_small
 
 BLOCK = 1 << 17  # elements of one round of passes on CPU: 512 KiB in fp32
@@ -61,6 +62,8 @@ ACTIVATIONS["swish"] = ACTIVATIONS["silu"]
 def swiglu(gate: Tensor, up: Tensor, act: str = "silu") -> Tensor:
     """gate and up of one shape and dtype → ``act(gate) * up``. `act` is a name of Hugging Face's `hidden_act`."""
     plain = _activation(act).plain
+    if plain is F.silu and (kernel := fused("swiglu.silu_and_multiply", gate)):
+        return kernel(gate, up)
     slow = gate.device.type == "cpu" and gate.dtype != torch.float32
     if slow or torch.compiler.is_compiling() or is_small(gate):
         return plain(gate) * up

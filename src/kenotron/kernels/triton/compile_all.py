@@ -1,0 +1,50 @@
+"""Compile every kernel of this package for every GPU that is supported, on a machine without one.
+
+    $ python -m kenotron.kernels.triton.compile_all
+    rms_norm.forward_kernel      sm_80     cubin    9 KiB
+    …
+
+It shows that kernels compile and fit, not that they are fast or right: numbers are the interpreter's tests.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kenotron.kernels.triton import rms_norm, rope, swiglu
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_MEMORY = 64 << 10  # bytes of a block on the smallest of them, AMD's
+
+
+def compile_all() -> Iterator[tuple[str, str, str, bytes]]:
+    """(kernel, target, kind of binary, binary) of all variants. Raises what Triton raises where one fails."""
+    for module in (rms_norm, rope, swiglu):
+        for kernel, types, constants in module.VARIANTS:
+            names = kernel.arg_names
+            signature = {**dict(zip(names, types)), **dict.fromkeys(constants, "constexpr")}
+            assert list(signature) == names, f"{kernel}: a type for each of {names}"
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+            for name, target in TARGETS.items():
+                compiled = triton.compile(source, target=target)
+                assert compiled.metadata.shared <= SHARED_MEMORY, (
+                    f"{kernel} on {name}: {compiled.metadata.shared} bytes"
+                )
+                kind = "cubin" if target.backend == "cuda" else "hsaco"
+                yield f"{module.__name__.rpartition('.')[2]}.{kernel.__name__}", name, kind, compiled.asm[kind]
+
+
+if __name__ == "__main__":
+    for kernel, target, kind, binary in compile_all():
+        sys.stdout.write(f"{kernel:<28} {target:<8} {kind}  {len(binary) >> 10:>4} KiB\n")

@@ -1,0 +1,84 @@
+"""RMSNorm in one launch forward and one backward; formulas and plain twin in `kernels.rms_norm`.
+
+Forward: a program for each row. Backward: a program for each group of rows, which keeps the group's sum of dweight in
+registers; the sums of the groups are added at the end. The number of groups is fixed, so the order of sums is, too.
+
+    rows 0 … 5, 2 groups       program 0: rows 0 2 4       program 1: rows 1 3 5       dweight = sum 0 + sum 1
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+GROUPS = 256  # programs of the backward: enough to fill today's GPUs
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `kernels.rms_norm.rms_norm`: x ``[..., hidden]``, weight ``[hidden]`` → x's shape and dtype."""
+    return _RMSNorm.apply(x, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y, r = torch.empty_like(rows), torch.empty(len(rows), dtype=torch.float32, device=x.device)
+        hidden = rows.shape[1]
+        forward_kernel[(len(rows),)](rows, weight, y, r, hidden, eps, BLOCK=triton.next_power_of_2(hidden))
+        ctx.save_for_backward(rows, weight, r)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        x, weight, r = ctx.saved_tensors
+        dy = upstream[0].reshape(x.shape).contiguous()
+        count, hidden = x.shape
+        groups = min(GROUPS, count)
+        dx = torch.empty_like(x)
+        sums = torch.empty(groups, hidden, dtype=torch.float32, device=x.device)
+        block = triton.next_power_of_2(hidden)
+        backward_kernel[(groups,)](dy, x, weight, r, dx, sums, count, hidden, BLOCK=block)
+        return dx.view(upstream[0].shape), sums.sum(0).to(weight.dtype), None
+
+
+@triton.jit
+def forward_kernel(x, weight, y, r, hidden, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < hidden
+    a = tl.load(x + row * hidden + at, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(a * a, axis=0) / hidden + eps)
+    tl.store(r + row, scale)
+    tl.store(y + row * hidden + at, a * scale * w, mask=inside)
+
+
+@triton.jit
+def backward_kernel(dy, x, weight, r, dx, sums, rows, hidden, BLOCK: tl.constexpr):
+    group = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < hidden
+    w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for row in range(group, rows, tl.num_programs(0)):
+        here = tl.cast(row, tl.int64) * hidden + at
+        up = tl.load(dy + here, mask=inside, other=0.0).to(tl.float32)
+        a = tl.load(x + here, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(r + row)
+        g = up * w
+        mean = tl.sum(g * a, axis=0) / hidden
+        tl.store(dx + here, scale * g - a * scale * scale * scale * mean, mask=inside)
+        total += up * a * scale
+    tl.store(sums + group.to(tl.int64) * hidden + at, total, mask=inside)
+
+
+# (kernel, arguments' types, constants): what `compile_all` compiles ahead of time.
+VARIANTS = [
+    (forward_kernel, ("*bf16", "*bf16", "*bf16", "*fp32", "i32", "fp32"), {"BLOCK": 4096}),
+    (backward_kernel, ("*bf16", "*bf16", "*bf16", "*fp32", "*bf16", "*fp32", "i32", "i32"), {"BLOCK": 4096}),
+]

@@ -1,0 +1,65 @@
+"""``silu(gate) * up`` in one launch forward and one backward; formulas and plain twin in `kernels.swiglu`.
+
+With s = sigmoid(gate):   silu = gate s     dup = dy silu     dgate = dy up s (1 + gate (1 - s))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024  # elements of a program
+
+
+def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
+    """As `kernels.swiglu.swiglu` with silu: gate and up of one shape and dtype → the same."""
+    return _Gate.apply(gate, up)
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        y, count = torch.empty_like(gate), gate.numel()
+        forward_kernel[(triton.cdiv(count, BLOCK),)](gate, up, y, count, BLOCK=BLOCK)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        dgate, dup, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
+        grid = (triton.cdiv(count, BLOCK),)
+        backward_kernel[grid](upstream[0].contiguous(), gate, up, dgate, dup, count, BLOCK=BLOCK)
+        return dgate, dup
+
+
+@triton.jit
+def forward_kernel(gate, up, y, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at, g * tl.sigmoid(g) * u, mask=inside)
+
+
+@triton.jit
+def backward_kernel(dy, gate, up, dgate, dup, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    d = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    s = tl.sigmoid(g)
+    tl.store(dgate + at, d * u * s * (1.0 + g * (1.0 - s)), mask=inside)
+    tl.store(dup + at, d * g * s, mask=inside)
+
+
+VARIANTS = [
+    (forward_kernel, ("*bf16", "*bf16", "*bf16", "i64"), {"BLOCK": BLOCK}),
+    (backward_kernel, ("*bf16", "*bf16", "*bf16", "*bf16", "*bf16", "i64"), {"BLOCK": BLOCK}),
+]

@@ -1,0 +1,89 @@
+"""Run with TRITON_INTERPRET=1: errors of the kernels in Triton, in its interpreter on the CPU, printed as JSON.
+
+Each line of the result is a case: the largest relative error of the output and of every gradient against the formula in
+float64, and the largest difference from the plain twin in `kernels`. In fp32: the interpreter truncates in bf16.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kenotron.kernels import rms_norm as plain_norm
+from kenotron.kernels import rope as plain_rope
+from kenotron.kernels import swiglu as plain_swiglu
+from kenotron.kernels.triton import rms_norm, rope, swiglu
+
+Function = Callable[..., Tensor]
+
+
+def cases() -> Iterator[tuple[str, Function, Function, Function, tuple[Tensor, ...]]]:
+    """(name, ours, its plain twin, the formula, arguments)."""
+    for shape in ((1, 5), (3, 5, 64), (300, 33)):  # 300 rows: more than the groups of the backward
+        x, weight = torch.randn(shape) * 3, torch.rand(shape[-1])
+        yield (
+            f"rms_norm {shape}",
+            lambda x, w: rms_norm.rms_norm(x, w, 1e-5),
+            lambda x, w: plain_norm.rms_norm(x, w, 1e-5),
+            lambda x, w: x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-5) * w,
+            (x, weight),
+        )
+    for shape in ((3,), (7, 301)):
+        gate, up = torch.randn(shape) * 3, torch.randn(shape)
+        yield f"swiglu {shape}", swiglu.silu_and_multiply, plain_swiglu.swiglu, lambda g, u: F.silu(g) * u, (gate, up)
+    for heads, head_dim, turning, interleaved in (
+        (3, 8, 8, False),
+        (4, 8, 8, True),
+        (2, 12, 6, False),
+        (1, 16, 8, True),
+    ):
+        angles = torch.rand(2, 7, turning // 2) * 6
+        tables = (angles.cos(), angles.sin())
+        yield (
+            f"rope {heads} {head_dim} {turning} {interleaved}",
+            lambda x, t=tables, i=interleaved: rope.apply_rope(x[..., 1:], *t, i),  # heads that lie apart in memory
+            lambda x, t=tables, i=interleaved: plain_rope.apply_rope(x[..., 1:], *t, i),
+            lambda x, a=angles, i=interleaved: turned(x[..., 1:], a, i),
+            (torch.randn(2, 7, heads, head_dim + 1),),
+        )
+
+
+def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """Each pair of channels as a complex number times exp(i angle)."""
+    turning = 2 * angles.shape[-1]
+    pairs = x[..., :turning]
+    pairs = pairs.unflatten(-1, (-1, 2)) if interleaved else pairs.unflatten(-1, (2, -1)).transpose(-1, -2)
+    unit = torch.polar(torch.ones_like(angles, dtype=torch.float64), angles.double()).unsqueeze(-2)
+    both = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * unit)
+    both = both.flatten(-2) if interleaved else both.transpose(-1, -2).flatten(-2)
+    return torch.cat((both, x[..., turning:]), dim=-1)
+
+
+def results(function: Function, arguments: tuple[Tensor, ...]) -> list[Tensor]:
+    """Its output and the gradients of all arguments."""
+    leaves = [x.detach().clone().requires_grad_() for x in arguments]
+    out = function(*leaves)
+    torch.manual_seed(5)
+    out.backward(torch.randn(out.shape).to(out.dtype))
+    return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+
+
+def distance(some: list[Tensor], others: list[Tensor]) -> float:
+    """The largest relative difference."""
+    assert len(some) == len(others)
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(some, others))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    found = {}
+    for name, ours, twin, formula, arguments in cases():
+        here = results(ours, arguments)
+        exact = results(formula, tuple(x.double() for x in arguments))
+        found[name] = (distance(here, exact), distance(here, results(twin, arguments)))
+    sys.stdout.write(json.dumps(found))
