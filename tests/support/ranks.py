@@ -25,13 +25,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh
+from torch.distributed import device_mesh, distributed_c10d
 
 from kenotron.parallel.torch_internals import set_timeout_of_all_groups
 from support.preload import PRELOAD
@@ -124,8 +125,26 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any
 atexit.register(_pool.close)
 
 
+class OneDeviceGloo(distributed_c10d.ProcessGroupGloo):
+    """Gloo's process group on a network device that all groups of a rank share.
+
+    torch makes one for each group, and its thread wakes a hundred times a second: eight ranks with twenty groups each
+    spend a quarter of two cores on that.
+    """
+
+    device = None
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        cls = type(self)
+        cls.device = cls.device or distributed_c10d.ProcessGroupGloo.create_default_device()
+        options = distributed_c10d.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [cls.device], timeout
+        super().__init__(store, rank, size, options)
+
+
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)  # an OpenMP pool does not survive a fork
+    distributed_c10d.ProcessGroupGloo = OneDeviceGloo
     init_device_mesh = functools.lru_cache(None)(device_mesh.init_device_mesh)
     device_mesh.init_device_mesh = lambda *args, **options: init_device_mesh(*args, **options)
     while True:
