@@ -8,11 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+import kenotron as kn
 from kenotron import checkpoint
 from kenotron.config.errors import InputError, RunFailed
 from kenotron.generation.load import load_for_generation
+from kenotron.interop import background, to_hf
 from support.tiny_llamas import hf_logits, load_hf, our_logits
-from support.tiny_run import equal_bits, exported, saved_weights, text_overrides, tiny_config, train_quietly
+from support.tiny_run import (
+    equal_bits,
+    exported,
+    saved_weights,
+    text_overrides,
+    tiny_config,
+    train_and_listen,
+    train_quietly,
+)
 
 EXPORT = "checkpoints.export_hf=true"
 
@@ -65,3 +75,86 @@ def test_what_transformers_has_no_class_for_is_refused_before_the_first_step(tmp
     with pytest.raises(InputError, match=r"checkpoints\.export_hf: attention_bias: false: Hugging Face's Qwen2 has"):
         train_quietly(tiny_config(tmp_path, EXPORT, "model.model_config.is_qwen2_config=true"))
     assert not list((tmp_path / "checkpoints").glob("*/manifest.json"))
+
+
+# ---- in the background ------------------------------------------------------------------------------------------
+
+BEHIND = ("checkpoints.checkpointing_engine=async", "checkpoints.checkpoint_interval=2", EXPORT)
+
+
+@pytest.mark.slow
+def test_an_export_in_the_background_is_the_one_in_the_call(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, *BEHIND, *text_overrides(tmp_path))
+    _, said = train_and_listen(config)
+    for step in ("2", "3"):
+        path = tmp_path / "checkpoints" / step
+        assert f"Exported to {path}/hf: " in said
+        to_hf(path, tmp_path / step)
+        found, expected = (
+            {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+            for folder in (path / "hf", tmp_path / step)
+        )
+        assert found == expected
+        assert sorted(each.name for each in path.glob("hf*")) == ["hf"]
+
+
+EXPORTER = """
+import json, pathlib, sys, time
+end = time.monotonic() + 30
+source, target = map(pathlib.Path, sys.argv[1:])
+while not (source.parent / "go").exists():
+    assert time.monotonic() < end, "training waits"
+    time.sleep(0.01)
+assert source.name != {crash!r}, "no memory"
+if source.name != {refused!r}:
+    target.mkdir()
+print("a line of a library's")
+print(json.dumps({{"problem": "no room"}} if source.name == {refused!r} else {{"bytes": 2**20}}))
+"""
+
+
+class Steps(kn.Hook):
+    """Notes at each step which exports are there, and lets them go on after step 8."""
+
+    priority = -56  # after the exports' own
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.seen: dict[int, list[str]] = {}
+
+    def after_step(self, run: Any, result: Any) -> None:
+        self.seen[run.step] = [path.parent.name for path in self.folder.glob("*/hf")]
+        if run.step == 8:
+            (self.folder / "go").touch()
+
+
+def test_training_does_not_wait_for_an_export_and_retention_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "MAIN", EXPORTER.format(crash="", refused=""))
+    root = tmp_path / "checkpoints"
+    hook = f"general.hooks=[{{path: {__name__}.Steps, kwargs: {{folder: {root}}}}}]"
+    keys = ("checkpoints.checkpoint_interval=8", "checkpoints.keep_last=1", "checkpoints.save_initial_state=true")
+    run, said = train_and_listen(tiny_config(tmp_path, *BEHIND, hook, *keys, "tokens.train_steps=17"))
+    assert run is not None
+    (steps,) = [each for each in run.hooks if type(each).__name__ == "Steps"]
+    assert [steps.seen[step] for step in range(1, 9)] == [[]] * 8
+    for step in (0, 8, 17):  # step 0, too, which the save of step 8 would have pruned meanwhile
+        assert said.count(f"Exported to {root}/{step}/hf: 1.00MiB") == 1
+    assert (root / "17" / "hf").is_dir()
+    assert not (root / "0").exists()
+
+
+def test_an_export_that_fails_in_the_background_is_an_error_of_the_log_and_the_last_one_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "MAIN", EXPORTER.format(crash="3", refused="2"))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "go").touch()
+    with pytest.raises(
+        RunFailed,
+        match=r"^step 3: checkpoints\.export_hf: the process ended with exit code 1: AssertionError: no memory; "
+        r"the checkpoint is complete$",
+    ):
+        train_quietly(tiny_config(tmp_path, *BEHIND))
+    assert checkpoint.verify(tmp_path / "checkpoints" / "3") == []

@@ -72,6 +72,9 @@ class Engine:
     in_flight = False
     """Whether a save has begun whose outcome was not returned yet; the same on all ranks."""
 
+    in_background = False
+    """Whether saves go on while the run trains, so that what follows a save should, too."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
         self.open_file = find_writer(config.checkpoints.writer)

@@ -155,8 +155,8 @@ class Uploader:
     def pending(self, last: bool = True) -> list[Found]:
         """The complete checkpoints in the folder that are not known to be in the store, oldest save first."""
         found = [entry for entry in list_checkpoints(self.root) if entry.manifest]
-        if found and self.beside and not last and not (found[-1].path / self.beside).is_dir():
-            found.pop()  # its export is being written
+        while found and self.beside and not last and not (found[-1].path / self.beside).is_dir():
+            found.pop()  # its export is being written, or comes next
         return [entry for entry in found if _key(entry) not in self._uploaded]
 
     def progress(self) -> tuple[int, int]:

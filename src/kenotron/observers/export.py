@@ -5,6 +5,12 @@
 
 A process that is killed between the two leaves a checkpoint without its export; the run that resumes from it writes it.
 Retention removes both together.
+
+With an engine that saves in the background, the export is written in the background, too, by a process of its own:
+
+    save 10 ──▶ checkpoint 10 complete ──▶ export 10 beside the steps 12, 13, … ──▶ "Exported to checkpoints/10/hf"
+
+One goes on at a time: a checkpoint that is complete before the last export is waits for it, and training with it.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from kenotron import interop
 from kenotron.config.errors import InputError, RunFailed
+from kenotron.interop.background import BackgroundExport
 from kenotron.interop.hf_config import hf_config
 from kenotron.parallel.ranks import run_on_rank0
 from kenotron.storage.files import remove_leftovers
@@ -23,14 +30,19 @@ from kenotron.training.hooks import Hook
 
 if TYPE_CHECKING:
     from kenotron.training.run import Run
+    from kenotron.training.step import StepResult
 
 FOLDER = "hf"
 
 
 class ExportHook(Hook):
-    """Exports each checkpoint when it is saved, on all ranks: each writes some of the files."""
+    """Exports each checkpoint when it is saved: all ranks in the call, or a process of rank 0's in the background."""
 
     priority = -55
+
+    def __init__(self) -> None:
+        self.background: BackgroundExport | None = None  # on rank 0: the export in flight
+        self.started = 0.0
 
     def on_train_start(self, run: Run) -> None:
         """Refuse now what cannot be exported later, and make up for an export that was interrupted."""
@@ -48,12 +60,58 @@ class ExportHook(Hook):
             self.on_save(run, path)
 
     def on_save(self, run: Run, path: Path) -> None:
-        """Write `<path>/hf`. Raises RunFailed if it cannot be written; the checkpoint is complete all the same."""
+        """Write `<path>/hf`, or begin to. Raises RunFailed if it cannot be written; the checkpoint is complete then."""
+        if not run.engine.in_background:
+            self._export(path)
+        elif run.mesh.is_first:
+            self._settle(run)
+            remove_leftovers(path / FOLDER)
+            run.protected_steps.add(int(path.name))
+            self.started, self.background = time.perf_counter(), BackgroundExport(path, path / FOLDER)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Log an export that has ended in the background."""
+        if self.background is not None and self.background.ended:
+            self._settle(run)
+
+    def on_train_end(self, run: Run) -> None:
+        """Wait for the last export. Raises RunFailed if it failed."""
+        if problem := run_on_rank0(lambda: self._settle(run)):
+            raise RunFailed(problem)
+
+    def on_close(self, run: Run) -> None:
+        """After an error, end the export in flight: the next start makes up for it."""
+        if self.background is not None:
+            self.background.stop()
+
+    def _export(self, path: Path) -> None:
+        """In the call, on all ranks: each writes some of the files."""
         started = time.perf_counter()
         try:
             run_on_rank0(lambda: remove_leftovers(path / FOLDER))
             written = interop.to_hf(path, path / FOLDER, verify=False)
         except InputError as error:
-            raise RunFailed(f"step {run.step}: checkpoints.export_hf: {error}; the checkpoint is complete") from error
-        seconds = time.perf_counter() - started
-        logger.info("Exported to %s: %s in %.2f s", written.path, mebibytes(written.bytes), seconds)
+            raise RunFailed(_failed(path, error)) from error
+        _say_exported(written.path, written.bytes, started)
+
+    def _settle(self, run: Run) -> str | None:
+        """On rank 0: wait for the export in flight, and log what became of it; its problem, if it has one."""
+        export, self.background = self.background, None
+        if export is None:
+            return None
+        try:
+            _say_exported(export.target, export.wait(), self.started)
+        except InputError as error:
+            logger.error("%s", _failed(export.source, error))
+            return _failed(export.source, error)
+        finally:
+            run.protected_steps.discard(int(export.source.name))
+        return None
+
+
+def _failed(path: Path, error: InputError) -> str:
+    return f"step {path.name}: checkpoints.export_hf: {error}; the checkpoint is complete"
+
+
+def _say_exported(target: Path, size: int, started: float) -> None:
+    logger.info("Exported to %s: %s in %.2f s", target, mebibytes(size), time.perf_counter() - started)

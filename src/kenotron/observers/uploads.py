@@ -98,6 +98,7 @@ class Uploads(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """Begin with what an earlier process left on this machine."""
+        self.uploader.protected |= run.protected_steps
         run.protected_steps = self.uploader.protected
         self.uploader.start()
 

@@ -50,6 +50,8 @@ class BackgroundEngine(Engine):
     `lazy`: copy after the call. `most_bytes`: of host memory for this rank; None: as many as it writes.
     """
 
+    in_background = True
+
     def __init__(self, config: Config, lazy: bool, most_bytes: int | None, threads: int = 1, pin: bool = True) -> None:
         super().__init__(config)
         self.lazy, self.most_bytes, self.threads, self.pin = lazy, most_bytes, threads, pin

@@ -1,0 +1,79 @@
+"""`to_hf` in a process of its own, at low priority, while the run that saved the checkpoint trains on.
+
+    export = BackgroundExport(path, path / "hf")
+    export.ended                # False for a while
+    export.wait()               # the bytes that were written; InputError if it failed
+
+The process reads the checkpoint's files alone. It ignores the signals that a scheduler sends to all processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from kenotron.config.errors import InputError
+
+NICE = 10
+MAIN = "from kenotron.interop.background import main; main()"
+
+
+class BackgroundExport:
+    """Starts the export of checkpoint `source` to the new folder `target`."""
+
+    def __init__(self, source: Path, target: Path) -> None:
+        self.source, self.target = source, target
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", MAIN, str(source), str(target)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,  # Ctrl-C on the terminal is for the training process
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self._process.poll() is not None
+
+    def wait(self) -> int:
+        """Wait for the end; the bytes of the files with weights. Raises InputError."""
+        said, _ = self._process.communicate()
+        if self._process.returncode:
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").splitlines() or [""]
+            self._errors.close()
+            raise InputError(f"the process ended with exit code {self._process.returncode}: {lines[-1]}")
+        self._errors.close()
+        outcome = json.loads(said.splitlines()[-1])
+        if "problem" in outcome:
+            raise InputError(outcome["problem"])
+        return outcome["bytes"]
+
+    def stop(self) -> None:
+        """End it now; a temporary folder may be left."""
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+
+def main() -> None:
+    """The process: arguments are source and target."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    os.nice(NICE)
+    from kenotron.interop.exporting import to_hf
+
+    try:
+        outcome: dict[str, object] = {"bytes": to_hf(*sys.argv[1:], verify=False).bytes}
+    except InputError as error:
+        outcome = {"problem": str(error)}
+    print(json.dumps(outcome), flush=True)
