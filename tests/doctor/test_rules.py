@@ -162,8 +162,8 @@ WRONG = [
     ("locked-memory-limited", server("limits", locked_memory=64 << 10), "64 KiB"),
     ("gpus-kept-apart", with_settings(SERVER, NCCL_P2P_DISABLE="1"), "main memory"),
     ("errors-not-handled", with_settings(SERVER, TORCH_NCCL_ASYNC_ERROR_HANDLING="0"), "forever"),
-    ("no-such-interface", with_settings(SERVER, NCCL_SOCKET_IFNAME="ib"), "there are eth0"),
-    ("no-such-interface", with_settings(SERVER, GLOO_SOCKET_IFNAME="eth"), "there are eth0"),
+    ("no-such-interface", with_settings(SERVER, NCCL_SOCKET_IFNAME="ib"), "only eth0"),
+    ("no-such-interface", with_settings(SERVER, GLOO_SOCKET_IFNAME="eth"), "only eth0"),
     ("own-name-unknown", laptop("network", own_name="loopback"), "loopback"),
 ]
 
@@ -218,6 +218,13 @@ def test_settings_that_are_fine_are_not_blamed(settings: dict[str, str]) -> None
 def test_gpus_need_code_of_their_major_version_or_ptx(architectures: list[str], capability: str, runs: bool) -> None:
     facts = server("torch", architectures=architectures, accelerators=[replace(HOPPER, capability=capability)] * 2)
     assert ([finding.name for finding in findings(facts)] == []) == runs
+
+
+def test_what_was_measured_on_a_busy_machine_is_no_reason_for_advice() -> None:
+    slow = [Speed("write", "folder", 20e6, "B/s"), Speed("fsync", "folder", 1.5, "s")]
+    slow += [Speed("matmul float32", "cpu", 1e10, "FLOP/s"), Speed("matmul bfloat16", "cpu", 4e11, "FLOP/s")]
+    facts = replace(laptop("processor", load=50.0), speeds=slow, torch=replace(LAPTOP.torch, import_seconds=60.0))
+    assert [finding.name for finding in findings(facts)] == ["machine-busy"]
 
 
 def test_the_gravest_finding_comes_first() -> None:

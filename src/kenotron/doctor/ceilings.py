@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from kenotron.doctor.facts import Speed
 from kenotron.doctor.limited import Failed, call_limited
 
 DEVICE_LIMIT_S, DISK_LIMIT_S = 45.0, 15.0
-MATMULS = 40  # of 5 ms each in float32 on two cores
-COPIES = 8
+MEASURED_FOR_S = 1.5  # each: the fastest of a longer time is less disturbed by what else the machine does
 COPIED = 256 << 20  # bytes; larger than the last cache of all but a few processors
 CHUNK, CHUNKS = 4 << 20, 16
 WRITE_FOR_S = 4.0  # a slow disk gets a smaller file
@@ -68,26 +68,36 @@ def measure_device(name: str) -> dict[str, float]:
     from kenotron.parallel.device import matmul_ceiling
 
     device = torch.device(name)
-    found = {f"matmul {dtype}": matmul_ceiling(device, dtype, MATMULS) for dtype in ("float32", "bfloat16")}
+    found = {f"matmul {dtype}": fastest(partial(matmul_ceiling, device, dtype)) for dtype in ("float32", "bfloat16")}
     return found | {"copy": copy_speed(device)}
 
 
+def fastest(measure: Callable[[], float]) -> float:
+    """The largest of what `measure` returns, called at least once and for `MEASURED_FOR_S`."""
+    started = time.perf_counter()
+    best = measure()
+    while time.perf_counter() - started < MEASURED_FOR_S:
+        best = max(best, measure())
+    return best
+
+
 def copy_speed(device: Any) -> float:
-    """Bytes per second, read and written ones together, of the fastest of a few copies."""
+    """Bytes per second, read and written ones together, of the fastest copy of a large tensor."""
     import torch
 
     from kenotron.parallel.device import synchronize
 
     source = torch.ones(COPIED // 4, device=device)
     target = torch.zeros_like(source)  # its pages are there before the first copy
-    best = float("inf")
-    for _ in range(COPIES):
+
+    def copy() -> float:
         synchronize(device)
         started = time.perf_counter()
         target.copy_(source)
         synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return 2 * COPIED / best
+        return 2 * COPIED / (time.perf_counter() - started)
+
+    return fastest(copy)
 
 
 def measure_disk(folder: str) -> dict[str, float]:

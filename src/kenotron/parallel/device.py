@@ -99,12 +99,12 @@ def vendor_peak(device: torch.device) -> float | None:
     return next((flops for model, flops in PEAK_BF16.items() if model in known), None)
 
 
-def matmul_ceiling(device: torch.device, dtype: str, repeats: int = 6) -> float:
+def matmul_ceiling(device: torch.device, dtype: str) -> float:
     """FLOP/s of the fastest of a few square matrix products in `dtype`: what this machine can do at best."""
     side = 4096 if device.type == "cuda" else 768
     a, b = (torch.ones(side, side, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
     best = float("inf")
-    for _ in range(repeats):
+    for _ in range(6):
         synchronize(device)
         started = time.perf_counter()
         a @ b

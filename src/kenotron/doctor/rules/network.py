@@ -57,7 +57,7 @@ def no_such_interface(facts: Facts) -> Finding | None:
         exact = variable.startswith("GLOO") or value.startswith("=")  # NCCL's names are prefixes
         wanted = value.removeprefix("=").split(",")
         if not any(name == one or (not exact and name.startswith(one)) for one in wanted for name in [*there, "lo"]):
-            return error(f"{variable}={value}: no such interface is up; there are {', '.join(there)}", "correct it")
+            return error(f"{variable}={value}: no such interface is up, only {', '.join(there)}", "name one of these")
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kenotron.config.errors import counted
 from kenotron.doctor.facts import Facts, Finding
 from kenotron.doctor.rules.finding import hint, warning
+from kenotron.doctor.rules.software import machine_busy
 
 # Each keeps oneDNN, MKL or torch from newer instructions than it names.
 INSTRUCTION_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
@@ -86,9 +87,11 @@ def float32_is_faster(facts: Facts) -> Finding | None:
 
 
 def _bfloat16_ratio(facts: Facts) -> float | None:
-    """How much faster bfloat16 is on the CPU that trains; None if another device does, or it was not measured."""
+    """How much faster bfloat16 is on the CPU that trains; None if another device does, or it was not measured well."""
+    if facts.torch.accelerators or machine_busy(facts):
+        return None
     slow, fast = facts.speed("matmul float32", "cpu"), facts.speed("matmul bfloat16", "cpu")
-    return None if facts.torch.accelerators or not slow or not fast else fast / slow
+    return fast / slow if slow and fast else None
 
 
 RULES = (
