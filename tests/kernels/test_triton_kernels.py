@@ -31,8 +31,8 @@ def run(*arguments, **environment):
 @pytest.mark.slow
 def test_in_the_interpreter_they_equal_their_formulas_and_their_plain_twins():
     found = json.loads(run("-m", "support.triton_numbers", TRITON_INTERPRET="1"))
-    assert len(found) == 9
-    assert {name: errors for name, errors in found.items() if max(errors) > 1e-6} == {}
+    assert len(found) == 10  # the last one a whole model, with its gradients
+    assert {name: errors for name, errors in found.items() if max(errors) > 2e-6} == {}
 
 
 @needs_triton

@@ -14,10 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kenotron.config.dotted import import_dotted
 from kenotron.kernels import rms_norm as plain_norm
 from kenotron.kernels import rope as plain_rope
 from kenotron.kernels import swiglu as plain_swiglu
+from kenotron.kernels.attention import attention
 from kenotron.kernels.triton import rms_norm, rope, swiglu
+from kenotron.models import Context, initialize_model
+from kenotron.models.decoder import Decoder
+from kenotron.models.families.llama import LlamaArchitecture
+from support.tiny_llamas import SHAPES, random_tokens
 
 Function = Callable[..., Tensor]
 
@@ -79,6 +85,30 @@ def distance(some: list[Tensor], others: list[Tensor]) -> float:
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(some, others))
 
 
+def a_models_gradients(in_triton: bool) -> list[Tensor]:
+    """The loss of a small Llama and its gradients, with the kernels where a GPU would have them, or without."""
+    model = Decoder(LlamaArchitecture(**SHAPES))
+    initialize_model(model, std=0.2, scaling="NUM_LAYERS", seed=1)
+    tokens, positions = random_tokens(2, 16).flatten(), torch.arange(16).repeat(2)
+    calls = []
+
+    def on_any_device(name: str, x: Tensor) -> Function | None:
+        calls.append(name)
+        return import_dotted(f"kenotron.kernels.triton.{name}", "here") if in_triton else None
+
+    for module in (plain_norm, plain_rope, plain_swiglu):
+        module.fused = on_any_device  # type: ignore[attr-defined]
+    loss, _ = model(tokens, Context((2, 16), positions, attention), tokens.roll(-1))
+    loss.backward()
+    layers = model.config.num_hidden_layers
+    assert sorted(calls) == sorted(
+        ["rms_norm.rms_norm"] * (2 * layers + 1)
+        + ["rope.apply_rope"] * 2 * layers
+        + ["swiglu.silu_and_multiply"] * layers
+    )
+    return [loss.detach(), *(x.grad for x in model.parameters() if x.grad is not None)]
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     found = {}
@@ -86,4 +116,6 @@ if __name__ == "__main__":
         here = results(ours, arguments)
         exact = results(formula, tuple(x.double() for x in arguments))
         found[name] = (distance(here, exact), distance(here, results(twin, arguments)))
+    whole = distance(a_models_gradients(in_triton=True), a_models_gradients(in_triton=False))
+    found["a model"] = (whole, whole)
     sys.stdout.write(json.dumps(found))

@@ -101,7 +101,7 @@ class ForeignModel(Decoder):
         half = length // 2
         starts = [row * length + start for row in range(sequences) for start in (0, half)]
         positions = torch.cat([torch.arange(half), torch.arange(length - half)]).repeat(sequences).to(device)
-        packed = replace(ctx, positions=positions, cu_seqlens=(*starts, sequences * length))
+        packed = replace(ctx, positions=positions, cu_seqlens=(*starts, sequences * length), document_starts=None)
         tokens = torch.zeros(ctx.shape, dtype=torch.int64, device=device)
         other = tokens.clone()
         other[:, :half] = 1
