@@ -134,7 +134,9 @@ def _torch(facts: Facts) -> str:
     built = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.rocm}" if torch.rocm else "the CPU"
     parts = [f"{torch.version} for {built}", f"BLAS: {torch.blas}" + (", oneDNN" if torch.onednn else "")]
     parts += [f"NCCL {torch.nccl}"] if torch.nccl else []
-    return DOT.join([*parts, f"{', '.join(torch.backends)} between ranks", f"imported in {torch.import_seconds:.1f} s"])
+    return DOT.join(
+        [*parts, f"{' and '.join(torch.backends)} between ranks", f"imported in {torch.import_seconds:.1f} s"]
+    )
 
 
 def _processor(facts: Facts) -> list[Row]:
@@ -166,15 +168,15 @@ def _processor(facts: Facts) -> list[Row]:
 
 def _memory(facts: Facts) -> list[Row]:
     memory, limits = facts.memory, facts.limits
-    swap = f"swap {size(memory.swap_used)} of {size(memory.swap_total)} used" if memory.swap_total else "no swap"
+    swap = f"swap {of(memory.swap_used, memory.swap_total)} used" if memory.swap_total else "no swap"
     limit = f"cgroup limit {size(memory.limit)}" if memory.limit else "no cgroup limit"
     shm = f"/dev/shm {size(memory.shm_total)}" if memory.shm_total is not None else "no /dev/shm"
     pages = f"{DOT}huge pages: {memory.huge_pages}" if memory.huge_pages else ""
     files, processes = _count(limits.open_files), _count(limits.processes)
     locked = "unlimited" if limits.locked_memory is None else size(limits.locked_memory)
-    available = "unknown" if memory.available is None else size(memory.available)
+    available = "unknown" if memory.available is None else f"{of(memory.available, memory.total)} available"
     return [
-        ("memory", f"{available} of {size(memory.total)} available{DOT}{limit}{DOT}{swap}"),
+        ("memory", f"{available}{DOT}{limit}{DOT}{swap}"),
         ("", f"{shm}{DOT}malloc: {memory.malloc}{pages}"),
         ("limits", f"open files {files}{DOT}processes {processes}{DOT}locked memory {locked}"),
     ]
@@ -188,7 +190,7 @@ def _accelerators(facts: Facts) -> list[Row]:
     if nvidia.driver:
         rows.append(("driver", f"NVIDIA {nvidia.driver}, CUDA {nvidia.cuda} at most"))
     for number, gpu in enumerate(torch.accelerators):
-        free = f"{size(gpu.memory_free)} of {size(gpu.memory_total)} free"
+        free = f"{of(gpu.memory_free, gpu.memory_total)} free"
         rows.append(
             (f"GPU {number}", DOT.join([gpu.name, free, f"capability {gpu.capability}", *_electric(facts, number)]))
         )
@@ -225,7 +227,7 @@ def _disk(facts: Facts) -> list[Row]:
         return [("folder", f"no answer: {disk.problem}")]
     files = f"{DOT}{disk.files_free:,} more files" if disk.files_free is not None else ""
     skew = f"{DOT}clock off by {disk.clock_skew:+.1f} s" if abs(disk.clock_skew or 0.0) >= 0.1 else ""
-    rows = [("folder", f"{disk.filesystem or 'unknown'}{DOT}{size(disk.free)} of {size(disk.total)} free{files}{skew}")]
+    rows = [("folder", f"{disk.filesystem or 'unknown'}{DOT}{of(disk.free, disk.total)} free{files}{skew}")]
     measured = [speed for speed in facts.speeds if speed.where == "folder"]
     if measured:
         rows.append(("", _speeds(facts, "folder")))
@@ -280,6 +282,12 @@ def size(number: int) -> str:
         if number >= unit:
             return f"{number / unit:.1f} {name}" if unit == GIB else f"{number / unit:.0f} {name}"
     return f"{number / 1024:.0f} KiB"
+
+
+def of(part: int, whole: int) -> str:
+    """``72.6 of 252.0 GiB``; each with its unit where they differ."""
+    (number, unit), (total, of_whole) = size(part).split(), size(whole).split()
+    return f"{number} of {total} {unit}" if unit == of_whole else f"{number} {unit} of {total} {of_whole}"
 
 
 def rate(value: float, unit: str) -> str:
