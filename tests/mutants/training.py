@@ -49,6 +49,22 @@ MUTANTS = [
         tests=("training/test_nonfinite_steps.py",),
     ),
     Mutant(
+        name="moments-not-rolled-back",
+        file="observers/snapshot.py",
+        find="                    _local(state[key]).copy_(value)\n",
+        replace="                    pass\n",
+        why="weights return to the snapshot, the moments keep the spike",
+        tests=("training/test_spikes.py::test_damaged_weights_return_to_the_snapshot_also_in_a_run_that_is_killed",),
+    ),
+    Mutant(
+        name="window-of-spikes-lost-at-a-resume",
+        file="observers/spikes.py",
+        find='        names = ("window", "phase", "in_a_row", "rollbacks")\n',
+        replace='        names = ("phase", "in_a_row", "rollbacks")\n',
+        why="a resumed run judges no step until its window is full again: it trains on what the first run left out",
+        tests=("training/test_spikes.py::test_damaged_weights_return_to_the_snapshot_also_in_a_run_that_is_killed",),
+    ),
+    Mutant(
         name="the-rate-of-the-step-before",
         file="training/step.py",
         find="rate = learning_rate(schedule, run.step + 1 - ",
