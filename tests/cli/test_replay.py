@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.cli import main
+from kenotron.data.batch import NO_LOSS
+from kenotron.data.provenance import step_origins
 from kenotron.observers.state_hash import SLICES, _slice, state_hash
+from kenotron.parallel.mesh import axes, build_mesh
+from kenotron.training.build import build_run
+from kenotron.training.run import close
+from kenotron.training.step import train_step
 from support.tiny_run import tiny_config, tiny_yaml, train_quietly
+from support.written_tokens import write_ds
 
 pytestmark = pytest.mark.budget(10, reason="trains a run and parts of it again")
 
@@ -108,3 +117,30 @@ def test_a_file_of_yaml_is_not_taken_for_a_run(tmp_path: Path, capsys: pytest.Ca
     code, _, error = replay(capsys, str(tiny_yaml(tmp_path)), "--step", "1")
     assert code == 2
     assert "expected a run's folder of checkpoints" in error
+
+
+def test_a_step_without_a_document_is_the_step_with_its_labels_masked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Document 7 alone has token 63; the reference masks that label and knows nothing of documents."""
+    rng = np.random.default_rng(1)
+    documents = [[63] * 30 if number == 7 else rng.integers(0, 62, 20).tolist() for number in range(40)]
+    file = write_ds(tmp_path / "data" / "a.ds", documents, tokenizer=None)
+    keys = (f"data_stages.0.data.dataset={{tokens: {file.parent}}}", "tokens.train_steps=12")
+    config = tiny_config(tmp_path, *keys, "checkpoints.checkpoint_interval=4")
+    train_quietly(config)
+    run = build_run(config, build_mesh(axes(config), 1, "cpu"), torch.device("cpu"))
+    step = next(step for step in range(1, 13) if any((b.labels == 63).any() for b in run.data.batch(step)))
+    for run.step in range(step):
+        batches = run.data.batch(run.step + 1)
+        if run.step + 1 == step:
+            batches = [replace(b, labels=np.where(b.labels == 63, NO_LOSS, b.labels)) for b in batches]
+        result = train_step(run, batches)
+    (name,) = {origin.file for origin in step_origins(run.data, step)}
+    close(run)
+    code, said, _ = replay(capsys, str(tmp_path / "checkpoints"), "--step", str(step), "--without", f"{name}:7")
+    assert code == 0
+    assert f"and is {result.lm_loss!r} without these documents" in said
+    assert f"and is {result.grad_norm!r} without these documents" in said
+    code, _, error = replay(capsys, str(tmp_path / "checkpoints"), "--step", str(step), "--without", f"{name}:99")
+    assert (code, error.startswith(f"error: --without: the step has no label of {name}:99")) == (2, True)

@@ -2,8 +2,9 @@
 
 From the nearest checkpoint before the step, on the same layout, losses, gradient norms and hashes of the weights are
 equal bit by bit; on another layout (overrides) losses and norms agree up to rounding. Where they first differ, a
-transient fault, a changed file of tokens or another version of a library is the cause. The run and its checkpoints are
-only read.
+transient fault, a changed file of tokens or another version of a library is the cause. With `--without` the step is
+computed without the loss of some documents, to find the one that made it spike. The run and its checkpoints are only
+read.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ def replay(
     checkpoints: Annotated[Path, typer.Argument(help="The run's folder of checkpoints.")],
     step: Annotated[int, typer.Option(help="The last step to compute again.", min=1)],
     overrides: Annotated[list[str] | None, typer.Argument(help="Another layout, such as parallelism.tp=2.")] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(help="FILE:NUMBER: leave the loss of this document out of the step.")
+    ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="The run's log folder, if it was moved.")] = None,
 ) -> None:
     """Compute a step of a run again from the checkpoint before it, and compare it with the log.
@@ -45,8 +49,10 @@ def replay(
     logged = _metrics((log_dir or Path(config.logging.log_dir) / config.general.run) / "metrics.jsonl")
     if step not in logged:
         raise InputError(f"--step: expected a step of the log, which has {_range(logged)}, found {step}")
+    if without:
+        _check_documents(config, step, without)
     with tempfile.TemporaryDirectory(prefix="kenotron-replay-") as temporary:
-        again = _config(config, Path(temporary), step, overrides or [])
+        again = _config(config, Path(temporary), step, overrides or [], without or [])
         if start is not None:
             _link(start.path, Path(again.checkpoints.checkpoints_path))
         first = start.step + 1 if start else 1
@@ -56,13 +62,17 @@ def replay(
             return
         found = _metrics(Path(again.logging.log_dir) / again.general.run / "metrics.jsonl")
     same_layout = again.parallelism.degrees == config.parallelism.degrees and not overrides
-    differences = _differences(logged, found, range(first, step + 1), exact=same_layout)
+    compared = range(first, step if without else step + 1)
+    differences = _differences(logged, found, compared, exact=same_layout)
     if differences:
         print("\n".join(differences))
         with open_run(config, step, lambda line: None) as data:
             print("\n".join(of_step(data, int(differences[0].split()[1].rstrip(":")))[1]))
         sys.exit(1)
-    print(f"steps {first} to {step}: {'every number is equal' if same_layout else 'equal up to rounding'}")
+    for name in COMPARED[:2] if without else ():
+        print(f"step {step}: {name} was {logged[step][name]!r} and is {found[step][name]!r} without these documents")
+    if compared:
+        print(f"steps {first} to {compared[-1]}: {'every number is equal' if same_layout else 'equal up to rounding'}")
 
 
 def _find(checkpoints: Path, step: int) -> tuple[Config, Found | None]:
@@ -80,13 +90,25 @@ def _find(checkpoints: Path, step: int) -> tuple[Config, Found | None]:
     return config, max(before, key=lambda entry: entry.step, default=None)
 
 
-def _config(config: Config, folder: Path, step: int, overrides: list[str]) -> Config:
+def _check_documents(config: Config, step: int, without: list[str]) -> None:
+    """Raise InputError for a document that the step has no label of."""
+    from kenotron.data import open_run
+    from kenotron.data.provenance import step_origins
+    from kenotron.observers.replay import labels_of
+
+    with open_run(config, step, lambda line: None) as data:
+        labels_of(step_origins(data, step), without)
+
+
+def _config(config: Config, folder: Path, step: int, overrides: list[str], without: list[str]) -> Config:
     """`config` with its files in `folder`, until `step`."""
     from kenotron.config import load
     from kenotron.config.writing import inline, to_dict
 
     hooks = [*(to_dict(config)["general"].get("hooks") or [])]
     hooks.append({"path": "kenotron.observers.replay.StopAfter", "kwargs": {"step": step}})
+    if without:
+        hooks.append({"path": "kenotron.observers.replay.Without", "kwargs": {"step": step, "documents": without}})
     changes: dict[str, Any] = {
         "general.hooks": hooks,
         "checkpoints.checkpoints_path": str(folder / "checkpoints"),

@@ -50,7 +50,7 @@ class Hook:
         """Model, data and optimizer are ready; `run.step` steps were done before."""
 
     def before_step(self, run: Run) -> None:
-        """The next step's batch has been loaded."""
+        """The next step's batch has been loaded: `run.batches`, which a hook may replace."""
 
     def accepts_update(self, run: Run, lm_loss: float, grad_norm: float) -> bool:
         """Whether this step may change the weights; its numbers are finite. The answer is the same on all ranks."""

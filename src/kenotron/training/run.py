@@ -177,10 +177,10 @@ def fit(run: Run) -> None:
             run.sync_stop_request()
             if batches is None or run.stop_reason is not None:
                 break
+            run.batches = batches
             for hook in run.hooks:
                 hook.before_step(run)
-            run.batches = batches
-            result = replace(train_step(run, batches), data_wait_seconds=waited)
+            result = replace(train_step(run, run.batches), data_wait_seconds=waited)
             run.step, run.last_result = run.step + 1, result
             run.seconds += result.seconds + waited
             run.data_wait_seconds += waited
