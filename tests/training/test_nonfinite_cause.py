@@ -79,6 +79,15 @@ def test_a_weight_or_gradient_that_is_not_finite_is_named(
     assert (found["iteration"], found["where"], found["module"], found["layer"]) == (2, where, module, None)
 
 
+def test_a_model_that_changes_outputs_in_place_goes_on_without_the_name_of_the_module(tmp_path: Path) -> None:
+    spoil = hook("SpoilModule", module=DOWN, step=2, where="backward").removesuffix("]")
+    config = tiny_config(tmp_path, f"{spoil}, support.user_parts.InPlace]", *TWO_MICRO_BATCHES)
+    _, said = train_and_listen(config)
+    assert (line(config)["where"], line(config)["ranks"]) == ("gradient", [0])
+    assert "step 2: the module is not known: one changes the output of another in place" in said
+    assert [step["skipped"] for step in metrics(config)] == [False, True, False]
+
+
 def test_anomaly_mode_ends_the_run_with_the_operation(tmp_path: Path) -> None:
     spoil = hook("SpoilModule", module=DOWN, step=2, where="backward")
     with pytest.raises(RuntimeError, match="Function '_NanInBackwardBackward' returned nan values"):

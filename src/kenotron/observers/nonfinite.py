@@ -29,6 +29,7 @@ from kenotron.config.errors import InputError
 from kenotron.data.provenance import step_origins
 from kenotron.models import named_parameters
 from kenotron.optim.clip import clip_gradients
+from kenotron.parallel import data as data_parallel
 from kenotron.parallel.ranks import gather
 from kenotron.parallel.shards import shard_of
 from kenotron.training.console import logger
@@ -84,7 +85,7 @@ class NonFiniteCause(Hook):
         findings = gather(finding)
         first = min((each.where for each in findings if each is not None), default=None)
         if first == GRADIENT:
-            finding = _computed_again(run, partial(_backward_hooks, run))[1] or finding
+            finding = _in_backward(run) or finding
             run.optimizer.zero_grad(set_to_none=True)
             findings = gather(finding)
         if run.mesh.is_first:
@@ -107,6 +108,20 @@ def _computed_again(run: Run, hooks: Any) -> tuple[StepResult, Finding | None]:
     loss, z_loss, grad_norm = read_numbers(*losses, norm)
     result = replace(run.last_result, lm_loss=loss, z_loss=z_loss, grad_norm=grad_norm)
     return result, found[0] if found else None
+
+
+def _in_backward(run: Run) -> Finding | None:
+    """The module, by hooks of backward; None if it is in none, or if the model does not bear these hooks."""
+    try:
+        return _computed_again(run, partial(_backward_hooks, run))[1]
+    except RuntimeError as error:  # the outputs of modules with such hooks are views that nothing may change in place
+        if "BackwardHookFunction" not in str(error):
+            raise
+        for root in run.roots:
+            data_parallel.reshard_params(root)
+        loads_of_step(run)
+        logger.warning("step %d: the module is not known: one changes the output of another in place", run.step)
+        return None
 
 
 @contextmanager
