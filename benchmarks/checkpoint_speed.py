@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from kenotron.checkpoint import load, save
+from kenotron.checkpoint.loading import load
+from kenotron.checkpoint.saving import save
 
 BAR = 0.8
 

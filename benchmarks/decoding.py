@@ -61,7 +61,7 @@ def main() -> None:
 
 def save(size: str, root: Path) -> None:
     """A checkpoint of fresh weights."""
-    from kenotron import checkpoint
+    from kenotron.checkpoint import saving
     from kenotron.config import dump
     from kenotron.models import build, initialize_model, materialize, named_parameters
 
@@ -71,7 +71,7 @@ def save(size: str, root: Path) -> None:
     materialize(model, "cpu")
     initialize_model(model, std=0.02, scaling="NUM_LAYERS", seed=1)
     tensors = {name: parameter.detach() for name, parameter in named_parameters(model)}
-    checkpoint.save(root, 1, model=tensors, optimizer=None, state={}, config_yaml=dump(config), model_config={})
+    saving.save(root, 1, model=tensors, optimizer=None, state={}, config_yaml=dump(config), model_config={})
 
 
 def against_transformers(folder: Path, arguments: argparse.Namespace) -> None:

@@ -17,8 +17,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenotron.checkpoint import read_tensors, verify
+from kenotron.checkpoint.folders import verify
 from kenotron.checkpoint.manifest import MANIFEST, _seal
+from kenotron.checkpoint.reading import read_tensors
 from kenotron.config import InputError, load
 from kenotron.interop.sources import open_source
 from support.checkpoint_states import forge

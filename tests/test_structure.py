@@ -39,12 +39,12 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
 
 def test_what_has_to_be_read_to_understand_a_training_run_stays_small() -> None:
     """The measure of docs/architecture.md: the lines of what `kenotron.training` imports, `__init__` files included."""
-    found, pending = set(), {"kenotron.training"}
+    found, pending = {"kenotron"}, {"kenotron.training"}  # the front door counts; it imports everything
     while pending:
         module = pending.pop()
         found.add(module)
-        pending |= imported_by(module) - found - {"kenotron"}  # the front door, which imports everything
-    found |= {package for package in MODULES if any(module.startswith(f"{package}.") for module in found)}
+        packages = {package for package in MODULES if module.startswith(f"{package}.")}
+        pending |= (imported_by(module) | packages) - found
     assert sum(len(MODULES[module].read_text().splitlines()) for module in found) <= 17_000
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kenotron import checkpoint
-from kenotron.checkpoint import averaging
+from kenotron.checkpoint import averaging, folders, manifest, saving
 from kenotron.checkpoint.averaging import average
 from kenotron.cli import main
 from kenotron.config import InputError
@@ -64,17 +63,17 @@ def test_the_weights_are_the_mean_in_float64(
     result = tmp_path / "mean" / "3"
     numbers = [float(each) for each in weights.split(",")] if weights else [1.0, 1.0, 1.0]
     assert equal_bits(saved_weights(result), expected(steps, numbers))
-    assert checkpoint.verify(result) == []
-    manifest = checkpoint.read_manifest(result)
-    assert not manifest.below("optimizer")
+    assert folders.verify(result) == []
+    found = manifest.read_manifest(result)
+    assert not found.below("optimizer")
     shares = [each / sum(numbers) for each in numbers]
-    assert [part["weight"] for part in manifest.state["averaged_from"]] == pytest.approx(shares)
+    assert [part["weight"] for part in found.state["averaged_from"]] == pytest.approx(shares)
 
 
 def test_the_mean_of_bfloat16_is_rounded_once(tmp_path: Path) -> None:
     tensors = torch.randn(3, 100, generator=torch.Generator().manual_seed(0)).bfloat16()
     for name, tensor in zip("abc", tensors):
-        checkpoint.save(
+        saving.save(
             tmp_path / name,
             1,
             model={"w": tensor, "scalar": tensor[0]},
@@ -164,7 +163,7 @@ def test_another_tokenizer_is_another_model(tmp_path: Path) -> None:
         return lambda folder: (folder / "tokenizer.json").write_text(text)
 
     for name in "ab":
-        checkpoint.save(
+        saving.save(
             tmp_path / name,
             1,
             model={"w": torch.ones(2)},

@@ -20,8 +20,12 @@ from pathlib import Path
 
 import pytest
 
-from kenotron.checkpoint import CheckpointError, list_checkpoints, newest_complete, prune, resolve, save, tidy
 from kenotron.checkpoint.durable import locked
+from kenotron.checkpoint.folders import list_checkpoints, newest_complete, resolve
+from kenotron.checkpoint.leftovers import tidy
+from kenotron.checkpoint.retention import prune
+from kenotron.checkpoint.saving import save
+from kenotron.config.errors import CheckpointError
 from support.checkpoint_states import load_and_compare, save_step, weights
 
 CALLS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")

@@ -13,8 +13,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kenotron.checkpoint import CheckpointError, load, newest_complete, read_manifest, read_tensors, resolve, verify
-from kenotron.checkpoint.manifest import Manifest, render
+from kenotron.checkpoint.folders import newest_complete, resolve, verify
+from kenotron.checkpoint.loading import load
+from kenotron.checkpoint.manifest import Manifest, read_manifest, render
+from kenotron.checkpoint.reading import read_tensors
+from kenotron.config.errors import CheckpointError
 from support.checkpoint_states import empty_like, forge, load_and_compare, moments, save_step, weights
 
 

@@ -9,17 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenotron.checkpoint import (
-    CheckpointError,
-    list_checkpoints,
-    newest_complete,
-    prune,
-    read_manifest,
-    resolve,
-    save,
-    to_prune,
-)
-from kenotron.checkpoint.manifest import Manifest, render
+from kenotron.checkpoint.folders import list_checkpoints, newest_complete, resolve
+from kenotron.checkpoint.manifest import Manifest, read_manifest, render
+from kenotron.checkpoint.retention import prune, to_prune
+from kenotron.checkpoint.saving import save
+from kenotron.config.errors import CheckpointError
 from support.checkpoint_states import load_and_compare, save_step, weights
 
 

@@ -15,7 +15,11 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from kenotron.checkpoint import CheckpointError, load, newest_complete, read_tensors, save, verify
+from kenotron.checkpoint.folders import newest_complete, verify
+from kenotron.checkpoint.loading import load
+from kenotron.checkpoint.reading import read_tensors
+from kenotron.checkpoint.saving import save
+from kenotron.config.errors import CheckpointError
 from support.checkpoint_states import assert_same, empty_like
 from support.ranks import run_ranks
 

@@ -23,7 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from kenotron.checkpoint import CheckpointError, load, read_manifest, read_tensors, save
+from kenotron.checkpoint.loading import load
+from kenotron.checkpoint.manifest import read_manifest
+from kenotron.checkpoint.reading import read_tensors
+from kenotron.checkpoint.saving import save
+from kenotron.config.errors import CheckpointError
 from support.checkpoint_states import assert_same, empty_like, load_and_compare, moments, save_step, weights
 
 DTYPES = [

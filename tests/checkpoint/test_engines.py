@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 import torch
 
-from kenotron.checkpoint import list_checkpoints, newest_complete, tidy, verify
 from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved, find_engine
 from kenotron.checkpoint.engines import background, staging
 from kenotron.checkpoint.engines.background import BackgroundEngine
+from kenotron.checkpoint.folders import list_checkpoints, newest_complete, verify
+from kenotron.checkpoint.leftovers import tidy
 from kenotron.parallel.ranks import rank_and_size
 from kenotron.storage.native import find_compiler
 from support.checkpoint_states import load_and_compare, moments, weights, write_tokenizer

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from kenotron.checkpoint import newest_complete, verify
 from kenotron.checkpoint.durable import FileRecord
 from kenotron.checkpoint.engine import find_writer
+from kenotron.checkpoint.folders import newest_complete, verify
 from kenotron.config import InputError
 from kenotron.config.errors import CheckpointError
 from kenotron.storage.native import find_compiler

@@ -13,11 +13,12 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from typer.testing import CliRunner
 
-from kenotron.checkpoint import CheckpointError, read_manifest
+from kenotron.checkpoint.manifest import read_manifest
 from kenotron.checkpoint.remote import INCOMPLETE, Damaged, RemoteCheckpoints, find, local_copy
 from kenotron.checkpoint.upload import Uploader
 from kenotron.cli.checkpoint import app
 from kenotron.config import InputError
+from kenotron.config.errors import CheckpointError
 from kenotron.storage import fetching
 from kenotron.storage.stores import Store
 from support.checkpoint_states import load_and_compare, save_step

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kenotron as kn
-from kenotron import checkpoint
+from kenotron.checkpoint import folders, manifest
 from kenotron.config import load
 from kenotron.config.architecture import yaml_keys
 from kenotron.config.errors import InputError, NotSupportedYet
@@ -164,11 +164,11 @@ def test_keys_that_only_travel_reach_the_export(tmp_path):
 def test_an_import_is_a_whole_checkpoint_with_a_config_that_loads(hf_folder, tmp_path):
     saved = from_hf(hf_folder, tmp_path / "ours")
     assert saved.path == tmp_path / "ours" / "0"
-    assert checkpoint.verify(saved.path) == []
+    assert folders.verify(saved.path) == []
     config = load(saved.path / "config.yaml")
     assert config.model.architecture.hidden_size == 32
     nothing_yet = {"step": 0, "consumed_tokens": 0, "consumed_train_samples": 0}
-    assert checkpoint.read_manifest(saved.path).state == nothing_yet | {"imported_from": str(hf_folder)}
+    assert manifest.read_manifest(saved.path).state == nothing_yet | {"imported_from": str(hf_folder)}
 
 
 # `init_method: {path}` in a model that may differ in how it keeps the same weights.

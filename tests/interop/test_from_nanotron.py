@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kenotron import checkpoint
+from kenotron.checkpoint import folders, manifest
 from kenotron.config import load
 from kenotron.config.errors import InputError
 from kenotron.interop import from_nanotron
@@ -71,10 +71,10 @@ def test_weights_moments_and_position_are_those_that_were_written(family, layout
     said = []
     saved = from_nanotron(tmp_path / "theirs", tmp_path / "ours", report=said.append)
     assert saved.path == tmp_path / "ours" / "2"
-    assert checkpoint.verify(saved.path) == []
+    assert folders.verify(saved.path) == []
     assert equal_bits(saved_weights(saved.path), tensors)
     assert equal_bits(saved_weights(saved.path, "optimizer"), moments)
-    state = checkpoint.read_manifest(saved.path).state
+    state = manifest.read_manifest(saved.path).state
     position = {name: state[name] for name in ("step", "consumed_train_samples")}
     assert position == {"step": 2, "consumed_train_samples": 8}
     assert load(saved.path / "config.yaml").checkpoints.checkpoints_path == str(tmp_path / "ours")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kenotron.checkpoint import list_checkpoints
+from kenotron.checkpoint.folders import list_checkpoints
 from support.slurm_cluster import Cluster, available, cluster
 from support.tiny_run import KENOTRON, REPOSITORY, environment, losses, tiny_config, tiny_dict, train_quietly
 

@@ -26,7 +26,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kenotron import checkpoint
+from kenotron.checkpoint import folders, manifest
 from kenotron.config import Config, refuse_unsupported
 from kenotron.config.errors import InputError
 from kenotron.interop import initial_tensors
@@ -183,8 +183,8 @@ def expect_the_same_run(problem: str, a: str, b: str, folder: Path, alone: tuple
 
 
 def expect_the_files_of_one_process(path: Path, alone: Path) -> None:
-    assert checkpoint.verify(path) == []
-    assert checkpoint.read_manifest(path).state == checkpoint.read_manifest(alone).state
+    assert folders.verify(path) == []
+    assert manifest.read_manifest(path).state == manifest.read_manifest(alone).state
     for part in ("model", "optimizer"):
         found, expected = saved_weights(path, part), saved_weights(alone, part)
         assert found.keys() == expected.keys()

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from kenotron import checkpoint
+from kenotron.checkpoint import saving
 from kenotron.config import dump, load
 from kenotron.generation import Completion, generate
 from kenotron.generation.load import load_for_generation
@@ -170,7 +170,7 @@ def save_from(rank: int, degrees: dict[str, int], path: Path, root: Path) -> Non
     with patch("kenotron.generation.load.pack"):  # what is packed has no parameters to save
         parts = load_for_generation(path, None, "cpu", mesh).model.parts
     config = load(our_config(root, **SHAPE))
-    checkpoint.save(
+    saving.save(
         root, 10, model=model_tensors(*parts), optimizer=None, state={}, config_yaml=dump(config), model_config={}
     )
 

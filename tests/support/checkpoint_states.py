@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from kenotron.checkpoint import Saved, load, save
 from kenotron.checkpoint.durable import hash_file
+from kenotron.checkpoint.engine import Saved
+from kenotron.checkpoint.loading import load
 from kenotron.checkpoint.manifest import Manifest, read_manifest, render
+from kenotron.checkpoint.saving import save
 
 
 def weights(step: int, rows: int = 64) -> dict[str, Any]:

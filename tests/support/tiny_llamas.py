@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from kenotron import checkpoint
+from kenotron.checkpoint import saving
 from kenotron.config import dump, load
 from kenotron.kernels.attention import attention
 from kenotron.models import Context, build, initialize_model, materialize, named_parameters
@@ -164,7 +164,7 @@ def save_ours(
 ) -> Path:
     """Checkpoint 10 of `root`, as the trainer writes it: fp32 tensors whatever the dtype. Returns its folder."""
     config = load(our_config(root, dtype, **changes))
-    saved = checkpoint.save(
+    saved = saving.save(
         root,
         10,
         model={name: parameter.detach() for name, parameter in named_parameters(model)},

@@ -135,9 +135,9 @@ def weights(run: Run) -> dict[str, Tensor]:
 
 def saved_weights(path: Path, folder: str = "model") -> dict[str, Tensor]:
     """The tensors of a checkpoint folder."""
-    from kenotron import checkpoint
+    from kenotron.checkpoint import reading
 
-    return checkpoint.read_tensors(path, folder=folder)
+    return reading.read_tensors(path, folder=folder)
 
 
 def exported(folder: Path) -> dict[str, Tensor]:

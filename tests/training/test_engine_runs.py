@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import kenotron as kn
-from kenotron.checkpoint import list_checkpoints, newest_complete, verify
 from kenotron.checkpoint.engines import staging
 from kenotron.checkpoint.engines.synchronous import SynchronousEngine
+from kenotron.checkpoint.folders import list_checkpoints, newest_complete, verify
 from kenotron.config import InputError
 from kenotron.config.errors import RunFailed
 from support.tiny_run import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kenotron as kn
-from kenotron import checkpoint
+from kenotron.checkpoint import folders
 from kenotron.config.errors import InputError, RunFailed
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import background, to_hf
@@ -36,7 +36,7 @@ def test_every_checkpoint_has_its_export_and_goes_with_it(tmp_path: Path) -> Non
         path = tmp_path / "checkpoints" / step
         masters = saved_weights(path)
         assert equal_bits_bf16(exported(path / "hf"), masters)
-        assert checkpoint.verify(path) == []
+        assert folders.verify(path) == []
     tokens = torch.randint(300, (1, 16), generator=torch.Generator().manual_seed(0))
     ours = our_logits(load_for_generation(path / "hf", "float32").model, tokens)
     assert torch.allclose(hf_logits(load_hf(path / "hf"), tokens), ours, atol=1e-4)
@@ -60,7 +60,7 @@ def test_an_export_that_fails_ends_the_run_behind_its_checkpoint_and_the_next_st
     ):
         train_quietly(tiny_config(tmp_path, *keys))
     second = tmp_path / "checkpoints" / "2"
-    assert checkpoint.verify(second) == []
+    assert folders.verify(second) == []
     assert not list(second.glob("hf*"))
     monkeypatch.undo()
     (second / "hf.tmp-0123abcd").mkdir()  # what a killed process left
@@ -157,4 +157,4 @@ def test_an_export_that_fails_in_the_background_is_an_error_of_the_log_and_the_l
         r"the checkpoint is complete$",
     ):
         train_quietly(tiny_config(tmp_path, *BEHIND))
-    assert checkpoint.verify(tmp_path / "checkpoints" / "3") == []
+    assert folders.verify(tmp_path / "checkpoints" / "3") == []

@@ -57,8 +57,7 @@ def test_a_log_dir_that_is_a_file_is_said_in_one_line_that_names_the_key(nursery
 def test_with_sanity_checks_a_checkpoint_is_read_back_before_earlier_ones_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kenotron import checkpoint
-    from kenotron.checkpoint import saving
+    from kenotron.checkpoint import folders, saving
     from kenotron.config.errors import RunFailed
 
     keys = ("general.ignore_sanity_checks=false", "checkpoints.checkpoint_interval=1", "checkpoints.keep_last=1")
@@ -77,7 +76,7 @@ def test_with_sanity_checks_a_checkpoint_is_read_back_before_earlier_ones_go(
     monkeypatch.setattr(saving, "save", bad_disk)
     with pytest.raises(RunFailed, match=r"step 2: .*checkpoints/2/model/.*earlier checkpoints are as they were"):
         train_quietly(tiny_config(tmp_path, *keys))
-    assert checkpoint.verify(tmp_path / "checkpoints" / "1") == []
+    assert folders.verify(tmp_path / "checkpoints" / "1") == []
     monkeypatch.undo()
     train_quietly(tiny_config(tmp_path, *keys))
-    assert checkpoint.verify(tmp_path / "checkpoints" / "3") == []
+    assert folders.verify(tmp_path / "checkpoints" / "3") == []

@@ -108,9 +108,9 @@ def test_the_watch_on_sockets_is_awake(tmp_path: Path) -> None:
 def test_the_model_has_12368_parameters(walked, messages: list[str]) -> None:
     assert any(message.startswith("Total number of parameters: 12.4K (0.05MiB)") for message in messages)
     assert any(message.startswith("Local number of parameters: 12.4K (0.05MiB)") for message in messages)
-    from kenotron import checkpoint
+    from kenotron.checkpoint import reading
 
-    tensors = checkpoint.read_tensors(walked[0] / "checkpoints" / "15")
+    tensors = reading.read_tensors(walked[0] / "checkpoints" / "15")
     assert sum(tensor.numel() for tensor in tensors.values()) == 12368
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from kenotron import checkpoint
+from kenotron.checkpoint import engine, folders, saving
 from kenotron.config import Config, dump, load
 from kenotron.config.decoder import AttentionArchitecture, DecoderArchitecture
 from kenotron.config.document import read
@@ -63,7 +63,7 @@ class Position(NamedTuple):
 
 def from_nanotron(
     src: str | Path, dst: str | Path, *, report: Report = quiet, progress: Progress | None = None
-) -> checkpoint.Saved:
+) -> engine.Saved:
     """Write the nanotron checkpoint `src`, a step's folder or the folder of steps, as checkpoint `<dst>/<step>`.
 
     `report` is called with a line for what is left out; `progress(done, total)` counts tensors as they are written.
@@ -72,7 +72,7 @@ def from_nanotron(
     written then.
     """
     root = Path(dst).expanduser()
-    if checkpoint.list_checkpoints(root) or (root.exists() and not root.is_dir()):
+    if folders.list_checkpoints(root) or (root.exists() and not root.is_dir()):
         raise InputError(f"{root} holds checkpoints already (or is a file); name a new folder")
     folder = _folder(Path(src).expanduser())
     position = _position(folder)
@@ -85,7 +85,7 @@ def from_nanotron(
     optimizer = OptimizerFiles(folder)
     model, moments = _tensors(parameters, places, weights, optimizer, report, progress)
     _compare_batch(config, position, report)
-    return checkpoint.save(
+    return saving.save(
         root,
         position.step,
         model=model,

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kenotron import checkpoint
+from kenotron.checkpoint import engine, folders, saving
 from kenotron.config import Config, dump, load
 from kenotron.config.errors import InputError
 from kenotron.interop.hf_config import Report, quiet
@@ -38,7 +38,7 @@ def from_hf(
     family: str | None = None,
     report: Report = quiet,
     progress: Progress | None = None,
-) -> checkpoint.Saved:
+) -> engine.Saved:
     """Write `src`, a folder or a hub name, as checkpoint `<dst>/0`.
 
     `family`: one of yours to try besides the built-in ones, by its dotted path. `report` is called with a line for
@@ -48,7 +48,7 @@ def from_hf(
     already.
     """
     root = Path(dst).expanduser()
-    if checkpoint.list_checkpoints(root) or (root.exists() and not root.is_dir()):
+    if folders.list_checkpoints(root) or (root.exists() and not root.is_dir()):
         raise InputError(f"{root} holds checkpoints already (or is a file); name a new folder")
     source = hf_source(src, report, family)
     wanted = dict(skeleton(source.model).named_parameters())
@@ -65,7 +65,7 @@ def from_hf(
         one = source.weights.block(name, (0,) * parameter.dim(), (1,) * parameter.dim())  # it has the dtype
         tensors[name] = TensorShard.later(tuple(parameter.shape), one.dtype, partial(read, name))
     config = _config(source, str(src), root)
-    return checkpoint.save(
+    return saving.save(
         root,
         0,
         model=tensors,

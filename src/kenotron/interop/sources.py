@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kenotron import checkpoint
+from kenotron.checkpoint import folders, manifest, reading
 from kenotron.config.architecture import HFArchitecture
 from kenotron.config.config import problems_of
 from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
@@ -63,7 +63,7 @@ def open_source(path: str | Path, *, report: Report = quiet, verify: bool = True
     Errors (InputError): nothing there, not a checkpoint, damaged (`verify`: checksums are compared now), not supported.
     """
     folder = Path(path).expanduser()
-    ours = (folder / checkpoint.manifest.MANIFEST).exists() or (folder / checkpoint.folders.LATEST).exists()
+    ours = (folder / manifest.MANIFEST).exists() or (folder / folders.LATEST).exists()
     if not ours and (folder / "config.json").is_file():
         return hf_source(folder, report, family)
     if not ours and is_hub_name(path):
@@ -78,7 +78,7 @@ def _find_in_hub(path: str | Path) -> None:
         find_config(path)
     except InputError as in_hub:
         try:
-            checkpoint.resolve(Path(path))
+            folders.resolve(Path(path))
         except InputError as here:
             in_a_folder = Path(path).parent != Path() and Path(path).parent.is_dir()
             if in_a_folder or "did you mean" in str(here):
@@ -107,10 +107,10 @@ def hf_source(path: str | Path, report: Report = quiet, family: str | None = Non
 
 def checkpoint_source(path: Path, verify: bool = True) -> Source:
     """A checkpoint of ours; its model's files are compared with their checksums first, unless somebody else did."""
-    folder = checkpoint.resolve(path)
+    folder = folders.resolve(path)
     if verify:
-        checkpoint.read_tensors(folder, [])
-    shapes, read = checkpoint.block_reader(folder)
+        reading.read_tensors(folder, [])
+    shapes, read = reading.block_reader(folder)
     stored = {name: Stored(shape, partial(_read, partial(read, name), shape)) for name, shape in shapes.items()}
     weights = Weights(stored, str(folder))
     tokenizer = folder / "tokenizer"

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from kenotron.checkpoint.engine import find_engine
-from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
 from kenotron.data.stage_plan import check_paths
+from kenotron.kernels.attentions.choice import attention_of_run
 from kenotron.kernels.bfloat16 import bfloat16_is_fast
 from kenotron.models import build, named_parameters
 from kenotron.models.token_loss import load_loss
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from kenotron.parallel.mesh import Mesh
 
 FROM_SCRATCH = Start()
-CHOOSE_ATTENTION = "kenotron.kernels.attentions.choice.attention_of_run"
 
 
 def build_run(
@@ -59,7 +58,7 @@ def build_run(
     load_loss(config.model.loss)
     engine_class = find_engine(config.checkpoints.checkpointing_engine)
 
-    attention, chosen = import_dotted(CHOOSE_ATTENTION, "_attn_implementation")(config, device)
+    attention, chosen = attention_of_run(config, device)
     logger.info("Attention: %s", chosen)
 
     log.building()

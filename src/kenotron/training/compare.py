@@ -46,7 +46,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kenotron import checkpoint
+from kenotron.checkpoint import reading, saving
 from kenotron.config import Config, dump
 from kenotron.kernels.hashing import derive_key
 from kenotron.kernels.random import fill_normal_shard_
@@ -179,7 +179,7 @@ def layer_of(name: str) -> str:
 
 
 def _save(run: Run, root: Path, tensors: dict[str, Any], state: dict[str, Any]) -> None:
-    checkpoint.save(root, 1, model=tensors, optimizer=None, state=state, config_yaml=dump(run.config), model_config={})
+    saving.save(root, 1, model=tensors, optimizer=None, state=state, config_yaml=dump(run.config), model_config={})
 
 
 # ---- how far a run is from A -------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def distances(a: Path, other: Path, names: Sequence[str]) -> Distances:
         difference, norm = (theirs - ours).norm(), ours.norm()
         gradients[name] = _relative(difference, norm)
         squares += torch.stack((difference, norm)).square()
-    shapes, _ = checkpoint.block_reader(a / "gradients" / "1")
+    shapes, _ = reading.block_reader(a / "gradients" / "1")
     layers = dict.fromkeys(layer_of(name) for name in reversed(names))
     outputs = {}
     for layer in (layer for layer in layers if f"output.{layer}" in shapes):
@@ -250,7 +250,7 @@ def _any_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) 
 
 
 def _pairs(a: Path, other: Path) -> Callable[[str], tuple[Tensor, Tensor]]:
-    readers = [checkpoint.block_reader(folder / "1") for folder in (a, other)]
+    readers = [reading.block_reader(folder / "1") for folder in (a, other)]
 
     def read(name: str) -> tuple[Tensor, Tensor]:
         ours, theirs = (block(name, (0,) * len(shapes[name]), shapes[name]).double() for shapes, block in readers)
