@@ -414,6 +414,22 @@ def half_life(elapsed: int, decay_steps: int) -> float:
     return 0.5 ** (elapsed / 2)
 
 
+class LateOnce:
+    """A token source whose tenth read takes some seconds."""
+
+    def __init__(self, sequence_length: int, seed: int, seconds: float) -> None:
+        self.rows, self.reads, self.seconds = counting(sequence_length, seed), 0, seconds
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        self.reads += 1
+        if self.reads == 10:
+            time.sleep(self.seconds)
+        return self.rows[index]
+
+
 class Hanging:
     """A token source whose reads hang after the twelfth, perhaps on one rank only, and leave the file `hanging`."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ def test_hooks_are_called_by_priority_and_then_in_the_order_of_the_list(tmp_path
     assert [type(hook).__name__ for hook in hooks] == [
         "NonFiniteCause",
         "Validation",
+        "DataStall",
         "Recorder",
         "Recorder",
         "StateHash",
@@ -243,3 +245,15 @@ def test_the_last_step_is_validated_even_then(tmp_path: Path) -> None:
     terminate = "general.hooks=[{path: support.user_parts.TerminateIn, kwargs: {step: 4}}]"
     _, said = train_and_listen(tiny_config(tmp_path, *VALIDATING, terminate))
     assert "validation: 4 / 4" in said
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_step_that_waits_for_its_batches_is_a_data_stall_in_the_log(workers: int, tmp_path: Path) -> None:
+    source = "{source: support.user_parts.LateOnce, kwargs: {seconds: 1.2}}"
+    data = f"data_stages.0.data={{seed: 3, num_loading_workers: {workers}, dataset: {source}}}"
+    _, said = train_and_listen(tiny_config(tmp_path, data, "parallelism.timeout_seconds=0.5"))
+    stalls = [line for line in said.splitlines() if "data stall" in line]
+    assert re.fullmatch(
+        r"warning: step 3 has waited \d s for its batches, a data stall: reading at user_parts\.py:\d+ in __getitem__",
+        stalls[0],
+    )

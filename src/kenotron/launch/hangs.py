@@ -17,21 +17,17 @@ later; with gloo the same report is made then, and the ranks that are not commun
 from __future__ import annotations
 
 import json
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 
-from kenotron.data.loader import THREADS
+from kenotron.observers.data_stall import place_of, reading
 from kenotron.parallel.torch_internals import flight_recorder_dumps, process_groups
-from kenotron.training.run import next_batches
 
 STATUS_WITHIN_S = 4.0
 TIMEOUT_WORDS = ("Timed out", "timed out", "Timeout(ms)", "timeout")
@@ -77,7 +73,7 @@ class CollectiveTimer:
         self.next_look = time.monotonic() + self.timeout_seconds / 10
         for entry in _collectives():
             if entry["waits"] and time.time() - entry["time_created_ns"] / 1e9 > self.timeout_seconds:
-                place, _ = _place()
+                place, _ = place_of()
                 return PendingCall(_operation(entry), place, entry["process_group"][0], entry["collective_seq_id"])
         return None
 
@@ -183,8 +179,8 @@ def _status() -> RankStatus:
         last[group] = (entry["collective_seq_id"], _operation(entry))
         if entry["waits"] and waiting is None:
             waiting = (group, *last[group])
-    place, communicating = _place()
-    return RankStatus(place, communicating, last, waiting, _reading())
+    place, communicating = place_of()
+    return RankStatus(place, communicating, last, waiting, reading())
 
 
 def _collectives() -> list[dict[str, Any]]:
@@ -206,37 +202,3 @@ def _collectives() -> list[dict[str, Any]]:
 def _operation(entry: dict[str, Any]) -> str:
     """``gloo:all_reduce`` → all_reduce."""
     return entry["profiling_name"].split(":", 1)[-1]
-
-
-def _place(thread: int | None = threading.main_thread().ident) -> tuple[str, bool]:
-    """``file.py:31 in after_step`` of a thread, and whether it is inside torch.distributed from there."""
-    frame = _frame(thread)
-    communicating = False
-    while frame is not None and _is_library(module := frame.f_globals.get("__name__", "")):
-        communicating = communicating or module.startswith("torch.distributed")
-        frame = frame.f_back
-    if frame is None:
-        return "an unknown place", communicating
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}", communicating
-
-
-def _reading() -> str | None:
-    """Where batches are read, by this thread or the loader's, if the main thread waits for them."""
-    frame = _frame(threading.main_thread().ident)
-    while frame is not None and frame.f_code is not next_batches.__code__:
-        frame = frame.f_back
-    if frame is None:
-        return None
-    loaders = (thread.ident for thread in threading.enumerate() if thread.name.startswith(THREADS))
-    places = (_place(ident)[0] for ident in (*loaders, threading.main_thread().ident))
-    return next(place for place in places if not place.endswith(" in _work"))  # one that waits for orders
-
-
-def _frame(thread: int | None) -> FrameType | None:
-    return sys._current_frames().get(thread or 0)
-
-
-def _is_library(module: str) -> bool:
-    """Whether a module is torch's or Python's own: its caller is looked for."""
-    root = module.split(".")[0]
-    return root == "torch" or (root in sys.stdlib_module_names and root != "__main__")

@@ -1,6 +1,7 @@
 """Hooks that watch a run: `observers` makes those that a config asks for.
 
 signals.py        SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop
+data_stall.py     a step that waits long for its batches
 nonfinite.py      where NaN or infinity comes from
 replicas.py       what several ranks hold alike, compared
 spikes.py         steps with spikes of loss or gradient are left out
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from kenotron.observers.benchmark import Benchmark
 from kenotron.observers.compression import Compressors
+from kenotron.observers.data_stall import LONG_S, DataStall
 from kenotron.observers.expert_load import ExpertLoad
 from kenotron.observers.export import ExportHook
 from kenotron.observers.nonfinite import NonFiniteCause
@@ -42,7 +44,8 @@ if TYPE_CHECKING:
 
 def observers(config: Config, mesh: Mesh) -> list[Hook]:
     """Those that `config` asks for on this rank of `mesh`. What only writes lines or files is on the first rank."""
-    hooks: list[Hook] = [Signals(), NonFiniteCause()]
+    stalls = DataStall(min(LONG_S, config.parallelism.timeout_seconds))
+    hooks: list[Hook] = [Signals(), NonFiniteCause(), stalls]
     if config.profiler is not None and config.profiler.detect_anomaly:
         hooks.append(AnomalyMode())
     if mesh.world_size > 1 and not config.general.ignore_sanity_checks:

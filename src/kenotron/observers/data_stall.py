@@ -1,0 +1,87 @@
+"""A step that waits long for its batches is named in the log, with the line where they are read.
+
+    warning: step 13 has waited 60 s for its batches, a data stall: reading at remote.py:88 in fetch
+
+Where only some ranks wait, the others time out in a collective, and the report of that (launch/hangs.py) says the same.
+The run is not ended: a source may come back.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from kenotron.data.loader import THREADS
+from kenotron.training.console import logger
+from kenotron.training.hooks import Hook
+from kenotron.training.run import next_batches
+
+if TYPE_CHECKING:
+    from kenotron.training.run import Run
+
+LONG_S = 60.0
+
+
+class DataStall(Hook):
+    """See the module; on all ranks. `seconds` is how long a step may wait."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.over = threading.Event()
+
+    def on_train_start(self, run: Run) -> None:
+        """Start the thread that looks."""
+        threading.Thread(target=self._look, args=(run,), name="kenotron-stalls", daemon=True).start()
+
+    def on_close(self, run: Run) -> None:
+        """End it."""
+        self.over.set()
+
+    def _look(self, run: Run) -> None:
+        """Log every `seconds` that a step has waited."""
+        step, since = run.step, time.monotonic()
+        while not self.over.wait(self.seconds / 10):
+            if not run.waiting_for_data or run.step != step:
+                step, since = run.step, time.monotonic()
+            elif (waited := time.monotonic() - since) > self.seconds and (where := reading()) is not None:
+                text = "step %d has waited %.0f s for its batches, a data stall: reading at %s"
+                logger.warning(text, step + 1, waited, where)
+                step = -1  # counts anew
+
+
+def reading() -> str | None:
+    """Where batches are read, by the main thread or the loader's, if the main thread waits for them."""
+    frame = _frame(threading.main_thread().ident)
+    while frame is not None and frame.f_code is not next_batches.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    loaders = (thread.ident for thread in threading.enumerate() if thread.name.startswith(THREADS))
+    places = (place_of(ident)[0] for ident in (*loaders, threading.main_thread().ident))
+    return next(place for place in places if not place.endswith(" in _work"))  # one that waits for orders
+
+
+def place_of(thread: int | None = threading.main_thread().ident) -> tuple[str, bool]:
+    """``file.py:31 in after_step`` of a thread, and whether it is inside torch.distributed from there."""
+    frame = _frame(thread)
+    communicating = False
+    while frame is not None and _is_library(module := frame.f_globals.get("__name__", "")):
+        communicating = communicating or module.startswith("torch.distributed")
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown place", communicating
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}", communicating
+
+
+def _frame(thread: int | None) -> FrameType | None:
+    return sys._current_frames().get(thread or 0)
+
+
+def _is_library(module: str) -> bool:
+    """Whether a module is torch's or Python's own: its caller is looked for."""
+    root = module.split(".")[0]
+    return root == "torch" or (root in sys.stdlib_module_names and root != "__main__")
