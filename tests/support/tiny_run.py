@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import yaml
 import kenotron as kn
 
 if TYPE_CHECKING:
+    import pytest
     from torch import Tensor
 
     from kenotron.config import Config
@@ -114,6 +116,19 @@ def train_and_listen(config: Config, **options: Any) -> tuple[Run | None, str]:
     with contextlib.redirect_stdout(said):
         run = kn.train(config, **options)
     return run, said.getvalue()
+
+
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that begin when the next step is long at its update."""
+    from kenotron.checkpoint.engines import staging
+
+    plain = staging.Copier.copy
+
+    def copy(self: staging.Copier, *given: Any) -> None:
+        time.sleep(0.1)
+        plain(self, *given)
+
+    monkeypatch.setattr(staging.Copier, "copy", copy)
 
 
 def metrics(config: Config) -> list[dict[str, Any]]:

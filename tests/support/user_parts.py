@@ -306,6 +306,32 @@ class Recorder(Hook):
         self.seen = state["seen"]
 
 
+class Averages(Hook):
+    """A moving average of the weights, in whose state there are tensors at several places. Changed in `before_step`,
+    while an engine in the background copies."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, torch.Tensor] = {}
+        self.count = 0
+
+    def before_step(self, run: Any) -> None:
+        self.count += 1
+        for name, parameter in run.model.named_parameters():
+            value = parameter.detach().to(torch.float32, copy=True)
+            self.average[name] = self.average[name].mul_(0.5).add_(value, alpha=0.5) if name in self.average else value
+
+    def state_dict(self) -> dict[str, Any]:
+        count = torch.tensor(self.count, dtype=torch.int32)
+        return {"average": self.average, "counts": [self.count, (count, None)], "a.b": count, "a": {"b": count + 1}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average, (self.count, (count, nothing)) = state["average"], state["counts"]
+        assert nothing is None
+        assert (int(state["a.b"]), int(state["a"]["b"])) == (int(count), int(count) + 1) == (self.count, self.count + 1)
+        assert count.dtype == torch.int32
+        assert count.shape == ()
+
+
 def slowly(sequence_length: int, seed: int) -> list[np.ndarray]:
     """A token source that takes its time to open, and leaves the file `opening` when it begins."""
     Path("opening").touch()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import kenotron as kn
-from kenotron.checkpoint.engines import staging
 from kenotron.checkpoint.engines.synchronous import SynchronousEngine
 from kenotron.checkpoint.folders import list_checkpoints, newest_complete, verify
 from kenotron.config import InputError
@@ -19,6 +18,7 @@ from support.tiny_run import (
     equal_bits,
     losses,
     saved_weights,
+    slow_copies,
     tiny_config,
     train_and_listen,
     train_quietly,
@@ -30,17 +30,6 @@ EVERY_STEP = "checkpoints.checkpoint_interval=1"
 
 def engine_config(folder: Path, engine: str, *more: str) -> Any:
     return tiny_config(folder, EVERY_STEP, f"checkpoints.checkpointing_engine={engine}", *more)
-
-
-def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that begin when the next step is long at its update."""
-    plain = staging.Copier.copy
-
-    def copy(self: staging.Copier, *given: Any) -> None:
-        time.sleep(0.1)
-        plain(self, *given)
-
-    monkeypatch.setattr(staging.Copier, "copy", copy)
 
 
 @pytest.mark.parametrize("engine", [pytest.param("async", marks=pytest.mark.slow), "datastates"])

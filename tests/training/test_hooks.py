@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kenotron as kn
+from kenotron import checkpoint
 from kenotron.config import InputError
 from kenotron.config.errors import RunFailed
 from kenotron.observers import observers
@@ -20,7 +22,15 @@ from kenotron.training.build import build_hooks
 from kenotron.training.console import human_format
 from kenotron.training.hooks import Hook, load_hook
 from support import user_parts
-from support.tiny_run import metrics, tiny_config, tiny_dict, train_and_listen, train_quietly
+from support.tiny_run import (
+    metrics,
+    saved_weights,
+    slow_copies,
+    tiny_config,
+    tiny_dict,
+    train_and_listen,
+    train_quietly,
+)
 
 RECORDER = "general.hooks=[support.user_parts.Recorder]"
 VALIDATION = ("tokens.val_check_interval=2", "tokens.limit_val_batches=1")
@@ -78,6 +88,35 @@ def test_state_survives_a_restart_also_of_two_hooks_of_one_class(tmp_path: Path)
     assert state["support.user_parts.Recorder#2"] == {"seen": 3, "name": "b"}
     run = train_quietly(tiny_config(tmp_path, hooks, "tokens.train_steps=5"))
     assert [recorder.seen for recorder in recorders(run)] == [5, 5]
+
+
+@pytest.mark.parametrize("engine", ["torch", "datastates"])
+def test_tensors_of_a_state_survive_a_restart_as_tensors(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_copies(monkeypatch)  # the hook changes its tensors in `before_step`, while the engine copies
+    keys = (
+        "general.hooks=[support.user_parts.Averages]",
+        f"checkpoints.checkpointing_engine={engine}",
+        "checkpoints.checkpoint_interval=1",
+        "checkpoints.save_initial_state=true",
+    )
+    train_quietly(tiny_config(tmp_path, *keys))
+    resumed = train_quietly(tiny_config(tmp_path, *keys, "tokens.train_steps=5"))
+    path, name = tmp_path / "checkpoints", "support.user_parts.Averages"
+    weights = [saved_weights(path / str(step)) for step in range(5)]
+    average = weights[0]
+    for step in range(1, 6):
+        saved = checkpoint.read_tensors(path / str(step), folder="hooks")
+        assert len(saved) == len(average) + 3
+        for key in average:
+            if step > 1:
+                average[key] = 0.5 * average[key] + 0.5 * weights[step - 1][key]
+            assert torch.equal(saved[f"{name}.average.{key}"], average[key]), (step, key)
+        state = json.loads((path / str(step) / "manifest.json").read_text())["state"]["hooks"][name]
+        assert state["counts"] == [step, [{"kenotron.tensor": f"{name}.counts.1.0"}, None]]
+    (hook,) = [each for each in resumed.hooks if isinstance(each, user_parts.Averages)]
+    assert hook.count == 5
 
 
 def test_hooks_may_change_between_the_parts_of_a_run(tmp_path: Path) -> None:

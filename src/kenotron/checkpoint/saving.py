@@ -27,6 +27,9 @@ from kenotron.checkpoint.manifest import MANIFEST, Manifest, plain, render
 from kenotron.parallel.ranks import gather, raise_on_any_rank, rank_and_size, run_on_rank0
 from kenotron.storage.files import sync_folder, temporary_beside
 
+OF_TENSORS = ("model", "optimizer", "hooks")
+"""The folders of a checkpoint that hold tensors; `save` has an argument for each."""
+
 
 def save(
     root: Path | str,
@@ -39,6 +42,7 @@ def save(
     model_config: dict[str, Any],
     save_tokenizer: Callable[[Path], None] | None = None,
     data: dict[str, Callable[[], bytes]] | None = None,
+    hooks: dict[str, Any] | None = None,
     report: Report = quiet,
     open_file: OpenFile = hashed_file,
 ) -> Saved:
@@ -54,6 +58,7 @@ def save(
         save_tokenizer: called with a new folder to put the tokenizer's files in.
         data: name → what makes the file `data/<name>`: the position in the data, if a step does not say it (any rank's;
             of those that have a name the first writes it). None on every rank: there are none.
+        hooks: tensors in the states of hooks, as `model`; None on every rank: there are none.
         report: gets one line when leftovers of a killed process are found.
         open_file: opens the files of tensors, `checkpoints.writer`.
 
@@ -63,11 +68,12 @@ def save(
     """
     started = time.perf_counter()
     final = Path(root) / str(step)
+    parts = dict(zip(OF_TENSORS, (model, optimizer, hooks), strict=True))
 
     def begin() -> Path:
         for value, name in ((state, "state"), (model_config, "model_config")):
             plain(value, name)  # before gigabytes are written
-        folders = ["model"] + ["optimizer"] * (optimizer is not None) + ["data"] * (data is not None)
+        folders = [name for name, part in (*parts.items(), ("data", data)) if part is not None]
         return begin_folder(final, folders, cleanup, report)
 
     def complete() -> int:
@@ -77,7 +83,7 @@ def save(
     try:
         with ExitStack() as cleanup:
             temporary = run_on_rank0(begin)
-            files = _write_tensors(temporary, {"model": model, "optimizer": optimizer}, open_file)
+            files = _write_tensors(temporary, parts, open_file)
             if data is not None:
                 files |= _write_data(temporary / "data", data)
             size = run_on_rank0(complete)

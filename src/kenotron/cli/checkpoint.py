@@ -64,7 +64,7 @@ def show(
     """Print the contents of a checkpoint: step, counters, files, and the shape, dtype and size of each tensor."""
     here = resolve(at_hand(path))
     manifest = read_manifest(here)
-    folders = [folder for folder in ("model", "optimizer") if manifest.below(folder)]
+    folders = [folder for folder in ("model", "optimizer", "hooks") if manifest.below(folder)]
     indexes = {folder: read_index(here / folder, manifest.files) for folder in folders}
     if as_json:
         _print_json(_everything(here, manifest, indexes))

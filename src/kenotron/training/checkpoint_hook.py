@@ -15,7 +15,7 @@ from kenotron.training import console
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
 from kenotron.training.report import run_log
-from kenotron.training.saved_state import manifest_state, model_tensors, optimizer_tensors
+from kenotron.training.saved_state import hook_states, manifest_state, model_tensors, optimizer_tensors
 
 if TYPE_CHECKING:
     from kenotron.training.run import Run
@@ -86,10 +86,12 @@ def save(run: Run, keep: Keep | None = None) -> Outcomes:
         data_parallel.reshard_params(module)
     # Before its first update an optimizer has no state, and a new one is the same thing.
     moments = state_tensors(named_parameters(*run.parts), run.optimizer) if run.optimizer.state else None
+    hooks, tensors = hook_states(run)
     content: dict[str, Any] = {
         "model": model_tensors(*run.parts),
         "optimizer": None if moments is None else optimizer_tensors(moments, run.parts),
-        "state": manifest_state(run),
+        "hooks": tensors or None,
+        "state": manifest_state(run) | {"hooks": hooks},
         "config_yaml": _config_text(run),
         "model_config": run.config.model.architecture.model_dump(mode="json", by_alias=True),
         "save_tokenizer": run.tokenizer.save if run.tokenizer is not None else None,

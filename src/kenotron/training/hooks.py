@@ -20,7 +20,8 @@ Hooks are called by descending `priority`, those of equal priority in the order 
     · compression baselines -60 · generated samples -70 · benchmark row -80
 
 So what a hook records in `after_step` is part of that step's line, and a checkpoint is the last thing a step does.
-State that has to survive a restart goes through `state_dict`: JSON values, saved in every checkpoint's manifest.
+State that has to survive a restart goes through `state_dict`: JSON values, saved in every checkpoint's manifest, and
+tensors, saved in its folder `hooks`.
 """
 
 from __future__ import annotations
@@ -78,11 +79,11 @@ class Hook:
         """Release files and threads; always called, after an error too."""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values to restore after a restart."""
+        """JSON values, and tensors that are the same on all ranks or DTensors, to restore after a restart."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned when the checkpoint was saved."""
+        """Restore what `state_dict` returned when the checkpoint was saved; tensors come whole, on the CPU."""
 
 
 def load_hook(path: str, kwargs: dict[str, object]) -> Hook:

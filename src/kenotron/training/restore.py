@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron.checkpoint import loading, manifest
+from kenotron.checkpoint.reading import read_tensors
 from kenotron.config.errors import InputError
 from kenotron.models import named_parameters
 from kenotron.optim.state import init_state, load_state_tensors, state_tensors
@@ -15,6 +16,8 @@ from kenotron.training.console import logger
 from kenotron.training.saved_state import load_hook_states, model_tensors, optimizer_tensors
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kenotron.training.run import Run
     from kenotron.training.start import Start
 
@@ -47,10 +50,19 @@ def restore(run: Run, start: Start) -> None:
     if "data" in start.loads:
         _restore_streams(run, start.path)
     if "step" in start.loads:
-        load_hook_states(run.hooks, state.get("hooks", {}))  # an imported checkpoint has none
+        load_hook_states(run.hooks, state.get("hooks", {}), _hook_tensors(start))  # an imported checkpoint has none
     loaded = [name for part, name in NAMES.items() if part in start.loads and (part, moments) != ("optimizer", None)]
     step = manifest.read_manifest(start.path).step
     logger.info("Loaded %s of %s (step %d)", ", ".join(loaded), start.path, step)
+
+
+def _hook_tensors(start: Start) -> dict[str, Tensor]:
+    """What hooks saved as tensors, whole on every rank."""
+    assert start.path is not None
+    path, verify = start.path, not start.continues
+    if not (path / "hooks").is_dir():
+        return {}
+    return raise_on_any_rank(lambda: read_tensors(path, folder="hooks", verify=verify))
 
 
 def _check_data(run: Run, saved: dict[str, str], start: Start) -> None:

@@ -21,6 +21,9 @@ from kenotron.training.hooks import Hook
 if TYPE_CHECKING:
     from kenotron.training.run import Run
 
+TENSOR = "kenotron.tensor"
+"""In the JSON state of a hook, the one key of what stands for a tensor; its value is the tensor's name."""
+
 # Packages that were renamed: hooks are found in checkpoints that were written before.
 RENAMED_PACKAGES = {"kenotron.train.": "kenotron.training."}
 
@@ -50,7 +53,7 @@ def _without_padding(name: str, tensor: Tensor, model: Decoder) -> TensorShard:
 
 
 def manifest_state(run: Run) -> dict[str, Any]:
-    """The JSON values of `run` in a checkpoint's manifest: counters, data fingerprints, state of hooks."""
+    """The JSON values of `run` in a checkpoint's manifest: counters, data fingerprints."""
     return {
         "step": run.step,
         "consumed_tokens": run.consumed_tokens,
@@ -58,16 +61,50 @@ def manifest_state(run: Run) -> dict[str, Any]:
         "schedule_start": run.start.schedule_start,
         "data_start": run.start.data_start,
         "data": run.data.fingerprints(),
-        "hooks": {name: state for name, hook in named_hooks(run.hooks) if (state := hook.state_dict())},
     }
 
 
-def load_hook_states(hooks: Sequence[Hook], saved: dict[str, dict[str, Any]]) -> None:
-    """Give every hook its state of `saved` (`manifest_state`'s "hooks"); a hook that is not in it keeps its own."""
+def hook_states(run: Run) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The states of hooks as JSON values, and the tensors in them by name.
+
+    ``{"mean": tensor}`` of package.Class is ``{"mean": {"kenotron.tensor": "package.Class.mean"}}`` and
+    ``{"package.Class.mean": tensor}``. For an engine in the background they are copies: a hook may change its own
+    tensors at any time.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def split(value: Any, name: str) -> Any:
+        if isinstance(value, dict):
+            return {key: split(each, f"{name}.{key}") for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [split(each, f"{name}.{number}") for number, each in enumerate(value)]
+        if not isinstance(value, Tensor):
+            return value
+        while name in tensors:  # a key with a dot in it
+            name += "'"
+        tensors[name] = value.detach().clone() if run.engine.in_background else value.detach()
+        return {TENSOR: name}
+
+    states = {name: state for name, hook in named_hooks(run.hooks) if (state := hook.state_dict())}
+    return {name: split(state, name) for name, state in states.items()}, tensors
+
+
+def load_hook_states(hooks: Sequence[Hook], saved: dict[str, dict[str, Any]], tensors: dict[str, Tensor]) -> None:
+    """Give every hook its state, of what `hook_states` returned; a hook that is not in it keeps its own."""
     states = {_present_name(name): state for name, state in saved.items()}
     for name, hook in named_hooks(hooks):
         if name in states:
-            hook.load_state_dict(states[name])
+            hook.load_state_dict(_joined(states[name], tensors))
+
+
+def _joined(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_joined(each, tensors) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {TENSOR}:
+        return tensors[value[TENSOR]]
+    return {key: _joined(each, tensors) for key, each in value.items()}
 
 
 def named_hooks(hooks: Sequence[Hook]) -> Iterator[tuple[str, Hook]]:

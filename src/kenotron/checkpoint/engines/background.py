@@ -32,7 +32,7 @@ from kenotron.checkpoint.engines.staging import Copier
 from kenotron.checkpoint.engines.writer import leave_problem
 from kenotron.checkpoint.folders import quiet
 from kenotron.checkpoint.manifest import plain
-from kenotron.checkpoint.saving import begin_folder, config_files, own_data
+from kenotron.checkpoint.saving import OF_TENSORS, begin_folder, config_files, own_data
 from kenotron.checkpoint.tensors import shards
 from kenotron.config.errors import CheckpointError
 from kenotron.parallel.ranks import describe, gather, raise_on_any_rank, rank_and_size, run_on_rank0
@@ -74,7 +74,7 @@ class BackgroundEngine(Engine):
         outcomes = self.collect()
         self.started, self.waited, self.problem = time.monotonic(), 0.0, None
         self.folder = root / str(step)
-        parts = {folder: shards(content[folder]) for folder in ("model", "optimizer") if content[folder] is not None}
+        parts = {folder: shards(part) for folder in OF_TENSORS if (part := content.get(folder)) is not None}
         plan = self._planned(parts)
         try:
             small = self._small_files(content)

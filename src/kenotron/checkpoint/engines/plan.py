@@ -22,7 +22,7 @@ from kenotron.checkpoint.tensor_writer import Writer, write_through_dcp
 from kenotron.kernels.tensor_shard import TensorShard
 
 Parts = dict[str, dict[str, Any]]
-"""Folder ("model", "optimizer") → name → `TensorShard` or value."""
+"""Folder ("model", "optimizer", "hooks") → name → `TensorShard` or value."""
 
 
 @dataclass(frozen=True)

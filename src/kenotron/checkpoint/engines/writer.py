@@ -27,7 +27,7 @@ from kenotron.checkpoint.engines.ring import Ring
 from kenotron.checkpoint.file_writer import FileWriter
 from kenotron.checkpoint.folders import check_files
 from kenotron.checkpoint.retention import prune
-from kenotron.checkpoint.saving import commit
+from kenotron.checkpoint.saving import OF_TENSORS, commit
 from kenotron.config.errors import CheckpointError, InputError
 from kenotron.storage.files import replace_file
 
@@ -195,7 +195,7 @@ def _share_path(temporary: Path, rank: int) -> Path:
 
 def _in_order(shares: list[dict[str, FileRecord]]) -> dict[str, FileRecord]:
     """All records, in the order of the engine `torch`: small files, then folder by folder those of each rank."""
-    folders = ("model", "optimizer", "data")
+    folders = (*OF_TENSORS, "data")
     merged = {name: record for name, record in shares[0].items() if name.split("/")[0] not in folders}
     for folder in folders:
         for share in shares:
