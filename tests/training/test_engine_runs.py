@@ -112,12 +112,6 @@ class Breaks(kn.Hook):
             raise RuntimeError("broken")
 
 
-def test_an_export_beside_a_save_in_the_background(tmp_path: Path) -> None:
-    train_quietly(engine_config(tmp_path, "datastates", "checkpoints.export_hf=true", "tokens.train_steps=2"))
-    for step in ("1", "2"):
-        assert (tmp_path / "checkpoints" / step / "hf" / "model.safetensors").exists()
-
-
 class Counting(SynchronousEngine):
     """An engine of a user's own."""
 
