@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kenotron as kn
-from kenotron import checkpoint
+from kenotron.checkpoint.reading import read_tensors
 from kenotron.config import InputError
 from kenotron.config.errors import RunFailed
 from kenotron.observers import observers
@@ -107,7 +107,7 @@ def test_tensors_of_a_state_survive_a_restart_as_tensors(
     weights = [saved_weights(path / str(step)) for step in range(5)]
     average = weights[0]
     for step in range(1, 6):
-        saved = checkpoint.read_tensors(path / str(step), folder="hooks")
+        saved = read_tensors(path / str(step), folder="hooks")
         assert len(saved) == len(average) + 3
         for key in average:
             if step > 1:

@@ -9,7 +9,7 @@
     <root>/latest.txt               the newest step, written last
     <root>/<step>/manifest.json     step, state, and the size and XXH3 of every other file
     <root>/<step>/config.yaml, model_config.json, tokenizer/
-    <root>/<step>/model/, optimizer/     index.json and one safetensors file a rank (see `tensors.py`)
+    <root>/<step>/model/, optimizer/, hooks/     index.json and one safetensors file a rank (see `tensors.py`)
 
 `remote.py` downloads checkpoints from a bucket, `upload.py` uploads them; both are loaded where a config has a URL.
 
