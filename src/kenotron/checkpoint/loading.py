@@ -27,10 +27,11 @@ def load(
     *,
     model: dict[str, Any] | None,
     optimizer: dict[str, Any] | None,
+    hooks: dict[str, Any] | None = None,
     verify: bool = True,
     cast: bool = False,
 ) -> dict[str, Any]:
-    """Fill `model` and `optimizer` in place from the checkpoint folder `path` and return its `state`.
+    """Fill `model`, `optimizer` and `hooks` in place from the checkpoint folder `path` and return its `state`.
 
     Every rank calls it with its own tensors (DTensors or `TensorShard`s where they are split). Optimizer values that
     are not tensors are replaced in the dict, tuples staying tuples. The files of one that is None are left unread.
@@ -44,7 +45,8 @@ def load(
     """
     path = Path(path)
     manifest = raise_on_any_rank(lambda: read_manifest(path))
-    parts = {folder: part for folder, part in (("model", model), ("optimizer", optimizer)) if part is not None}
+    given = {"model": model, "optimizer": optimizer, "hooks": hooks}
+    parts = {folder: part for folder, part in given.items() if part is not None}
     if verify:
         raise_if_damaged(check_together(path, manifest.below(*parts)))
     indexes = raise_on_any_rank(lambda: {folder: open_index(path / folder, manifest) for folder in parts})

@@ -6,8 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from kenotron.checkpoint import loading, manifest
-from kenotron.checkpoint.reading import read_tensors
 from kenotron.config.errors import InputError
 from kenotron.models import named_parameters
 from kenotron.optim.state import init_state, load_state_tensors, state_tensors
@@ -35,10 +36,13 @@ def restore(run: Run, start: Start) -> None:
     if "optimizer" in start.loads and (start.path / "optimizer").is_dir():
         init_state(run.optimizer)
         moments = state_tensors(named_parameters(*run.parts), run.optimizer)
+    path = start.path
+    hooks = raise_on_any_rank(lambda: _hook_tensors(path)) if "step" in start.loads else {}
     state = loading.load(
         start.path,
         model=model_tensors(*run.parts) if "model" in start.loads else None,
         optimizer=None if moments is None else optimizer_tensors(moments, run.parts),
+        hooks=hooks or None,
         verify=not start.continues,  # the run's own newest checkpoint was verified when it was chosen
     )
     run_on_rank0(lambda: _check_data(run, state.get("data", {}), start))
@@ -50,19 +54,19 @@ def restore(run: Run, start: Start) -> None:
     if "data" in start.loads:
         _restore_streams(run, start.path)
     if "step" in start.loads:
-        load_hook_states(run.hooks, state.get("hooks", {}), _hook_tensors(start))  # an imported checkpoint has none
+        load_hook_states(run.hooks, state.get("hooks", {}), hooks)  # an imported checkpoint has none
     loaded = [name for part, name in NAMES.items() if part in start.loads and (part, moments) != ("optimizer", None)]
     step = manifest.read_manifest(start.path).step
     logger.info("Loaded %s of %s (step %d)", ", ".join(loaded), start.path, step)
 
 
-def _hook_tensors(start: Start) -> dict[str, Tensor]:
-    """What hooks saved as tensors, whole on every rank."""
-    assert start.path is not None
-    path, verify = start.path, not start.continues
-    if not (path / "hooks").is_dir():
-        return {}
-    return raise_on_any_rank(lambda: read_tensors(path, folder="hooks", verify=verify))
+def _hook_tensors(path: Path) -> dict[str, Tensor]:
+    """A tensor to fill for each that hooks saved, whole on every rank."""
+    from kenotron.checkpoint.tensors import torch_dtype  # which imports DCP
+
+    saved = manifest.read_manifest(path)
+    entries = loading.open_index(path / "hooks", saved).tensors if saved.below("hooks") else {}
+    return {name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) for name, entry in entries.items()}
 
 
 def _check_data(run: Run, saved: dict[str, str], start: Start) -> None:
