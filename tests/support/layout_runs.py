@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +238,12 @@ def train_alone(problem: Problem, folder: Path) -> Path:
     return path
 
 
+@lru_cache(8)
+def reference_of(path: Path) -> dict[str, Any]:
+    """What `train_alone` has written. Ranks that compare several layouts with it read it once; do not change it."""
+    return torch.load(path, weights_only=False)
+
+
 def each_alone(problem_of: Callable[[str], Problem], folders: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Name of a problem → what one process makes of it (`train_alone`), each trained once."""
     return cache(lambda name: train_alone(problem_of(name), folders.mktemp("alone")))
@@ -260,7 +266,7 @@ def train_on_layout(rank: int, problem: Problem, layout: str, folder: Path, refe
     """One rank of `layout`."""
     config = problem.config(layout, folder)
     mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
-    expected = torch.load(reference)
+    expected = reference_of(reference)
     gradients: dict[str, torch.Tensor] = {}
     with prepared(config, mesh) as run:
         before = _pieces(run)
@@ -301,7 +307,7 @@ def _loads(results: list[StepResult]) -> list[list[float]]:
 
 def expect_the_same(ranks: list[Seen], reference: Path, rounding: float = 1e-6) -> None:
     """Numbers, samples, first gradients (to `rounding`) and last weights are those of one process."""
-    expected = torch.load(reference)
+    expected = reference_of(reference)
     for seen in ranks:
         assert seen.unequal_at_start == []
         for (loss, z_loss, norm), (loss0, z_loss0, norm0) in zip(seen.numbers, expected["numbers"], strict=True):
