@@ -134,6 +134,7 @@ def test_the_count_of_a_checkpoint_from_before_the_package_was_renamed_is_found(
             "support.user_parts.Recorder#2": {"seen": 3, "name": ""},
             "another.Hook": {"unknown": True},
         },
+        {},
     )
     assert (guard.in_a_row, guard.total, first.seen, second.seen) == (2, 5, 0, 3)
 
