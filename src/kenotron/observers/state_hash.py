@@ -68,7 +68,7 @@ def _slice(tensors: list[Tensor], number: int) -> Iterator[tuple[int, Tensor]]:
     first, last, begin = number * size, (number + 1) * size, 0
     for tensor in tensors:
         end = begin + tensor.numel()
-        if begin < last and first < end:
-            here = max(first, begin)
-            yield here, tensor.reshape(-1)[here - begin : min(last, end) - begin]
+        here, stop = max(first, begin), min(last, end)
+        if here < stop:
+            yield here, tensor.reshape(-1)[here - begin : stop - begin]
         begin = end
