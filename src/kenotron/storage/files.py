@@ -23,9 +23,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:  # where arrays are mapped numpy is loaded; `kenotron --help` has no time for it
+    import numpy as np
+    from numpy.typing import NDArray
 
 SMALL_ARRAY = 4096
 """Bytes up to which an array is read instead of mapped: the kernel allows some 65,000 mappings per process."""
@@ -225,6 +227,8 @@ def map_local_array(path: Path, dtype: np.dtype, offset: int, count: int) -> NDA
 
     Errors: OSError; ValueError if the file ends before.
     """
+    import numpy as np
+
     if count == 0:  # an empty range cannot be mapped
         return np.empty(0, dtype)
     if count * dtype.itemsize <= SMALL_ARRAY:
@@ -238,6 +242,8 @@ def map_local_array(path: Path, dtype: np.dtype, offset: int, count: int) -> NDA
 
 def release(array: NDArray) -> None:
     """Drop the pages of a mapped array from this process's memory; the next read loads them again."""
+    import numpy as np
+
     base: object = array
     while isinstance(base, np.ndarray):
         base = base.base
