@@ -32,14 +32,18 @@ class DataStall(Hook):
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.over = threading.Event()
+        self.thread: threading.Thread | None = None
 
     def on_train_start(self, run: Run) -> None:
         """Start the thread that looks."""
-        threading.Thread(target=self._look, args=(run,), name="kenotron-stalls", daemon=True).start()
+        self.thread = threading.Thread(target=self._look, args=(run,), name="kenotron-stalls", daemon=True)
+        self.thread.start()
 
     def on_close(self, run: Run) -> None:
         """End it."""
         self.over.set()
+        if self.thread is not None:
+            self.thread.join()
 
     def _look(self, run: Run) -> None:
         """Log every `seconds` that a step has waited."""
