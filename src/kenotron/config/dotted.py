@@ -78,3 +78,8 @@ def _import_module(name: str) -> Any:
         return importlib.import_module(name)
     finally:
         sys.path.remove(here)
+
+
+def search_path() -> str:
+    """PYTHONPATH for a child process that is to find the modules that this process finds, those beside a script too."""
+    return os.pathsep.join(os.path.abspath(entry) for entry in sys.path)

@@ -16,7 +16,6 @@ $KENOTRON_CACHE, else ~/.cache/kenotron
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import threading
@@ -30,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
-from kenotron.data.cached_folder import cached_folder, map_cached_array, writable
+from kenotron.data.cached_folder import cache_entry, cached_folder, map_cached_array, writable
 from kenotron.storage.files import cache_root, replace_file
 from kenotron.text.documents import DocumentChunk, DocumentSource
 from kenotron.text.encode import Encoded, EncodeRules, encode_documents
@@ -103,7 +102,7 @@ def open_tokens(
     recipe = f"tokens {FORMAT} {content} {tokenizer.hash} {rules.eos} {rules.max_tokens} {val_fraction!r}"
     if chosen:
         recipe += f" {sorted(chosen)}"
-    path = cache_root() / "tokens" / _digest(recipe)
+    path = cache_entry("tokens", recipe)
 
     def build(folder: Path) -> None:
         _tokenize(folder, texts, tokenizer, rules, val_fraction, chosen, processes, report, stop)
@@ -262,7 +261,7 @@ def chosen_hash(texts: DocumentSource, val_fraction: float) -> int | None:
     """The hash of the one document that is held out because none falls below `val_fraction`; None where one does, or
     where there is but one. Remembered by content.
     """
-    note = cache_root() / "known" / _digest(f"limit {content_hash(texts)} {val_fraction!r}")
+    note = cache_entry("known", f"limit {content_hash(texts)} {val_fraction!r}")
     try:
         limit = int(note.read_text())
     except (OSError, ValueError):  # not known, or a crash of the machine has left it empty
@@ -275,7 +274,3 @@ def _remember(note: Path, text: str) -> None:
     with writable(note.parent):
         note.parent.mkdir(parents=True, exist_ok=True)
         replace_file(note, (text + "\n").encode())
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -7,6 +7,7 @@ Where a file system has no locks, all of them build, and the first rename wins.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +18,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
-from kenotron.storage.files import locked, map_local_array, publish_folder, remove_leftovers, temporary_beside
+from kenotron.storage.files import (
+    cache_root,
+    locked,
+    map_local_array,
+    publish_folder,
+    remove_leftovers,
+    temporary_beside,
+)
 from kenotron.text.progress import Report
 
 PROCESS_START = time.time()
+
+
+def cache_entry(kind: str, recipe: str) -> Path:
+    """Where the folder `kind` of the cache keeps what `recipe` names: everything that its content depends on."""
+    return cache_root() / kind / hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
 
 
 def cached_folder(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 from kenotron.config import Config
 from kenotron.config.errors import InputError, is_a_path
-from kenotron.data.cached_folder import cached_folder
+from kenotron.data.cached_folder import cache_entry, cached_folder
 from kenotron.data.source import RunSettings, TextSpec
 from kenotron.data.stage_plan import SourcePlan, StagePlan, complete_keys
-from kenotron.storage.files import cache_root
 from kenotron.text.tokenizer import SPLIT_PATTERN, TextTokenizer, load_tokenizer, train_byte_level_bpe
 
 TRAINING_CHARACTERS = 200_000_000
@@ -62,7 +60,7 @@ def trained_tokenizer(sources: Sequence[SourcePlan], vocab_size: int, run: RunSe
                 keys.append(source.spec.content_key(run))
     names, contents = ", ".join(name for name, _ in keys), [content for _, content in keys]
     recipe = f"byte-level-bpe 2 {SPLIT_PATTERN} {TRAINING_CHARACTERS} {vocab_size} {run.val_fraction!r} {contents}"
-    path = cache_root() / "tokenizers" / hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
+    path = cache_entry("tokenizers", recipe)
 
     def build(folder: Path) -> None:
         run.report(f"training a tokenizer of {vocab_size:,} entries on {names}")

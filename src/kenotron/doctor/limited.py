@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kenotron.config.dotted import search_path
 from kenotron.doctor.settings import anonymous
 from kenotron.launch.environment import cores, end_with_parent
 from kenotron.launch.functions import function_at, function_path
@@ -42,7 +43,7 @@ def call_limited(
     """
     seconds *= patience()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_RANK)}
-    path = {"PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path)}
+    path = {"PYTHONPATH": search_path()}
     with tempfile.TemporaryDirectory(prefix="kenotron-doctor-", ignore_cleanup_errors=True) as temporary:
         folder = Path(temporary)
         (folder / "call.json").write_text(json.dumps([function_path(function), arguments]))

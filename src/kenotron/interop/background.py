@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from kenotron.config.dotted import search_path
 from kenotron.config.errors import InputError
 
 NICE = 10
@@ -29,13 +30,12 @@ class BackgroundExport:
     def __init__(self, source: Path, target: Path) -> None:
         self.source, self.target = source, target
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-c", MAIN, str(source), str(target)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env=os.environ | {"PYTHONPATH": search_path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             start_new_session=True,  # Ctrl-C on the terminal is for the training process
         )
 

@@ -28,8 +28,10 @@ def fused(name: str, x: Tensor) -> Callable[..., Tensor] | None:
 
     Raises InputError if the environment asks for what is not there.
     """
+    if x.device.type == "cpu" or torch.compiler.is_compiling():
+        return None
     chosen = os.environ.get(KEY, "torch")
-    if chosen == "torch" or x.device.type == "cpu" or torch.compiler.is_compiling():
+    if chosen == "torch":
         return None
     if chosen not in CHOICES:
         raise InputError(f"{KEY}: expected one of {', '.join(CHOICES)}, found {chosen!r}{nearest(chosen, CHOICES)}")

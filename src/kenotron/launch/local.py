@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from kenotron.config.dotted import search_path
 from kenotron.config.errors import InputError, RunFailed
 from kenotron.launch.environment import check_cores, check_devices, threads_each
 from kenotron.launch.error_records import ENDED_BY_ANOTHER
@@ -132,9 +133,7 @@ def _variables(count: int, folder: Path) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": loopback,  # all are on this machine, whatever its name resolves to
     }
     variables = {name: value for name, value in wanted.items() if value is not None and name not in os.environ}
-    # Ranks find the modules that this process finds, such as those beside a script.
-    search = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-    return variables | {"KENOTRON_LAUNCH": str(folder), "PYTHONPATH": search, "PYTHONUNBUFFERED": "1"}
+    return variables | {"KENOTRON_LAUNCH": str(folder), "PYTHONPATH": search_path(), "PYTHONUNBUFFERED": "1"}
 
 
 def _interfaces() -> list[tuple[int, str]]:

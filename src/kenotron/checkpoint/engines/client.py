@@ -19,6 +19,7 @@ from threading import Lock
 from typing import Any
 
 from kenotron.checkpoint.engines.ring import Ring
+from kenotron.config.dotted import search_path
 
 WRITING = "writing"
 WRITTEN = "written"  # this rank's files are complete and synced
@@ -41,7 +42,7 @@ class WriterProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # what reads the training process's output need not wait for this one
             pass_fds=(theirs.fileno(), self.memory),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env={**os.environ, "PYTHONPATH": search_path()},
             start_new_session=True,  # Ctrl-C on the terminal is for the training process
         )
         theirs.close()

@@ -11,7 +11,6 @@ shard after a step is then the same on every rank that runs it, and on every lay
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +25,10 @@ from kenotron.config.data import Streaming
 from kenotron.config.errors import InputError, counted
 from kenotron.data.batch import Int64
 from kenotron.data.cache import SplitTokens
-from kenotron.data.cached_folder import cached_folder
+from kenotron.data.cached_folder import cache_entry, cached_folder
 from kenotron.data.source import Opening, Samples, StreamSource, TokenSource
 from kenotron.data.sources.reader_shards import START, ReaderShard, ShardPosition, ShardRules, from_bytes, to_bytes
 from kenotron.data.sources.windows import HeldOutWindows
-from kenotron.storage.files import cache_root
 from kenotron.text.documents import DocumentChunk, StreamableDocuments
 from kenotron.text.encode import EncodeRules, encode_chunks
 from kenotron.text.hash_split import assign_sides, threshold_of_fraction
@@ -298,7 +296,7 @@ def cached_first_held_out(
         return first_held_out(texts, encode, val_fraction, tokens)
     rules = f"{encode.rules.eos} {encode.rules.max_tokens} {encode.vocab_size} {val_fraction!r} {tokens}"
     recipe = f"start of a stream 1 {signature} {encode.tokenizer.hash} {rules}"
-    path = cache_root() / "tokens" / hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
+    path = cache_entry("tokens", recipe)
 
     def build(folder: Path) -> None:
         split = first_held_out(texts, encode, val_fraction, tokens)
