@@ -1,4 +1,4 @@
-"""A token source in C++, and its twin in Python: the same samples."""
+"""A token source in C++, and its reference implementation in Python: the same samples."""
 
 import ctypes
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`checkpoints.writer`: the writer in C++ and its twin in Python write the same bytes, and fail in the same words."""
+"""`checkpoints.writer`: the writer in C++ and the one in Python write the same bytes, and fail in the same words."""
 
 from __future__ import annotations
 

@@ -115,12 +115,12 @@ def ranks_of(environment: list[str]) -> dict[str, str | None]:
 
 
 def test_what_hangs_crashes_or_raises_elsewhere_is_one_line_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kenotron.doctor.limited.patience", lambda: 1.0)
+    monkeypatch.setattr("kenotron.doctor.limited.busy_factor", lambda: 1.0)
     started = time.monotonic()
     with pytest.raises(Failed, match=r"^no answer within 1 s$"):
         call_limited(slept, 600, seconds=1)
     assert time.monotonic() - started < 60
-    monkeypatch.setattr("kenotron.doctor.limited.patience", lambda: 10.0)
+    monkeypatch.setattr("kenotron.doctor.limited.busy_factor", lambda: 10.0)
     with pytest.raises(Failed, match=r"^was killed by SIGILL$"):
         call_limited(dies, signal.SIGILL, seconds=60)
     with pytest.raises(Failed, match=r"^ImportError: libcudart\.so\.13"):

@@ -1,4 +1,4 @@
-"""Native code: compiled once, refused in one line, and equal to its Python twin in the example of the docs."""
+"""Native code: compiled once, refused in one line, and equal to its Python reference in the example of the docs."""
 
 from __future__ import annotations
 

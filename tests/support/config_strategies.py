@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
 from kenotron.config import Config
-from kenotron.config.architecture import HFArchitecture
+from kenotron.config.architecture import Architecture, HFArchitecture, architecture_variants
 from kenotron.config.optimizer import CustomOptimizer
 from kenotron.config.schema import fields
 from kenotron.config.section import Section
@@ -97,6 +97,8 @@ def _bounds(rules: list[Any]) -> dict[str, Any]:
 
 
 def _value(kind: Any, bounds: dict[str, Any]) -> st.SearchStrategy[Any]:
+    if kind is Architecture:
+        return _value(architecture_variants(), bounds)
     origin = get_origin(kind)
     if origin is Annotated:
         inner, *metadata = get_args(kind)

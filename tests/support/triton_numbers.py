@@ -1,7 +1,7 @@
 """Run with TRITON_INTERPRET=1: errors of the kernels in Triton, in its interpreter on the CPU, printed as JSON.
 
 Each line of the result is a case: the largest relative error of the output and of every gradient against the formula in
-float64, and the largest difference from the plain twin in `kernels`. In fp32: the interpreter truncates in bf16.
+float64, and the largest difference from the reference in `kernels`. In fp32: the interpreter truncates in bf16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Function = Callable[..., Tensor]
 
 
 def cases() -> Iterator[tuple[str, Function, Function, Function, tuple[Tensor, ...]]]:
-    """(name, ours, its plain twin, the formula, arguments)."""
+    """(name, ours, its reference, the formula, arguments)."""
     for shape in ((1, 5), (3, 5, 64), (300, 33)):  # 300 rows: more than the groups of the backward
         x, weight = torch.randn(shape) * 3, torch.rand(shape[-1])
         yield (
@@ -112,10 +112,10 @@ def a_models_gradients(in_triton: bool) -> list[Tensor]:
 if __name__ == "__main__":
     torch.manual_seed(0)
     found = {}
-    for name, ours, twin, formula, arguments in cases():
+    for name, ours, reference, formula, arguments in cases():
         here = results(ours, arguments)
         exact = results(formula, tuple(x.double() for x in arguments))
-        found[name] = (distance(here, exact), distance(here, results(twin, arguments)))
+        found[name] = (distance(here, exact), distance(here, results(reference, arguments)))
     whole = distance(a_models_gradients(in_triton=True), a_models_gradients(in_triton=False))
     found["a model"] = (whole, whole)
     sys.stdout.write(json.dumps(found))

@@ -6,13 +6,28 @@
 (2, 16)
 """
 
-from kenotron.config.config import Config
-from kenotron.config.errors import InputError, NotSupportedYet
-from kenotron.config.loading import load
-from kenotron.config.runs import fill_run_name, same_run_difference
-from kenotron.config.unsupported import refuse_unsupported
-from kenotron.config.writing import ABSENT, diff, dump, to_dict
+from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kenotron.config.config import Config
+    from kenotron.config.errors import InputError, NotSupportedYet
+    from kenotron.config.loading import load
+    from kenotron.config.runs import fill_run_name, same_run_difference
+    from kenotron.config.unsupported import refuse_unsupported
+    from kenotron.config.writing import ABSENT, diff, dump, to_dict
+
+# Imported when first used: `kenotron --help` needs the errors and not the schema.
+_MODULES = {
+    "config": ["Config"],
+    "errors": ["InputError", "NotSupportedYet"],
+    "loading": ["load"],
+    "runs": ["fill_run_name", "same_run_difference"],
+    "unsupported": ["refuse_unsupported"],
+    "writing": ["ABSENT", "diff", "dump", "to_dict"],
+}
 __all__ = [
     "ABSENT",
     "Config",
@@ -26,3 +41,10 @@ __all__ = [
     "same_run_difference",
     "to_dict",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"kenotron.config.{module}"), name)
+    raise AttributeError(f"module 'kenotron.config' has no attribute {name!r}")

@@ -11,15 +11,19 @@ As in nanotron, a marker counts by its presence; its value changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
     BeforeValidator,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    PlainValidator,
     SerializeAsAny,
     Tag,
+    TypeAdapter,
     model_serializer,
     model_validator,
 )
@@ -27,7 +31,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from kenotron.config.decoder import DecoderArchitecture
-from kenotron.config.families import USER_MODULE, built_in_families, find_family
+from kenotron.config.families import USER_MODULE, built_in_families, built_in_family, built_in_names, find_family
 from kenotron.config.section import OURS, LocalPath, Section, by_rule, has, key
 
 
@@ -120,16 +124,15 @@ def _own_section(value: Any) -> Any:
 def _choose(value: Any) -> str | None:
     if isinstance(value, HFArchitecture) or (isinstance(value, dict) and "hf" in value):
         return "(hf)"
-    for name, section in built_in_sections().items():
-        if type(value) is section or (isinstance(value, dict) and value.get("family") == name):
-            return f"({name})"
+    if isinstance(value, dict) and value.get("family") in built_in_names():
+        return f"({value['family']})"
     if isinstance(value, DecoderArchitecture) or (isinstance(value, dict) and {"family", "module"} & value.keys()):
         return "(family)"
     return _by_keys(value) if isinstance(value, dict) else None
 
 
 def _by_keys(value: dict[str, Any]) -> str:
-    for name in built_in_families():
+    for name in built_in_names():
         if has(value, f"is_{name}_config"):
             return f"({name})"
     sections = built_in_sections()
@@ -137,13 +140,39 @@ def _by_keys(value: dict[str, Any]) -> str:
     return f"({(fitting or list(sections))[0]})"
 
 
-if TYPE_CHECKING:
-    Architecture = DecoderArchitecture | HFArchitecture
-else:
-    _architecture_rule = by_rule(_choose, "the keys of a model family, or {hf: folder or hub name}")
-    _variants = [
-        *(Annotated[section, Tag(f"({name})")] for name, section in built_in_sections().items()),
+_rule = by_rule(_choose, "the keys of a model family, or {hf: folder or hub name}")
+
+
+def _one_of(built_in: Iterable[tuple[str, Any]]) -> Any:
+    """The union of what a `model_config` may be, with tags; `built_in` are the families' names and types."""
+    variants = [
+        *(Annotated[kind, Tag(f"({name})")] for name, kind in built_in),
         Annotated[SerializeAsAny[DecoderArchitecture], BeforeValidator(_own_section), Tag("(family)")],
         Annotated[HFArchitecture, Tag("(hf)")],
     ]
-    Architecture = Annotated[reduce(or_, _variants), _architecture_rule]
+    return Annotated[reduce(or_, variants), _rule]
+
+
+def architecture_variants() -> Any:
+    """Every section that a `model_config` may be, with its tag, for what shows the schema."""
+    return _one_of(built_in_sections().items())
+
+
+def _imported_when_named(name: str) -> Any:
+    return Annotated[Any, PlainValidator(lambda value: built_in_family(name).section.model_validate(value))]
+
+
+if TYPE_CHECKING:
+    Architecture = DecoderArchitecture | HFArchitecture
+else:
+
+    class Architecture:
+        """One of `architecture_variants`. Only the family that the config names is imported: all take 0.1 s."""
+
+        @classmethod
+        def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+            return handler.generate_schema(_one_of((name, _imported_when_named(name)) for name in built_in_names()))
+
+        @classmethod
+        def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+            return handler(TypeAdapter(architecture_variants()).core_schema)

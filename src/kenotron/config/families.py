@@ -32,14 +32,23 @@ class HasSection(Protocol):
 
 
 @cache
-def built_in_families() -> dict[str, type[HasSection]]:
-    """Every built-in family by name, alphabetically: the class of the module that has a section."""
+def built_in_names() -> tuple[str, ...]:
+    """Names of the built-in families, alphabetically; none of them is imported."""
     package = importlib.import_module(BUILT_IN)
-    found = {}
-    for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda each: each.name):
-        module = importlib.import_module(f"{BUILT_IN}.{info.name}")
-        (found[info.name],) = (each for each in vars(module).values() if _is_family_of(each, module.__name__))
+    return tuple(sorted(info.name for info in pkgutil.iter_modules(package.__path__)))
+
+
+@cache
+def built_in_family(name: str) -> type[HasSection]:
+    """One of `built_in_names`: the class of the module that has a section."""
+    module = importlib.import_module(f"{BUILT_IN}.{name}")
+    (found,) = (each for each in vars(module).values() if _is_family_of(each, module.__name__))
     return found
+
+
+def built_in_families() -> dict[str, type[HasSection]]:
+    """Every built-in family by name, alphabetically."""
+    return {name: built_in_family(name) for name in built_in_names()}
 
 
 def _is_family_of(value: object, module: str) -> bool:
@@ -51,10 +60,9 @@ def find_family(name: str, where: str = KEY) -> type[HasSection]:
 
     Errors (InputError): there is none, it cannot be imported, or it is no family. `where` is the key to blame.
     """
-    built_in = built_in_families()
-    if name in built_in:
-        return built_in[name]
-    found = import_registered(name, where, GROUP, built_in)
+    if name in built_in_names():
+        return built_in_family(name)
+    found = import_registered(name, where, GROUP, built_in_names())
     section = getattr(found, "section", None)
     if not (isinstance(section, type) and issubclass(section, DecoderArchitecture)):
         raise InputError(

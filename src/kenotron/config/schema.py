@@ -17,7 +17,13 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import Tag
 from pydantic.fields import FieldInfo
 
-from kenotron.config.architecture import HFArchitecture, built_in_sections, yaml_keys
+from kenotron.config.architecture import (
+    Architecture,
+    HFArchitecture,
+    architecture_variants,
+    built_in_sections,
+    yaml_keys,
+)
 from kenotron.config.config import Config
 from kenotron.config.section import Section
 
@@ -53,6 +59,8 @@ def kinds(annotation: Any, tag: str = "") -> Iterator[tuple[str, Any]]:
     elif origin in (Union, UnionType):
         for each in get_args(annotation):
             yield from kinds(each, tag)
+    elif annotation is Architecture:
+        yield from kinds(architecture_variants(), tag)
     else:
         yield tag, annotation
 

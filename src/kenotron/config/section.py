@@ -42,7 +42,9 @@ RECORD = "record"  # written to the config in a checkpoint; read by people and t
 class Section(BaseModel):
     """A part of the config: immutable, strict about types, without unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        defer_build=True, extra="forbid", frozen=True, strict=True, populate_by_name=True, allow_inf_nan=False
+    )
 
     def __setattr__(self, name: str, value: object) -> None:
         """Always an error: a config is made anew, so that every value of it has been checked."""

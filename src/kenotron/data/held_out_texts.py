@@ -2,7 +2,7 @@
 
     compression_baselines(data)      {"gzip_bits_per_byte": 2.31, "xz_bits_per_byte": 1.74}
 
-A model's bits per byte on the same text say what it has learnt beyond them.
+A model's bits per byte on the same text say what it has learned beyond them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     call_limited(describe_torch, seconds=90)      its return value, or
     Failed("no answer within 90 s") · Failed("was killed by SIGILL") · Failed("ImportError: libcudart.so.12: …")
 
-The function stands at the top of a module; arguments and result are JSON values.
+The function is at the top level of a module; arguments and result are JSON values.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def call_limited(
 ) -> Any:
     """``function(*arguments)``, called in a process with `environment` on top of this one's. Raises Failed.
 
-    It may take `seconds` on an idle machine, and more as others keep the machine busy (`patience`).
+    It may take `seconds` on an idle machine, and more as others keep the machine busy (`busy_factor`).
     """
-    seconds *= patience()
+    seconds *= busy_factor()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_RANK)}
     path = {"PYTHONPATH": search_path()}
     with tempfile.TemporaryDirectory(prefix="kenotron-doctor-", ignore_cleanup_errors=True) as temporary:
@@ -67,7 +67,7 @@ def call_limited(
         raise Failed(_why(code, (folder / "output").read_text(errors="replace")))
 
 
-def patience() -> float:
+def busy_factor() -> float:
     """How many times as long things may take: processes that want to run for each core, from 1 to 10."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 1.0
     return max(1.0, min(load / cores(), 10.0))

@@ -6,7 +6,7 @@ Element i of a stream is a function of (key, i), never of who asks or in what or
     normal(key, 0, 8, "cpu")[4:]  ==  normal(key, 4, 4, "cuda")
 
 Everything is int64 arithmetic (which wraps), a table look-up and float64 +, x, so nothing depends on a
-device's maths library (see `kernels.hashing` and `kernels.quantiles`, the numpy twins). The float64 product
+device's maths library (see `kernels.hashing` and `kernels.quantiles`, the same in numpy). The float64 product
 and sum are two separate operations on purpose: a fused multiply-add would round once instead of twice.
 Torch's generators are never touched. A device without float64 (Apple's) gets its numbers from the CPU.
 

@@ -46,7 +46,7 @@ class Copier:
         position = 0
         pending: deque[tuple[Future[None], int]] = deque()
 
-        def settle(most: int) -> None:
+        def finish(most: int) -> None:
             while len(pending) > most:
                 done, end = pending.popleft()
                 done.result()
@@ -61,17 +61,17 @@ class Copier:
                 block = source[start : start + length]
                 position, start = position + length, start + length
                 if stream.fits(position):
-                    settle(self.threads - 1)
+                    finish(self.threads - 1)
                 else:
-                    settle(0)
+                    finish(0)
                     stream.wait(position)
                 if length > SMALL_BYTES:
                     pending.append((self.pool.submit(self._copy_block, begin, block), position))
                 else:
-                    settle(0)
+                    finish(0)
                     self._copy_block(begin, block)
                     stream.copied(position)
-        settle(0)
+        finish(0)
 
     def close(self) -> None:
         """End the threads."""

@@ -1,4 +1,4 @@
-"""Elementwise kernels in Triton, for GPUs; each the twin of a plain function in `kernels`.
+"""Elementwise kernels in Triton, for GPUs; the reference of each is a plain function in `kernels`.
 
 rms_norm.py, swiglu.py, rope.py     one launch each, forward and backward
 

@@ -1,4 +1,4 @@
-"""RMSNorm in one launch forward and one backward; formulas and plain twin in `kernels.rms_norm`.
+"""RMSNorm in one launch forward and one backward; formulas and reference in `kernels.rms_norm`.
 
 Forward: a program for each row. Backward: a program for each group of rows, which keeps the group's sum of dweight in
 registers; the sums of the groups are added at the end. The number of groups is fixed, so the order of sums is, too.

@@ -1,4 +1,4 @@
-"""Rotary positions in one launch; formulas and plain twin in `kernels.rope`.
+"""Rotary positions in one launch; formulas and reference in `kernels.rope`.
 
 A program turns all heads of a token, which share its angles. The backward is the same kernel with the opposite angle.
 The result is laid out token by token, as varlen attention reads it.

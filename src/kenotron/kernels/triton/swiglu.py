@@ -1,4 +1,4 @@
-"""``silu(gate) * up`` in one launch forward and one backward; formulas and plain twin in `kernels.swiglu`.
+"""``silu(gate) * up`` in one launch forward and one backward; formulas and reference in `kernels.swiglu`.
 
 With s = sigmoid(gate):   silu = gate s     dup = dy silu     dgate = dy up s (1 + gate (1 - s))
 """

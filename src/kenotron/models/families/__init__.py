@@ -3,5 +3,3 @@
 They import no torch at module level: their sections are part of the config's schema. What computes is imported where
 it is built.
 """
-
-import kenotron.config  # noqa: F401  the schema imports these modules, so it has to be imported first

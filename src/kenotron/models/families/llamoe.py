@@ -25,7 +25,7 @@ class LlamoeArchitecture(SparseArchitecture):
     moe_num_experts: int = key("Experts of a layer.", 1, ge=1)
     num_experts_per_tok: int = key("Experts that a token goes through.", 1, ge=1)
     moe_capacity_factor: float = key(
-        "Accepted for old files: moe_expert_capacity_factor drops tokens.", 1, mark=NO_EFFECT
+        "Accepted for old files: moe_expert_capacity_factor drops tokens.", 1.0, mark=NO_EFFECT
     )
     pretraining_tp: int = key("Accepted for old files.", 1, mark=NO_EFFECT)
     router_aux_loss_coef: float = key("Weight of the loss that balances the load of the experts.", 0.0, ge=0, mark=OURS)
