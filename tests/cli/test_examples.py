@@ -108,6 +108,7 @@ def test_the_data_source_in_cpp_runs_by_its_readme(examples: Path, nursery: Nurs
     as_its_readme_shows(examples / "native", nursery)
 
 
+@pytest.mark.slow
 def test_the_nanosets_run_by_their_readme(examples: Path, nursery: Nursery) -> None:
     readme = examples / "nanosets" / "README.md"
     made, trained, which = run_readme(examples / "nanosets", examples.parent, nursery)

@@ -78,6 +78,7 @@ def test_hf_finetune_on_a_folder_of_hugging_face(nursery: Nursery, tmp_path: Pat
     assert (tmp_path / "checkpoints" / "hf-finetune" / "3").is_dir()
 
 
+@pytest.mark.slow
 def test_tiny_llama_as_it_is_on_the_hubs_files(nursery: Nursery, tmp_path: Path, hub_home: Path) -> None:
     steps = train(nursery, "tiny-llama", tmp_path, hub_home)
     assert len(steps) == 15

@@ -180,6 +180,7 @@ sys.modules["ray.exceptions"] = exceptions
 """
 
 
+@pytest.mark.slow
 def test_ray_actors_write_the_plain_command_s_bytes(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = corpus / "path" / "ray-1.dist-info"
     installed.mkdir(parents=True)

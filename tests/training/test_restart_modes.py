@@ -361,6 +361,7 @@ def start(config: Config) -> Any:
 # ---- docs/checkpoints.md -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_page_run(
     parent: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

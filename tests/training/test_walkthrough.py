@@ -218,6 +218,7 @@ def test_the_missing_end_token_is_said_to_be_the_models(messages: list[str]) -> 
     assert any("documents end with token 2" in message and TOKENIZER in message for message in messages)
 
 
+@pytest.mark.slow
 @pytest.mark.budget(15, reason="torchrun and its rank are real processes, which import torch each")
 def test_the_seeds_generate_command_continues_two_prompts(walked, hub_home: Path) -> None:
     given = ("--ckpt-path", "checkpoints/10/", "--tp", "1", "--pp", "1")
