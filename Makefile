@@ -10,7 +10,7 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow fuzz test-slurm mutants compare-power lint bench reference docs clean
+.PHONY: help setup train test slow test-gpu fuzz test-slurm mutants compare-power lint bench reference docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -21,10 +21,13 @@ train: setup  ## train a small Llama on text that every machine has: under 5 min
 	$(BIN)/kenotron train examples/quickstart.yaml
 
 test: $(VENV)/.installed-test  ## run the test suite
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --budget
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" --budget
 
 slow: $(VENV)/.installed-test $(VENV)/.installed-triton  ## run the slow tests, and the properties on many more examples
 	$(BIN)/python -m pytest -n $(WORKERS) -m "(slow or hypothesis) and not slurm" --hypothesis-profile=thorough
+
+test-gpu: $(VENV)/.installed-test  ## the tests that need one GPU; skipped where there is none
+	$(BIN)/python -m pytest -rs -m gpu tests/gpu
 
 fuzz: $(VENV)/.installed-test  ## a million damaged configs, checkpoints, models and token files: hours; EXAMPLES=n of each test
 	EXAMPLES=$(or $(EXAMPLES),70000) $(BIN)/python -m pytest -n $(WORKERS) -m hypothesis --hypothesis-profile=fuzz tests/test_fuzz.py tests/data/test_fuzz_readers.py

@@ -28,8 +28,16 @@ from support.tiny_llamas import SHAPES, random_tokens
 Function = Callable[..., Tensor]
 
 
-def cases() -> Iterator[tuple[str, Function, Function, Function, tuple[Tensor, ...]]]:
-    """(name, ours, its reference, the formula, arguments)."""
+Case = tuple[str, Function, Function, Function, tuple[Tensor, ...]]
+
+
+def cases(dtype: torch.dtype = torch.float32) -> Iterator[Case]:
+    """(name, ours, its reference, the formula, arguments in `dtype`); on the device of ``with torch.device(...)``."""
+    for *functions, arguments in _cases():
+        yield *functions, tuple(x.to(dtype) for x in arguments)  # type: ignore[misc]
+
+
+def _cases() -> Iterator[Case]:
     for shape in ((1, 5), (3, 5, 64), (300, 33)):  # 300 rows: more than the groups of the backward
         x, weight = torch.randn(shape) * 3, torch.rand(shape[-1])
         yield (
@@ -75,7 +83,7 @@ def results(function: Function, arguments: tuple[Tensor, ...]) -> list[Tensor]:
     leaves = [x.detach().clone().requires_grad_() for x in arguments]
     out = function(*leaves)
     torch.manual_seed(5)
-    out.backward(torch.randn(out.shape).to(out.dtype))
+    out.backward(torch.randn(out.shape).to(out))
     return [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
 
