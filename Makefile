@@ -10,7 +10,7 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow test-gpu fuzz test-slurm mutants compare-power lint bench reference docs clean
+.PHONY: help setup train test slow test-gpu fuzz test-slurm mutants compare-power lint bench bench-gpu reference docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -51,6 +51,9 @@ bench: $(VENV)/.installed-dev  ## measure against the peers, on this machine, in
 	$(BIN)/python benchmarks/zero_memory.py
 	$(BIN)/python benchmarks/one_rank.py
 	$(BIN)/python benchmarks/data_wait.py
+
+bench-gpu: $(VENV)/.installed-plots  ## measure on one GPU: an hour; OPTIONS="--minutes 15 --only REGEX"
+	$(BIN)/python benchmarks/gpu/speed.py $(OPTIONS)
 
 reference: $(VENV)/.installed  ## write docs/config-reference.md, the JSON schema and the notebook anew
 	$(BIN)/kenotron config reference > docs/config-reference.md

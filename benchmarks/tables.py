@@ -18,13 +18,17 @@ from typing import Any
 
 def main() -> None:
     source, page = Path(sys.argv[1]), Path(sys.argv[2])
-    begin, end = f"<!-- results: {source.stem} -->", "<!-- end of results -->"
+    replace_results(page, source.stem, markdown(json.loads(source.read_text())))
+
+
+def replace_results(page: Path, name: str, results: str) -> None:
+    """Write `results` between the page's two marker lines of this name."""
+    begin, end = f"<!-- results: {name} -->", "<!-- end of results -->"
     text = page.read_text()
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     if not pattern.search(text):
         sys.exit(f"{page}: no line '{begin}' with '{end}' after it")
-    new = f"{begin}\n\n{markdown(json.loads(source.read_text()))}\n{end}"
-    page.write_text(pattern.sub(lambda _: new, text))
+    page.write_text(pattern.sub(lambda _: f"{begin}\n\n{results}\n{end}", text))
 
 
 def markdown(record: dict[str, Any]) -> str:

@@ -1,0 +1,121 @@
+"""What is measured on one GPU: shapes, lengths, packed documents or whole sequences, with and without recomputation.
+
+    Case("llama-3.2-1b", 4096, documents=True)        "llama-3.2-1b 4096 packed"
+
+Shapes come from the configs in examples/; weights are random and tokens synthetic, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kenotron.config import Config, load
+from kenotron.data import TokenBatch
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = 8192  # of a step, in one or two sequences
+MIXTRAL = """{is_mixtral_config: true, hidden_size: 2048, intermediate_size: 3072, num_hidden_layers: 16,
+    num_attention_heads: 32, num_key_value_heads: 8, vocab_size: 50304, max_position_embeddings: 8192,
+    num_local_experts: 8, num_experts_per_tok: 2}"""  # 0.9e9 parameters active of 2.7e9, embeddings not counted
+MAMBA2 = """{is_mamba2_config: true, hidden_size: 2048, num_hidden_layers: 8, num_heads: 64, head_dim: 64,
+    state_size: 128, n_groups: 1, vocab_size: 50304}"""
+LLAMA_1B, LLAMA_8B = "examples/models/llama-3.2-1b.yaml", "examples/models/llama-3.1-8b.yaml"
+TINY = "tiny-llama"
+SHAPES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → config, what is changed in it
+    "llama-3.2-1b": (LLAMA_1B, ()),
+    "llama-3.1-8b, 8 of 32 layers": (LLAMA_8B, ("model.model_config.num_hidden_layers=8",)),
+    "llama-3.1-8b": (LLAMA_8B, ()),  # 16 bytes a parameter for AdamW alone: 120 GiB
+    "mixtral, 0.9e9 active": (LLAMA_1B, (f"model.model_config={MIXTRAL}",)),
+    "mamba-2, 8 layers": (LLAMA_1B, (f"model.model_config={MAMBA2}",)),
+    TINY: ("examples/llama/config_tiny_llama.yaml", ()),  # the seeds' own: 256 tokens, two sequences
+}
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 16, "num_heads": 8, "state_size": 16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`miniature`: the same with shapes for a CPU, in fp32 and 64 tokens to a sequence."""
+
+    shape: str
+    sequence: int
+    documents: bool = False
+    recompute: bool = False
+    miniature: bool = False
+
+    @property
+    def name(self) -> str:
+        """As `--only` matches it and tables show it."""
+        parts = [self.shape, str(self.sequence), *["packed"] * self.documents, *["recompute"] * self.recompute]
+        return " ".join(parts)
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of a step."""
+        return 2 if self.miniature or self.shape == TINY else TOKENS // self.sequence
+
+    def config(self, folder: Path, *overrides: str) -> Config:
+        """The YAML of its shape on one device, in bf16 with fp32 masters, its files in `folder`."""
+        path, changed = SHAPES[self.shape]
+        given = (
+            *changed,
+            "general={project: benchmark, run: gpu}",
+            f"parallelism={{dp: 1, tp: 1, pp: 1, recompute_layer: {str(self.recompute).lower()}}}",
+            "tokenizer=null",
+            "data_stages=[{name: all, start_training_step: 1, data: {dataset: null}}]",
+            f"tokens.sequence_length={self.sequence}",
+            f"tokens.micro_batch_size={self.micro_batch}",
+            "tokens.batch_accumulation_per_replica=1",
+            f"model.document_masking={str(self.documents).lower()}",
+            "optimizer.zero_stage=0",
+            f"checkpoints={{checkpoints_path: {folder / 'checkpoints'}, checkpoint_interval: 1000000}}",
+            f"logging={{log_dir: {folder / 'logs'}, tensorboard: false}}",
+            *overrides,
+        )
+        plain = load(ROOT / path, given)
+        if not self.miniature or self.shape == TINY:
+            return plain
+        known = type(plain.model.decoder).model_fields
+        small = [f"model.model_config.{key}={value}" for key, value in SMALL.items() if key in known]
+        return load(ROOT / path, (*given, *small, "model.dtype=float32"))
+
+    def batch(self, vocabulary: int) -> TokenBatch:
+        """Random tokens; packed documents are of 16 to 1,024 tokens, short ones as frequent as long ones by octave."""
+        rng = np.random.default_rng(0)
+        shape = (self.micro_batch, self.sequence)
+        tokens = (rng.random((shape[0], shape[1] + 1)) ** 3 * vocabulary).astype(np.int64)
+        batch = (*map(np.ascontiguousarray, (tokens[:, :-1], tokens[:, 1:])), np.arange(shape[0]))
+        if not self.documents:
+            return TokenBatch(*batch)
+        longest = min(1024, self.sequence // 2)
+        documents, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        for row in range(shape[0]):
+            lengths = 2 ** rng.uniform(np.log2(min(16, longest)), np.log2(longest), self.sequence // 8)
+            starts = [0, *itertools.takewhile(lambda at: at < self.sequence, np.cumsum(lengths.astype(int)))]
+            documents[row] = np.searchsorted(starts, np.arange(self.sequence), side="right")
+            positions[row] = np.arange(self.sequence) - np.asarray(starts)[documents[row] - 1]
+        return TokenBatch(*batch, positions=positions, documents=documents)
+
+
+def cases(miniature: bool) -> list[Case]:
+    """All, the plainest of every shape first: a run that is cut has something of each."""
+    lengths = (64,) if miniature else (4096, 8192)
+    options = [(length, packed, again) for length in lengths for packed in (False, True) for again in (False, True)]
+    options.sort(key=lambda option: (option[0] != lengths[0]) + option[1] + option[2])
+    found = [Case(shape, *option, miniature) for option in options for shape in SHAPES if shape != TINY]
+    return [Case(TINY, 256, miniature=miniature), *found]
+
+
+def find(name: str) -> Case:
+    """The case of a `name`, marked ``miniature: `` for those."""
+    small = name.startswith("miniature: ")
+    return next(case for case in cases(small) if case.name == name.removeprefix("miniature: "))
+
+
+if __name__ == "__main__":
+    sys.stdout.writelines(f"{case.name}\n" for case in cases(False))
