@@ -60,14 +60,23 @@ def expert_mlp(
     return _ExpertMLP.apply(x, experts, weights, gate, up, down, act)
 
 
+def slots_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Slots in the order of their experts, ``[tokens * k]``, and how many each of the `count` experts has.
+
+    Without `torch.bincount`, for which the host waits on a GPU: the length of its result depends on the data.
+    """
+    ordered, order = torch.sort(experts.reshape(-1), stable=True)
+    ends = torch.searchsorted(ordered, torch.arange(count, device=experts.device), right=True)
+    return order, ends.diff(prepend=ends.new_zeros(1))
+
+
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor | None, up: Tensor, down: Tensor, act: str
     ) -> Tensor:
         slots = experts.shape[1]
-        order = torch.argsort(experts.reshape(-1), stable=True)
-        counts = torch.bincount(experts.reshape(-1), minlength=up.shape[0] + 1)
+        order, counts = slots_by_expert(experts, up.shape[0] + 1)
         sizes, dropped = counts[:-1], counts[-1]  # whose slots are the last of `order`
         if _sizes_on_host(sizes):
             order = order[: len(order) - int(dropped)]

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.func import functional_call
 
+from kenotron.kernels.experts import slots_by_expert
 from kenotron.kernels.token_slots import Collect, Spread
 from kenotron.models.plan import Plan, modules
 from kenotron.parallel.collectives import copy_to, gather_tokens, reduce_from, scatter_tokens
@@ -172,14 +173,13 @@ def exchange(
     has to know how much to send and to receive.
     """
     slots, ranks = experts.shape[1], group.size()
-    order = torch.argsort(experts.reshape(-1), stable=True)
-    counts = torch.bincount(experts.reshape(-1), minlength=here * ranks + 1)[:-1]
+    order, counts = slots_by_expert(experts, here * ranks + 1)
+    counts = counts[:-1].contiguous()
     arriving = torch.empty_like(counts)  # [ranks, here]: rows from each rank for each expert here
     dist.all_to_all_single(arriving, counts, group=group)
-    send = counts.view(ranks, here).sum(1).tolist()
-    receive = arriving.view(ranks, here).sum(1).tolist()
+    send, receive = torch.stack((counts, arriving)).view(2, ranks, here).sum(2).tolist()
     order = order[: sum(send)]
-    local = torch.arange(here, device=x.device).repeat(ranks).repeat_interleave(arriving)
+    local = torch.arange(here, device=x.device).repeat(ranks).repeat_interleave(arriving, output_size=sum(receive))
     rows = _SendRows.apply(Spread.apply(x, order, slots), send, receive, group)
     row_weights = _SendRows.apply(weights.reshape(-1, 1).index_select(0, order), send, receive, group)
     y = compute(rows, local[:, None], row_weights)

@@ -1,0 +1,136 @@
+"""Steps of training on an accelerator that is not there; run as a program, because a process has one such device.
+
+    python -m support.rehearsal "llama|tp=2|model.dtype=bfloat16" …    # a line of JSON for each
+
+The model, its layout on ranks that are not there either (torch's "fake" process group), the initial weights, the
+optimizer and the step are those of a run. What is missing are values: a loss is 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from kenotron.config import Config
+from kenotron.data.batch import TokenBatch
+from kenotron.kernels.attention import attention as sdpa
+from kenotron.kernels.attentions.choice import by_documents
+from kenotron.kernels.attentions.packed import torch_flash
+from kenotron.models import build, named_parameters
+from kenotron.optim import build as build_module
+from kenotron.optim.build import build_optimizer
+from kenotron.parallel.mesh import Mesh, axes, build_mesh
+from kenotron.training.initial_weights import fill_weights
+from kenotron.training.model_parts import build_parts
+from kenotron.training.run import Run
+from kenotron.training.step import train_step
+from support import stand_in
+from support.layout_runs import ATTENTION, FAMILIES, HYBRIDS, SPARSE, STATE_SPACES, Problem
+
+STEPS = 3
+
+
+def rehearse(family: str, layout: str, overrides: Sequence[str], device: torch.device) -> list[dict[str, int]]:
+    """What the host waited for in each of `STEPS` steps."""
+    shapes = ({"llama": {}} | FAMILIES | SPARSE | STATE_SPACES | HYBRIDS)[family]
+    problem = Problem(family, tuple(overrides), model=shapes, absent=ATTENTION if family in STATE_SPACES else ())
+    config = problem.config(layout, Path("never-written"))
+    ranks = config.parallelism.world_size
+    if ranks > 1:
+        backends = f"cpu:fake,{device.type}:fake"
+        dist.init_process_group(backends, rank=0, world_size=ranks, store=FakeStore())
+    try:
+        mesh = build_mesh(axes(config), ranks, device.type)
+        with stand_in.memoryless():
+            run = _run(config, mesh, device)
+            micro_batches, waited = config.tokens.batch_accumulation_per_replica, []
+            for _ in range(STEPS):
+                with stand_in.HostWaits() as waits:
+                    train_step(run, [_batch(config, number) for number in range(micro_batches)])
+                waited.append(dict(waits.sites))
+                run.step += 1
+            return waited
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
+
+
+def _run(config: Config, mesh: Mesh, device: torch.device) -> Run:
+    """`training.build.build_run` without data, logs and checkpoints."""
+    with torch.device("meta"):
+        skeleton = build(config.model)
+    parts, pipeline = build_parts(config, mesh, device)
+    fill_weights(parts, config.model.init_method, config.general.seed)
+    build_module._fused_is_available = lambda groups: True
+    names = [name for name, _ in named_parameters(skeleton)]
+    optimizer = build_optimizer(named_parameters(*parts), config.optimizer, all_names=names, padded=False)
+    engine = cast(Any, SimpleNamespace(fence=lambda: None))
+    attention = by_documents(sdpa, torch_flash)
+    data = cast(Any, None)
+    return Run(config, mesh, device, skeleton, parts, optimizer, data, [], pipeline, attention=attention, engine=engine)
+
+
+def _batch(config: Config, number: int) -> TokenBatch:
+    """Another one each time, with documents of other lengths where the config has documents."""
+    sequences, length = config.tokens.micro_batch_size, config.tokens.sequence_length
+    drawn = np.random.default_rng(number)
+    tokens = drawn.integers(0, config.model.decoder.vocab_size, (sequences, length + 1))
+    documents = np.cumsum(drawn.random((sequences, length)) < 0.2, axis=1) if config.model.document_masking else None
+    return TokenBatch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(sequences), documents=documents)
+
+
+def mistakes(device: torch.device) -> dict[str, str]:
+    """What stops or counts each of the mistakes that a rehearsal is for."""
+    x, here = torch.ones(4, device=device), torch.ones(4)
+    attempts: dict[str, Callable[[], Any]] = {
+        "tensors of two devices": lambda: x + here,
+        "a result as long as the data say": lambda: x.nonzero(),
+        "bincount": lambda: torch.bincount(x.long(), minlength=8),
+        "item": lambda: x.sum().item(),
+        "a tensor as a condition": lambda: bool(x.sum()),
+        "tolist": lambda: x.tolist(),
+        "cpu": lambda: x.cpu(),
+        "a copy from ordinary memory": lambda: here.to(device, non_blocking=True),
+        "a blocking copy": lambda: here.pin_memory().to(device),
+        "synchronize": lambda: torch.get_device_module(device).synchronize(),
+        "a copy from pinned memory": lambda: here.pin_memory().to(device, non_blocking=True),
+    }
+    found = {}
+    for name, attempt in attempts.items():
+        with stand_in.HostWaits() as waits:
+            try:
+                attempt()
+                found[name] = " ".join(waits.sites) or "nothing"
+            except Exception as error:
+                found[name] = type(error).__name__
+    return found
+
+
+def main(cases: Sequence[str]) -> None:
+    """A line of JSON for each case: the list of `rehearse`, or the traceback."""
+    device = stand_in.install()
+    for case in cases:
+        family, layout, *overrides = case.split("|")
+        try:
+            if family == "mistakes":
+                with stand_in.memoryless():
+                    found: Any = mistakes(device)
+            else:
+                found = rehearse(family, layout, overrides, device)
+        except Exception:
+            found = traceback.format_exc()[-8000:]
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

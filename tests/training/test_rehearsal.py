@@ -1,0 +1,112 @@
+"""Steps on an accelerator that is not there: nothing mixes devices, and the host waits for the device once a step.
+
+`pytest -m rehearsal`. What is measured here is where the host waits, not how long anything takes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from support.tiny_run import REPOSITORY
+
+pytestmark = [pytest.mark.rehearsal, pytest.mark.slow]
+
+BF16 = "model.dtype=bfloat16"
+MUON = "optimizer.optimizer_factory.name=muon"
+CASES = [
+    "llama|",
+    f"llama||{BF16}",
+    f"llama|recompute=true|{BF16}",
+    f"llama||{BF16}|model.document_masking=true",
+    f"mistral||{BF16}|model.document_masking=true",
+    f"nano||{MUON}",
+    f"mixtral||{BF16}",
+    f"mixtral|recompute=true|{BF16}",
+    f"deepseek_v3||{BF16}",
+    "mamba|",
+    "mamba2|",
+    f"nemotron_h_of_experts||{BF16}",
+    "llama|dp=2",
+    f"llama|dp=2 zero=1|{BF16}",
+    "llama|dp=2 zero=2",
+    f"llama|dp=2 zero=3|{BF16}",
+    "llama|dp=4 shard=2 zero=hybrid",
+    f"nano|dp=2 zero=3|{MUON}",
+    f"mixtral|dp=2 zero=3|{BF16}",
+    "mamba2|dp=2 zero=3",
+    "llama|tp=2 mode=ALL_REDUCE",
+    f"llama|tp=2 async=true recompute=true|{BF16}",
+    "mamba2|tp=2",
+    f"nemotron_h_of_experts|tp=2|{BF16}",
+    "llama|pp=2",
+    "llama|pp=2 engine=1f1b accum=4",
+    "llama|cp=2",
+    "llama|cp=2 method=ulysses",
+    "mamba2|cp=2 method=state_passing",
+    "llama|dp=2 tp=2 pp=2 zero=1",
+    f"nano|dp=2 tp=2 zero=1|{MUON}",
+]
+ONCE = {"training.step:read_numbers reads": 1}
+EXPERTS_APART = f"mixtral|dp=2 ep=2|{BF16}"
+OFFLOADED = "llama|dp=2 zero=3|parallelism.cpu_offload=true"
+MISTAKES = "mistakes|"
+EVERYTHING = [*CASES, EXPERTS_APART, OFFLOADED, MISTAKES]
+
+
+@pytest.fixture(scope="module")
+def rehearsed() -> Callable[[str], Any]:
+    """What a case gave; all are rehearsed in one process."""
+
+    @cache
+    def everything() -> dict[str, Any]:
+        command = [sys.executable, "-m", "support.rehearsal", *EVERYTHING]
+        done = subprocess.run(command, cwd=REPOSITORY / "tests", capture_output=True, text=True, timeout=900)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        assert len(lines) == len(EVERYTHING), f"ended at {EVERYTHING[len(lines)]}: {done.stderr[-3000:]}"
+        return dict(zip(EVERYTHING, lines))
+
+    return lambda case: everything()[case]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_host_waits_once_a_step(case: str, rehearsed: Callable[[str], Any]) -> None:
+    steps = rehearsed(case)
+    assert isinstance(steps, list), steps
+    assert steps[1:] == [ONCE, ONCE]
+
+
+def test_experts_on_other_ranks_cost_one_wait_a_layer_and_micro_batch(rehearsed: Callable[[str], Any]) -> None:
+    steps = rehearsed(EXPERTS_APART)
+    assert isinstance(steps, list), steps
+    assert steps[1:] == [ONCE | {"parallel.experts:exchange reads": 4 * 2}] * 2
+
+
+def test_offloaded_weights_are_read_by_nothing_but_their_copies(rehearsed: Callable[[str], Any]) -> None:
+    steps = rehearsed(OFFLOADED)
+    assert isinstance(steps, list), steps
+    assert [{site: n for site, n in step.items() if site.endswith("reads")} for step in steps] == [ONCE] * 3
+    assert any("copies to standin" in site for site in steps[2])
+
+
+def test_each_mistake_is_noticed(rehearsed: Callable[[str], Any]) -> None:
+    found = rehearsed(MISTAKES)
+    assert found.pop("tensors of two devices").endswith("Error")  # its class has another name with every torch
+    assert found == {
+        "a result as long as the data say": "DynamicOutputShapeException",
+        "bincount": "DynamicOutputShapeException",
+        "item": "elsewhere reads",
+        "a tensor as a condition": "elsewhere reads",
+        "tolist": "elsewhere reads",
+        "cpu": "elsewhere copies to cpu",
+        "a copy from ordinary memory": "elsewhere copies to standin",
+        "a blocking copy": "elsewhere copies to standin",
+        "synchronize": "elsewhere waits for the device",
+        "a copy from pinned memory": "nothing",
+    }
