@@ -212,11 +212,13 @@ def main() -> None:
     os.dup2(2, 1)  # whatever is printed meanwhile
     import torch
 
-    device = torch.device(kind)
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     if kind == "cpu":
         os.environ["KENOTRON_DEVICE"] = "cpu"
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         try:
+            if kind == "cuda" and not torch.cuda.is_available():
+                raise Unavailable("torch finds no GPU; on a CPU: --device cpu --miniature")
             if contender == CEILING:
                 answer = facts(device)
             else:
