@@ -14,34 +14,30 @@ from typing import Annotated
 import typer
 
 from kenotron.cli.remote import at_hand
+from kenotron.cli.sampling_options import (
+    Dtype,
+    MinP,
+    ModelPath,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
 
 
 def chat(
-    path: Annotated[
-        str,
-        typer.Argument(
-            help="A checkpoint, a folder of checkpoints (the newest is used), local or s3://…, or a Hugging Face "
-            "model: a folder or a hub name (local cache first)."
-        ),
-    ],
+    path: ModelPath,
     system: Annotated[str | None, typer.Option(help="Instructions that stand before the first turn.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the smallest set of tokens with this total probability.")
-    ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Sample from the tokens with at least this share of the likeliest one's probability.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Make tokens of the conversation so far less likely: above 1. 1: no penalty.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this string; can be repeated.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; default: that of the config.")
-    ] = None,
+    dtype: Dtype = None,
 ) -> None:
     """Talk to a trained model, turn by turn."""
     from kenotron.generation.chat import Chat

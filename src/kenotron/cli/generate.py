@@ -20,37 +20,35 @@ import typer
 
 from kenotron.cli.rank0 import said_once
 from kenotron.cli.remote import at_hand
+from kenotron.cli.sampling_options import (
+    Dtype,
+    MinP,
+    ModelPath,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
 from kenotron.config.errors import InputError
 
 BUILT_IN_PROMPTS = ("The future of AI is", "def fib(n)")
 
 
 def generate(
-    path: Annotated[
-        str,
-        typer.Argument(
-            help="A checkpoint, a folder of checkpoints (the newest is used), local or s3://…, or a Hugging Face "
-            "model: a folder or a hub name (local cache first)."
-        ),
-    ],
+    path: ModelPath,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; can be repeated.")] = None,
     prompt_file: Annotated[str | None, typer.Option(help="A file with one prompt per line; - is stdin.")] = None,
     prompt_tokens: Annotated[
         list[str] | None, typer.Option(help="Token ids to continue, such as 1,17,4; no tokenizer needed.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens per prompt.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the smallest set of tokens with this total probability.")
-    ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Sample from the tokens with at least this share of the likeliest one's probability.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Make tokens of the text so far less likely: above 1. 1: no penalty.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End a text before this string; can be repeated.")] = None,
     eos_stop: Annotated[bool, typer.Option("--eos-stop/--no-eos-stop", help="Stop at the end-of-text token.")] = True,
     stream: Annotated[
@@ -60,9 +58,7 @@ def generate(
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="With --json: the logarithm of every token's probability.")
     ] = False,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; default: that of the config.")
-    ] = None,
+    dtype: Dtype = None,
     batch_size: Annotated[int, typer.Option(help="Prompts decoded per batch.", min=1)] = 8,
     tp: Annotated[
         int | None,
