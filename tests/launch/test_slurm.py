@@ -212,7 +212,8 @@ def test_jobs_are_recorded_listed_shown_and_cancelled(
 ) -> None:
     programs = {
         "sbatch": SBATCH,
-        "squeue": "#!/bin/bash\necho RUNNING 0:10 of 1:00 n1",
+        "squeue": "#!/bin/bash\necho asked >> {folder}/asked\necho '102|RUNNING 0:10 of 1:00 n1'",
+        "sacct": "#!/bin/bash\necho $2 >> {folder}/asked\necho '101|COMPLETED|00:05:00|0:0'",
         "scancel": "#!/bin/bash\necho $1 > {folder}/cancelled",
     }
     for name, text in programs.items():
@@ -233,11 +234,15 @@ def test_jobs_are_recorded_listed_shown_and_cancelled(
     (folder / "102.log").write_text("one\ntwo\n")
     capsys.readouterr()
     assert command("status", *logs) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "102  tiny  RUNNING 0:10 of 1:00 n1  step 7"
+    assert capsys.readouterr().out.splitlines() == [
+        "101  tiny  COMPLETED 00:05:00 0:0  step 7",
+        "102  tiny  RUNNING 0:10 of 1:00 n1  step 7",
+    ]
+    assert (tmp_path / "asked").read_text().splitlines() == ["asked", "101"]  # once each
     assert command("logs", "--lines", "1", *logs) == 0
     assert capsys.readouterr().out == "two\n"
     assert command("cancel", "103", *logs) == 2
-    assert "did you mean '102'" in capsys.readouterr().err or True
+    assert "no job '103'" in capsys.readouterr().err
     assert command("cancel", "tiny", *logs) == 0
     assert (tmp_path / "cancelled").read_text() == "102\n"
 

@@ -109,9 +109,9 @@ def status(log_dir: LogDir = Path("logs")) -> None:
     found = jobs.records(log_dir)
     if not found:
         raise InputError(f"{log_dir}: no job was submitted from here; --log-dir names another folder")
-    for record in found:
+    for record, state in zip(found, jobs.states(found)):
         lines = [line for path in record.metrics if (line := _last_step(Path(path)))]
-        print("  ".join([record.id, record.name, jobs.state(record), *lines]))
+        print("  ".join([record.id, record.name, state, *lines]))
 
 
 def logs(
@@ -125,7 +125,7 @@ def logs(
 
     record = jobs.find(log_dir, job)
     if not Path(record.log).exists():
-        raise InputError(f"job {record.id} has no output yet ({jobs.state(record)})")
+        raise InputError(f"job {record.id} has no output yet ({jobs.states([record])[0]})")
     if follow:
         _follow(record.log, lines)
         return

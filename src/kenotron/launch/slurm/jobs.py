@@ -64,17 +64,23 @@ def find(logs: Path, job: str | None) -> Record:
     return fitting[-1]
 
 
-def state(record: Record) -> str:
-    """Slurm's word for the state of a job, with how long it has run and its limit, or why it waits."""
-    line = _slurm(["squeue", "--noheader", "--jobs", record.id, "--format", "%T %M of %l %R"], missing_is_empty=True)
-    if line.strip():
-        return line.strip().splitlines()[0]
-    if shutil.which("sacct"):
-        fields = ["--noheader", "--parsable2", "--allocations", "--format=State,Elapsed,ExitCode"]
-        line = _slurm(["sacct", "--jobs", record.id, *fields], missing_is_empty=True)
-        if line.strip():
-            return " ".join(line.strip().splitlines()[0].split("|"))
-    return "ended"
+def states(found: Sequence[Record]) -> list[str]:
+    """Slurm's word for each job's state, with how long it has run and its limit, or why it waits.
+
+    Slurm is asked once for what is queued or runs and once for what has ended, however many jobs there are.
+    """
+    known: dict[str, str] = {}
+    order = ["squeue", "--me", "--noheader", "--format", "%F|%T %M of %l %R"]
+    for line in _slurm(order, missing_is_empty=True).splitlines():
+        number, _, said = line.strip().partition("|")
+        known.setdefault(number, said)
+    ended = [record.id for record in found if record.id not in known]
+    if ended and shutil.which("sacct"):
+        order = ["sacct", "--jobs", ",".join(ended), "--noheader", "--parsable2", "--allocations"]
+        for line in _slurm([*order, "--format=JobID,State,Elapsed,ExitCode"], missing_is_empty=True).splitlines():
+            number, *words = line.strip().split("|")
+            known.setdefault(number.split("_")[0], " ".join(words))
+    return [known.get(record.id, "ended") for record in found]
 
 
 def cancel(record: Record) -> None:
