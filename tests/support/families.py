@@ -214,11 +214,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def hf_model(which: str, seed: int = 0) -> PreTrainedModel:
-    """A random model of transformers, fp32, in eval mode; biases are random too."""
+def hf_model(which: str, seed: int = 0, **shapes: Any) -> PreTrainedModel:
+    """A random model of transformers, fp32, in eval mode, of other `shapes` if given; biases are random too."""
     kind, keys = FAMILIES[which]
     logging.set_verbosity_error()
-    given = deepcopy(SHAPES | THETA | keys)  # configs write into their arguments
+    given = deepcopy(SHAPES | THETA | keys | shapes)  # configs write into their arguments
     if kind == "kenotron_nano":
         model: PreTrainedModel = KenotronNanoForCausalLM(KenotronNanoConfig(**given))
     else:
