@@ -167,6 +167,12 @@ class Problem:
         return kn.load(plain, [*self.overrides, *(f"{path}={value}" for path, value in wanted.items())])
 
 
+def problem_of_family(family: str, *overrides: str) -> Problem:
+    """The small model of any family above, a Llama included."""
+    shapes = ({"llama": {}} | FAMILIES | SPARSE | STATE_SPACES | HYBRIDS)[family]
+    return Problem(family, overrides, model=shapes, absent=ATTENTION if family in STATE_SPACES else ())
+
+
 @contextmanager
 def prepared(config: Config, mesh: Mesh) -> Iterator[Run]:
     """A run of `config` on this rank, at step 0."""

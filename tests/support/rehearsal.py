@@ -35,16 +35,14 @@ from kenotron.training.model_parts import build_parts
 from kenotron.training.run import Run
 from kenotron.training.step import train_step
 from support import stand_in
-from support.layout_runs import ATTENTION, FAMILIES, HYBRIDS, SPARSE, STATE_SPACES, Problem
+from support.layout_runs import problem_of_family
 
 STEPS = 3
 
 
 def rehearse(family: str, layout: str, overrides: Sequence[str], device: torch.device) -> list[dict[str, int]]:
     """What the host waited for in each of `STEPS` steps."""
-    shapes = ({"llama": {}} | FAMILIES | SPARSE | STATE_SPACES | HYBRIDS)[family]
-    problem = Problem(family, tuple(overrides), model=shapes, absent=ATTENTION if family in STATE_SPACES else ())
-    config = problem.config(layout, Path("never-written"))
+    config = problem_of_family(family, *overrides).config(layout, Path("never-written"))
     ranks = config.parallelism.world_size
     if ranks > 1:
         backends = f"cpu:fake,{device.type}:fake"

@@ -17,7 +17,7 @@ from kenotron.kernels.attentions import choice
 from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.training.step import document_borders, train_step
 from support import flash_on_cpu
-from support.layout_runs import ATTENTION, FAMILIES, HYBRIDS, SPARSE, STATE_SPACES, Problem, prepared
+from support.layout_runs import STATE_SPACES, prepared, problem_of_family
 from support.tiny_run import text_overrides
 
 pytestmark = [pytest.mark.rehearsal, pytest.mark.slow]
@@ -41,16 +41,13 @@ def test_nothing_is_compiled_after_the_second_step(
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
-    shapes = ({"llama": {}} | FAMILIES | SPARSE | STATE_SPACES | HYBRIDS)[family]
-    absent = ATTENTION if family in STATE_SPACES else ()
     text = [
         *text_overrides(tmp_path),
         "model.document_masking=true",
         f"tokens.train_steps={STEPS}",
         "tokens.sequence_length=64",
     ]
-    problem = Problem(family, tuple(text), model=shapes, absent=absent)
-    config = problem.config(f"compile=true recompute={str(recompute).lower()}", tmp_path)
+    config = problem_of_family(family, *text).config(f"compile=true recompute={str(recompute).lower()}", tmp_path)
     counts: list[dict[str, Any]] = []
     documents: set[int] = set()
     with prepared(config, build_mesh(axes(config), 1, "cpu")) as run:

@@ -13,31 +13,22 @@ from typing import Annotated
 
 import typer
 
+from kenotron.cli import sampling_options as options
 from kenotron.cli.remote import at_hand
-from kenotron.cli.sampling_options import (
-    Dtype,
-    MinP,
-    ModelPath,
-    RepetitionPenalty,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-)
 
 
 def chat(
-    path: ModelPath,
+    path: options.ModelPath,
     system: Annotated[str | None, typer.Option(help="Instructions that stand before the first turn.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of an answer.")] = 512,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = 0,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End an answer before this string; can be repeated.")] = None,
-    dtype: Dtype = None,
+    dtype: options.Dtype = None,
 ) -> None:
     """Talk to a trained model, turn by turn."""
     from kenotron.generation.chat import Chat

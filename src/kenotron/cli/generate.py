@@ -18,37 +18,28 @@ from typing import Annotated
 
 import typer
 
+from kenotron.cli import sampling_options as options
 from kenotron.cli.rank0 import said_once
 from kenotron.cli.remote import at_hand
-from kenotron.cli.sampling_options import (
-    Dtype,
-    MinP,
-    ModelPath,
-    RepetitionPenalty,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-)
 from kenotron.config.errors import InputError
 
 BUILT_IN_PROMPTS = ("The future of AI is", "def fib(n)")
 
 
 def generate(
-    path: ModelPath,
+    path: options.ModelPath,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; can be repeated.")] = None,
     prompt_file: Annotated[str | None, typer.Option(help="A file with one prompt per line; - is stdin.")] = None,
     prompt_tokens: Annotated[
         list[str] | None, typer.Option(help="Token ids to continue, such as 1,17,4; no tokenizer needed.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens per prompt.")] = 64,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    seed: Seed = 0,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End a text before this string; can be repeated.")] = None,
     eos_stop: Annotated[bool, typer.Option("--eos-stop/--no-eos-stop", help="Stop at the end-of-text token.")] = True,
     stream: Annotated[
@@ -58,7 +49,7 @@ def generate(
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="With --json: the logarithm of every token's probability.")
     ] = False,
-    dtype: Dtype = None,
+    dtype: options.Dtype = None,
     batch_size: Annotated[int, typer.Option(help="Prompts decoded per batch.", min=1)] = 8,
     tp: Annotated[
         int | None,
