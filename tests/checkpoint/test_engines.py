@@ -394,8 +394,13 @@ def test_a_failed_read_back_is_a_failed_save(tmp_path: Path) -> None:
 # ---- several ranks ----------------------------------------------------------------------------------------------
 
 
+def no_space_left(folder: Path) -> None:
+    """Where the tokenizer's files are made, on the first rank."""
+    raise OSError(28, "No space left on device")
+
+
 def save_on_two_ranks(rank: int, folder: Path) -> list[Any]:
-    """The same state by `torch` into a, by `datastates` into b; then one that rank 1 cannot write; then one more."""
+    """The same state by `torch` into a, by `datastates` into b; then two that one rank cannot write; then one more."""
     from checkpoint.test_checkpoint_ranks import LAYOUT, logical, sharded, values
 
     def state() -> dict[str, Any]:
@@ -406,6 +411,8 @@ def save_on_two_ranks(rank: int, folder: Path) -> list[Any]:
         reference.save(folder / "a", 1, state(), KEEP)
         engine.save(folder / "b", 1, state(), KEEP)
         outcomes = [engine.collect()]
+        engine.tokenizer = None
+        outcomes.append(engine.save(folder / "b", 2, state() | {"save_tokenizer": no_space_left}, KEEP))
         os.kill(engine.writer.process.pid, signal.SIGSTOP)
         engine.save(folder / "b", 2, state(), KEEP)
         if rank == 1:
@@ -421,6 +428,8 @@ def save_on_two_ranks(rank: int, folder: Path) -> list[Any]:
 
 def test_two_ranks_write_the_synchronous_engines_files_and_fail_together(tmp_path: Path) -> None:
     first, second = run_ranks(2, save_on_two_ranks, tmp_path)
+    no_tokenizer = [known.pop(1)[0].problem for known in (first, second)]
+    assert no_tokenizer == [f"{rank}OSError: [Errno 28] No space left on device" for rank in ("", "rank 0: ")]
     assert first == second  # both know the same
     ((saved,), (lost,), (again,)) = first
     assert files_of(saved.path) == files_of(tmp_path / "a" / "1")

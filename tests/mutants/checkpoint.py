@@ -69,6 +69,16 @@ MUTANTS = [
         tests=("checkpoint/test_checkpoint_crashes.py",),
     ),
     Mutant(
+        name="states-of-hooks-mixed-from-ranks",
+        file="training/saved_state.py",
+        find=' if run.mesh.is_first or hasattr(value, "placements")}',
+        replace="}",
+        why="where the tensors of a hook differ from rank to rank, some are saved from one rank and some from another",
+        tests=(
+            "training/test_engines_on_ranks.py::test_the_state_of_a_hook_is_that_of_rank_0_and_whole_on_every_rank",
+        ),
+    ),
+    Mutant(
         name="checksums-not-checked",
         file="checkpoint/folders.py",
         find="_wrong_size(path / name, record) or _wrong_content(path / name, record)",

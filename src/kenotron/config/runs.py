@@ -51,6 +51,7 @@ _FREE = (
     "checkpoints.export_hf",
     "checkpoints.checkpointing_engine",
     "checkpoints.datastates*",
+    "checkpoints.writer",
     # layout
     "parallelism.*",
     "tokens.micro_batch_size",

@@ -90,7 +90,7 @@ def save(run: Run, keep: Keep | None = None) -> Outcomes:
     content: dict[str, Any] = {
         "model": model_tensors(*run.parts),
         "optimizer": None if moments is None else optimizer_tensors(moments, run.parts),
-        "hooks": tensors or None,
+        "hooks": tensors if _on_any_rank(run, bool(tensors)) else None,
         "state": manifest_state(run) | {"hooks": hooks},
         "config_yaml": _config_text(run),
         "model_config": run.config.model.architecture.model_dump(mode="json", by_alias=True),

@@ -79,11 +79,14 @@ class Hook:
         """Release files and threads; always called, after an error too."""
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON values, and tensors that are the same on all ranks or DTensors, to restore after a restart."""
+        """JSON values and tensors to restore after a restart; called on all ranks.
+
+        Rank 0's are saved. Of a DTensor every rank's block is, and all ranks have to return it.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned when the checkpoint was saved; tensors come whole, on the CPU."""
+        """Restore what rank 0's `state_dict` returned when the checkpoint was saved; tensors come whole, on the CPU."""
 
 
 def load_hook(path: str, kwargs: dict[str, object]) -> Hook:

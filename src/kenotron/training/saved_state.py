@@ -68,8 +68,8 @@ def hook_states(run: Run) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The states of hooks as JSON values, and the tensors in them by name.
 
     ``{"mean": tensor}`` of package.Class is ``{"mean": {"kenotron.tensor": "package.Class.mean"}}`` and
-    ``{"package.Class.mean": tensor}``. For an engine in the background they are copies: a hook may change its own
-    tensors at any time.
+    ``{"package.Class.mean": tensor}``. The state is that of rank 0: other ranks add their blocks of DTensors, nothing
+    else. For an engine in the background tensors are copied: a hook may change its own at any time.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -82,11 +82,14 @@ def hook_states(run: Run) -> tuple[dict[str, Any], dict[str, Tensor]]:
             return value
         while name in tensors:  # a key with a dot in it
             name += "'"
-        tensors[name] = value.detach().clone() if run.engine.in_background else value.detach()
+        tensors[name] = value
         return {TENSOR: name}
 
     states = {name: state for name, hook in named_hooks(run.hooks) if (state := hook.state_dict())}
-    return {name: split(state, name) for name, state in states.items()}, tensors
+    described = {name: split(state, name) for name, state in states.items()}
+    copy = Tensor.clone if run.engine.in_background else Tensor.detach
+    saved = {name: value for name, value in tensors.items() if run.mesh.is_first or hasattr(value, "placements")}
+    return described, {name: copy(value.detach()) for name, value in saved.items()}
 
 
 def load_hook_states(hooks: Sequence[Hook], saved: dict[str, dict[str, Any]], tensors: dict[str, Tensor]) -> None:

@@ -91,7 +91,7 @@ class BackgroundEngine(Engine):
                 "rank": rank,
                 "ranks": ranks,
                 "small": small,
-                "state": plain(content["state"], "state"),
+                "state": plain(content["state"], "state") if rank == 0 else {},
                 "verify": self.verifies,
                 "keep": keep,
             }
@@ -191,16 +191,18 @@ class BackgroundEngine(Engine):
 
     def _small_files(self, content: dict[str, Any]) -> dict[str, bytes]:
         """What this rank writes besides tensors. The tokenizer does not change in a run."""
-        small: dict[str, bytes] = {}
-        if rank_and_size()[0] == 0:
-            if self.tokenizer is None:
-                self.tokenizer = _tokenizer_files(content["save_tokenizer"])
-            small |= config_files(content["config_yaml"], content["model_config"]) | self.tokenizer
-        makers = content["data"]
-        if makers is not None:
-            mine = own_data(makers)
-            small |= raise_on_any_rank(lambda: {f"data/{name}": makers[name]() for name in mine})
-        return small
+        makers = content["data"] or {}
+        mine = [] if content["data"] is None else own_data(makers)
+
+        def make() -> dict[str, bytes]:
+            small = {f"data/{name}": makers[name]() for name in mine}
+            if rank_and_size()[0] == 0:
+                if self.tokenizer is None:
+                    self.tokenizer = _tokenizer_files(content["save_tokenizer"])
+                small |= config_files(content["config_yaml"], content["model_config"]) | self.tokenizer
+            return small
+
+        return raise_on_any_rank(make)
 
     # ---- copies ------------------------------------------------------------------------------------------------
 
