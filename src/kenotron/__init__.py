@@ -79,14 +79,11 @@ def generate(
     and with `logprobs` the logarithms of the tokens' probabilities. `temperature` 0 is greedy; a text ends before the
     first of the strings `stop`; `dtype` None is that of the config. Raises `kenotron.config.InputError`.
     """
+    from kenotron.generation import SamplingOptions
     from kenotron.generation import generate as continue_prompts
     from kenotron.generation.load import load_for_generation
 
-    model, tokenizer, _ = load_for_generation(path, dtype)
-    return continue_prompts(
-        model,
-        tokenizer,
-        [prompts] if isinstance(prompts, str) else prompts,
+    sampling = SamplingOptions(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -97,8 +94,10 @@ def generate(
         stop=stop,
         stop_at_eos=stop_at_eos,
         logprobs=logprobs,
-        batch_size=batch_size,
     )
+    model, tokenizer, _ = load_for_generation(path, dtype)
+    several = [prompts] if isinstance(prompts, str) else prompts
+    return continue_prompts(model, tokenizer, several, sampling, batch_size=batch_size)
 
 
 def __getattr__(name: str) -> type[Hook]:

@@ -7,6 +7,7 @@ import pytest
 
 from kenotron.cli import main
 from kenotron.config.errors import InputError
+from kenotron.generation import SamplingOptions
 from kenotron.generation.chat import Chat
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import to_hf
@@ -39,7 +40,7 @@ def test_answers_are_those_of_transformers_turn_by_turn(path, tmp_path):
     turns = [{"role": "system", "content": "Be brief."}]
     for question in ("the cat", "return the mat", "é 中"):
         pieces = []
-        answer = chat.reply(question, stream=pieces.append, max_new_tokens=30)
+        answer = chat.reply(question, SamplingOptions(max_new_tokens=30), stream=pieces.append)
         turns.append({"role": "user", "content": question})
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
@@ -56,7 +57,7 @@ def test_answers_are_those_of_transformers_turn_by_turn(path, tmp_path):
 def test_a_turn_that_does_not_fit_leaves_the_conversation_as_it_was(path):
     loaded = load_for_generation(path)
     chat = Chat(loaded.model, loaded.tokenizer)
-    chat.reply("cat", max_new_tokens=2)
+    chat.reply("cat", SamplingOptions(max_new_tokens=2))
     before = list(chat.messages)
     with pytest.raises(InputError, match=r"tokens leave no room for a new one; the model reads at most 512"):
         chat.reply("cat " * 600)
@@ -80,8 +81,8 @@ def test_the_command_reads_turns_from_a_pipe_and_prints_answers(path, capfd, mon
     assert (exit_.value.code or 0, said.err) == (0, "")
     loaded = load_for_generation(path)
     chat = Chat(loaded.model, loaded.tokenizer, system="Be brief.")
-    drawn = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9}
-    assert said.out == "".join(chat.reply(text, **drawn).text + "\n" for text in ("the cat", "return the mat"))
+    drawn = SamplingOptions(max_new_tokens=12, temperature=0.8, top_p=0.9)
+    assert said.out == "".join(chat.reply(text, drawn).text + "\n" for text in ("the cat", "return the mat"))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.config.errors import InputError
-from kenotron.generation import generate
+from kenotron.generation import SamplingOptions, generate
 from kenotron.generation.load import load_for_generation
 from kenotron.generation.text import UNFINISHED
 from kenotron.interop import to_hf
@@ -54,7 +54,9 @@ def test_greedy_output_is_that_of_transformers_on_the_exported_model(variant, in
     to_hf(path, tmp_path / "hf")
     theirs = load_hf(tmp_path / "hf")
     prompts = prompts_of([9, 1, 14])  # `dynamic` grows past its 16 positions while it decodes
-    found = generate(load_for_generation(path).model, None, prompts, max_new_tokens=NEW, stop_at_eos=False)
+    found = generate(
+        load_for_generation(path).model, None, prompts, SamplingOptions(max_new_tokens=NEW, stop_at_eos=False)
+    )
     for prompt, completion in zip(prompts, found):
         expected = theirs.generate(
             torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
@@ -67,9 +69,9 @@ def test_penalty_and_log_probabilities_are_those_of_transformers(penalty, folder
     to_hf(save_ours(model, tmp_path / "checkpoints"), tmp_path / "hf")
     theirs = load_hf(tmp_path / "hf")
     prompts = prompts_of([9, 1, 14])
-    options = {"max_new_tokens": NEW, "stop_at_eos": False, "repetition_penalty": penalty, "logprobs": True}
-    plain = generate(model, None, prompts, max_new_tokens=NEW, stop_at_eos=False)
-    found = generate(model, None, prompts, **options)
+    options = SamplingOptions(max_new_tokens=NEW, stop_at_eos=False, repetition_penalty=penalty, logprobs=True)
+    plain = generate(model, None, prompts, SamplingOptions(max_new_tokens=NEW, stop_at_eos=False))
+    found = generate(model, None, prompts, options)
     assert [one.tokens for one in found] != [one.tokens for one in plain]
     for prompt, completion in zip(prompts, found):
         expected = theirs.generate(
@@ -89,13 +91,15 @@ def test_penalty_and_log_probabilities_are_those_of_transformers(penalty, folder
 
 def test_log_probabilities_come_for_the_tokens_that_were_drawn(model):
     prompts = prompts_of([5, 8])
-    found = generate(model, None, prompts, max_new_tokens=4, temperature=1.5, top_k=9, logprobs=True, batch_size=1)
+    found = generate(
+        model, None, prompts, SamplingOptions(max_new_tokens=4, temperature=1.5, top_k=9, logprobs=True), batch_size=1
+    )
     for prompt, completion in zip(prompts, found):
         text = torch.tensor([prompt + completion.tokens])
         exact = our_logits(model, text)[0].double().log_softmax(-1)
         expected = [float(exact[len(prompt) - 1 + place, token]) for place, token in enumerate(completion.tokens)]
         assert completion.logprobs == pytest.approx(expected, abs=1e-4)
-    assert generate(model, None, prompts, max_new_tokens=2)[0].logprobs is None
+    assert generate(model, None, prompts, SamplingOptions(max_new_tokens=2))[0].logprobs is None
 
 
 def ends_whole(run, texts):
@@ -110,7 +114,7 @@ def test_a_stop_string_ends_the_text_where_it_ends_transformers(model, tokenizer
     theirs, their_tokenizer = load_hf(tmp_path / "hf"), AutoTokenizer.from_pretrained(tmp_path / "hf")
     stopped = 0
     for number, prompt in enumerate(prompts_of([3, 6, 9, 12], seed=7)):
-        [whole] = generate(model, tokenizer, [prompt], max_new_tokens=16, stop_at_eos=False)
+        [whole] = generate(model, tokenizer, [prompt], SamplingOptions(max_new_tokens=16, stop_at_eos=False))
         # Half of a character at the end of a token, as in "na\xc3", holds our text back for one token more.
         texts = [tokenizer.decode(whole.tokens[:end]) for end in range(17)]
         clear = [run for run in re.findall(f"[a-z]{{{1 + number % 3}}}", whole.text) if ends_whole(run, texts)]
@@ -120,9 +124,7 @@ def test_a_stop_string_ends_the_text_where_it_ends_transformers(model, tokenizer
             model,
             tokenizer,
             [prompt],
-            max_new_tokens=16,
-            stop_at_eos=False,
-            stop=stops,
+            SamplingOptions(max_new_tokens=16, stop_at_eos=False, stop=stops),
             stream=lambda _, piece, pieces=pieces: pieces.append(piece),
         )
         expected = theirs.generate(
@@ -141,11 +143,9 @@ def test_a_stop_string_ends_the_text_where_it_ends_transformers(model, tokenizer
     assert stopped > 1
 
 
-def test_stop_strings_need_text(model, tokenizer):
+def test_stop_strings_need_text(model):
     with pytest.raises(InputError, match="stop: there is no tokenizer here, so no text in which 'x' could come"):
-        generate(model, None, [[1]], stop=["x"])
-    with pytest.raises(InputError, match="stop: expected texts, found an empty one"):
-        generate(model, tokenizer, [[1]], stop=["x", ""])
+        generate(model, None, [[1]], SamplingOptions(stop=["x"]))
 
 
 def test_the_cache_gives_what_reading_the_whole_text_again_gives(model):
@@ -153,7 +153,7 @@ def test_the_cache_gives_what_reading_the_whole_text_again_gives(model):
     text = list(prompt)
     for _ in range(NEW):
         text.append(int(our_logits(model, torch.tensor([text]))[0, -1].argmax()))
-    [completion] = generate(model, None, [prompt], max_new_tokens=NEW, stop_at_eos=False)
+    [completion] = generate(model, None, [prompt], SamplingOptions(max_new_tokens=NEW, stop_at_eos=False))
     assert completion.tokens == text[len(prompt) :]
 
 
@@ -165,18 +165,18 @@ def test_the_cache_gives_what_reading_the_whole_text_again_gives(model):
 )
 def test_a_batch_gives_every_prompt_what_it_gets_alone(model, lengths, temperature, batch_size, seed):
     prompts = prompts_of(lengths, seed)
-    options = {"max_new_tokens": NEW, "temperature": temperature, "seed": seed}
-    alone = generate(model, None, prompts, batch_size=1, **options)
-    assert generate(model, None, prompts, batch_size=batch_size, **options) == alone
+    options = SamplingOptions(max_new_tokens=NEW, temperature=temperature, seed=seed)
+    alone = generate(model, None, prompts, options, batch_size=1)
+    assert generate(model, None, prompts, options, batch_size=batch_size) == alone
 
 
 def test_a_row_that_ends_leaves_the_others_as_they_were(model):
     """Rows of one batch end at different steps, and those that go on give the same tokens."""
     prompts = prompts_of([5, 3, 8, 6])
-    free = generate(model, None, prompts, max_new_tokens=NEW, stop_at_eos=False)
+    free = generate(model, None, prompts, SamplingOptions(max_new_tokens=NEW, stop_at_eos=False))
     model.config = model.config.model_copy(update={"eos_token_id": free[1].tokens[4]})
     try:
-        stopped = generate(model, None, prompts, max_new_tokens=NEW)
+        stopped = generate(model, None, prompts, SamplingOptions(max_new_tokens=NEW))
     finally:
         model.config = model.config.model_copy(update={"eos_token_id": 0})
     eos = free[1].tokens[4]
@@ -190,17 +190,17 @@ def test_a_row_that_ends_leaves_the_others_as_they_were(model):
 def test_dynamic_rope_beyond_its_positions_gives_every_prompt_what_it_gets_alone(folder):
     model = our_model(folder, **VARIANTS["dynamic"])
     prompts = prompts_of([30, 4, 11])
-    together = generate(model, None, prompts, max_new_tokens=NEW)
-    assert together == [generate(model, None, [prompt], max_new_tokens=NEW)[0] for prompt in prompts]
+    together = generate(model, None, prompts, SamplingOptions(max_new_tokens=NEW))
+    assert together == [generate(model, None, [prompt], SamplingOptions(max_new_tokens=NEW))[0] for prompt in prompts]
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another(model):
     prompts = prompts_of([4, 4])
-    options = {"max_new_tokens": NEW, "temperature": 1.5}
-    one = generate(model, None, prompts, seed=1, **options)
-    assert generate(model, None, prompts, seed=1, **options) == one
-    assert generate(model, None, prompts, seed=2, **options) != one
-    twins = generate(model, None, [prompts[0]] * 2, seed=1, **options)
+    seeds = [SamplingOptions(max_new_tokens=NEW, temperature=1.5, seed=seed) for seed in (1, 2)]
+    one = generate(model, None, prompts, seeds[0])
+    assert generate(model, None, prompts, seeds[0]) == one
+    assert generate(model, None, prompts, seeds[1]) != one
+    twins = generate(model, None, [prompts[0]] * 2, seeds[0])
     assert twins[0].tokens != twins[1].tokens  # the number of the request is part of the key
 
 
@@ -212,9 +212,9 @@ def test_pieces_that_are_streamed_are_the_text(model, tokenizer):
         pieces[number] += piece
 
     prompts = ["def main", "é 中"]
-    streamed = generate(model, tokenizer, prompts, max_new_tokens=30, temperature=2.0, stream=listen)
+    streamed = generate(model, tokenizer, prompts, SamplingOptions(max_new_tokens=30, temperature=2.0), stream=listen)
     assert [pieces[0], pieces[1]] == [completion.text for completion in streamed]
-    assert streamed == generate(model, tokenizer, prompts, max_new_tokens=30, temperature=2.0)
+    assert streamed == generate(model, tokenizer, prompts, SamplingOptions(max_new_tokens=30, temperature=2.0))
     for completion in streamed:
         tokens = [token for token in completion.tokens if token != tokenizer.eos_token_id]
         assert completion.text == tokenizer.decode(tokens)
@@ -222,11 +222,11 @@ def test_pieces_that_are_streamed_are_the_text(model, tokenizer):
 
 def test_end_of_text_is_the_tokenizers_and_is_not_shown(model, tokenizer):
     prompts = ["def main"]
-    [free] = generate(model, tokenizer, prompts, max_new_tokens=NEW, stop_at_eos=False)
+    [free] = generate(model, tokenizer, prompts, SamplingOptions(max_new_tokens=NEW, stop_at_eos=False))
     fake_end = free.tokens[3]
     tokenizer.eos_token_id = fake_end
     try:
-        [stopped] = generate(model, tokenizer, prompts, max_new_tokens=NEW)
+        [stopped] = generate(model, tokenizer, prompts, SamplingOptions(max_new_tokens=NEW))
     finally:
         tokenizer.eos_token_id = 0
     length = free.tokens.index(fake_end) + 1
@@ -238,9 +238,9 @@ def test_end_of_text_is_the_tokenizers_and_is_not_shown(model, tokenizer):
 def test_a_text_stops_where_the_positions_end(model):
     limit = model.config.max_position_embeddings
     [prompt] = prompts_of([limit - 5])
-    [completion] = generate(model, None, [prompt], max_new_tokens=50, stop_at_eos=False)
+    [completion] = generate(model, None, [prompt], SamplingOptions(max_new_tokens=50, stop_at_eos=False))
     assert (len(completion.tokens), completion.stopped_by) == (5, "max_position_embeddings")
-    [exact] = generate(model, None, [prompt], max_new_tokens=5, stop_at_eos=False)
+    [exact] = generate(model, None, [prompt], SamplingOptions(max_new_tokens=5, stop_at_eos=False))
     assert (exact.tokens, exact.stopped_by) == (completion.tokens, "max_new_tokens")
 
 
@@ -250,8 +250,8 @@ def test_a_prompt_that_fills_all_positions_is_an_error_with_both_lengths(model):
 
 
 def test_an_empty_prompt_starts_a_text(model, tokenizer):
-    [empty] = generate(model, tokenizer, [""], max_new_tokens=NEW)
-    [started] = generate(model, tokenizer, [[tokenizer.eos_token_id]], max_new_tokens=NEW)
+    [empty] = generate(model, tokenizer, [""], SamplingOptions(max_new_tokens=NEW))
+    [started] = generate(model, tokenizer, [[tokenizer.eos_token_id]], SamplingOptions(max_new_tokens=NEW))
     assert empty.tokens == started.tokens
 
 
@@ -261,7 +261,6 @@ def test_an_empty_prompt_starts_a_text(model, tokenizer):
         ([1, 300], {}, "prompt 1: token 300 is outside the model's vocabulary of 300"),
         ([-1], {}, "prompt 1: token -1 is outside"),
         ("text", {}, "prompt 1: there is no tokenizer here"),
-        ([1], {"max_new_tokens": 0}, "max_new_tokens: expected 1 or more, found 0"),
         ([1], {"batch_size": 0}, "batch_size: expected 1 or more"),
     ],
 )
@@ -278,14 +277,14 @@ def test_broken_weights_stop_the_text_and_say_why(folder):
     model = our_model(folder)
     with torch.no_grad():
         model.model.norm.weight[3] = float("nan")
-    [completion] = generate(model, None, [[1, 2]], max_new_tokens=NEW)
+    [completion] = generate(model, None, [[1, 2]], SamplingOptions(max_new_tokens=NEW))
     assert (completion.tokens, completion.stopped_by) == ([], "non_finite_logits")
 
 
 def test_a_model_in_training_is_left_in_training_without_gradients(folder):
     model = our_model(folder).train()
     before = torch.get_rng_state()
-    generate(model, None, [[1, 2, 3]], max_new_tokens=3, temperature=1.0)
+    generate(model, None, [[1, 2, 3]], SamplingOptions(max_new_tokens=3, temperature=1.0))
     assert model.training
     assert model.model.layers["0"].training
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -301,8 +300,8 @@ def test_a_model_under_fsdp_generates_what_the_plain_one_does_and_trains_on(fold
         fully_shard(block, mp_policy=policy)
     fully_shard(sharded, mp_policy=policy)
     prompts = prompts_of([5, 9])
-    options = {"max_new_tokens": 6, "stop_at_eos": False}
-    assert generate(sharded, None, prompts, **options) == generate(plain, None, prompts, **options)
+    options = SamplingOptions(max_new_tokens=6, stop_at_eos=False)
+    assert generate(sharded, None, prompts, options) == generate(plain, None, prompts, options)
     sharded.train()
     training_loss(sharded).backward()
     assert all(parameter.grad is not None for parameter in sharded.parameters())
@@ -329,7 +328,9 @@ def test_a_compiled_model_generates_uncompiled(folder, model):
     for block in compiled.model.layers.values():
         block.compile(backend=backend)
     prompts = prompts_of([5, 9])
-    assert generate(compiled, None, prompts, max_new_tokens=4) == generate(model, None, prompts, max_new_tokens=4)
+    assert generate(compiled, None, prompts, SamplingOptions(max_new_tokens=4)) == generate(
+        model, None, prompts, SamplingOptions(max_new_tokens=4)
+    )
     assert compilations == []
     training_loss(compiled)
     assert compilations, "training steps still compile"
@@ -341,7 +342,7 @@ def test_a_hugging_face_folder_is_read_as_it_is(tmp_path, tokenizer):
     model, read, config = load_for_generation(tmp_path / "hf")
     assert config.architecture.vocab_size == 300
     ids = read.encode("the cat")
-    [completion] = generate(model, read, ["the cat"], max_new_tokens=NEW, stop_at_eos=False)
+    [completion] = generate(model, read, ["the cat"], SamplingOptions(max_new_tokens=NEW, stop_at_eos=False))
     expected = theirs.generate(
         torch.tensor([ids]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
     )

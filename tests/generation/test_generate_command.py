@@ -14,7 +14,7 @@ from kenotron.cli.generate import BUILT_IN_PROMPTS
 from kenotron.cli.seeds import run_generate
 from kenotron.config import InputError
 from kenotron.config.parallelism import Parallelism
-from kenotron.generation import generate
+from kenotron.generation import SamplingOptions, generate
 from kenotron.generation.layout import choose_layout
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import open_source
@@ -50,7 +50,7 @@ def shell(capfd):
 
 def test_without_a_prompt_two_built_in_ones_are_continued(shell, path, loaded):
     code, out, err = shell("generate", path, "--max-new-tokens", 5)
-    expected = generate(loaded.model, loaded.tokenizer, BUILT_IN_PROMPTS, max_new_tokens=5)
+    expected = generate(loaded.model, loaded.tokenizer, BUILT_IN_PROMPTS, SamplingOptions(max_new_tokens=5))
     assert (code, err) == (0, "no --prompt: continuing 'The future of AI is' and 'def fib(n)'\n")
     assert out == "\n\n".join(completion.prompt + completion.text for completion in expected) + "\n"
 
@@ -67,11 +67,7 @@ def test_json_gives_an_object_a_prompt_and_line(shell, path, loaded):
         loaded.model,
         loaded.tokenizer,
         ["def", "é 中"],
-        max_new_tokens=6,
-        temperature=0.9,
-        top_k=50,
-        top_p=0.9,
-        seed=4,
+        SamplingOptions(max_new_tokens=6, temperature=0.9, top_k=50, top_p=0.9, seed=4),
     )
     assert code == 0
     assert found == [as_printed(completion) for completion in expected]
@@ -87,7 +83,7 @@ def test_stop_strings_penalty_min_p_and_log_probabilities_are_options(shell, pat
     given = ("--temperature", 1.2, "--min-p", 0.05, "--repetition-penalty", 1.4, "--stop", "e", "--stop", "a")
     code, out, _ = shell("generate", path, *prompts, *common, *given, "--logprobs")
     options = {"temperature": 1.2, "min_p": 0.05, "repetition_penalty": 1.4, "stop": ["e", "a"], "logprobs": True}
-    expected = generate(loaded.model, loaded.tokenizer, ["def", "cat"], max_new_tokens=8, **options)
+    expected = generate(loaded.model, loaded.tokenizer, ["def", "cat"], SamplingOptions(max_new_tokens=8, **options))
     assert code == 0
     assert [json.loads(line) for line in out.splitlines()] == [as_printed(completion) for completion in expected]
     assert {one.stopped_by for one in expected} & {"stop"}
@@ -130,7 +126,7 @@ def test_prompts_come_from_the_command_line_a_file_and_stdin(shell, path, tmp_pa
 def test_ids_are_continued_without_a_tokenizer(shell, tmp_path):
     path = save_ours(our_model(tmp_path), tmp_path / "c")
     model = load_for_generation(path).model
-    [expected] = generate(model, None, [[5, 6, 7]], max_new_tokens=4)
+    [expected] = generate(model, None, [[5, 6, 7]], SamplingOptions(max_new_tokens=4))
     code, out, _ = shell("generate", path, "--prompt-tokens", "5, 6 7", "--max-new-tokens", 4)
     assert (code, out) == (0, " ".join(map(str, expected.tokens)) + "\n")
     code, out, err = shell("generate", path)

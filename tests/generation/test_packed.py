@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kenotron.generation import generate
+from kenotron.generation import SamplingOptions, generate
 from kenotron.generation.load import load_for_generation
 from kenotron.generation.packed import OPERATORS, PackedHead, PackedLinear, can_pack, pack
 from kenotron.models.blocks.linear import Linear
@@ -57,8 +57,8 @@ def test_a_packed_model_generates_what_the_plain_one_does(changes: dict[str, boo
     assert {PackedLinear, PackedHead} <= kinds
     assert Linear not in kinds
     prompts = [row.tolist() for row in random_tokens(3, 9, 1)]
-    options = {"max_new_tokens": 12, "stop_at_eos": False}
-    assert generate(loaded, None, prompts, **options) == generate(model, None, prompts, **options)
+    options = SamplingOptions(max_new_tokens=12, stop_at_eos=False)
+    assert generate(loaded, None, prompts, options) == generate(model, None, prompts, options)
 
 
 def test_linears_with_and_without_a_bias_go_together() -> None:

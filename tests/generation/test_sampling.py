@@ -1,5 +1,8 @@
 """Sampling against transformers' own processors and against float64 formulas."""
 
+import inspect
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -14,16 +17,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+import kenotron as kn
+from kenotron.cli import chat as chat_command
+from kenotron.cli import generate as generate_command
 from kenotron.config.errors import InputError
-from kenotron.generation.sampling import (
-    NOT_FINITE,
-    Sampling,
-    cut,
-    draw,
-    log_probabilities,
-    next_tokens,
-    penalized,
-)
+from kenotron.generation import SamplingOptions
+from kenotron.generation.sampling import NOT_FINITE, cut, draw, log_probabilities, next_tokens, penalized
 
 logit_rows = st.lists(st.integers(-8, 8).map(lambda n: n / 2), min_size=2, max_size=12)  # ties are likely
 
@@ -45,7 +44,9 @@ def test_the_cuts_are_those_of_transformers_in_its_order(row, temperature, top_k
     if min_p:
         theirs.append(MinPLogitsWarper(min_p))
     expected = theirs(torch.zeros(1, 1, dtype=torch.long), logits.clone())
-    assert torch.equal(cut(logits, Sampling(temperature, top_k, top_p, min_p=min_p)), expected)
+    assert torch.equal(
+        cut(logits, SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)), expected
+    )
 
 
 @given(logit_rows, st.lists(st.integers(0, 1), min_size=1, max_size=5), st.sampled_from([0.5, 1.0, 1.2, 3.0]))
@@ -57,7 +58,7 @@ def test_the_repetition_penalty_is_that_of_transformers(row, text, penalty):
         for number, ids in enumerate(texts)
     ]
     assert torch.equal(penalized(logits, texts, penalty), torch.cat(expected))
-    greedy = next_tokens(logits, Sampling(repetition_penalty=penalty), [0, 1], [9, 9], texts)
+    greedy = next_tokens(logits, SamplingOptions(repetition_penalty=penalty), [0, 1], [9, 9], texts)
     assert greedy == torch.cat(expected).argmax(-1).tolist()
 
 
@@ -90,7 +91,7 @@ def distribution(logits, temperature, top_k, top_p):
 def test_drawn_tokens_have_the_frequencies_of_the_float64_formula(temperature, top_k, top_p):
     logits = torch.tensor([[2.0, -1.0, 0.5, 1.5, 0.0, -2.0, 1.1, 0.2, -0.4, 0.9]])
     draws = 20_000
-    sampling = Sampling(temperature, top_k, top_p, seed=3)
+    sampling = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=3)
     drawn = next_tokens(logits.expand(draws, -1), sampling, range(draws), [7] * draws)
     expected = distribution(logits[0], temperature, top_k, top_p)
     found = np.bincount(drawn, minlength=10) / draws
@@ -120,28 +121,33 @@ def test_the_largest_uniform_number_draws_the_last_possible_token():
 
 def test_a_draw_depends_on_seed_request_and_position_and_on_nothing_else():
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
-    sampling = Sampling(temperature=1.0, seed=5)
+    sampling = SamplingOptions(temperature=1.0, seed=5)
     alone = [next_tokens(logits, sampling, [r], [p])[0] for r in range(6) for p in range(6)]
     together = next_tokens(logits.expand(36, -1), sampling, [r for r in range(6) for _ in range(6)], list(range(6)) * 6)
     assert alone == together
     assert len(set(alone)) > 10
-    assert next_tokens(logits.expand(36, -1), Sampling(1.0, seed=6), [0] * 36, range(36)) != together
+    assert next_tokens(logits.expand(36, -1), SamplingOptions(temperature=1.0, seed=6), [0] * 36, range(36)) != together
 
 
 def test_sampling_leaves_torchs_global_generator_alone():
     before = torch.get_rng_state()
-    next_tokens(torch.randn(2, 9, generator=torch.Generator()), Sampling(1.0, 3, 0.9), [0, 1], [4, 4])
+    next_tokens(
+        torch.randn(2, 9, generator=torch.Generator()),
+        SamplingOptions(temperature=1.0, top_k=3, top_p=0.9),
+        [0, 1],
+        [4, 4],
+    )
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_greedy_takes_the_largest_logit():
-    assert next_tokens(torch.tensor([[0.1, 3.0, 2.0], [5.0, 1.0, 1.0]]), Sampling(), [0, 1], [0, 0]) == [1, 0]
+    assert next_tokens(torch.tensor([[0.1, 3.0, 2.0], [5.0, 1.0, 1.0]]), SamplingOptions(), [0, 1], [0, 0]) == [1, 0]
 
 
 def test_logits_that_are_not_finite_give_no_token():
     logits = torch.tensor([[0.0, float("nan"), 1.0], [0.0, float("inf"), 1.0], [0.0, 1.0, 2.0]])
-    assert next_tokens(logits, Sampling(), [0, 1, 2], [0, 0, 0]) == [NOT_FINITE, NOT_FINITE, 2]
-    assert next_tokens(logits, Sampling(1.0), [0, 1, 2], [0, 0, 0])[:2] == [NOT_FINITE, NOT_FINITE]
+    assert next_tokens(logits, SamplingOptions(), [0, 1, 2], [0, 0, 0]) == [NOT_FINITE, NOT_FINITE, 2]
+    assert next_tokens(logits, SamplingOptions(temperature=1.0), [0, 1, 2], [0, 0, 0])[:2] == [NOT_FINITE, NOT_FINITE]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +160,8 @@ def test_logits_that_are_not_finite_give_no_token():
         ({"temperature": 1.0, "top_p": 1.5}, "top_p"),
         ({"temperature": 1.0, "min_p": 1.5}, "min_p"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected 1 or more, found 0"),
+        ({"stop": ["x", ""]}, "stop: expected texts, found an empty one"),
         ({"min_p": 0.1}, "min_p: changes nothing at temperature 0"),
         ({"top_k": 5}, "top_k: changes nothing at temperature 0"),
         ({"top_p": 0.9}, "top_p: changes nothing at temperature 0"),
@@ -161,4 +169,17 @@ def test_logits_that_are_not_finite_give_no_token():
 )
 def test_a_setting_out_of_range_or_without_effect_is_named(values, name):
     with pytest.raises(InputError, match=f"^{name}"):
-        Sampling(**values)
+        SamplingOptions(**values)
+
+
+def test_every_way_to_generate_has_every_option_with_its_default():
+    defaults = {field.name: field.default for field in fields(SamplingOptions)}
+    ways = (kn.generate, generate_command.generate, chat_command.chat)
+    python, generate, chat = ({n: p.default for n, p in inspect.signature(way).parameters.items()} for way in ways)
+    assert defaults.items() <= python.items()
+    of_commands = defaults | {"stop": None}  # an option that can be repeated has no tuple for a default
+    assert of_commands.items() <= (generate | {"stop_at_eos": generate["eos_stop"]}).items()
+    of_chat = set(defaults) - {"stop_at_eos", "logprobs"}  # an answer ends with its turn, and is printed as text
+    assert {name: chat[name] for name in of_chat} == {name: of_commands[name] for name in of_chat} | {
+        "max_new_tokens": 512
+    }

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kenotron.generation import generate
+from kenotron.generation import SamplingOptions, generate
 from kenotron.generation.load import load_for_generation
 from support.device_runs import train_on
 from support.tiny_llamas import our_model, random_tokens, save_ours
@@ -28,7 +28,12 @@ def test_a_model_trained_there_writes_the_same_on_both(model: str, device: torch
 
 def expect_the_cpus_tokens(path: Path, prompts: list[list[int]], device: torch.device) -> None:
     found, expected = (
-        generate(load_for_generation(path, device=where).model, None, prompts, max_new_tokens=24, stop_at_eos=False)
+        generate(
+            load_for_generation(path, device=where).model,
+            None,
+            prompts,
+            SamplingOptions(max_new_tokens=24, stop_at_eos=False),
+        )
         for where in (device, torch.device("cpu"))
     )
     assert [one.tokens for one in found] == [one.tokens for one in expected]

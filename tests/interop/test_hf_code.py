@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kenotron.config.errors import InputError
-from kenotron.generation import generate
+from kenotron.generation import SamplingOptions, generate
 from kenotron.generation.load import fill, load_for_generation
 from kenotron.interop import from_hf, open_source, to_hf
 from kenotron.kernels.attention import attention
@@ -71,7 +71,7 @@ def test_transformers_loads_an_export_and_computes_the_same(exported: Path) -> N
 def test_a_cache_and_padding_change_nothing_of_what_it_continues(exported: Path) -> None:
     theirs, ours = loaded(exported), load_for_generation(exported).model
     prompts = [random_tokens(1, length, seed=length)[0].tolist() for length in (4, 9)]
-    expected = [c.tokens for c in generate(ours, None, prompts, max_new_tokens=12, stop_at_eos=False)]
+    expected = [c.tokens for c in generate(ours, None, prompts, SamplingOptions(max_new_tokens=12, stop_at_eos=False))]
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     for prompt, tokens in zip(prompts, expected):
         for use_cache in (True, False):

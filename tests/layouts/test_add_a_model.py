@@ -20,7 +20,7 @@ import kenotron as kn
 from kenotron.config import Config, dump, load
 from kenotron.config.errors import InputError
 from kenotron.config.families import built_in_families
-from kenotron.generation import generate
+from kenotron.generation import SamplingOptions, generate
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, open_source, to_hf
 from kenotron.parallel.mesh import axes, build_mesh
@@ -115,7 +115,7 @@ def test_it_goes_to_hugging_face_and_back(folder: Path, trained: Path) -> None:
 
 def test_it_decodes(trained: Path) -> None:
     model = load_for_generation(trained, "float32").model
-    (completion,) = generate(model, None, [[3, 1, 4]], max_new_tokens=5, stop_at_eos=False)
+    (completion,) = generate(model, None, [[3, 1, 4]], SamplingOptions(max_new_tokens=5, stop_at_eos=False))
     text = [3, 1, 4]
     for token in completion.tokens:
         assert token == int(our_logits(model, torch.tensor([text]))[0, -1].argmax())

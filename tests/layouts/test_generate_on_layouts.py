@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from kenotron.checkpoint import saving
 from kenotron.config import dump, load
-from kenotron.generation import Completion, generate
+from kenotron.generation import Completion, SamplingOptions, generate
 from kenotron.generation.load import load_for_generation
 from kenotron.observers.samples import SampleCompletions
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
@@ -30,8 +31,8 @@ LENGTHS = (7, 1, 12, 4, 9)
 PROMPTS = [
     [token % 300 for token in random_tokens(1, length, number)[0].tolist()] for number, length in enumerate(LENGTHS)
 ]
-GREEDY: dict[str, Any] = {"max_new_tokens": 10, "batch_size": 2}
-DRAWN = GREEDY | {"temperature": 1.3, "top_k": 100, "top_p": 0.95, "seed": 5}
+GREEDY = SamplingOptions(max_new_tokens=10)
+DRAWN = replace(GREEDY, temperature=1.3, top_k=100, top_p=0.95, seed=5)
 SLOW = pytest.mark.slow  # what the layouts without it meet as well
 LAYOUTS = [
     pytest.param({"tp": 2}, marks=SLOW),
@@ -56,7 +57,7 @@ def world(degrees: dict[str, int]) -> int:
 def saved(root: Path, **changes: Any) -> Path:
     """A checkpoint of a model whose end-of-text token is one that its first greedy text meets."""
     model = our_model(root, **SHAPE | changes)
-    free = generate(model, None, [PROMPTS[0]], max_new_tokens=6, stop_at_eos=False)
+    free = generate(model, None, [PROMPTS[0]], SamplingOptions(max_new_tokens=6, stop_at_eos=False))
     return save_ours(model, root / "checkpoints", **SHAPE | changes | {"eos_token_id": free[0].tokens[3]})
 
 
@@ -65,17 +66,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("generate"))
 
 
-def alone(path: Path, *options: dict[str, Any]) -> list[list[Completion]]:
+def alone(path: Path, *options: SamplingOptions) -> list[list[Completion]]:
     model = load_for_generation(path, None, "cpu").model
-    return [generate(model, None, PROMPTS, **each) for each in options]
+    return [generate(model, None, PROMPTS, each, batch_size=2) for each in options]
 
 
 def decode(
-    rank: int, degrees: dict[str, int], path: Path, prompts: Sequence[list[int]], *options: dict[str, Any]
+    rank: int, degrees: dict[str, int], path: Path, prompts: Sequence[list[int]], *options: SamplingOptions
 ) -> Any:
     mesh = build_mesh(degrees, world(degrees), "cpu")
     model = load_for_generation(path, None, "cpu", mesh).model
-    return [generate(model, None, prompts, **each) for each in options]
+    return [generate(model, None, prompts, each, batch_size=2) for each in options]
 
 
 @pytest.mark.budget(8, reason="up to eight ranks on two cores decode twice")
@@ -149,7 +150,7 @@ def held(rank: int, degrees: dict[str, int], path: Path, dtype: str) -> tuple[in
     """Numbers of weights here, their types, and the layers of which keys are remembered."""
     mesh = build_mesh(degrees, world(degrees), "cpu")
     model = load_for_generation(path, dtype, "cpu", mesh).model
-    generate(model, None, PROMPTS, max_new_tokens=2)
+    generate(model, None, PROMPTS, SamplingOptions(max_new_tokens=2))
     local = [parameter.to_local() for part in model.parts for parameter in part.parameters()]
     layers = [int(layer) for part in model.parts for layer in part.model.layers]
     return sum(tensor.numel() for tensor in local), {tensor.dtype for tensor in local}, layers
@@ -176,7 +177,7 @@ def save_from(rank: int, degrees: dict[str, int], path: Path, root: Path) -> Non
 
 
 def test_what_any_layout_saved_any_other_decodes(path: Path, tmp_path: Path) -> None:
-    options = GREEDY | {"stop_at_eos": False}
+    options = replace(GREEDY, stop_at_eos=False)
     expected = alone(path, options)
     run_ranks(4, save_from, {"tp": 4}, path, tmp_path / "tp4")
     run_ranks(4, save_from, {"pp": 2, "tp": 2}, path, tmp_path / "pp2-tp2")
@@ -191,7 +192,9 @@ def listen(rank: int, path: Path, prompts: list[str]) -> tuple[list[tuple[int, s
     model, tokenizer, _ = load_for_generation(path, None, "cpu", mesh)
     pieces: list[tuple[int, str]] = []
     stream = (lambda number, piece: pieces.append((number, piece))) if rank == 0 else None
-    completions = generate(model, tokenizer, prompts, max_new_tokens=12, temperature=2.0, batch_size=1, stream=stream)
+    completions = generate(
+        model, tokenizer, prompts, SamplingOptions(max_new_tokens=12, temperature=2.0), batch_size=1, stream=stream
+    )
     return pieces, completions
 
 

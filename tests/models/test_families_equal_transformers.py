@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kenotron.config import load
 from kenotron.config.architecture import built_in_sections
 from kenotron.config.errors import InputError, NotSupportedYet
-from kenotron.generation import generate
+from kenotron.generation import SamplingOptions, generate
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, initial_tensors, to_hf
 from kenotron.interop.hf_config import architecture_from_hf, hf_config
@@ -68,7 +68,7 @@ def test_greedy_decoding_continues_as_transformers_does(which: str, tmp_path: Pa
     theirs = hf_model(which)
     model = load_for_generation(save(theirs, tmp_path / "hf")).model
     prompts = [random_tokens(1, length, seed=length)[0] for length in (3, 9, 14)]
-    found = generate(model, None, [p.tolist() for p in prompts], max_new_tokens=20, stop_at_eos=False)
+    found = generate(model, None, [p.tolist() for p in prompts], SamplingOptions(max_new_tokens=20, stop_at_eos=False))
     for prompt, completion in zip(prompts, found):
         text = theirs.generate(prompt[None], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert completion.tokens == text[0, len(prompt) :].tolist()

@@ -17,7 +17,7 @@ from torch import nn
 
 from kenotron.config import Config, dump, load
 from kenotron.config.errors import InputError
-from kenotron.generation import generate
+from kenotron.generation import SamplingOptions, generate
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, open_source, resolve_architecture, to_hf
 from kenotron.kernels.attention import attention
@@ -118,7 +118,7 @@ def test_a_run_from_random_weights_goes_to_transformers_and_back(
         model.eval().generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)[0].tolist()
         for prompt in PROMPTS
     ]
-    completions = generate(ours, None, PROMPTS, max_new_tokens=6, stop_at_eos=False, batch_size=2)
+    completions = generate(ours, None, PROMPTS, SamplingOptions(max_new_tokens=6, stop_at_eos=False), batch_size=2)
     assert [prompt + one.tokens for prompt, one in zip(PROMPTS, completions)] == wanted
     from_hf(saved / "hf", tmp_path / "back")
     assert equal_bits(saved_weights(tmp_path / "back" / "0"), saved_weights(saved))
@@ -359,7 +359,7 @@ def test_its_config_comes_back_and_its_checkpoint_decodes(user: Path) -> None:
     train_quietly(config)
     model = load_for_generation(user / "checkpoints", "float32").model
     assert isinstance(model, nn.Module)
-    (completion,) = generate(model, None, [[3, 1, 4]], max_new_tokens=5, stop_at_eos=False)
+    (completion,) = generate(model, None, [[3, 1, 4]], SamplingOptions(max_new_tokens=5, stop_at_eos=False))
     text = [3, 1, 4]
     for token in completion.tokens:
         with torch.no_grad():

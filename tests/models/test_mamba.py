@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kenotron.config import load
 from kenotron.config.errors import InputError
-from kenotron.generation import generate
+from kenotron.generation import SamplingOptions, generate
 from kenotron.interop.hf_config import architecture_from_hf, hf_config
 from kenotron.kernels.attention import attention
 from kenotron.kernels.tensor_shard import TensorShard
@@ -235,8 +235,10 @@ def test_documents_of_a_sequence_do_not_see_each_other(family: str) -> None:
 def test_a_text_is_continued_alike_in_any_batch(family: str) -> None:
     model = ours_of(hf_model(family))
     prompts = [random_tokens(1, length, seed=length)[0].tolist() for length in (1, 2, 33, 5)]
-    together = generate(model, None, prompts, max_new_tokens=6, stop_at_eos=False)
-    alone = [generate(model, None, [prompt], max_new_tokens=6, stop_at_eos=False)[0] for prompt in prompts]
+    together = generate(model, None, prompts, SamplingOptions(max_new_tokens=6, stop_at_eos=False))
+    alone = [
+        generate(model, None, [prompt], SamplingOptions(max_new_tokens=6, stop_at_eos=False))[0] for prompt in prompts
+    ]
     assert [each.tokens for each in together] == [each.tokens for each in alone]
 
 

@@ -33,23 +33,23 @@ def chat(
     """Talk to a trained model, turn by turn."""
     from kenotron.generation.chat import Chat
     from kenotron.generation.load import load_for_generation
+    from kenotron.generation.options import SamplingOptions
     from kenotron.generation.printing import STOPS
 
+    sampling = SamplingOptions(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop or (),
+    )
     model, tokenizer, _ = load_for_generation(at_hand(path), dtype)
     conversation = Chat(model, tokenizer, system)
     for text in _turns():
-        answer = conversation.reply(
-            text,
-            stream=lambda piece: print(piece, end="", flush=True),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            stop=stop or [],
-        )
+        answer = conversation.reply(text, sampling, stream=lambda piece: print(piece, end="", flush=True))
         print(flush=True)
         if answer.stopped_by in STOPS:
             print(STOPS[answer.stopped_by], file=sys.stderr)

@@ -76,9 +76,22 @@ def generate(
     with said_once():
         prompts = _prompts(prompt or [], prompt_file, prompt_tokens or [])
         from kenotron.generation.layout import check_layout, choose_layout
+        from kenotron.generation.options import SamplingOptions
         from kenotron.generation.request import Request, decode_on_ranks
         from kenotron.interop.sources import open_source
 
+        sampling = SamplingOptions(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop=stop or (),
+            stop_at_eos=eos_stop,
+            logprobs=logprobs,
+        )
         here = at_hand(path)
         source = open_source(here, verify=False)
         layout = choose_layout(dp, pp, tp, source.layout, _processes(), ep)
@@ -92,16 +105,7 @@ def generate(
         built_in=not (prompt or prompt_file or prompt_tokens),
         dtype=dtype,
         show="stream" if stream else "json" if as_json else "text",
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=stop or [],
-        stop_at_eos=eos_stop,
-        logprobs=logprobs,
+        sampling=sampling,
         batch_size=1 if stream else batch_size,
     )
     work_on_ranks(request, decode_on_ranks)

@@ -1,11 +1,12 @@
 """Decoding from a checkpoint: prompts in, texts out.
 
-from kenotron.generation import generate
+from kenotron.generation import SamplingOptions, generate
 from kenotron.generation.load import load_for_generation
 
 model, tokenizer, _ = load_for_generation("checkpoints/10")
-generate(model, tokenizer, ["def main("], max_new_tokens=32)[0].text
+generate(model, tokenizer, ["def main("], SamplingOptions(max_new_tokens=32))[0].text
 
+options.py     how prompts are continued, checked
 decode.py      the loop: one for all layouts
 kv_cache.py, recurrent_states.py    what it remembers; sampling.py, text.py: from logits to tokens to text
 chat.py        turns of a conversation
@@ -15,6 +16,7 @@ request.py     what `kenotron generate` asks of every rank; printing.py: what ra
 """
 
 from kenotron.generation.decode import Completion, generate
+from kenotron.generation.options import SamplingOptions
 from kenotron.generation.ranks import ModelOnRanks
 
-__all__ = ["Completion", "ModelOnRanks", "generate"]
+__all__ = ["Completion", "ModelOnRanks", "SamplingOptions", "generate"]

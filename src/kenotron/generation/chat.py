@@ -13,14 +13,16 @@ expected; so it also says where an answer ends:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kenotron.config.errors import InputError
-from kenotron.generation.decode import Completion, generate
+from kenotron.generation.decode import DEFAULTS, Completion, generate
 from kenotron.text.chat import chat_template, render_chat, special_tokens
 from kenotron.text.tokenizer import TextTokenizer, library_ids
 
 if TYPE_CHECKING:
+    from kenotron.generation.options import SamplingOptions
     from kenotron.generation.ranks import ModelOnRanks
     from kenotron.models.decoder import Decoder
 
@@ -48,17 +50,19 @@ class Chat:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
         self.end_of_turn = self._end_of_turn()
 
-    def reply(self, text: str, stream: Callable[[str], None] | None = None, **options: Any) -> Completion:
+    def reply(
+        self, text: str, sampling: SamplingOptions = DEFAULTS, stream: Callable[[str], None] | None = None
+    ) -> Completion:
         """The model's answer to `text`; both are added to the conversation.
 
-        `stream` is called with the answer piece by piece; `options` are those of `generate`.
-        Errors (InputError): an option out of range, a conversation too long for the model; it stays as it was.
+        `stream` is called with the answer piece by piece.
+        Errors (InputError): a conversation too long for the model; it stays as it was.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = library_ids(self.tokenizer.backend, [self._text(messages, prompt=True)], special=False)
-        stop = [*options.pop("stop", ()), *self.end_of_turn]
+        sampling = replace(sampling, stop=[*sampling.stop, *self.end_of_turn])
         listen = None if stream is None else lambda _, piece: stream(piece)
-        (answer,) = generate(self.model, self.tokenizer, prompt, stop=stop, stream=listen, **options)
+        (answer,) = generate(self.model, self.tokenizer, prompt, sampling, stream=listen)
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         return answer
 

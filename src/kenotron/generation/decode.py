@@ -1,7 +1,7 @@
 """Continue prompts: one packed forward pass over all of them, then one token a row and step.
 
     model, tokenizer, _ = load_for_generation("checkpoints/10")
-    for completion in generate(model, tokenizer, ["def main(", "import "], max_new_tokens=16):
+    for completion in generate(model, tokenizer, ["def main(", "import "], SamplingOptions(max_new_tokens=16)):
         print(completion.prompt + completion.text)
 
 A row's tokens depend on the row alone: the batch around it changes neither its attention nor its random
@@ -22,14 +22,16 @@ import torch
 from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.errors import InputError
 from kenotron.generation.kv_cache import KVCache
+from kenotron.generation.options import SamplingOptions
 from kenotron.generation.ranks import ModelOnRanks
-from kenotron.generation.sampling import NOT_FINITE, Sampling, log_probabilities, next_tokens
+from kenotron.generation.sampling import NOT_FINITE, log_probabilities, next_tokens
 from kenotron.generation.text import StopStrings, TextStream
 from kenotron.models.decoder import Decoder
 from kenotron.text.tokenizer import end_of_text
 
 StoppedBy = Literal["eos", "stop", "max_new_tokens", "max_position_embeddings", "non_finite_logits"]
 Prompt = str | Sequence[int]
+DEFAULTS = SamplingOptions()
 
 
 class TokenizerLike(Protocol):
@@ -87,48 +89,37 @@ def generate(
     model: Decoder | ModelOnRanks,
     tokenizer: TokenizerLike | None,
     prompts: Sequence[Prompt],
+    sampling: SamplingOptions = DEFAULTS,
     *,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    seed: int = 0,
-    stop: Sequence[str] = (),
-    stop_at_eos: bool = True,
-    logprobs: bool = False,
     batch_size: int = 8,
     stream: Callable[[int, str], None] | None = None,
 ) -> list[Completion]:
     """Continue every prompt, a text or a list of token ids, and return the completions in order.
 
-    `temperature` 0 is greedy. A text ends before the first of the strings `stop`. `stream` is called with (number of
-    the prompt, new text) as the text comes; the pieces joined are the completion's text. `model` may be one that is
-    being trained: it is switched to eval meanwhile. Without a tokenizer, prompts are ids and texts stay empty; the
-    config's eos_token_id stops.
+    `stream` is called with (number of the prompt, new text) as the text comes; the pieces joined are the completion's
+    text. `model` may be one that is being trained: it is switched to eval meanwhile. Without a tokenizer, prompts are
+    ids and texts stay empty; the config's eos_token_id stops.
 
     A `ModelOnRanks` is called by all its ranks, with the same arguments but for `stream`, and all get all
     completions. `stream` hears this replica's prompts as they come, and then what the others have made of theirs.
 
-    Errors (InputError): a setting out of range, a prompt too long for max_position_embeddings, a token
+    Errors (InputError): stop strings without a tokenizer, a prompt too long for max_position_embeddings, a token
     outside the vocabulary.
     """
-    if max_new_tokens < 1 or batch_size < 1:
-        name, value = ("max_new_tokens", max_new_tokens) if max_new_tokens < 1 else ("batch_size", batch_size)
-        raise InputError(f"{name}: expected 1 or more, found {value}")
-    sampling = Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty)
-    stops = _stop_strings(stop, tokenizer)
+    if batch_size < 1:
+        raise InputError(f"batch_size: expected 1 or more, found {batch_size}")
+    if sampling.stop and tokenizer is None:
+        raise InputError(f"stop: there is no tokenizer here, so no text in which {sampling.stop[0]!r} could come")
     ranks = model if isinstance(model, ModelOnRanks) else ModelOnRanks.alone(model)
-    eos = end_of_text(tokenizer, ranks.config) if stop_at_eos else None
-    rows = [_row(index, prompt, tokenizer, ranks.config, max_new_tokens, stops) for index, prompt in enumerate(prompts)]
+    eos = end_of_text(tokenizer, ranks.config) if sampling.stop_at_eos else None
+    rows = [_row(index, prompt, tokenizer, ranks.config, sampling) for index, prompt in enumerate(prompts)]
     mine = ranks.share(rows)
     # Dynamic RoPE turns by angles that depend on the longest text of a batch: only alone is a row itself.
     together = 1 if ranks.config.depends_on_longest else batch_size
     with ranks.evaluating():
         for first in range(0, len(mine), together):
-            _complete(ranks, mine[first : first + together], sampling, eos, logprobs, stream)
-    done = ranks.gather([_completion(row, logprobs) for row in mine])
+            _complete(ranks, mine[first : first + together], sampling, eos, stream)
+    done = ranks.gather([_completion(row, sampling.logprobs) for row in mine])
     if stream is not None:
         here = {row.index for row in mine}
         for index, completion in enumerate(done):
@@ -140,9 +131,8 @@ def generate(
 def _complete(
     ranks: ModelOnRanks,
     rows: Sequence[DecodingRow],
-    sampling: Sampling,
+    sampling: SamplingOptions,
     eos: int | None,
-    logprobs: bool,
     stream: Callable[[int, str], None] | None,
 ) -> None:
     """Fill the rows of one batch."""
@@ -157,7 +147,7 @@ def _complete(
             penalized = sampling.repetition_penalty != 1
             texts = [row.prompt_tokens + row.tokens for row in rows] if penalized else ()
             chosen = next_tokens(logits, sampling, requests, positions, texts)
-        if logprobs:
+        if sampling.logprobs:
             found = None if logits is None or chosen is None else log_probabilities(logits, chosen)
             for row, logprob in zip(rows, ranks.agree(found, len(rows), torch.float64)):
                 row.logprobs.append(logprob)
@@ -201,22 +191,12 @@ def _completion(row: DecodingRow, logprobs: bool) -> Completion:
     return Completion(row.prompt, row.text, row.tokens, row.stopped_by or "max_new_tokens", found)
 
 
-def _stop_strings(stop: Sequence[str], tokenizer: TokenizerLike | None) -> Sequence[str]:
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    if "" in stops:
-        raise InputError("stop: expected texts, found an empty one")
-    if stops and tokenizer is None:
-        raise InputError(f"stop: there is no tokenizer here, so no text in which {stops[0]!r} could come")
-    return stops
-
-
 def _row(
     index: int,
     prompt: Prompt,
     tokenizer: TokenizerLike | None,
     config: DecoderArchitecture,
-    max_new_tokens: int,
-    stops: Sequence[str],
+    sampling: SamplingOptions,
 ) -> DecodingRow:
     """Tokens of a prompt and how many may follow it, checked."""
     where = f"prompt {index + 1}"
@@ -239,8 +219,8 @@ def _row(
     text = prompt if isinstance(prompt, str) else tokenizer.decode(tokens) if tokenizer else ""
     stream = TextStream(tokenizer, tokens) if tokenizer else None
     room = limit - len(tokens)
-    most_new, stops_early = min(max_new_tokens, room), max_new_tokens > room
-    return DecodingRow(index, text, tokens, most_new, stops_early, stream, StopStrings(stops))
+    most_new, stops_early = min(sampling.max_new_tokens, room), sampling.max_new_tokens > room
+    return DecodingRow(index, text, tokens, most_new, stops_early, stream, StopStrings(sampling.stop))
 
 
 def _start_of_text(tokenizer: TokenizerLike | None, config: DecoderArchitecture) -> int:

@@ -1,19 +1,23 @@
 """What `kenotron generate` asks of every rank: a section as those of a config are, so that ranks get it the same way.
 
-request = Request(parallelism=Parallelism(tp=2), path="checkpoints/10", prompts=["def main("], stop=[])
+sampling = SamplingOptions(max_new_tokens=16)
+request = Request(parallelism=Parallelism(tp=2), path="checkpoints/10", prompts=["def main("], sampling=sampling)
 work_on_ranks(request, decode_on_ranks)
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import field_validator
 
 from kenotron.config.errors import InputError
 from kenotron.config.parallelism import Parallelism
 from kenotron.config.section import Section
 from kenotron.generation.decode import generate
 from kenotron.generation.load import load_for_generation
+from kenotron.generation.options import SamplingOptions
 from kenotron.generation.printing import StreamPrinter, print_json, print_texts, warn_of_stops
 from kenotron.parallel.ranks import run_on_rank0
 
@@ -32,17 +36,14 @@ class Request(Section):
     built_in: bool = False  # the prompts are the command's own: no user named them
     dtype: str | None = None
     show: Literal["text", "json", "stream"] = "text"
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    stop: list[str]
-    stop_at_eos: bool = True
-    logprobs: bool = False
+    sampling: SamplingOptions
     batch_size: int = 8
+
+    @field_validator("sampling", mode="before")
+    @classmethod
+    def _from_plain_data(cls, given: SamplingOptions | dict[str, Any]) -> SamplingOptions:
+        """Other ranks get a dict, which a strict section does not take for a dataclass."""
+        return SamplingOptions(**given) if isinstance(given, dict) else given
 
     @property
     def zero_stage(self) -> int:
@@ -69,16 +70,7 @@ def decode_on_ranks(request: Request, mesh: Mesh, device: torch.device) -> None:
         model,
         tokenizer,
         prompts,
-        max_new_tokens=request.max_new_tokens,
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-        seed=request.seed,
-        stop=request.stop,
-        stop_at_eos=request.stop_at_eos,
-        logprobs=request.logprobs,
+        request.sampling,
         batch_size=request.batch_size,
         stream=printer,
     )

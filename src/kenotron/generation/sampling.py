@@ -12,53 +12,20 @@ else is in its batch, and the global generators of torch are never touched.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kenotron.config.errors import InputError
+from kenotron.generation.options import SamplingOptions
 from kenotron.kernels.hashing import derive_key, uniform_array
 
 NOT_FINITE = -1  # in place of a token: the logits held NaN or infinity
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """`temperature` 0 is greedy; `top_k` 0, `top_p` 1.0 and `min_p` 0.0 cut nothing; `repetition_penalty` 1.0: none."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise InputError(f"temperature: expected 0 (greedy) or more, found {self.temperature}")
-        if self.top_k < 0:
-            raise InputError(f"top_k: expected 0 (no cut) or more, found {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p: expected more than 0 and at most 1 (no cut), found {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise InputError(f"min_p: expected 0 (no cut) to 1, found {self.min_p}")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise InputError(
-                f"repetition_penalty: expected 1 (none) or another number > 0, found {self.repetition_penalty}"
-            )
-        cuts = {"top_k": self.top_k > 0, "top_p": self.top_p < 1, "min_p": self.min_p > 0}
-        if self.temperature == 0 and any(cuts.values()):
-            name = next(name for name, is_set in cuts.items() if is_set)
-            raise InputError(
-                f"{name}: changes nothing at temperature 0, which is greedy; set a temperature, such as 1.0"
-            )
-
-
 def next_tokens(
     logits: Tensor,
-    sampling: Sampling,
+    sampling: SamplingOptions,
     requests: Sequence[int],
     positions: Sequence[int],
     texts: Sequence[Sequence[int]] = (),
@@ -95,7 +62,7 @@ def log_probabilities(logits: Tensor, tokens: Sequence[int]) -> list[float]:
     return logits.float().log_softmax(-1).gather(-1, chosen[:, None])[:, 0].tolist()
 
 
-def cut(logits: Tensor, sampling: Sampling) -> Tensor:
+def cut(logits: Tensor, sampling: SamplingOptions) -> Tensor:
     """Logits ``[rows, vocab]`` in fp32, divided by the temperature, with -inf where top-k, top-p or min-p cuts."""
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kenotron.generation import ModelOnRanks, generate
+from kenotron.generation import ModelOnRanks, SamplingOptions, generate
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
 
@@ -35,10 +35,9 @@ class SampleCompletions(Hook):
             ModelOnRanks(run.parts, run.mesh, run.device, run.pipeline, lockstep=True),
             run.tokenizer,
             prompts,
-            max_new_tokens=self.MAX_NEW_TOKENS,
-            temperature=0.8,
-            top_p=0.95,
-            seed=run.config.general.seed,
+            SamplingOptions(
+                max_new_tokens=self.MAX_NEW_TOKENS, temperature=0.8, top_p=0.95, seed=run.config.general.seed
+            ),
         )
         for prompt, completion in zip(prompts, completions):
             logger.info("Sample %s, continuing %r:\n%s", when, prompt, prompt + completion.text)

@@ -1,0 +1,61 @@
+"""How prompts are continued: defined, given defaults and checked here for `kn.generate`, `kenotron generate` and chat.
+
+    SamplingOptions(max_new_tokens=16)                      # greedy
+    SamplingOptions(temperature=0.8, top_p=0.95, seed=4, stop=["\\n\\n"])
+    SamplingOptions(top_k=50)                               # InputError: changes nothing at temperature 0
+
+A new option is a field here, a keyword of `kn.generate`, and an option of the two commands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kenotron.config.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """`temperature` 0 is greedy; `top_k` 0, `top_p` 1.0 and `min_p` 0.0 cut nothing; `repetition_penalty` 1.0: none.
+
+    A text ends before the first of the strings `stop` (one string will do), with `stop_at_eos` also at the
+    end-of-text token, at the latest after `max_new_tokens`. `logprobs`: completions have the log-probabilities of
+    their tokens. Raises InputError when a value is out of range or changes nothing.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop: Sequence[str] = ()
+    stop_at_eos: bool = True
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        if self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens: expected 1 or more, found {self.max_new_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise InputError(f"temperature: expected 0 (greedy) or more, found {self.temperature}")
+        if self.top_k < 0:
+            raise InputError(f"top_k: expected 0 (no cut) or more, found {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p: expected more than 0 and at most 1 (no cut), found {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise InputError(f"min_p: expected 0 (no cut) to 1, found {self.min_p}")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise InputError(
+                f"repetition_penalty: expected 1 (none) or another number > 0, found {self.repetition_penalty}"
+            )
+        cuts = {"top_k": self.top_k > 0, "top_p": self.top_p < 1, "min_p": self.min_p > 0}
+        if self.temperature == 0 and any(cuts.values()):
+            name = next(name for name, is_set in cuts.items() if is_set)
+            raise InputError(
+                f"{name}: changes nothing at temperature 0, which is greedy; set a temperature, such as 1.0"
+            )
+        if "" in self.stop:
+            raise InputError("stop: expected texts, found an empty one")
