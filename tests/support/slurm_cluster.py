@@ -98,7 +98,7 @@ class Cluster:
     def kill_node(self, name: str) -> None:
         """End a node as a power cut does: its daemon, and whatever runs below it."""
         daemon = self.daemons.pop(name)
-        for process in [*_descendants(daemon.pid), *_steps_of(name)]:
+        for process in [*_descendants(daemon.pid), *_steps_of(self._log(name))]:
             _kill(process)
         daemon.kill()
         daemon.wait()
@@ -122,8 +122,11 @@ class Cluster:
             daemon.kill()
             daemon.wait()
         for name in NODES:
-            for process in _steps_of(name):
+            for process in _steps_of(self._log(name)):
                 _kill(process)
+
+    def _log(self, node: str) -> Path:
+        return self.folder.resolve() / f"slurmd-{node}.log"
 
     def _run(self, name: str, command: list[str]) -> None:
         with open(self.folder / f"{name}.out", "ab") as log:
@@ -184,32 +187,20 @@ def _children(process: int) -> list[int]:
     return [int(pid) for pid in done.stdout.split()]
 
 
-def _steps_of(name: str) -> list[int]:
-    """slurmstepd processes of a node and their children: they do not belong to slurmd's process group."""
+def _steps_of(log: Path) -> list[int]:
+    """The slurmstepd processes that write to a node's `log`, and their children: they are not below its slurmd."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for process in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
         try:
-            if (entry / "comm").read_text().strip() != "slurmstepd":
-                continue
-            environment = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
-        except OSError:
+            if Path(f"/proc/{process}/comm").read_text().strip() == "slurmstepd" and log in _open_files(process):
+                found += [*_descendants(process), process]
+        except OSError:  # it has ended
             continue
-        children = _descendants(int(entry.name))
-        if f"SLURMD_NODENAME={name}\0".encode() in environment or _runs_on(children, name):
-            found += [*children, int(entry.name)]
     return found
 
 
-def _runs_on(processes: list[int], name: str) -> bool:
-    for process in processes:
-        try:
-            if f"SLURMD_NODENAME={name}\0".encode() in Path(f"/proc/{process}/environ").read_bytes():
-                return True
-        except OSError:
-            continue
-    return False
+def _open_files(process: int) -> list[Path]:
+    return [handle.readlink() for handle in Path(f"/proc/{process}/fd").iterdir()]
 
 
 def _kill(process: int) -> None:
