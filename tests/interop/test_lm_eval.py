@@ -1,0 +1,89 @@
+"""An exported checkpoint scores the same in `lm_eval` as here: log-likelihoods of a local task, document by document.
+
+The task of docs/hugging-face.md: a text file of questions with choices, scored by the likelihood of each choice, and
+texts as a whole, for perplexity. Skipped where lm_eval is not installed (`pip install "lm_eval[hf]"`). Seen: 0.4.13.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kenotron.generation.load import load_for_generation
+from kenotron.interop import to_hf
+from support.notebook import DOCS
+from support.tiny_llamas import our_logits, our_model, save_ours, small_tokenizer
+
+lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+pytest.importorskip("accelerate", reason="lm_eval is installed without its extra hf")
+pytestmark = pytest.mark.slow
+SHAPE = {"max_position_embeddings": 128}
+QUESTIONS = [
+    {"question": "return the cat that", "choices": ["sat", "main", "on the mat"], "answer": 0},
+    {"question": "def main", "choices": ["(argument):", "é", "中文 naïve"], "answer": 0},
+]
+TEXTS = [{"text": "def main(argument):\n    return the cat\n"}, {"text": "naïve é 中文; the mat sat on the cat"}]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of random weights, large enough that likelihoods of choices are far apart."""
+    folder = tmp_path_factory.mktemp("lm_eval")
+    return save_ours(our_model(folder, **SHAPE), folder / "checkpoints", small_tokenizer(), **SHAPE)
+
+
+def evaluated(model: Path, folder: Path) -> dict[str, Any]:
+    """What lm_eval makes of the tasks that docs/hugging-face.md prints, on our questions and texts."""
+    page = (DOCS / "hugging-face.md").read_text(encoding="utf-8")
+    files = re.findall(r"```yaml\n# (tasks/\S+\.yaml)\n(.*?)```", page, re.DOTALL)
+    assert [name for name, _ in files] == ["tasks/my_choices.yaml", "tasks/my_texts.yaml"]
+    (folder / "tasks").mkdir()
+    for name, text in files:
+        (folder / name).write_text(text.replace("data/", f"{folder}/"), encoding="utf-8")
+    for name, rows in (("questions", QUESTIONS), ("texts", TEXTS)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found: dict[str, Any] = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(model), "dtype": "float32"},
+        tasks=["my_choices", "my_texts"],
+        task_manager=lm_eval.tasks.TaskManager(include_path=str(folder / "tasks"), include_defaults=False),
+        device="cpu",
+        log_samples=True,
+    )
+    return found
+
+
+def log_likelihood(checkpoint: Path, context: str | None, text: str) -> float:
+    """By Kénotron from the checkpoint in fp32: of `text` after `context`, or after the end-of-text token."""
+    model, tokenizer, _ = load_for_generation(checkpoint, "float32", "cpu")
+    assert tokenizer is not None
+    assert tokenizer.eos_token_id is not None
+    before = [tokenizer.eos_token_id] if context is None else tokenizer.encode(context)
+    ids = [*before, *tokenizer.encode(text)] if context is None else tokenizer.encode(context + text)
+    logs = our_logits(model, torch.tensor([ids]))[0].double().log_softmax(-1)
+    return math.fsum(float(logs[place - 1, ids[place]]) for place in range(len(before), len(ids)))
+
+
+def test_log_likelihoods_of_a_local_task_are_ours(checkpoint: Path, tmp_path: Path) -> None:
+    to_hf(checkpoint, tmp_path / "exported")
+    found = evaluated(tmp_path / "exported", tmp_path)
+
+    right = 0
+    for row, sample in zip(QUESTIONS, found["samples"]["my_choices"], strict=True):
+        expected = [log_likelihood(checkpoint, row["question"], f" {choice}") for choice in row["choices"]]
+        assert [response[0][0] for response in sample["resps"]] == pytest.approx(expected, abs=1e-4, rel=0)
+        right += expected.index(max(expected)) == row["answer"]
+    assert found["results"]["my_choices"]["acc,none"] == right / len(QUESTIONS)
+
+    wholes = [log_likelihood(checkpoint, None, row["text"]) for row in TEXTS]
+    responses = [sample["resps"][0][0] for sample in found["samples"]["my_texts"]]
+    assert [one if isinstance(one, float) else one[0] for one in responses] == pytest.approx(wholes, abs=1e-4, rel=0)
+    size = sum(len(row["text"].encode()) for row in TEXTS)
+    bits = found["results"]["my_texts"]["bits_per_byte,none"]
+    assert bits == pytest.approx(-math.fsum(wholes) / size / math.log(2), rel=1e-5)
