@@ -11,7 +11,7 @@ import pytest
 
 import kenotron as kn
 from kenotron.cli import main
-from kenotron.config.errors import RunFailed
+from kenotron.config.errors import InputError, RunFailed, nearest_sibling
 from support.tiny_run import (
     metrics,
     text_overrides,
@@ -139,6 +139,9 @@ REFUSED += [
     ("checkpoints.checkpoint_interval=never", "checkpoint_interval: expected an integer, found 'never'"),
     ("logging.log_level=verbose", "'critical' or 'passive', found 'verbose'"),
     ("logging.log_dirr=x", "unknown key 'logging.log_dirr'; did you mean 'log_dir'?"),
+    ("lr=1e-3", f"unknown key 'lr'; did you mean '{LR}.learning_rate'?"),
+    ("optimizer.learning_rate=1e-3", f"unknown key 'optimizer.learning_rate'; did you mean '{LR}.learning_rate'?"),
+    ("tokens.batch_size=4", "unknown key 'tokens.batch_size'; did you mean 'tokens.micro_batch_size'?"),
     ("general.seed=-1", "general.seed: expected a number of at least 0, found -1"),
     ("general.hooks=a.B", "general.hooks: expected a list, found 'a.B'"),
     ("general.hooks=[{kwargs: {}}]", "missing key 'general.hooks.0.path'"),
@@ -234,6 +237,12 @@ def test_kn_train_takes_the_path_of_a_yaml_file(tmp_path: Path) -> None:
     assert run.config == kn.load(path)
 
 
+@pytest.mark.parametrize("overrides", ["tokens.train_steps=5", {"tokens.train_steps": 5}, [5]])
+def test_overrides_are_a_list_of_texts(overrides: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"overrides: expected a list such as \['tokens.train_steps=100'\], found "):
+        kn.load(tiny_yaml(tmp_path), overrides)
+
+
 def test_a_config_says_how_to_change_it(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     with pytest.raises(AttributeError, match=r"config = kn\.load\(config, \['….train_steps=5'\]\)"):
@@ -313,6 +322,26 @@ COMMANDS = [
         "error: Invalid value for '--batch-size': Input should be greater than or equal to 1",
     ),
     (("train",), "error: Missing argument 'file'."),
+    (
+        ("train", "--config-file", "tiny.yaml"),
+        "error: No such option: --config-file; the YAML file is the first argument",
+    ),
+    (
+        ("train", "tiny.yaml", "--tokens.train_steps=5"),
+        "error: No such option: --tokens.train_steps; a key is set without dashes: tokens.train_steps=…",
+    ),
+    (
+        ("train", "tiny.yaml", "tokens.train_steps", "=", "5"),
+        "error: tokens.train_steps: expected an override of the form section.key=value, without spaces",
+    ),
+    (
+        ("compare", "tiny.yaml", "tokens.train_steps=2"),
+        "error: --steps: expected at most tokens.train_steps 2, found 10",
+    ),
+    (
+        ("convert", "from-hf", "tiny.yaml", "out"),
+        "error: tiny.yaml is a file; expected the folder of a Hugging Face model",
+    ),
     (("train", "."), "error: .: expected a YAML file, found a folder"),
     (("train", "tini.yaml"), "error: tini.yaml: no such file; did you mean 'tiny.yaml'?"),
     (("trian", "tiny.yaml"), "error: No such command 'trian'. Did you mean 'train'?"),
@@ -393,6 +422,17 @@ def test_a_lost_latest_txt_costs_nothing_and_unnamed_prompts_are_named(tell: Tel
     assert code == 0
     assert stderr == "no --prompt: continuing 'The future of AI is' and 'def fib(n)'\n"
     assert stdout.startswith("The future of AI is")
+
+
+def test_a_folder_of_runs_and_a_misspelt_folder_are_named(tell: Tell, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "mine").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "mine" / "latest.txt").write_text("10")
+    assert tell("generate", "checkpoints") == (
+        2,
+        "",
+        "error: checkpoints is not a checkpoint: it has folders of checkpoints: checkpoints/mine\n",
+    )
+    assert nearest_sibling(tmp_path / "checkpoint" / "mine") == "; did you mean 'checkpoints'?"
 
 
 def test_two_runs_of_one_name_keep_their_curves_apart(tmp_path: Path) -> None:

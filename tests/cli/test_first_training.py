@@ -22,7 +22,7 @@ from support.pages import blocks, read_page, sections
 from support.tiny_run import REPOSITORY
 
 PAGE = read_page("your-first-training.md")
-STEPS, MORE_STEPS = 12, 14  # in place of the page's 1000 and 1500
+STEPS, MORE_STEPS = 12, 14  # in place of the page's 400 and 600
 
 
 def commands() -> list[str]:
@@ -73,7 +73,7 @@ def run_page(folder: Path, nursery: Nursery) -> dict[str, Finished]:
         if line in install:
             continue
         text, _, redirected = line.partition(" > ")
-        program, *arguments = shlex.split(text.replace("tokens.train_steps=1500", f"tokens.train_steps={MORE_STEPS}"))
+        program, *arguments = shlex.split(text.replace("tokens.train_steps=600", f"tokens.train_steps={MORE_STEPS}"))
         if program != "kenotron":
             assert program in ("mkdir", "python")
             program = sys.executable if program == "python" else program
@@ -122,4 +122,4 @@ def test_the_data_section_on_the_page_is_the_starter_s() -> None:
     found = yaml.safe_load(shown)
     assert found["tokenizer"] == starter["tokenizer"]
     assert found["data_stages"][0]["data"]["dataset"] == starter["data_stages"][0]["data"]["dataset"]
-    assert starter["tokens"]["train_steps"] == 1000
+    assert starter["tokens"]["train_steps"] == 400

@@ -74,7 +74,9 @@ def test_a_path_that_leads_nowhere_is_told_the_nearest(minimal: dict[str, Any], 
 
 @pytest.mark.parametrize("override", ["tokens.train_steps", "=3", "tokens..train_steps=3", ".a=1"])
 def test_what_is_not_an_override_is_said_so(minimal: dict[str, Any], override: str) -> None:
-    assert message(minimal, override) == f"{override}: expected an override of the form section.key=value"
+    assert (
+        message(minimal, override) == f"{override}: expected an override of the form section.key=value, without spaces"
+    )
 
 
 def test_a_key_of_another_variant_says_how_to_switch(minimal: dict[str, Any]) -> None:

@@ -104,6 +104,9 @@ def test_kn_generate_gives_what_the_command_prints(shell, path):
     assert as_printed(single) == printed[0]
     with pytest.raises(InputError, match="prompt 1: expected a text or a list of token ids, found 70"):
         kn.generate(path, [70, 71])
+    for wrong in (None, ["a"], {1: 2}):
+        with pytest.raises(InputError, match="prompt 1: expected a text or a list of token ids, found "):
+            kn.generate(path, [wrong])
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])

@@ -251,4 +251,5 @@ def _looks_like(path: Path) -> str | None:
         return "it is a nanotron checkpoint; `kenotron convert from-nanotron` makes one of it"
     if (path / "config.json").exists():
         return "it is a Hugging Face model; `kenotron convert from-hf` makes a checkpoint of it"
-    return None
+    runs = sorted(str(latest.parent) for latest in path.glob(f"*/{LATEST}"))
+    return f"it has folders of checkpoints: {', '.join(runs[:5])}" if runs else None

@@ -43,6 +43,19 @@ def _options(
     """The options of `kenotron` itself."""
 
 
+def _without_dashes(option: str, context: typer.Context | None) -> str:
+    """A hint for ``--tp 2`` and ``--tokens.train_steps=9``, keys of the config written as options; empty otherwise."""
+    if context is None or all(parameter.name != "overrides" for parameter in context.command.params):
+        return ""
+    from kenotron.config.schema import paths_by_name
+
+    name = option.lstrip("-").replace("-", "_")
+    if name in ("config", "config_file"):
+        return "; the YAML file is the first argument: my.yaml"
+    paths = [name] if "." in name else paths_by_name().get(name, [])
+    return f"; a key is set without dashes: {paths[0]}=…" if paths else ""
+
+
 def build_app() -> Callable[[list[str]], int]:
     """A function from arguments to the exit code."""
     app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
@@ -66,8 +79,10 @@ def build_app() -> Callable[[list[str]], int]:
         except TyperException as error:
             if not error.format_message():  # a command without a subcommand: its help was printed
                 return 2
-            print(f"error: {error.format_message()}", file=sys.stderr)  # names the option
             context = getattr(error, "ctx", None)
+            unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
+            hint = _without_dashes(unknown, context)
+            print(f"error: {error.format_message()}{hint}", file=sys.stderr)  # names the option
             print(f"Try '{context.command_path if context else 'kenotron'} --help'.", file=sys.stderr)
             return 2
         if code == 130:  # typer makes an exit code of Ctrl-C

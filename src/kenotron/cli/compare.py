@@ -117,8 +117,9 @@ def _check(plain: Config, other: Config, steps: int, picture: str | None) -> Non
     if difference is not None:
         key, ours, theirs = difference
         raise InputError(f"{key}: {ours!r} and {theirs!r} are other runs; expected overrides of the layout alone")
-    if steps > plain.tokens.train_steps:
-        raise InputError(f"--steps: expected at most tokens.train_steps {plain.tokens.train_steps}, found {steps}")
+    fewest = min(plain.tokens.train_steps, other.tokens.train_steps)
+    if steps > fewest:
+        raise InputError(f"--steps: expected at most tokens.train_steps {fewest}, found {steps}")
     if picture is None:
         return
     if is_remote(picture):

@@ -47,8 +47,11 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def nearest_sibling(path: Path) -> str:
-    """`nearest` among the entries of the folder that `path` is missing from."""
-    return nearest(path.name, [sibling.name for sibling in path.absolute().parent.glob("*")])
+    """`nearest` for the first part of `path` that does not exist, among the entries of its folder."""
+    path = path.absolute()
+    while not path.parent.exists():
+        path = path.parent
+    return nearest(path.name, [sibling.name for sibling in path.parent.glob("*")])
 
 
 def no_such_path(where: str, path: object) -> InputError:

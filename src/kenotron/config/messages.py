@@ -40,6 +40,21 @@ _EXPECTED = {
     "string_too_short": "non-empty text",
 }
 
+# Names that other libraries have for a key, and that are spelt too differently for `nearest`.
+_FIELD_NAMES = {
+    "batch_size": "micro_batch_size",
+    "block_size": "sequence_length",
+    "gradient_accumulation_steps": "batch_accumulation_per_replica",
+    "lr": "learning_rate",
+    "max_steps": "train_steps",
+    "save_steps": "checkpoint_interval",
+    "warmup_steps": "lr_warmup_steps",
+    "d_model": "hidden_size",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+}
+
 
 def explain(error: ValidationError, document: Document) -> list[str]:
     """One line per error, in schema order."""
@@ -124,10 +139,13 @@ def _names(found: dict[str, Any] | str) -> list[str]:
 
 def _unknown(location: Location) -> str:
     name = str(location[-1])
+    around = dotted(_without_tags(location[:-1]))
     message = f"unknown key '{dotted(_without_tags(location))}'"
-    if near := _space_missing(name, location[:-1]) or nearest(name, siblings(location[:-1])):
+    elsewhere = paths_by_name().get(name) or paths_by_name().get(_FIELD_NAMES.get(name, ""), [])
+    exact = name in _FIELD_NAMES or any(path.startswith(f"{around}.") for path in elsewhere)
+    near = _space_missing(name, location[:-1]) or nearest(name, siblings(location[:-1]))
+    if near and not exact:
         return message + near
-    elsewhere = paths_by_name().get(name, [])
     return f"{message}; did you mean '{elsewhere[0]}'?" if elsewhere else message
 
 

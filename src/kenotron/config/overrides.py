@@ -14,7 +14,7 @@ def apply(document: Document, text: str) -> None:
     path, equals, value = text.partition("=")
     path = path.strip()
     if not equals or not path or not all(path.split(".")):
-        raise InputError(f"{text}: expected an override of the form section.key=value")
+        raise InputError(f"{text}: expected an override of the form section.key=value, without spaces")
     place = f"override {text}"
     document.put(_keys(document, path, place), parse_value(value, place), place)
 

@@ -200,7 +200,7 @@ def _row(
 ) -> DecodingRow:
     """Tokens of a prompt and how many may follow it, checked."""
     where = f"prompt {index + 1}"
-    if isinstance(prompt, int):
+    if not isinstance(prompt, str) and (not isinstance(prompt, Sequence) or any(isinstance(t, str) for t in prompt)):
         raise InputError(f"{where}: expected a text or a list of token ids, found {prompt}")
     if isinstance(prompt, str) and tokenizer is None:
         raise InputError(f"{where}: there is no tokenizer here, so a prompt must be token ids, not text")

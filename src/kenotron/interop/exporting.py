@@ -70,7 +70,7 @@ def to_hf(
     """
     final = Path(dst).expanduser()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise InputError(f"{final} is not empty; name a new folder")
+        raise InputError(f"{final} exists and is not an empty folder; name a new one")
     rank, ranks = rank_and_size()
     source = raise_on_any_rank(lambda: checkpoint_source(Path(src).expanduser(), verify and rank == 0))
     name = dtype or source.model.dtype

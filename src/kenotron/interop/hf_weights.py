@@ -82,6 +82,8 @@ def find_config(source: str | Path) -> Path:
             raise InputError(f"{HUB}: repository '{source}' has no config.json")
         return file
     folder = Path(source).expanduser()
+    if folder.is_file():
+        raise InputError(f"{folder} is a file; expected the folder of a Hugging Face model")
     if not folder.is_dir():
         parent = next(parent for parent in folder.absolute().parents if parent.is_dir())
         hint = nearest(folder.name, [entry.name for entry in parent.iterdir()])
