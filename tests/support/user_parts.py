@@ -365,15 +365,17 @@ class TerminateIn(Hook):
 
 
 class OnRank(Hook):
-    """On one rank, after a step: raise an error, a wrong input, die by a signal, or sleep for ever."""
+    """On one rank, after a step, once if that is a path: raise an error, die by a signal, or sleep for ever."""
 
-    def __init__(self, what: str, rank: int = 1, step: int = 2) -> None:
-        self.what, self.step = what, step
+    def __init__(self, what: str, rank: int = 1, step: int = 2, once: str | None = None) -> None:
+        self.what, self.step, self.once = what, step, once
         self.here = int(os.environ.get("RANK", "0")) == rank
 
     def after_step(self, run: Any, result: Any) -> None:
-        if not self.here or run.step != self.step:
+        if not self.here or run.step != self.step or (self.once is not None and Path(self.once).exists()):
             return
+        if self.once is not None:
+            Path(self.once).touch()
         if self.what == "raise":
             raise RuntimeError("this hook is broken on one rank")
         if self.what == "sleep":

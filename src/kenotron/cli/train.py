@@ -18,6 +18,9 @@ def train(
         list[str] | None, typer.Argument(help="Any key by its dotted path, such as tokens.train_steps=100.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Move earlier checkpoints aside and start at step 0.")] = False,
+    spares: Annotated[
+        int, typer.Option(min=0, help="Spare processes: one takes the place of a rank that dies or hangs.")
+    ] = 0,
     nanotron: Annotated[bool, typer.Option("--nanotron", hidden=True)] = False,
 ) -> None:
     """Train a config, with as many local processes as its layout needs. Resumes from the newest complete checkpoint."""
@@ -30,7 +33,7 @@ def train(
         if nanotron and "format" not in config.logging.model_fields_set:
             config = config.model_copy(update={"logging": config.logging.model_copy(update={"format": "nanotron"})})
         check_processes(config)
-    launch(config, fresh=fresh)
+    launch(config, fresh=fresh, spares=spares)
     leave()
 
 

@@ -8,7 +8,8 @@
 launch(config)      train: in this process if it is a rank, alone or one of several; else in ranks started here
 work_on_ranks(…)    the same for any other function of (config, mesh, device)
 local.py            the ranks of this machine, through torch's elastic launcher
-rank.py             what one of those processes runs
+recovery.py         the same with spare processes: a rank that dies is replaced while the others stay
+rank.py             what one of those processes runs; recovering_rank.py, where they are replaced
 functions.py        how it is named for them
 environment.py      torchrun's variables; devices and threads shared among the ranks
 failures.py         a rank that raises or dies ends all of them, and is reported as the cause
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+    import torch.distributed as dist
 
     from kenotron.config import Config
+    from kenotron.launch.failures import Watch
     from kenotron.training.run import Run
 
 T = TypeVar("T")
@@ -41,11 +44,12 @@ T = TypeVar("T")
 TORCH_WAITS_LONGER_S = 10.0
 
 
-def launch(config: Config, *, fresh: bool = False, reopen: bool = False) -> Run | None:
+def launch(config: Config, *, fresh: bool = False, reopen: bool = False, spares: int = 0) -> Run | None:
     """Train `config`: in this process if the layout needs one or if it is one of the ranks, else in ranks started here.
 
     Returns the run of this process; None if it ran in other processes, or was finished already (`reopen`: that run is
-    loaded and returned, if it is of this process). Raises InputError or RunFailed.
+    loaded and returned, if it is of this process). With `spares`, ranks are started here and replaced when they fail
+    (`recovery`). Raises InputError or RunFailed.
     """
     from kenotron.config import refuse_unsupported
 
@@ -54,6 +58,8 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False) -> Run 
     _print_first_line(config)
     from kenotron.launch.training import fetch_checkpoints, train
 
+    if spares:
+        return _launch_with_spares(config, fresh, spares)
     if started_as_rank() or config.parallelism.world_size == 1:
         return work_on_ranks(config, train, fresh=fresh, reopen=reopen)
     from kenotron.training.mapped_files import truncated_file
@@ -62,6 +68,34 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False) -> Run 
     fetch_checkpoints(config, fresh)
     config, logs = name_before_start(config, fresh)
     return work_on_ranks(config, train, logs=logs, explain_bus_error=partial(truncated_file, config), fresh=fresh)
+
+
+def _launch_with_spares(config: Config, fresh: bool, spares: int) -> None:
+    from kenotron.checkpoint.folders import list_checkpoints
+    from kenotron.launch.recovery import start_ranks_with_spares
+    from kenotron.launch.training import fetch_checkpoints, train
+    from kenotron.training.mapped_files import truncated_file
+    from kenotron.training.start import choose_start, name_before_start, own_folder
+
+    if started_as_rank():
+        raise InputError(
+            "--spares: expected ranks that kenotron starts itself, on one machine; found ranks of torchrun or srun "
+            "(a job of `kenotron submit` is requeued when a node fails)"
+        )
+    fetch_checkpoints(config, fresh)
+    config, logs = name_before_start(config, fresh)
+    if fresh:  # once, and not again when ranks are replaced
+        with own_folder(config):
+            choose_start(config, fresh)
+    start_ranks_with_spares(
+        config,
+        train,
+        {},
+        logs,
+        spares,
+        progress=lambda: [entry.step for entry in list_checkpoints(config.checkpoint_folder)],
+        explain_bus_error=partial(truncated_file, config),
+    )
 
 
 def _with_experts_among_dp(config: Config) -> Config:
@@ -126,7 +160,7 @@ def work_on_ranks(
         start_ranks(config, work, options, logs, explain_bus_error)
         return None
     check_processes(config)
-    return _work_alone(config, work, options) if needed == 1 else _work_as_rank(config, work, options)
+    return _work_alone(config, work, options) if needed == 1 else work_as_rank(config, work, options)
 
 
 def check_processes(config: HasLayout) -> None:
@@ -148,7 +182,17 @@ def _work_alone(config: RankConfig, work: Callable[..., T], options: dict[str, o
     return work(config, build_mesh(axes(config), 1, device.type), device, **options)
 
 
-def _work_as_rank(config: RankConfig, work: Callable[..., T], options: dict[str, object]) -> T:
+def work_as_rank(
+    config: RankConfig,
+    work: Callable[..., T],
+    options: dict[str, object],
+    store: dist.Store | None = None,
+    watch: Callable[[float], Watch] | None = None,
+) -> T:
+    """`work_on_ranks` in a process that is one of several ranks, which meet in `store` (None: where torchrun says).
+
+    `watch` makes what watches the other ranks, from `parallelism.timeout_seconds` (None: `failures.Watch`).
+    """
     from kenotron.launch.failures import Watch
     from kenotron.parallel.device import best_device
     from kenotron.parallel.mesh import axes, build_mesh
@@ -159,17 +203,17 @@ def _work_as_rank(config: RankConfig, work: Callable[..., T], options: dict[str,
     share_threads(ranks.local_world_size)
     device = best_device(ranks.local_rank)
     timeout = config.parallelism.timeout_seconds
-    start_process_group(device, timeout + TORCH_WAITS_LONGER_S)
-    with Watch(timeout):
+    start_process_group(device, timeout + TORCH_WAITS_LONGER_S, store)
+    with (watch or Watch)(timeout):
         mesh = build_mesh(axes(config, ranks.local_world_size), ranks.world_size, device.type)
         set_timeout_of_all_groups(timeout + TORCH_WAITS_LONGER_S)
         return work(config, mesh, device, **options)
 
 
-def start_process_group(device: torch.device, timeout_seconds: float) -> None:
+def start_process_group(device: torch.device, timeout_seconds: float, store: dist.Store | None = None) -> None:
     """Make the default group of all ranks, unless the caller has made it already.
 
-    Raises InputError if the variables of the environment do not say where the ranks meet.
+    They meet in `store`, or where the environment says. Raises InputError if it does not say where.
     """
     import os
     from datetime import timedelta
@@ -181,8 +225,10 @@ def start_process_group(device: torch.device, timeout_seconds: float) -> None:
     if dist.is_initialized():
         return
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder, which `hangs` reads
+    ranks = ranks_from_environment()
+    given = {} if store is None else {"store": store, "rank": ranks.rank, "world_size": ranks.world_size}
     try:
-        dist.init_process_group(backend(device), timeout=timedelta(seconds=timeout_seconds))
+        dist.init_process_group(backend(device), timeout=timedelta(seconds=timeout_seconds), **given)
     except ValueError as error:  # MASTER_ADDR or MASTER_PORT is missing
         raise InputError(f"RANK and WORLD_SIZE are set, but torch cannot find the other ranks: {error}") from None
 

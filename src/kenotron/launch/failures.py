@@ -23,6 +23,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -53,11 +54,21 @@ class Watch:
 
     An exception that leaves the block is written into the store; `PeerFailed` is raised instead if another rank's
     failure is there already. `timeout_seconds` is how long a collective may wait before it counts as a hang.
+
+    Where ranks are replaced (`recovery`), `report_hang` receives the ranks that hang and the report about them, after
+    which this rank waits to be released, and `leave_within_s` is longer.
     """
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        timeout_seconds: float,
+        report_hang: Callable[[Sequence[int], str], None] | None = None,
+        leave_within_s: float = LEAVE_WITHIN_S,
+    ) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout_seconds = timeout_seconds
+        self.report_hang = report_hang
+        self.leave_within_s = leave_within_s
         self.store = _store(self.rank)
         self.found: Failure | None = None
         self.over = threading.Event()
@@ -101,9 +112,12 @@ class Watch:
         return PeerFailed(f"rank {self.found.rank}: {self.found.message}")
 
     def _report_hang(self, call: hangs.PendingCall) -> Exception:
-        message = hangs.describe_hang(self.store, self.rank, self.size, call, self.timeout_seconds)
-        if self._write(Failure(self.rank, message)):
-            return RunFailed(message)
+        hang = hangs.find_hang(self.store, self.rank, self.size, call, self.timeout_seconds)
+        first = self._write(Failure(self.rank, hang.report))
+        if first and self.report_hang is not None:
+            self.report_hang(hang.missing or [self.rank], hang.report)
+        elif first:
+            return RunFailed(hang.report)
         assert self.found is not None
         return PeerFailed(f"rank {self.found.rank}: {self.found.message}")
 
@@ -173,7 +187,7 @@ class Watch:
 
     def _end(self, exit_code: int = ENDED_BY_ANOTHER) -> None:
         """End this process, unless its main thread does so first."""
-        if not self.over.wait(LEAVE_WITHIN_S):
+        if not self.over.wait(self.leave_within_s):
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(exit_code)

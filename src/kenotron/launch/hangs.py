@@ -59,19 +59,31 @@ class RankStatus:
     reading: str | None = None
 
 
+@dataclass(frozen=True)
+class Hang:
+    """The ranks that did not join a collective (none: all are in one, but not in the same), and a report for users."""
+
+    missing: list[int]
+    report: str
+
+
 class CollectiveTimer:
-    """Finds the collective of this rank that takes longer than a timeout, looking ten times in that time."""
+    """Finds the collective of this rank that takes longer than a timeout, looking ten times in that time.
+
+    Collectives from before it was made are of an earlier run in this process, and may never have ended.
+    """
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         self.next_look = time.monotonic() + timeout_seconds / 10
+        self.made_ns = time.time_ns()
 
     def timed_out(self) -> PendingCall | None:
         """The first collective that has waited longer than the timeout."""
         if time.monotonic() < self.next_look:
             return None
         self.next_look = time.monotonic() + self.timeout_seconds / 10
-        for entry in _collectives():
+        for entry in _collectives(self.made_ns):
             if entry["waits"] and time.time() - entry["time_created_ns"] / 1e9 > self.timeout_seconds:
                 place, _ = place_of()
                 return PendingCall(_operation(entry), place, entry["process_group"][0], entry["collective_seq_id"])
@@ -108,8 +120,8 @@ def reply_with_status(store: dist.Store, rank: int) -> None:
         store.set(f"status/{rank}", json.dumps(asdict(_status())))
 
 
-def describe_hang(store: dist.Store, rank: int, size: int, call: PendingCall, timeout_seconds: float) -> str:
-    """Ask all ranks for their status, and report which did not join `call`: a summary, then one line a rank."""
+def find_hang(store: dist.Store, rank: int, size: int, call: PendingCall, timeout_seconds: float) -> Hang:
+    """Ask all ranks for their status: which did not join `call`, and a report with a summary and a line for each."""
     store.set("status/asked", str(rank))
     reply_with_status(store, rank)
     until = time.monotonic() + STATUS_WITHIN_S
@@ -129,7 +141,8 @@ def describe_hang(store: dist.Store, rank: int, size: int, call: PendingCall, ti
             blame += f", a data stall: {'it waits for its' if len(missing) == 1 else 'they wait for their'} batches"
     limit = f"more than {timeout_seconds:g} s (parallelism.timeout_seconds)"
     lines = [f"rank {rank} has waited {limit} in {call.operation}{among}: {blame}", f"  rank {rank}: at {call.place}"]
-    return "\n".join(lines + [f"  rank {i}: {_described(status)}" for i, status in enumerate(found) if i != rank])
+    lines += [f"  rank {i}: {_described(status)}" for i, status in enumerate(found) if i != rank]
+    return Hang(missing, "\n".join(lines))
 
 
 def _has_joined(call: PendingCall, status: RankStatus | None) -> bool:
@@ -183,8 +196,8 @@ def _status() -> RankStatus:
     return RankStatus(place, communicating, last, waiting, reading())
 
 
-def _collectives() -> list[dict[str, Any]]:
-    """Collectives of this process that torch has recorded, oldest first.
+def _collectives(since_ns: int = 0) -> list[dict[str, Any]]:
+    """Collectives of this process since `since_ns` that torch has recorded, oldest first.
 
     One that `waits` has not ended, and none after it in its group has: NCCL leaves the parts of a batch open for ever.
     Sends and receives are left out for the same reason, and because gloo does not record them.
@@ -193,7 +206,7 @@ def _collectives() -> list[dict[str, Any]]:
     for dump in flight_recorder_dumps():
         groups = dump.get("pg_status", {})
         for entry in dump.get("entries", []):
-            if entry.keys() >= FIELDS and not entry["is_p2p"]:
+            if entry.keys() >= FIELDS and not entry["is_p2p"] and entry["time_created_ns"] >= since_ns:
                 ended = int(groups.get(str(entry["pg_id"]), {}).get("last_completed_collective", -1))
                 entries.append(entry | {"waits": not entry["retired"] and entry["collective_seq_id"] > ended})
     return entries

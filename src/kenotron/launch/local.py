@@ -33,8 +33,6 @@ from kenotron.launch.error_records import ENDED_BY_ANOTHER
 from kenotron.launch.functions import function_path
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
     from kenotron.launch import RankConfig
 
 FORWARDED = ("SIGTERM", "SIGUSR1", "SIGINT")
@@ -62,27 +60,29 @@ def start_ranks(
     with tempfile.TemporaryDirectory(prefix="kenotron-") as temporary, _quiet_launcher():
         folder = Path(temporary)
         logs = logs or folder / "ranks"
-        (folder / "work.json").write_text(
-            json.dumps(
-                {
-                    "work": function_path(work),
-                    "config_class": function_path(type(config)),
-                    "config": config.model_dump(mode="json", by_alias=True),
-                    "options": options,
-                }
-            ),
-            encoding="utf-8",
-        )
+        write_work(folder, config, work, options)
         settings = _settings(count, folder, logs)
         arguments = ["-P", "-m", "kenotron.launch.rank", str(folder)]
-        with _signals_forwarded(folder, count) as forwarded:
+        with signals_forwarded(folder, count) as forwarded:
             try:
                 elastic_launch(settings, sys.executable)(*arguments)
             except ChildFailedError as error:
-                _show_cursor()
-                raise _cause(error.failures, bool(forwarded), explain_bus_error, folder, logs) from None
+                show_cursor()
+                codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+                raise cause(codes, bool(forwarded), explain_bus_error, folder, logs) from None
             except SignalException:
                 raise KeyboardInterrupt from None
+
+
+def write_work(folder: Path, config: RankConfig, work: Callable[..., object], options: dict[str, object]) -> None:
+    """Write what the ranks call to ``work.json`` (`rank.read_work`)."""
+    content = {
+        "work": function_path(work),
+        "config_class": function_path(type(config)),
+        "config": config.model_dump(mode="json", by_alias=True),
+        "options": options,
+    }
+    (folder / "work.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 # ---- settings of torch's launcher ----------------------------------------------------------------------------
@@ -114,10 +114,10 @@ def _output(count: int, folder: Path, logs: Path) -> Any:
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
             for rank, variables in envs.items():
-                variables |= _variables(count, folder) | {"TORCHELASTIC_ERROR_FILE": str(folder / f"{rank}.json")}
+                variables |= rank_variables(count, folder) | {"TORCHELASTIC_ERROR_FILE": str(folder / f"{rank}.json")}
             console = {0: ""}
             return LogsDest(
-                stdouts=console | {rank: str(_fresh_log(logs, rank)) for rank in range(1, count)},
+                stdouts=console | {rank: str(fresh_log(logs, rank)) for rank in range(1, count)},
                 stderrs=console | {rank: str(folder / f"{rank}.stderr") for rank in range(1, count)},
                 error_files={rank: str(folder / f"{rank}.json") for rank in range(count)},
             )
@@ -125,7 +125,7 @@ def _output(count: int, folder: Path, logs: Path) -> Any:
     return Output()
 
 
-def _variables(count: int, folder: Path) -> dict[str, str]:
+def rank_variables(count: int, folder: Path) -> dict[str, str]:
     """Variables of a rank's environment besides torch's own and the user's, which are kept."""
     loopback = next((name for _, name in _interfaces() if name in ("lo", "lo0")), None)
     wanted = {
@@ -142,7 +142,7 @@ def _interfaces() -> list[tuple[int, str]]:
     return socket.if_nameindex() if hasattr(socket, "if_nameindex") else []
 
 
-def _fresh_log(logs: Path, rank: int) -> Path:
+def fresh_log(logs: Path, rank: int) -> Path:
     """``ranks/1.log``, after renaming an earlier launch's to ``1-until-<time>.log``."""
     path = logs / f"{rank}.log"
     try:
@@ -157,7 +157,7 @@ def _fresh_log(logs: Path, rank: int) -> Path:
 
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
-    """Silence the page that torch's launcher logs about a failure; `_cause` has the line that matters."""
+    """Silence the page that torch's launcher logs about a failure; `cause` has the line that matters."""
     prefix = "torch.distributed.elastic"
     names = [name for name in logging.root.manager.loggerDict if name.startswith(prefix)]
     levels = {name: logging.getLogger(name).level for name in [*names, prefix]}
@@ -174,7 +174,7 @@ def _quiet_launcher() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_forwarded(folder: Path, count: int) -> Iterator[list[int]]:
+def signals_forwarded(folder: Path, count: int) -> Iterator[list[int]]:
     """Forward signals to the ranks within the block; yields the list of those received."""
     forwarded: list[int] = []
 
@@ -203,7 +203,7 @@ def _numbers() -> list[signal.Signals]:
     return [getattr(signal, name) for name in FORWARDED if hasattr(signal, name)]
 
 
-def _show_cursor() -> None:
+def show_cursor() -> None:
     """Show the cursor, which rank 0 hides for its progress bar and may not have shown again."""
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)
@@ -212,22 +212,22 @@ def _show_cursor() -> None:
 # ---- what went wrong ---------------------------------------------------------------------------------------
 
 
-def _cause(
-    failures: Mapping[int, ProcessFailure],
+def cause(
+    exit_codes: Mapping[int, int],
     stopped: bool,
     explain_bus_error: Callable[[], str | None] | None,
     folder: Path,
     logs: Path,
 ) -> BaseException:
-    """The failure that made all ranks end, as an error of this process."""
+    """The failure that made all ranks end, as an error of this process; `exit_codes` are of those that have failed."""
     records = sorted(folder.glob("[0-9]*.json"), key=lambda path: path.stat().st_mtime_ns)
     if records:
         return _recorded(int(records[0].stem), json.loads(records[0].read_text())["message"], folder, logs)
     if stopped:
         return KeyboardInterrupt()
-    rank = min(failures, key=lambda each: _innocence(failures[each].exitcode))
-    code = failures[rank].exitcode
-    how = f"was killed by {failures[rank].signal_name()}" if code < 0 else f"ended with exit code {code}"
+    rank = min(exit_codes, key=lambda each: _innocence(exit_codes[each]))
+    code = exit_codes[rank]
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     why = "; out of memory?" if code == -signal.SIGKILL else ""
     if code == -signal.SIGBUS:
         file = explain_bus_error() if explain_bus_error is not None else None

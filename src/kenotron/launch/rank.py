@@ -12,13 +12,18 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kenotron.config.errors import PeerFailed
 from kenotron.launch.environment import end_with_parent
 from kenotron.launch.error_records import ENDED_BY_ANOTHER, record
 from kenotron.launch.functions import function_at
 from kenotron.storage.files import replace_file
+
+if TYPE_CHECKING:
+    from kenotron.launch import RankConfig
 
 
 def main() -> None:
@@ -41,22 +46,28 @@ def run(folder: Path) -> int:
     from kenotron.launch import leave, work_on_ranks
 
     try:
-        given = json.loads((folder / "work.json").read_text(encoding="utf-8"))
-        config = function_at(given["config_class"]).model_validate(given["config"])
-        work_on_ranks(config, function_at(given["work"]), **given["options"])
+        config, work, options = read_work(folder)
+        work_on_ranks(config, work, **options)
         leave()
     except KeyboardInterrupt:
         return 130
     except Exception as error:
         if isinstance(error, PeerFailed):
-            _note(f"ended because of {error}")
+            note(f"ended because of {error}")
             return ENDED_BY_ANOTHER
-        _note(traceback.format_exc())
+        note(traceback.format_exc())
         return record(error)
     return 0
 
 
-def _note(text: str) -> None:
+def read_work(folder: Path) -> tuple[RankConfig, Callable[..., Any], dict[str, Any]]:
+    """Config, function and options of the launcher's `local.write_work`."""
+    given = json.loads((folder / "work.json").read_text(encoding="utf-8"))
+    config = function_at(given["config_class"]).model_validate(given["config"])
+    return config, function_at(given["work"]), given["options"]
+
+
+def note(text: str) -> None:
     """Write to this rank's log file; rank 0 has none, as it shares the launcher's console."""
     if os.environ["RANK"] != "0":
         print(text, file=sys.stderr)

@@ -1,0 +1,135 @@
+"""What a process of `recovery` runs: ``python -m kenotron.launch.recovering_rank FOLDER LOGS NUMBER PORT``.
+
+It imports everything, waits for a generation in which it has a place, does the work of that rank, and waits again if
+another rank fails. FOLDER is the launcher's, as in `rank`; rank r > 0 writes to LOGS/r.log; PORT is of the launcher's
+store:
+
+    ready/2          process 2 has imported everything
+    generation/1     {"0": 0, "2": 1}: in generation 1 process 0 is rank 0 and process 2 is rank 1
+    hang/0           which ranks hang in generation 0
+    left/0/0         process 0 has left the group of generation 0
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from kenotron.config import Config
+from kenotron.config.errors import PeerFailed
+from kenotron.launch import leave, work_as_rank, work_on_ranks
+from kenotron.launch.environment import end_with_parent
+from kenotron.launch.error_records import record
+from kenotron.launch.failures import Watch
+from kenotron.launch.rank import note, read_work
+from kenotron.launch.recovery import LEAVE_WITHIN_S
+from kenotron.models import build
+from kenotron.storage.files import replace_file
+
+FOREVER = timedelta(days=365)
+TRAINING = ("training.build", "parallel.data", "parallel.tensor", "parallel.pipeline", "checkpoint.tensors")
+
+
+def main() -> None:
+    """Take the places that this process is given, until the work of one is done; exits with its code."""
+    folder, logs, number, port = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    console = os.dup(1), os.dup(2)
+    end_with_parent()
+    redirect(folder / f"process-{number}.log")
+    faulthandler.enable()  # a crash in native code leaves its Python stack in the log
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on the terminal is for ranks
+    warm_up(folder)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store.set(f"ready/{number}", "")
+    generation = 0
+    while True:
+        key = f"generation/{generation}"
+        store.wait([key], FOREVER)
+        rank = json.loads(store.get(key)).get(number)
+        if rank is not None:
+            take_place(rank, generation, folder, logs, console)
+            code = run(folder, generation, store)
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            if code is not None:
+                os._exit(code)  # threads that are still running may wait for ranks that are gone
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            gc.collect()  # the model of this generation, before the next one is built
+            store.set(f"left/{generation}/{number}", "")
+        generation += 1
+
+
+def warm_up(folder: Path) -> None:
+    """Import what the work imports late, where it is needed: seconds that the other ranks would wait."""
+    for module in ("torch.distributed.fsdp", *(f"kenotron.{name}" for name in TRAINING)):
+        importlib.import_module(module)
+    config, _, _ = read_work(folder)
+    if isinstance(config, Config):
+        with torch.device("meta"):
+            build(config.model)
+
+
+def take_place(rank: int, generation: int, folder: Path, logs: Path, console: tuple[int, int]) -> None:
+    """Be rank `rank`: by environment, output and process id, as if started as that rank."""
+    records = folder / f"generation-{generation}"
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(records / f"{rank}.json")}
+    if rank == 0:
+        os.dup2(console[0], 1)
+        os.dup2(console[1], 2)
+    else:
+        redirect(logs / f"{rank}.log")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    replace_file(folder / f"{rank}.pid", str(os.getpid()).encode(), durable=False)
+
+
+def redirect(log: Path) -> None:
+    """Append what this process writes from here on to `log`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def run(folder: Path, generation: int, store: dist.Store) -> int | None:
+    """Do the work of `folder` in the group of `generation`; the exit code, or None if another rank has failed."""
+
+    def report_hang(ranks: Sequence[int], report: str) -> None:
+        store.set(f"hang/{generation}", json.dumps({"ranks": list(ranks), "report": report}))
+
+    try:
+        config, work, options = read_work(folder)
+        if config.parallelism.world_size == 1:
+            work_on_ranks(config, work, **options)
+        else:
+            group = dist.PrefixStore(f"group/{generation}", store)
+            watch = partial(Watch, report_hang=report_hang, leave_within_s=LEAVE_WITHIN_S)
+            work_as_rank(config, work, options, group, watch)
+        leave()
+    except KeyboardInterrupt:
+        return 130
+    except PeerFailed as error:
+        note(f"left the group because of {error}")
+        leave()
+        return None
+    except Exception as error:
+        note(traceback.format_exc())
+        return record(error)
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Ranks that are replaced: a spare process, which has imported everything, takes the place of one that dies or hangs.
+
+    kenotron train my.yaml parallelism.dp=2 --spares 1
+
+    process 0    rank 0 ────────── leaves the broken group ──▶ rank 0 ───▶
+    process 1    rank 1 ── killed
+    process 2    waits ──────────────────────────────────────▶ rank 1 ───▶
+    process 3                      started ──────────────────▶ waits
+
+A generation is one process group and the place of each process in it. When a rank fails, the others leave the group by
+the error that a closed connection raises, their processes stay, and in the next generation all ranks call their work
+again: training resumes from its newest complete checkpoint, as after a restart, without the seconds of one.
+
+What a new process could not help ends the run as without spares: wrong input, an error that a run means to end with,
+or three faults with no new checkpoint between them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kenotron.config.errors import RunFailed
+from kenotron.launch.environment import check_cores, check_devices
+from kenotron.launch.local import cause, fresh_log, rank_variables, show_cursor, signals_forwarded, write_work
+
+if TYPE_CHECKING:
+    from kenotron.launch import RankConfig
+
+LOOK_EVERY_S = 0.05
+LEAVE_WITHIN_S = 5.0  # how long a rank may take to leave the group of one that has failed; else it is replaced, too
+STOPPED_FOR_S = 1.0  # a process that is stopped (SIGSTOP) for longer has failed; a whole job that is stopped has not
+MOST_FAULTS_WITHOUT_PROGRESS = 3
+
+
+def start_ranks_with_spares(
+    config: RankConfig,
+    work: Callable[..., object],
+    options: dict[str, object],
+    logs: Path,
+    spares: int,
+    progress: Callable[[], object],
+    explain_bus_error: Callable[[], str | None] | None = None,
+) -> None:
+    """`local.start_ranks` with `spares` more processes, which replace ranks that fail.
+
+    `work` is called again on all ranks after a fault, and goes on where it was; `progress` is equal before and after
+    faults between which nothing was saved. Raises the error that cannot be recovered from.
+    """
+    count = config.parallelism.world_size
+    check_devices(count)
+    check_cores(count + spares)
+    with tempfile.TemporaryDirectory(prefix="kenotron-") as temporary:
+        folder = Path(temporary)
+        write_work(folder, config, work, options)
+        for rank in range(1, count):
+            fresh_log(logs, rank)
+        with signals_forwarded(folder, count) as forwarded:
+            ranks = ReplacedRanks(count, spares, folder, logs, forwarded, progress, explain_bus_error)
+            try:
+                ranks.run()
+            finally:
+                ranks.end()
+
+
+class ReplacedRanks:
+    """The processes of all ranks, and spare ones."""
+
+    def __init__(
+        self,
+        count: int,
+        spares: int,
+        folder: Path,
+        logs: Path,
+        forwarded: Sequence[int],
+        progress: Callable[[], object],
+        explain_bus_error: Callable[[], str | None] | None,
+    ) -> None:
+        from torch.distributed import TCPStore
+
+        self.count, self.spares, self.folder, self.logs = count, spares, folder, logs
+        self.forwarded, self.progress, self.explain_bus_error = forwarded, progress, explain_bus_error
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes: list[subprocess.Popen[bytes]] = []  # all that were started; their index is their number
+        self.places: list[int] = []  # rank → number of its process, in this generation
+        self.generation = -1
+        self.stopped_since: dict[int, float] = {}
+        self.last_progress: object = None
+        self.faults_since = 0
+
+    def run(self) -> None:
+        """Start the processes and replace those that fail, until all ranks are done."""
+        self._fill_up(self.count + self.spares)
+        self._begin([None] * self.count)
+        while any(self.processes[number].poll() != 0 for number in self.places):
+            time.sleep(LOOK_EVERY_S)
+            failed, why = self._failed()
+            if failed:
+                self._replace(failed, why)
+
+    def end(self) -> None:
+        """Kill the processes that are left: spare ones, or all after an error."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self.processes:
+            process.wait()
+
+    # ---- processes and their places --------------------------------------------------------------------------
+
+    def _fill_up(self, count: int) -> None:
+        """Start processes until `count` without a place are alive."""
+        while len(self._idle()) < count:
+            variables = rank_variables(self.count, self.folder) | {
+                "WORLD_SIZE": str(self.count),
+                "LOCAL_WORLD_SIZE": str(self.count),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 need not outlive the others
+            }
+            arguments = [str(self.folder), str(self.logs), str(len(self.processes)), str(self.store.port)]
+            command = [sys.executable, "-P", "-m", "kenotron.launch.recovering_rank", *arguments]
+            self.processes.append(subprocess.Popen(command, env={**os.environ, **variables}))
+
+    def _idle(self) -> list[int]:
+        """Numbers of the processes that are alive and have no place, those that have imported everything first."""
+        alive = [number for number, process in enumerate(self.processes) if process.poll() is None]
+        idle = [number for number in alive if number not in self.places]
+        return sorted(idle, key=lambda number: not self.store.check([f"ready/{number}"]))
+
+    def _begin(self, places: Sequence[int | None]) -> None:
+        """Begin a generation: None is a place for a process that has none."""
+        self.places = [number for number in places if number is not None]
+        self._fill_up(len(places) - len(self.places))
+        idle = iter(self._idle())
+        self.places = [next(idle) if number is None else number for number in places]
+        self.generation += 1
+        self._records().mkdir()
+        ranks = {number: rank for rank, number in enumerate(self.places)}
+        self.store.set(f"generation/{self.generation}", json.dumps(ranks))
+        self._fill_up(self.spares)
+
+    def _records(self) -> Path:
+        return self.folder / f"generation-{self.generation}"
+
+    # ---- faults ----------------------------------------------------------------------------------------------
+
+    def _failed(self) -> tuple[set[int], str]:
+        """The ranks that have died, hang or are stopped, and why if it is not in what they left behind."""
+        dead = {rank for rank, number in enumerate(self.places) if self.processes[number].poll()}
+        if dead:
+            return dead, ""
+        if self.store.check([f"hang/{self.generation}"]):
+            hang = json.loads(self.store.get(f"hang/{self.generation}"))
+            return set(hang["ranks"]), hang["report"]
+        stopped = {rank for rank, number in enumerate(self.places) if self._is_stopped(number)}
+        return stopped, f"rank {min(stopped)} was stopped (SIGSTOP)" if stopped else ""
+
+    def _is_stopped(self, number: int) -> bool:
+        """Whether the process has been stopped by a signal for `STOPPED_FOR_S`; never outside of Linux."""
+        status = Path(f"/proc/{self.processes[number].pid}/stat")
+        try:
+            state = status.read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        if state not in "Tt":
+            self.stopped_since.pop(number, None)
+            return False
+        return time.monotonic() - self.stopped_since.setdefault(number, time.monotonic()) > STOPPED_FOR_S
+
+    def _replace(self, failed: set[int], why: str) -> None:
+        """Begin a generation in which other processes have the places of `failed`. Raises what cannot be recovered."""
+        for rank in failed:
+            self.processes[self.places[rank]].kill()
+        survivors = self._wait_until_left()
+        error = self._cause(why)
+        show_cursor()
+        if self.forwarded or self._is_final():
+            raise error
+        if self._faults_without_progress() >= MOST_FAULTS_WITHOUT_PROGRESS:
+            _warn(f"{MOST_FAULTS_WITHOUT_PROGRESS} faults with no new checkpoint between them: the run ends")
+            raise error
+        places = [number if number in survivors else None for number in self.places]
+        replaced = [rank for rank, number in enumerate(places) if number is None]
+        self._begin(places)
+        summary, *details = str(error).splitlines()
+        by = ", ".join(f"rank {rank} is process {self.processes[self.places[rank]].pid} now" for rank in replaced)
+        _warn("\n".join([f"{summary}; {by}, and all ranks resume from the newest checkpoint", *details]))
+
+    def _wait_until_left(self) -> set[int]:
+        """Numbers of the processes that have left the group of this generation; the others have ended."""
+        until = time.monotonic() + LEAVE_WITHIN_S + 2 * LOOK_EVERY_S
+        while True:
+            alive = {number for number in self.places if self.processes[number].poll() is None}
+            left = {number for number in alive if self.store.check([f"left/{self.generation}/{number}"])}
+            if left == alive:
+                return left
+            if time.monotonic() > until:
+                for number in alive - left:
+                    self.processes[number].kill()
+                    self.processes[number].wait()
+            time.sleep(LOOK_EVERY_S)
+
+    def _cause(self, why: str) -> BaseException:
+        if why:
+            return RunFailed(why)
+        codes = {rank: self.processes[number].poll() for rank, number in enumerate(self.places)}
+        failed = {rank: code for rank, code in codes.items() if code}
+        return cause(failed, bool(self.forwarded), self.explain_bus_error, self._records(), self.logs)
+
+    def _is_final(self) -> bool:
+        """Whether a rank has ended with an error that is meant for users: wrong input, or the end of the run."""
+        records = [json.loads(path.read_text())["message"] for path in self._records().glob("*.json")]
+        return any(record["errorCode"] == 2 or not record["extraInfo"]["py_callstack"].strip() for record in records)
+
+    def _faults_without_progress(self) -> int:
+        """How many faults there were since something was saved, this one included."""
+        now = self.progress()
+        self.faults_since = self.faults_since + 1 if now == self.last_progress else 1
+        self.last_progress = now
+        return self.faults_since
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)
