@@ -226,9 +226,10 @@ def start_process_group(device: torch.device, timeout_seconds: float, store: dis
         return
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder, which `hangs` reads
     ranks = ranks_from_environment()
-    given = {} if store is None else {"store": store, "rank": ranks.rank, "world_size": ranks.world_size}
+    rank, size = (-1, -1) if store is None else (ranks.rank, ranks.world_size)  # -1: torch reads the environment
+    timeout = timedelta(seconds=timeout_seconds)
     try:
-        dist.init_process_group(backend(device), timeout=timedelta(seconds=timeout_seconds), **given)
+        dist.init_process_group(backend(device), timeout=timeout, store=store, rank=rank, world_size=size)
     except ValueError as error:  # MASTER_ADDR or MASTER_PORT is missing
         raise InputError(f"RANK and WORLD_SIZE are set, but torch cannot find the other ranks: {error}") from None
 

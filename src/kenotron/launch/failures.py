@@ -55,19 +55,21 @@ class Watch:
     An exception that leaves the block is written into the store; `PeerFailed` is raised instead if another rank's
     failure is there already. `timeout_seconds` is how long a collective may wait before it counts as a hang.
 
-    Where ranks are replaced (`recovery`), `report_hang` receives the ranks that hang and the report about them, after
-    which this rank waits to be released, and `leave_within_s` is longer.
+    Where ranks are replaced (`recovery`), `report_hang` receives the ranks that hang and the report about them, and
+    `release` makes this rank's collectives raise, so that it leaves them; `leave_within_s` is longer.
     """
 
     def __init__(
         self,
         timeout_seconds: float,
         report_hang: Callable[[Sequence[int], str], None] | None = None,
+        release: Callable[[], None] | None = None,
         leave_within_s: float = LEAVE_WITHIN_S,
     ) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout_seconds = timeout_seconds
         self.report_hang = report_hang
+        self.release = release
         self.leave_within_s = leave_within_s
         self.store = _store(self.rank)
         self.found: Failure | None = None
@@ -187,6 +189,8 @@ class Watch:
 
     def _end(self, exit_code: int = ENDED_BY_ANOTHER) -> None:
         """End this process, unless its main thread does so first."""
+        if self.release is not None:
+            self.release()
         if not self.over.wait(self.leave_within_s):
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()

@@ -12,12 +12,15 @@ store:
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
 import json
 import os
 import signal
+import socket
+import stat
 import sys
 import traceback
 from collections.abc import Sequence
@@ -104,7 +107,7 @@ def redirect(log: Path) -> None:
     os.close(file)
 
 
-def run(folder: Path, generation: int, store: dist.Store) -> int | None:
+def run(folder: Path, generation: int, store: dist.TCPStore) -> int | None:
     """Do the work of `folder` in the group of `generation`; the exit code, or None if another rank has failed."""
 
     def report_hang(ranks: Sequence[int], report: str) -> None:
@@ -116,19 +119,39 @@ def run(folder: Path, generation: int, store: dist.Store) -> int | None:
             work_on_ranks(config, work, **options)
         else:
             group = dist.PrefixStore(f"group/{generation}", store)
-            watch = partial(Watch, report_hang=report_hang, leave_within_s=LEAVE_WITHIN_S)
+            release = partial(break_connections, store.port)
+            watch = partial(Watch, report_hang=report_hang, release=release, leave_within_s=LEAVE_WITHIN_S)
             work_as_rank(config, work, options, group, watch)
         leave()
     except KeyboardInterrupt:
         return 130
     except PeerFailed as error:
         note(f"left the group because of {error}")
+        break_connections(store.port)
         leave()
         return None
     except Exception as error:
         note(traceback.format_exc())
         return record(error)
     return 0
+
+
+def break_connections(store_port: int) -> None:
+    """Shut down this process's connections to other ranks: collectives end with an error, here and there.
+
+    Gloo closes them only when nothing refers to its groups any more, which FSDP2 does after an error, and its abort
+    leaves the other ranks waiting. They are the connections over the loopback interface, besides those to the store.
+    """
+    for descriptor in map(int, os.listdir("/proc/self/fd") if sys.platform.startswith("linux") else ()):
+        with contextlib.suppress(OSError):  # not connected, or closed meanwhile
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                address, port = connection.getpeername()[:2]
+                if address.startswith(("127.", "::1")) and port != store_port:
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -168,7 +169,7 @@ class GradientBuckets:
         parameters = self._parameters(root)
         for parameter in parameters:
             if parameter not in self.watched:  # not at the start: giving a meta parameter memory makes another of it
-                parameter.register_post_accumulate_grad_hook(self._has_gradient)
+                parameter.register_post_accumulate_grad_hook(_weakly(self._has_gradient))
                 self.watched.add(parameter)
         self.waiting, self.arrived = deque(reversed(parameters)), set()
 
@@ -275,6 +276,18 @@ def _sharding_mesh(mesh: Mesh) -> DeviceMesh:
         return shard
     axes = mesh.larger("shard")
     return mesh.device_mesh["dp_replicate", axes[0]] if len(axes) == 1 else concatenate([copies, shard])
+
+
+def _weakly(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """`method` as long as its object exists. A parameter's hook is in C++, where Python's collector finds no cycles."""
+    found = WeakMethod(method)
+
+    def call(parameter: nn.Parameter) -> None:
+        bound = found()
+        if bound is not None:
+            bound(parameter)
+
+    return call
 
 
 def _buckets(root: nn.Module) -> list[GradientBuckets]:
