@@ -18,6 +18,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import signal
 import socket
 import stat
@@ -35,7 +36,7 @@ from kenotron.config import Config
 from kenotron.config.errors import PeerFailed
 from kenotron.launch import leave, work_as_rank, work_on_ranks
 from kenotron.launch.environment import end_with_parent
-from kenotron.launch.error_records import record
+from kenotron.launch.error_records import ENDED_BY_ANOTHER, record
 from kenotron.launch.failures import Watch
 from kenotron.launch.rank import note, read_work
 from kenotron.launch.recovery import LEAVE_WITHIN_S
@@ -43,6 +44,7 @@ from kenotron.models import build
 from kenotron.storage.files import replace_file
 
 FOREVER = timedelta(days=365)
+LEAST_LEAK_BYTES = 256 << 20
 TRAINING = ("training.build", "parallel.data", "parallel.tensor", "parallel.pipeline", "checkpoint.tensors")
 
 
@@ -55,6 +57,7 @@ def main() -> None:
     faulthandler.enable()  # a crash in native code leaves its Python stack in the log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on the terminal is for ranks
     warm_up(folder)
+    memory = resident_bytes()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.set(f"ready/{number}", "")
     generation = 0
@@ -71,6 +74,8 @@ def main() -> None:
                 os._exit(code)  # threads that are still running may wait for ranks that are gone
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             gc.collect()  # the model of this generation, before the next one is built
+            if keeps_memory(memory):
+                os._exit(ENDED_BY_ANOTHER)  # another process takes this place, too
             store.set(f"left/{generation}/{number}", "")
         generation += 1
 
@@ -83,6 +88,18 @@ def warm_up(folder: Path) -> None:
     if isinstance(config, Config):
         with torch.device("meta"):
             build(config.model)
+
+
+def keeps_memory(before: int) -> bool:
+    """Whether most of a run's memory is held after it, as FSDP2 does after an error; `before`: without a run."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resident_bytes() - before > max((peak - before) / 2, LEAST_LEAK_BYTES)
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 outside of Linux."""
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * resource.getpagesize() if status.exists() else 0
 
 
 def take_place(rank: int, generation: int, folder: Path, logs: Path, console: tuple[int, int]) -> None:

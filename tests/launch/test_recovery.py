@@ -1,0 +1,142 @@
+"""A rank that dies, stops or hangs is replaced while the others stay, and no number of the run changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from chaos import run as chaos
+from support.nursery import Finished, Nursery
+from support.tiny_run import metrics, tiny_config, tiny_yaml
+
+pytestmark = pytest.mark.budget(25, reason="three processes and more, each of which imports torch for 3 s")
+
+STEPS = 9
+OVERRIDES = (
+    "parallelism.dp=2",
+    "tokens.micro_batch_size=2",
+    f"tokens.train_steps={STEPS}",
+    "checkpoints.checkpoint_interval=3",
+)
+NUMBERS = ("iteration", "lm_loss", "grad_norm", "consumed_tokens", "state_hash")
+
+
+def train(nursery: Nursery, folder: Path, *overrides: str, spares: int = 1) -> Finished:
+    return nursery.run("train", tiny_yaml(folder), *OVERRIDES, *overrides, "--spares", str(spares), folder=folder)
+
+
+def fault(folder: Path, what: str, rank: int, step: int = 5, once: bool = True) -> str:
+    arguments = f"what: {what}, rank: {rank}, step: {step}" + (f", once: {folder / 'happened'}" if once else "")
+    return f"general.hooks=[{{path: support.user_parts.OnRank, kwargs: {{{arguments}}}}}]"
+
+
+def numbers(folder: Path) -> list[list[object]]:
+    return [[line[name] for name in NUMBERS] for line in metrics(tiny_config(folder))]
+
+
+@pytest.fixture(scope="module")
+def without_faults(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> list[list[object]]:
+    folder = tmp_path_factory.mktemp("without")
+    finished = nursery.run("train", tiny_yaml(folder), *OVERRIDES, folder=folder)
+    assert finished.code == 0, finished.stderr
+    return numbers(folder)
+
+
+def replaced(finished: Finished) -> list[str]:
+    return [
+        line for line in finished.stderr.splitlines() if line.endswith("all ranks resume from the newest checkpoint")
+    ]
+
+
+def test_a_rank_that_is_killed_is_replaced(
+    tmp_path: Path, nursery: Nursery, without_faults: list[list[object]]
+) -> None:
+    finished = train(nursery, tmp_path, fault(tmp_path, "SIGKILL", rank=1))
+    assert finished.code == 0, finished.stderr
+    (line,) = replaced(finished)
+    assert line.startswith("warning: rank 1 was killed by SIGKILL; out of memory?; rank 1 is process ")
+    assert numbers(tmp_path) == without_faults
+    assert "Loaded weights" in finished.stdout
+    assert finished.stdout.count("Training from step") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "datastates"])
+@pytest.mark.parametrize(
+    ("what", "rank", "begins"),
+    [
+        ("SIGKILL", 0, "warning: rank 0 was killed by SIGKILL"),
+        ("SIGSTOP", 1, "warning: rank 1 was stopped (SIGSTOP); rank 1 is process "),
+        ("raise", 0, "warning: rank 0: RuntimeError: this hook is broken on one rank; rank 0 is process "),
+        ("sleep", 1, "warning: rank 0 has waited more than 5 s (parallelism.timeout_seconds) in "),
+    ],
+)
+def test_whatever_fails_is_replaced(
+    tmp_path: Path, nursery: Nursery, without_faults: list[list[object]], what: str, rank: int, begins: str, engine: str
+) -> None:
+    settings = (f"checkpoints.checkpointing_engine={engine}", "parallelism.timeout_seconds=5")
+    finished = train(nursery, tmp_path, fault(tmp_path, what, rank), *settings)
+    assert finished.code == 0, finished.stderr
+    (line,) = replaced(finished)
+    assert line.startswith(begins)
+    assert numbers(tmp_path) == without_faults
+
+
+@pytest.mark.slow
+def test_a_fault_before_the_first_checkpoint_begins_again(
+    tmp_path: Path, nursery: Nursery, without_faults: list[list[object]]
+) -> None:
+    assert train(nursery, tmp_path).code == 0
+    finished = train(nursery, tmp_path, fault(tmp_path, "SIGKILL", rank=0, step=2), "--fresh")
+    assert finished.code == 0, finished.stderr
+    assert finished.stdout.count("Training from step 1 ") == 2
+    assert numbers(tmp_path) == without_faults
+
+
+@pytest.mark.slow
+def test_a_fault_that_comes_back_ends_the_run_with_its_error(tmp_path: Path, nursery: Nursery) -> None:
+    finished = train(nursery, tmp_path, fault(tmp_path, "raise", rank=1, once=False))
+    assert finished.code == 1
+    assert len(replaced(finished)) == 2
+    assert "warning: 3 faults with no new checkpoint between them: the run ends" in finished.stderr
+    assert "\nerror: rank 1: RuntimeError: this hook is broken on one rank\n" in finished.stderr
+
+
+@pytest.mark.slow
+def test_wrong_input_is_not_tried_again(tmp_path: Path, nursery: Nursery) -> None:
+    finished = train(nursery, tmp_path, "general.hooks=[support.user_parts.WrongInput]")
+    assert (finished.code, replaced(finished)) == (2, [])
+    assert finished.stderr.splitlines()[-1] == "error: general.hooks: expected another one, found this one"
+
+
+@pytest.mark.slow
+def test_a_signal_saves_and_stops_all_processes(tmp_path: Path, nursery: Nursery) -> None:
+    child = nursery.start(
+        "train", tiny_yaml(tmp_path), *OVERRIDES, "tokens.train_steps=100000", "--spares", "1", folder=tmp_path
+    )
+    log = tmp_path / "logs" / "tiny" / "metrics.jsonl"
+    until = time.monotonic() + 60
+    while not (log.exists() and log.read_bytes().count(b"\n") > 3) and time.monotonic() < until:
+        time.sleep(0.05)
+    os.kill(child.pid, signal.SIGTERM)
+    finished = child.wait()
+    assert finished.code == 0, finished.stderr
+    assert "Checkpoint: " in finished.stdout
+    assert replaced(finished) == []
+
+
+def test_torchrun_with_spares_is_refused(tmp_path: Path, nursery: Nursery) -> None:
+    ranks = {"RANK": "0", "WORLD_SIZE": "2"}
+    finished = nursery.run("train", tiny_yaml(tmp_path), *OVERRIDES, "--spares", "1", folder=tmp_path, env=ranks)
+    assert finished.code == 2
+    assert finished.stderr.splitlines()[-1].startswith("error: --spares: expected ranks that kenotron starts itself")
+
+
+@pytest.mark.slow
+def test_faults_at_random_moments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert chaos.main(["--faults", "3", "--every", "5", "--layout", "parallelism.dp=2 optimizer.zero_stage=1"]) == 0
+    assert "every loss, gradient norm and hash of weights equals that" in capsys.readouterr().out
