@@ -10,7 +10,7 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow test-gpu fuzz test-slurm mutants compare-power lint bench bench-gpu reference docs clean
+.PHONY: help setup train test slow test-gpu fuzz test-slurm mutants compare-power chaos lint bench bench-gpu reference docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ mutants: $(VENV)/.installed-test  ## see which of the field's bugs the quick tes
 
 compare-power: $(VENV)/.installed-test  ## how often `kenotron compare` is right: 200 pairs that agree, 25 seeded faults
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m compare_power.run
+
+chaos: $(VENV)/.installed-test  ## 62 faults of ranks that spare processes replace: half an hour, and as long without faults; OPTIONS="--every 8"
+	PYTHONPATH=tests $(BIN)/python -m chaos.run $(OPTIONS)
 
 lint: $(VENV)/.installed-dev  ## formatting, lint, types, layering, generated docs
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files --show-diff-on-failure
