@@ -59,7 +59,8 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False, spares:
     from kenotron.launch.training import fetch_checkpoints, train
 
     if spares:
-        return _launch_with_spares(config, fresh, spares)
+        _launch_with_spares(config, fresh, spares)
+        return None
     if started_as_rank() or config.parallelism.world_size == 1:
         return work_on_ranks(config, train, fresh=fresh, reopen=reopen)
     from kenotron.training.mapped_files import truncated_file
