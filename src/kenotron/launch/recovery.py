@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.05
 LEAVE_WITHIN_S = 5.0  # how long a rank may take to leave the group of one that has failed; else it is replaced, too
 STOPPED_FOR_S = 1.0  # a process that is stopped (SIGSTOP) for longer has failed; a whole job that is stopped has not
+START_SPARES_EVERY_S = 10.0
 MOST_FAULTS_WITHOUT_PROGRESS = 3
 
 
@@ -91,6 +92,7 @@ class ReplacedRanks:
         self.processes: list[subprocess.Popen[bytes]] = []  # all that were started; their index is their number
         self.places: list[int] = []  # rank → number of its process, in this generation
         self.generation = -1
+        self.started_at = 0.0  # when spares were last looked after
         self.stopped_since: dict[int, float] = {}
         self.last_progress: object = None
         self.faults_since = 0
@@ -104,6 +106,8 @@ class ReplacedRanks:
             failed, why = self._failed()
             if failed:
                 self._replace(failed, why)
+            elif time.monotonic() - self.started_at > START_SPARES_EVERY_S:  # one may have died
+                self._fill_up(self.spares)
 
     def end(self) -> None:
         """Kill the processes that are left: spare ones, or all after an error."""
@@ -126,6 +130,7 @@ class ReplacedRanks:
             arguments = [str(self.folder), str(self.logs), str(len(self.processes)), str(self.store.port)]
             command = [sys.executable, "-P", "-m", "kenotron.launch.recovering_rank", *arguments]
             self.processes.append(subprocess.Popen(command, env={**os.environ, **variables}))
+        self.started_at = time.monotonic()
 
     def _idle(self) -> list[int]:
         """Numbers of the processes that are alive and have no place, those that have imported everything first."""
