@@ -158,9 +158,9 @@ def test_cores_are_shared_out_and_the_users_choice_stays(monkeypatch: pytest.Mon
     monkeypatch.setattr(share, "cores", lambda: 16)
     assert [share.threads_each(ranks) for ranks in (1, 2, 3, 16, 40)] == [16, 8, 5, 1, 1]
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert local._variables(4, tmp_path)["OMP_NUM_THREADS"] == "4"
+    assert local.rank_variables(4, tmp_path)["OMP_NUM_THREADS"] == "4"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert "OMP_NUM_THREADS" not in local._variables(4, tmp_path)
+    assert "OMP_NUM_THREADS" not in local.rank_variables(4, tmp_path)
 
 
 def test_fewer_accelerators_than_ranks_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,9 +196,9 @@ def test_a_rank_ends_with_the_process_that_started_it() -> None:
 
 
 def test_an_earlier_launchs_log_is_kept_under_another_name(tmp_path: Path) -> None:
-    path = local._fresh_log(tmp_path / "ranks", 1)
+    path = local.fresh_log(tmp_path / "ranks", 1)
     path.write_text("earlier")
-    assert local._fresh_log(tmp_path / "ranks", 1) == path
+    assert local.fresh_log(tmp_path / "ranks", 1) == path
     (kept,) = (tmp_path / "ranks").iterdir()
     assert kept.name.startswith("1-until-20")
     assert kept.read_text() == "earlier"
