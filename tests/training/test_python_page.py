@@ -51,7 +51,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
             run_cell("".join(cell["source"]), names, tmp_path)
 
     run, table, steps = names["run"], names["metrics"], 60
-    assert (run.step, names["small"].tokens.train_steps, names["config"].tokens.train_steps) == (steps, steps, 1000)
+    assert (run.step, names["small"].tokens.train_steps, names["config"].tokens.train_steps) == (steps, steps, 400)
     written = [json.loads(line) for line in Path("logs/text-folder/metrics.jsonl").read_text().splitlines()]
     assert list(table["lm_loss"]) == pytest.approx([step["lm_loss"] for step in written], rel=1e-12)
     assert list(table["iteration"]) == list(range(1, steps + 1))
