@@ -58,33 +58,37 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False, spares:
     _print_first_line(config)
     from kenotron.launch.training import fetch_checkpoints, train
 
-    if spares:
-        _launch_with_spares(config, fresh, spares)
-        return None
-    if started_as_rank() or config.parallelism.world_size == 1:
+    if spares and started_as_rank():
+        raise InputError(
+            "--spares: expected ranks that kenotron starts itself, on one machine; found ranks of torchrun or srun "
+            "(a job of `kenotron submit` is requeued when a node fails)"
+        )
+    if not spares and (started_as_rank() or config.parallelism.world_size == 1):
         return work_on_ranks(config, train, fresh=fresh, reopen=reopen)
     from kenotron.training.mapped_files import truncated_file
     from kenotron.training.start import name_before_start
 
     fetch_checkpoints(config, fresh)
     config, logs = name_before_start(config, fresh)
-    return work_on_ranks(config, train, logs=logs, explain_bus_error=partial(truncated_file, config), fresh=fresh)
+    explain_bus_error = partial(truncated_file, config)
+    if spares:
+        _start_with_spares(config, train, fresh, logs, spares, explain_bus_error)
+        return None
+    return work_on_ranks(config, train, logs=logs, explain_bus_error=explain_bus_error, fresh=fresh)
 
 
-def _launch_with_spares(config: Config, fresh: bool, spares: int) -> None:
+def _start_with_spares(
+    config: Config,
+    train: Callable[..., object],
+    fresh: bool,
+    logs: Path,
+    spares: int,
+    explain_bus_error: Callable[[], str | None],
+) -> None:
     from kenotron.checkpoint.folders import list_checkpoints
     from kenotron.launch.recovery import start_ranks_with_spares
-    from kenotron.launch.training import fetch_checkpoints, train
-    from kenotron.training.mapped_files import truncated_file
-    from kenotron.training.start import choose_start, name_before_start, own_folder
+    from kenotron.training.start import choose_start, own_folder
 
-    if started_as_rank():
-        raise InputError(
-            "--spares: expected ranks that kenotron starts itself, on one machine; found ranks of torchrun or srun "
-            "(a job of `kenotron submit` is requeued when a node fails)"
-        )
-    fetch_checkpoints(config, fresh)
-    config, logs = name_before_start(config, fresh)
     if fresh:  # once, and not again when ranks are replaced
         with own_folder(config):
             choose_start(config, fresh)
@@ -95,7 +99,7 @@ def _launch_with_spares(config: Config, fresh: bool, spares: int) -> None:
         logs,
         spares,
         progress=lambda: [entry.step for entry in list_checkpoints(config.checkpoint_folder)],
-        explain_bus_error=partial(truncated_file, config),
+        explain_bus_error=explain_bus_error,
     )
 
 

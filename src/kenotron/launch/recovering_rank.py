@@ -18,7 +18,6 @@ import gc
 import importlib
 import json
 import os
-import resource
 import signal
 import socket
 import stat
@@ -41,10 +40,12 @@ from kenotron.launch.failures import Watch
 from kenotron.launch.rank import note, read_work
 from kenotron.launch.recovery import LEAVE_WITHIN_S
 from kenotron.models import build
+from kenotron.parallel.device import memory
 from kenotron.storage.files import replace_file
 
 FOREVER = timedelta(days=365)
 LEAST_LEAK_BYTES = 256 << 20
+CPU = torch.device("cpu")
 TRAINING = ("training.build", "parallel.data", "parallel.tensor", "parallel.pipeline", "checkpoint.tensors")
 
 
@@ -57,7 +58,7 @@ def main() -> None:
     faulthandler.enable()  # a crash in native code leaves its Python stack in the log
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on the terminal is for ranks
     warm_up(folder)
-    memory = resident_bytes()
+    before = memory(CPU)["allocated"]
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     store.set(f"ready/{number}", "")
     generation = 0
@@ -74,7 +75,7 @@ def main() -> None:
                 os._exit(code)  # threads that are still running may wait for ranks that are gone
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             gc.collect()  # the model of this generation, before the next one is built
-            if keeps_memory(memory):
+            if keeps_memory(before):
                 os._exit(ENDED_BY_ANOTHER)  # another process takes this place, too
             store.set(f"left/{generation}/{number}", "")
         generation += 1
@@ -92,14 +93,8 @@ def warm_up(folder: Path) -> None:
 
 def keeps_memory(before: int) -> bool:
     """Whether most of a run's memory is held after it, as FSDP2 does after an error; `before`: without a run."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return resident_bytes() - before > max((peak - before) / 2, LEAST_LEAK_BYTES)
-
-
-def resident_bytes() -> int:
-    """Memory of this process; 0 outside of Linux."""
-    status = Path("/proc/self/statm")
-    return int(status.read_text().split()[1]) * resource.getpagesize() if status.exists() else 0
+    now = memory(CPU)
+    return now["allocated"] - before > max((now["peak_allocated"] - before) / 2, LEAST_LEAK_BYTES)
 
 
 def take_place(rank: int, generation: int, folder: Path, logs: Path, console: tuple[int, int]) -> None:
