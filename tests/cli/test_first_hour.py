@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import kenotron as kn
 from kenotron.cli import main
 from kenotron.config.errors import InputError, RunFailed, nearest_sibling
 from support.tiny_run import (
+    environment,
     metrics,
     text_overrides,
     tiny_config,
@@ -150,6 +152,10 @@ REFUSED += [
     (f"{STAGE}={{corpus: wikipedia}}", f"{STAGE}.corpus: expected 'python-stdlib', found 'wikipedia'"),
     (f"{STAGE}={{text_files: texts.jsonl}}", "missing: the stage 'only' reads text (set it, or tokenizer.train)"),
     ("profiler.profiler_export_path=x", "profiler: expected tokens.train_steps of at least 6 for the trace, found 3"),
+    ("optimizer.optimizer_factory={name: fractions.Fraction}", "expected a torch.optim.Optimizer at 'fractions.Frac"),
+    ("model.loss=math.pi", "model.loss: expected a function at 'math.pi', found 3.14159"),
+    ("parallelism.strategy=math.pi", "parallelism.strategy: expected a function at 'math.pi', found 3.14159"),
+    (f"{LR}.lr_decay_style=math.pi", f"{LR}.lr_decay_style: expected a function at 'math.pi', found 3.14159"),
 ]
 
 
@@ -161,6 +167,17 @@ def test_config_check_refuses_in_one_line(override: str, line: str, tell: Tell) 
     assert stderr.startswith("error: ")
     assert stderr.count("\n") == 1
     assert line in stderr
+
+
+def test_config_check_names_a_folder_without_text(tell: Tell, tmp_path: Path) -> None:
+    (tmp_path / "texts" / "of" / "mine").mkdir(parents=True)
+    text = (
+        f"{STAGE}={{text_files: texts}}",
+        "tokenizer={train: {vocab_size: 300}}",
+        "model.model_config.vocab_size=300",
+    )
+    code, _, stderr = tell("config", "check", "tiny.yaml", *text)
+    assert (code, stderr) == (2, f"error: {STAGE}.text_files: folder texts holds no text file\n")
 
 
 @pytest.mark.parametrize(
@@ -397,6 +414,42 @@ def test_a_wrong_command_is_one_line(
     assert code == 2
     assert len(said) == 1
     assert said[0].startswith(line)
+
+
+def test_missing_models_and_too_many_ranks_are_answered_before_torch_is_imported(tmp_path: Path) -> None:
+    """torch alone takes up to two seconds of an answer."""
+    tiny_yaml(tmp_path)
+    code = """
+import sys
+sys.modules["torch"] = None
+from kenotron.cli import main
+for arguments in (
+    ["generate", "./gpt2"], ["chat", "nowhere/run/10"], ["convert", "from-hf", "./gpt2", "out"],
+    ["convert", "to-hf", "nowhere", "out"], ["convert", "from-nanotron", "nowhere", "out"],
+    ["train", "tiny.yaml", "parallelism.dp=4000"],
+):
+    try:
+        main(arguments)
+    except SystemExit as ended:
+        assert ended.code == 2
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(tmp_path),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode == 0, process.stderr
+    assert [line.split(":")[1].strip() for line in process.stderr.splitlines()] == [
+        "no checkpoint at gpt2",
+        "no checkpoint at nowhere/run/10",
+        "no folder gpt2; the nearest that exists is " + str(tmp_path),
+        "no checkpoint at nowhere",
+        "SRC",
+        "parallelism",
+    ]
 
 
 def test_the_version_and_the_bare_command(tell: Tell) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from kenotron.cli import sampling_options as options
-from kenotron.cli.remote import at_hand
+from kenotron.cli.remote import model_at_hand
 
 
 def chat(
@@ -31,6 +31,7 @@ def chat(
     dtype: options.Dtype = None,
 ) -> None:
     """Talk to a trained model, turn by turn."""
+    here = model_at_hand(path)
     from kenotron.generation.chat import Chat
     from kenotron.generation.load import load_for_generation
     from kenotron.generation.options import SamplingOptions
@@ -46,7 +47,7 @@ def chat(
         seed=seed,
         stop=stop or (),
     )
-    model, tokenizer, _ = load_for_generation(at_hand(path), dtype)
+    model, tokenizer, _ = load_for_generation(here, dtype)
     conversation = Chat(model, tokenizer, system)
     for text in _turns():
         answer = conversation.reply(text, sampling, stream=lambda piece: print(piece, end="", flush=True))

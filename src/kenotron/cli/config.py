@@ -18,7 +18,7 @@ from kenotron.config import Config, dump, load, refuse_unsupported
 from kenotron.config import diff as differences
 from kenotron.config.architecture import HFArchitecture
 from kenotron.config.data import CustomSource, PretrainDataset, SFTDataset, paths_of
-from kenotron.config.dotted import import_dotted, import_registered
+from kenotron.config.dotted import import_registered
 from kenotron.config.errors import counted, is_a_path, no_such_path
 from kenotron.config.warnings import warnings_of
 
@@ -61,15 +61,7 @@ def _check_names(config: Config) -> None:
         from kenotron.training.hooks import find_hook
 
         find_hook(*((entry, {}) if isinstance(entry, str) else (entry.path, entry.kwargs)))
-    factory, style = config.optimizer.optimizer_factory, config.optimizer.learning_rate_scheduler.lr_decay_style
-    for key, name in {
-        "optimizer.optimizer_factory.name": factory.name,
-        "optimizer.learning_rate_scheduler.lr_decay_style": style,
-        "model.loss": config.model.loss or "",
-        "parallelism.strategy": config.parallelism.strategy or "",
-    }.items():
-        if "." in name:
-            import_dotted(name, key)
+    _check_code(config)
     if config.checkpoints.checkpointing_engine != "torch":
         from kenotron.checkpoint.engine import find_engine
 
@@ -100,13 +92,34 @@ def _check_names(config: Config) -> None:
     restarts = any(stage.data.restart for stage in config.data_stages)
     if restarts or any(paths_of(dataset) or isinstance(dataset, CustomSource) for dataset in config.datasets):
         from kenotron.data.sources import DATASETS
-        from kenotron.data.stage_plan import check_paths, datasets_of  # half a second
+        from kenotron.data.stage_plan import check_files, check_paths, datasets_of  # half a second
 
         check_paths(config)
+        check_files(config)
         for number, stage in enumerate(config.data_stages):
             for at, dataset in datasets_of(stage.data, number):
                 if isinstance(dataset, CustomSource):
                     import_registered(dataset.source, f"{at}.source", DATASETS)
+
+
+def _check_code(config: Config) -> None:
+    """Errors (InputError): a dotted path to a part of training that cannot be imported, or is of another kind."""
+    if "." in (name := config.optimizer.optimizer_factory.name):
+        from kenotron.optim.build import load_optimizer
+
+        load_optimizer(name)
+    if "." in (schedule := config.optimizer.learning_rate_scheduler).lr_decay_style:
+        from kenotron.optim.schedule import check_schedule
+
+        check_schedule(schedule)
+    if loss := config.model.loss:
+        from kenotron.models.token_loss import load_loss
+
+        load_loss(loss)
+    if "." in (strategy := config.parallelism.strategy or ""):
+        from kenotron.parallel.data import load_strategy
+
+        load_strategy(strategy)
 
 
 @app.command()

@@ -12,6 +12,7 @@ import typer
 
 from kenotron.cli.data import on_this_machine
 from kenotron.cli.remote import at_hand
+from kenotron.config.errors import no_such_path
 
 app = typer.Typer(help="Convert models to and from Hugging Face's format, and nanotron's runs.", no_args_is_help=True)
 
@@ -25,9 +26,12 @@ def from_hf(
     ] = None,
 ) -> None:
     """Convert a Hugging Face model to a checkpoint."""
-    from kenotron import interop
+    from kenotron.checkpoint.model_files import find_config
 
     on_this_machine(dst, "DST")
+    find_config(src)
+    from kenotron import interop  # which imports torch
+
     with _progress("Reading") as progress:
         saved = interop.from_hf(src, dst, family=family, report=_say, progress=progress)
     print(f"Wrote {saved.path}: {saved.bytes / 1e6:.1f} MB in {saved.seconds:.1f} s")
@@ -45,10 +49,12 @@ def to_hf(
     max_shard_size: Annotated[str, typer.Option(help="Maximum size of a safetensors file.")] = "5GB",
 ) -> None:
     """Convert a checkpoint to a folder that transformers loads."""
-    from kenotron import interop
+    from kenotron.checkpoint.folders import resolve
 
     on_this_machine(dst, "DST")
-    source = at_hand(src)
+    source = resolve(at_hand(src).expanduser())
+    from kenotron import interop  # which imports torch
+
     with _progress("Writing") as progress:
         written = interop.to_hf(source, dst, dtype=dtype, max_shard_size=max_shard_size, report=_say, progress=progress)
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
@@ -62,9 +68,11 @@ def from_nanotron(
     dst: Annotated[Path, typer.Argument(help="New folder of checkpoints; the step keeps its number.")],
 ) -> None:
     """Convert a nanotron checkpoint (Llama or Qwen2) to one that a run goes on from: weights, optimizer, position."""
-    from kenotron import interop
-
     on_this_machine(dst, "DST")
+    if not src.expanduser().exists():
+        raise no_such_path("SRC", src)
+    from kenotron import interop  # which imports torch
+
     with _progress("Reading") as progress:
         saved = interop.from_nanotron(src, dst, report=_say, progress=progress)
     print(f"Wrote {saved.path}: {saved.bytes / 1e6:.1f} MB in {saved.seconds:.1f} s")

@@ -45,7 +45,7 @@ def fetch(
 
 def _model_requirements(config: Any) -> Iterator[RequiredFile]:
     """The Hugging Face models that provide the shapes or the initial weights."""
-    from kenotron.interop.hf_weights import find_config, is_hub_name, locate
+    from kenotron.checkpoint.model_files import find_config, is_hub_name, locate
     from kenotron.prepare.download import RequiredFile, required_path
 
     if name := getattr(config.model.architecture, "hf", None):

@@ -17,3 +17,12 @@ def at_hand(path: str) -> Path:
     copy = local_copy(path)
     print(f"{path}: read from {copy}", file=sys.stderr)
     return copy
+
+
+def model_at_hand(path: str) -> Path:
+    """`at_hand`, of a checkpoint or a Hugging Face model, and its errors before torch takes its seconds to import."""
+    from kenotron.checkpoint.model_files import find_model
+
+    here = at_hand(path)
+    find_model(here if is_remote(path) else path)  # "./name" is no name of the hub, and Path drops the "./"
+    return here

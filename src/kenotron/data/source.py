@@ -313,7 +313,7 @@ class SourceSpec(ABC):
         return "dataset", ()
 
     def check_files(self) -> None:  # noqa: B027 (most sources have no files to check)
-        """Open the files that it names, and read none. Error (InputError): one is damaged or missing."""
+        """List or open the files that it names, and read none. Error (InputError): one is damaged or missing."""
 
 
 class TextSpec(SourceSpec):

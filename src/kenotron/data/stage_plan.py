@@ -205,6 +205,17 @@ def check_paths(config: Config, step: int | None = None) -> None:
                     raise no_such_path(key, path)
 
 
+def check_files(config: Config) -> None:
+    """List and open the files on this machine that any stage reads, and read none of their text or tokens.
+
+    Errors (InputError): a folder without any, a damaged file; those of `plan_stages`.
+    """
+    for source in (source for stage in plan_stages(config) for source in stage.sources):
+        if not any(is_remote(path) for path in source.spec.paths()[1]):
+            with complete_keys(source.at):
+                source.spec.check_files()
+
+
 def identities(specs: Sequence[SourceSpec], seed: int, sequence_length: int) -> list[str]:
     """A name for each source: equal across stages for equal data, seed and sequence length, unique within one."""
     order = {"seed": seed, "sequence_length": sequence_length}

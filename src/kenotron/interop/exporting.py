@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kenotron.checkpoint.model_files import INDEX
 from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
 from kenotron.config.errors import InputError, nearest
 from kenotron.config.model import WEIGHT_DTYPES
 from kenotron.interop.hf_code import copy_code
 from kenotron.interop.hf_config import Report, hf_config, quiet
-from kenotron.interop.hf_weights import INDEX, Weights
+from kenotron.interop.hf_weights import Weights
 from kenotron.interop.sources import Source, checkpoint_source, fitted, skeleton
 from kenotron.interop.tensor_names import by_hf_name, their_names, their_tensor
 from kenotron.interop.whole_weights import write_whole

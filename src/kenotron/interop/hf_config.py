@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -51,19 +50,6 @@ SETTLED = {"family", "eos_token_id", "hidden_act", "rope_theta", "rope_scaling",
 
 def quiet(line: str) -> None:
     """A `Report` for callers that do not want one."""
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from `file`, or InputError."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {file}: {error.strerror}") from None
-    except ValueError as error:
-        raise InputError(f"{file} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise InputError(f"{file}: expected a JSON object, found {type(content).__name__}")
-    return content
 
 
 def architecture_from_hf(

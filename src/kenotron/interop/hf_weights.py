@@ -1,7 +1,6 @@
-"""Where a Hugging Face model is, and its tensors, read when they are used.
+"""The tensors of a Hugging Face model's folder, read when they are used.
 
-folder = locate("meta-llama/Llama-3.2-1B")        # a folder, or a hub name: local cache first
-weights = hf_weights(folder)
+weights = hf_weights(Path("exported"))
 weights["model.norm.weight"]                      # only these bytes are read
 weights.block("lm_head.weight", (4, 0), (2, 64))  # rows 4 and 5
 """
@@ -12,18 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kenotron.checkpoint.model_files import INDEX, SINGLE, shard_names
 from kenotron.config.errors import InputError, nearest
-from kenotron.interop.hf_config import read_json
-from kenotron.storage.hub import hub_file
-from kenotron.text.tokenizer import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-HUB = "no such folder here"  # so each of the hub's errors begins
-
 
 Box = tuple[slice, ...]  # from and to, of each dimension; () is everything
 
@@ -68,52 +60,11 @@ class Weights(Mapping[str, "Tensor"]):
         return len(self._stored)
 
 
-def is_hub_name(source: str | Path) -> bool:
-    """Could this be ``owner/name``, and is it not a folder here?"""
-    text = str(source)
-    return not Path(text).expanduser().exists() and text.count("/") <= 1 and text[:1] not in (".", "/", "~")
-
-
-def find_config(source: str | Path) -> Path:
-    """The `config.json` of a folder or a hub name."""
-    if is_hub_name(source):
-        file = hub_file(str(source), "config.json", None, HUB)
-        if file is None:
-            raise InputError(f"{HUB}: repository '{source}' has no config.json")
-        return file
-    folder = Path(source).expanduser()
-    if folder.is_file():
-        raise InputError(f"{folder} is a file; expected the folder of a Hugging Face model")
-    if not folder.is_dir():
-        parent = next(parent for parent in folder.absolute().parents if parent.is_dir())
-        hint = nearest(folder.name, [entry.name for entry in parent.iterdir()])
-        raise InputError(f"no folder {folder}; the nearest that exists is {parent}{hint}")
-    if not (folder / "config.json").is_file():
-        raise InputError(f"{folder} is not a Hugging Face model: it has no config.json")
-    return folder / "config.json"
-
-
-def locate(source: str | Path) -> Path:
-    """The folder of a Hugging Face model with its weights and tokenizer, fetched where they are missing."""
-    folder = find_config(source).parent
-    if not is_hub_name(source):
-        return folder
-    repo = str(source)
-    index = hub_file(repo, INDEX, None, HUB)
-    shards = _shards(index) if index else [SINGLE]
-    for name in shards:
-        if hub_file(repo, name, None, HUB) is None:
-            raise InputError(f"{HUB}: repository '{repo}' has no {name} (only safetensors are read)")
-    for name in (*TOKENIZER_FILES, "generation_config.json"):
-        hub_file(repo, name, None, HUB, optional=True)
-    return folder
-
-
 def hf_weights(folder: Path) -> Weights:
     """The tensors of a folder with one safetensors file or several and an index."""
     from safetensors import SafetensorError, safe_open
 
-    names = _shards(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+    names = shard_names(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
     stored: dict[str, Stored] = {}
     for name in names:
         file = folder / name
@@ -131,16 +82,6 @@ def hf_weights(folder: Path) -> Weights:
 def _stored(opened: Any, key: str) -> Stored:
     part = opened.get_slice(key)
     return Stored(tuple(part.get_shape()), lambda box: part[box] if box else opened.get_tensor(key))
-
-
-def _shards(index: Path) -> list[str]:
-    files = read_json(index).get("weight_map")
-    if not isinstance(files, dict):
-        raise InputError(f"{index}: expected a weight_map")
-    for name in files.values():
-        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
-            raise InputError(f"{index}: expected names of files beside it, found {name!r}")
-    return sorted(set(files.values()))
 
 
 def _missing(folder: Path, name: str) -> str:

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kenotron.checkpoint import folders, manifest, reading
+from kenotron.checkpoint import folders, reading
+from kenotron.checkpoint.model_files import find_config, find_model, locate, read_json
 from kenotron.config.architecture import HFArchitecture
 from kenotron.config.config import problems_of
 from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
@@ -21,8 +22,8 @@ from kenotron.config.errors import InputError
 from kenotron.config.model import WEIGHT_DTYPES, Model
 from kenotron.config.parallelism import Parallelism
 from kenotron.config.resolved import read_resolved
-from kenotron.interop.hf_config import Report, architecture_from_hf, quiet, read_json
-from kenotron.interop.hf_weights import Box, Stored, Weights, find_config, hf_weights, is_hub_name, locate
+from kenotron.interop.hf_config import Report, architecture_from_hf, quiet
+from kenotron.interop.hf_weights import Box, Stored, Weights, hf_weights
 from kenotron.interop.rope_layout import is_rotated, to_halves, to_interleaved
 from kenotron.interop.tensor_names import in_our_names
 from kenotron.interop.whole_weights import read_whole
@@ -62,28 +63,8 @@ def open_source(path: str | Path, *, report: Report = quiet, verify: bool = True
     `family`: one to try for Hugging Face's besides the built-in ones.
     Errors (InputError): nothing there, not a checkpoint, damaged (`verify`: checksums are compared now), not supported.
     """
-    folder = Path(path).expanduser()
-    ours = (folder / manifest.MANIFEST).exists() or (folder / folders.LATEST).exists()
-    if not ours and (folder / "config.json").is_file():
-        return hf_source(folder, report, family)
-    if not ours and is_hub_name(path):
-        _find_in_hub(path)
-        return hf_source(path, report, family)
-    return checkpoint_source(folder, verify)
-
-
-def _find_in_hub(path: str | Path) -> None:
-    """Raise InputError if the hub has no model `path`: with what is near among folders, if something is."""
-    try:
-        find_config(path)
-    except InputError as in_hub:
-        try:
-            folders.resolve(Path(path))
-        except InputError as here:
-            in_a_folder = Path(path).parent != Path() and Path(path).parent.is_dir()
-            if in_a_folder or "did you mean" in str(here):
-                raise here from None
-        raise in_hub from None
+    found = find_model(path)
+    return checkpoint_source(found.folder, verify) if found.ours else hf_source(path, report, family)
 
 
 def hf_source(path: str | Path, report: Report = quiet, family: str | None = None) -> Source:

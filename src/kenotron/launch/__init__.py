@@ -26,7 +26,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from kenotron.config.errors import InputError, counted
 from kenotron.config.parallelism import HasLayout
-from kenotron.launch.environment import check_devices, ranks_from_environment, share_threads, started_as_rank
+from kenotron.launch.environment import (
+    check_cores,
+    check_devices,
+    ranks_from_environment,
+    share_threads,
+    started_as_rank,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -158,18 +164,21 @@ def work_on_ranks(
     and `explain_bus_error` returns a cause to report when one died of SIGBUS. Returns what `work` returned in this
     process, None if it ran in others. Raises InputError if the number of processes does not fit the layout.
     """
+    check_processes(config)
     needed = config.parallelism.world_size
     if not started_as_rank() and needed > 1:
         from kenotron.launch.local import start_ranks
 
         start_ranks(config, work, options, logs, explain_bus_error)
         return None
-    check_processes(config)
     return _work_alone(config, work, options) if needed == 1 else work_as_rank(config, work, options)
 
 
 def check_processes(config: HasLayout) -> None:
-    """Raise InputError if torchrun or Slurm has started another number of processes than `config`'s layout needs."""
+    """Raise InputError if torchrun or Slurm has started another number of processes than `config`'s layout needs.
+
+    Or, where they are started here, if the layout needs more than this machine can run.
+    """
     needed, ranks = config.parallelism.world_size, ranks_from_environment()
     if started_as_rank() and ranks.world_size != needed:
         layout = " x ".join(f"{name} {degree}" for name, degree in config.parallelism.degrees.items())
@@ -177,6 +186,8 @@ def check_processes(config: HasLayout) -> None:
             f"parallelism: {layout} needs {counted(needed, 'process')}, but "
             f"{ranks.world_size} {'was' if ranks.world_size == 1 else 'were'} started"
         )
+    if not started_as_rank():
+        check_cores(needed)
 
 
 def _work_alone(config: RankConfig, work: Callable[..., T], options: dict[str, object]) -> T:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from kenotron.config.dotted import search_path
 from kenotron.config.errors import InputError, RunFailed
-from kenotron.launch.environment import check_cores, check_devices, threads_each
+from kenotron.launch.environment import check_devices, threads_each
 from kenotron.launch.error_records import ENDED_BY_ANOTHER
 from kenotron.launch.functions import function_path
 
@@ -56,7 +56,6 @@ def start_ranks(
 
     count = config.parallelism.world_size
     check_devices(count)
-    check_cores(count)
     with tempfile.TemporaryDirectory(prefix="kenotron-") as temporary, _quiet_launcher():
         folder = Path(temporary)
         logs = logs or folder / "ranks"

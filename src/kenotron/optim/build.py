@@ -108,7 +108,7 @@ def _build_custom(
     groups: list[dict[str, Any]], path: str, kwargs: dict[str, Any], padded: bool
 ) -> torch.optim.Optimizer:
     """The class at `path` over `groups`, checked so that no key is ignored and no state is lost."""
-    make = _import(path)
+    make = load_optimizer(path)
     valid = [name for name in inspect.signature(make).parameters if name not in OF_THE_CONFIG]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(make).parameters.values())
     for name in kwargs:
@@ -149,7 +149,8 @@ def _check_elementwise(
     )
 
 
-def _import(path: str) -> type[torch.optim.Optimizer]:
+def load_optimizer(path: str) -> type[torch.optim.Optimizer]:
+    """The class behind a dotted ``optimizer_factory.name``. Raises `InputError` where there is none at `path`."""
     found = import_dotted(path, f"{FACTORY}.name")
     if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
         return found

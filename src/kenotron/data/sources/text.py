@@ -94,6 +94,12 @@ class TextDataset(TextSpec):
         """The paths of `text_files`."""
         return "dataset.text_files", _paths(self.section) if isinstance(self.section, TextFiles | SFTFiles) else ()
 
+    def check_files(self) -> None:
+        """List them. Error (InputError): a folder holds no text."""
+        key, paths = self.paths()
+        for path in paths:
+            find_files(path, key)
+
     def documents(self, remote: RemoteData | None = None, tokenizer: TextTokenizer | None = None) -> DocumentSource:
         """The documents. Prompts and answers are examples (text/sft.py); how conversations are written, the
         `tokenizer` says.

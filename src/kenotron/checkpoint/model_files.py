@@ -1,0 +1,122 @@
+"""Where a model's files are: our checkpoint, a Hugging Face folder, or a hub name. Nothing here imports torch.
+
+find_model("checkpoints")                         # Found(folder=PosixPath('checkpoints/20'), ours=True)
+find_model("HuggingFaceTB/SmolLM2-135M")          # config.json is fetched, local cache first: ours=False
+locate("HuggingFaceTB/SmolLM2-135M")              # the folder, with weights and tokenizer fetched
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kenotron.checkpoint import folders
+from kenotron.checkpoint.manifest import MANIFEST
+from kenotron.config.errors import InputError, nearest
+from kenotron.storage.hub import hub_file
+from kenotron.text.tokenizer import TOKENIZER_FILES
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+HUB = "no such folder here"  # so each of the hub's errors begins
+
+
+class Found(NamedTuple):
+    """The folder of a checkpoint of ours, or the one that holds a Hugging Face model's `config.json`."""
+
+    folder: Path
+    ours: bool
+
+
+def find_model(path: str | Path) -> Found:
+    """What `path` names: a step's folder, a folder of steps, a Hugging Face model's folder or hub name.
+
+    Errors (InputError): nothing there; the message names what is near.
+    """
+    folder = Path(path).expanduser()
+    ours = (folder / MANIFEST).exists() or (folder / folders.LATEST).exists()
+    if not ours and (folder / "config.json").is_file():
+        return Found(folder, ours=False)
+    if not ours and is_hub_name(path):
+        return Found(_find_in_hub(path), ours=False)
+    return Found(folders.resolve(folder), ours=True)
+
+
+def _find_in_hub(path: str | Path) -> Path:
+    """The folder of a hub model's `config.json`. The error names what is near among folders, if something is."""
+    try:
+        return find_config(path).parent
+    except InputError as in_hub:
+        try:
+            folders.resolve(Path(path))
+        except InputError as here:
+            in_a_folder = Path(path).parent != Path() and Path(path).parent.is_dir()
+            if in_a_folder or "did you mean" in str(here):
+                raise here from None
+        raise in_hub from None
+
+
+def is_hub_name(source: str | Path) -> bool:
+    """Could this be ``owner/name``, and is it not a folder here?"""
+    text = str(source)
+    return not Path(text).expanduser().exists() and text.count("/") <= 1 and text[:1] not in (".", "/", "~")
+
+
+def find_config(source: str | Path) -> Path:
+    """The `config.json` of a folder or a hub name."""
+    if is_hub_name(source):
+        file = hub_file(str(source), "config.json", None, HUB)
+        if file is None:
+            raise InputError(f"{HUB}: repository '{source}' has no config.json")
+        return file
+    folder = Path(source).expanduser()
+    if folder.is_file():
+        raise InputError(f"{folder} is a file; expected the folder of a Hugging Face model")
+    if not folder.is_dir():
+        parent = next(parent for parent in folder.absolute().parents if parent.is_dir())
+        hint = nearest(folder.name, [entry.name for entry in parent.iterdir()])
+        raise InputError(f"no folder {folder}; the nearest that exists is {parent}{hint}")
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder} is not a Hugging Face model: it has no config.json")
+    return folder / "config.json"
+
+
+def locate(source: str | Path) -> Path:
+    """The folder of a Hugging Face model with its weights and tokenizer, fetched where they are missing."""
+    folder = find_config(source).parent
+    if not is_hub_name(source):
+        return folder
+    repo = str(source)
+    index = hub_file(repo, INDEX, None, HUB)
+    shards = shard_names(index) if index else [SINGLE]
+    for name in shards:
+        if hub_file(repo, name, None, HUB) is None:
+            raise InputError(f"{HUB}: repository '{repo}' has no {name} (only safetensors are read)")
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        hub_file(repo, name, None, HUB, optional=True)
+    return folder
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that the index of a model in several safetensors files names."""
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict):
+        raise InputError(f"{index}: expected a weight_map")
+    for name in files.values():
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+            raise InputError(f"{index}: expected names of files beside it, found {name!r}")
+    return sorted(set(files.values()))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from `file`, or InputError."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"{file} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InputError(f"{file}: expected a JSON object, found {type(content).__name__}")
+    return content
