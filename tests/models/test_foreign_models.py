@@ -23,6 +23,7 @@ from kenotron.interop import from_hf, open_source, resolve_architecture, to_hf
 from kenotron.kernels.attention import attention
 from kenotron.models import Context, build, named_parameters
 from kenotron.models.foreign import HUGGING_FACE
+from kenotron.models.foreign_model import ForeignModel
 from kenotron.parallel.mesh import Mesh
 from kenotron.training.model_parts import build_parts
 from kenotron.training.step import count_real_tokens, forward_backward
@@ -154,6 +155,34 @@ def test_random_weights_are_the_models_own_and_follow_the_seed(folders: dict[str
     assert float(small[matrix].std()) == pytest.approx(0.01, rel=0.1)
     # GPT-2's own rule for what writes into the residual stream: std / sqrt(2 * layers).
     assert float(one["transformer.h.0.attn.c_proj.weight"].std()) == pytest.approx(0.1 / 6**0.5, rel=0.1)
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_decoding_with_its_cache_is_generate_of_transformers(which: str, folders: dict[str, Path]) -> None:
+    # BLOOM takes no positions, so texts of different lengths are computed anew for every token.
+    prompts = PROMPTS if which != "bloom" else [each[-1:] for each in PROMPTS]
+    model, theirs = load_for_generation(folders[which], "float32").model, random_model(which)
+    assert isinstance(model, ForeignModel)
+    passes: list[tuple[int, ...]] = []
+    model.foreign_module.register_forward_pre_hook(
+        lambda _, args, keys: passes.append(tuple(keys["input_ids"].shape)), with_kwargs=True
+    )
+    longest = max(map(len, prompts))
+    padded = torch.tensor([[0] * (longest - len(each)) + each for each in prompts])
+    mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in prompts])
+    expected = theirs.generate(padded, attention_mask=mask, max_new_tokens=9, do_sample=False, eos_token_id=None)
+    wanted = [tokens[longest:] for tokens in expected.tolist()]
+    sampling = SamplingOptions(max_new_tokens=9, stop_at_eos=False)
+    assert [one.tokens for one in generate(model, None, prompts, sampling)] == wanted
+    assert passes == [(3, longest), *[(3, 1)] * 8]
+    # Texts that end, at a token that some of them have, leave the batch.
+    passes.clear()
+    model.config = model.config.model_copy(update={"eos_token_id": wanted[0][0]})
+    ends = [tokens.index(wanted[0][0]) + 1 if wanted[0][0] in tokens else 9 for tokens in wanted]
+    assert min(ends) < max(ends)
+    found = generate(model, None, prompts, SamplingOptions(max_new_tokens=9))
+    assert [one.tokens for one in found] == [tokens[:end] for tokens, end in zip(wanted, ends)]
+    assert passes == [(3, longest), *[(sum(end > step for end in ends), 1) for step in range(1, max(ends))]]
 
 
 def packed(documents: list[list[int]]) -> tuple[torch.Tensor, Context]:

@@ -21,4 +21,12 @@ MUTANTS = [
         why="a stop string that comes in two pieces does not stop, and its beginning is lost",
         tests=("generation/test_text_stream.py",),
     ),
+    Mutant(
+        name="positions-that-count-the-padding",
+        file="models/foreign.py",
+        find="(mask.cumsum(-1) - 1).clamp(min=0)",
+        replace="mask.new_ones(mask.shape).cumsum(-1) - 1",
+        why="shorter prompts of a batch begin at the position of their padding's length",
+        tests=("models/test_foreign_models.py::test_decoding_with_its_cache_is_generate_of_transformers",),
+    ),
 ]

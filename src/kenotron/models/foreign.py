@@ -30,7 +30,7 @@ from kenotron.models.plan import Plan, modules
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from transformers import PretrainedConfig
+    from transformers import Cache, PretrainedConfig
 
     from kenotron.models.context import Context
     from kenotron.models.decoder import Decoder
@@ -211,6 +211,19 @@ class Foreign(Family[C]):
     def logits(self, module: nn.Module, tokens: Tensor, ctx: Context) -> Tensor:
         """``[sequences, length]`` → ``[sequences, length, vocab]``."""
 
+    def has_cache(self, module: nn.Module, padded: bool) -> bool:
+        """Whether `cached_logits` can decode; `padded`: texts of different lengths."""
+        return False
+
+    def cached_logits(
+        self, module: nn.Module, tokens: Tensor, mask: Tensor, cache: Cache | None
+    ) -> tuple[Tensor, Cache]:
+        """The last logits of each text ``[texts, vocab]``, and the cache that has all tokens now.
+
+        tokens ``[texts, new]``; mask ``[texts, all]`` is 0 at the padding, which precedes the text; cache None: new.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no cache")
+
     def plan_of(self, module: nn.Module) -> Plan:
         """The plan of `module`, which is one of `make`. Raises InputError where no block is found."""
         blocks = self.config.blocks or _longest_list(module)
@@ -253,6 +266,30 @@ class HuggingFace(Foreign[HuggingFaceArchitecture]):
         positions = {"position_ids": ctx.positions.view(ctx.shape)} if positioned else {}
         logits: Tensor = module(input_ids=tokens, **positions).logits
         return logits
+
+    def has_cache(self, module: nn.Module, padded: bool) -> bool:
+        """Of keys and values alone, all turned by the same angles; with padding, where positions can be given.
+
+        States of recurrent layers would see the padding, and where angles follow the length of a text (dynamic NTK,
+        LongRoPE) cached keys would keep those of a shorter one.
+        """
+        needed = {"past_key_values", "use_cache", "attention_mask", *(["position_ids"] if padded else [])}
+        if not needed <= inspect.signature(module.forward).parameters.keys():
+            return False
+        return not getattr(module, "_is_stateful", False) and not self.config.depends_on_longest
+
+    def cached_logits(
+        self, module: nn.Module, tokens: Tensor, mask: Tensor, cache: Cache | None
+    ) -> tuple[Tensor, Cache]:
+        """As of `Foreign`: a call of transformers' `generate`."""
+        keys: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        parameters = inspect.signature(module.forward).parameters
+        if "position_ids" in parameters:
+            keys["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        if "logits_to_keep" in parameters:
+            keys["logits_to_keep"] = 1
+        found = module(input_ids=tokens, **keys)
+        return found.logits[:, -1], found.past_key_values
 
     def plan_of(self, module: nn.Module) -> Plan:
         """With what transformers' tensor-parallel plan splits, as far as it is columns and rows."""

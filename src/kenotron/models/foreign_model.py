@@ -26,14 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from kenotron.config.errors import InputError
-from kenotron.kernels.attention import attention
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models.context import Context
 from kenotron.models.decoder import Decoder
+from kenotron.models.foreign_decoding import next_logits
 from kenotron.models.init_rules import FilledBy, InitRule
 from kenotron.models.part import ModelPart
 from kenotron.models.plan import modules
@@ -80,7 +79,7 @@ class ForeignModel(Decoder):
         if any(each.device != tokens.device for each in self.buffers()):  # weights that are offloaded to the host
             self.reset_buffers(tokens.device)
         if ctx.states is not None:
-            return self._next_logits(tokens, ctx)
+            return next_logits(self, tokens, ctx)
         if ctx.has_documents and not self.separates_documents:
             self._check_documents(ctx)
         logits = self.logits(tokens.view(ctx.shape), ctx, self.compute_dtype).flatten(0, 1)
@@ -90,9 +89,19 @@ class ForeignModel(Decoder):
 
     def logits(self, tokens: Tensor, ctx: Context, dtype: torch.dtype) -> Tensor:
         """``[sequences, length]`` → ``[sequences, length, vocab]``, computed in `dtype`."""
+        with self.autocast(tokens.device, dtype):
+            return self.foreign.logits(self.foreign_module, tokens, ctx)
+
+    def autocast(self, device: torch.device, dtype: torch.dtype | None = None) -> torch.autocast:
+        """What the module runs under: autocast to `dtype` (None: the compute dtype)."""
+        dtype = dtype or self.compute_dtype
         # Without the cache, which would keep every weight's copy until the end of the pass.
-        with torch.autocast(tokens.device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False):
-            return self.foreign.logits(self._module[0], tokens, ctx)
+        return torch.autocast(device.type, dtype, enabled=dtype != torch.float32, cache_enabled=False)
+
+    @property
+    def foreign_module(self) -> nn.Module:
+        """The module itself."""
+        return self._module[0]
 
     @torch.no_grad()
     def _check_documents(self, ctx: Context) -> None:
@@ -114,26 +123,6 @@ class ForeignModel(Decoder):
                 f"change by {change:.1g} with the document before); expected false, or a model that masks them"
             )
         self.separates_documents = True
-
-    def _next_logits(self, tokens: Tensor, ctx: Context) -> Tensor:
-        """Generation: logits after the last token of each text ``[texts, vocab]``, from all of its tokens every time.
-
-        Texts are padded at their ends, where a causal model does not look.
-        """
-        assert ctx.states is not None
-        if ctx.cu_seqlens is not None:
-            sizes = torch.tensor(ctx.cu_seqlens).diff()
-            texts, lengths = pad_sequence(tokens.split(sizes.tolist()), batch_first=True), sizes.to(tokens.device)
-        else:
-            found = ctx.states.recall(0)
-            assert found is not None, "a step without prompts before it"
-            texts, lengths = F.pad(found[0], (0, 1)), found[1] + 1
-            texts.scatter_(1, lengths[:, None] - 1, tokens[:, None])
-        ctx.states.remember(0, (texts, lengths))
-        rows, longest = texts.shape
-        positions = torch.arange(longest, device=tokens.device).repeat(rows)
-        logits = self.logits(texts, Context((rows, longest), positions, attention), self.compute_dtype)
-        return logits[torch.arange(rows, device=tokens.device), lengths - 1]
 
     def train(self, mode: bool = True) -> ForeignModel:
         """Only this wrapper changes its mode: see above."""
