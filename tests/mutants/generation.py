@@ -25,7 +25,7 @@ MUTANTS = [
         name="positions-that-count-the-padding",
         file="models/foreign.py",
         find="(mask.cumsum(-1) - 1).clamp(min=0)",
-        replace="mask.new_ones(mask.shape).cumsum(-1) - 1",
+        replace="(mask.new_ones(mask.shape).cumsum(-1) - 1)",
         why="shorter prompts of a batch begin at the position of their padding's length",
         tests=("models/test_foreign_models.py::test_decoding_with_its_cache_is_generate_of_transformers",),
     ),
