@@ -30,8 +30,8 @@ FILES = ("configuration_kenotron_nano.py", "modeling_kenotron_nano.py")
 
 @pytest.fixture
 def exported(tmp_path: Path) -> Path:
-    """The folder that `convert to-hf` makes of a random nano."""
-    from_hf(save(hf_model("nano"), tmp_path / "hf"), tmp_path / "ours")
+    """The folder that `convert to-hf` makes of a random nano with all its options."""
+    from_hf(save(hf_model("nano_with_value_embeddings"), tmp_path / "hf"), tmp_path / "ours")
     to_hf(tmp_path / "ours", tmp_path / "exported")
     return tmp_path / "exported"
 

@@ -16,9 +16,10 @@ from kenotron.kernels.linear_cross_entropy import VocabularyRanks, linear_cross_
 LIMITS = {torch.float32: (1e-6, 2e-6), torch.bfloat16: (2e-3, 8e-3)}  # relative: loss, gradients
 
 
-def formula(hidden, weight, labels, scale, z_loss, valid_rows):
+def formula(hidden, weight, labels, scale, z_loss, valid_rows, softcap=None):
     """``scale * sum (lse - logit[label] + z lse**2)`` written out, and its z part."""
     logits = (hidden @ weight.T)[:, :valid_rows]
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     real = labels != -100
     lse = logits.logsumexp(-1)[real]
     z_part = scale * z_loss * (lse**2).sum()
@@ -37,7 +38,9 @@ def problem(tokens=57, hidden=24, rows=72, valid=65, dtype=torch.float32, ignore
 
 def check(x, w, labels, valid, upstream=1.0, **options):
     exact = [t.detach().double().requires_grad_() for t in (x, w)]
-    expected, expected_z = formula(*exact, labels, options["scale"], options.get("z_loss", 0.0), valid)
+    expected, expected_z = formula(
+        *exact, labels, options["scale"], options.get("z_loss", 0.0), valid, options.get("softcap")
+    )
     (expected * upstream).backward()
     x.grad = w.grad = None
     loss, z_part = linear_cross_entropy(x, w, labels, valid_rows=valid, **options)
@@ -59,6 +62,13 @@ def check(x, w, labels, valid, upstream=1.0, **options):
 def test_loss_and_gradients_equal_float64(dtype, z_loss, chunk_tokens):
     chunk_bytes = None if chunk_tokens is None else chunk_tokens * 4 * 72
     check(*problem(dtype=dtype), 65, scale=0.02, z_loss=z_loss, chunk_bytes=chunk_bytes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_tokens", [19, 1000])
+@pytest.mark.parametrize("softcap", [1.5, 15.0])
+def test_logits_are_bounded_in_loss_and_gradients(dtype, chunk_tokens, softcap):
+    check(*problem(dtype=dtype), 65, scale=0.02, z_loss=1e-2, chunk_bytes=chunk_tokens * 4 * 72, softcap=softcap)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -226,15 +236,16 @@ def on_ranks(count, x, w, labels, valid, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize(("z_loss", "softcap"), [(0.0, None), (1e-2, None), (1e-2, 1.5)])
 @pytest.mark.parametrize("valid", [72, 65, 50, 13])  # of 72 rows: at 50 the last of 4 ranks has padding only
-def test_ranks_that_share_the_vocabulary_get_the_formula_in_float64(dtype, count, z_loss, valid):
+def test_ranks_that_share_the_vocabulary_get_the_formula_in_float64(dtype, count, z_loss, softcap, valid):
     x, w, labels = problem(valid=valid, dtype=dtype)
     exact = [t.detach().double().requires_grad_() for t in (x, w)]
-    expected, expected_z = formula(*exact, labels, 0.02, z_loss, valid)
+    expected, expected_z = formula(*exact, labels, 0.02, z_loss, valid, softcap)
     expected.backward()
     loss_limit, gradient_limit = LIMITS[dtype]
-    results, met = on_ranks(count, x, w, labels, valid, scale=0.02, z_loss=z_loss, chunk_bytes=4 * 19 * (72 // count))
+    options = {"scale": 0.02, "z_loss": z_loss, "softcap": softcap, "chunk_bytes": 4 * 19 * (72 // count)}
+    results, met = on_ranks(count, x, w, labels, valid, **options)
     assert met == 2 * 3  # twice a chunk
     for loss, z_part, *_ in results:
         assert float(loss) == pytest.approx(float(expected), rel=loss_limit)

@@ -6,6 +6,7 @@ its neighbours (SmolLM3's without positions) has to be itself on whichever pipel
 see a rank's tokens alone (StarCoder2's) have summands as gradients, and a bias behind a sum over ranks is added once.
 A window (Mistral's) reaches back over the border between two ranks of a sequence.
 Projections that begin at zero (nano's) begin so on every rank, and the step after moves all that they hid.
+Value embeddings look tokens up in layers that lie on later pipeline stages, and for a rank's own heads.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from support.layout_runs import FAMILIES, Problem, each_alone, expect_the_same, 
 from support.ranks import run_ranks
 
 PROBLEMS = {
-    family: Problem(family, steps=3, model=keys, compared=2 if family == "nano" else 1)
+    family: Problem(family, steps=3, model=keys, compared=2 if "nano" in family else 1)
     for family, keys in FAMILIES.items()
 }
 ROUNDING = 5e-6  # a norm's gradient: a few numbers, each a sum over all tokens and heads whose terms nearly cancel
@@ -30,7 +31,8 @@ QUICK = [
     ("smollm3", 2, "pp=2 engine=interleaved_1f1b"),
     ("starcoder2", 2, "tp=2 mode=REDUCE_SCATTER"),
     ("gpt_neox", 2, "tp=2"),
-    ("nano", 2, "tp=2 mode=REDUCE_SCATTER"),
+    ("nano_with_value_embeddings", 2, "tp=2 mode=REDUCE_SCATTER"),
+    ("nano_with_value_embeddings", 2, "pp=2 engine=1f1b"),
 ]
 LAYOUTS = [
     (2, "dp=2"),

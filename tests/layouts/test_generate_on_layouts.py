@@ -98,7 +98,8 @@ def test_a_tied_head_and_biases_are_found_on_every_layout(changes: dict[str, Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["mamba", "mamba2", "mamba2_of_one_group", "nano", "nemotron_h", "nemotron_h_biased"]
+    "family",
+    ["mamba", "mamba2", "mamba2_of_one_group", "nano", "nano_with_value_embeddings", "nemotron_h", "nemotron_h_biased"],
 )
 def test_what_a_family_remembers_is_kept_on_every_layout(family: str, tmp_path: Path) -> None:
     path = save(hf_model(family), tmp_path / family)

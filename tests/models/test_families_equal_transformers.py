@@ -2,7 +2,8 @@
 
 Mistral's sliding window, Qwen2's attention_bias, Qwen3's norms of queries and keys, OLMo 2's norms behind each
 branch, SmolLM3's layers without positions, StarCoder2's LayerNorms (norm_epsilon) and biases (use_bias), GPT-NeoX's
-branches side by side, partly rotated heads, hidden_act and layer_norm_eps, nano's hidden_act and norms, Mamba's states
+branches side by side, partly rotated heads, hidden_act and layer_norm_eps, nano's hidden_act, norms, value_embeddings
+and final_logit_softcapping, Mamba's states
 in attention's place are what tells them from a Llama.
 """
 

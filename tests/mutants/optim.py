@@ -66,8 +66,8 @@ MUTANTS = [
     Mutant(
         name="muon-on-the-embedding",
         file="optim/groups.py",
-        find=" and any(part.isdigit() for part in path)",
-        replace="",
+        find=" and in_a_layer",
+        replace=" and path",
         why="Muon orthogonalizes embeddings and the head, which its authors give to AdamW",
         tests=("optim/test_parameter_groups.py", "optim/test_muon.py"),
     ),

@@ -166,6 +166,7 @@ def test_muon_takes_the_matrices_of_numbered_layers_and_nothing_else(tiny, secti
         ("model.layers.7.self_attn.q_proj.weight", (8, 8), True),
         ("model.layers.7.self_attn.q_proj.bias", (8,), False),
         ("model.embed_tokens.weight", (16, 8), False),
+        ("model.layers.1.self_attn.value_embedding.weight", (16, 8), False),
         ("lm_head.weight", (16, 8), False),
         ("backbone.layers.0.mixer.A_log", (16, 8), False),
         ("backbone.layers.0.mixer.conv1d.weight", (16, 1, 4), False),

@@ -191,6 +191,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "kenotron_nano",
         {"hidden_act": "relu2", "tie_word_embeddings": True, "head_dim": 6, "rms_norm_eps": 1e-2},
     ),
+    "nano_with_value_embeddings": (
+        "kenotron_nano",
+        {"num_hidden_layers": 3, "value_embeddings": True, "final_logit_softcapping": 2.0, "head_dim": 6},
+    ),
     "deepseek_v3": ("deepseek_v3", LATENT),
     "deepseek_v3_stretched": (
         "deepseek_v3",

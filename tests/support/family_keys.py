@@ -83,7 +83,7 @@ TESTS = {
     (VARIANTS, "LlamoeArchitecture"): "family is_llamoe_config hidden_act moe_capacity_factor pretraining_tp",
     (ROUTER, "LlamoeArchitecture"): "moe_num_experts num_experts_per_tok router_aux_loss_coef",
     (VARIANTS, "NanoArchitecture"): "family",
-    (FAMILIES, "NanoArchitecture"): "hidden_act",
+    (FAMILIES, "NanoArchitecture"): "hidden_act value_embeddings final_logit_softcapping",
     (VARIANTS, "Qwen3Architecture"): "family is_qwen3_config",
     (FAMILIES, "Qwen3Architecture"): "attention_bias",
     (VARIANTS, "SmolLM3Architecture"): "family is_smollm3_config",

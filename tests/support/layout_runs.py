@@ -45,6 +45,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {"is_starcoder2_config": True, "num_key_value_heads": 2},
     "gpt_neox": {"is_gpt_neox_config": True, "rotary_pct": 0.5, "num_key_value_heads": None},
     "nano": {"family": "nano", "num_key_value_heads": 2},
+    "nano_with_value_embeddings": {
+        "family": "nano",
+        "num_key_value_heads": 2,
+        "value_embeddings": True,
+        "final_logit_softcapping": 2.0,
+    },
 }
 ATTENTION = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
 _HEADS = {"is_mamba2_config": True, "num_heads": 8, "head_dim": 8, "state_size": 6}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from kenotron.models.blocks.head import LMHead
+from kenotron.models.blocks.head import LMHead, bounded
 from kenotron.models.blocks.linear import Linear
 from kenotron.parallel.collectives import Group, all_reduce, unshard_columns
 
@@ -46,7 +46,7 @@ def _packed_form(module: nn.Module) -> nn.Module | None:
     if type(module) is Linear:
         return PackedLinear(module.weight, module.bias)
     if type(module) is LMHead:
-        return PackedHead(module.weight, module.vocab_size)
+        return PackedHead(module.weight, module.vocab_size, module.softcap)
     if not isinstance(getattr(module, "weight", None), DTensor):
         return None
     from kenotron.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelHead
@@ -59,7 +59,7 @@ def _packed_form(module: nn.Module) -> nn.Module | None:
         bias = None if module.bias is None else rows_here(module.bias, None)
         return PackedRowParallel(rows_here(module.weight, None), bias, module.settings.group)
     if type(module) is VocabParallelHead:
-        return PackedHead(rows_here(module.weight, None), module.vocab_size, module.settings.group)
+        return PackedHead(rows_here(module.weight, None), module.vocab_size, module.softcap, module.settings.group)
     return None
 
 
@@ -126,15 +126,16 @@ class PackedRowParallel(nn.Module):
 class PackedHead(nn.Module):
     """An `LMHead`, or a rank's rows of one; logits only."""
 
-    def __init__(self, weight: Tensor, vocab_size: int, group: Group = None) -> None:
+    def __init__(self, weight: Tensor, vocab_size: int, softcap: float | None, group: Group = None) -> None:
         super().__init__()
-        self.weight, self.vocab_size, self.group = packed(weight), vocab_size, group
+        self.weight, self.vocab_size, self.softcap, self.group = packed(weight), vocab_size, softcap, group
 
     def forward(self, hidden: Tensor, ctx: Context, labels: Tensor | None = None) -> Tensor:
         """Logits ``[logits_to_keep, vocab]``, of all ranks on every rank."""
         assert labels is None, "packed weights are for decoding"
         kept = hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep]
-        return unshard_columns(product(kept, self.weight, None), self.group)[:, : self.vocab_size]
+        logits = unshard_columns(product(kept, self.weight, None), self.group)[:, : self.vocab_size]
+        return bounded(logits, self.softcap)
 
 
 def packed(weight: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ of them. Here one chunk of tokens at a time goes through everything, gradients i
 
 Dividing by s on the ``[tokens, H]`` side saves a pass over the logits. With z-loss, ``loss += z lse**2``, whose
 gradient is ``2 z lse softmax``: the same with ``(1 + 2 z lse) / s`` for ``1/s``, and ``s / (1 + 2 z lse)`` for the
-label's s. For logits (0, ln 3) and label 0: s = 4/3, lse = ln 4, the loss is ln 4, the gradient (-3/4, 3/4).
+label's s. With a softcap c the product's s becomes ``c tanh(s / c)`` first, and its gradient is multiplied by ``1 -
+tanh(s / c)**2`` at the end: a second buffer. For logits (0, ln 3) and label 0: s = 4/3, lse = ln 4, the loss is ln 4,
+the gradient (-3/4, 3/4).
 
 Under tensor parallelism each rank holds some rows of W, so some columns of the logits (`VocabularyRanks`). Three
 numbers a token travel in two small collectives: max is that of all ranks, s and the label's logit are sums over them;
@@ -56,6 +58,7 @@ def linear_cross_entropy(
     valid_rows: int | None = None,
     ignore_index: int = -100,
     chunk_bytes: int | None = None,
+    softcap: float | None = None,
     ranks: VocabularyRanks | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``scale * sum over real tokens of (lse - logit[label] + z_loss * lse**2)`` and its z part, detached: fp32.
@@ -63,6 +66,7 @@ def linear_cross_entropy(
     hidden ``[tokens, H]`` and weight ``[V, H]`` in one dtype, that of the matrix products; labels ``[tokens]``
     int64, `ignore_index` where there is no loss. Rows of `weight` from `valid_rows` on pad the vocabulary and are
     never predicted. `chunk_bytes` is the budget for one chunk's logits, counted in fp32; None is the measured choice.
+    `softcap`: bound of the logits' absolute values; None: there is none.
 
     With `ranks`, `weight` is this rank's rows, `valid_rows` counts those of the logical matrix (all must pass it),
     hidden, labels and result are the same on every rank, and the gradient of hidden is this rank's summand.
@@ -81,6 +85,7 @@ def linear_cross_entropy(
         _tokens_in_chunk(hidden, weight.shape[0], chunk_bytes),
         needs_gradient and hidden.requires_grad,
         needs_gradient and weight.requires_grad,
+        softcap,
         ranks,
     )
     return _LinearCrossEntropy.apply(hidden, weight, labels, options)
@@ -95,6 +100,7 @@ class _Options:
     chunk: int
     for_hidden: bool
     for_weight: bool
+    softcap: float | None
     ranks: VocabularyRanks | None
 
 
@@ -146,16 +152,26 @@ def _loss_and_gradients(
         piece = slice(begin, min(begin + chunk, tokens))
         x = hidden[piece]
         logits = torch.mm(x, valid.t(), out=buffer[: len(x)])
+        slopes = None if options.softcap is None else _bound_(logits, options.softcap)
         if options.rows == 0:
             logits.fill_(torch.finfo(logits.dtype).min)
         losses, factors = _exponentials_(logits, labels[piece], options)
         sums += losses
+        if slopes is not None:
+            logits.mul_(slopes)
         if grad_hidden is not None:
             torch.mm(logits, valid, out=grad_hidden[piece]).mul_(factors)
         if grad_weight is not None:
             grad_weight.add(logits, (x * factors).to(x.dtype))
     sums *= options.scale
     return sums[0] + sums[1], sums[1], grad_hidden, None if grad_weight is None else grad_weight.result()
+
+
+def _bound_(logits: Tensor, softcap: float) -> Tensor:
+    """``c tanh(logits / c)`` in place; returns its derivative, in the same dtype."""
+    bounded = torch.tanh(logits.float() / softcap)
+    logits.copy_(bounded * softcap)
+    return (1.0 - bounded.square_()).to(logits.dtype)
 
 
 def _exponentials_(logits: Tensor, labels: Tensor, options: _Options) -> tuple[Tensor, Tensor]:

@@ -90,6 +90,7 @@ class Context:
     loss: TokenLoss | None = None  # the config's training loss; None: cross entropy
     states: RecurrentStates | None = None  # generation's memory of recurrent layers; None: they begin at zero
     passing: StatePassing | None = None  # context parallelism of recurrent layers; None: whole sequences
+    tokens: Tensor | None = None  # [tokens], for layers that look them up; `Decoder` and the pipeline's stages set it
     logits_to_keep: Tensor | None = None  # without labels: the tokens whose logits are asked for, by index; None: all
     has_documents: bool = field(init=False)  # for compiled code: to look at cu_seqlens guards on how many there are
 

@@ -74,7 +74,8 @@ class Decoder(nn.Module):
     """``model(tokens, ctx)`` → logits ``[tokens, vocab]``; ``model(tokens, ctx, labels)`` → (loss, its z part).
 
     `config` names the family. The vocabulary is padded to a multiple of `vocab_multiple` rows. A `part` (of a pipeline)
-    that is not first takes hidden states in the place of tokens, one that is not last returns hidden states.
+    that is not first takes hidden states in the place of tokens (which are in ``ctx.tokens``), one that is not last
+    returns hidden states.
     """
 
     def __init__(self, config: DecoderArchitecture, vocab_multiple: int = 1, part: ModelPart | None = None) -> None:
@@ -84,7 +85,9 @@ class Decoder(nn.Module):
         rows = math.ceil(config.vocab_size / vocab_multiple) * vocab_multiple
         z_loss = config.z_loss_coefficient if config.z_loss_enabled else 0.0
         self.model = Body(self.family, rows, self.part)
-        self.lm_head = LMHead(config.hidden_size, config.vocab_size, rows, z_loss) if self.part.last else None
+        softcap = getattr(config, "final_logit_softcapping", None)
+        head = LMHead(config.hidden_size, config.vocab_size, rows, z_loss, softcap) if self.part.last else None
+        self.lm_head = head
         self.tie_weights()
         if self.is_complete:
             self.plan.check(self)
@@ -103,6 +106,8 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, ctx: Context, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """tokens, labels ``[tokens]``; see the class for what comes back."""
+        if self.part.first:
+            ctx = replace(ctx, tokens=tokens)
         hidden = self.model(tokens, ctx)
         return hidden if self.lm_head is None else self.lm_head(hidden, ctx, labels)
 

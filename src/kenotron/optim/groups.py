@@ -97,10 +97,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
     """Whether Muon's update suits this parameter: the 2-D weight of a linear map inside a numbered layer.
 
-    `model.layers.3.mlp.up_proj.weight` is one; embeddings, the output head, norms and biases are not.
+    `model.layers.3.mlp.up_proj.weight` is one; embeddings (`model.layers.3.self_attn.value_embedding.weight`, too), the
+    output head, norms and biases are not.
     """
     *path, leaf = name.split(".")
-    return parameter.ndim == 2 and leaf == "weight" and any(part.isdigit() for part in path)
+    in_a_layer = any(part.isdigit() for part in path)
+    return parameter.ndim == 2 and leaf == "weight" and in_a_layer and not path[-1].endswith("embedding")
 
 
 def _unique(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:

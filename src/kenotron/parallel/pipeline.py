@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,7 +88,7 @@ class StageModule(nn.Module):
         micro_batch = self.micro_batch
         assert micro_batch is not None
         x = micro_batch.tokens if hidden is None else hidden
-        return self.part(x, micro_batch.ctx, micro_batch.labels)
+        return self.part(x, replace(micro_batch.ctx, tokens=micro_batch.tokens), micro_batch.labels)
 
 
 class _Scheduled(PipelineStage):

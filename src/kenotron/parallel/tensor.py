@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from kenotron.config.errors import InputError
 from kenotron.kernels.linear_cross_entropy import VocabularyRanks, linear_cross_entropy
 from kenotron.models import Context, Plan
-from kenotron.models.blocks.head import LMHead
+from kenotron.models.blocks.head import LMHead, bounded
 from kenotron.models.blocks.linear import Embedding
 from kenotron.models.blocks.norm import GroupRMSNorm, RMSNorm
 from kenotron.models.decoder import Decoder
@@ -145,7 +145,9 @@ def _head_dim(model: nn.Module, name: str) -> int:
 
 def _column_parallel(
     module: Any, settings: TensorParallelSettings, head_dim: int, kv: bool, name: str
-) -> ColumnParallelLinear | ColumnParallelRMSNorm | ChannelParallel:
+) -> ColumnParallelLinear | ColumnParallelRMSNorm | ColumnParallelEmbedding | ChannelParallel:
+    if isinstance(module, Embedding):
+        return ColumnParallelEmbedding(module, settings, head_dim, kv, name)
     if not isinstance(module, RMSNorm):
         return ColumnParallelLinear(module, settings, head_dim, kv, name)
     if isinstance(module, GroupRMSNorm) and module.groups > 1:  # a rank has whole groups
@@ -245,6 +247,31 @@ class ColumnParallelRMSNorm(nn.Module):
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """As RMSNorm's."""
+        return 0.0
+
+
+class ColumnParallelEmbedding(nn.Module):
+    """Holds ``width / tp`` columns of every row: tokens ``[tokens]`` → ``[tokens, width / tp]``, without a collective.
+
+    Key-value heads (`kv`) may be fewer than ranks: as in `ColumnParallelLinear`. In every mode a rank sees all tokens.
+    """
+
+    def __init__(
+        self, embedding: Any, settings: TensorParallelSettings, head_dim: int = 1, kv: bool = False, name: str = ""
+    ) -> None:
+        super().__init__()
+        self.columns = rows_of_the_head(embedding, settings, head_dim, dim=1) if kv else None
+        placement = Shard(1) if self.columns is None else Replicate()
+        self.weight = settings.parameter(embedding.weight, placement, head_dim, name)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens int64 → this rank's columns of their rows."""
+        if self.columns is None:
+            return F.embedding(tokens, local_part(self.weight))
+        return F.embedding(tokens, local_part(self.weight, partial=True))[:, self.columns]
+
+    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
+        """A lookup costs none."""
         return 0.0
 
 
@@ -426,7 +453,7 @@ class VocabParallelHead(_VocabParallel):
 
     def __init__(self, head: LMHead, settings: TensorParallelSettings, name: str = "") -> None:
         super().__init__(head, settings, name)
-        self.vocab_size, self.z_loss = head.vocab_size, head.z_loss
+        self.vocab_size, self.z_loss, self.softcap = head.vocab_size, head.z_loss, head.softcap
 
     def forward(self, hidden: Tensor, ctx: Context, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         """Logits of all of the vocabulary without labels; with them (loss, its z part), the same on every rank."""
@@ -435,9 +462,9 @@ class VocabParallelHead(_VocabParallel):
         weight = local_part(self.weight).to(hidden.dtype)
         if labels is None:
             hidden = hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep]
-            return unshard_columns(F.linear(hidden, weight), group)[:, : self.vocab_size]
+            return bounded(unshard_columns(F.linear(hidden, weight), group)[:, : self.vocab_size], self.softcap)
         if ctx.loss is not None:
-            logits = unshard_columns(F.linear(hidden, weight), group)[:, : self.vocab_size]
+            logits = bounded(unshard_columns(F.linear(hidden, weight), group)[:, : self.vocab_size], self.softcap)
             return sum_of_losses(ctx.loss, logits, labels, ctx.loss_scale)
         ranks = VocabularyRanks(
             self.first,
@@ -445,7 +472,14 @@ class VocabParallelHead(_VocabParallel):
             lambda x: all_reduce(x, group),
         )
         return linear_cross_entropy(
-            hidden, weight, labels, scale=ctx.loss_scale, z_loss=self.z_loss, valid_rows=self.vocab_size, ranks=ranks
+            hidden,
+            weight,
+            labels,
+            scale=ctx.loss_scale,
+            z_loss=self.z_loss,
+            valid_rows=self.vocab_size,
+            softcap=self.softcap,
+            ranks=ranks,
         )
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:

@@ -81,9 +81,12 @@ def local_part(parameter: Tensor, partial: bool = False) -> Tensor:
     return parameter.to_local(grad_placements=[Partial()] if partial else None)
 
 
-def rows_of_the_head(module: Any, settings: TensorParallelSettings, head_dim: int) -> slice | None:
-    """Where there are fewer key-value heads than ranks: rows of the one that this rank works with. Otherwise None."""
-    heads = module.weight.shape[0] // head_dim
+def rows_of_the_head(module: Any, settings: TensorParallelSettings, head_dim: int, dim: int = 0) -> slice | None:
+    """Where there are fewer key-value heads than ranks: rows of the one that this rank works with. Otherwise None.
+
+    `dim` of the weight is the one with the heads: 0, or 1 for the columns of an embedding.
+    """
+    heads = module.weight.shape[dim] // head_dim
     if heads >= settings.degree or settings.degree % heads:
         return None
     first = settings.rank * heads // settings.degree * head_dim

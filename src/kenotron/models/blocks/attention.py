@@ -2,7 +2,8 @@
 
     x ── q_proj ── norm ── rope ──┐
       ├─ k_proj ── norm ── rope ──┼── ctx.attention ── o_proj ── y         the norms where a family has them
-      └─ v_proj ──────────────────┘                                        rope in layers with positions
+      └─ v_proj ────── (+) ───────┘                                        rope in layers with positions
+         value_embedding ┘                                                 in layers that have one
 
 Tokens come flat, ``[tokens, hidden]``; only here do they fold into ``[sequences, heads, length, head_dim]``.
 Head counts are read off the width of the local projections, so a tensor-parallel shard with half the columns
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kenotron.config.decoder import RopeArchitecture
@@ -26,7 +28,9 @@ class Attention(nn.Module):
 
     `rotary`: whether queries and keys turn by their positions. `window`: tokens that a token attends to, itself
     included; None: all before it. `layer` is the global number, for attention functions with memory. `q_norm`,
-    `k_norm`: what normalizes queries and keys, all heads side by side.
+    `k_norm`: what normalizes queries and keys, all heads side by side. `value_embedding`: a row for every token, as
+    wide as all values, that is added to them; `value_gate`, a linear with a feature for each of their heads, says how
+    much of it: twice its sigmoid.
     """
 
     def __init__(
@@ -44,6 +48,8 @@ class Attention(nn.Module):
         window: int | None = None,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
+        value_embedding: nn.Module | None = None,
+        value_gate: Linear | None = None,
     ) -> None:
         super().__init__()
         self.head_dim, self.layer, self.window = head_dim, layer, window
@@ -53,10 +59,11 @@ class Attention(nn.Module):
         self.v_proj = Linear(hidden_size, kv_heads * head_dim, qkv_bias)
         self.o_proj = Linear(heads * head_dim, hidden_size, output_bias)
         self.q_norm, self.k_norm = q_norm, k_norm
+        self.value_embedding, self.value_gate = value_embedding, value_gate
 
     @staticmethod
     def of(config: RopeArchitecture, layer: int, **options: Any) -> Attention:
-        """As a section describes it. `options` of the constructor: biases, norms."""
+        """As a section describes it. `options` of the constructor: biases, norms, value embeddings."""
         return Attention(
             config.hidden_size,
             config.num_attention_heads,
@@ -71,10 +78,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Context) -> Tensor:
         """x ``[tokens, hidden]``; rope (cos, sin) each ``[sequences, length, head_dim / 2]``."""
-        q, k, v = self.q_proj.grouped(x, self.q_proj, self.k_proj, self.v_proj)
+        gate = () if self.value_gate is None else (self.value_gate,)
+        q, k, v, *gates = self.q_proj.grouped(x, self.q_proj, self.k_proj, self.v_proj, *gate)
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
         q, k, v = self._heads(q, ctx), self._heads(k, ctx), self._heads(v, ctx)
+        if self.value_embedding is not None:
+            gates_of_heads = 2 * torch.sigmoid(gates[0]).view(*v.shape[:3], 1)
+            v = v + gates_of_heads * self._heads(self.value_embedding(ctx.tokens).to(v.dtype), ctx)
         if self.rotary:
             q = apply_rope(q, *rope, self.rope_interleaved)
             k = apply_rope(k, *rope, self.rope_interleaved)

@@ -15,13 +15,23 @@ from kenotron.models.context import Context
 from kenotron.models.token_loss import sum_of_losses
 
 
-class LMHead(nn.Module):
-    """`vocab_size` real rows of `rows`; the rest pad the matrix, in memory only, and are never predicted."""
+def bounded(logits: Tensor, softcap: float | None) -> Tensor:
+    """``c tanh(logits / c)`` for a `softcap` c, computed in fp32, in the logits' dtype; None: the logits."""
+    return logits if softcap is None else (softcap * torch.tanh(logits.float() / softcap)).to(logits.dtype)
 
-    def __init__(self, hidden_size: int, vocab_size: int, rows: int, z_loss: float) -> None:
+
+class LMHead(nn.Module):
+    """`vocab_size` real rows of `rows`; the rest pad the matrix, in memory only, and are never predicted.
+
+    `softcap` c bounds the logits s: ``c tanh(s / c)`` (Gemma 2, arXiv 2408.00118); None: they are not bounded.
+    """
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, rows: int, z_loss: float, softcap: float | None = None
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, hidden_size))
-        self.vocab_size, self.z_loss = vocab_size, z_loss
+        self.vocab_size, self.z_loss, self.softcap = vocab_size, z_loss, softcap
 
     def tie(self, weight: nn.Parameter) -> None:
         """Share the embedding's matrix: one parameter, one gradient, saved once."""
@@ -32,12 +42,18 @@ class LMHead(nn.Module):
         weight = self.weight.to(hidden.dtype)
         if labels is None:
             logits = F.linear(hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep], weight)
-            return logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size]
+            return bounded(logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size], self.softcap)
         if ctx.loss is not None:
-            logits = F.linear(hidden, weight)[:, : self.vocab_size]
+            logits = bounded(F.linear(hidden, weight)[:, : self.vocab_size], self.softcap)
             return sum_of_losses(ctx.loss, logits, labels, ctx.loss_scale)
         return linear_cross_entropy(
-            hidden, weight, labels, scale=ctx.loss_scale, z_loss=self.z_loss, valid_rows=self.vocab_size
+            hidden,
+            weight,
+            labels,
+            scale=ctx.loss_scale,
+            z_loss=self.z_loss,
+            valid_rows=self.vocab_size,
+            softcap=self.softcap,
         )
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:

@@ -10,6 +10,12 @@ Against a Llama (modded-nanogpt, nanochat):
 * what writes into the residual stream starts at zero: the first step sees the embedding alone;
 * no norm has a weight, and the head is a matrix of its own.
 
+Two more are options:
+
+* ``value_embeddings: true``: every other layer, the last among them, has an embedding of its own that is added to the
+  values, each head's by a gate: ``v + 2 sigmoid(gate(x)) E[token]``. It costs memory, hardly a FLOP;
+* ``final_logit_softcapping: 15.0``: logits s become ``15 tanh(s / 15)`` (Gemma 2, arXiv 2408.00118).
+
 A rotation keeps lengths, so queries and keys may be normalized before RoPE: the same numbers as behind it.
 """
 
@@ -31,6 +37,19 @@ class NanoArchitecture(LlamaStyleArchitecture):
 
     family: Literal["nano"] = key("The family's name.", "nano", mark=OURS)
     hidden_act: str = key("Activation of the feed-forward; relu2 is the square of ReLU.", "relu2")
+    value_embeddings: bool = key(
+        "Every other layer, the last among them, adds a learned vector of the token to its values, by a gate for each "
+        "head.",
+        False,
+        mark=OURS,
+    )
+    final_logit_softcapping: float | None = key(
+        "Bounds logits s: c tanh(s / c) for this c; null: they are not bounded.", None, mark=OURS, gt=0
+    )
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Whether layer number `layer` has one."""
+        return self.value_embeddings and (self.num_hidden_layers - 1 - layer) % 2 == 0
 
 
 class Nano(LlamaStyle[NanoArchitecture]):
@@ -50,18 +69,31 @@ class Nano(LlamaStyle[NanoArchitecture]):
     }
     hf_fixed = {"attention_bias": False, "mlp_bias": False}  # noqa: RUF012
 
+    def __init__(self, config: NanoArchitecture) -> None:
+        super().__init__(config)
+        if config.value_embeddings:
+            added = tuple(f"model.layers.*.self_attn.{name}" for name in ("value_embedding", "value_gate"))
+            self.plan = replace(self.plan, column=self.plan.column + added, kv=self.plan.kv + added)
+
     def block(self, layer: int) -> nn.Module:
         """Layer number `layer`."""
         from kenotron.models.blocks.attention import Attention
+        from kenotron.models.blocks.linear import Embedding, Linear
         from kenotron.models.blocks.mlp import MLP
         from kenotron.models.blocks.norm import PlainRMSNorm
         from kenotron.models.blocks.pre_norm import PreNormBlock
 
         config = self.config
         of_a_head = PlainRMSNorm(config.head_dim, config.rms_norm_eps)
+        values: dict[str, nn.Module] = {}
+        if config.has_value_embedding(layer):
+            values = {
+                "value_embedding": Embedding(config.vocab_size, config.kv_heads * config.head_dim),
+                "value_gate": Linear(config.hidden_size, config.kv_heads, together=1),
+            }
         return PreNormBlock(
             self.final_norm(),
-            Attention.of(config, layer, q_norm=of_a_head, k_norm=of_a_head),
+            Attention.of(config, layer, q_norm=of_a_head, k_norm=of_a_head, **values),
             self.final_norm(),
             MLP(config.hidden_size, config.intermediate_size, config.hidden_act, bias=False),
         )
@@ -73,6 +105,6 @@ class Nano(LlamaStyle[NanoArchitecture]):
         return PlainRMSNorm(self.config.hidden_size, self.config.rms_norm_eps)
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
-        """N(0, std); zeros in what writes into the residual stream, whatever `scaling` says."""
+        """N(0, std); zeros in gates and in what writes into the residual stream, whatever `scaling` says."""
         zeros = [InitRule(f"{pattern}.weight", Constant(0.0)) for pattern in self.plan.row]
-        return [*zeros, *super().init_rules(std, scaling)]
+        return [*zeros, InitRule("*.value_gate.weight", Constant(0.0)), *super().init_rules(std, scaling)]

@@ -1,7 +1,8 @@
 """Kénotron's nano models for transformers (trust_remote_code), in plain PyTorch: nothing of Kénotron is needed.
 
 A Llama with these differences: RMSNorms without weights, one of every head's queries and keys before RoPE, and a
-feed-forward without a gate, whose activation is the square of ReLU.
+feed-forward without a gate, whose activation is the square of ReLU. With `value_embeddings`, every other layer adds a
+vector of the token to its values; with `final_logit_softcapping`, logits are bounded.
 """
 
 import torch
@@ -32,10 +33,17 @@ class KenotronNanoAttention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+        self.has_value_embedding = config.value_embeddings and (config.num_hidden_layers - 1 - layer) % 2 == 0
+        if self.has_value_embedding:
+            self.value_embedding = nn.Embedding(config.vocab_size, keys)
+            self.value_gate = nn.Linear(config.hidden_size, config.num_key_value_heads, bias=False)
 
-    def forward(self, x, rope, mask, cache):
+    def forward(self, x, rope, mask, cache, tokens):
         heads = (*x.shape[:2], -1, self.config.head_dim)
         q, k, v = (project(x).view(heads).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.has_value_embedding:
+            gate = 2 * torch.sigmoid(self.value_gate(x)).transpose(1, 2).unsqueeze(-1)
+            v = v + gate * self.value_embedding(tokens).view(heads).transpose(1, 2)
         q, k = (norm(each, self.config.rms_norm_eps) for each in (q, k))
         q, k = apply_rotary_pos_emb(q, k, *rope)
         if cache is not None:
@@ -64,8 +72,8 @@ class KenotronNanoLayer(nn.Module):
         self.self_attn = KenotronNanoAttention(config, layer)
         self.mlp = KenotronNanoMLP(config)
 
-    def forward(self, x, rope, mask, cache):
-        x = x + self.self_attn(norm(x, self.eps), rope, mask, cache)
+    def forward(self, x, rope, mask, cache, tokens):
+        x = x + self.self_attn(norm(x, self.eps), rope, mask, cache, tokens)
         return x + self.mlp(norm(x, self.eps))
 
 
@@ -94,6 +102,8 @@ class KenotronNanoModel(KenotronNanoPreTrainedModel):
         use_cache=None,
         **kwargs,
     ):
+        if input_ids is None and self.config.value_embeddings:
+            raise ValueError("value_embeddings look tokens up: expected input_ids, found inputs_embeds alone")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
@@ -107,7 +117,7 @@ class KenotronNanoModel(KenotronNanoPreTrainedModel):
             mask = mask & (attention_mask.bool()[:, None, None] | (keys == at[:, None]))
         rope = self.rotary_emb(x, position_ids)
         for layer in self.layers:
-            x = layer(x, rope, mask, past_key_values)
+            x = layer(x, rope, mask, past_key_values, input_ids)
         x = norm(x, self.config.rms_norm_eps)
         return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values)
 
@@ -126,6 +136,9 @@ class KenotronNanoForCausalLM(KenotronNanoPreTrainedModel, GenerationMixin):
         outputs = self.model(input_ids, **kwargs)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        softcap = self.config.final_logit_softcapping
+        if softcap is not None:
+            logits = (softcap * torch.tanh(logits.float() / softcap)).to(logits.dtype)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
