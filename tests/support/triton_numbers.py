@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kenotron.config.dotted import import_dotted
+from kenotron.kernels import linear_cross_entropy as plain_loss
 from kenotron.kernels import rms_norm as plain_norm
 from kenotron.kernels import rope as plain_rope
 from kenotron.kernels import swiglu as plain_swiglu
@@ -65,6 +68,38 @@ def _cases() -> Iterator[Case]:
             lambda x, a=angles, i=interleaved: turned(x[..., 1:], a, i),
             (torch.randn(2, 7, heads, head_dim + 1),),
         )
+    for tokens, vocabulary, z_loss in ((5, 33, 0.0), (13, 9001, 1e-2)):  # 9001: three blocks of columns
+        labels = torch.randint(0, vocabulary, (tokens,))
+        labels[::4] = -100
+        yield (
+            f"cross_entropy {tokens} {vocabulary}",
+            lambda h, w, y=labels, z=z_loss: loss_in_triton(h, w, y, z),
+            lambda h, w, y=labels, z=z_loss: plain_losses(h, w, y, z),
+            lambda h, w, y=labels, z=z_loss: loss_formula(h, w, y, z),
+            (torch.randn(tokens, 8), torch.randn(vocabulary + 7, 8) / 4),  # 7 rows pad the vocabulary
+        )
+
+
+def plain_losses(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> Tensor:
+    """The loss by `linear_cross_entropy`, in chunks of 4 tokens; with a z-loss, on the path of tensor parallelism."""
+    alone = plain_loss.VocabularyRanks(0, lambda x: x, lambda x: x)
+    options = {"scale": 0.5, "z_loss": z_loss, "valid_rows": len(weight) - 7, "ranks": alone if z_loss else None}
+    loss, _ = plain_loss.linear_cross_entropy(hidden, weight, labels, chunk_bytes=16 * len(weight), **options)  # type: ignore[arg-type]
+    return loss.to(hidden.dtype)
+
+
+def loss_in_triton(*arguments: Any) -> Tensor:
+    """The same with the kernel, on any device."""
+    with patch.object(plain_loss, "fused", lambda name, x: import_dotted(f"kenotron.kernels.triton.{name}", "here")):
+        return plain_losses(*arguments)
+
+
+def loss_formula(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> Tensor:
+    """``0.5 sum (lse - logit[label] + z lse**2)`` over tokens with a label."""
+    real = labels != -100
+    logits = (hidden @ weight[:-7].T)[real]
+    lse = logits.logsumexp(-1)
+    return 0.5 * (lse - logits[torch.arange(len(lse)), labels[real]] + z_loss * lse**2).sum()
 
 
 def turned(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
@@ -104,7 +139,7 @@ def a_models_gradients(in_triton: bool) -> list[Tensor]:
         calls.append(name)
         return import_dotted(f"kenotron.kernels.triton.{name}", "here") if in_triton else None
 
-    for module in (plain_norm, plain_rope, plain_swiglu):
+    for module in (plain_norm, plain_rope, plain_swiglu, plain_loss):
         module.fused = on_any_device  # type: ignore[attr-defined]
     loss, _ = model(tokens, Context((2, 16), positions, attention), tokens.roll(-1))
     loss.backward()
@@ -113,6 +148,7 @@ def a_models_gradients(in_triton: bool) -> list[Tensor]:
         ["rms_norm.rms_norm"] * (2 * layers + 1)
         + ["rope.apply_rope"] * 2 * layers
         + ["swiglu.silu_and_multiply"] * layers
+        + ["cross_entropy.exp_rows_"]
     )
     return [loss.detach(), *(x.grad for x in model.parameters() if x.grad is not None)]
 

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kenotron.kernels.fused import fused
 from kenotron.kernels.host_reads import reads_are_free
 
 BLOCK_BYTES = 1 << 20  # rows of one elementwise pass on CPU: half of a core's second-level cache
@@ -206,6 +207,8 @@ def _exponentials_(logits: Tensor, labels: Tensor, options: _Options) -> tuple[T
 
 def _exp_rows_(logits: Tensor) -> tuple[Tensor, Tensor]:
     """``logits[i] = exp(logits[i] - max_i)`` in place, computed in fp32; returns max and the sums, ``[n, 1]``."""
+    if kernel := fused("cross_entropy.exp_rows_", logits):
+        return kernel(logits)
     n, rows = logits.shape
     largest, total = torch.empty(2, n, 1, dtype=torch.float32, device=logits.device)
     step = max(1, BLOCK_BYTES // (4 * rows)) if logits.device.type == "cpu" else n

@@ -1,6 +1,7 @@
-"""Elementwise kernels in Triton, for GPUs; the reference of each is a plain function in `kernels`.
+"""Kernels in Triton, for GPUs; the reference of each is a plain function in `kernels`.
 
 rms_norm.py, swiglu.py, rope.py     one launch each, forward and backward
+cross_entropy.py                    the passes over the logits, in one launch
 
 `kernels.fused` imports them when they are asked for (``KENOTRON_KERNELS=triton``) and there is a GPU. Without one their
 numbers are tested in Triton's interpreter, in fp32, and they are compiled ahead of time for `compile_all.TARGETS`.
