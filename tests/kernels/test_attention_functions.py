@@ -88,18 +88,19 @@ def test_the_package_flash_attn_is_called_by_its_signature(flash, monkeypatch):
 
     def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
-        causal=False, window_size=(-1, -1), softcap=0.0,
+        causal=False, window_size=(-1, -1), softcap=0.0, deterministic=False,
     ):  # fmt: skip
         flash_on_cpu.check(q, k, v, cu_seqlens_q, max_seqlen_q, True)
-        given.append(softcap)
+        given.append((softcap, deterministic))
         return flash_on_cpu.by_definition(q, k, v, cu_seqlens_q, causal, softmax_scale, list(window_size))[0]
 
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
     assert error(choice.load("flash_attn"), Borders(DOCUMENTS), window=6) < 2e-6
     assert error(choice.load("flash_attn"), Borders(DOCUMENTS)) < 2e-6
     (q, k, v), _ = inputs()
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)  # general.deterministic
     choice.load("flash_attn")(q, k, v, Borders(DOCUMENTS), 0, 0.25, softcap=30.0)
-    assert given == [0.0, 0.0, 30.0]
+    assert given == [(0.0, False), (0.0, False), (30.0, True)]
 
 
 def test_borders_on_the_device_are_those_of_the_documents_cut_at_sequences():

@@ -293,6 +293,7 @@ ROWS: dict[str, Row] = {
     ),
     "General.benchmark_csv_path": Row(files, "general.benchmark_csv_path={here}/benchmark.csv"),
     "General.ignore_sanity_checks": Row(messages, "general.ignore_sanity_checks=false"),
+    "General.deterministic": Row(lambda o: "Deterministic algorithms" in o.said, "general.deterministic=true"),
     "Parallelism.recompute_layer": Row(
         lambda o: [s["hardware_tflops_per_gpu"] / s["model_tflops_per_gpu"] > 1.05 for s in metrics(o.config)],
         "parallelism.recompute_layer=true",

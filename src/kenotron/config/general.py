@@ -63,6 +63,12 @@ class General(Section):
         "False: compare replicas of weights and optimizer at the start and before every save; read checkpoints back.",
         True,
     )
+    deterministic: bool = key(
+        "True: deterministic algorithms only, so that a run on the same GPUs has the same bits again, and an error at "
+        "an operator that has none. Slower.",
+        False,
+        mark=OURS,
+    )
     hooks: list[AnyHook] | None = key(
         "Your own hooks, as dotted paths or {path, kwargs}; they run after the built-in ones.",
         None,

@@ -40,6 +40,7 @@ _FREE = (
     "general.consumed_train_samples",
     "general.benchmark_csv_path",
     "general.ignore_sanity_checks",
+    "general.deterministic",
     "general.hooks*",
     "checkpoints.checkpoints_path*",
     "checkpoints.staging_path",

@@ -64,6 +64,7 @@ def train(
     from kenotron.parallel.ranks import run_on_rank0
     from kenotron.training import console, report
     from kenotron.training.build import build_hooks, build_run
+    from kenotron.training.deterministic import deterministic
     from kenotron.training.metrics import logged_step
     from kenotron.training.run import close, fit, report_failure
     from kenotron.training.run_folder import log_folder, make_log_folder, open_log_folder
@@ -74,7 +75,7 @@ def train(
     first = mesh.is_first
     if first:
         report.run_log(config).project(config)
-    with own_folder(config):
+    with own_folder(config), deterministic(config.general.deterministic):
         start = choose_start(config, fresh, start_elsewhere)
         config = with_run_name(config, run_on_rank0(lambda: run_name(config, start.path if start.continues else None)))
         done = start.continues and start.step >= start.end(config)

@@ -38,6 +38,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,6 +56,7 @@ from kenotron.optim.clip import clip_gradients
 from kenotron.parallel.ranks import gather
 from kenotron.parallel.shards import shard_of
 from kenotron.training.build import build_run
+from kenotron.training.deterministic import deterministic
 from kenotron.training.initial_weights import OpenWeights
 from kenotron.training.run import Run, close
 from kenotron.training.saved_state import model_tensors, optimizer_tensors
@@ -97,8 +99,9 @@ def record(
 
     console.start_logging(config, mesh)
     console.logger.setLevel("WARNING")
-    run = build_run(config, mesh, device, open_weights=open_weights)
-    try:
+    with deterministic(config.general.deterministic), ExitStack() as at_end:
+        run = build_run(config, mesh, device, open_weights=open_weights)
+        at_end.callback(close, run)
         root, numbers = Path(folder), []
         if seed:
             _perturb(run, PERTURBATION[config.model.dtype], seed)
@@ -113,8 +116,6 @@ def record(
             if run.step == 1:
                 _save(run, root / "updated", model_tensors(*run.parts), {})
         _save(run, root / "end", model_tensors(*run.parts), {"numbers": numbers})
-    finally:
-        close(run)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
@@ -60,6 +61,7 @@ def flash_attn_package(
             causal=True,
             window_size=(left, 0),
             softcap=softcap or 0.0,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
 
     return _flat(kernel, q, k, v, ctx, window)

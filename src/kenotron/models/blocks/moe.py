@@ -219,7 +219,8 @@ def within_capacity(experts: Tensor, weights: Tensor, chosen: Tensor, capacity: 
     most = math.ceil(capacity * flat.shape[1] / chosen.shape[1])
     order = weights.view_as(flat).argsort(dim=1, descending=True, stable=True)
     order = order.gather(1, flat.gather(1, order).argsort(dim=1, stable=True))  # by expert, and then by weight
-    before = (chosen.cumsum(1) - chosen).long().gather(1, flat.gather(1, order))  # slots of the experts before
+    counts = chosen.long()  # integers: on a GPU torch adds floats up in any order
+    before = (counts.cumsum(1) - counts).gather(1, flat.gather(1, order))  # slots of the experts before
     place = torch.arange(flat.shape[1], device=flat.device) - before
     return torch.empty_like(flat, dtype=torch.bool).scatter_(1, order, place < most).view_as(experts)
 

@@ -1,0 +1,74 @@
+"""`general.deterministic`: set while a run trains, and not after; the same bits twice; one line where it cannot be."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.backends import cudnn
+
+from kenotron.config.errors import InputError, RunFailed
+from kenotron.training import Hook
+from support.tiny_run import equal_bits, losses, tiny_config, train_quietly, weights
+
+KEY = "general.deterministic=true"
+VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def settings() -> tuple[object, ...]:
+    return torch.get_deterministic_debug_mode(), cudnn.deterministic, cudnn.benchmark, os.environ.get(VARIABLE)
+
+
+class Settings(Hook):
+    """What a step finds set."""
+
+    found: tuple[object, ...] = ()
+
+    def before_update(self, run: Any) -> None:
+        type(self).found = settings()
+
+
+class Unordered(Hook):
+    """Calls an operator that torch has in no deterministic form, on CPUs either."""
+
+    def before_update(self, run: Any) -> None:
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "of others")  # is put back after the test
+    monkeypatch.delenv(VARIABLE)
+
+
+def test_it_is_set_while_a_run_trains_and_two_runs_have_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cudnn, "benchmark", True)
+    before = settings()
+    configs = [tiny_config(tmp_path / name, KEY, f"general.hooks=[{__name__}.Settings]") for name in "ab"]
+    first, second = (weights(train_quietly(config)) for config in configs)
+    assert Settings.found == (2, True, False, ":4096:8")
+    assert settings()[:3] == before[:3] == (0, False, True)
+    assert equal_bits(first, second)
+    assert losses(configs[0]) == losses(configs[1])
+
+
+def test_an_operator_without_an_order_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    hooks = f"general.hooks=[{__name__}.Unordered]"
+    line = (
+        r"^general\.deterministic: put_ does not have a deterministic implementation on this device; set the key to f"
+    )
+    with pytest.raises(RunFailed, match=line):
+        train_quietly(tiny_config(tmp_path / "with", KEY, hooks))
+    assert settings()[0] == 0
+    train_quietly(tiny_config(tmp_path / "without", hooks))
+
+
+def test_another_workspace_of_cublas_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, ":0:0")
+    with pytest.raises(InputError, match=r"general\.deterministic: expected CUBLAS_WORKSPACE_CONFIG to be :4096:8 or"):
+        train_quietly(tiny_config(tmp_path, KEY))
