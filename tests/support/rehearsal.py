@@ -101,6 +101,10 @@ def mistakes(device: torch.device) -> dict[str, str]:
         "a copy from ordinary memory": lambda: here.to(device, non_blocking=True),
         "a blocking copy": lambda: here.pin_memory().to(device),
         "synchronize": lambda: torch.get_device_module(device).synchronize(),
+        "a product in float64": lambda: torch.ones(4, device=device, dtype=torch.float64) * 2,
+        "a NumPy number as a tensor": lambda: torch.as_tensor(np.ones(4), device=device),
+        "a Fourier transform": lambda: torch.fft.rfft(x),
+        "a number of Python": lambda: x * 2.0,
         "a copy from pinned memory": lambda: here.pin_memory().to(device, non_blocking=True),
     }
     found = {}

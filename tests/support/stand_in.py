@@ -9,7 +9,8 @@
 
 Fake tensors have shapes, dtypes and devices, and no values: an operator whose result's shape depends on values is an
 error, because on a GPU the host waits for it. What else it waits for is counted by where it was asked for: reading a
-value, copying between devices other than from pinned memory, `synchronize`.
+value, copying between devices other than from pinned memory, `synchronize`. Operators on the device with a result in
+one of `SLOW_DTYPES` are counted with them.
 
 torch's backend for devices in Python is experimental; it is used here alone.
 """
@@ -32,10 +33,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kenotron.optim import matrix_owners, muon
 
 NAME = "standin"
+SLOW_DTYPES = (torch.float64, torch.complex64, torch.complex128)  # many times slower than float32 on accelerators
 _waits: list[HostWaits] = []  # those that count at present
 
 
@@ -161,7 +164,7 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostWaits(TorchDispatchMode):
-    """Within, `sites` counts what the host waits for: ``package.module:function what`` → times."""
+    """Within, `sites` counts what the host waits for, and slow dtypes: ``package.module:function what`` → times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,4 +216,8 @@ class HostWaits(TorchDispatchMode):
             pinned = getattr(source, "is_pinned_here", False)
             if blocking or not pinned:
                 self.count(f"copies to {torch.device(target).type}")
-        return function(*args, **kwargs)
+        out = function(*args, **kwargs)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == NAME and tensor.dtype in SLOW_DTYPES:
+                self.count(f"computes in {str(tensor.dtype).removeprefix('torch.')}")
+        return out

@@ -76,7 +76,9 @@ def rehearsed() -> Callable[[str], Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_host_waits_once_a_step(case: str, rehearsed: Callable[[str], Any]) -> None:
+def test_the_host_waits_once_a_step_and_nothing_is_computed_in_float64(
+    case: str, rehearsed: Callable[[str], Any]
+) -> None:
     steps = rehearsed(case)
     assert isinstance(steps, list), steps
     assert steps[1:] == [ONCE, ONCE]
@@ -108,5 +110,9 @@ def test_each_mistake_is_noticed(rehearsed: Callable[[str], Any]) -> None:
         "a copy from ordinary memory": "elsewhere copies to standin",
         "a blocking copy": "elsewhere copies to standin",
         "synchronize": "elsewhere waits for the device",
+        "a product in float64": "elsewhere computes in float64",
+        "a NumPy number as a tensor": "elsewhere copies to standin elsewhere computes in float64",
+        "a Fourier transform": "elsewhere computes in complex64",
+        "a number of Python": "nothing",
         "a copy from pinned memory": "nothing",
     }
