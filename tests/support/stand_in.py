@@ -152,7 +152,7 @@ def _apply(module: nn.Module, change: Any, recurse: bool = True) -> nn.Module:
         child._apply(change)
     for name, old in module._parameters.items():
         if old is not None:
-            module._parameters[name] = nn.Parameter(change(old.detach()), old.requires_grad)
+            module._parameters[name] = nn.Parameter(change(old), old.requires_grad)
     for name, buffer in module._buffers.items():
         module._buffers[name] = None if buffer is None else change(buffer)
     return module

@@ -55,9 +55,16 @@ CASES = [
 ]
 ONCE = {"training.step:read_numbers reads": 1}
 EXPERTS_APART = f"mixtral|dp=2 ep=2|{BF16}"
-OFFLOADED = "llama|dp=2 zero=3|parallelism.cpu_offload=true"
+OFFLOAD = "parallelism.cpu_offload=true"
+OFFLOADED = [
+    f"llama|dp=2 zero=3|{OFFLOAD}",
+    f"mixtral|dp=2 zero=1|{OFFLOAD}|{BF16}",
+    f"deepseek_v3|dp=2 zero=3|{OFFLOAD}|{BF16}",  # with biases that no gradient reaches
+    f"mixtral|dp=4 ep=2 zero=3|{OFFLOAD}|{BF16}",
+]
+UNSHARDED_EXPERTS = f"mixtral|dp=2 ep=2 zero=1|{OFFLOAD}|{BF16}"
 MISTAKES = "mistakes|"
-EVERYTHING = [*CASES, EXPERTS_APART, OFFLOADED, MISTAKES]
+EVERYTHING = [*CASES, EXPERTS_APART, *OFFLOADED, UNSHARDED_EXPERTS, MISTAKES]
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +97,17 @@ def test_experts_on_other_ranks_cost_one_wait_a_layer_and_micro_batch(rehearsed:
     assert steps[1:] == [ONCE | {"parallel.experts:exchange reads": 4 * 2}] * 2
 
 
-def test_offloaded_weights_are_read_by_nothing_but_their_copies(rehearsed: Callable[[str], Any]) -> None:
-    steps = rehearsed(OFFLOADED)
+@pytest.mark.parametrize("case", OFFLOADED)
+def test_offloaded_weights_are_read_by_nothing_but_their_copies(case: str, rehearsed: Callable[[str], Any]) -> None:
+    steps = rehearsed(case)
     assert isinstance(steps, list), steps
-    assert [{site: n for site, n in step.items() if site.endswith("reads")} for step in steps] == [ONCE] * 3
+    expected = ONCE | ({"parallel.experts:exchange reads": 4 * 2} if "ep=2" in case else {})
+    assert [{site: n for site, n in step.items() if site.endswith("reads")} for step in steps] == [expected] * 3
     assert any("copies to standin" in site for site in steps[2])
+
+
+def test_offloading_experts_that_nothing_shards_is_refused(rehearsed: Callable[[str], Any]) -> None:
+    assert "InputError: parallelism.cpu_offload: it moves shards, but no other rank" in rehearsed(UNSHARDED_EXPERTS)
 
 
 def test_each_mistake_is_noticed(rehearsed: Callable[[str], Any]) -> None:

@@ -68,11 +68,17 @@ def named_parameters(*parts: Decoder) -> Iterator[tuple[str, nn.Parameter]]:
         yield from ((name, p) for name, p in part.named_parameters(remove_duplicate=True) if name not in copies)
 
 
-def materialize(model: Decoder, device: torch.device | str) -> None:
-    """Give a model that was built on the meta device memory on `device`: weights undefined, buffers as they begin."""
-    model.to_empty(device=device)
+def materialize(model: Decoder, device: torch.device | str, trained_on: torch.device | str | None = None) -> None:
+    """Give a model that was built on the meta device memory on `device`: weights undefined, buffers as they begin.
+
+    `trained_on`: where the weights lie that are trained, if not there (data parallelism brings them to `device`).
+    """
+    import torch
+
+    trained_on = trained_on or device
+    model._apply(lambda tensor: torch.empty_like(tensor, device=trained_on if tensor.requires_grad else device))
     model.reset_buffers(device)
-    model.tie_weights()  # to_empty gave the two names of a tied matrix a memory each
+    model.tie_weights()  # the two names of a tied matrix have got a memory each
 
 
 def initialize_model(

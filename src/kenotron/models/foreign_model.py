@@ -76,8 +76,6 @@ class ForeignModel(Decoder):
 
     def forward(self, tokens: Tensor, ctx: Context, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """As of `Decoder`. Raises InputError where documents are packed and the module does not keep them apart."""
-        if any(each.device != tokens.device for each in self.buffers()):  # weights that are offloaded to the host
-            self.reset_buffers(tokens.device)
         if ctx.states is not None:
             return next_logits(self, tokens, ctx)
         if ctx.has_documents and not self.separates_documents:

@@ -65,15 +65,20 @@ def apply(
     `zero_stage` 0 to 3 says what the ranks along dp_shard (and cp) split among them; a mesh with dp_replicate larger
     than 1 keeps copies of such groups (hybrid). Parameters may still be on the meta device; those that are DTensors
     over tp become DTensors over both. `cpu_offload` keeps the sharded masters, their gradients and the optimizer's
-    state in host memory: materialize them there (on a CPU run they are there anyway). `bucket_cap_mb`: MiB of gradients
-    that stage 0 sums in one collective (25 is also torch's choice in DistributedDataParallel). Raises `InputError` for
-    `cpu_offload` where nothing is sharded.
+    state in host memory: materialize them there (on a CPU run they are there anyway), but buffers and frozen weights on
+    the device. `bucket_cap_mb`: MiB of gradients that stage 0 sums in one collective (25 is also torch's choice in
+    DistributedDataParallel). Raises `InputError` for `cpu_offload` where nothing is sharded, or the experts are not.
     """
     sharded = zero_stage > 0 and mesh.degree("shard") > 1
     if cpu_offload and not sharded:
         raise InputError(
             "parallelism.cpu_offload: it moves shards, but nothing is sharded; expected optimizer.zero_stage "
             f"1, 2, 3 or hybrid on more than one rank, found {zero_stage} on dp_shard {mesh.degree('dp_shard')}"
+        )
+    if cpu_offload and expert_parallel(root) and mesh.group("expert_replicas") is None:
+        raise InputError(
+            "parallelism.cpu_offload: it moves shards, but no other rank has the experts of this one, so they are not "
+            f"sharded; expected fewer than the {mesh.degree('ep')} ranks of expert_parallel_size, or more replicas"
         )
     if sharded:
         _shard(root, blocks, mesh, zero_stage, compute_dtype, cpu_offload)

@@ -80,5 +80,5 @@ def _shard(config: Config, mesh: Mesh, model: Decoder, root: nn.Module, device: 
         cpu_offload=config.parallelism.cpu_offload,
         bucket_cap_mb=config.model.ddp_bucket_cap_mb,
     )
-    materialize(model, "cpu" if config.parallelism.cpu_offload else device)
+    materialize(model, device, trained_on="cpu" if config.parallelism.cpu_offload else None)
     zero_vocabulary_padding(model, shard_of)
