@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -107,6 +108,7 @@ REFUSED = [
         "general.hooks=[os.sep]",
         "general.hooks: expected a kenotron.Hook class, or a function that returns one, at 'os.sep'",
     ),
+    ("model.loss=focal", "model.loss: expected a dotted path such as my_module.name, found 'focal'"),
     ("model.loss=nowhere.loss", "model.loss: cannot import 'nowhere' of 'nowhere.loss': No module named 'nowhere'"),
     (f"{LR}.lr_decay_style=math.sine", "lr_decay_style: module 'math' has no 'sine'; did you mean 'sin'?"),
 ]
@@ -254,10 +256,32 @@ def test_kn_train_takes_the_path_of_a_yaml_file(tmp_path: Path) -> None:
     assert run.config == kn.load(path)
 
 
-@pytest.mark.parametrize("overrides", ["tokens.train_steps=5", {"tokens.train_steps": 5}, [5]])
+@pytest.mark.parametrize("overrides", ["tokens.train_steps=5", {"tokens.train_steps": 5}, [5], 5, None])
 def test_overrides_are_a_list_of_texts(overrides: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"overrides: expected a list such as \['tokens.train_steps=100'\], found "):
         kn.load(tiny_yaml(tmp_path), overrides)
+
+
+@pytest.mark.parametrize("source", [3, None, ["my.yaml"], b"my.yaml"])
+def test_a_config_is_a_path_a_dict_or_a_config(source: Any) -> None:
+    for take in (kn.load, kn.train):
+        with pytest.raises(
+            InputError, match=rf"^config: expected the path of a YAML file, .* found {re.escape(repr(source))}$"
+        ):
+            take(source)
+
+
+def test_a_dict_has_names_as_keys() -> None:
+    with pytest.raises(InputError, match=r"^config: expected the names of sections as keys, found 1$"):
+        kn.load({1: {}})  # type: ignore[dict-item]
+
+
+def test_generate_takes_the_path_of_a_model() -> None:
+    for path in (5, None, object):
+        with pytest.raises(
+            InputError, match=r"^path: expected a checkpoint or a Hugging Face model, by its path, found "
+        ):
+            kn.generate(path, "a")  # type: ignore[arg-type]
 
 
 def test_a_config_says_how_to_change_it(tmp_path: Path) -> None:
@@ -366,6 +390,10 @@ COMMANDS = [
     (("init", "tini-llama"), "error: no starter 'tini-llama'; did you mean 'tiny-llama'?"),
     (("convert", "to-hf", "tiny.yaml", "out"), "error: tiny.yaml is a file; expected a checkpoint, or a folder"),
     (("checkpoint", "verify", "tiny.yaml"), "error: tiny.yaml is a file; expected a folder of checkpoints"),
+    (
+        ("generate", "texts.jsonx/10"),
+        "error: no checkpoint at texts.jsonx/10: the current folder has no 'texts.jsonx'; did",
+    ),
     (("checkpoint", "list", "nowhere"), "error: nowhere is not a folder"),
     (("data", "convert", "x", "out", "--to", "numpyy"), "error: --to: cannot write 'numpyy'; expected one of"),
     (

@@ -268,12 +268,21 @@ def test_an_empty_prompt_starts_a_text(model, tokenizer):
         ([1, 300], {}, "prompt 1: token 300 is outside the model's vocabulary of 300"),
         ([-1], {}, "prompt 1: token -1 is outside"),
         ("text", {}, "prompt 1: there is no tokenizer here"),
-        ([1], {"batch_size": 0}, "batch_size: expected 1 or more"),
+        ([1.5], {}, r"prompt 1: expected a text or a list of token ids, found \[1.5\]"),
+        (b"text", {}, "prompt 1: expected a text or a list of token ids, found b'text'"),
+        ([1], {"batch_size": 1.5}, "batch_size: expected an integer of 1 or more, found 1.5"),
+        ([1], {"batch_size": 0}, "batch_size: expected an integer of 1 or more"),
     ],
 )
 def test_wrong_input_is_named(model, prompt, options, message):
     with pytest.raises(InputError, match=f"^{message}"):
         generate(model, None, [prompt], **options)
+
+
+def test_prompts_are_a_list(model):
+    for prompts in (5, None, b"text", {"text": 1}):
+        with pytest.raises(InputError, match=r"^prompts: expected a list of texts and lists of token ids, found "):
+            generate(model, None, prompts)
 
 
 def test_no_prompts_give_no_completions(model):

@@ -399,6 +399,13 @@ def test_its_config_comes_back_and_its_checkpoint_decodes(user: Path) -> None:
         to_hf(user / "checkpoints", user / "exported")
 
 
+def test_its_longest_text_ends_a_completion(user: Path) -> None:
+    train_quietly(of_user(user, "tokens.train_steps=1", max_position_embeddings=6))
+    model = load_for_generation(user / "checkpoints").model
+    (completion,) = generate(model, None, [[3, 1, 4]], SamplingOptions(max_new_tokens=5, stop_at_eos=False))
+    assert (len(completion.tokens), completion.stopped_by) == (3, "max_position_embeddings")
+
+
 @pytest.mark.parametrize(
     ("keys", "overrides", "message"),
     [

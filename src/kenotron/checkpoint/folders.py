@@ -234,14 +234,12 @@ def resolve(path: Path | str) -> Path:
 
 def _nearby(path: Path) -> str:
     parent = next(parent for parent in path.parents if parent.exists() or parent == parent.parent)
-    if parent != path.parent:
-        where = "the current folder" if parent == Path() else parent
-        return f"{where} has no {path.relative_to(parent).parts[0]!r}"
+    missing = path.relative_to(parent).parts[0]
     complete = [str(entry.step) for entry in list_checkpoints(parent) if entry.manifest]
     if path.name.isdigit() and complete:
         return f"{parent} has {', '.join(complete)}"
     where = "the current folder" if parent == Path() else parent
-    return f"{where} has no {path.name!r}{nearest(path.name, [entry.name for entry in parent.iterdir()])}"
+    return f"{where} has no {missing!r}{nearest(missing, [entry.name for entry in parent.iterdir()])}"
 
 
 def _looks_like(path: Path) -> str | None:

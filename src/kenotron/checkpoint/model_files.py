@@ -34,6 +34,8 @@ def find_model(path: str | Path) -> Found:
 
     Errors (InputError): nothing there; the message names what is near.
     """
+    if not isinstance(path, str | Path):
+        raise InputError(f"path: expected a checkpoint or a Hugging Face model, by its path, found {path!r:.60}")
     folder = Path(path).expanduser()
     ours = (folder / MANIFEST).exists() or (folder / folders.LATEST).exists()
     if not ours and (folder / "config.json").is_file():

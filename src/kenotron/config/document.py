@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,11 @@ class Document:
 def read(source: str | Path | dict[str, Any]) -> Document:
     """The document of a YAML file, or of plain data from a program. Raises InputError."""
     if isinstance(source, dict):
+        if not all(isinstance(name, str) for name in source):
+            raise InputError(f"config: expected the names of sections as keys, found {next(iter(source))!r}")
         return Document(_copy(source))
+    if not isinstance(source, str | PathLike):
+        raise InputError(f"config: expected the path of a YAML file, a dict or another config, found {source!r:.60}")
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")

@@ -36,7 +36,8 @@ def load(
     warnings. `%date` and `%jobid` in the run's name stay until `fill_run_name`. Raises InputError with one line for
     everything that is wrong, NotSupportedYet for keys that ask for what is not implemented.
     """
-    if isinstance(overrides, str | dict) or not all(isinstance(text, str) for text in overrides):
+    listed = isinstance(overrides, Sequence) and not isinstance(overrides, str)
+    if not listed or not all(isinstance(text, str) for text in overrides):
         raise InputError(f"overrides: expected a list such as ['tokens.train_steps=100'], found {overrides!r}")
     say = report or logging.getLogger("kenotron").warning
     document = read(to_dict(source) if isinstance(source, Config) else source)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Literal, Protocol
 
 import torch
@@ -106,8 +107,10 @@ def generate(
     Errors (InputError): stop strings without a tokenizer, a prompt too long for max_position_embeddings, a token
     outside the vocabulary.
     """
-    if batch_size < 1:
-        raise InputError(f"batch_size: expected 1 or more, found {batch_size}")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise InputError(f"batch_size: expected an integer of 1 or more, found {batch_size!r:.60}")
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
+        raise InputError(f"prompts: expected a list of texts and lists of token ids, found {prompts!r:.60}")
     if sampling.stop and tokenizer is None:
         raise InputError(f"stop: there is no tokenizer here, so no text in which {sampling.stop[0]!r} could come")
     ranks = model if isinstance(model, ModelOnRanks) else ModelOnRanks.alone(model)
@@ -200,8 +203,9 @@ def _row(
 ) -> DecodingRow:
     """Tokens of a prompt and how many may follow it, checked."""
     where = f"prompt {index + 1}"
-    if not isinstance(prompt, str) and (not isinstance(prompt, Sequence) or any(isinstance(t, str) for t in prompt)):
-        raise InputError(f"{where}: expected a text or a list of token ids, found {prompt}")
+    listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+    if not isinstance(prompt, str) and not (listed and all(isinstance(token, Integral) for token in prompt)):
+        raise InputError(f"{where}: expected a text or a list of token ids, found {prompt!r:.60}")
     if isinstance(prompt, str) and tokenizer is None:
         raise InputError(f"{where}: there is no tokenizer here, so a prompt must be token ids, not text")
     tokens = tokenizer.encode(prompt) if isinstance(prompt, str) and tokenizer else [int(t) for t in prompt]

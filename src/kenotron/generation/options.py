@@ -10,9 +10,17 @@ A new option is a field here, a keyword of `kn.generate`, and an option of the t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
 
 from kenotron.config.errors import InputError
+
+_KINDS: dict[type, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (Integral, "an integer"),
+    float: (Real, "a number"),
+    tuple: (tuple, "a list of texts"),
+}  # type of the default → what is accepted for it, and its name in messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +44,12 @@ class SamplingOptions:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        if isinstance(self.stop, str | list):
+            object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for option in fields(self):
+            found, (kind, expected) = getattr(self, option.name), _KINDS[type(option.default)]
+            if not isinstance(found, kind) or (isinstance(found, bool) and kind is not bool):
+                raise InputError(f"{option.name}: expected {expected}, found {found!r:.60}")
         if self.max_new_tokens < 1:
             raise InputError(f"max_new_tokens: expected 1 or more, found {self.max_new_tokens}")
         if not 0 <= self.temperature < float("inf"):
@@ -57,5 +70,7 @@ class SamplingOptions:
             raise InputError(
                 f"{name}: changes nothing at temperature 0, which is greedy; set a temperature, such as 1.0"
             )
+        if not all(isinstance(text, str) for text in self.stop):
+            raise InputError(f"stop: expected a list of texts, found {list(self.stop)!r:.60}")
         if "" in self.stop:
             raise InputError("stop: expected texts, found an empty one")

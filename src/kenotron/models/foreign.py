@@ -56,11 +56,17 @@ class ForeignArchitecture(DecoderArchitecture):
         None,
         mark=OURS,
     )
+    max_position_embeddings: int | None = key("Positions that the model can read; null: any number.", None, ge=1)
 
     @property
     def title(self) -> str:
         """What messages call it."""
         return self.family
+
+    @property
+    def longest_text(self) -> int:
+        """max_position_embeddings."""
+        return self.max_position_embeddings or sys.maxsize
 
     def tp_problems(self, tp: int) -> Iterator[str]:
         """There is no plan."""
@@ -81,17 +87,11 @@ class HuggingFaceArchitecture(ForeignArchitecture):
 
     family: str = key("The family's name.", HUGGING_FACE, mark=OURS)
     hf_config: dict[str, Any] = key("The config.json, with the values that the run's config replaces.", {}, mark=OURS)
-    max_position_embeddings: int | None = key("Positions that the model can read; null: any number.", None, ge=1)
 
     @property
     def title(self) -> str:
         """transformers' name of the family."""
         return f"transformers' {self.hf_config.get('model_type')}"
-
-    @property
-    def longest_text(self) -> int:
-        """max_position_embeddings."""
-        return self.max_position_embeddings or sys.maxsize
 
     @property
     def depends_on_longest(self) -> bool:
@@ -150,7 +150,7 @@ class UserModuleArchitecture(ForeignArchitecture):
         except InputError as error:
             raise problem("module", str(error).removeprefix(f"{MODULE_KEY}: ")) from None
         named = {name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
-        valid = named | DecoderArchitecture.model_fields.keys()
+        valid = named | ForeignArchitecture.model_fields.keys()
         for name in self.given if len(named) == len(parameters) else ():
             if name not in valid:
                 raise problem(name, f"{self.module} does not take it{nearest(name, valid)}")
@@ -169,7 +169,7 @@ class UserModuleArchitecture(ForeignArchitecture):
 
     def arguments(self) -> dict[str, Any]:
         """Those of the constructor."""
-        own, taken = DecoderArchitecture.model_fields, self._parameters()
+        own, taken = ForeignArchitecture.model_fields, self._parameters()
         return {name: value for name, value in self.given.items() if name in taken or name not in own}
 
 
