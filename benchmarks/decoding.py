@@ -78,7 +78,7 @@ def against_transformers(folder: Path, arguments: argparse.Namespace) -> None:
     """Tokens per second of both, in turns; and whether texts are the same (in bf16 rounding decides near ties)."""
     from transformers import AutoModelForCausalLM
 
-    from kenotron.generation import generate
+    from kenotron.generation import SamplingOptions, generate
     from kenotron.generation.load import load_for_generation
     from kenotron.interop import to_hf
 
@@ -86,12 +86,13 @@ def against_transformers(folder: Path, arguments: argparse.Namespace) -> None:
     count = arguments.new_tokens
     for dtype, batch in product(arguments.dtypes, BATCHES):
         model = load_for_generation(folder, dtype, "cpu").model
+        sampling = SamplingOptions(max_new_tokens=count, stop_at_eos=False)
         peer = AutoModelForCausalLM.from_pretrained(folder / "hf", dtype=getattr(torch, dtype)).eval()
         prompts, lengths = prompts_of(batch), {"min_new_tokens": count, "max_new_tokens": count}
         ids = torch.tensor(prompts)
 
-        def ours(model: Any = model, prompts: Any = prompts) -> list[list[int]]:
-            completions = generate(model, None, prompts, max_new_tokens=count, stop_at_eos=False)
+        def ours(model: Any = model, prompts: Any = prompts, sampling: Any = sampling) -> list[list[int]]:
+            completions = generate(model, None, prompts, sampling)
             return [completion.tokens for completion in completions]
 
         def theirs(peer: Any = peer, ids: Any = ids, lengths: Any = lengths) -> list[list[int]]:
@@ -120,10 +121,11 @@ def prompts_of(batch: int) -> list[list[int]]:
 
 def decode(rank: int, folder: str, arguments: argparse.Namespace) -> None:
     """One rank. Rank 0 prints."""
-    from kenotron.generation import generate
+    from kenotron.generation import SamplingOptions, generate
     from kenotron.generation.load import load_for_generation
     from kenotron.parallel.mesh import build_mesh
 
+    sampling = SamplingOptions(max_new_tokens=arguments.new_tokens, stop_at_eos=False)
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
@@ -139,7 +141,7 @@ def decode(rank: int, folder: str, arguments: argparse.Namespace) -> None:
                 dist.barrier()
                 started = time.perf_counter()
                 if models[name] is not None:
-                    generate(models[name], None, prompts, max_new_tokens=arguments.new_tokens, stop_at_eos=False)
+                    generate(models[name], None, prompts, sampling)
                 dist.barrier()
                 return batch * arguments.new_tokens / (time.perf_counter() - started)
 
