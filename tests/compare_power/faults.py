@@ -114,8 +114,8 @@ FAULTS = [
     _new(
         "half-the-gradient-of-one-layers-attention",
         "models/blocks/attention.py",
-        "        q, k, v = self.q_proj.grouped(x, ",
-        f"        x = {HALF.format('x')} if self.layer == 1 else x\n        q, k, v = self.q_proj.grouped(x, ",
+        "        q, k, v, *gates = self.q_proj.grouped(x, ",
+        f"        x = {HALF.format('x')} if self.layer == 1 else x\n        q, k, v, *gates = self.q_proj.grouped(x, ",
         "the input of layer 1's attention gets half of its gradient",
         "pp=2",
         r"layers\.1\.input_layernorm",

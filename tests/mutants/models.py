@@ -311,7 +311,7 @@ MUTANTS = [
     Mutant(
         name="tied-weights-come-apart",
         file="models/__init__.py",
-        find="    model.tie_weights()  # to_empty gave the two names of a tied matrix a memory each\n",
+        find="    model.tie_weights()  # the two names of a tied matrix have got a memory each\n",
         replace="",
         why="tie_word_embeddings is silently undone when a meta model gets memory (torchtitan #2252)",
         tests=("models/test_initial_weights.py",),
