@@ -86,6 +86,18 @@ def test_a_step_without_a_checkpoint_and_a_wrong_style_are_one_line(
         assert error.err.count("\n") == 1
 
 
+def test_a_branch_begins_before_the_decay_has_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    zero = ["checkpoints.checkpoints_path=checkpoints/zero", "optimizer.learning_rate_scheduler.min_decay_lr=0"]
+    train_quietly(kn.load("my.yaml", [*zero, "general.run=zero"]))
+    (folder / "checkpoints" / "my_run").rename("replaced")
+    (folder / "checkpoints" / "zero").rename("checkpoints/my_run")
+    with pytest.raises(SystemExit) as ended:
+        main(["branch", "my.yaml", "--at", "8", "--cooldown", "4", "--name", "cool"])
+    assert ended.value.code == 2
+    line = "error: --at: the learning rate is 0 at step 8; expected a step before its decay has ended\n"
+    assert capsys.readouterr().err == line
+
+
 def test_the_commands_of_the_page_run(folder: Path) -> None:
     (folder / "checkpoints" / "other_run").symlink_to("my_run")
     numbers = {"1000": "2", "1500": "4", "2000": "6", "200": "2", "500": "5"}

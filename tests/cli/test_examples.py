@@ -166,9 +166,12 @@ def test_the_mixture_of_experts_runs_by_its_readme(examples: Path, nursery: Nurs
 
 @pytest.mark.slow
 def test_the_lazy_checkpoints_run_by_their_readme(examples: Path, nursery: Nursery) -> None:
-    trained, _ = as_its_readme_shows(examples / "datastates", nursery)
+    trained, verified, resumed = as_its_readme_shows(examples / "datastates", nursery)
     assert ", of which training waited " in trained.stdout
-    assert sorted(path.name for path in (examples.parent / "checkpoints" / "datastates").glob("*0")) == ["30", "40"]
+    assert verified.stdout == "checkpoints/datastates/40 is intact\n"
+    assert "(step 40)" in resumed.stdout
+    assert ", of which training waited " not in resumed.stdout
+    assert sorted(path.name for path in (examples.parent / "checkpoints" / "datastates").glob("*0")) == ["50", "60"]
 
 
 def test_the_quickstart_trains_on_a_few_files(examples: Path, nursery: Nursery) -> None:

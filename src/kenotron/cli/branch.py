@@ -30,13 +30,17 @@ def branch(
     from kenotron.config import load
     from kenotron.config.dialects import upgrade
     from kenotron.config.document import read
+    from kenotron.config.errors import InputError
     from kenotron.config.overrides import apply
     from kenotron.config.writing import dump, inline
 
     config = load(file, report=lambda line: print(line, file=sys.stderr))
     saved, staging = config.checkpoints.checkpoints_path.rstrip("/"), config.checkpoints.staging_path
+    rate = _rate(saved, at)
+    if rate == 0:
+        raise InputError(f"--at: the learning rate is 0 at step {at}; expected a step before its decay has ended")
     schedule = {
-        "learning_rate": _rate(saved, at),
+        "learning_rate": rate,
         "lr_warmup_steps": 0,
         "lr_decay_style": style,
         "min_decay_lr": 0.0,

@@ -73,7 +73,7 @@ def _filesystem(protocol: str, part_tries: int) -> Any:
         raise InputError(f"{protocol}://: no such protocol{nearest(protocol, known)}") from None
     except ImportError as error:
         extra = EXTRAS.get(protocol)
-        hint = f"pip install kenotron[{extra}]" if extra else first_line(error)
+        hint = f"pip install 'kenotron[{extra}]'" if extra else first_line(error)
         raise InputError(f"{protocol}://: its driver is not installed: {hint}") from None
 
 
