@@ -85,13 +85,15 @@ def hub_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def group_of_one() -> Iterator[None]:
     """A gloo process group of this process alone; it needs no port."""
     import torch.distributed as dist
-
-    from support.ranks import forget_meshes
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-    forget_meshes()
+    # torch knows how DTensors move by mesh, and the next test's equal mesh has groups of its own
+    _redistribute._gen_transform_infos.cache_clear()
+    _clear_sharding_prop_cache()
 
 
 @pytest.fixture(scope="session")

@@ -2,12 +2,12 @@
 
     results = run_ranks(2, work, argument)     # [work(0, argument), work(1, argument)]
 
-There is one pool for all world sizes: a job on two ranks takes the first two. They keep their process group and its
-device meshes for the next job on as many ranks, and with them what torch has worked out for each mesh (how DTensors
-move), which is a third of a small job's time.
+Ranks keep their process group and its device meshes for the next job on as many ranks, and with them what torch has
+worked out for each mesh (how DTensors move), which is a third of a small job's time. A job on another number of ranks
+gets new processes: a group lives as long as its ranks, so no test depends on how well torch takes one down.
 
-Ranks are forked when first needed, at most eight, from a server that has imported torch and done nothing else: a
-copy of a test process would inherit its threads' locks, torch's caches and every open file.
+Ranks are forked, at most eight, from a server that has imported torch and done nothing else: a copy of a test process
+would inherit its threads' locks, torch's caches and every open file.
 
 A rank that raises ends the job and its traceback is reported; the ranks are then killed, because others may hang in a
 collective, and the next job forks new ones.
@@ -40,43 +40,42 @@ from support.preload import PRELOAD
 MOST_RANKS = 8
 TIMEOUT_S = 300
 COLLECTIVE_TIMEOUT_S = 120  # long: a machine may be busy with other work
-JOBS_PER_GROUP = 25  # then ranks start afresh: groups that a job made, such as an optimizer's, are its own
+JOBS_PER_RANKS = 25  # then new ones are forked: groups that a job made, such as an optimizer's, are its own
 ROUNDING = 2e-6  # of a gradient or loss in fp32: both sides round, and every kind of processor in its own way
 
 
 class Pool:
-    """Ranks that wait for jobs, forked as the largest job so far needed them."""
+    """Ranks that wait for jobs, as many as the last job had."""
 
     def __init__(self) -> None:
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
-        self.joined: list[int] = []  # the world size of the group that each rank is in; 0: none
-        self.jobs = 0  # since that group was made
+        self.jobs = 0  # since they were forked
         self.numbers = itertools.count()
         self.folder = tempfile.TemporaryDirectory()  # of the stores through which the ranks of a group meet
 
     def run(self, world_size: int, work: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        """`work(rank, *args)` on the first `world_size` ranks."""
-        while len(self.pipes) < world_size:
-            self._fork()
-        keep = self.joined[:world_size] == [world_size] * world_size and self.jobs < JOBS_PER_GROUP
-        self.jobs = self.jobs + 1 if keep else 1
-        self.joined = [world_size if rank < world_size else size for rank, size in enumerate(self.joined)]
-        store = None if keep else f"{self.folder.name}/{next(self.numbers)}"
-        for rank, pipe in enumerate(self.pipes[:world_size]):
-            pipe.send((store, rank, world_size, work, args))
-        return self._collect(self.pipes[:world_size])
+        """`work(rank, *args)` on `world_size` ranks."""
+        if len(self.pipes) != world_size or self.jobs == JOBS_PER_RANKS:
+            self._fork(world_size)
+        self.jobs += 1
+        for pipe in self.pipes:
+            pipe.send((work, args))
+        return self._collect(self.pipes)
 
-    def _fork(self) -> None:
+    def _fork(self, world_size: int) -> None:
+        """New ranks instead of those that there are."""
+        self.close()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOAD, "pytest"])
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        process.start()
-        theirs.close()
-        self.pipes.append(ours)
-        self.processes.append(process)
-        self.joined.append(0)
+        store = f"{self.folder.name}/{next(self.numbers)}"
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, store, rank, world_size), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
 
     def _collect(self, pipes: list[Connection]) -> list[Any]:
         """Every rank's result; the first failure to arrive is the one reported."""
@@ -102,8 +101,11 @@ class Pool:
         """Kill all ranks; the next job forks new ones."""
         for process in self.processes:
             process.kill()
+        for process in self.processes:
             process.join()
-        self.pipes, self.processes, self.joined = [], [], []
+        for pipe in self.pipes:
+            pipe.close()
+        self.pipes, self.processes, self.jobs = [], [], 0
 
 
 _pool = Pool()
@@ -142,24 +144,18 @@ class OneDeviceGloo(distributed_c10d.ProcessGroupGloo):
         super().__init__(store, rank, size, options)
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, store: str, rank: int, world_size: int) -> None:
     torch.set_num_threads(1)  # an OpenMP pool does not survive a fork
     distributed_c10d.ProcessGroupGloo = OneDeviceGloo
     init_device_mesh = functools.lru_cache(None)(device_mesh.init_device_mesh)
     device_mesh.init_device_mesh = lambda *args, **options: init_device_mesh(*args, **options)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     while True:
         try:
-            store, rank, world_size, work, args = pipe.recv()
+            work, args = pipe.recv()
         except EOFError:
             os._exit(0)
         try:
-            if store is not None:
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-                init_device_mesh.cache_clear()
-                forget_meshes()
-                file = dist.FileStore(store, world_size)
-                dist.init_process_group("gloo", store=file, rank=rank, world_size=world_size)
             set_timeout_of_all_groups(COLLECTIVE_TIMEOUT_S)
             result = io.BytesIO()
             torch.save(work(rank, *args), result)  # by value: a shared tensor would die with its rank
@@ -167,12 +163,3 @@ def _serve(pipe: Connection) -> None:
             pipe.send((False, result.getvalue()))
         except BaseException:
             pipe.send((True, traceback.format_exc()))
-
-
-def forget_meshes() -> None:
-    """Forget how torch moved DTensors: it knows that by mesh, and the next group's equal mesh has groups of its own."""
-    from torch.distributed.tensor import _redistribute
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _redistribute._gen_transform_infos.cache_clear()
-    _clear_sharding_prop_cache()
