@@ -163,3 +163,17 @@ def test_under_torchrun_too_all_end_and_the_cause_is_reported_once(what: str, tm
     else:  # torchrun's own page names the signal; the other rank may have said that rank 1 is gone
         assert process.stderr.count("error: rank 1 (process") <= 1
         assert re.search(r"Root Cause.*rank +: 1 .*SIGKILL", process.stderr, re.DOTALL)
+
+
+def test_the_process_group_is_destroyed_when_a_rank_exits(tmp_path: Path) -> None:
+    """Else gloo's threads abort the process more often than not, and the exit code of an error is lost."""
+    program = """
+import atexit, sys, torch, torch.distributed as dist
+from kenotron.launch import start_process_group
+atexit.register(lambda: print("still there" if dist.is_initialized() else "destroyed"))  # runs after what comes later
+start_process_group(torch.device("cpu"), 60, dist.HashStore())
+sys.exit(2)
+"""
+    alone = environment(tmp_path, RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    process = subprocess.run([sys.executable, "-c", program], env=alone, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout, process.stderr) == (2, "destroyed\n", "")

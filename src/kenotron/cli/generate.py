@@ -96,7 +96,7 @@ def generate(
         source = open_source(here, verify=False)
         layout = choose_layout(dp, pp, tp, source.layout, _processes(), ep)
         check_layout(source.model.decoder, layout)
-    from kenotron.launch import leave, work_on_ranks
+    from kenotron.launch import work_on_ranks
 
     request = Request(
         parallelism=layout,
@@ -109,7 +109,6 @@ def generate(
         batch_size=1 if stream else batch_size,
     )
     work_on_ranks(request, decode_on_ranks)
-    leave()
 
 
 def _processes() -> int | None:

@@ -25,7 +25,7 @@ def train(
 ) -> None:
     """Train a config, with as many local processes as its layout needs. Resumes from the newest complete checkpoint."""
     from kenotron.config import load, refuse_unsupported
-    from kenotron.launch import check_processes, launch, leave
+    from kenotron.launch import check_processes, launch
 
     with said_once():
         config = load(file, overrides or (), report=_say)
@@ -34,7 +34,6 @@ def train(
             config = config.model_copy(update={"logging": config.logging.model_copy(update={"format": "nanotron"})})
         check_processes(config)
     launch(config, fresh=fresh, spares=spares)
-    leave()
 
 
 def _say(line: str) -> None:

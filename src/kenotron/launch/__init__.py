@@ -229,8 +229,11 @@ def work_as_rank(
 def start_process_group(device: torch.device, timeout_seconds: float, store: dist.Store | None = None) -> None:
     """Make the default group of all ranks, unless the caller has made it already.
 
-    They meet in `store`, or where the environment says. Raises InputError if it does not say where.
+    They meet in `store`, or where the environment says. Raises InputError if it does not say where. The group is
+    destroyed when the process exits: gloo's threads, if they still run then, abort it (SIGABRT) more often than not,
+    and the exit code is lost.
     """
+    import atexit
     import os
     from datetime import timedelta
 
@@ -248,10 +251,11 @@ def start_process_group(device: torch.device, timeout_seconds: float, store: dis
         dist.init_process_group(backend(device), timeout=timeout, store=store, rank=rank, world_size=size)
     except ValueError as error:  # MASTER_ADDR or MASTER_PORT is missing
         raise InputError(f"RANK and WORLD_SIZE are set, but torch cannot find the other ranks: {error}") from None
+    atexit.register(leave)
 
 
 def leave() -> None:
-    """Destroy the process group, if there is one: the last thing that a rank does."""
+    """Destroy the process group, if there is one."""
     import sys
 
     distributed = sys.modules.get("torch.distributed")

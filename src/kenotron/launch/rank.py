@@ -43,12 +43,11 @@ def main() -> None:
 
 def run(folder: Path) -> int:
     """Do the work of `folder`; returns the exit code."""
-    from kenotron.launch import leave, work_on_ranks
+    from kenotron.launch import work_on_ranks
 
     try:
         config, work, options = read_work(folder)
         work_on_ranks(config, work, **options)
-        leave()
     except KeyboardInterrupt:
         return 130
     except Exception as error:
