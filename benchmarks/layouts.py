@@ -11,6 +11,7 @@ that a ratio is taken within one round and the drift of a machine cancels. The w
     tp2             tokens/s >= 0.75 x 2 x (one rank's tokens/s)
     pp2             tokens/s >= 0.85 x 2 x (one rank's tokens/s) x 8/9     eight micro-batches through two stages
     dp2             tokens/s >= 1.0 x  DistributedDataParallel and a plain loop
+    ep2             tokens/s >= 0.8 x  2 x (one rank's tokens/s)     both with a mixture of experts in place of the MLPs
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ Step = Callable[[], float]  # one step of a rank; the loss of the whole layout
 
 @dataclass(frozen=True)
 class Layout:
-    """`overrides` of the config; `share` is the part of its ranks' joint speed that the layout could reach at best."""
+    """`overrides` of the config; `share` is the part of its ranks' joint speed that the layout could reach at best.
+
+    `mixture`: with experts, and compared with one rank that has them, too.
+    """
 
     ranks: int
     overrides: tuple[str, ...] = ()
@@ -54,10 +58,21 @@ class Layout:
     bar: float | None = None
     share: float = 1.0
     torch_ddp: bool = False
+    mixture: bool = False
 
 
+EXPERTS = {"is_mixtral_config": True, "num_local_experts": 8, "num_experts_per_tok": 2}  # each half as wide as the MLP
+KEPT = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
 LAYOUTS = {
     "one": Layout(1),
+    "one_moe": Layout(1, mixture=True),
     "dp2": Layout(2, ("parallelism.dp=2",), bar=0.9),
     "zero1": Layout(2, ("parallelism.dp=2", "optimizer.zero_stage=1")),
     "zero2": Layout(2, ("parallelism.dp=2", "optimizer.zero_stage=2")),
@@ -65,6 +80,7 @@ LAYOUTS = {
     "DDP": Layout(2, ("parallelism.dp=2",), torch_ddp=True),
     "tp2": Layout(2, ("parallelism.tp=2",), bar=0.75),
     "pp2": Layout(2, ("parallelism.pp=2", "parallelism.pp_engine=1f1b"), micro_batches=8, bar=0.85, share=8 / 9),
+    "ep2": Layout(2, ("parallelism.dp=2", "parallelism.expert_parallel_size=2"), bar=0.8, mixture=True),
 }
 
 
@@ -83,7 +99,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    choices = [name for name in LAYOUTS if name != "one"]
+    choices = [name for name, layout in LAYOUTS.items() if layout.ranks > 1]
     parser.add_argument("--layouts", nargs="+", choices=choices, default=choices)
     parser.add_argument("--size", choices=SIZES, default="17M")
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
@@ -95,7 +111,8 @@ def parse() -> argparse.Namespace:
 
 def measure(work: Work, arguments: argparse.Namespace) -> dict[str, Any]:
     """Start everybody, then let them take turns."""
-    names = ["one", *arguments.layouts]
+    names = [_one(mixture) for mixture in sorted({LAYOUTS[name].mixture for name in arguments.layouts})]
+    names += arguments.layouts
     if "dp2" in names and "DDP" not in names:
         names.append("DDP")
     contenders: list[Contender] = []
@@ -127,15 +144,20 @@ def verdicts(speeds: dict[str, list[float]]) -> list[dict[str, Any]]:
     found = []
     for name, theirs in speeds.items():
         layout = LAYOUTS[name]
-        if name != "one":
+        if layout.ranks > 1:
             ideal = layout.ranks * layout.share
-            ratios = [speed / (ideal * one) for speed, one in zip(theirs, speeds["one"], strict=True)]
+            ratios = [speed / (ideal * one) for speed, one in zip(theirs, speeds[_one(layout.mixture)], strict=True)]
             of = f"{layout.ranks} x one rank" + ("" if layout.share == 1 else " x the bubble's share")
             found.append(verdict(f"{name} / ({of})", ratios, layout.bar))
     if "dp2" in speeds:
         ratios = [ours / ddp for ours, ddp in zip(speeds["dp2"], speeds["DDP"], strict=True)]
         found.append(verdict("dp2 / DDP", ratios, 1.0))
     return found
+
+
+def _one(mixture: bool) -> str:
+    """The layout of one rank with the same model."""
+    return "one_moe" if mixture else "one"
 
 
 def show(row: dict[str, Any]) -> None:
@@ -232,8 +254,13 @@ def kenotron(layout: Layout, work: Work) -> Step:
     from kenotron.parallel.mesh import axes, build_mesh
     from kenotron.training.step import train_step
 
+    settings = yaml.safe_load(dump(configure(work, compiled=False)))
+    if layout.mixture:
+        model = settings["model"]["model_config"]
+        kept = {key: model[key] for key in KEPT}
+        settings["model"]["model_config"] = kept | EXPERTS | {"intermediate_size": work.intermediate // 2}
     accumulation = f"tokens.batch_accumulation_per_replica={layout.micro_batches}"
-    config = load(yaml.safe_load(dump(configure(work, compiled=False))), [accumulation, *layout.overrides])
+    config = load(settings, [accumulation, *layout.overrides])
     mesh = build_mesh(axes(config, layout.ranks), layout.ranks, "cpu")
     run = build_run(config, mesh)
 
