@@ -1,7 +1,7 @@
 """What decoding costs: against `transformers.generate`, and on two ranks against one.
 
     python benchmarks/decoding.py                                   about two minutes on two cores
-    python benchmarks/decoding.py --dtypes float32 --rounds 3 --size 135M
+    python benchmarks/decoding.py --dtypes float32 --rounds 3 --size 350M
 
 The models are those of `training.py`. First one process: ours and transformers' `generate` with the same weights and
 prompts, greedy, in turns.
@@ -34,7 +34,9 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
 
 from ours import configure  # noqa: E402
-from work import SIZES  # noqa: E402
+from work import SIZES, Work  # noqa: E402
+
+SIZES = SIZES | {"350M": Work("350M", 1024, 24, 16, 2816, 16384, 256, 1)}  # wide enough to be split over ranks
 
 LAYOUTS: dict[str, dict[str, int]] = {"one": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
 PROMPT, BATCHES = 32, (1, 8)
@@ -46,10 +48,12 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="17M")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--only-ranks", action="store_true", help="leave transformers out")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         save(arguments.size, Path(folder))
-        against_transformers(Path(folder), arguments)
+        if not arguments.only_ranks:
+            against_transformers(Path(folder), arguments)
         context = multiprocessing.get_context("fork")
         ranks = [context.Process(target=decode, args=(rank, folder, arguments)) for rank in range(2)]
         for rank in ranks:

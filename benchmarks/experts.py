@@ -2,31 +2,53 @@
 
     python benchmarks/experts.py
 
-Each of transformers' implementations of experts is timed that fits in memory,
-in turn with ours in one process, so that the machine's noise hits all alike; the best of several rounds counts.
+Ours runs as training runs it, with freed memory kept (`kernels.host_memory`); transformers' fastest form runs as it
+ships, and once more with the same setting. `products` are the block's matrix products alone, into memory that is there:
+nothing can be faster. Each contender is a process of its own; they take turns, and the best of several rounds counts.
 """
 
 from __future__ import annotations
 
-import sys
+import multiprocessing
 import time
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
-
-from kenotron.kernels.attention import attention
-from kenotron.models import Context
-from kenotron.models.blocks.moe import MixtureOfExperts, Routing
 
 TOKENS, HIDDEN, ROUNDS = 2048, 512, 9
 SHAPES = {"8 experts, top 2": (8, 2, 1024), "64 experts, top 8": (64, 8, 256)}
-IMPLEMENTATIONS = ("eager", "grouped_mm")  # batched_mm copies an expert's weights for every token: 25 GB here
+Block = Callable[[torch.Tensor], torch.Tensor]
 
 
-def theirs(experts: int, k: int, width: int, implementation: str, dtype: torch.dtype) -> torch.nn.Module:
-    """transformers' block of a Qwen3-MoE."""
+@dataclass(frozen=True)
+class Contender:
+    """Who computes: ours, one of transformers' implementations of experts, or the products alone.
+
+    transformers' batched_mm is left out: it copies an expert's weights for every token, 25 GB here.
+    """
+
+    name: str
+    implementation: str | None = None
+    keeps_memory: bool = False
+
+
+CONTENDERS = (
+    Contender("ours", keeps_memory=True),
+    Contender("eager", "eager"),
+    Contender("grouped_mm", "grouped_mm"),
+    Contender("grouped_mm, memory kept", "grouped_mm", keeps_memory=True),
+    Contender("products", keeps_memory=True),
+)
+
+
+def theirs(experts: int, k: int, width: int, implementation: str) -> torch.nn.Module:
+    """transformers' block of a Qwen3-MoE, in fp32."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
     config = Qwen3MoeConfig(
         hidden_size=HIDDEN,
         num_experts=experts,
@@ -39,11 +61,14 @@ def theirs(experts: int, k: int, width: int, implementation: str, dtype: torch.d
     generator = torch.Generator().manual_seed(0)
     for parameter in block.parameters():
         parameter.data.normal_(0, 0.05, generator=generator)
-    return block.to(dtype)
+    return block
 
 
-def ours(block: torch.nn.Module, experts: int, k: int, width: int) -> MixtureOfExperts:
+def ours(experts: int, k: int, width: int) -> torch.nn.Module:
     """Our block with the same weights."""
+    from kenotron.models.blocks.moe import MixtureOfExperts, Routing
+
+    block: Any = theirs(experts, k, width, "eager")
     moe = MixtureOfExperts(HIDDEN, experts, width, "silu", Routing(k, normalize=True))
     gate, up = block.experts.gate_up_proj.data.chunk(2, 1)
     weights = (block.gate.weight.data, gate, up, block.experts.down_proj.data)
@@ -52,41 +77,100 @@ def ours(block: torch.nn.Module, experts: int, k: int, width: int) -> MixtureOfE
     return moe.eval()
 
 
-def step(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, upstream: torch.Tensor) -> float:
-    """Seconds of one forward and backward."""
-    x.grad = None
-    started = time.perf_counter()
-    call(x).backward(upstream)
-    return time.perf_counter() - started
+def block_of(contender: Contender, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[torch.nn.Module, Block]:
+    """The module, and what calls it with x ``[tokens, hidden]``."""
+    if contender.implementation is not None:
+        module = theirs(*shape, contender.implementation).to(dtype)
+        return module, lambda x: module(x[None])[0]
+    from kenotron.kernels.attention import attention
+    from kenotron.models import Context
+
+    ctx = Context((1, TOKENS), torch.arange(TOKENS), attention)
+    module = ours(*shape).to(dtype)
+    return module, lambda x: module(x, ctx)
+
+
+def products(shape: tuple[int, int, int], dtype: torch.dtype) -> Callable[[], None]:
+    """Three products for each of an expert's matrices, with an even share of the rows."""
+    experts, k, width = shape
+    rows = TOKENS * k // experts
+    x, hidden = torch.randn(experts, rows, HIDDEN, dtype=dtype), torch.randn(experts, rows, width, dtype=dtype)
+    up, gradient = torch.randn(2, experts, width, HIDDEN, dtype=dtype).unbind()
+    wide, narrow = torch.empty_like(hidden), torch.empty_like(x)
+
+    def multiply() -> None:
+        for e in range(experts):
+            for _ in range(3):
+                torch.mm(x[e], up[e].t(), out=wide[e])
+                torch.mm(hidden[e], up[e], out=narrow[e])
+                torch.mm(hidden[e].t(), x[e], out=gradient[e])
+
+    return multiply
+
+
+def serve(contender: Contender, pipe: Any) -> None:
+    """Answer ``(shape, dtype)`` with the outputs, and None with the seconds of one forward and backward."""
+    from kenotron.kernels.host_memory import keep_freed_memory
+
+    if contender.keeps_memory:
+        keep_freed_memory()
+    try:
+        while True:
+            request = pipe.recv()
+            if request is not None:
+                torch.manual_seed(0)
+                shape, dtype = request
+                x = torch.randn(TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
+                upstream = torch.randn(TOKENS, HIDDEN, dtype=dtype)
+                alone = contender.name == "products"
+                module, block = (None, None) if alone else block_of(contender, shape, dtype)
+                multiply = products(shape, dtype) if alone else None
+                pipe.send(None if block is None else block(x).detach().float().numpy())
+                continue
+            started = time.perf_counter()
+            if multiply is not None:
+                multiply()
+            else:
+                block(x).backward(upstream)
+            seconds = time.perf_counter() - started
+            for tensor in () if module is None else (x, *module.parameters()):
+                tensor.grad = None
+            pipe.send(seconds)
+    except EOFError:
+        pass
+    except BaseException:
+        pipe.send(traceback.format_exc())
 
 
 def main() -> None:
     """Print a table of milliseconds and ratios."""
+    context = multiprocessing.get_context("spawn")
+    pipes = {}
+    for contender in CONTENDERS:
+        pipes[contender.name], theirs_end = context.Pipe()
+        context.Process(target=serve, args=(contender, theirs_end), daemon=True).start()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {TOKENS} tokens of width {HIDDEN}")
     for dtype in (torch.float32, torch.bfloat16):
-        for name, (experts, k, width) in SHAPES.items():
-            x = torch.randn(TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
-            upstream = torch.randn(TOKENS, HIDDEN, dtype=dtype)
-            ctx = Context((1, TOKENS), torch.arange(TOKENS), attention)
-            blocks = {kind: theirs(experts, k, width, kind, dtype) for kind in IMPLEMENTATIONS}
-            moe = ours(blocks["eager"], experts, k, width)
-            calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"ours": lambda x, moe=moe, ctx=ctx: moe(x, ctx)}
-            for kind, block in blocks.items():
-                calls[kind] = lambda x, block=block: block(x[None])[0]
-            expected = calls["eager"](x)
-            error = float((calls["ours"](x) - expected).norm() / expected.norm())
-            best = dict.fromkeys(calls, float("inf"))
-            for _ in range(ROUNDS):
-                for kind, call in calls.items():
-                    try:
-                        best[kind] = min(best[kind], step(call, x, upstream))
-                    except RuntimeError as failure:
-                        print(f"  {kind}: {failure}", file=sys.stderr)
-            fastest = min(value for kind, value in best.items() if kind != "ours")
-            times = "  ".join(f"{kind} {1000 * value:6.1f}" for kind, value in best.items())
-            print(
-                f"{dtype!s:15} {name:18} ms: {times}   fastest / ours {fastest / best['ours']:.2f}   differ {error:.1e}"
-            )
+        for title, shape in SHAPES.items():
+            outputs = {name: ask(pipe, (shape, dtype)) for name, pipe in pipes.items()}
+            error = abs(outputs["ours"] - outputs["eager"]).max() / abs(outputs["eager"]).max()
+            rounds = [{name: ask(pipe, None) for name, pipe in pipes.items()} for _ in range(ROUNDS)]
+            best = {name: min(each[name] for each in rounds) for name in pipes}
+            print(f"{dtype}, {title}: outputs differ by {error:.1e} of the largest")
+            for name, seconds in best.items():
+                ratio, share = seconds / best["ours"], best["products"] / seconds
+                print(
+                    f"  {name:24} {1000 * seconds:7.1f} ms   {ratio:5.2f} of ours   {share:4.0%} of the products' speed"
+                )
+
+
+def ask(pipe: Any, request: Any) -> Any:
+    """What a contender answers."""
+    pipe.send(request)
+    answer = pipe.recv()
+    if isinstance(answer, str):
+        raise RuntimeError(answer)
+    return answer
 
 
 if __name__ == "__main__":
