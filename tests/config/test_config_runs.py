@@ -23,6 +23,7 @@ from kenotron.config.runs import same_batch_overrides
         ["checkpoints.checkpoint_interval=3", "checkpoints.keep_last=2", "checkpoints.keep_every=100"],
         ["checkpoints.save_final_state=false", "checkpoints.checkpoints_path=moved"],
         ["checkpoints.checkpointing_engine=async", "checkpoints.writer=native"],
+        ["checkpoints.local={path: /dev/shm/runs, interval: 5}"],
         ["checkpoints.resume_checkpoint_path=checkpoints"],
         ["checkpoints.resume_checkpoint_path=./checkpoints/10"],
         ["profiler={profiler_export_path: p}"],

@@ -59,6 +59,7 @@ def test_everything_unsupported_is_named_at_once(minimal: dict[str, Any]) -> Non
     "path",
     [
         "checkpoints.staging_path",
+        "checkpoints.local.path",
         "logging.log_dir",
         "general.benchmark_csv_path",
         "profiler.profiler_export_path",

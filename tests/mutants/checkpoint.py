@@ -10,6 +10,7 @@ DAMAGE = ("checkpoint/test_checkpoint_damage.py",)
 UPLOADS = ("checkpoint/test_remote_checkpoints.py",)
 RANKS = ("checkpoint/test_checkpoint_ranks.py",)
 ENGINES = "checkpoint/test_engines.py"
+LOCAL = "training/test_local_checkpoints.py"
 
 MUTANTS = [
     Mutant(
@@ -77,6 +78,30 @@ MUTANTS = [
         tests=(
             "training/test_engines_on_ranks.py::test_the_state_of_a_hook_is_that_of_rank_0_and_whole_on_every_rank",
         ),
+    ),
+    Mutant(
+        name="a-local-checkpoint-of-another-run",
+        file="training/local_tier.py",
+        find='Path(local.path) / f"run-{name}"',
+        replace='Path(local.path) / "run"',
+        why="after rm -r of checkpoints_path the run begins with the weights of the one before",
+        tests=(f"{LOCAL}::test_a_folder_of_checkpoints_that_was_removed_begins_another_run",),
+    ),
+    Mutant(
+        name="a-local-checkpoint-that-follows-a-removed-one",
+        file="training/local_tier.py",
+        find="    if follows and not (root / str(follows)).exists():\n",
+        replace="    if False:\n",
+        why="who removes the newest checkpoints to go back gets their weights all the same",
+        tests=(f"{LOCAL}::test_who_removes_the_newest_durable_checkpoints_goes_back_to_those_that_are_left",),
+    ),
+    Mutant(
+        name="a-stop-after-a-local-checkpoint-saves-nothing",
+        file="training/checkpoint_hook.py",
+        find="            self.saved_step = self.durable_step if run.start.continues else run.step\n",
+        replace="            self.saved_step = run.step\n",
+        why="a run that is stopped where it resumed loses its local checkpoint at the end, and has no other",
+        tests=(f"{LOCAL}::test_a_run_that_is_stopped_at_its_local_checkpoint_saves_a_durable_one",),
     ),
     Mutant(
         name="checksums-not-checked",

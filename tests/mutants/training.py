@@ -141,8 +141,8 @@ MUTANTS = [
     Mutant(
         name="a-restarts-positions-forgotten",
         file="training/start.py",
-        find="saved.state.get(name, 0) for name",
-        replace="0 * saved.state.get(name, 0) for name",
+        find="saved.state.get(name, default) for name",
+        replace="default for name",
         why="a cooldown that is resumed from its own checkpoint reads the parent's schedule",
         tests=("training/test_restart_modes.py::test_a_restart_that_is_killed_goes_on_exactly",),
     ),

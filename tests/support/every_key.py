@@ -575,6 +575,7 @@ OWN_TESTS = {
     "test_token_folders.py": """
         NanosetDataset.vocab_size NanosetDataset.token_size_in_bytes NanosetDataset.skip_in_stream
         NanosetDataset.pad_samples_to_global_batch_size NanosetDataset.use_old_brrr_dataloader""",
+    "test_local_checkpoints.py": "Checkpoints.local LocalCheckpoints.path LocalCheckpoints.interval",
     "test_uploads.py": """
         Checkpoints.staging_path Checkpoints.remove_after_upload S3Upload.upload_s3_path S3Upload.remove_after_upload
         S3Upload.s5cmd_numworkers S3Upload.s5cmd_concurrency S3Upload.s5cmd_path""",

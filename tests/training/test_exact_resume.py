@@ -42,6 +42,7 @@ RUNS: dict[str, dict[str, Any]] = {
             for name, start in (("first", 1), ("second", 6))
         ],
     },
+    "local checkpoints after every step": {"checkpoints.local": {"path": "local", "interval": 1}},
 }
 
 
@@ -80,7 +81,10 @@ def story(folder: Path) -> list[dict[str, Any]]:
     return [{name: step[name] for name in ("iteration", *MOMENTS) if name in step} for step in metrics(config)]
 
 
-@pytest.fixture(scope="module", params=RUNS)
+SLOW = "local checkpoints after every step"
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.slow][: name == SLOW]) for name in RUNS])
 def uninterrupted(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nursery: Nursery
 ) -> tuple[dict[str, Any], Path]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,6 +29,7 @@ from kenotron.storage import files
 # are still in the processor's cache when the kernel copies them.
 BLOCK_BYTES = 1 << 20
 LOCK_SECONDS = 60.0
+RUN = ".run"
 
 
 class FolderBusy(CheckpointError):
@@ -167,11 +169,25 @@ def locked(root: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[bool]:
 def in_use(root: Path) -> Iterator[None]:
     """Mark `root` as one run's for as long as that run lives: two would write over each other's steps.
 
-    As `locked`, it is freed by whatever death. Raises FolderBusy at once when another run has it.
+    As `locked`, it is freed by whatever death. Raises FolderBusy at once when another run has it. The file that is
+    locked holds the run's id, and stays.
     """
     busy = f"another run is using {root}; wait until it has ended, or give this run another folder"
-    with _held(root / ".run", 0.0, busy):
+    with _held(root / RUN, 0.0, busy):
+        if run_id(root) is None:
+            new_run_id(root)
         yield
+
+
+def run_id(root: Path) -> str | None:
+    """The id of the run whose checkpoints are in `root`; None if none has begun there."""
+    file = root / RUN
+    return (file.read_text() if file.exists() else "") or None
+
+
+def new_run_id(root: Path) -> None:
+    """From here on `root` is another run's."""
+    (root / RUN).write_text(secrets.token_hex(8))
 
 
 @contextmanager

@@ -113,6 +113,7 @@ def _config(config: Config, folder: Path, step: int, overrides: list[str], witho
         "general.hooks": hooks,
         "checkpoints.checkpoints_path": str(folder / "checkpoints"),
         "checkpoints.keep_last": 1,
+        "checkpoints.local": None,
         "checkpoints.export_hf": False,
         "tokens.val_check_interval": -1,
         "logging.log_dir": str(folder / "logs"),

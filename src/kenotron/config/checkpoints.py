@@ -49,6 +49,16 @@ class DataStates(Section):
     )
 
 
+class LocalCheckpoints(Section):
+    """Frequent checkpoints beside those in checkpoints_path, from which a run resumes after a fault."""
+
+    path: LocalPath = key(
+        "Folder on the machine's own disk or in its memory (/dev/shm/kenotron), outside of checkpoints_path; each run "
+        "has a subfolder there."
+    )
+    interval: int = key("Steps between local checkpoints; fewer than checkpoint_interval.", ge=1)
+
+
 class Checkpoints(Section):
     """Saving and resuming."""
 
@@ -99,6 +109,12 @@ class Checkpoints(Section):
         ge=1,
         mark=OURS,
     )
+    local: LocalCheckpoints | None = key(
+        "Frequent checkpoints on the machine's own disk or memory; the newest is kept until one in checkpoints_path is "
+        "newer or the run ends.",
+        None,
+        mark=OURS,
+    )
     export_hf: bool = key(
         "Write every checkpoint for Hugging Face's transformers, too: weights in model.dtype and the tokenizer, in its "
         "folder `hf`.",
@@ -119,6 +135,11 @@ class Checkpoints(Section):
     datastates: Annotated[DataStates, null_means(DataStates())] = key(
         "Settings of the engine `datastates`.", DataStates()
     )
+
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step`, be it a local one."""
+        intervals = [self.checkpoint_interval] + ([self.local.interval] if self.local else [])
+        return any(step % interval == 0 for interval in intervals)
 
     @property
     def loads(self) -> frozenset[str]:

@@ -358,6 +358,15 @@ def _check_dependent_keys(config: Config) -> Iterator[Problem]:
         yield "checkpoints.keep_last", "missing: checkpoints.keep_every needs it"
     if checkpoints.datastates != DataStates() and checkpoints.checkpointing_engine != "datastates":
         yield "checkpoints.checkpointing_engine", "expected datastates, whose settings checkpoints.datastates has"
+    if (local := checkpoints.local) is not None:
+        folder, every = config.checkpoint_folder, checkpoints.checkpoint_interval
+        if local.interval >= every:
+            yield (
+                "checkpoints.local.interval",
+                f"expected less than checkpoint_interval {every}, found {local.interval}",
+            )
+        if Path(local.path).absolute().is_relative_to(folder.absolute()):
+            yield "checkpoints.local.path", f"expected a folder outside of {folder}, found {local.path}"
     remote = "://" in checkpoints.checkpoints_path
     for name in ("staging_path", "remove_after_upload"):
         if getattr(checkpoints, name) and not remote:

@@ -49,6 +49,7 @@ _FREE = (
     "checkpoints.checkpoint_interval",
     "checkpoints.save_*",
     "checkpoints.keep_*",
+    "checkpoints.local*",
     "checkpoints.export_hf",
     "checkpoints.checkpointing_engine",
     "checkpoints.datastates*",

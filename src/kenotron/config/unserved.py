@@ -38,6 +38,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
 _LOCAL = (
     "general.benchmark_csv_path",
     "checkpoints.staging_path",
+    "checkpoints.local.path",
     "logging.log_dir",
     "profiler.profiler_export_path",
     "remote_data.cache_folder",

@@ -93,6 +93,7 @@ def _start_with_spares(
 ) -> None:
     from kenotron.checkpoint.folders import list_checkpoints
     from kenotron.launch.recovery import start_ranks_with_spares
+    from kenotron.training.local_tier import both_folders
     from kenotron.training.start import choose_start, own_folder
 
     if fresh:  # once, and not again when ranks are replaced
@@ -104,7 +105,7 @@ def _start_with_spares(
         {},
         logs,
         spares,
-        progress=lambda: [entry.step for entry in list_checkpoints(config.checkpoint_folder)],
+        progress=lambda: [entry.step for root in both_folders(config) for entry in list_checkpoints(root)],
         explain_bus_error=explain_bus_error,
     )
 

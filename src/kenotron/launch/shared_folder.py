@@ -13,8 +13,8 @@ from kenotron.parallel.ranks import gather, run_on_rank0
 SEEN_WITHIN_S = 15.0  # network file systems show a new file late to other machines
 
 
-def check_shared(folder: Path) -> None:
-    """Raise InputError on every rank if one of them does not see in `folder` what rank 0 writes there."""
+def check_shared(folder: Path, key: str = "checkpoints.checkpoints_path") -> None:
+    """Raise InputError on every rank if one of them does not see in `folder`, of `key`, what rank 0 writes there."""
 
     def write() -> str:
         folder.mkdir(parents=True, exist_ok=True)
@@ -27,7 +27,7 @@ def check_shared(folder: Path) -> None:
     run_on_rank0(lambda: (folder / name).unlink(missing_ok=True))
     if blind:
         raise InputError(
-            f"checkpoints.checkpoints_path: {folder} is not the same folder on all machines: {', '.join(blind)} "
+            f"{key}: {folder} is not the same folder on all machines: {', '.join(blind)} "
             f"{'does' if len(blind) == 1 else 'do'} not see what rank 0 writes; choose one on a shared file system"
         )
 

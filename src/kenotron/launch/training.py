@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron import interop, training
@@ -28,6 +29,8 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     ranks = ranks_from_environment()
     if ranks.local_world_size < ranks.world_size:
         check_shared(config.checkpoint_folder)
+        if config.checkpoints.local is not None:
+            check_shared(Path(config.checkpoints.local.path), "checkpoints.local.path")
     with machine_limits(config):
         config = run_on_rank0(lambda: interop.resolve_architecture(config))
         fetch_checkpoints(config, fresh)

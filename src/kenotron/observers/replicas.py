@@ -49,7 +49,7 @@ class ReplicaCheck(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Compare what is going to be saved."""
-        if run.step % run.config.checkpoints.checkpoint_interval == 0:
+        if run.config.checkpoints.saves_at(run.step):
             self._check(run)
 
     def on_train_end(self, run: Run) -> None:

@@ -84,7 +84,7 @@ class SpikeGuard(Hook):
             return
         self.in_a_row = 0
         self.window = [*self.window, [result.lm_loss, result.grad_norm]][-self.settings.window :]
-        at_checkpoint = run.step % run.config.checkpoints.checkpoint_interval == 0
+        at_checkpoint = run.config.checkpoints.saves_at(run.step)
         if at_checkpoint or run.step - self.snapshot.step >= self.settings.snapshot_every:
             self._take_snapshot(run)
             self.rollbacks = 0

@@ -11,6 +11,7 @@ start.py            which checkpoint a run starts from, and what the run is call
 restart.py          the start of a new run at another run's checkpoint
 restore.py          loading that checkpoint
 checkpoint_hook.py  saving checkpoints
+local_tier.py       frequent ones on the machine's own disk or memory
 saved_state.py      the form in which model, optimizer and hooks are saved
 run_folder.py       the log folder
 

@@ -11,13 +11,18 @@ from kenotron.models import named_parameters
 from kenotron.optim.state import state_tensors
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import any_rank
+from kenotron.parallel.ranks import run_on_rank0
 from kenotron.training import console
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
+from kenotron.training.local_tier import FOLLOWS, local_folder, remove
 from kenotron.training.report import run_log
 from kenotron.training.saved_state import hook_states, manifest_state, model_tensors, optimizer_tensors
 
 if TYPE_CHECKING:
+    from pathlib import Path
+    from threading import Thread
+
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
@@ -26,18 +31,26 @@ Outcomes = list[Saved | Unsaved]
 
 
 class CheckpointHook(Hook):
-    """Saves every `checkpoint_interval` steps, at the end, and when the run is stopped, through the run's engine."""
+    """Saves every `checkpoint_interval` steps, at the end, and when the run is stopped, through the run's engine.
+
+    With `checkpoints.local` also every `local.interval` steps, in the folder `local`.
+    """
 
     priority = -50
 
     def __init__(self) -> None:
         self.saved_step: int | None = None
         self.last_step_skipped = False
+        self.local: Path | None = None
+        self.removal: Thread | None = None
+        self.durable_step = 0  # of the newest checkpoint in checkpoints_path
 
     def on_train_start(self, run: Run) -> None:
         """Save the initial state, if the config asks for it."""
+        self.local = run_on_rank0(lambda: local_folder(run.config))
+        self.durable_step = run.start.durable_step if run.start.continues else 0
         if run.step > 0:
-            self.saved_step = run.step
+            self.saved_step = self.durable_step if run.start.continues else run.step
         elif run.config.checkpoints.save_initial_state:
             self._save(run)
 
@@ -46,8 +59,11 @@ class CheckpointHook(Hook):
         self.last_step_skipped = result.skipped
         if run.step % run.config.checkpoints.checkpoint_interval == 0:
             self._save(run)
-        elif run.engine.in_flight and _on_any_rank(run, run.engine.settled()):
-            _announce(run, run.engine.collect())
+            return
+        if run.engine.in_flight and _on_any_rank(run, run.engine.settled()):
+            self._announce(run, run.engine.collect())
+        if self.local is not None and run.config.checkpoints.saves_at(run.step) and not run.finished:
+            self._save_local(run, self.local)
 
     def on_train_end(self, run: Run) -> None:
         """Save the final state, or where the run was stopped, unless that step is saved; wait until it is complete."""
@@ -55,31 +71,66 @@ class CheckpointHook(Hook):
         if at_the_end and self.saved_step != run.step:
             self._save(run)
         outcomes = run.engine.collect()
-        _announce(run, outcomes)
-        if lost := [outcome.problem for outcome in outcomes if isinstance(outcome, Unsaved)]:
+        self._announce(run, outcomes)
+        if lost := [each.problem for each in outcomes if isinstance(each, Unsaved) and each.path.parent != self.local]:
             raise RunFailed(f"step {self.saved_step}: {lost[0]}; earlier checkpoints are as they were")
+        self._remove_local(run)
+        if self.removal is not None:
+            self.removal.join()
 
     def on_error(self, run: Run, error: Exception) -> None:
         """Complete a save in the background: nothing of it depends on what failed."""
-        _announce(run, run.engine.finish_alone(), hooks=False)
+        self._announce(run, run.engine.finish_alone(), hooks=False)
 
     def _save(self, run: Run) -> None:
-        _announce(run, run.engine.collect())
+        self._announce(run, run.engine.collect())
         # After a skipped step nothing is pruned: the last good weights may be those of the oldest checkpoint.
         settings, keep = run.config.checkpoints, None
         if settings.keep_last is not None and not self.last_step_skipped:
             keep = Keep(settings.keep_last, settings.keep_every, frozenset(run.protected_steps))
         outcomes = save(run, keep)
         self.saved_step = run.step
-        _announce(run, outcomes)
+        self._announce(run, outcomes)
+
+    def _save_local(self, run: Run, root: Path) -> None:
+        """Training waits for no save before this one, and goes on if it fails."""
+        if run.engine.in_flight:
+            logger.info("No local checkpoint of step %d: the last save is still in flight", run.step)
+            return
+        try:
+            self._announce(run, save(run, Keep(1), root, {FOLLOWS: self.durable_step}))
+        except RunFailed as error:
+            logger.warning("%s", error)
+
+    def _announce(self, run: Run, outcomes: Outcomes, hooks: bool = True) -> None:
+        """Log what has become of saves; after one in checkpoints_path remove local ones, and call `on_save`."""
+        for outcome in outcomes:
+            is_local = outcome.path.parent == self.local
+            _log(run, outcome, is_local)
+            if is_local or isinstance(outcome, Unsaved):
+                continue
+            self.durable_step = int(outcome.path.name)
+            self._remove_local(run)
+            for hook in run.hooks if hooks else ():
+                hook.on_save(run, outcome.path)
+
+    def _remove_local(self, run: Run) -> None:
+        if self.local is None or not run.mesh.is_first:
+            return
+        if self.removal is not None:
+            self.removal.join()
+        self.removal = remove(self.local)
 
 
-def save(run: Run, keep: Keep | None = None) -> Outcomes:
+def save(
+    run: Run, keep: Keep | None = None, root: Path | None = None, more_state: dict[str, Any] | None = None
+) -> Outcomes:
     """Save the current step with the run's engine; returns what is complete by now. `keep`: prune the others then.
 
+    `root` is the folder (None: that of checkpoints_path), `more_state` more of what the manifest says of the run.
     Raises RunFailed if it cannot be written, or does not read back as it was written.
     """
-    root = run.config.checkpoint_folder
+    root = root or run.config.checkpoint_folder
     if run.mesh.is_first:
         run_log(run.config).saving(root / str(run.step))
     for module in run.roots:
@@ -91,7 +142,7 @@ def save(run: Run, keep: Keep | None = None) -> Outcomes:
         "model": model_tensors(*run.parts),
         "optimizer": None if moments is None else optimizer_tensors(moments, run.parts),
         "hooks": tensors if _on_any_rank(run, bool(tensors)) else None,
-        "state": manifest_state(run) | {"hooks": hooks},
+        "state": manifest_state(run) | {"hooks": hooks} | (more_state or {}),
         "config_yaml": _config_text(run),
         "model_config": run.config.model.architecture.model_dump(mode="json", by_alias=True),
         "save_tokenizer": run.tokenizer.save if run.tokenizer is not None else None,
@@ -103,21 +154,18 @@ def save(run: Run, keep: Keep | None = None) -> Outcomes:
         raise RunFailed(f"step {run.step}: {error}; earlier checkpoints are as they were") from error
 
 
-def _announce(run: Run, outcomes: Outcomes, hooks: bool = True) -> None:
-    """Log what has become of saves, and call `on_save` for those that are complete."""
-    for outcome in outcomes:
-        if isinstance(outcome, Unsaved):
-            logger.error("Checkpoint %s was not saved: %s; earlier ones are as they were", *vars(outcome).values())
-            continue
-        waited = "" if outcome.waited is None else f", of which training waited {outcome.waited:.2f} s"
-        size = console.mebibytes(outcome.bytes)
-        logger.info("Saved checkpoint at %s: %s in %.2f s%s", outcome.path, size, outcome.seconds, waited)
-        if run.engine.verifies:
-            logger.info("Read back %s: all checksums match", outcome.path)
-        for note in outcome.notes:
-            logger.warning("%s", note)
-        for hook in run.hooks if hooks else ():
-            hook.on_save(run, outcome.path)
+def _log(run: Run, outcome: Saved | Unsaved, is_local: bool) -> None:
+    if isinstance(outcome, Unsaved):
+        log = logger.warning if is_local else logger.error
+        log("Checkpoint %s was not saved: %s; earlier ones are as they were", *vars(outcome).values())
+        return
+    waited = "" if outcome.waited is None else f", of which training waited {outcome.waited:.2f} s"
+    size = console.mebibytes(outcome.bytes)
+    logger.info("Saved checkpoint at %s: %s in %.2f s%s", outcome.path, size, outcome.seconds, waited)
+    if run.engine.verifies:
+        logger.info("Read back %s: all checksums match", outcome.path)
+    for note in outcome.notes:
+        logger.warning("%s", note)
 
 
 def _on_any_rank(run: Run, flag: bool) -> bool:

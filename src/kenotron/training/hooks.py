@@ -67,7 +67,7 @@ class Hook:
         """A validation pass is complete."""
 
     def on_save(self, run: Run, path: Path) -> None:
-        """A complete checkpoint has been written to `path`, in the background perhaps of an earlier step."""
+        """A complete checkpoint is in `path`, in checkpoints_path; in the background perhaps of an earlier step."""
 
     def on_train_end(self, run: Run) -> None:
         """No more steps follow; also called when the run is stopped early, but not after an error."""

@@ -26,6 +26,7 @@ from kenotron.config.errors import InputError
 from kenotron.config.resolved import read_resolved, resolved
 from kenotron.config.runs import edited_stages, same_batch_overrides
 from kenotron.parallel.ranks import run_on_rank0
+from kenotron.training import local_tier
 from kenotron.training.console import logger
 
 
@@ -35,6 +36,7 @@ class Start:
 
     `continues`: the checkpoint is one of this run, which goes on; else another run's, for a new one. The first steps
     of schedule and data are those after `schedule_start` and `data_start`: 0, unless the run is a restart.
+    `durable_step`: that of `path`, or if it is a local checkpoint, of the newest in `checkpoints_path` before it.
     """
 
     path: Path | None = None
@@ -43,6 +45,7 @@ class Start:
     loads: frozenset[str] = frozenset()
     schedule_start: int = 0
     data_start: int = 0
+    durable_step: int = 0
 
     @classmethod
     def at(cls, path: Path, continues: bool) -> Start:
@@ -53,7 +56,8 @@ class Start:
                 f"{path} is an average, which no run continues; set another checkpoints.checkpoints_path, and this one "
                 f"as checkpoints.resume_checkpoint_path with load_mode: model_only"
             )
-        starts = (saved.state.get(name, 0) for name in ("schedule_start", "data_start"))
+        defaults = {"schedule_start": 0, "data_start": 0, local_tier.FOLLOWS: saved.step}
+        starts = (saved.state.get(name, default) for name, default in defaults.items())
         return cls(path, continues, saved.step, frozenset(LOAD_MODES["continue"]), *starts)
 
     def end(self, config: Config) -> int:
@@ -97,19 +101,21 @@ def own_folder(config: Config) -> Iterator[None]:
 def choose_start(config: Config, fresh: bool, start_elsewhere: StartElsewhere | None = None) -> Start:
     """The checkpoint to begin from; all ranks call it, rank 0 decides, and all share the reading of checksums.
 
-    The newest complete checkpoint in `checkpoints_path` comes first, as it is the run's own; then
-    `resume_checkpoint_path`. `fresh` sets the run's own aside. Raises InputError if the checkpoint there is of a run
-    that this config does not continue.
+    The newest complete checkpoint in `checkpoints_path`, or a local one that is ahead of it, comes first, as it is the
+    run's own; then `resume_checkpoint_path`. `fresh` sets the run's own aside and removes local ones. Raises
+    InputError if the checkpoint there is of a run that this config does not continue.
     """
     root = config.checkpoint_folder
 
     def tidy() -> None:
         leftovers.tidy(root, logger.warning)  # may finish a save that was killed at its rename: before --fresh looks
         if fresh:
+            local_tier.forget(config)
             _set_aside(root)
 
     run_on_rank0(tidy)
-    newest = folders.newest_complete(root, logger.warning)
+    durable_one = folders.newest_complete(root, logger.warning)
+    newest = local_tier.newest_local(config, durable_one) or durable_one
     return run_on_rank0(lambda: _start_at(config, newest, start_elsewhere))
 
 
@@ -133,15 +139,14 @@ def name_before_start(config: Config, fresh: bool) -> tuple[Config, Path]:
     what a change of the layout may cause.
     """
     logs = Path(config.logging.log_dir)
-    if not fresh:
+    for root in () if fresh else local_tier.both_folders(config):
         try:
-            continued = folders.resolve(config.checkpoint_folder)
+            continued = folders.resolve(root)
             before = read_resolved(continued / "config.yaml")
         except InputError:
-            pass  # no run yet, or none that can be read, which the ranks report
-        else:
-            _check_batch(before, config, continued)
-            return config, logs / before.general.run / "ranks"
+            continue  # no run yet, or none that can be read, which the ranks report
+        _check_batch(before, config, continued)
+        return config, logs / before.general.run / "ranks"
     name = run_name(config, None)
     return with_run_name(config, name), logs / name / "ranks"
 

@@ -1,0 +1,443 @@
+"""`checkpoints.local`: a run that is killed goes on from its newest checkpoint, be it on the machine's own disk.
+
+Which one that is, is the question of most tests: never one that is damaged, of another run, or behind a durable one.
+"""
+
+from __future__ import annotations
+
+import io
+import resource
+import shutil
+import signal
+import threading
+import time
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kenotron as kn
+from kenotron.checkpoint.folders import list_checkpoints, verify
+from kenotron.config import InputError, NotSupportedYet
+from kenotron.launch.training import train
+from kenotron.parallel.mesh import axes, build_mesh
+from support.nursery import Finished, Nursery
+from support.ranks import ROUNDING, run_ranks
+from support.tiny_run import (
+    equal_bits,
+    losses,
+    metrics,
+    saved_weights,
+    tiny_config,
+    tiny_yaml,
+    train_and_listen,
+    train_quietly,
+)
+
+STEPS = 8
+NUMBERS = ("iteration", "lm_loss", "grad_norm", "lr", "consumed_tokens", "state_hash")
+
+
+def keys(folder: Path, durable: int = 4, local: int = 1) -> tuple[str, ...]:
+    """Overrides: `STEPS` steps, and how many lie between two checkpoints of each kind."""
+    where = f"checkpoints.local={{path: {folder}/shm, interval: {local}}}"
+    return (f"tokens.train_steps={STEPS}", f"checkpoints.checkpoint_interval={durable}", where)
+
+
+def config(folder: Path, *more: str, durable: int = 4, local: int = 1) -> Any:
+    return tiny_config(folder, *keys(folder, durable, local), *more)
+
+
+def on_rank(what: str, step: int, rank: int = 0, more: str = "") -> str:
+    """The override that makes a rank fail in a step, before the checkpoint of that step."""
+    kwargs = f"{{what: {what}, rank: {rank}, step: {step}{more}}}"
+    return f"general.hooks=[{{path: support.user_parts.OnRank, kwargs: {kwargs}}}]"
+
+
+def fail(folder: Path, step: int, *more: str, **intervals: int) -> str:
+    """A run that ends by an error in `step`; what it said."""
+    said = io.StringIO()
+    with pytest.raises(RuntimeError, match="this hook is broken"), redirect_stdout(said):
+        kn.train(config(folder, on_rank("raise", step), *more, **intervals))
+    return said.getvalue()
+
+
+def local_steps(folder: Path) -> list[int]:
+    return [entry.step for root in (folder / "shm").glob("run-*") for entry in list_checkpoints(root)]
+
+
+def durable_steps(folder: Path) -> list[int]:
+    return [entry.step for entry in list_checkpoints(folder / "checkpoints")]
+
+
+def numbers(folder: Path) -> list[list[Any]]:
+    return [[line[name] for name in NUMBERS] for line in metrics(tiny_config(folder))]
+
+
+def flip_a_byte(checkpoint: Path) -> Path:
+    (victim,) = (checkpoint / "model").glob("rank0.safetensors")
+    content = bytearray(victim.read_bytes())
+    content[-5] ^= 1
+    victim.write_bytes(content)
+    return victim
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run without faults and without local checkpoints."""
+    folder = tmp_path_factory.mktemp("whole")
+    train_quietly(tiny_config(folder, f"tokens.train_steps={STEPS}"))
+    return folder
+
+
+def same_run(folder: Path, whole: Path) -> None:
+    assert numbers(folder) == numbers(whole)
+    for part in ("model", "optimizer"):
+        last = [saved_weights(each / "checkpoints" / str(STEPS), part) for each in (folder, whole)]
+        assert equal_bits(*last)
+
+
+# ---- where a run goes on -----------------------------------------------------------------------------------
+
+
+def test_a_run_that_failed_goes_on_from_the_local_checkpoint_of_the_step_before(tmp_path: Path, whole: Path) -> None:
+    fail(tmp_path, 3, durable=1000)  # there is no durable one yet
+    assert (local_steps(tmp_path), durable_steps(tmp_path)) == ([2], [])
+    fail(tmp_path, 7)
+    assert (local_steps(tmp_path), durable_steps(tmp_path)) == ([6], [4])
+    assert (tmp_path / "checkpoints" / "latest.txt").read_text() == "4"
+    _, said = train_and_listen(config(tmp_path))
+    assert "Training from step 7 to" in said
+    same_run(tmp_path, whole)
+    assert durable_steps(tmp_path) == [4, 8]
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_hooks_uploads_and_retention_see_durable_checkpoints_alone(tmp_path: Path) -> None:
+    recorder = "general.hooks=[support.user_parts.Recorder]"
+    run: Any = train_quietly(config(tmp_path, recorder, "checkpoints.keep_last=2", durable=3))
+    (hook,) = [hook for hook in run.hooks if hasattr(hook, "moments")]
+    assert [moment for moment in hook.moments if moment.startswith("on_save")] == [
+        "on_save 3",
+        "on_save 6",
+        "on_save 8",
+    ]
+    assert durable_steps(tmp_path) == [6, 8]
+
+
+def test_the_newest_local_checkpoint_is_kept_until_a_durable_one_is_newer(tmp_path: Path) -> None:
+    seen = f"general.hooks=[{{path: {__name__}.Looks, kwargs: {{folder: {tmp_path}}}}}]"
+    run: Any = train_quietly(config(tmp_path, seen, local=1, durable=4))
+    (hook,) = [hook for hook in run.hooks if isinstance(hook, Looks)]
+    assert hook.seen == [[1], [2], [3], [], [5], [6], [7], []]  # the last step is saved at the end
+
+
+class Looks(kn.Hook):
+    """After every step's checkpoint: the local ones."""
+
+    priority = -100
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.seen = Path(folder), list[list[int]]()
+
+    def after_step(self, run: Any, result: Any) -> None:
+        self.seen.append([] if run.finished else local_steps(self.folder))
+
+
+def test_a_damaged_local_checkpoint_is_named_and_the_durable_one_taken(tmp_path: Path, whole: Path) -> None:
+    fail(tmp_path, 7)
+    victim = flip_a_byte(next((tmp_path / "shm").glob("run-*/6")))
+    _, said = train_and_listen(config(tmp_path))
+    assert f"warning: skipping checkpoint 6: {victim} is damaged" in said
+    assert "Training from step 5 to" in said
+    same_run(tmp_path, whole)
+
+
+def test_a_damaged_durable_checkpoint_costs_nothing_if_the_local_one_is_ahead(tmp_path: Path, whole: Path) -> None:
+    fail(tmp_path, 7)
+    victim = flip_a_byte(tmp_path / "checkpoints" / "4")
+    _, said = train_and_listen(config(tmp_path))
+    assert f"{victim} is damaged" in said
+    assert "Training from step 7 to" in said
+    same_run(tmp_path, whole)
+
+
+def test_a_local_checkpoint_behind_the_durable_one_does_not_count(
+    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill between the end of a durable save and the removal of the local checkpoint."""
+    monkeypatch.setattr("kenotron.training.checkpoint_hook.remove", lambda root: threading.Thread())
+    fail(tmp_path, 6, local=3)
+    assert (local_steps(tmp_path), durable_steps(tmp_path)) == ([3], [4])
+    monkeypatch.undo()
+    fail(tmp_path, 6, on_rank("raise", 5), local=3)
+    assert local_steps(tmp_path) == []  # it is not kept either
+    train_quietly(config(tmp_path, local=3))
+    same_run(tmp_path, whole)
+
+
+def test_a_folder_of_checkpoints_that_was_removed_begins_another_run(tmp_path: Path, whole: Path) -> None:
+    """The local checkpoint would fit in everything: the same YAML, a step ahead of all durable ones."""
+    fail(tmp_path, 3, "general.seed=8")
+    assert local_steps(tmp_path) == [2]
+    shutil.rmtree(tmp_path / "checkpoints")
+    _, said = train_and_listen(config(tmp_path))
+    assert "Training from step 1 to" in said
+    same_run(tmp_path, whole)
+
+
+def test_two_runs_in_one_local_folder_do_not_see_each_other(tmp_path: Path) -> None:
+    for name, step in (("one", 3), ("other", 4)):
+        with pytest.raises(RuntimeError, match="this hook is broken"):
+            train_quietly(tiny_config(tmp_path / name, *keys(tmp_path), on_rank("raise", step)))
+    assert sorted(local_steps(tmp_path)) == [2, 3]
+    for name, step in (("one", 3), ("other", 4)):
+        _, said = train_and_listen(tiny_config(tmp_path / name, *keys(tmp_path)))
+        assert f"Training from step {step} to" in said
+
+
+def test_who_removes_the_newest_durable_checkpoints_goes_back_to_those_that_are_left(
+    tmp_path: Path, whole: Path
+) -> None:
+    fail(tmp_path, 6, durable=2, local=1)
+    fail(tmp_path, 6, durable=2, local=1)
+    assert (local_steps(tmp_path), durable_steps(tmp_path)) == ([5], [2, 4])
+    shutil.rmtree(tmp_path / "checkpoints" / "4")
+    _, said = train_and_listen(config(tmp_path, durable=2))
+    assert f"it follows checkpoint 4, which is not in {tmp_path}/checkpoints" in said
+    assert "Training from step 3 to" in said
+    same_run(tmp_path, whole)
+
+
+def test_fresh_removes_local_checkpoints(tmp_path: Path, whole: Path) -> None:
+    fail(tmp_path, 7, "general.seed=8")
+    with redirect_stdout(said := io.StringIO()):
+        kn.train(config(tmp_path), fresh=True)
+    assert "--fresh: the local checkpoints in " in said.getvalue()
+    assert "Training from step 1 to" in said.getvalue()
+    same_run(tmp_path, whole)
+
+
+def test_a_run_that_is_stopped_at_its_local_checkpoint_saves_a_durable_one(tmp_path: Path) -> None:
+    fail(tmp_path, 3)
+    train_quietly(config(tmp_path, f"general.hooks=[{__name__}.StopsAtOnce]"))
+    assert (local_steps(tmp_path), durable_steps(tmp_path)) == ([], [2])
+
+
+class StopsAtOnce(kn.Hook):
+    """Asks the run to stop before its first step."""
+
+    def on_train_start(self, run: Any) -> None:
+        run.stop("enough")
+
+
+def test_a_run_that_is_shortened_to_less_than_its_local_checkpoint_ends_where_it_should(tmp_path: Path) -> None:
+    fail(tmp_path, 8)
+    _, said = train_and_listen(config(tmp_path, "tokens.train_steps=6"))
+    assert "7: the run ends at step 6" in said
+    assert durable_steps(tmp_path) == [4, 6]
+
+
+def test_a_changed_key_is_refused_as_with_any_checkpoint(tmp_path: Path) -> None:
+    fail(tmp_path, 3)
+    with pytest.raises(InputError, match=r"/shm/run-.*/2 belongs to another run: optimizer.weight_decay is 0.1 there"):
+        train_quietly(config(tmp_path, "optimizer.weight_decay=0.2"))
+    assert local_steps(tmp_path) == [2]
+
+
+def test_a_snapshot_of_spikes_is_taken_at_every_checkpoint(tmp_path: Path) -> None:
+    """So that a run which resumes from a local checkpoint returns to the same weights after a spike."""
+    checkpoints = config(tmp_path, durable=6, local=4).checkpoints
+    assert [step for step in range(1, 13) if checkpoints.saves_at(step)] == [4, 6, 8, 12]
+    assert [step for step in range(1, 13) if tiny_config(tmp_path).checkpoints.saves_at(step)] == []
+
+
+# ---- faults of the local folder ----------------------------------------------------------------------------
+
+
+class LittleRoomAt(kn.Hook):
+    """In some steps no file of this process, or of the one that writes, grows beyond 20 kB: a full local folder."""
+
+    priority = -40
+
+    def __init__(self, steps: list[int]) -> None:
+        self.steps = steps
+
+    def after_step(self, run: Any, result: Any) -> None:
+        writer = getattr(run.engine, "writer", None)
+        while not run.engine.settled():
+            pass
+        most = 20_000 if run.step in self.steps else resource.RLIM_INFINITY
+        resource.prlimit(writer.process.pid if writer else 0, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("engine", ["torch", pytest.param("datastates", marks=pytest.mark.slow)])
+def test_a_full_local_folder_is_a_warning_and_training_goes_on(engine: str, tmp_path: Path, whole: Path) -> None:
+    room = f"general.hooks=[{{path: {__name__}.LittleRoomAt, kwargs: {{steps: [2, 6]}}}}]"
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        run, said = train_and_listen(config(tmp_path, room, f"checkpoints.checkpointing_engine={engine}"))
+    finally:
+        signal.signal(signal.SIGXFSZ, before)
+        resource.prlimit(0, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert run is not None
+    warnings = [line for line in said.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 2, said
+    assert all(f"cannot write {tmp_path}/shm/run-" in line and "File too large" in line for line in warnings)
+    same_run(tmp_path, whole)
+    assert durable_steps(tmp_path) == [4, 8]
+
+
+def test_a_local_folder_that_cannot_be_made_is_said_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "shm").write_text("not a folder")
+    with pytest.raises(InputError, match=rf"checkpoints.local.path: cannot make {tmp_path}/shm/run-.*: "):
+        train_quietly(config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("path", "interval", "message"),
+    [
+        ("{here}/checkpoints", 1, r"local.path: expected a folder outside of .*/checkpoints, found "),
+        ("{here}/checkpoints/local", 1, r"local.path: expected a folder outside of "),
+        ("{here}/shm", 4, r"local.interval: expected less than checkpoint_interval 4, found 4"),
+        ("s3://bucket/run", 1, r"local.path: s3://bucket/run: expected a local path"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(path: str, interval: int, message: str, tmp_path: Path) -> None:
+    where = f"checkpoints.local={{path: '{path.format(here=tmp_path)}', interval: {interval}}}"
+    with pytest.raises((InputError, NotSupportedYet), match=message):
+        tiny_config(tmp_path, "checkpoints.checkpoint_interval=4", where)
+
+
+# ---- ranks -------------------------------------------------------------------------------------------------
+
+TWO_RANKS = ("parallelism.dp=2", "tokens.micro_batch_size=2", "optimizer.zero_stage=1")
+
+
+def train_on_rank(rank: int, folder: Path, fails: bool) -> str:
+    """One of two ranks; what it said."""
+    made = config(folder, *TWO_RANKS, *([f"general.hooks=[{__name__}.AllFail]"] if fails else []))
+    expected: Any = pytest.raises(RuntimeError, match="all fail") if fails else nullcontext()
+    with redirect_stdout(said := io.StringIO()), expected:
+        train(made, build_mesh(axes(made), 2, "cpu"), torch.device("cpu"))
+    return said.getvalue()
+
+
+class AllFail(kn.Hook):
+    """In step 7 every rank raises an error."""
+
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.step == 7:
+            raise RuntimeError("all fail")
+
+
+@pytest.mark.slow
+def test_another_layout_goes_on_from_a_local_checkpoint(tmp_path: Path, whole: Path) -> None:
+    one_rank = ("optimizer.zero_stage=1",)
+    run_ranks(2, train_on_rank, tmp_path / "to one", True)
+    assert local_steps(tmp_path / "to one") == [6]
+    _, said = train_and_listen(config(tmp_path / "to one", *one_rank))
+    assert "Training from step 7 to" in said
+    fail(tmp_path / "to two", 7, *one_rank)
+    assert "Training from step 7 to" in run_ranks(2, train_on_rank, tmp_path / "to two", False)[0]
+    for name in ("to one", "to two"):
+        assert losses(tiny_config(tmp_path / name)) == pytest.approx(losses(tiny_config(whole)), rel=ROUNDING)
+        assert verify(tmp_path / name / "checkpoints" / "8") == []
+
+
+def train_on_a_machine(rank: int, folder: Path, shared: bool) -> str:
+    """Rank r is all of machine r, whose ~ is a folder of its own; the line in which the run is refused."""
+    from kenotron.launch import shared_folder
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
+        patch.setattr(shared_folder, "SEEN_WITHIN_S", 0.5)
+        patch.setattr(shared_folder.socket, "gethostname", lambda: f"machine{rank}")
+        for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+            patch.setenv(name, str(value))
+        patch.setenv("HOME", str(folder / f"home{0 if shared else rank}"))
+        made = tiny_config(folder, *TWO_RANKS, *keys(folder)[:2], "checkpoints.local={path: ~/local, interval: 1}")
+        try:
+            train(made, build_mesh(axes(made), 2, "cpu"), torch.device("cpu"))
+        except InputError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_two_machines_have_to_share_the_local_folder(tmp_path: Path) -> None:
+    apart = run_ranks(2, train_on_a_machine, tmp_path, False)
+    expected = f"{tmp_path}/home{{}}/local is not the same folder on all machines: machine1 does not see what rank 0"
+    assert all(f"checkpoints.local.path: {expected.format(rank)}" in line for rank, line in enumerate(apart))
+    assert run_ranks(2, train_on_a_machine, tmp_path, True) == ["", ""]
+    assert durable_steps(tmp_path) == [4, 8]
+
+
+# ---- processes that are killed -----------------------------------------------------------------------------
+
+PROCESSES = ("parallelism.dp=2", "tokens.micro_batch_size=2")
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["zero 0", "zero 1"])
+def whole_on_two(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, nursery: Nursery
+) -> tuple[Path, tuple[str, ...]]:
+    """A run of two processes without faults, and the overrides of its layout."""
+    folder = tmp_path_factory.mktemp("two")
+    layout = (*PROCESSES, f"optimizer.zero_stage={request.param}")
+    finished = nursery.run("train", tiny_yaml(folder), *layout, f"tokens.train_steps={STEPS}", folder=folder)
+    assert finished.code == 0, finished.stderr
+    return folder, layout
+
+
+def begins(finished: Finished) -> list[int]:
+    """The first step of every time that training began."""
+    lines = [line for line in finished.stdout.splitlines() if line.startswith("Training from step ")]
+    return [int(line.split()[3]) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "datastates"])
+def test_sigkill_between_durable_saves_costs_the_steps_since_the_local_one(
+    engine: str, whole_on_two: tuple[Path, tuple[str, ...]], nursery: Nursery, tmp_path: Path
+) -> None:
+    reference, layout = whole_on_two
+    hooks = on_rank("SIGKILL", 7, rank=1).removesuffix("]") + ", support.user_parts.WaitsForTheWriter]"
+    overrides = (*layout, *keys(tmp_path, durable=1000), f"checkpoints.checkpointing_engine={engine}")
+    killed = nursery.run("train", tiny_yaml(tmp_path), *overrides, hooks, folder=tmp_path)
+    assert killed.code == 1
+    assert durable_steps(tmp_path) == []
+    assert len(metrics(tiny_config(tmp_path))) >= 6
+    finished = nursery.run("train", tiny_yaml(tmp_path), *overrides, folder=tmp_path)
+    assert (finished.code, finished.stderr) == (0, "")
+    assert begins(finished) == [7]  # of the steps before none is done again
+    same_run(tmp_path, reference)
+    assert local_steps(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_spare_processes_go_on_from_the_local_checkpoint(
+    whole_on_two: tuple[Path, tuple[str, ...]], nursery: Nursery, tmp_path: Path
+) -> None:
+    reference, layout = whole_on_two
+    fault = on_rank("SIGKILL", 6, rank=1, more=f", once: {tmp_path / 'happened'}")
+    overrides = (*layout, *keys(tmp_path, durable=1000), fault, "--spares", "1")
+    finished = nursery.run("train", tiny_yaml(tmp_path), *overrides, folder=tmp_path)
+    assert finished.code == 0, finished.stderr
+    assert begins(finished) == [1, 6]
+    same_run(tmp_path, reference)
+
+
+@pytest.mark.slow
+def test_a_run_named_by_date_keeps_its_name_before_the_first_durable_checkpoint(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    overrides = (*PROCESSES, *keys(tmp_path, durable=1000), "general.run=named_%date")
+    killed = nursery.run("train", tiny_yaml(tmp_path), *overrides, on_rank("SIGKILL", 3, rank=1), folder=tmp_path)
+    assert killed.code == 1
+    time.sleep(1.1)  # the date has seconds
+    finished = nursery.run("train", tiny_yaml(tmp_path), *overrides, folder=tmp_path)
+    assert finished.code == 0, finished.stderr
+    assert begins(finished) == [3]
+    assert len(list((tmp_path / "logs").iterdir())) == 1
