@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from kenotron.config.errors import InputError
+from kenotron.kernels import fused
 from kenotron.kernels.attention import Borders
 from kenotron.kernels.attentions import choice
 from kenotron.kernels.attentions.masked import eager
+from support import mamba_cases
 
 SEQUENCES, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 320, 4, 2, 64
 DOCUMENTS = (0, 5, 130, 320, 321, 500, 640)
@@ -19,6 +21,8 @@ DOCUMENTS = (0, 5, 130, 320, 321, 500, 640)
 # 0.2% of the norm, as kernels on a CPU have it (tests/kernels/test_attention_kernel.py).
 ATTENTION = {"float32": 1e-5, "bfloat16": 1e-2}
 TRITON = {"float32": 2e-6, "bfloat16": 6e-3}
+# mamba_ssm's exponentials are the GPU's fast ones; in bf16 its Mamba-2 rounds products and the states of chunks, too.
+MAMBA = {"float32": 1e-4, "bfloat16": 3e-2}
 
 
 def attended(function, tensors: tuple[Tensor, ...], grad: Tensor, cu_seqlens, **options) -> list[Tensor]:
@@ -72,3 +76,17 @@ def test_kernels_in_triton_equal_formulas_and_their_plain_twins(dtype: str, devi
         assert {x.dtype for x in found} == {arguments[0].dtype}, name
         assert triton_numbers.distance(found, exact) < TRITON[dtype], name
         assert triton_numbers.distance(found, triton_numbers.results(plain, arguments)) < TRITON[dtype], name
+
+
+@pytest.mark.parametrize("dtype", MAMBA)
+@pytest.mark.parametrize("length", [2, 600])
+@pytest.mark.parametrize(("name", "documents", "goes_on"), mamba_cases.CASES)
+def test_mamba_by_packages_equals_the_plain_one_in_float64(
+    name: str, documents: bool, goes_on: bool, length: int, dtype: str, gpu_only: torch.device
+) -> None:
+    given = (name, length, documents, goes_on, getattr(torch, dtype))
+    if fused.packaged(name, torch.empty(1, 2, dtype=given[-1], device=gpu_only)) is None:
+        pytest.skip(f"{fused.PACKAGES[name][0]} is not installed")
+    found = mamba_cases.everything(*given, device=gpu_only)
+    exact = mamba_cases.everything(*given, wide=True, device=gpu_only)
+    assert mamba_cases.largest_error(found, exact) < MAMBA[dtype]

@@ -33,6 +33,8 @@ PACKAGES = [
     "pydantic",
     "fsspec",
     "flash-attn",
+    "mamba-ssm",
+    "causal-conv1d",
     "liger-kernel",
     "torchao",
 ]

@@ -6,7 +6,7 @@ blockwise_attention.py      attention over some of the keys, with the log-sum-ex
 linear_cross_entropy.py     the head's product and its loss in one function
 selective_scan.py, state_space_dual.py, causal_conv.py     the recurrences of Mamba and Mamba-2 by chunks
 rms_norm.py, rope.py, swiglu.py     elementwise kernels with explicit backward
-fused.py, triton/           the same in one launch, for GPUs
+fused.py, triton/, mamba_packages.py     the same for GPUs, in one launch
 hashing.py, random.py, quantiles.py     a number as a function of (key, counter): integers, tensors, normals
 tensor_shard.py             the block of a logical tensor that a rank holds
 host_memory.py              glibc's malloc for repeated steps

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kenotron.kernels.fused import packaged
+
 
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None = None, state: Tensor | None = None
@@ -23,9 +25,11 @@ def causal_conv(
     x ``[sequences, length, channels]``; weight ``[channels, 1, width]`` as in ``torch.nn.Conv1d(groups=channels)``;
     bias ``[channels]``; `starts` ``[sequences, length]``: True where a document begins; `state`
     ``[sequences, width - 1, channels]``: the inputs before the first; None: zeros. Shifted products in x's own
-    layout: nothing is transposed.
+    layout: nothing is transposed. On a GPU by the package causal_conv1d, where it is installed and has the shape.
     """
     length, width = x.shape[1], weight.shape[2]
+    if 2 <= width <= 4 and x.shape[2] % 8 == 0 and (kernel := packaged("causal_conv", x)):
+        return kernel(x, weight, bias, starts, state)
     if state is None:
         state = x.new_zeros(x.shape[0], width - 1, x.shape[2])
     inputs, taps = torch.cat([state.to(x.dtype), x], dim=1), weight[:, 0].unbind(1)

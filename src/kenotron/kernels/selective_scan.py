@@ -28,6 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kenotron.kernels.fused import packaged
+
 # Tokens of a chunk. Milliseconds forward and backward of 1024 tokens, 1536 channels, 16 states (fp32, 2 cores that
 # other processes used too): chunks of 8, 16, 32, 64, 128, 256 take 224, 194, 169, 400, 456, 481.
 CHUNK = 32
@@ -49,8 +51,25 @@ def selective_scan(
     ``[sequences, length, n]``; d ``[channels]``. `starts` ``[sequences, length]``: True where a document begins; None:
     at the first token alone. `state` ``[sequences, channels, n]`` before the first token; None: zeros. A token with dt
     0 leaves the state as it is. Computed in fp32, or in float64 where x is; returns y in x's dtype and shape, and the
-    state in fp32.
+    state in fp32. On a GPU by the package mamba_ssm, where it is installed and there are neither `starts` nor a
+    `state`; that last state has no gradient.
     """
+    if starts is None and state is None and a.shape[1] <= 256 and (kernel := packaged("selective_scan", x)):
+        return kernel(x, dt, a, b, c, d)
+    return scan_by_chunks(x, dt, a, b, c, d, starts, state)
+
+
+def scan_by_chunks(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    starts: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same in torch; the last state has a gradient."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     if state is None:
         state = x.new_zeros(x.shape[0], x.shape[2], a.shape[1], dtype=wide)

@@ -24,9 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kenotron.kernels.fused import packaged
+
 # Tokens of a chunk. Milliseconds of CPU time, forward and backward of 1024 tokens, 24 heads of 64, 128 states (fp32, 1
 # thread): chunks of 16, 32, 64, 128, 256 take 230, 133, 111, 156, 268.
 CHUNK = 64
+PACKAGED = (torch.bfloat16, torch.float16)  # dtypes for mamba_ssm: products of fp32 keep 10 bits there (TF32)
 
 
 def state_space_dual(
@@ -45,9 +48,11 @@ def state_space_dual(
     negative; b, c ``[sequences, length, groups, n]``: heads ``h // (heads / groups)`` share them. `starts`
     ``[sequences, length]``: True where a document begins; None: at the first token alone. `state`
     ``[sequences, heads, head_dim, n]`` before the first token; None: zeros. A token with dt 0 leaves the state as it
-    is. Computed in fp32, or in float64 where x is;
-    returns y in x's dtype and shape, and the state in fp32.
+    is. Computed in fp32, or in float64 where x is; returns y in x's dtype and shape, and the state in fp32.
+    In bf16 and fp16 on a GPU by the package mamba_ssm, where it is installed.
     """
+    if x.dtype in PACKAGED and (kernel := packaged("state_space_dual", x)):
+        return kernel(x, dt, a, b, c, d, starts, state)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     (sequences, length, heads, head_dim), (groups, n) = x.shape, b.shape[2:]
     chunk = min(CHUNK, length)

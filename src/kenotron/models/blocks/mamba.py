@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kenotron.kernels.causal_conv import causal_conv
-from kenotron.kernels.selective_scan import selective_scan
+from kenotron.kernels.selective_scan import scan_by_chunks, selective_scan
 from kenotron.kernels.swiglu import swiglu
 from kenotron.models.blocks.linear import Linear
 from kenotron.models.blocks.recurrence import document_starts, fold, inputs_before, kept, recall, remember, unfold
@@ -115,7 +115,7 @@ class ChannelScan(nn.Module):
         """As `kernels.selective_scan`. The rates are rounded to x's dtype as all weights are, and then used in fp32."""
         rates, skip = -self.A_log.to(x.dtype).float().exp(), self.D.to(x.dtype)
         if passing is not None:
-            _, added = selective_scan(x, dt, rates, b, c, skip, starts)
+            _, added = scan_by_chunks(x, dt, rates, b, c, skip, starts)
             state = passing.state_before(added, kept(dt.sum(1)[..., None] * rates, starts))
         return selective_scan(x, dt, rates, b, c, skip, starts, state)
 

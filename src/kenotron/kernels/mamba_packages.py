@@ -1,0 +1,90 @@
+"""Mamba's scans and convolution by the packages mamba_ssm and causal_conv1d, with the arguments of the plain ones.
+
+    causal_conv         causal_conv1d_fn             [sequences, channels, length], channels side by side in memory
+    selective_scan      selective_scan_fn            [sequences, channels, length]; no documents, no state before
+    state_space_dual    mamba_chunk_scan_combined    as here
+
+Both know documents by numbers (``seq_idx``). What comes before the first token, a state or inputs, belongs to
+document 0, and goes on in the tokens that no document's start separates from it:
+
+    starts      0 0 1 0 1        1 0 0 1 0
+    numbers     0 0 1 1 2        1 1 1 2 2        the state before is forgotten at once
+
+`kernels.fused` finds the packages and passes their functions in (`kernel`): nothing is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Kernel = Callable[..., Any]
+CHUNK = 256  # tokens of a chunk in mamba_ssm's own Mamba-2, and in the published models
+
+
+def causal_conv(
+    kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`kernels.causal_conv`, for 2 to 4 taps and channels in eights.
+
+    Inputs before the first are put before x, because the package takes them (`initial_states`) only without documents.
+    """
+    reach, numbers = weight.shape[2] - 1, _numbers(starts)
+    inputs = x if state is None else torch.cat([state.to(x.dtype), x], dim=1)
+    before = inputs.shape[1] - x.shape[1]
+    if numbers is not None:
+        numbers = F.pad(numbers, (before, 0))
+    y = kernel(inputs.contiguous().mT, weight[:, 0], bias, seq_idx=numbers).mT
+    return y[:, before:], F.pad(inputs[:, -reach:], (0, 0, max(0, reach - inputs.shape[1]), 0))
+
+
+def selective_scan(
+    kernel: Kernel, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`kernels.selective_scan` for whole sequences, in fp32 as there; its last state has no gradient."""
+    u, delta, b, c = (each.float().mT for each in (x, dt, b, c))
+    y, last = kernel(u, delta, a.float(), b, c, d.float(), return_last_state=True)
+    return y.mT.to(x.dtype), _WithoutGradient.apply(last)
+
+
+def state_space_dual(
+    kernel: Kernel,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    starts: Tensor | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`kernels.state_space_dual`; products of x's dtype, sums in fp32."""
+    y, last = kernel(
+        *(x, dt.float(), a.float(), b, c, CHUNK),
+        D=d,
+        initial_states=state,
+        seq_idx=_numbers(starts),
+        return_final_states=True,
+    )
+    return y, last
+
+
+def _numbers(starts: Tensor | None) -> Tensor | None:
+    """Each token's document, as in the example above."""
+    return None if starts is None else starts.cumsum(1, dtype=torch.int32)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """The same tensor; whoever asks for its gradient is told, because the package would give none in silence."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        raise RuntimeError("mamba_ssm's selective_scan_fn has no gradient of the last state: use scan_by_chunks")

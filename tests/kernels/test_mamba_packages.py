@@ -1,0 +1,188 @@
+"""Mamba by the packages mamba_ssm and causal_conv1d: their functions, played on the CPU, give what the plain ones give.
+
+Outputs, states and gradients, across the borders of documents and from a state before; and when they are used.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kenotron.config.errors import InputError
+from kenotron.kernels import fused
+from kenotron.kernels.causal_conv import causal_conv
+from kenotron.kernels.selective_scan import selective_scan
+from support import mamba_on_cpu
+from support.layout_runs import Problem, Seen, expect_the_same, problem_of_family, train_alone, train_on_layout
+from support.mamba_cases import (
+    CASES,
+    CHANNELS,
+    KINDS,
+    SEQUENCES,
+    WIDTH,
+    channel_inputs,
+    everything,
+    largest_error,
+    random,
+)
+from support.ranks import run_ranks
+from support.written_tokens import write_ds
+
+LENGTH = 70
+
+
+@pytest.mark.parametrize("length", [LENGTH, 2])  # 2: fewer tokens than the convolution reaches back
+@pytest.mark.parametrize(("name", "documents", "goes_on"), CASES)
+def test_a_package_gives_what_the_plain_function_gives(
+    name: str, documents: bool, goes_on: bool, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = everything(name, length, documents, goes_on)
+    calls = mamba_on_cpu.install(monkeypatch)
+    found = everything(name, length, documents, goes_on)
+    assert calls == [name]
+    assert [(each.shape, each.dtype) for each in found] == [(each.shape, each.dtype) for each in expected]
+    assert largest_error(found, expected) < 2e-5
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_bf16_goes_in_and_comes_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = everything(name, LENGTH, False, False, torch.bfloat16)
+    mamba_on_cpu.install(monkeypatch)
+    found = everything(name, LENGTH, False, False, torch.bfloat16)
+    assert [each.dtype for each in found] == [each.dtype for each in expected]
+    assert largest_error(found, expected) < 0.01
+
+
+def test_what_the_packages_do_not_have_is_computed_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = mamba_on_cpu.install(monkeypatch)
+    x, dt, a, b, c, d, first = channel_inputs(LENGTH)
+    selective_scan(x, dt, a, b, c, d, torch.zeros(SEQUENCES, LENGTH, dtype=torch.bool))
+    selective_scan(x, dt, a, b, c, d, None, first)
+    causal_conv(x[..., :6], random(6, 1, WIDTH), None)  # channels not in eights
+    causal_conv(x, random(CHANNELS, 1, 5), None)  # too wide
+    assert calls == []
+
+
+def test_a_gradient_that_the_package_does_not_have_is_asked_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    mamba_on_cpu.install(monkeypatch)
+    x, *rest, _ = channel_inputs(LENGTH)
+    _, last = selective_scan(x.requires_grad_(), *rest)
+    with pytest.raises(RuntimeError, match="has no gradient of the last state: use scan_by_chunks"):
+        last.sum().backward()
+
+
+def train_on_a_gpus_branch(
+    rank: int, problem: Problem, layout: str, folder: Path, reference: Path
+) -> tuple[Seen, set[str]]:
+    """One rank of `layout` with the packages, and which of their functions it called."""
+    with pytest.MonkeyPatch.context() as patch:
+        calls = mamba_on_cpu.install(patch)
+        return train_on_layout(rank, problem, layout, folder, reference), set(calls)
+
+
+CONV, BOTH, HEADS_TOO = {"causal_conv"}, {"causal_conv", "selective_scan"}, {"causal_conv", "state_space_dual"}
+
+
+@pytest.mark.parametrize(
+    ("family", "documents", "world_size", "layout", "used"),
+    [
+        ("mamba2", True, 1, "recompute=true", HEADS_TOO),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("mamba", False, 1, "", BOTH),
+                ("mamba", True, 1, "", CONV),
+                ("mamba2", False, 1, "", HEADS_TOO),
+                ("mamba", False, 2, "tp=2 mode=REDUCE_SCATTER", BOTH),
+                ("mamba", True, 2, "cp=2 method=state_passing", CONV),
+                ("mamba2", True, 2, "cp=2 method=state_passing", HEADS_TOO),
+                ("mamba2", False, 4, "cp=4 method=state_passing", HEADS_TOO),
+                ("mamba2_in_groups", True, 2, "tp=2 mode=REDUCE_SCATTER", HEADS_TOO),
+                ("nemotron_h_of_experts", True, 2, "cp=2 method=ulysses", HEADS_TOO),
+            ]
+        ),
+    ],
+)
+def test_a_model_trains_the_same_on_a_gpus_branch(
+    family: str, documents: bool, world_size: int, layout: str, used: set[str], tmp_path: Path
+) -> None:
+    texts = [[(i * 7 + j) % 60 for j in range(1 + i * 11 % 37)] for i in range(150)]
+    tokens = write_ds(tmp_path / "tokens" / "0.ds", texts).parent
+    data = f"data_stages.0.data.dataset={{tokens: {tokens}, packing: best_fit}}"
+    problem = problem_of_family(family, data, f"model.document_masking={str(documents).lower()}")
+    problem = replace(problem, steps=3)
+    reference = train_alone(problem, tmp_path)
+    given = (problem, layout, tmp_path, reference)
+    ranks = (
+        [train_on_a_gpus_branch(0, *given)]
+        if world_size == 1
+        else run_ranks(world_size, train_on_a_gpus_branch, *given)
+    )
+    expect_the_same([seen for seen, _ in ranks], reference, 5e-6)
+    assert [calls for _, calls in ranks] == [used] * world_size
+
+
+def on_a_gpu(dtype: torch.dtype = torch.bfloat16, shape: tuple[int, ...] = (2, 5, 8)) -> Any:
+    return SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=shape, numel=lambda: 80)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The modules that seem to be installed: at first those of both packages."""
+    modules = {module for module, _ in fused.PACKAGES.values()}
+    monkeypatch.setattr(fused, "find_spec", lambda module: module if module in modules else None)
+    for name, (_, path) in fused.PACKAGES.items():
+        where, _, function = path.rpartition(".")
+        module = ModuleType(where)
+        setattr(module, function, mamba_on_cpu.KERNELS[name])
+        monkeypatch.setitem(sys.modules, where, module)
+    monkeypatch.setattr(fused.logger, "propagate", True)
+    monkeypatch.delenv("KENOTRON_KERNELS", raising=False)
+    fused._from_package.cache_clear()
+    yield modules
+    fused._from_package.cache_clear()
+
+
+def test_on_a_gpu_the_functions_of_installed_packages_are_found_and_logged_once(
+    installed: set[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kenotron")
+    for name in [*KINDS, *KINDS]:
+        kernel = fused.packaged(name, on_a_gpu())
+        assert kernel is not None
+        assert kernel.args == (mamba_on_cpu.KERNELS[name],)
+    assert caplog.messages == [f"Kernel of {name}: {fused.PACKAGES[name][1]}" for name in KINDS]
+
+
+def test_where_torch_computes(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "selective_scan"
+    assert fused.packaged(name, torch.ones(2, 5, 8)) is None
+    assert fused.packaged(name, on_a_gpu(torch.float64)) is None
+    assert fused.packaged(name, on_a_gpu(shape=(2, 1, 8))) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert fused.packaged(name, on_a_gpu()) is None
+    for chosen, used in (("torch", False), ("triton", True)):
+        monkeypatch.setenv("KENOTRON_KERNELS", chosen)
+        assert (fused.packaged(name, on_a_gpu()) is not None) == used
+
+
+def test_what_is_missing_or_broken_is_logged(
+    installed: set[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "kenotron")
+    installed.remove("selective_scan_cuda")  # mamba_ssm builds it only where MAMBA_KEEP_CUDA_BUILD=TRUE asks for it
+    assert fused.packaged("selective_scan", on_a_gpu()) is None
+    said = "Kernel of selective_scan: torch; selective_scan_cuda is not installed (pip install 'kenotron[mamba]')"
+    assert caplog.messages == [said]
+    monkeypatch.setitem(sys.modules, "causal_conv1d", None)
+    with pytest.raises(InputError, match=r"KENOTRON_KERNELS=torch does without causal_conv1d: cannot import"):
+        fused.packaged("causal_conv", on_a_gpu())
