@@ -28,6 +28,21 @@ def test_no_file_is_longer_than_six_hundred_lines(folder: str) -> None:
     assert {str(path): length for path, length in lengths.items() if length > LINES} == {}
 
 
+def test_a_model_family_is_a_short_file() -> None:
+    """At most 150 lines, without blank ones, comments and docstrings."""
+    families = list((REPOSITORY / "src" / "kenotron" / "models" / "families").glob("*.py"))
+    assert len(families) > 16
+    assert {path.name: lines for path in families if (lines := lines_of_code(path.read_text())) > 150} == {}
+
+
+def lines_of_code(source: str) -> int:
+    lines = {number for number, line in enumerate(source.splitlines(), 1) if line.strip() and line.strip()[0] != "#"}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            lines -= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
+    return len(lines)
+
+
 def test_no_file_imports_itself_by_way_of_others() -> None:
     """Imports inside functions count; those under TYPE_CHECKING do not."""
     imports = {module: imported_by(module) for module in MODULES}

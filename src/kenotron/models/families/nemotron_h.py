@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}  # letters, and transformers' names
 OLD_NAMES = {"mamba": "M", "attention": "*"}
+PARTS = ("column", "kv", "channels", "row")
 SPLIT = {  # what tensor parallelism splits of a layer of each kind
     "M": Mamba2Style.plan,
     "*": Plan(
@@ -53,10 +54,7 @@ class NemotronHArchitecture(BiasedMixtureArchitecture, AttentionArchitecture, Ma
     family: Literal["nemotron_h"] = key("The family's name.", "nemotron_h", mark=OURS)
     is_nemotron_h_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
     hybrid_override_pattern: str = key(
-        "A letter for each layer: M Mamba-2, * attention, - feed-forward, E experts.",
-        PUBLISHED,
-        min_length=1,
-        mark=OURS,
+        "A letter per layer: M Mamba-2, * attention, - feed-forward, E experts.", PUBLISHED, min_length=1, mark=OURS
     )
     num_hidden_layers: int = key("Layers: letters of hybrid_override_pattern.", len(PUBLISHED), ge=1)
     hidden_act: str = key("Activation of the feed-forward (mlp_hidden_act).", "relu2")  # type: ignore[assignment]
@@ -71,9 +69,7 @@ class NemotronHArchitecture(BiasedMixtureArchitecture, AttentionArchitecture, Ma
     mamba_num_heads: int = key("Heads of a Mamba-2 layer.", 128, ge=1, mark=OURS)
     mamba_head_dim: int = key("Channels of one of them.", 64, ge=1, mark=OURS)
     ssm_state_size: int = key("Numbers in the state of one channel.", 128, ge=1, mark=OURS)
-    time_step_min: float = key(
-        "Smallest time step, initial and at work (as transformers has it).", 1e-3, gt=0, mark=OURS
-    )
+    time_step_min: float = key("Smallest time step, initial and at work (as in transformers).", 1e-3, gt=0, mark=OURS)
     residual_in_fp32: bool = key("Hidden states between layers in fp32, whatever model.dtype is.", False)
     expand: int = key("Written to the export; heads make the width of a Mamba-2 layer.", 2, ge=1, mark=EXPORT)
 
@@ -150,17 +146,11 @@ class NemotronH(Mamba2Style[NemotronHArchitecture]):
 
     def __init__(self, config: NemotronHArchitecture) -> None:
         super().__init__(config)
-        plans = [SPLIT[kind] for kind in sorted(set(config.hybrid_override_pattern))]
-        self.plan = replace(
-            self.plan,
-            column=tuple(name for plan in plans for name in plan.column),
-            kv=tuple(name for plan in plans for name in plan.kv),
-            channels=tuple(name for plan in plans for name in plan.channels),
-            row=tuple(name for plan in plans for name in plan.row),
-            experts=tuple(
-                f"model.layers.{n}.mixer" for n, kind in enumerate(config.hybrid_override_pattern) if kind == "E"
-            ),
-        )
+        pattern = config.hybrid_override_pattern
+        plans = [SPLIT[kind] for kind in sorted(set(pattern))]
+        split: dict[str, Any] = {part: tuple(name for plan in plans for name in getattr(plan, part)) for part in PARTS}
+        experts = tuple(f"model.layers.{n}.mixer" for n, kind in enumerate(pattern) if kind == "E")
+        self.plan = replace(self.plan, **split, experts=experts)
 
     def block(self, layer: int) -> nn.Module:
         """Layer number `layer`, of the kind that the pattern names."""
@@ -202,12 +192,8 @@ class NemotronH(Mamba2Style[NemotronHArchitecture]):
         letters = {name: letter for letter, name in KINDS.items()} | OLD_NAMES
         names = config.get("layers_block_type") or config.get("layer_types") or []
         pattern = config.get("hybrid_override_pattern") or "".join(letters.get(name, "?") for name in names)
-        activation = config.get("mlp_hidden_act", "relu2")
-        return values | {
-            "hybrid_override_pattern": pattern,
-            "num_hidden_layers": len(pattern),
-            "hidden_act": activation,
-        }
+        values |= {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
+        return values | {"hidden_act": config.get("mlp_hidden_act", "relu2")}
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
         """And the other way round."""
