@@ -57,7 +57,6 @@ SERVER = Facts(
     network=Network([Interface("eth0", 100_000, 9000)], [InfinibandPort("mlx5_0:1", True, "400 Gb/sec")], "address"),
     disk=Disk("ext4", 1000 * GIB, 500 * GIB, 10_000_000, 0.0),
     limits=Limits(open_files=65536, processes=None, locked_memory=None),
-    settings={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
     speeds=[Speed("write", "folder", 1e9, "B/s"), Speed("fsync", "folder", 0.001, "s")],
 )
 LAPTOP = Facts(
@@ -124,6 +123,7 @@ WRONG = [
     ("gpus-hidden", with_settings(server("torch", accelerators=[HOPPER]), CUDA_VISIBLE_DEVICES="1"), "1 of 2"),
     ("nvidia-smi-fails", server("nvidia", problem="nvidia-smi gave no answer", gpus=[], links=[]), "no answer"),
     ("gpu-not-in-this-torch", server("torch", architectures=["sm_70", "sm_80"]), "9.0"),
+    ("intel-gpu", laptop("torch", xpu="Intel Data Center GPU Max 1550"), "GPU Max 1550: Intel GPUs (XPU)"),
     ("no-bfloat16", server("torch", accelerators=[replace(HOPPER, capability="7.5")], architectures=[]), "H100"),
     ("gpu-memory-taken", gpu(memory_free=40 * GIB), "40.0 of 80.0 GiB of GPU 1"),
     ("no-peer-access", server("torch", peers=[[True, False], [False, True]]), "GPUs 0 and 1"),
@@ -133,7 +133,11 @@ WRONG = [
     ("power-capped", smi(power_limit=450.0), "450 W of the usual 700"),
     ("narrow-pcie", smi(pcie_width=4), "4 of 16"),
     ("mig-on", smi(mig=True), "MIG"),
-    ("fragmenting-allocator", replace(SERVER, settings={}), "fragmentation"),
+    (
+        "fragmenting-allocator",
+        with_settings(SERVER, PYTORCH_ALLOC_CONF="max_split_size_mb:64"),
+        "PYTORCH_ALLOC_CONF=max",
+    ),
     ("one-connection", with_settings(SERVER, CUDA_DEVICE_MAX_CONNECTIONS="1"), "FSDP"),
     ("cores-unused", with_settings(laptop("torch", threads=1), OMP_NUM_THREADS="1"), "1 of 8 cores because of OMP_NUM"),
     ("too-many-threads", laptop("processor", quota=2.0), "quota of 2 allows 2 cores"),
@@ -198,6 +202,7 @@ def test_every_rule_has_a_machine_that_it_is_for_and_a_place_in_the_docs() -> No
         {"NCCL_SOCKET_IFNAME": "^docker,lo"},
         {"GLOO_SOCKET_IFNAME": "lo"},
         {"NCCL_ASYNC_ERROR_HANDLING": "1"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
     ],
 )
 def test_settings_that_are_fine_are_not_blamed(settings: dict[str, str]) -> None:

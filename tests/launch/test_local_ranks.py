@@ -176,6 +176,28 @@ def test_fewer_accelerators_than_ranks_is_said_in_one_line(monkeypatch: pytest.M
     share.check_devices(4)
 
 
+def test_a_run_adds_variables_that_the_user_has_not_set() -> None:
+    grows, recorder = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {"TORCH_FR_BUFFER_SIZE": "2000"}
+    assert share.default_variables({}, cuda="13.0") == grows | recorder
+    assert share.default_variables({}, cuda=None) == recorder  # for ROCm and for the CPU
+    assert share.default_variables({"TORCH_FR_BUFFER_SIZE": "0"}, cuda="13.0") == grows
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert share.default_variables({name: "backend:cudaMallocAsync"}, cuda="13.0") == recorder
+
+
+def test_the_allocator_reads_its_variable_when_it_is_first_used_not_on_import() -> None:
+    """What is added after torch is imported counts. torch's allocator settings are the same object in every build."""
+    script = (
+        "import torch, os\n"
+        "from kenotron.launch.environment import default_variables\n"
+        "os.environ.update(default_variables({}, cuda='13.0'))\n"
+        "print(torch._C._accelerator_getAllocatorSettings())"
+    )
+    kept = {name: value for name, value in os.environ.items() if name not in share.ALLOCATOR}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=kept, check=True)
+    assert done.stdout == "expandable_segments:True\n"
+
+
 def test_a_rank_ends_with_the_process_that_started_it() -> None:
     rank = (
         "from kenotron.launch.environment import end_with_parent\n"

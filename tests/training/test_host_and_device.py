@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from kenotron.config.errors import InputError
 from kenotron.kernels import linear_cross_entropy
 from kenotron.optim import clip
-from kenotron.parallel.device import upload
+from kenotron.parallel.device import best_device, upload
 from kenotron.parallel.mesh import Mesh
 from kenotron.training.step import train_step
 from support.host_reads import HostReads
@@ -56,3 +57,14 @@ def test_a_batch_goes_to_an_accelerator_from_pinned_memory_without_a_wait(monkey
 def test_on_a_cpu_a_batch_is_the_arrays_own_memory() -> None:
     array = np.arange(6)
     assert upload(array, torch.device("cpu")).data_ptr() == array.ctypes.data
+
+
+def test_an_intel_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda number: "Intel Data Center GPU Max 1550")
+    monkeypatch.delenv("KENOTRON_DEVICE", raising=False)
+    with pytest.raises(InputError, match=r"Max 1550: Intel GPUs \(XPU\) are not supported; .*KENOTRON_DEVICE=cpu"):
+        best_device()
+    monkeypatch.setenv("KENOTRON_DEVICE", "cpu")
+    assert best_device() == torch.device("cpu")

@@ -61,6 +61,7 @@ class Torch:
     accelerators: list[Accelerator] = field(default_factory=list)
     accelerators_problem: str | None = None  # why there are none in a build for CUDA or ROCm
     peers: list[list[bool]] = field(default_factory=list)  # whether accelerator i reads memory of accelerator j
+    xpu: str | None = None  # Intel's first GPU, which is not supported
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from dataclasses import asdict
 
 from kenotron.config.errors import counted
 from kenotron.doctor.facts import Facts, Finding, Report
+from kenotron.launch.environment import default_variables
 
 LABEL = 16
 GIB = 1 << 30
@@ -25,7 +26,7 @@ DOT = " · "
 HARD_SPACE = "\u00a0"
 UNBROKEN = 40  # characters of a part that stays on one line
 SETTINGS_ALWAYS = ("OMP_NUM_THREADS",)
-SETTINGS_OF_GPUS = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE")
+SETTINGS_OF_GPUS = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE")
 
 Row = tuple[str, str]
 
@@ -250,10 +251,13 @@ def _network(facts: Facts) -> list[Row]:
 
 def _settings(facts: Facts) -> list[Row]:
     usual = [*SETTINGS_ALWAYS, *(SETTINGS_OF_GPUS if facts.torch.cuda else ())]
-    rows = [(name, value) for name, value in facts.settings.items()]
-    unset = [name for name in usual if name not in facts.settings]
-    text = [f"{name}={value}" for name, value in rows]
-    return [("set", _joined(text) or "nothing"), *([("not set", _joined(unset))] if unset else [])]
+    added = default_variables(facts.settings, facts.torch.cuda)
+    rows = [
+        ("set", _joined(f"{name}={value}" for name, value in facts.settings.items()) or "nothing"),
+        ("not set", _joined(name for name in usual if name not in facts.settings)),
+        ("a run adds", _joined(f"{name}={value}" for name, value in added.items())),
+    ]
+    return [(label, text) for label, text in rows if text]
 
 
 def _ceilings(facts: Facts) -> list[Row]:

@@ -41,6 +41,7 @@ def describe_torch() -> dict[str, Any]:
         accelerators=accelerators,
         accelerators_problem=problem,
         peers=_peers(torch, len(accelerators)),
+        xpu=torch.xpu.get_device_name(0) if torch.xpu.is_available() else None,
     )
     return asdict(found)
 

@@ -30,6 +30,7 @@ from kenotron.launch.environment import (
     check_cores,
     check_devices,
     ranks_from_environment,
+    set_default_variables,
     share_threads,
     started_as_rank,
 )
@@ -195,6 +196,7 @@ def _work_alone(config: RankConfig, work: Callable[..., T], options: dict[str, o
     from kenotron.parallel.device import best_device
     from kenotron.parallel.mesh import axes, build_mesh
 
+    set_default_variables()
     device = best_device()
     return work(config, build_mesh(axes(config), 1, device.type), device, **options)
 
@@ -218,6 +220,7 @@ def work_as_rank(
     ranks = ranks_from_environment()
     check_devices(ranks.local_world_size)
     share_threads(ranks.local_world_size)
+    set_default_variables()
     device = best_device(ranks.local_rank)
     timeout = config.parallelism.timeout_seconds
     start_process_group(device, timeout + TORCH_WAITS_LONGER_S, store)
@@ -235,7 +238,6 @@ def start_process_group(device: torch.device, timeout_seconds: float, store: dis
     and the exit code is lost.
     """
     import atexit
-    import os
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -244,7 +246,6 @@ def start_process_group(device: torch.device, timeout_seconds: float, store: dis
 
     if dist.is_initialized():
         return
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # torch's flight recorder, which `hangs` reads
     ranks = ranks_from_environment()
     rank, size = (-1, -1) if store is None else (ranks.rank, ranks.world_size)  # -1: torch reads the environment
     timeout = timedelta(seconds=timeout_seconds)

@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kenotron.config.errors import InputError, counted
@@ -16,6 +17,7 @@ from kenotron.launch.slurm.ranks import is_task_of_many, torchrun_variables
 
 MOST_RANKS_PER_CORE = 4  # 8 ranks of a small model on a laptop's 2 cores are slow and useful, 64 are a mistake
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # two names of one variable, the second deprecated
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,25 @@ def share_threads(ranks_on_machine: int) -> None:
         import torch
 
         torch.set_num_threads(threads_each(ranks_on_machine))
+
+
+def default_variables(environment: Mapping[str, str], cuda: str | None) -> dict[str, str]:
+    """Variables that a run adds to `environment`, none that is there; `cuda`: the version that torch is built for.
+
+    torch reads them when it first uses a GPU or makes a process group. Segments that grow keep packed documents, whose
+    tensors are of ever new sizes, from fragmenting GPU memory; torch has them for CUDA only.
+    """
+    found = {"TORCH_FR_BUFFER_SIZE": "2000"}  # torch's flight recorder, which `hangs` reads
+    if cuda is not None and not any(name in environment for name in ALLOCATOR):
+        found[ALLOCATOR[0]] = "expandable_segments:True"
+    return {name: value for name, value in found.items() if name not in environment}
+
+
+def set_default_variables() -> None:
+    """Call before torch uses a device."""
+    import torch
+
+    os.environ.update(default_variables(os.environ, torch.version.cuda))
 
 
 def check_cores(ranks_on_machine: int) -> None:

@@ -14,13 +14,22 @@ from pathlib import Path
 import torch
 from numpy.typing import ArrayLike
 
+from kenotron.config.errors import InputError
+
 
 def best_device(local_rank: int = 0) -> torch.device:
     """The accelerator of this local rank when there is one, otherwise the CPU.
 
-    ``KENOTRON_DEVICE=cpu`` keeps a run off the accelerator.
+    ``KENOTRON_DEVICE=cpu`` keeps a run off the accelerator. Raises InputError for a GPU of Intel's.
     """
-    if os.environ.get("KENOTRON_DEVICE", "") == "cpu" or not torch.cuda.is_available():
+    if os.environ.get("KENOTRON_DEVICE", "") == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        if torch.xpu.is_available():
+            raise InputError(
+                f"{torch.xpu.get_device_name(0)}: Intel GPUs (XPU) are not supported; expected an NVIDIA or AMD GPU, "
+                f"or KENOTRON_DEVICE=cpu, which trains on the CPU"
+            )
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -8,6 +8,7 @@ from kenotron.config.errors import counted
 from kenotron.doctor.facts import Facts, Finding
 from kenotron.doctor.rules.finding import error, hint, warning
 from kenotron.doctor.rules.software import numbers
+from kenotron.launch.environment import ALLOCATOR
 
 OVER_THE_HOST = ("SYS", "NODE", "PHB")  # through the processor, not through NVLink or a PCIe switch
 
@@ -86,6 +87,12 @@ def _runs_on(architectures: list[str], capability: str) -> bool:
         if (built[0] == major and built[1] <= minor) or (kind == "compute" and built <= (major, minor)):
             return True
     return False
+
+
+def intel_gpu(facts: Facts) -> Finding | None:
+    if facts.torch.xpu is None or facts.settings.get("KENOTRON_DEVICE") == "cpu":
+        return None
+    return error(f"{facts.torch.xpu}: Intel GPUs (XPU) are not supported", "KENOTRON_DEVICE=cpu trains on the CPU")
 
 
 def no_bfloat16(facts: Facts) -> Finding | None:
@@ -171,14 +178,12 @@ def mig_on(facts: Facts) -> Finding | None:
 
 
 def fragmenting_allocator(facts: Facts) -> Finding | None:
-    configured = [facts.settings.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
-    if not facts.torch.accelerators or facts.torch.cuda is None:
-        return None
-    if any("expandable_segments:true" in each.lower() for each in configured):
-        return None
+    configured = [f"{name}={facts.settings[name]}" for name in ALLOCATOR if name in facts.settings]
+    if not configured or facts.torch.cuda is None or "expandable_segments:true" in configured[0].lower():
+        return None  # where neither is set, a run sets it
     return hint(
-        "torch's allocator may lose GPU memory to fragmentation, with packed documents most",
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        f"{configured[0]}: torch's allocator may lose GPU memory to fragmentation, with packed documents most",
+        "add expandable_segments:True, or unset it: a run then sets that",
     )
 
 
@@ -198,6 +203,7 @@ RULES = (
     gpus_hidden,
     nvidia_smi_fails,
     gpu_not_in_this_torch,
+    intel_gpu,
     no_bfloat16,
     gpu_memory_taken,
     no_peer_access,
