@@ -144,6 +144,34 @@ def test_gradients_travel_when_the_stage_says(stage: int, mesh: str) -> None:
     assert gathers == ([groups + 2] * 3 if stage == 3 else [groups, 0, 0])
 
 
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=SLOW), True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_on_gpus_a_block_is_gathered_when_the_one_before_it_begins_to_compute(stage: int, recompute: bool) -> None:
+    layout = Layout(MESHES["two ranks"], stage, 2, recompute=recompute, strategy="support.data_parallel_run.as_on_gpus")
+    short = {"_allgather_base_": "gather", "_reduce_scatter_base_": "sum"}
+    first, last = ([short.get(name, name) for name in names] for names in same_as_alone(layout).collectives)
+    sums = ["sum"] * 3
+    forward = ["gather", "gather", "gather", "block 0", "block 1"]  # the root, both blocks: all before block 1 needs it
+    if stage == 1:
+        assert first[:5] == forward
+        assert "gather" not in first[5:] + last
+        assert [name for name in last if name == "sum"] == sums
+        return
+    again = ["block 1"] if recompute else []
+    backward = [
+        "gather",
+        "gather",
+        *again,
+        "block 1",
+        "sum",
+        *(["block 0"] if recompute else []),
+        "block 0",
+        "sum",
+        "sum",
+    ]
+    assert first == last == forward + backward
+
+
 def test_replicas_sum_at_the_end_what_no_backward_was_announced_for() -> None:
     record = same_as_alone(Layout(MESHES["two ranks"], 0, micro_batches=3, tied=True, announced=False))
     assert [len(names) for names in record.collectives] == [0, 0, 4]

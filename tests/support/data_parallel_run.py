@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from kenotron.config.optimizer import Optimizer
 from kenotron.kernels.attention import attention
@@ -145,6 +146,21 @@ def everything_at_once(root: nn.Module, blocks: list[nn.Module], mesh: Mesh, **s
     assert mesh.device_mesh is not None
     fully_shard(root, mesh=mesh.device_mesh["dp_shard"])
     data.set_sum_reduction(root)
+
+
+def as_on_gpus(root: nn.Module, blocks: list[nn.Module], mesh: Mesh, **settings: Any) -> None:
+    """Our strategy with the gathers ahead of time that it asks for on GPUs; `Collectives` sees blocks compute, too."""
+    data.apply(root, blocks, mesh, **settings)
+    data.gather_ahead(root, blocks, settings["zero_stage"])
+    for number, block in enumerate(blocks):
+        block.mlp.register_forward_pre_hook(partial(_note, f"block {number}"))
+        block.mlp.register_full_backward_pre_hook(partial(_note, f"block {number}"))
+
+
+def _note(name: str, *arguments: Any) -> None:
+    mode = _get_current_dispatch_mode()
+    assert isinstance(mode, Collectives)
+    mode.names.append(name)
 
 
 def optimizer_of(model: Decoder, layout: Layout) -> torch.optim.Optimizer:

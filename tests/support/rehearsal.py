@@ -40,7 +40,7 @@ from support.layout_runs import problem_of_family
 STEPS = 3
 
 
-def rehearse(family: str, layout: str, overrides: Sequence[str], device: torch.device) -> list[dict[str, int]]:
+def rehearse(family: str, layout: str, overrides: Sequence[str], device: torch.device) -> list[stand_in.HostWaits]:
     """What the host waited for in each of `STEPS` steps."""
     config = problem_of_family(family, *overrides).config(layout, Path("never-written"))
     ranks = config.parallelism.world_size
@@ -55,7 +55,7 @@ def rehearse(family: str, layout: str, overrides: Sequence[str], device: torch.d
             for _ in range(STEPS):
                 with stand_in.HostWaits() as waits:
                     train_step(run, [_batch(config, number) for number in range(micro_batches)])
-                waited.append(dict(waits.sites))
+                waited.append(waits)
                 run.step += 1
             return waited
     finally:
@@ -127,8 +127,10 @@ def main(cases: Sequence[str]) -> None:
             if family == "mistakes":
                 with stand_in.memoryless():
                     found: Any = mistakes(device)
+            elif family.startswith("order of "):
+                found = [waits.order for waits in rehearse(family.removeprefix("order of "), layout, overrides, device)]
             else:
-                found = rehearse(family, layout, overrides, device)
+                found = [dict(waits.sites) for waits in rehearse(family, layout, overrides, device)]
         except Exception:
             found = traceback.format_exc()[-8000:]
         print(json.dumps(found), flush=True)

@@ -169,6 +169,7 @@ class HostWaits(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.sites: Counter[str] = Counter()
+        self.order: list[str] = []  # the same one by one, and collectives by their names
         self.tolist = patch.object(FakeTensor, "tolist", self._tolist())
 
     def count(self, what: str) -> None:
@@ -178,6 +179,7 @@ class HostWaits(TorchDispatchMode):
             frame = frame.f_back
         where = f"{frame.f_globals['__name__'][9:]}:{frame.f_code.co_name}" if frame else "elsewhere"
         self.sites[f"{where} {what}"] += 1
+        self.order.append(f"{where} {what}")
 
     def _tolist(self) -> Any:
         def tolist(tensor: torch.Tensor) -> Any:
@@ -201,6 +203,8 @@ class HostWaits(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         aten = torch.ops.aten
+        if function.namespace == "c10d":
+            self.order.append(function.overloadpacket.__name__)
         if function is aten._local_scalar_dense.default:
             if args[0].device.type == NAME:
                 self.count("reads")

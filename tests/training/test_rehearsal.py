@@ -39,14 +39,18 @@ CASES = [
     f"llama|dp=2 zero=3|{BF16}",
     "llama|dp=4 shard=2 zero=hybrid",
     f"nano|dp=2 zero=3|{MUON}",
+    f"mixtral|dp=2 zero=1|{BF16}",
     f"mixtral|dp=2 zero=3|{BF16}",
     "mamba2|dp=2 zero=3",
     "llama|tp=2 mode=ALL_REDUCE",
     f"llama|tp=2 async=true recompute=true|{BF16}",
+    f"mixtral|tp=2|{BF16}",
     "mamba2|tp=2",
     f"nemotron_h_of_experts|tp=2|{BF16}",
     "llama|pp=2",
     "llama|pp=2 engine=1f1b accum=4",
+    f"mixtral|pp=2|{BF16}",
+    "mamba2|pp=2",
     "llama|cp=2",
     "llama|cp=2 method=ulysses",
     "mamba2|cp=2 method=state_passing",
@@ -63,8 +67,9 @@ OFFLOADED = [
     f"mixtral|dp=4 ep=2 zero=3|{OFFLOAD}|{BF16}",
 ]
 UNSHARDED_EXPERTS = f"mixtral|dp=2 ep=2 zero=1|{OFFLOAD}|{BF16}"
+GATHERED = f"order of mixtral|dp=4 ep=2 zero=3|{BF16}"
 MISTAKES = "mistakes|"
-EVERYTHING = [*CASES, EXPERTS_APART, *OFFLOADED, UNSHARDED_EXPERTS, MISTAKES]
+EVERYTHING = [*CASES, EXPERTS_APART, *OFFLOADED, UNSHARDED_EXPERTS, GATHERED, MISTAKES]
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +113,21 @@ def test_offloaded_weights_are_read_by_nothing_but_their_copies(case: str, rehea
 
 def test_offloading_experts_that_nothing_shards_is_refused(rehearsed: Callable[[str], Any]) -> None:
     assert "InputError: parallelism.cpu_offload: it moves shards, but no other rank" in rehearsed(UNSHARDED_EXPERTS)
+
+
+def test_the_next_layers_weights_travel_while_the_host_waits_for_the_counts_of_experts(
+    rehearsed: Callable[[str], Any],
+) -> None:
+    steps = rehearsed(GATHERED)
+    assert isinstance(steps, list), steps
+    calls, gathered = steps[2][: steps[2].index("_reduce_scatter_base_")], []
+    for number, call in enumerate(calls):
+        if call == "parallel.experts:exchange reads":
+            gathered.append(calls[:number].count("_allgather_base_"))
+    # The root, then two a layer, block and experts: in the first layer those of the second, too. Two micro-batches.
+    assert gathered == [5, 7, 9, 9]
+    backward = calls[len(calls) - calls[::-1].index("parallel.experts:exchange reads") :]
+    assert backward.count("_allgather_base_") == 4  # as the last layer's gradients are summed, of it and the one before
 
 
 def test_each_mistake_is_noticed(rehearsed: Callable[[str], Any]) -> None:

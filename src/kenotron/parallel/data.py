@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
@@ -268,6 +269,22 @@ def _shard(
     fully_shard(root, reshard_after_forward=False, **options | {"mp_policy": outside_blocks})
     root.zero_stage = zero_stage  # type: ignore[assignment]
     set_sum_reduction(root)
+    if shards.device_type != "cpu":  # where a gather is a wait, and would only hold one block's weights more
+        gather_ahead(root, blocks, zero_stage)
+
+
+def gather_ahead(root: nn.Module, blocks: Sequence[nn.Module], zero_stage: int) -> None:
+    """Begin to gather a block's weights, and those of its experts, when the block before it begins to compute.
+
+    By itself torch begins as soon as the host gets there: too late where the host waits in every layer, for the number
+    of tokens that experts on other ranks get, and after the wait at the end of a step.
+    """
+    modules: list[list[Any]] = [_sharded(block) for block in blocks]
+    for (module, *_), following in pairwise([[root], *modules]):
+        module.set_modules_to_forward_prefetch(following)
+    if zero_stage == 3:  # the other stages still have them
+        for (module, *_), previous in pairwise([[root], *reversed(modules)]):
+            module.set_modules_to_backward_prefetch(previous)
 
 
 def _sharding_mesh(mesh: Mesh) -> DeviceMesh:
