@@ -31,7 +31,7 @@ def run(*arguments, **environment):
 @pytest.mark.slow
 def test_in_the_interpreter_they_equal_their_formulas_and_their_plain_twins():
     found = json.loads(run("-m", "support.triton_numbers", TRITON_INTERPRET="1"))
-    assert len(found) == 12  # the last one a whole model, with its gradients
+    assert len(found) == 17  # the last two are whole models, with their gradients
     assert {name: errors for name, errors in found.items() if max(errors) > 2e-6} == {}
 
 
@@ -42,9 +42,10 @@ def test_they_compile_for_every_gpu_that_is_supported(tmp_path):
     compiled = {tuple(line.split()[:2]) for line in lines}
     kernels = ("rms_norm.forward_kernel", "rms_norm.backward_kernel", "rope.kernel")
     kernels += ("swiglu.forward_kernel", "swiglu.backward_kernel", "cross_entropy.kernel")
+    kernels += ("experts.forward_kernel", "experts.backward_kernel", "experts.sum_kernel")
     targets = ("sm_80", "sm_90", "sm_100", "gfx90a", "gfx942")
     assert compiled == {(kernel, target) for kernel in kernels for target in targets}
-    assert len(lines) == 35  # rope twice: by halves, interleaved
+    assert len(lines) == 50  # rope twice: by halves, interleaved
 
 
 def on_a_gpu(dtype=torch.bfloat16, count=8):

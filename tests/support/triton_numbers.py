@@ -17,19 +17,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kenotron.config.dotted import import_dotted
+from kenotron.kernels import experts as plain_experts
 from kenotron.kernels import linear_cross_entropy as plain_loss
 from kenotron.kernels import rms_norm as plain_norm
 from kenotron.kernels import rope as plain_rope
 from kenotron.kernels import swiglu as plain_swiglu
+from kenotron.kernels import token_slots
 from kenotron.kernels.attention import attention
-from kenotron.kernels.triton import rms_norm, rope, swiglu
+from kenotron.kernels.triton import experts, rms_norm, rope, swiglu
 from kenotron.models import Context, initialize_model
 from kenotron.models.decoder import Decoder
 from kenotron.models.families.llama import LlamaArchitecture
+from kenotron.models.families.mixtral import MixtralArchitecture
 from support.tiny_llamas import SHAPES, random_tokens
 
 Function = Callable[..., Tensor]
-
+# A layer of a mixture in both passes.
+EXPERTS = ["experts.gate_and_weigh", "experts.gate_and_weigh_backward", *["experts.sum_of_slots"] * 2]
 
 Case = tuple[str, Function, Function, Function, tuple[Tensor, ...]]
 
@@ -53,6 +57,28 @@ def _cases() -> Iterator[Case]:
     for shape in ((3,), (7, 301)):
         gate, up = torch.randn(shape) * 3, torch.randn(shape)
         yield f"swiglu {shape}", swiglu.silu_and_multiply, plain_swiglu.swiglu, lambda g, u: F.silu(g) * u, (gate, up)
+    for shape in ((3, 5), (7, 1301)):  # 1301: two blocks of columns
+        in_triton = experts.gate_and_weigh, experts.gate_and_weigh_backward
+        in_torch = (
+            lambda g, u, w: plain_experts._gate_and_weigh(g, u, w, "silu"),
+            lambda d, g, u, w: plain_experts._gate_and_weigh_backward(d, g, u, w, "silu"),
+        )
+        yield (
+            f"gate_and_weigh {shape}",
+            lambda *tensors, both=in_triton: _Weighed.apply(*tensors, *both),
+            lambda *tensors, both=in_torch: _Weighed.apply(*tensors, *both),
+            lambda g, u, w: F.silu(g) * u * w,
+            (torch.randn(shape) * 3, torch.randn(shape), torch.rand(shape[0], 1)),
+        )
+    for tokens, slots, features, dropped in ((5, 3, 7, 0), (4, 2, 1100, 3)):
+        order = torch.randperm(tokens * slots)[: tokens * slots - dropped]
+        yield (
+            f"sum_of_slots {tokens} {slots} {features} {dropped}",
+            lambda x, o=order, t=tokens, k=slots: _Summed.apply(x, o, t, k, experts.sum_of_slots),
+            lambda x, o=order, t=tokens, k=slots: _Summed.apply(x, o, t, k, token_slots.sum_of_slots),
+            lambda x, o=order, t=tokens, k=slots: x.new_zeros(t, x.shape[1]).index_add(0, o // k, x),
+            (torch.randn(len(order), features),),
+        )
     for heads, head_dim, turning, interleaved in (
         (3, 8, 8, False),
         (4, 8, 8, True),
@@ -78,6 +104,38 @@ def _cases() -> Iterator[Case]:
             lambda h, w, y=labels, z=z_loss: loss_formula(h, w, y, z),
             (torch.randn(tokens, 8), torch.randn(vocabulary + 7, 8) / 4),  # 7 rows pad the vocabulary
         )
+
+
+class _Weighed(torch.autograd.Function):
+    """A form of ``silu(gate) * up * weights``, as the forward and the backward pass of experts call it."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weights: Tensor, forward: Function, backward: Function) -> Tensor:
+        ctx.backward_form = backward
+        out = forward(gate, up, weights)
+        ctx.save_for_backward(gate, up, weights, out.clone())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        *tensors, out = ctx.saved_tensors
+        dgate, dup, again, dweights = ctx.backward_form(upstream[0].clone(), *tensors)
+        assert dweights.dtype == torch.float32
+        torch.testing.assert_close(again, out)
+        return dgate, dup, dweights[:, None].to(out.dtype), None, None
+
+
+class _Summed(torch.autograd.Function):
+    """A form of `sum_of_slots`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, tokens: int, slots: int, form: Function) -> Tensor:
+        ctx.token = order // slots
+        return form(rows, order, tokens, slots)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        return upstream[0][ctx.token], None, None, None, None
 
 
 def plain_losses(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> Tensor:
@@ -130,9 +188,10 @@ def distance(some: list[Tensor], others: list[Tensor]) -> float:
     return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(some, others))
 
 
-def a_models_gradients(in_triton: bool) -> list[Tensor]:
-    """The loss of a small Llama and its gradients, with the kernels where a GPU would have them, or without."""
-    model = Decoder(LlamaArchitecture(**SHAPES))
+def a_models_gradients(in_triton: bool, mixture: bool) -> list[Tensor]:
+    """The loss of a small Llama or Mixtral and its gradients, with the kernels that a GPU would have, or without."""
+    config = MixtralArchitecture(**SHAPES, num_local_experts=4) if mixture else LlamaArchitecture(**SHAPES)
+    model = Decoder(config)
     initialize_model(model, std=0.2, scaling="NUM_LAYERS", seed=1)
     tokens, positions = random_tokens(2, 16).flatten(), torch.arange(16).repeat(2)
     calls = []
@@ -141,7 +200,7 @@ def a_models_gradients(in_triton: bool) -> list[Tensor]:
         calls.append(name)
         return import_dotted(f"kenotron.kernels.triton.{name}", "here") if in_triton else None
 
-    for module in (plain_norm, plain_rope, plain_swiglu, plain_loss):
+    for module in (plain_norm, plain_rope, plain_swiglu, plain_loss, plain_experts, token_slots):
         module.fused = on_any_device  # type: ignore[attr-defined]
     loss, _ = model(tokens, Context((2, 16), positions, attention), tokens.roll(-1))
     loss.backward()
@@ -149,8 +208,9 @@ def a_models_gradients(in_triton: bool) -> list[Tensor]:
     assert sorted(calls) == sorted(
         ["rms_norm.rms_norm"] * (2 * layers + 1)
         + ["rope.apply_rope"] * 2 * layers
-        + ["swiglu.silu_and_multiply"] * layers
         + ["cross_entropy.exp_rows_"]
+        + (["swiglu.silu_and_multiply"] * layers if not mixture else [])
+        + (EXPERTS * layers if mixture else [])
     )
     return [loss.detach(), *(x.grad for x in model.parameters() if x.grad is not None)]
 
@@ -162,6 +222,7 @@ if __name__ == "__main__":
         here = results(ours, arguments)
         exact = results(formula, tuple(x.double() for x in arguments))
         found[name] = (distance(here, exact), distance(here, results(reference, arguments)))
-    whole = distance(a_models_gradients(in_triton=True), a_models_gradients(in_triton=False))
-    found["a model"] = (whole, whole)
+    for name, mixture in (("a Llama", False), ("a Mixtral", True)):
+        whole = distance(a_models_gradients(True, mixture), a_models_gradients(False, mixture))
+        found[name] = (whole, whole)
     sys.stdout.write(json.dumps(found))

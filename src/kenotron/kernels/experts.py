@@ -21,12 +21,14 @@ all experts for each of them, 8 to 30 times slower.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kenotron.kernels.fused import fused
 from kenotron.kernels.swiglu import ACTIVATIONS
 from kenotron.kernels.token_slots import sum_of_slots
 
@@ -85,11 +87,9 @@ class _ExpertMLP(torch.autograd.Function):
         groups = _Groups(sizes)
         rows = x.index_select(0, order // slots)
         w = weights.reshape(-1).index_select(0, order).to(x.dtype)[:, None]
-        u = groups.rows_by_matrix(rows, up)
-        g = u if gate is None else groups.rows_by_matrix(rows, gate)
-        hidden = ACTIVATIONS[act].plain(g)
-        hidden = (hidden if gate is None else hidden.mul_(u)).mul_(w)
-        y = groups.rows_by_matrix(hidden, down)
+        g = groups.rows_by_matrix(rows, up if gate is None else gate)
+        u = None if gate is None else groups.rows_by_matrix(rows, up)
+        y = groups.rows_by_matrix(_gate_and_weigh(g, u, w, act), down)
         ctx.save_for_backward(x, weights, gate, up, down, order, sizes, g, u)
         ctx.act, ctx.slots = act, slots
         return sum_of_slots(y, order, x.shape[0], slots)
@@ -97,30 +97,52 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         x, weights, gate, up, down, order, sizes, g, u = ctx.saved_tensors
-        groups, act, tokens = _Groups(sizes), ACTIVATIONS[ctx.act], x.shape[0]
+        groups, tokens = _Groups(sizes), x.shape[0]
         token = order // ctx.slots
         dy, rows = upstream[0].index_select(0, token), x.index_select(0, token)
         w = weights.reshape(-1).index_select(0, order).to(x.dtype)[:, None]
 
         dhidden = groups.rows_by_matrix(dy, down.transpose(1, 2))
-        activated = act.plain(g)
-        product = activated if gate is None else activated * u
-        dw = (dhidden * product).sum(1, dtype=torch.float32)
-        ddown = groups.rows_by_rows(dy, product.mul_(w))
-        dhidden.mul_(w)
-        dg, dgate = torch.empty_like(g), None
+        dg, du, hidden, dw = _gate_and_weigh_backward(dhidden, g, u, w, ctx.act)
+        ddown = groups.rows_by_rows(dy, hidden)
         if gate is None:
-            act.backward(dhidden, g, grad_input=dg)
-            drows, dup = groups.rows_by_matrix(dg, up.transpose(1, 2)), groups.rows_by_rows(dg, rows)
+            dgate, dup = None, groups.rows_by_rows(dg, rows)
+            drows = groups.rows_by_matrix(dg, up.transpose(1, 2))
         else:
-            du = activated.mul_(dhidden)
-            act.backward(dhidden.mul_(u), g, grad_input=dg)
             dgate, dup = groups.rows_by_rows(dg, rows), groups.rows_by_rows(du, rows)
             drows = groups.rows_by_matrix(dg, gate.transpose(1, 2))
             groups.rows_by_matrix(du, up.transpose(1, 2), onto=drows)
         dx = sum_of_slots(drows, order, tokens, ctx.slots)
         dweights = sum_of_slots(dw[:, None], order, weights.numel(), 1).view_as(weights)
         return dx, None, dweights.to(weights.dtype), dgate, dup, ddown, None
+
+
+def _gate_and_weigh(g: Tensor, u: Tensor | None, w: Tensor, act: str) -> Tensor:
+    """``act(g) * u * w``, the rows that `down` multiplies; ``act(g) * w`` without a gate."""
+    if kernel := _in_triton("gate_and_weigh", g, u, act):
+        return kernel(g, u, w)
+    hidden = ACTIVATIONS[act].plain(g)
+    return (hidden if u is None else hidden.mul_(u)).mul_(w)
+
+
+def _gate_and_weigh_backward(d: Tensor, g: Tensor, u: Tensor | None, w: Tensor, act: str) -> Any:
+    """dg, du (None without a gate), ``act(g) * u * w`` and dw ``[rows]`` fp32; overwrites the gradient d."""
+    if kernel := _in_triton("gate_and_weigh_backward", g, u, act):
+        return kernel(d, g, u, w)
+    activated, dg, du = ACTIVATIONS[act].plain(g), torch.empty_like(g), None
+    product = activated if u is None else activated * u
+    dw = (d * product).sum(1, dtype=torch.float32)
+    d.mul_(w)
+    if u is not None:
+        du = activated.mul_(d)
+        d.mul_(u)
+    ACTIVATIONS[act].backward(d, g, grad_input=dg)
+    return dg, du, product.mul_(w), dw
+
+
+def _in_triton(name: str, g: Tensor, u: Tensor | None, act: str) -> Callable[..., Any] | None:
+    gated = u is not None and ACTIVATIONS[act].plain is F.silu
+    return fused(f"experts.{name}", g) if gated else None
 
 
 def _sizes_on_host(sizes: Tensor) -> bool:

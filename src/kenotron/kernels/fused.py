@@ -2,12 +2,13 @@
 
     KENOTRON_KERNELS not set    scans and convolutions of Mamba by mamba_ssm and causal_conv1d, where these packages are
                                 installed (`kernels.mamba_packages`); torch's operators for the rest
-    KENOTRON_KERNELS=triton     these, and RMSNorm, rotary positions, SwiGLU and the softmax in the loss in one launch
-                                each (`kernels.triton`)
+    KENOTRON_KERNELS=triton     these, and one launch each for RMSNorm, rotary positions, SwiGLU, the same weighed in
+                                experts, the sum over a token's experts, and the softmax in the loss (`kernels.triton`)
     KENOTRON_KERNELS=torch      torch's operators alone
 
 Those in Triton are not the default because no GPU has measured them. Compiled blocks (`model.compile`) take torch's
-operators in any case: the compiler fuses them by itself. The loss is not compiled, so its kernel is used there, too.
+operators in any case: the compiler fuses them by itself. The loss and the experts are not compiled, so their kernels
+are used there, too.
 """
 
 from __future__ import annotations

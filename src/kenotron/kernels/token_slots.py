@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kenotron.kernels.fused import fused
+
 
 def sum_of_slots(rows: Tensor, order: Tensor, tokens: int, slots: int) -> Tensor:
     """Rows in sorted order → ``[tokens, features]``, the sum over each token's slots, in a fixed order.
@@ -20,6 +22,8 @@ def sum_of_slots(rows: Tensor, order: Tensor, tokens: int, slots: int) -> Tensor
     On a CPU as bags of rows, which are read once and written nowhere: ``[16384, 512]`` fp32 in bags of 8 take 0.9 ms,
     and 4.3 if they are put in the order of their slots first.
     """
+    if slots > 1 and (kernel := fused("experts.sum_of_slots", rows)):
+        return kernel(rows, order, tokens, slots)
     complete = len(rows) == tokens * slots
     if complete and rows.device.type == "cpu" and slots > 1:
         places = torch.empty_like(order)

@@ -1,6 +1,7 @@
 """Kernels in Triton, for GPUs; the reference of each is a plain function in `kernels`.
 
 rms_norm.py, swiglu.py, rope.py     one launch each, forward and backward
+experts.py                          SwiGLU weighed, one launch each way, and the sum over a token's experts
 cross_entropy.py                    the passes over the logits, in one launch
 
 `kernels.fused` imports them when they are asked for (``KENOTRON_KERNELS=triton``) and there is a GPU. Without one their

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kenotron.kernels.triton import cross_entropy, rms_norm, rope, swiglu
+from kenotron.kernels.triton import cross_entropy, experts, rms_norm, rope, swiglu
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -30,7 +30,7 @@ SHARED_MEMORY = 64 << 10  # bytes of a block on the smallest of them, AMD's
 
 def compile_all() -> Iterator[tuple[str, str, str, bytes]]:
     """(kernel, target, kind of binary, binary) of all variants. Raises what Triton raises where one fails."""
-    for module in (cross_entropy, rms_norm, rope, swiglu):
+    for module in (cross_entropy, experts, rms_norm, rope, swiglu):
         for kernel, types, constants in module.VARIANTS:
             names = kernel.arg_names
             signature = {**dict(zip(names, types)), **dict.fromkeys(constants, "constexpr")}

@@ -1,0 +1,104 @@
+"""What experts compute between their matrix products, in one launch forward and one backward; and the sum of slots.
+
+The references are `kernels.experts` and `kernels.token_slots.sum_of_slots`. With s = sigmoid(gate) and d the gradient
+of the output, which has a row for each slot:
+
+    hidden = w p       p = gate s up       dw = sum over the row of d p
+                                           dup = d w gate s        dgate = d w up s (1 + gate (1 - s))
+
+Over rows of width F torch's operators move 29 times rows x F numbers, and these kernels 9 times.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024  # columns of one round
+
+
+def gate_and_weigh(gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
+    """``silu(gate) * up * weights``: gate and up ``[rows, width]``, weights ``[rows, 1]`` → gate's shape and dtype."""
+    gate, up = gate.contiguous(), up.contiguous()
+    rows, width = gate.shape
+    hidden, block = torch.empty_like(gate), _block(width)
+    forward_kernel[(rows, triton.cdiv(width, block))](gate, up, weights, hidden, width, BLOCK=block)
+    return hidden
+
+
+def gate_and_weigh_backward(d: Tensor, gate: Tensor, up: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    """dgate, dup, ``silu(gate) * up * weights`` (in the memory of d) and dweights ``[rows]`` fp32."""
+    d, gate, up = d.contiguous(), gate.contiguous(), up.contiguous()
+    rows, width = gate.shape
+    dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+    dweights = torch.empty(rows, dtype=torch.float32, device=gate.device)
+    backward_kernel[(rows,)](d, gate, up, weights, dgate, dup, dweights, width, BLOCK=_block(width))
+    return dgate, dup, d, dweights
+
+
+def sum_of_slots(rows: Tensor, order: Tensor, tokens: int, slots: int) -> Tensor:
+    """As `kernels.token_slots.sum_of_slots`: one pass over the rows, where torch's operators make a sorted copy."""
+    rows = rows.contiguous()
+    features, block = rows.shape[1], _block(rows.shape[1])
+    place = torch.full((tokens * slots,), -1, dtype=torch.int32, device=rows.device)  # -1: the slot is dropped
+    place[order] = torch.arange(len(order), dtype=torch.int32, device=rows.device)
+    out = rows.new_empty(tokens, features)
+    sum_kernel[(tokens, triton.cdiv(features, block))](rows, place, out, features, SLOTS=slots, BLOCK=block)
+    return out
+
+
+def _block(columns: int) -> int:
+    return min(BLOCK, triton.next_power_of_2(columns))
+
+
+@triton.jit
+def forward_kernel(gate, up, weights, hidden, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, here = at < width, row * width + at
+    g = tl.load(gate + here, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + here, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weights + row).to(tl.float32)
+    tl.store(hidden + here, g * tl.sigmoid(g) * u * w, mask=inside)
+
+
+@triton.jit
+def backward_kernel(d, gate, up, weights, dgate, dup, dweights, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    w = tl.load(weights + row).to(tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for begin in range(0, width, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        inside, here = at < width, row * width + at
+        up_grad = tl.load(d + here, mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gate + here, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(up + here, mask=inside, other=0.0).to(tl.float32)
+        s = tl.sigmoid(g)
+        p = g * s * u
+        total += up_grad * p
+        tl.store(dgate + here, up_grad * w * u * s * (1.0 + g * (1.0 - s)), mask=inside)
+        tl.store(dup + here, up_grad * w * g * s, mask=inside)
+        tl.store(d + here, p * w, mask=inside)
+    tl.store(dweights + row, tl.sum(total, axis=0))
+
+
+@triton.jit
+def sum_kernel(rows, place, out, features, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for slot in range(SLOTS):
+        row = tl.load(place + token * SLOTS + slot).to(tl.int64)
+        inside = (at < features) & (row >= 0)
+        total += tl.load(rows + row * features + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * features + at, total, mask=at < features)
+
+
+_ROWS = ("*bf16", "*bf16", "*bf16")
+VARIANTS = [
+    (forward_kernel, (*_ROWS, "*bf16", "i32"), {"BLOCK": BLOCK}),
+    (backward_kernel, (*_ROWS, "*bf16", "*bf16", "*bf16", "*fp32", "i32"), {"BLOCK": BLOCK}),
+    (sum_kernel, ("*bf16", "*i32", "*bf16", "i32"), {"SLOTS": 8, "BLOCK": BLOCK}),
+]
