@@ -25,11 +25,13 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
 
+import checkout  # noqa: E402
 import environment  # noqa: E402
 from race import Contender, race, result, start, warm_up  # noqa: E402
 from work import SIZES, Work  # noqa: E402
 
 PEERS = ("transformers", "transformers compiled", "Trainer", "litgpt", "litgpt compiled")
+PEERS += ("picotron", "lingua", "lingua compiled")
 OURS = ("kenotron", "kenotron compiled")
 CEILING = "matmuls"
 SPEED_BAR = {"fp32": 1.0, "bf16": 1.15}
@@ -101,6 +103,8 @@ def measure(work: Work, arguments: argparse.Namespace, python: Path, scratch: Pa
             need = work.state_bytes + 3 * 2**30
             if environment.available_memory() < need:
                 failures[name] = f"left out: less than {need / 2**30:.0f} GiB of memory available"
+            elif problem := checkout.missing(name):
+                failures[name] = problem
             else:
                 try:
                     contenders.append(start(name, python, work, folder, cache))
