@@ -362,6 +362,11 @@ COMMANDS = [
         ("generate", "x", "--batch-size", "0", "--stream"),
         "error: Invalid value for '--batch-size': Input should be greater than or equal to 1",
     ),
+    (("generate", "x", "--temperature", "-1"), "error: temperature: expected 0 (greedy) or more, found -1"),
+    (
+        ("generate", "x", "def main("),
+        "error: Got unexpected extra argument(s) (def main(); a text to continue is an option: --prompt 'Once upon a",
+    ),
     (("train",), "error: Missing argument 'file'."),
     (
         ("train", "--config-file", "tiny.yaml"),
@@ -426,8 +431,8 @@ COMMANDS = [
     ),
     (
         ("train", "tiny.yaml", "parallelism.dp=64"),
-        "error: parallelism: 64 ranks on 2 cores, at most 8 are started here; lower a degree, or start them yourself: "
-        "torchrun --nproc_per_node=64 run_train.py --config-file my.yaml",
+        "error: parallelism: 64 ranks on 2 cores, at most 8 are started here; lower a degree, or start them yourself, "
+        "with torchrun --nproc_per_node=64",
     ),
 ]
 
@@ -444,7 +449,7 @@ def test_a_wrong_command_is_one_line(
     assert said[0].startswith(line)
 
 
-def test_missing_models_and_too_many_ranks_are_answered_before_torch_is_imported(tmp_path: Path) -> None:
+def test_wrong_models_options_and_layouts_are_answered_before_torch_is_imported(tmp_path: Path) -> None:
     """torch alone takes up to two seconds of an answer."""
     tiny_yaml(tmp_path)
     code = """
@@ -454,7 +459,7 @@ from kenotron.cli import main
 for arguments in (
     ["generate", "./gpt2"], ["chat", "nowhere/run/10"], ["convert", "from-hf", "./gpt2", "out"],
     ["convert", "to-hf", "nowhere", "out"], ["convert", "from-nanotron", "nowhere", "out"],
-    ["train", "tiny.yaml", "parallelism.dp=4000"],
+    ["train", "tiny.yaml", "parallelism.dp=4000"], ["generate", "x", "--max-new-tokens", "0"],
 ):
     try:
         main(arguments)
@@ -477,7 +482,15 @@ for arguments in (
         "no checkpoint at nowhere",
         "SRC",
         "parallelism",
+        "max_new_tokens",
     ]
+
+
+def test_a_rank_that_is_no_number_is_reported(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "zero")
+    code, _, stderr = tell("train", "tiny.yaml")
+    assert code == 2
+    assert stderr.startswith("error: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE: expected integers, found zero, 1")
 
 
 def test_the_version_and_the_bare_command(tell: Tell) -> None:

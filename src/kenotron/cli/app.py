@@ -82,6 +82,8 @@ def build_app() -> Callable[[list[str]], int]:
             context = getattr(error, "ctx", None)
             unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
             hint = _without_dashes(unknown, context)
+            if "unexpected extra argument" in error.format_message() and context and context.info_name == "generate":
+                hint = "; a text to continue is an option: --prompt 'Once upon a time'"
             print(f"error: {error.format_message()}{hint}", file=sys.stderr)  # names the option
             print(f"Try '{context.command_path if context else 'kenotron'} --help'.", file=sys.stderr)
             return 2

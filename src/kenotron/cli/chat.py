@@ -15,6 +15,7 @@ import typer
 
 from kenotron.cli import sampling_options as options
 from kenotron.cli.remote import model_at_hand
+from kenotron.generation.options import SamplingOptions
 
 
 def chat(
@@ -31,12 +32,6 @@ def chat(
     dtype: options.Dtype = None,
 ) -> None:
     """Talk to a trained model, turn by turn."""
-    here = model_at_hand(path)
-    from kenotron.generation.chat import Chat
-    from kenotron.generation.load import load_for_generation
-    from kenotron.generation.options import SamplingOptions
-    from kenotron.generation.printing import STOPS
-
     sampling = SamplingOptions(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -47,6 +42,11 @@ def chat(
         seed=seed,
         stop=stop or (),
     )
+    here = model_at_hand(path)
+    from kenotron.generation.chat import Chat
+    from kenotron.generation.load import load_for_generation
+    from kenotron.generation.printing import STOPS
+
     model, tokenizer, _ = load_for_generation(here, dtype)
     conversation = Chat(model, tokenizer, system)
     for text in _turns():

@@ -22,6 +22,7 @@ from kenotron.cli import sampling_options as options
 from kenotron.cli.rank0 import said_once
 from kenotron.cli.remote import model_at_hand
 from kenotron.config.errors import InputError
+from kenotron.generation.options import SamplingOptions
 
 BUILT_IN_PROMPTS = ("The future of AI is", "def fib(n)")
 
@@ -75,12 +76,6 @@ def generate(
         raise InputError("--logprobs: give --json, too: text has no place for them")
     with said_once():
         prompts = _prompts(prompt or [], prompt_file, prompt_tokens or [])
-        here = model_at_hand(path)
-        from kenotron.generation.layout import check_layout, choose_layout
-        from kenotron.generation.options import SamplingOptions
-        from kenotron.generation.request import Request, decode_on_ranks
-        from kenotron.interop.sources import open_source
-
         sampling = SamplingOptions(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -93,6 +88,11 @@ def generate(
             stop_at_eos=eos_stop,
             logprobs=logprobs,
         )
+        here = model_at_hand(path)
+        from kenotron.generation.layout import check_layout, choose_layout
+        from kenotron.generation.request import Request, decode_on_ranks
+        from kenotron.interop.sources import open_source
+
         source = open_source(here, verify=False)
         layout = choose_layout(dp, pp, tp, source.layout, _processes(), ep)
         check_layout(source.model.decoder, layout)

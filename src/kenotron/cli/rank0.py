@@ -23,7 +23,8 @@ def said_once() -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        if os.environ.get("RANK", "0") != "0":
+        rank = os.environ.get("RANK", "0")
+        if rank.isdecimal() and rank != "0":  # what is no number has to be reported, too
             time.sleep(RANK0_REPORTS_WITHIN_S)
             sys.exit(2)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:

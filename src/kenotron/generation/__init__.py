@@ -15,8 +15,23 @@ load.py        from a checkpoint onto a layout; layout.py: which layouts a model
 request.py     what `kenotron generate` asks of every rank; printing.py: what rank 0 prints
 """
 
-from kenotron.generation.decode import Completion, generate
-from kenotron.generation.options import SamplingOptions
-from kenotron.generation.ranks import ModelOnRanks
+from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kenotron.generation.options import SamplingOptions
+
+if TYPE_CHECKING:
+    from kenotron.generation.decode import Completion, generate
+    from kenotron.generation.ranks import ModelOnRanks
+
+# Imported when first used: the options are checked before torch is imported, which takes longer than the answer may.
+_MODULES = {"Completion": "decode", "generate": "decode", "ModelOnRanks": "ranks"}
 __all__ = ["Completion", "ModelOnRanks", "SamplingOptions", "generate"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"kenotron.generation.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'kenotron.generation' has no attribute {name!r}")

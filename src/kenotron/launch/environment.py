@@ -91,8 +91,7 @@ def check_cores(ranks_on_machine: int) -> None:
     if ranks_on_machine > most:
         raise InputError(
             f"parallelism: {ranks_on_machine} ranks on {counted(cores(), 'core')}, at most {most} are started here; "
-            f"lower a degree, or start them yourself: torchrun --nproc_per_node={ranks_on_machine} run_train.py "
-            f"--config-file my.yaml"
+            f"lower a degree, or start them yourself, with torchrun --nproc_per_node={ranks_on_machine}"
         )
 
 
