@@ -12,7 +12,8 @@ that the process group was started with:
 
 Only the first failure is reported: it is never overwritten, and a rank that finds one leaves in silence (`PeerFailed`).
 The process that holds the store (our launcher, torchrun or rank 0) may be gone too: then the thread ends its own
-process as well, so no rank is left behind.
+process as well, so no rank is left behind. If the machine that holds it is lost, or the network to it, calls to the
+store do not return for a quarter of an hour; a second thread, which calls nobody, ends the process after the timeout.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from kenotron.config.errors import PeerFailed, RunFailed
 from kenotron.launch import hangs
 from kenotron.launch.error_records import ENDED_BY_ANOTHER, in_a_line, record
+from kenotron.observers.data_stall import place_of
 from kenotron.parallel.torch_internals import default_store
 
 LOOK_EVERY_S = 0.5
@@ -76,11 +78,14 @@ class Watch:
         self.over = threading.Event()
         self.neighbours: dict[int, int] = {}  # rank → process id, on this machine
         self.unknown = set(range(self.size)) - {self.rank}  # ranks whose process id is not in the store yet
-        self.thread = threading.Thread(target=self._look_until_over, name="kenotron-watch", daemon=True)
+        self.answered = True  # the store, since the second thread looked last
+        names = {"kenotron-watch": self._look_until_over, "kenotron-store-watch": self._end_without_store}
+        self.threads = [threading.Thread(target=look, name=name, daemon=True) for name, look in names.items()]
 
     def __enter__(self) -> Self:
         self.store.set(f"process/{self.rank}", f"{os.getpid()} {_machine()}")
-        self.thread.start()
+        for thread in self.threads:
+            thread.start()
         return self
 
     def __exit__(
@@ -94,7 +99,8 @@ class Watch:
         except dist.DistError:
             peer = PeerFailed("the process that started the ranks is gone") if error is not None else None
         self.over.set()
-        self.thread.join()
+        for thread in self.threads:
+            thread.join()
         if peer is not None:
             raise peer from None
 
@@ -143,7 +149,7 @@ class Watch:
         while not self.store.check(keys) and self._read() is None:
             time.sleep(LOOK_EVERY_S / 5)
 
-    # ---- the thread ------------------------------------------------------------------------------------------
+    # ---- the threads -----------------------------------------------------------------------------------------
 
     def _look_until_over(self) -> None:
         timer = hangs.CollectiveTimer(self.timeout_seconds)
@@ -158,6 +164,24 @@ class Watch:
                     return self._end_hang(call)
             except dist.DistError:  # the store is gone, and so is the process that held it
                 return self._end()
+            self.answered = True
+        return None
+
+    def _end_without_store(self) -> None:
+        """End this process when the store has not answered for the timeout."""
+        silent = 0.0  # by counting: a process that was stopped (SIGSTOP) has not been without an answer
+        while not self.over.wait(LOOK_EVERY_S):
+            silent = 0.0 if self.answered else silent + LOOK_EVERY_S
+            self.answered = False
+            if silent > self.timeout_seconds + hangs.STATUS_WITHIN_S:
+                host = os.environ.get("MASTER_ADDR", "the launcher")
+                return self._end_with(
+                    RunFailed(
+                        f"rank {self.rank} has waited more than {self.timeout_seconds:g} s "
+                        f"(parallelism.timeout_seconds) for {host}, through which ranks find each other: that machine "
+                        f"is down, or the network to it; this rank is at {place_of()[0]}"
+                    )
+                )
         return None
 
     def _find_dead_ranks(self) -> None:
@@ -179,13 +203,18 @@ class Watch:
     def _end_hang(self, call: hangs.PendingCall) -> None:
         """The main thread waits, perhaps in a call that never returns: this thread reports instead."""
         error = self._report_hang(call)
-        if not isinstance(error, PeerFailed):
-            if _launcher_reports():
-                record(error)
-            else:
-                print(f"error: {error}", file=sys.stderr, flush=True)
-            self._end(exit_code=1)
-        self._end()
+        if isinstance(error, PeerFailed):
+            self._end()
+        else:
+            self._end_with(error)
+
+    def _end_with(self, error: Exception) -> None:
+        """Report `error`, and end this process."""
+        if _launcher_reports():
+            record(error)
+        else:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        self._end(exit_code=1)
 
     def _end(self, exit_code: int = ENDED_BY_ANOTHER) -> None:
         """End this process, unless its main thread does so first."""

@@ -1,0 +1,123 @@
+"""A run on two machines, each with two ranks, by the command of docs/multi-node-training.md; and their network cut.
+
+The machines are network namespaces of this one. `make test-network` installs what they need.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from support.tiny_run import REPOSITORY, losses, metrics, tiny_config, tiny_yaml, train_quietly
+from support.two_machines import Machines, available, two_machines
+
+missing = available()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing is not None, reason=str(missing))]
+
+STEPS = 40
+TIMEOUT_S = 8
+GRACE_S = 100.0  # for all ranks to end: 15 s on an idle machine; hanging, a quarter of an hour
+OVERRIDES = (
+    "parallelism.dp=2",
+    "parallelism.tp=2",
+    "tokens.micro_batch_size=2",  # the global batch of one process
+    f"tokens.train_steps={STEPS}",
+    "checkpoints.checkpoint_interval=5",
+    f"parallelism.timeout_seconds={TIMEOUT_S}",
+)
+SLOWLY = "general.hooks=[{path: support.user_parts.SlowStep, kwargs: {seconds: 0.2}}]"
+NUMBERS = ("iteration", "lm_loss", "grad_norm", "lr", "consumed_tokens", "state_hash")
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    with two_machines(tmp_path_factory.mktemp("machines")) as made:
+        yield made
+
+
+def start(machines: Machines, folder: Path, *overrides: str) -> list[subprocess.Popen[str]]:
+    """The command of the page on both machines."""
+    tiny_yaml(folder)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2"]
+    meet = ["--rdzv_backend=c10d", "--rdzv_endpoint=machine1:29500", "--rdzv_id=42"]
+    script = [str(REPOSITORY / "run_train.py"), "--config-file", "tiny.yaml", *OVERRIDES, *overrides]
+    return [machines.start(number, [*torchrun, *meet, *script], folder) for number in (1, 2)]
+
+
+def said(folder: Path, number: int) -> str:
+    return (folder / f"machine{number}.txt").read_text()
+
+
+def errors(folder: Path, number: int) -> list[str]:
+    return [line for line in said(folder, number).splitlines() if line.startswith("error: ")]
+
+
+def complete(started: list[subprocess.Popen[str]], folder: Path) -> None:
+    codes = [process.wait(timeout=300) for process in started]
+    assert codes == [0, 0], said(folder, 1) + said(folder, 2)
+
+
+def numbers(folder: Path) -> list[list[object]]:
+    return [[line[name] for name in NUMBERS] for line in metrics(tiny_config(folder))]
+
+
+def wait(condition: Callable[[], bool], seconds: float, folder: Path) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, said(folder, 1) + said(folder, 2)
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def uncut(machines: Machines, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on both machines whose network was never cut."""
+    folder = tmp_path_factory.mktemp("uncut")
+    complete(start(machines, folder), folder)
+    return folder
+
+
+def test_two_machines_train_what_one_process_trains(uncut: Path, tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, f"tokens.train_steps={STEPS}")
+    train_quietly(config)
+    assert losses(tiny_config(uncut)) == pytest.approx(losses(config), rel=1e-5)
+    first, alone = metrics(tiny_config(uncut))[0], metrics(config)[0]
+    assert first["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-5)
+
+
+def test_a_network_that_is_cut_ends_all_ranks_and_the_same_command_goes_on(
+    machines: Machines, uncut: Path, tmp_path: Path
+) -> None:
+    started = start(machines, tmp_path, SLOWLY)
+    agents = {process.pid for process in started}
+    wait(lambda: (tmp_path / "checkpoints" / "10" / "manifest.json").exists(), 200, tmp_path)
+    machines.cut()
+    cut_at = time.monotonic()
+    try:
+        wait(lambda: set(machines.processes(1) + machines.processes(2)) <= agents, GRACE_S, tmp_path)
+        assert time.monotonic() - cut_at > TIMEOUT_S
+    finally:
+        machines.mend()  # torchrun on machine2 has waited for it
+    assert [process.wait(timeout=120) for process in started] == [1, 1]
+    (one,) = errors(tmp_path, 1)
+    assert re.fullmatch(
+        rf"error: rank [01] has waited more than {TIMEOUT_S} s \(parallelism\.timeout_seconds\) in \w+ "
+        r"\(number \d+\) of .*: ranks? .*[23].* did not join it",
+        one,
+    )
+    assert "  rank 2: did not reply" in said(tmp_path, 1)
+    for line, rank in zip(sorted(errors(tmp_path, 2)), (2, 3), strict=True):
+        assert re.match(
+            rf"error: rank {rank} has waited more than {TIMEOUT_S} s \(parallelism\.timeout_seconds\) for machine1,",
+            line,
+        )
+    complete(start(machines, tmp_path, SLOWLY), tmp_path)
+    first = re.search(r"start_iteration_step: (\d+)", said(tmp_path, 1))
+    assert first is not None
+    assert int(first[1]) >= 10
+    assert numbers(tmp_path) == numbers(uncut)
