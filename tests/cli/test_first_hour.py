@@ -220,6 +220,13 @@ def test_usual_spellings_are_taken(override: str, key: str, value: object, tmp_p
             f"{LR}.lr_decay_starting_step is 9, tokens.train_steps only 9: the learning rate never decays",
         ),
         ([f"{LR}.learning_rate=30"], f"{LR}.learning_rate is 30: training is likely to diverge; common rates are"),
+        (
+            [
+                "data_stages=[{name: all, start_training_step: 1, data: {dataset: null}}, "
+                "{name: late, start_training_step: 5, data: {dataset: null}}]"
+            ],
+            "data_stages.1.start_training_step is 5, tokens.train_steps only 3: the stage 'late' is never trained on",
+        ),
         (["tokens.sequence_length=64"], "tokens.sequence_length is 64, model_config.max_position_embeddings only 32:"),
     ],
 )
@@ -245,6 +252,14 @@ def test_modules_are_found_beside_the_yaml_file(tell: Tell, tmp_path: Path) -> N
     (folder / "beside_the_yaml.py").write_text("import kenotron as kn\nclass Mine(kn.Hook):\n    pass\n")
     assert tell("config", "check", "runs/tiny.yaml", "general.hooks=[beside_the_yaml.Mine]")[0] == 0
     assert tell("train", "runs/tiny.yaml", "general.hooks=[beside_the_yaml.Mine]", "tokens.train_steps=1")[0] == 0
+
+
+def test_a_module_that_is_no_python_is_one_line_with_its_place(tell: Tell, tmp_path: Path) -> None:
+    (tmp_path / "unfinished.py").write_text("import kenotron as kn\nclass Mine(kn.Hook:\n    pass\n")
+    code, _, stderr = tell("config", "check", "tiny.yaml", "general.hooks=[unfinished.Mine]")
+    assert code == 2
+    assert stderr.startswith("error: general.hooks: cannot import 'unfinished' of 'unfinished.Mine': invalid syntax")
+    assert stderr.endswith("(unfinished.py, line 2)\n")
 
 
 # ---- from Python -------------------------------------------------------------------------------------------

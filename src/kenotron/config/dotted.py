@@ -29,7 +29,7 @@ def import_dotted(path: str, key: str) -> Any:
         raise InputError(f"{key}: expected a dotted path such as my_module.name, found '{path}'")
     try:
         module = _import_module(module_name)
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise InputError(f"{key}: cannot import '{module_name}' of '{path}': {error}") from error
     if not hasattr(module, name):
         raise InputError(f"{key}: module '{module_name}' has no '{name}'{nearest(name, dir(module))}")
@@ -56,7 +56,7 @@ def import_registered(name: str, key: str, group: str, built_in: Collection[str]
     (entry,) = found.values()
     try:
         return entry.load()
-    except (ImportError, AttributeError) as error:
+    except (ImportError, SyntaxError, AttributeError) as error:
         raise InputError(
             f"{key}: '{name}' is registered as {entry.value}, which cannot be imported: {error}"
         ) from error

@@ -17,6 +17,7 @@ HIGHEST_LEARNING_RATE = 1.0  # runs use 1e-5 to 5e-2
 def warnings_of(config: Config) -> Iterator[str]:
     """The warnings about `config`, of which none stops a run."""
     yield from _schedule(config)
+    yield from _stages(config)
     yield from _length(config)
 
 
@@ -36,6 +37,16 @@ def _schedule(config: Config) -> Iterator[str]:
             f"{at}.lr_decay_starting_step is {schedule.decay_start}, tokens.train_steps only {steps}: the learning "
             f"rate never decays"
         )
+
+
+def _stages(config: Config) -> Iterator[str]:
+    steps = config.tokens.train_steps
+    for number, stage in enumerate(config.data_stages):
+        if stage.start_training_step > steps:
+            yield (
+                f"data_stages.{number}.start_training_step is {stage.start_training_step}, tokens.train_steps only "
+                f"{steps}: the stage '{stage.name}' is never trained on"
+            )
 
 
 def _length(config: Config) -> Iterator[str]:
