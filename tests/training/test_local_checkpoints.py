@@ -115,6 +115,7 @@ def test_a_run_that_failed_goes_on_from_the_local_checkpoint_of_the_step_before(
     assert list((tmp_path / "shm").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_hooks_uploads_and_retention_see_durable_checkpoints_alone(tmp_path: Path) -> None:
     recorder = "general.hooks=[support.user_parts.Recorder]"
     run: Any = train_quietly(config(tmp_path, recorder, "checkpoints.keep_last=2", durable=3))
@@ -155,6 +156,7 @@ def test_a_damaged_local_checkpoint_is_named_and_the_durable_one_taken(tmp_path:
     same_run(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_a_damaged_durable_checkpoint_costs_nothing_if_the_local_one_is_ahead(tmp_path: Path, whole: Path) -> None:
     fail(tmp_path, 7)
     victim = flip_a_byte(tmp_path / "checkpoints" / "4")
@@ -188,6 +190,7 @@ def test_a_folder_of_checkpoints_that_was_removed_begins_another_run(tmp_path: P
     same_run(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_local_folder_do_not_see_each_other(tmp_path: Path) -> None:
     for name, step in (("one", 3), ("other", 4)):
         with pytest.raises(RuntimeError, match="this hook is broken"):
@@ -233,6 +236,7 @@ class StopsAtOnce(kn.Hook):
         run.stop("enough")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_shortened_to_less_than_its_local_checkpoint_ends_where_it_should(tmp_path: Path) -> None:
     fail(tmp_path, 8)
     _, said = train_and_listen(config(tmp_path, "tokens.train_steps=6"))
@@ -240,6 +244,7 @@ def test_a_run_that_is_shortened_to_less_than_its_local_checkpoint_ends_where_it
     assert durable_steps(tmp_path) == [4, 6]
 
 
+@pytest.mark.slow
 def test_a_changed_key_is_refused_as_with_any_checkpoint(tmp_path: Path) -> None:
     fail(tmp_path, 3)
     with pytest.raises(InputError, match=r"/shm/run-.*/2 belongs to another run: optimizer.weight_decay is 0.1 there"):
@@ -247,8 +252,7 @@ def test_a_changed_key_is_refused_as_with_any_checkpoint(tmp_path: Path) -> None
     assert local_steps(tmp_path) == [2]
 
 
-def test_a_snapshot_of_spikes_is_taken_at_every_checkpoint(tmp_path: Path) -> None:
-    """So that a run which resumes from a local checkpoint returns to the same weights after a spike."""
+def test_steps_at_which_a_checkpoint_of_either_kind_is_due(tmp_path: Path) -> None:
     checkpoints = config(tmp_path, durable=6, local=4).checkpoints
     assert [step for step in range(1, 13) if checkpoints.saves_at(step)] == [4, 6, 8, 12]
     assert [step for step in range(1, 13) if tiny_config(tmp_path).checkpoints.saves_at(step)] == []

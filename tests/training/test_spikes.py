@@ -99,6 +99,27 @@ def test_damaged_weights_return_to_the_snapshot_also_in_a_run_that_is_killed(tmp
     assert equal_bits(*end)
 
 
+@pytest.mark.slow
+def test_a_run_that_resumes_from_a_local_checkpoint_returns_to_the_same_weights(tmp_path: Path) -> None:
+    """Damaged after step 18, it returns to step 14, where it was saved; a snapshot of its own would be that of 17."""
+    keys = (GUARD, "checkpoints.checkpoint_interval=12")
+    folders = {name: tmp_path / name for name in ("whole", "killed")}
+    local = {name: f"checkpoints.local={{path: {folder}/shm, interval: 7}}" for name, folder in folders.items()}
+    whole = config(folders["whole"], *keys, local["whole"], f"general.hooks=[{DAMAGE}]")
+    train_quietly(whole)
+    for step in (17, 22):
+        crash = f"{{path: support.user_parts.OnRank, kwargs: {{what: raise, rank: 0, step: {step}}}}}"
+        with pytest.raises(RuntimeError, match="this hook is broken"):
+            train_quietly(config(folders["killed"], *keys, local["killed"], f"general.hooks=[{DAMAGE}, {crash}]"))
+    again = config(folders["killed"], *keys, local["killed"], f"general.hooks=[{DAMAGE}]")
+    _, said = train_and_listen(again)
+    assert "Training from step 22 to" in said
+    assert [line["step"] for line in lines(whole)] == [15, 19, 20, 15, 16, 17, 18]
+    assert lines(again) == lines(whole)
+    for name in ("lm_loss", "grad_norm", "state_hash", "skipped"):
+        assert [line[name] for line in metrics(again)] == [line[name] for line in metrics(whole)], name
+
+
 def test_weights_return_to_where_the_run_began_before_the_first_update(tmp_path: Path) -> None:
     """Two non-finite steps at the start: there is no optimizer state yet to return to."""
     poison = "general.hooks=[{path: support.user_parts.Poison, kwargs: {steps: [2, 3]}}]"
