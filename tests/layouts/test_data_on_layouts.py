@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,19 @@ def answers(folder: Path) -> Problem:
     return Problem("answers", overrides, steps=3, model={"vocab_size": 200})
 
 
+def halves_without_labels(folder: Path) -> Problem:
+    """Sequences whose first half are prompts, and more experts than most micro-batches have slots for.
+
+    With contiguous parts of sequences, a rank has no label, and on every rank some experts get no token.
+    """
+    given = answers(folder)
+    rows = [{"prompt": "word1 " * 10, "completion": f"word{2 + a} word3 " * 2} for a in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sparse = {"is_olmoe_config": True, "num_experts": 64, "num_experts_per_tok": 2, "intermediate_size": 16}
+    losses = {"router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.01}
+    return replace(given, name="halves", model=given.model | sparse | losses)
+
+
 def packed(folder: Path) -> Problem:
     path = write_ds(folder / "a" / "0.ds", [[(i * 7 + j) % 60 for j in range(1 + i * 11 % 37)] for i in range(150)])
     overrides = (f"{DATASET}={{tokens: {path.parent}, packing: best_fit}}", "model.document_masking=true")
@@ -41,6 +55,9 @@ def packed(folder: Path) -> Problem:
 LAYOUTS = [
     (answers, "dp=2 accum=4"),
     (packed, "pp=2 engine=1f1b accum=4"),
+    (halves_without_labels, "cp=2 method=ulysses ep=2 accum=8"),
+    pytest.param(halves_without_labels, "cp=2 method=ulysses accum=8", marks=pytest.mark.slow),
+    pytest.param(halves_without_labels, "dp=2 ep=2 zero=2 accum=8", marks=pytest.mark.slow),
     pytest.param(answers, "cp=2", marks=pytest.mark.slow),
     pytest.param(answers, "tp=2 mode=REDUCE_SCATTER", marks=pytest.mark.slow),
     pytest.param(packed, "dp=2 zero=3", marks=pytest.mark.slow),

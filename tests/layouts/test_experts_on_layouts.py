@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kenotron.config.errors import InputError
 from kenotron.parallel.mesh import axes, build_mesh
 from support.layout_runs import SPARSE, Problem, each_alone, expect_the_same, prepared, steps, train_on_layout
 from support.ranks import run_ranks
@@ -57,6 +58,8 @@ LAYOUTS = [
     (2, "cp=2 method=ulysses zero=1"),
     (2, "pp=2 engine=interleaved_1f1b accum=4"),
     (2, "pp=2 engine=zbv_zero_bubble accum=4"),
+    (2, "pp=2 engine=interleaved_zero_bubble accum=4"),
+    (2, "pp=2 engine=dualpipev accum=4 recompute=true"),
     (4, "dp=2 zero=1 pp=2 engine=afab recompute=true"),
     (4, "tp=2 cp=2 mode=REDUCE_SCATTER"),
     (4, "dp=4 shard=2 zero=3"),
@@ -106,6 +109,12 @@ def test_what_is_dropped_does_not_depend_on_the_layout(
     reference = reference_of("dropping")
     ranks = run_ranks(world_size, train_on_layout, DROPPING, layout, tmp_path, reference)
     expect_the_same(ranks, reference, ROUNDING)
+
+
+def test_experts_that_ep_does_not_divide_are_named(tmp_path: Path) -> None:
+    said = "parallelism.expert_parallel_size: expected a divisor of the 4 experts of a layer, found 8"
+    with pytest.raises(InputError, match=said):
+        PROBLEMS["mixtral"].config("dp=8 ep=8", tmp_path)
 
 
 def biases_in_bf16(rank: int, folder: Path) -> tuple[torch.dtype, list[float]]:

@@ -1,4 +1,4 @@
-"""Families compute what transformers computes in whatever shape: few heads or many, one layer, odd vocabularies."""
+"""Families compute what transformers computes in whatever shape: few heads or many, windows, scalings, experts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,25 @@ from support.tiny_llamas import our_logits, random_tokens
 OWN_HEAD_DIM = ("llama", "mistral", "qwen3", "olmo2", "nano", "mixtral", "qwen3_moe")
 HEADS_TOGETHER = ("qwen2", "smollm3", "starcoder2", "gpt_neox", "olmoe", "qwen2_moe")  # as wide as the model
 
+WINDOWED = ("mistral", "mixtral", "starcoder2")
+EXPERTS = {  # the names of their number
+    "mixtral": "num_local_experts",
+    "olmoe": "num_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_moe": "num_experts",
+}
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 3.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+]
 SPARSE = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v3")
 
 
@@ -30,12 +49,17 @@ def models(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
         "intermediate_size": draw(st.integers(1, 40)),
         "vocab_size": draw(st.integers(3, 90)),
         "tie_word_embeddings": draw(st.booleans()),
-        "rope_parameters": {"rope_theta": draw(st.sampled_from([50.0, 10_000.0])), "rope_type": "default"},
+        "rope_parameters": {"rope_theta": draw(st.sampled_from([50.0, 10_000.0])), **draw(st.sampled_from(SCALINGS))},
     }
     shapes["hidden_size"] = heads * draw(st.sampled_from([2, 4, 10]))
     if which in SPARSE:  # transformers' grouped products take multiples of 16 bytes
         shapes["hidden_size"] *= 2
         shapes["intermediate_size"] = 4 * draw(st.integers(1, 10))
+    if which in WINDOWED:
+        shapes["sliding_window"] = draw(st.none() | st.integers(1, 24))
+    if which in EXPERTS:
+        shapes[EXPERTS[which]] = draw(st.integers(1, 9))
+        shapes["num_experts_per_tok"] = draw(st.integers(1, shapes[EXPERTS[which]]))
     if which in OWN_HEAD_DIM:
         shapes["head_dim"] = draw(st.sampled_from([2, 4, 10]))
     if which == "gpt_neox":

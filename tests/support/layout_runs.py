@@ -233,7 +233,7 @@ def train_alone(problem: Problem, folder: Path) -> Path:
         numbers = [(result.lm_loss, result.z_loss, result.grad_norm) for result in results]
         samples = [_samples(run, step) for step in (1, 2, problem.steps)]
         after = {name: tensor.clone() for name, (tensor, _) in _pieces(run).items()}
-        loads = _loads(results)
+        loads, router = _loads(results), _router(results)
     path = folder / f"{problem.name}.pt"
     started = {name: tensor for name, (tensor, _) in before.items()}
     torch.save(
@@ -244,6 +244,7 @@ def train_alone(problem: Problem, folder: Path) -> Path:
             "after": after,
             "samples": samples,
             "loads": loads,
+            "router": router,
         },
         path,
     )
@@ -271,6 +272,7 @@ class Seen:
     gradient_errors: dict[str, float]  # squared norm of this rank's difference over that of the whole gradient
     weight_error: float  # largest absolute difference after the last step
     loads: list[list[float]]  # slots of each expert of each layer over all steps, where a family has experts
+    router: list[float]  # balance loss, z-loss and dropped slots, each summed over layers and steps
     local_numbers: int  # elements of this rank's parameters
 
 
@@ -307,6 +309,7 @@ def train_on_layout(rank: int, problem: Problem, layout: str, folder: Path, refe
             gradient_errors=errors,
             weight_error=weight_error,
             loads=_loads(results),
+            router=_router(results),
             local_numbers=local,
         )
 
@@ -315,6 +318,11 @@ def _loads(results: list[StepResult]) -> list[list[float]]:
     """Slots of each expert of each layer over all steps; empty without experts."""
     slots = [result.expert_loads.slots for result in results if result.expert_loads is not None]
     return torch.stack(slots).sum(0).tolist() if slots else []
+
+
+def _router(results: list[StepResult]) -> list[float]:
+    totals = [result.expert_loads.totals for result in results if result.expert_loads is not None]
+    return torch.stack(totals).sum(0).tolist() if totals else []
 
 
 def expect_the_same(ranks: list[Seen], reference: Path, rounding: float = 1e-6) -> None:
@@ -328,6 +336,7 @@ def expect_the_same(ranks: list[Seen], reference: Path, rounding: float = 1e-6) 
             assert norm == pytest.approx(norm0, rel=1e-5)
         assert seen.weight_error < 1e-4
         assert seen.loads == expected["loads"]
+        assert seen.router == pytest.approx(expected["router"], rel=1e-5)
     for number, samples in enumerate(expected["samples"]):
         assert {sample for seen in ranks for sample in seen.samples[number]} == set(samples)
         if reference.stem != "ramped":
