@@ -10,7 +10,7 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow test-gpu fuzz test-slurm test-network test-ranks mutants compare-power chaos lint bench bench-gpu reference docs clean
+.PHONY: help setup train test slow test-gpu fuzz test-slurm test-network test-ranks mutants compare-power chaos soak lint bench bench-gpu reference docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -51,6 +51,9 @@ compare-power: $(VENV)/.installed-test  ## how often `kenotron compare` is right
 
 chaos: $(VENV)/.installed-test  ## 62 faults of ranks that spare processes replace: half an hour, and as long without faults; OPTIONS="--every 8"
 	PYTHONPATH=tests $(BIN)/python -m chaos.run $(OPTIONS)
+
+soak: $(VENV)/.installed-test  ## 1,000 kills of two runs that resume each time: half an hour; OPTIONS="--kills 50"
+	PYTHONPATH=tests $(BIN)/python -m soak.run $(OPTIONS)
 
 lint: $(VENV)/.installed-dev  ## formatting, lint, types, layering, generated docs
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files --show-diff-on-failure

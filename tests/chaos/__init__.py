@@ -1,1 +1,1 @@
-"""Faults at random moments of runs: of ranks that are replaced, and of one process that starts again."""
+"""Faults at random moments of one job, whose ranks are replaced."""

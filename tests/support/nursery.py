@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from kenotron.launch.environment import end_with_parent
 from support.preload import PRELOAD
 from support.tiny_run import environment
 
@@ -116,6 +117,7 @@ def live(request: dict[str, Any]) -> None:
     """The whole life of a child."""
     from kenotron.cli import main
 
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     code: Any = 1
     try:
@@ -157,6 +159,7 @@ class _Fuse:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     for module in PRELOAD:
         importlib.import_module(module)
     gc.freeze()  # a child's garbage collection would touch, and so copy, every page

@@ -5,9 +5,10 @@ Torch's compiler is in it because every optimizer imports it, for a second and a
 
 PRELOAD = (
     "kenotron.checkpoint.tensor_writer",
-    "kenotron.cli.train",
+    "kenotron.cli.app",
     "kenotron.data",
     "kenotron.generation",
+    "kenotron.launch.training",
     "kenotron.models.families.llama",
     "kenotron.training.build",
     "torch._dynamo",

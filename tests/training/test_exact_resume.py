@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from soak import run as soak
 from support.nursery import Finished, Nursery
 from support.tiny_run import equal_bits, metrics, saved_weights, tiny_config, tiny_dict, tiny_yaml, write_texts
 
@@ -140,6 +141,13 @@ def test_a_run_killed_at_random_times_ends_as_if_it_had_not_been(
         child.wait()
     assert nursery.run("train", file, folder=tmp_path).code == 0
     same_run(tmp_path, whole)
+
+
+@pytest.mark.slow
+def test_runs_killed_with_every_engine_lose_nothing_that_was_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.main(["--kills", "30"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("every loss, gradient norm and hash of weights equals that of a run without kills") == 2
 
 
 def kill(pid: int, number: int) -> None:
