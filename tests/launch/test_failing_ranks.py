@@ -166,7 +166,7 @@ def test_under_torchrun_too_all_end_and_the_cause_is_reported_once(what: str, tm
 
 
 def test_the_process_group_is_destroyed_when_a_rank_exits(tmp_path: Path) -> None:
-    """Else gloo's threads abort the process more often than not, and the exit code of an error is lost."""
+    """Else gloo's threads often abort the process, and the exit code of an error is lost."""
     program = """
 import atexit, sys, torch, torch.distributed as dist
 from kenotron.launch import start_process_group
