@@ -234,8 +234,8 @@ def start_process_group(device: torch.device, timeout_seconds: float, store: dis
     """Make the default group of all ranks, unless the caller has made it already.
 
     They meet in `store`, or where the environment says. Raises InputError if it does not say where. The group is
-    destroyed when the process exits: gloo's threads, if they still run then, often abort it (SIGABRT),
-    and the exit code is lost.
+    destroyed when the process exits: gloo's threads, if they still run then, often abort it (SIGABRT), and the exit
+    code is lost.
     """
     import atexit
     from datetime import timedelta
