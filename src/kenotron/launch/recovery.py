@@ -182,8 +182,8 @@ class ReplacedRanks:
         """Begin a generation in which other processes have the places of `failed`. Raises what cannot be recovered."""
         for rank in failed:
             self.processes[self.places[rank]].kill()
-        survivors = self._wait_until_left()
-        error = self._cause(why)
+        survivors, late = self._wait_until_left()
+        error = self._cause(why, late)
         show_cursor()
         if self.forwarded or self._is_final():
             raise error
@@ -197,24 +197,27 @@ class ReplacedRanks:
         by = ", ".join(f"rank {rank} is process {self.processes[self.places[rank]].pid} now" for rank in replaced)
         _warn("\n".join([f"{summary}; {by}, and all ranks resume from the newest checkpoint", *details]))
 
-    def _wait_until_left(self) -> set[int]:
-        """Numbers of the processes that have left the group of this generation; the others have ended."""
-        until = time.monotonic() + LEAVE_WITHIN_S + 2 * LOOK_EVERY_S
+    def _wait_until_left(self) -> tuple[set[int], set[int]]:
+        """Numbers of the processes that have left the group of this generation, and of those killed because they had
+        not in time; the others have ended by themselves.
+        """
+        until, late = time.monotonic() + LEAVE_WITHIN_S + 2 * LOOK_EVERY_S, set[int]()
         while True:
             alive = {number for number in self.places if self.processes[number].poll() is None}
             left = {number for number in alive if self.store.check([f"left/{self.generation}/{number}"])}
             if left == alive:
-                return left
+                return left, late
             if time.monotonic() > until:
+                late |= alive - left
                 for number in alive - left:
                     self.processes[number].kill()
                     self.processes[number].wait()
             time.sleep(LOOK_EVERY_S)
 
-    def _cause(self, why: str) -> BaseException:
+    def _cause(self, why: str, late: set[int]) -> BaseException:
         if why:
             return RunFailed(why)
-        codes = {rank: self.processes[number].poll() for rank, number in enumerate(self.places)}
+        codes = {rank: self.processes[number].poll() for rank, number in enumerate(self.places) if number not in late}
         failed = {rank: code for rank, code in codes.items() if code}
         return cause(failed, bool(self.forwarded), self.explain_bus_error, self._records(), self.logs)
 
