@@ -158,12 +158,14 @@ class Soak:
     def _start(self, folder: Path, *overrides: str) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun has one for each start
         given = ("tokens.train_steps=1000000", *self.overrides, *overrides)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = tiny_yaml(folder)
         for rank, nursery in enumerate(self.nurseries):
             own = folder / f"rank-{rank}"  # of its output
             own.mkdir(parents=True, exist_ok=True)
             for name in ("stdout.txt", "stderr.txt"):  # a rank may be killed before it opens them
                 (own / name).write_text("")
-            self.children.append(nursery.start("train", tiny_yaml(folder), *given, folder=own, env=self._place(rank)))
+            self.children.append(nursery.start("train", config, *given, folder=own, env=self._place(rank)))
         self.starts += 1
 
     def _place(self, rank: int) -> dict[str, str]:
