@@ -79,7 +79,7 @@ def _numbers(starts: Tensor | None) -> Tensor | None:
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """The same tensor; whoever asks for its gradient is told, because the package would give none in silence."""
+    """The same tensor, whose gradient is an error: the package would leave it out without a word."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
