@@ -234,13 +234,14 @@ def start_process_group(device: torch.device, timeout_seconds: float, store: dis
     """Make the default group of all ranks, unless the caller has made it already.
 
     They meet in `store`, or where the environment says. Raises InputError if it does not say where. The group is
-    destroyed when the process exits: gloo's threads, if they still run then, often abort it (SIGABRT), and the exit
-    code is lost.
+    destroyed when the process exits: gloo's threads, if they still run then, may abort it (SIGABRT), and the exit code
+    is lost.
     """
     import atexit
     from datetime import timedelta
 
     import torch.distributed as dist
+    import torch.distributed.nn.functional  # noqa: F401 (its default arguments keep the group that exists when it is imported)
 
     from kenotron.parallel.device import backend
 
@@ -257,9 +258,11 @@ def start_process_group(device: torch.device, timeout_seconds: float, store: dis
 
 
 def leave() -> None:
-    """Destroy the process group, if there is one."""
+    """Destroy the process group, if there is one, and its threads with it."""
+    import gc
     import sys
 
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
+        gc.collect()  # objects that refer to each other still hold the group: its threads would outlive the interpreter
