@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from itertools import product
@@ -128,12 +129,16 @@ def decode(rank: int, folder: str, arguments: argparse.Namespace) -> None:
     from kenotron.generation import SamplingOptions, generate
     from kenotron.generation.load import load_for_generation
     from kenotron.parallel.mesh import build_mesh
+    from kenotron.parallel.shared_memory import collectives_in_memory
 
     sampling = SamplingOptions(max_new_tokens=arguments.new_tokens, stop_at_eos=False)
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=300))
     meshes = {name: build_mesh(degrees, 2, "cpu") for name, degrees in LAYOUTS.items() if degrees}
+    memory = ExitStack()
+    for mesh in meshes.values():
+        memory.enter_context(collectives_in_memory(mesh))
     for dtype in arguments.dtypes:
         models = {name: load_for_generation(folder, dtype, "cpu", mesh).model for name, mesh in meshes.items()}
         models["one"] = load_for_generation(folder, dtype, "cpu").model if rank == 0 else None

@@ -25,6 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -252,6 +253,7 @@ def kenotron(layout: Layout, work: Work) -> Step:
     from kenotron.config import dump, load
     from kenotron.data import TokenBatch
     from kenotron.parallel.mesh import axes, build_mesh
+    from kenotron.parallel.shared_memory import collectives_in_memory
     from kenotron.training.step import train_step
 
     settings = yaml.safe_load(dump(configure(work, compiled=False)))
@@ -262,9 +264,10 @@ def kenotron(layout: Layout, work: Work) -> Step:
     accumulation = f"tokens.batch_accumulation_per_replica={layout.micro_batches}"
     config = load(settings, [accumulation, *layout.overrides])
     mesh = build_mesh(axes(config, layout.ranks), layout.ranks, "cpu")
-    run = build_run(config, mesh)
+    run, memory = build_run(config, mesh), ExitStack()
+    memory.enter_context(collectives_in_memory(mesh))
 
-    def step() -> float:
+    def step(memory: ExitStack = memory) -> float:
         batches = []
         for _ in range(layout.micro_batches):
             tokens = draw(work, len(batches) * mesh.degree("batch") + mesh.rank("batch"))

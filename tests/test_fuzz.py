@@ -6,9 +6,11 @@ checksum is made to fit. `make fuzz` tries a million such files, together with t
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,11 @@ def one_of_many(read: Callable[[], object]) -> None:
         assert str(error)  # noqa: PT017
 
 
+@cache
+def content_of(name: str) -> Any:
+    return yaml.safe_load((REPOSITORY / name).read_text())
+
+
 @FUZZ
 @given(name=st.sampled_from(EXAMPLES), damage=damages())
 def test_bytes_of_a_config(name: str, damage: Callable[[bytes], bytes], scratch: Path) -> None:
@@ -75,7 +82,7 @@ def test_bytes_of_a_config(name: str, damage: Callable[[bytes], bytes], scratch:
 @FUZZ
 @given(name=st.sampled_from(EXAMPLES), edit=edits())
 def test_values_of_a_config(name: str, edit: Callable[[Any], Any]) -> None:
-    content = edit(yaml.safe_load((REPOSITORY / name).read_text()))
+    content = edit(copy.deepcopy(content_of(name)))
     one_of_many(lambda: load(content, report=lambda line: None))
 
 

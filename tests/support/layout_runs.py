@@ -26,6 +26,7 @@ from kenotron.interop import initial_tensors
 from kenotron.models import named_parameters
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.parallel.shards import shard_of
+from kenotron.parallel.shared_memory import collectives_in_memory
 from kenotron.training.build import build_run
 from kenotron.training.hooks import Hook
 from kenotron.training.run import Run, close
@@ -282,7 +283,7 @@ def train_on_layout(rank: int, problem: Problem, layout: str, folder: Path, refe
     mesh = build_mesh(axes(config), config.parallelism.world_size, "cpu")
     expected = reference_of(reference)
     gradients: dict[str, torch.Tensor] = {}
-    with prepared(config, mesh) as run:
+    with collectives_in_memory(mesh), prepared(config, mesh) as run:
         before = _pieces(run)
         unequal = [name for name, (tensor, box) in before.items() if not tensor.equal(expected["before"][name][box])]
         local = sum(tensor.numel() for tensor, _ in before.values())

@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from kenotron.models.decoder import Decoder
 
 ROWS = 8  # of the products that the order is for: it is as good for one, and the order for one is slow for eight
-FEW = 1 << 15  # numbers that are summed over ranks in one exchange
 OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
 
 
@@ -121,7 +119,7 @@ class PackedRowParallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[tokens, in / tp]`` → ``[tokens, out]`` on every rank."""
-        y = sum_of_few(product(x, self.weight, None), self.group)
+        y = all_reduce(product(x, self.weight, None), self.group)
         return y if self.bias is None else y + self.bias
 
 
@@ -138,20 +136,6 @@ class PackedHead(nn.Module):
         kept = hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep]
         logits = unshard_columns(product(kept, self.weight, None), self.group)[:, : self.vocab_size]
         return bounded(logits, self.softcap)
-
-
-def sum_of_few(x: Tensor, group: Group) -> Tensor:
-    """The sum of x over the ranks of `group`, for the few rows of a step.
-
-    Each rank sends its summand to all others at once: gloo's all-reduce sends parts round a ring, twice, and with small
-    parts every message costs what it takes to wake the other process.
-    """
-    if group is None or x.numel() > FEW:
-        return all_reduce(x, group)
-    ranks = group.size()
-    summands = x.new_empty(ranks, *x.shape)
-    dist.all_to_all_single(summands, x.expand(ranks, *x.shape).contiguous(), group=group)
-    return summands.sum(0)
 
 
 def packed(weight: Tensor) -> Tensor:

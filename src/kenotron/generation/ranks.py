@@ -30,6 +30,7 @@ from kenotron.config.decoder import DecoderArchitecture
 from kenotron.models import Context, MicroBatch
 from kenotron.models.decoder import Decoder
 from kenotron.parallel import data as data_parallel
+from kenotron.parallel.collectives import memory_of
 from kenotron.parallel.mesh import Mesh
 from kenotron.parallel.pipeline_layout import rank_of_stage
 
@@ -84,7 +85,11 @@ class ModelOnRanks:
             return chosen
         tokens = torch.tensor(chosen or [0] * rows, dtype=dtype, device=self.device)
         ranks_of_a_stage = self.mesh.degree(ranks) // self.mesh.degree("pp")  # pp is the slowest axis
-        dist.broadcast(tokens, group=group, group_src=self._head_at * ranks_of_a_stage)
+        chooser = self._head_at * ranks_of_a_stage
+        if memory := memory_of(tokens, group):
+            memory.broadcast(tokens, chooser)
+        else:
+            dist.broadcast(tokens, group=group, group_src=chooser)
         return tokens.tolist()
 
     @property

@@ -10,6 +10,5 @@ fused.py, triton/, mamba_packages.py     the same for GPUs, in one launch
 hashing.py, random.py, quantiles.py     a number as a function of (key, counter): integers, tensors, normals
 tensor_shard.py             the block of a logical tensor that a rank holds
 host_memory.py              glibc's malloc for repeated steps
-small.py                    what is too little for these kernels
-host_reads.py               where Python may look at a tensor's value
+shortcuts.py                few numbers, and values that Python may look at: when a kernel leaves its usual way
 """

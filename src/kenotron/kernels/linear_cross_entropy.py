@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kenotron.kernels.fused import fused
-from kenotron.kernels.host_reads import reads_are_free
+from kenotron.kernels.shortcuts import reads_are_free
 
 BLOCK_BYTES = 1 << 20  # rows of one elementwise pass on CPU: half of a core's second-level cache
 COLUMNS = 1024  # of the logits in one transposed product, see _transposed_product

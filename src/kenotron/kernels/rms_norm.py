@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kenotron.kernels.fused import fused
-from kenotron.kernels.small import is_small
+from kenotron.kernels.shortcuts import is_small
 
 BLOCK = 1 << 19  # elements of one round of passes: 2 MiB in fp32
 

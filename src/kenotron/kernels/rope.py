@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kenotron.kernels.fused import fused
-from kenotron.kernels.small import is_small
+from kenotron.kernels.shortcuts import is_small
 
 BLOCK = 1 << 17  # elements a thread of one round of passes on CPU: 512 KiB in fp32
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kenotron.config.errors import InputError, nearest
 from kenotron.kernels.fused import fused
-from kenotron.kernels.small import is_small
+from kenotron.kernels.shortcuts import is_small
 
 BLOCK = 1 << 17  # elements of one round of passes on CPU: 512 KiB in fp32
 

@@ -21,6 +21,7 @@ hangs.py            a collective that some rank does not join: which one, and wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -215,6 +216,7 @@ def work_as_rank(
     from kenotron.launch.failures import Watch
     from kenotron.parallel.device import best_device
     from kenotron.parallel.mesh import axes, build_mesh
+    from kenotron.parallel.shared_memory import collectives_in_memory
     from kenotron.parallel.torch_internals import set_timeout_of_all_groups
 
     ranks = ranks_from_environment()
@@ -227,7 +229,8 @@ def work_as_rank(
     with (watch or Watch)(timeout):
         mesh = build_mesh(axes(config, ranks.local_world_size), ranks.world_size, device.type)
         set_timeout_of_all_groups(timeout + TORCH_WAITS_LONGER_S)
-        return work(config, mesh, device, **options)
+        with collectives_in_memory(mesh) if device.type == "cpu" else nullcontext():
+            return work(config, mesh, device, **options)
 
 
 def start_process_group(device: torch.device, timeout_seconds: float, store: dist.Store | None = None) -> None:

@@ -36,6 +36,7 @@ from kenotron.config.errors import PeerFailed, RunFailed
 from kenotron.launch import hangs
 from kenotron.launch.error_records import ENDED_BY_ANOTHER, in_a_line, record
 from kenotron.observers.data_stall import place_of
+from kenotron.parallel.shared_memory import abandon
 from kenotron.parallel.torch_internals import default_store
 
 LOOK_EVERY_S = 0.5
@@ -218,6 +219,7 @@ class Watch:
 
     def _end(self, exit_code: int = ENDED_BY_ANOTHER) -> None:
         """End this process, unless its main thread does so first."""
+        abandon()
         if self.release is not None:
             self.release()
         if not self.over.wait(self.leave_within_s):

@@ -27,6 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from kenotron.observers.data_stall import place_of, reading
+from kenotron.parallel.shared_memory import IN_MEMORY, last_calls
 from kenotron.parallel.torch_internals import flight_recorder_dumps, process_groups
 
 STATUS_WITHIN_S = 4.0
@@ -177,7 +178,7 @@ def _ranks(ranks: Sequence[int], size: int | None = None) -> str:
 
 def _members(group: str | None) -> list[int]:
     """The ranks of the group that torch calls `group`; empty if this rank is not in it."""
-    found = process_groups().get(group or "")
+    found = process_groups().get((group or "").removesuffix(IN_MEMORY))
     return [] if found is None else dist.get_process_group_ranks(found)
 
 
@@ -209,7 +210,7 @@ def _collectives(since_ns: int = 0) -> list[dict[str, Any]]:
             if entry.keys() >= FIELDS and not entry["is_p2p"] and entry["time_created_ns"] >= since_ns:
                 ended = int(groups.get(str(entry["pg_id"]), {}).get("last_completed_collective", -1))
                 entries.append(entry | {"waits": not entry["retired"] and entry["collective_seq_id"] > ended})
-    return entries
+    return entries + [call for call in last_calls() if call["time_created_ns"] >= since_ns]
 
 
 def _operation(entry: dict[str, Any]) -> str:

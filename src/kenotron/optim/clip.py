@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kenotron.kernels.host_reads import reads_are_free
+from kenotron.kernels.shortcuts import reads_are_free
 from kenotron.parallel.collectives import all_reduce
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ device.py             accelerator or CPU: which, how much memory, how fast; copi
 data.py               data parallelism and ZeRO: gradient buckets, or FSDP2
 tensor.py             tensor and sequence parallelism: column, row and vocabulary layers
 collectives.py        its collectives as autograd functions; sums of numbers that the host has
+shared_memory.py      the same and gradient sums between ranks of one machine, on CPUs
 fused.py              products that overlap with their collective, on GPUs
 context.py            context parallelism: shards of sequences, Ulysses
 ring.py               ring attention and its all-gather form

@@ -19,6 +19,9 @@ Below them, `start_sum`, `start_gather` and `start_reduce_scatter` return at onc
 started: computation between the two overlaps with the communication. They are operators that torch.compile traces
 (``torch.ops._c10d_functional``, which torch's functional collectives are built on), so a compiled block has no
 graph break and the compiler may move the wait.
+
+Between ranks of one machine, on CPUs, `parallel.shared_memory` replaces them. Nothing starts before `finish` then: the
+sum of a gradient, amid backward, would wait for a rank that waits for this one in another group.
 """
 
 from __future__ import annotations
@@ -38,10 +41,15 @@ Started = Callable[[], Tensor]  # what was started: for `finish`
 
 _ops = torch.ops._c10d_functional
 
+in_memory: dict[str, Any] = {}
+"""Group name → its `parallel.shared_memory.MemoryGroup`, where its ranks are on one machine: for tensors of the CPU."""
+
 
 def start_sum(x: Tensor, group: dist.ProcessGroup) -> Started:
     """The sum of x over the ranks of `group`. x is used up: its memory may become the sum's."""
     x = x.contiguous()
+    if memory := memory_of(x, group):
+        return partial(memory.sum, x)
     if torch.compiler.is_compiling():  # the compiler finds by itself what may be overwritten
         return partial(_ops.wait_tensor, _ops.all_reduce(x, "sum", group.group_name))
     return partial(_ops.wait_tensor, _ops.all_reduce_(x, "sum", group.group_name))
@@ -49,6 +57,8 @@ def start_sum(x: Tensor, group: dist.ProcessGroup) -> Started:
 
 def start_gather(x: Tensor, group: dist.ProcessGroup) -> Started:
     """x ``[n, ...]`` of every rank, in rank order: ``[n * ranks, ...]``."""
+    if memory := memory_of(x, group):
+        return partial(memory.gather, x.contiguous())
     return partial(_ops.wait_tensor, _ops.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
 
 
@@ -63,11 +73,26 @@ def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Started:
         raise InputError(
             f"parallelism.tp_mode: REDUCE_SCATTER: expected a multiple of tp {ranks} tokens, found {len(x)}"
         )
+    if memory := memory_of(x, group):
+        return partial(memory.reduce_scatter, x)
     if x.device.type != "cpu":
         return partial(_ops.wait_tensor, _ops.reduce_scatter_tensor(x, "sum", ranks, group.group_name))
     rows = [len(x) // ranks] * ranks
     summands = _ops.all_to_all_single(x, rows, rows, group.group_name)
     return lambda: _ops.wait_tensor(summands).unflatten(0, (ranks, -1)).sum(0)
+
+
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], object]:
+    """Begin to sum x in place; it is the sum when what this returns has been called. For gradients, during backward."""
+    if memory := memory_of(x, group):
+        return partial(memory.sum, x)
+    return dist.all_reduce(x, group=group, async_op=True).wait
+
+
+def memory_of(x: Tensor, group: dist.ProcessGroup) -> Any:
+    """The `shared_memory.MemoryGroup` that replaces `group` for x, or None; compiled code has none."""
+    inside = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return in_memory.get(group.group_name) if inside else None
 
 
 def finish(started: Started) -> Tensor:
@@ -162,7 +187,9 @@ def unshard_columns(x: Tensor, group: Group) -> Tensor:
 
 def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """In place, no gradient: for statistics and losses."""
-    if group is not None:
+    if group is not None and op == dist.ReduceOp.SUM and (memory := memory_of(x, group)):
+        memory.sum(x)
+    elif group is not None:
         dist.all_reduce(x, op=op, group=group)
     return x
 

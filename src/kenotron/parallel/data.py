@@ -42,6 +42,7 @@ from torch import Tensor, nn
 
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
+from kenotron.parallel.collectives import start_all_reduce
 from kenotron.parallel.mesh import Mesh
 from kenotron.parallel.torch_internals import concatenate
 
@@ -167,7 +168,7 @@ class GradientBuckets:
         self.arrived: set[nn.Parameter] = set()
         self.bucket: list[nn.Parameter] = []  # the next to be summed, in one collective
         self.bytes = 0  # of the bucket
-        self.sums: list[tuple[Any, list[tuple[Tensor, Tensor]]]] = []  # and what to copy where when it is there
+        self.sums: list[tuple[Callable[[], object], list[tuple[Tensor, Tensor]]]] = []  # and what to copy where then
         self.watched: set[nn.Parameter] = set()
 
     def expect(self, root: nn.Module) -> None:
@@ -206,7 +207,7 @@ class GradientBuckets:
                     parameter.grad = part.view_as(gradient)  # which frees the gradient's memory
                 else:
                     copies.append((gradient, part.view_as(gradient)))
-        self.sums.append((dist.all_reduce(summed, group=self.group, async_op=True), copies))
+        self.sums.append((start_all_reduce(summed, self.group), copies))
         self.bucket, self.bytes = [], 0
 
     def finish(self, root: nn.Module) -> None:
@@ -216,8 +217,8 @@ class GradientBuckets:
             if parameter.grad is not None:  # took no part in this step, on no rank
                 self._add(parameter)
         self._start()
-        for work, copies in self.sums:
-            work.wait()
+        for wait, copies in self.sums:
+            wait()
             for gradient, part in copies:
                 gradient.copy_(part)
         self.waiting, self.sums = None, []

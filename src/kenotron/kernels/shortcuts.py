@@ -1,4 +1,4 @@
-"""Few numbers and no gradient, as in a step of decoding: calling a kernel then costs more than passes over memory."""
+"""When a kernel may leave its usual way: for few numbers, and where looking at a value costs nothing."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ SMALL = 1 << 15  # numbers; kernels with several passes in a cache begin to pay 
 def is_small(x: Tensor) -> bool:
     """Whether x is for torch's own composition: no gradient is wanted, and a pass over x takes a microsecond or two."""
     return not torch.is_grad_enabled() and x.numel() <= SMALL
+
+
+def reads_are_free(x: Tensor) -> bool:
+    """Whether Python may look at the value of x to save work; on an accelerator it waits for all queued work."""
+    return x.device.type == "cpu"

@@ -1,0 +1,207 @@
+"""Collectives of the ranks of one machine, through memory that they share: a fraction of what gloo's sockets take.
+
+Each rank has a place in the memory, twice. A sum is one round: write, announce, wait for the others, add.
+
+    rank 0   x ──copy──▶ place 0 ┐  announces round 7, waits ┌──▶ place 0 + place 1 ──▶ x
+    rank 1   x ──copy──▶ place 1 ┘  announces round 7, waits └──▶ place 0 + place 1 ──▶ x
+
+All ranks add in the same order, so their sums are equal bit by bit. Round 8 uses the other pair of places. Round 9 uses
+those of round 7 again: a rank begins it when all have announced round 8, and so have read round 7.
+
+That a rank which sees an announcement also sees what was written before it is a rule of x86 processors; elsewhere, and
+where ranks are on several machines, `collectives_in_memory` leaves them to gloo. A rank waits here as long as it takes:
+`launch.failures` ends the wait by `abandon` when another rank has failed, and `launch.hangs` reports one that hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kenotron.parallel import collectives
+from kenotron.parallel.mesh import Mesh
+
+FOLDER = "/dev/shm"
+PLACE_BYTES = 512 << 10  # of one rank in one round: fits in the caches of its core
+MOST_RANKS = 4  # each reads what all have written; the ring of gloo does not
+LINE_BYTES = 64  # announcements of two ranks are never in one line of a cache
+SPIN_S = 0.002
+SLEEP_S = 0.0001
+IN_MEMORY = " in memory"  # at the end of a group's name: these rounds are counted apart from torch's
+
+_open: WeakSet[MemoryGroup] = WeakSet()
+
+
+class MemoryGroup:
+    """Collectives of the ranks of `group`, which share `memory`: `bytes_needed(group.size())` of zeros."""
+
+    def __init__(self, group: dist.ProcessGroup, memory: Tensor) -> None:
+        self.name, self.rank, self.size = group.group_name, group.rank(), group.size()
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        self.spins = ranks_here <= len(os.sched_getaffinity(0))
+        announcements = memory[: self.size * LINE_BYTES].view(torch.int64).view(self.size, -1)
+        self.announced = announcements[:, 0].numpy()
+        self.places = memory[self.size * LINE_BYTES :].view(2, self.size, PLACE_BYTES)
+        self.typed: dict[torch.dtype, list[list[Tensor]]] = {}  # round % 2 → rank → place
+        self.round = self.calls = 0
+        self.operation, self.called_ns, self.waits, self.abandoned = "", 0, False, False
+        _open.add(self)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Make x the sum of every rank's x, in place; returns it."""
+        flat = x.view(-1) if x.is_contiguous() else x.reshape(-1)
+        with self._call("all_reduce"):
+            for part in flat.split(PLACE_BYTES // x.element_size()):
+                self._add(self._exchange(part), part)
+        return x if x.is_contiguous() else x.copy_(flat.view(x.shape))
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x ``[n, ...]`` of every rank, in rank order: ``[n * ranks, ...]``."""
+        every = x.new_empty(self.size * len(x), *x.shape[1:])
+        size = PLACE_BYTES // x.element_size()
+        with self._call("all_gather"):
+            for part, into in zip(x.view(-1).split(size), every.view(self.size, -1).split(size, 1), strict=True):
+                torch.stack(self._exchange(part), out=into)
+        return every
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's rows ``[n / ranks, ...]`` of the sum of every rank's x ``[n, ...]``."""
+        rows = x.new_empty(len(x) // self.size, *x.shape[1:])
+        size = PLACE_BYTES // self.size // x.element_size()
+        with self._call("reduce_scatter"):
+            for part, into in zip(x.view(self.size, -1).split(size, 1), rows.view(-1).split(size), strict=True):
+                self._add([place[self.rank] for place in self._exchange(part)], into)
+        return rows
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Make x that of the rank `source` of the group, in place; returns it."""
+        with self._call("broadcast"):
+            for part in x.view(-1).split(PLACE_BYTES // x.element_size()):
+                part.copy_(self._exchange(part)[source])
+        return x
+
+    @contextmanager
+    def _call(self, operation: str) -> Iterator[None]:
+        self.calls, self.operation, self.called_ns, self.waits = self.calls + 1, operation, time.time_ns(), True
+        with torch.no_grad():
+            yield
+        self.waits = False
+
+    def _exchange(self, part: Tensor) -> list[Tensor]:
+        """`part` of every rank, of one shape; to be read before the next round."""
+        self.round += 1
+        places = [place[: part.numel()].view(part.shape) for place in self._places(part.dtype)[self.round % 2]]
+        places[self.rank].copy_(part)
+        self.announced[self.rank] = self.round
+        self._wait()
+        return places
+
+    def _add(self, parts: list[Tensor], into: Tensor) -> None:
+        torch.add(parts[0], parts[1], out=into)
+        for part in parts[2:]:
+            into.add_(part)
+
+    def _places(self, dtype: torch.dtype) -> list[list[Tensor]]:
+        if dtype not in self.typed:
+            self.typed[dtype] = [list(places) for places in self.places.view(dtype)]
+        return self.typed[dtype]
+
+    def _wait(self) -> None:
+        """Until all ranks have announced this round."""
+        announced, since = self.announced, 0.0
+        for other in range(self.size):
+            while announced[other] < self.round:
+                now = time.perf_counter()
+                since = since or now
+                if not self.spins or now - since > SPIN_S:
+                    time.sleep(SLEEP_S)
+                    if self.abandoned:
+                        raise dist.DistBackendError("another rank has failed")
+
+
+def abandon() -> None:
+    """Make collectives that wait for other ranks raise `dist.DistBackendError`, and those that will."""
+    for memory in list(_open):
+        memory.abandoned = True
+
+
+def last_calls() -> list[dict[str, Any]]:
+    """The last collective of every group, with the fields of torch's flight recorder that `launch.hangs` reads."""
+    return [
+        {
+            "process_group": [memory.name + IN_MEMORY],
+            "collective_seq_id": memory.calls,
+            "profiling_name": memory.operation,
+            "time_created_ns": memory.called_ns,
+            "waits": memory.waits,
+        }
+        for memory in list(_open)
+        if memory.calls
+    ]
+
+
+@contextmanager
+def collectives_in_memory(mesh: Mesh) -> Iterator[None]:
+    """What `parallel.collectives` does over the groups of `mesh`, in memory where possible. Every rank calls it."""
+    names = []
+    for axis in ("tp", "gradient", "expert_replicas"):
+        group = mesh.group(axis)
+        if group is None or group.size() > MOST_RANKS or group.group_name in collectives.in_memory:
+            continue
+        memory = share(group, bytes_needed(group.size()))
+        if memory is not None:
+            collectives.in_memory[group.group_name] = MemoryGroup(group, memory)
+            names.append(group.group_name)
+    try:
+        yield
+    finally:
+        for name in names:
+            del collectives.in_memory[name]
+
+
+def bytes_needed(ranks: int) -> int:
+    """Of the memory that `MemoryGroup` takes."""
+    return ranks * (LINE_BYTES + 2 * PLACE_BYTES)
+
+
+def share(group: dist.ProcessGroup, size: int) -> Tensor | None:
+    """Memory of `size` bytes, zero, that all ranks of `group` write and read; None for all if one of them cannot."""
+    path, memory = "", None
+    try:
+        if group.rank() == 0 and platform.machine() in ("x86_64", "AMD64"):
+            with suppress(OSError):
+                path = _make_file(size)
+        paths = [path]
+        dist.broadcast_object_list(paths, group=group, group_src=0)
+        with suppress(OSError, RuntimeError):  # no such file: on another machine
+            if paths[0] and platform.machine() in ("x86_64", "AMD64"):
+                memory = torch.from_file(paths[0], shared=True, size=size, dtype=torch.uint8)
+        have = torch.tensor(int(memory is not None))
+        dist.all_reduce(have, op=dist.ReduceOp.MIN, group=group)
+    finally:
+        if path:
+            os.unlink(path)  # the memory is there until the last rank has ended
+    return memory if have else None
+
+
+def _make_file(size: int) -> str:
+    """A file of zeros in memory, all of which is there: writing more than there is would be a bus error."""
+    descriptor, path = tempfile.mkstemp(prefix="kenotron-", dir=FOLDER)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
+    return path
