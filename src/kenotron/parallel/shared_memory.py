@@ -152,7 +152,7 @@ def last_calls() -> list[dict[str, Any]]:
 
 @contextmanager
 def collectives_in_memory(mesh: Mesh) -> Iterator[None]:
-    """What `parallel.collectives` does over the groups of `mesh`, in memory where possible. Every rank calls it."""
+    """Within it, `parallel.collectives` works in memory over those groups of `mesh` that can. Every rank enters it."""
     names = []
     for axis in ("tp", "gradient", "expert_replicas"):
         group = mesh.group(axis)
@@ -170,12 +170,12 @@ def collectives_in_memory(mesh: Mesh) -> Iterator[None]:
 
 
 def bytes_needed(ranks: int) -> int:
-    """Of the memory that `MemoryGroup` takes."""
+    """Size of the memory of a `MemoryGroup`."""
     return ranks * (LINE_BYTES + 2 * PLACE_BYTES)
 
 
 def share(group: dist.ProcessGroup, size: int) -> Tensor | None:
-    """Memory of `size` bytes, zero, that all ranks of `group` write and read; None for all if one of them cannot."""
+    """`size` bytes of zeros that all ranks of `group` map; None on all of them if one cannot."""
     path, memory = "", None
     try:
         if group.rank() == 0 and platform.machine() in ("x86_64", "AMD64"):
@@ -190,12 +190,12 @@ def share(group: dist.ProcessGroup, size: int) -> Tensor | None:
         dist.all_reduce(have, op=dist.ReduceOp.MIN, group=group)
     finally:
         if path:
-            os.unlink(path)  # the memory is there until the last rank has ended
+            os.unlink(path)  # the memory itself lives until the last rank has unmapped it
     return memory if have else None
 
 
 def _make_file(size: int) -> str:
-    """A file of zeros in memory, all of which is there: writing more than there is would be a bus error."""
+    """A file of zeros whose memory is allocated: a write to what cannot be allocated later is a bus error."""
     descriptor, path = tempfile.mkstemp(prefix="kenotron-", dir=FOLDER)
     try:
         os.posix_fallocate(descriptor, 0, size)
