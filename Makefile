@@ -29,7 +29,7 @@ slow: $(VENV)/.installed-test $(VENV)/.installed-triton  ## run the slow tests, 
 test-gpu: $(VENV)/.installed-test  ## the tests that need one GPU; skipped where there is none
 	$(BIN)/python -m pytest -rs -m gpu tests/gpu
 
-fuzz: $(VENV)/.installed-test  ## a million damaged configs, checkpoints, models and token files: half an hour; EXAMPLES=n of each test
+fuzz: $(VENV)/.installed-test  ## a million damaged configs, checkpoints, models and token files: about an hour; EXAMPLES=n of each test
 	EXAMPLES=$(or $(EXAMPLES),50000) $(BIN)/python -m pytest -n $(WORKERS) -m hypothesis --hypothesis-profile=fuzz tests/test_fuzz.py tests/data/test_fuzz_readers.py
 
 test-slurm: $(VENV)/.installed-test  ## jobs on a real Slurm of two nodes, installed on Debian if root asks

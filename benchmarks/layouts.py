@@ -267,7 +267,7 @@ def kenotron(layout: Layout, work: Work) -> Step:
     run, memory = build_run(config, mesh), ExitStack()
     memory.enter_context(collectives_in_memory(mesh))
 
-    def step(memory: ExitStack = memory) -> float:
+    def step(memory: ExitStack = memory) -> float:  # which stays open as long as the step is in use
         batches = []
         for _ in range(layout.micro_batches):
             tokens = draw(work, len(batches) * mesh.degree("batch") + mesh.rank("batch"))

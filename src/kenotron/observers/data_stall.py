@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
 
 LONG_S = 60.0
-IN_MEMORY = "kenotron.parallel.shared_memory"  # in place of torch.distributed
+SHARED_MEMORY = "kenotron.parallel.shared_memory"  # in place of torch.distributed
 
 
 class DataStall(Hook):
@@ -75,7 +75,7 @@ def place_of(thread: int | None = threading.main_thread().ident) -> tuple[str, b
     frame = _frame(thread)
     communicating = False
     while frame is not None and _is_library(module := frame.f_globals.get("__name__", "")):
-        communicating = communicating or module.startswith(("torch.distributed", IN_MEMORY))
+        communicating = communicating or module.startswith(("torch.distributed", SHARED_MEMORY))
         frame = frame.f_back
     if frame is None:
         return "an unknown place", communicating
@@ -89,4 +89,4 @@ def _frame(thread: int | None) -> FrameType | None:
 def _is_library(module: str) -> bool:
     """Whether a module is torch's or Python's own, or replaces torch.distributed: its caller is looked for."""
     root = module.split(".")[0]
-    return root == "torch" or module == IN_MEMORY or (root in sys.stdlib_module_names and root != "__main__")
+    return root == "torch" or module == SHARED_MEMORY or (root in sys.stdlib_module_names and root != "__main__")
