@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -95,6 +98,18 @@ def test_a_column_whose_name_is_no_text(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(raw)
     with pytest.raises(InputError, match=f"{name}: damaged"):
         list(FileDocuments("a", [tmp_path / name]).documents())
+
+
+def test_metadata_of_a_column_that_pyarrow_throws_at(tmp_path: Path) -> None:
+    """It throws where nothing catches it, and that ends the process: hence one of its own."""
+    write_text(tmp_path, "a.parquet")
+    raw = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(raw.replace(b"\x25\x02\x18\x04text", b"\x25\x00\x18\x04text"))  # required
+    program = "import sys; from pathlib import Path; from kenotron.text.file_documents import FileDocuments\n"
+    program += "list(FileDocuments('a', [Path(sys.argv[1])]).documents())"
+    command = [sys.executable, "-c", program, str(tmp_path / "a.parquet")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert re.search("InputError: .*a.parquet: damaged parquet file: Definition level histogram", done.stderr)
 
 
 # ---- tokens ------------------------------------------------------------------------------------------------

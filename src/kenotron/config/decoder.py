@@ -106,13 +106,13 @@ class DecoderArchitecture(Section):
         ge=0,
     )
     hidden_act: str = key("Activation of the feed-forward (silu in a gated one: SwiGLU).", "silu")
-    hidden_size: int = key("Width of the residual stream.", 4096, ge=1)
+    hidden_size: int = key("Width of the residual stream.", 4096, ge=1, le=1_000_000)
     initializer_range: float = key("Kept for the export; init_method.std is what counts.", 0.02, mark=EXPORT)
-    num_hidden_layers: int = key("Layers.", 32, ge=1)
+    num_hidden_layers: int = key("Layers.", 32, ge=1, le=10_000)
     pad_token_id: int | None = key("Padding token that the export names.", None, mark=EXPORT)
     tie_word_embeddings: bool = key("One matrix for the embedding and the output layer.", False)
     use_cache: bool = key("Written to the export.", True, mark=EXPORT)
-    vocab_size: int = key("Rows of the embedding before padding.", 32000, ge=1)
+    vocab_size: int = key("Rows of the embedding before padding.", 32000, ge=1, le=1_000_000_000)
     z_loss_enabled: bool = key("Add z_loss_coefficient * log(Z)^2 to every token's loss.", False)
     z_loss_coefficient: float = key("Weight of the z-loss.", 1e-4, ge=0)
 
@@ -194,7 +194,7 @@ class AttentionArchitecture(DecoderArchitecture):
         "vocab_size",
     )
 
-    intermediate_size: int = key("Width inside the feed-forward.", 11008, ge=1)
+    intermediate_size: int = key("Width inside the feed-forward.", 11008, ge=1, le=100_000_000)
     max_position_embeddings: int = key(
         "Context length that the export names (rope_scaling dynamic and yarn read it where they name no "
         "original_max_position_embeddings).",
@@ -202,9 +202,9 @@ class AttentionArchitecture(DecoderArchitecture):
         ge=1,
         mark=EXPORT,
     )
-    num_attention_heads: int = key("Query heads.", 32, ge=1)
+    num_attention_heads: int = key("Query heads.", 32, ge=1, le=100_000)
     num_key_value_heads: int | None = key(
-        "Key and value heads, shared by groups of query heads; null: as many as query heads.", None, ge=1
+        "Key and value heads, shared by groups of query heads; null: as many as query heads.", None, ge=1, le=100_000
     )
     attn_implementation: AttentionImplementation = key(
         "The attention function. auto and flash_attention_2: the fastest exact one on this device; the log names it.",
@@ -295,7 +295,12 @@ class RopeArchitecture(AttentionArchitecture):
     rope_theta: float = key("Base of the rotary frequencies.", 10000.0, gt=0)
     rope_interleaved: bool = key("Rotate neighbouring pairs instead of the two halves of a head.", False)
     free_head_dim: int | None = key(
-        "Channels of one head; null: hidden_size / num_attention_heads.", None, ge=2, alias="head_dim", mark=OURS
+        "Channels of one head; null: hidden_size / num_attention_heads.",
+        None,
+        ge=2,
+        le=100_000,
+        alias="head_dim",
+        mark=OURS,
     )
 
     @property

@@ -255,12 +255,32 @@ def _parquet_batches(
         for group in range(len(counts))[start:stop]:
             row = sum(counts[:group])
             try:
+                _check_columns(opened, reads, group, columns)
                 step = reads.expect(opened.metadata.row_group(group), column)
                 for batch in opened.iter_batches(step, [group], columns, use_threads=False):
                     yield _Rows(row, (row - first) / rows, batch, lambda: None)
                     row += batch.num_rows
             except _PageTooLarge as error:
                 bad(f"{file}, row {row:,}: {error}")
+
+
+def _check_columns(opened: pq.ParquetFile, reads: _PageReads, group: int, columns: list[str] | None) -> None:
+    """Raise what pyarrow finds wrong in the metadata of a row group's columns.
+
+    They are asked for below without a reader, and what they throw there ends the process: pyarrow catches it only
+    where it reads. So a reader is made of them first, and stopped at the first byte that it wants.
+    """
+    reads.stopped = True
+    try:
+        next(opened.iter_batches(1, [group], columns, use_threads=False), None)
+    except _Stopped:
+        pass
+    finally:
+        reads.stopped = False
+
+
+class _Stopped(Exception):
+    """A byte was asked for where only metadata are checked."""
 
 
 class _PageTooLarge(Exception):
@@ -283,6 +303,8 @@ class _PageReads:
     """
 
     closed = False
+    stopped = False
+    """Raise _Stopped instead of reading."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._largest = stream, 0
@@ -312,7 +334,9 @@ class _PageReads:
         return max(step, 1)
 
     def read(self, size: int = -1) -> bytes:
-        """As a file's. Errors (_PageTooLarge)."""
+        """As a file's. Errors (_PageTooLarge, _Stopped)."""
+        if self.stopped:
+            raise _Stopped
         if size > READ_BYTES and self._chunks:
             at = self._stream.tell()
             for start, stop, column, ratio in self._chunks:
