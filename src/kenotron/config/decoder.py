@@ -295,12 +295,7 @@ class RopeArchitecture(AttentionArchitecture):
     rope_theta: float = key("Base of the rotary frequencies.", 10000.0, gt=0)
     rope_interleaved: bool = key("Rotate neighbouring pairs instead of the two halves of a head.", False)
     free_head_dim: int | None = key(
-        "Channels of one head; null: hidden_size / num_attention_heads.",
-        None,
-        ge=2,
-        le=100_000,
-        alias="head_dim",
-        mark=OURS,
+        "Channels of a head; null: hidden_size / query heads.", None, ge=2, le=100_000, alias="head_dim", mark=OURS
     )
 
     @property
