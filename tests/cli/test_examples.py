@@ -133,8 +133,8 @@ def test_a_model_in_its_true_shape_is_checked_and_trains_in_miniature(examples: 
 @pytest.mark.slow
 def test_the_mamba_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
     readme = examples / "mamba" / "README.md"
-    trained, generated, exported, hybrid = run_readme(examples / "mamba", examples.parent, nursery)
-    for process in (trained, generated, exported, hybrid):
+    trained, generated, exported, shared, hybrid = run_readme(examples / "mamba", examples.parent, nursery)
+    for process in (trained, generated, exported, shared, hybrid):
         assert process.code == 0
     assert "pad_vocab_size_multiple is now model.make_vocab_size_divisible_by" in trained.stderr
     compare(readme, trained.stdout)
@@ -143,8 +143,15 @@ def test_the_mamba_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
     assert generated.stdout.startswith("def main(")
     config = json.loads((examples.parent / "exported" / "config.json").read_text())
     assert (config["architectures"], config["state_size"]) == (["MambaForCausalLM"], 8)
+    assert goes_on(shared)
     lines = iterations(hybrid.stdout)
     assert float(lines["60/60"]["loss"]) < float(lines["1/60"]["loss"]) - 1.5
+
+
+def goes_on(process: Finished) -> bool:
+    """Whether a run of 60 steps goes on to step 80, with the loss where it was: 5.2 and below."""
+    losses = {step: float(line["loss"]) for step, line in iterations(process.stdout).items()}
+    return "(step 60)" in process.stdout and "1/80" not in losses and losses["80/80"] < 5.5
 
 
 def as_its_readme_shows(example: Path, nursery: Nursery) -> list[Finished]:
@@ -160,8 +167,9 @@ def as_its_readme_shows(example: Path, nursery: Nursery) -> list[Finished]:
 
 @pytest.mark.slow
 def test_the_mixture_of_experts_runs_by_its_readme(examples: Path, nursery: Nursery) -> None:
-    _, generated = as_its_readme_shows(examples / "moe", nursery)
+    _, generated, shared = as_its_readme_shows(examples / "moe", nursery)
     assert generated.stdout.startswith("def main(")
+    assert goes_on(shared)
 
 
 @pytest.mark.slow
