@@ -11,7 +11,7 @@ from kenotron.kernels import rms_norm as rms_norm_kernel
 from kenotron.kernels import rope as rope_kernel
 from kenotron.kernels import swiglu as swiglu_kernel
 from kenotron.kernels.rms_norm import rms_norm
-from kenotron.kernels.rope import apply_rope
+from kenotron.kernels.rope import apply_rope, apply_rope_to_both
 from kenotron.kernels.swiglu import ACTIVATIONS, swiglu
 
 DTYPES = [(torch.float32, 1e-6), (torch.bfloat16, 6e-3)]
@@ -65,6 +65,19 @@ def test_rms_norm_equals_its_formula(shape, dtype, tolerance):
     torch.manual_seed(0)
     x, weight = (torch.randn(shape) * 3).to(dtype), torch.rand(shape[-1]).to(dtype)
     agree(lambda x, w: rms_norm(x, w, 1e-5), norm_formula, (x, weight), tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("shape", [(1, 5), (8, 384), (2, 3, 64)])
+def test_rms_norm_of_a_few_rows_without_gradients_equals_its_formula(shape, dtype, tolerance):
+    x, weight = (torch.randn(shape) * 3).to(dtype), torch.rand(shape[-1]).to(dtype)
+    with torch.no_grad():
+        y = rms_norm(x, weight, 1e-5)
+    expected = norm_formula(x.double(), weight.double())
+    assert y.dtype == dtype
+    assert (y - expected).norm() <= tolerance * expected.norm()
+    with torch.no_grad():
+        assert rms_norm(torch.zeros_like(x), weight, 1e-5).eq(0).all()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
@@ -141,6 +154,23 @@ def test_rope_turns_the_first_channels_where_its_tables_are_for_fewer(interleave
 
     out = agree(lambda x: apply_rope(x, cos, sin, interleaved), reference, (torch.randn(2, 9, 3, 16),), 1e-5)
     assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("channels", [16, 8])
+def test_rope_of_queries_and_keys_in_one_call(channels, interleaved, dtype, tolerance):
+    cos, sin = angles(3, 1, channels)
+    q, k = torch.randn(3, 1, 6, 16).to(dtype), torch.randn(3, 1, 2, 16).to(dtype)
+    for decoding in (True, False):
+        with torch.set_grad_enabled(not decoding):
+            both = apply_rope_to_both(q, k, cos, sin, interleaved)
+        for x, turned in zip((q, k), both, strict=True):
+            expected = rotate_pairs(x[..., :channels].double(), cos, sin, interleaved)
+            expected = torch.cat((expected, x[..., channels:].double()), -1)
+            assert turned.dtype == dtype
+            assert turned.shape == x.shape
+            assert (turned - expected).norm() <= tolerance * expected.norm()
 
 
 def test_rope_of_the_docstring():

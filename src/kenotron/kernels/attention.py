@@ -104,16 +104,8 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Ten
         queries = torch.arange(begin, end, device=q.device)[:, None]
         keys = torch.arange(first, end, device=q.device)
         mask = (keys <= queries) & (keys > queries - window)
-        blocks.append(
-            F.scaled_dot_product_attention(
-                q[:, :, begin:end],
-                k[:, :, first:end],
-                v[:, :, first:end],
-                attn_mask=mask,
-                scale=scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-        )
+        block, grouped = (q[:, :, begin:end], k[:, :, first:end], v[:, :, first:end]), q.shape[1] != k.shape[1]
+        blocks.append(F.scaled_dot_product_attention(*block, attn_mask=mask, scale=scale, enable_gqa=grouped))
     return torch.cat(blocks, dim=2)
 
 

@@ -36,13 +36,21 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -
     return _Rotation.apply(x, cos, sin, interleaved)
 
 
+def apply_rope_to_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """`apply_rope` of queries and keys, which have their own numbers of heads; of a few tokens, as one tensor."""
+    if is_small(q) and not torch.compiler.is_compiling():  # decoding: a call costs more than what it computes
+        both = apply_rope(torch.cat((q, k), dim=2), cos, sin, interleaved)
+        return both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
+    return apply_rope(q, cos, sin, interleaved), apply_rope(k, cos, sin, interleaved)
+
+
 def _plain(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     turning = 2 * cos.shape[-1]
     if turning < x.shape[-1]:
         return torch.cat((_plain(x[..., :turning], cos, sin, interleaved), x[..., turning:]), dim=-1)
     a, b = _pairs(x.to(torch.promote_types(x.dtype, torch.float32)), interleaved)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    turned = (a * cos - b * sin, b * cos + a * sin)
+    turned = (torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin))
     out = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
     return out.to(x.dtype)
 
@@ -51,8 +59,8 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Views of the first and the second channel of every pair."""
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
-    half = x.shape[-1] // 2
-    return x[..., :half], x[..., half:]
+    a, b = x.chunk(2, dim=-1)
+    return a, b
 
 
 class _Rotation(torch.autograd.Function):

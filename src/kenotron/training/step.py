@@ -136,11 +136,7 @@ def count_real_tokens(run: Run, batches: Sequence[TokenBatch]) -> int:
 
 
 def to_device(
-    batch: TokenBatch,
-    run: Run,
-    loss_scale: float = 1.0,
-    sequence_scale: float = 0.0,
-    loss: TokenLoss | None = None,
+    batch: TokenBatch, run: Run, loss_scale: float = 1.0, sequence_scale: float = 0.0, loss: TokenLoss | None = None
 ) -> MicroBatch:
     """The torch side of a numpy batch: token-flat, on the run's device, with everything that blocks may read.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kenotron.config.decoder import RopeArchitecture
-from kenotron.kernels.rope import apply_rope
+from kenotron.kernels.rope import apply_rope_to_both
 from kenotron.models.blocks.linear import Linear
 from kenotron.models.context import Context
 
@@ -87,8 +87,7 @@ class Attention(nn.Module):
             gates_of_heads = 2 * torch.sigmoid(gates[0]).view(*v.shape[:3], 1)
             v = v + gates_of_heads * self._heads(self.value_embedding(ctx.tokens).to(v.dtype), ctx)
         if self.rotary:
-            q = apply_rope(q, *rope, self.rope_interleaved)
-            k = apply_rope(k, *rope, self.rope_interleaved)
+            q, k = apply_rope_to_both(q, k, *rope, self.rope_interleaved)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.window is None:
             y = ctx.attention(q, k, v, ctx, self.layer)
