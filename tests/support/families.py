@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -24,8 +27,10 @@ from kenotron.models.families.hf.modeling_kenotron_nano import KenotronNanoForCa
 from kenotron.models.family import HEAD
 
 # Where transformers copies code that came with weights: of this process alone, not below the home folder.
-REMOTE_CODE = TemporaryDirectory(prefix="kenotron-remote-code-")
-dynamic_module_utils.HF_MODULES_CACHE = REMOTE_CODE.name
+# It makes the folder when it needs it: ranks of layout tests import this file, too, and end without cleaning up.
+REMOTE_CODE = Path(gettempdir()) / f"kenotron-remote-code-{os.getpid()}"
+dynamic_module_utils.HF_MODULES_CACHE = str(REMOTE_CODE)
+atexit.register(shutil.rmtree, REMOTE_CODE, ignore_errors=True)
 
 SHAPES = {
     "vocab_size": 300,
