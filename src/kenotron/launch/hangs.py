@@ -35,6 +35,8 @@ TIMEOUT_WORDS = ("Timed out", "timed out", "Timeout(ms)", "timeout")
 # Fields of a collective that are read here, as of the flight recorder's version 2.10.
 FIELDS = {"pg_id", "process_group", "collective_seq_id", "profiling_name", "time_created_ns", "retired", "is_p2p"}
 
+Identity = tuple[str, int, int]  # of a collective: group, number, when it was made
+
 
 @dataclass(frozen=True)
 class PendingCall:
@@ -71,22 +73,27 @@ class Hang:
 class CollectiveTimer:
     """Finds the collective of this rank that takes longer than a timeout, looking ten times in that time.
 
-    Collectives from before it was made are of an earlier run in this process, and may never have ended.
+    Collectives from before it was made are of an earlier run in this process, and may never have ended. Time counts
+    from the look that first sees one wait: the clock by which torch dates it may be set meanwhile.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         self.next_look = time.monotonic() + timeout_seconds / 10
-        self.made_ns = time.time_ns()
+        self.earlier = {_identity(entry) for entry in _collectives()}
+        self.seen_at: dict[Identity, float] = {}  # of those that wait
 
     def timed_out(self) -> PendingCall | None:
         """The first collective that has waited longer than the timeout."""
-        if time.monotonic() < self.next_look:
+        now = time.monotonic()
+        if now < self.next_look:
             return None
-        self.next_look = time.monotonic() + self.timeout_seconds / 10
-        for entry in _collectives(self.made_ns):
-            if entry["waits"] and time.time() - entry["time_created_ns"] / 1e9 > self.timeout_seconds:
-                place, _ = place_of()
+        self.next_look = now + self.timeout_seconds / 10
+        calls = {_identity(entry): entry for entry in _collectives() if entry["waits"]}
+        self.seen_at = {call: self.seen_at.get(call, now) for call in calls if call not in self.earlier}
+        for call, since in self.seen_at.items():
+            if now - since > self.timeout_seconds:
+                entry, (place, _) = calls[call], place_of()
                 return PendingCall(_operation(entry), place, entry["process_group"][0], entry["collective_seq_id"])
         return None
 
@@ -197,8 +204,8 @@ def _status() -> RankStatus:
     return RankStatus(place, communicating, last, waiting, reading())
 
 
-def _collectives(since_ns: int = 0) -> list[dict[str, Any]]:
-    """Collectives of this process since `since_ns` that torch has recorded, oldest first.
+def _collectives() -> list[dict[str, Any]]:
+    """Collectives of this process that torch has recorded, oldest first.
 
     One that `waits` has not ended, and none after it in its group has: NCCL leaves the parts of a batch open for ever.
     Sends and receives are left out for the same reason, and because gloo does not record them.
@@ -207,10 +214,15 @@ def _collectives(since_ns: int = 0) -> list[dict[str, Any]]:
     for dump in flight_recorder_dumps():
         groups = dump.get("pg_status", {})
         for entry in dump.get("entries", []):
-            if entry.keys() >= FIELDS and not entry["is_p2p"] and entry["time_created_ns"] >= since_ns:
+            if entry.keys() >= FIELDS and not entry["is_p2p"]:
                 ended = int(groups.get(str(entry["pg_id"]), {}).get("last_completed_collective", -1))
                 entries.append(entry | {"waits": not entry["retired"] and entry["collective_seq_id"] > ended})
-    return entries + [call for call in last_calls() if call["time_created_ns"] >= since_ns]
+    return entries + last_calls()
+
+
+def _identity(entry: dict[str, Any]) -> Identity:
+    """What no other collective of this process has."""
+    return entry["process_group"][0], entry["collective_seq_id"], entry["time_created_ns"]
 
 
 def _operation(entry: dict[str, Any]) -> str:

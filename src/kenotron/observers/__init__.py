@@ -2,6 +2,7 @@
 
 signals.py        SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop
 data_stall.py     a step that waits long for its batches
+stragglers.py     a rank that is slower than the others
 nonfinite.py      where NaN or infinity comes from
 replicas.py       what several ranks hold alike, compared
 spikes.py         steps with spikes of loss or gradient are left out
@@ -48,6 +49,10 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
     hooks: list[Hook] = [Signals(), NonFiniteCause(), stalls]
     if config.profiler is not None and config.profiler.detect_anomaly:
         hooks.append(AnomalyMode())
+    if mesh.world_size > 1:
+        from kenotron.observers.stragglers import Stragglers
+
+        hooks.append(Stragglers())
     if mesh.world_size > 1 and not config.general.ignore_sanity_checks:
         from kenotron.observers.replicas import ReplicaCheck
 

@@ -1,0 +1,98 @@
+"""A rank that is slower than the others is named in the log, since all of them wait for it.
+
+    warning: all ranks wait for a slow one: rank 5 on node12 takes 2.1 times as long as the others for the same products
+    warning: all ranks wait for a slow one: rank 3 on node04 has waited 31% of the time for its batches
+
+Ranks wait for each other several times a step, so a step takes equally long on all of them, whoever is slow. What
+differs is what each does by itself: now and then every rank times a few matrix products of its own (6 ms on a CPU core,
+less on a GPU), counts how long it has waited for its batches, and the numbers are gathered. A rank is named when it
+has been slow three times in a row, and again after it was as fast as the others in between.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from kenotron.parallel.device import synchronize
+from kenotron.parallel.ranks import gather
+from kenotron.training.console import logger
+from kenotron.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from kenotron.training.run import Run
+    from kenotron.training.step import StepResult
+
+EVERY = 50  # steps
+IN_A_ROW = 3
+SLOW = 1.5  # times the others
+WAITING = 0.1  # of the time
+PRODUCTS = 16
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Of one rank: the machine it is on, seconds for its products, and the share of time that it waited for batches."""
+
+    host: str
+    seconds: float
+    waited: float
+
+
+class Stragglers(Hook):
+    """See the module; on all ranks, which gather their paces after the same steps."""
+
+    priority: ClassVar[int] = -35
+
+    def __init__(self, every: int = EVERY) -> None:
+        self.every = every
+        self.slow_for: dict[int, int] = {}
+        self.waited, self.since = 0.0, time.monotonic()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Every `every` steps: compare the ranks."""
+        self.waited += result.data_wait_seconds
+        if run.step % self.every:
+            return
+        waited = self.waited / max(time.monotonic() - self.since, 1e-6)
+        paces = gather(Pace(socket.gethostname(), seconds_of_products(run.device), waited))
+        self.waited, self.since = 0.0, time.monotonic()
+        found = slow_ranks(paces)
+        self.slow_for = {rank: self.slow_for.get(rank, 0) + 1 for rank in found}
+        if run.mesh.is_first:
+            for rank, what in found.items():
+                if self.slow_for[rank] == IN_A_ROW:
+                    where = f"rank {rank} on {paces[rank].host}"
+                    logger.warning("all ranks wait for a slow one: %s %s", where, what)
+
+
+def slow_ranks(paces: Sequence[Pace]) -> dict[int, str]:
+    """Ranks that take much longer than most, or wait much more for their batches, and in words how much."""
+    usual = statistics.median_low(pace.seconds for pace in paces)
+    usual_wait = statistics.median_low(pace.waited for pace in paces)
+    found = {}
+    for rank, pace in enumerate(paces):
+        if pace.waited > WAITING and pace.waited > 2 * usual_wait:
+            found[rank] = f"has waited {pace.waited:.0%} of the time for its batches"
+        if pace.seconds > SLOW * usual:
+            found[rank] = f"takes {pace.seconds / usual:.1f} times as long as the others for the same products"
+    return found
+
+
+def seconds_of_products(device: torch.device) -> float:
+    """Of `PRODUCTS` square matrix products on this rank's device, after what is queued there."""
+    side, dtype = (256, torch.float32) if device.type == "cpu" else (4096, torch.bfloat16)
+    x = torch.ones(side, side, device=device, dtype=dtype)
+    out = x @ x
+    synchronize(device)
+    started = time.perf_counter()
+    for _ in range(PRODUCTS):
+        torch.mm(x, x, out=out)
+    synchronize(device)
+    return time.perf_counter() - started
