@@ -31,6 +31,7 @@ def test_which_ranks_are_slow(ranks: list[Pace], found: list[int]) -> None:
     assert sorted(slow_ranks(ranks)) == found
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_four_fifths_of_the_time_is_named_once(tmp_path: Path, nursery: Nursery) -> None:
     hooks = f"{HOOKS}, support.user_parts.OftenStopped]"
     keys = ("parallelism.dp=2", "tokens.train_steps=30", hooks)
