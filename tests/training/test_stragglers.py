@@ -11,7 +11,7 @@ from support.tiny_run import tiny_yaml
 HOOKS = "general.hooks=[{path: kenotron.observers.stragglers.Stragglers, kwargs: {every: 5}}"
 
 
-def paces(*seconds: float, waited: tuple[float, ...] = ()) -> list[Pace]:
+def paces(*seconds: float | None, waited: tuple[float, ...] = ()) -> list[Pace]:
     return [Pace(f"node{rank}", s, waited[rank] if waited else 0.0) for rank, s in enumerate(seconds)]
 
 
@@ -25,6 +25,8 @@ def paces(*seconds: float, waited: tuple[float, ...] = ()) -> list[Pace]:
         (paces(1, 1, 1, waited=(0.3, 0.01, 0.02)), [0]),
         (paces(1, 1, 1, waited=(0.3, 0.29, 0.31)), []),  # all wait for their batches: none waits for another rank
         (paces(1, 3, 1, waited=(0.3, 0.01, 0.02)), [0, 1]),
+        (paces(None, None, waited=(0.3, 0.01)), [0]),  # they share cores
+        (paces(None, 1.0, 1.2), []),
     ],
 )
 def test_which_ranks_are_slow(ranks: list[Pace], found: list[int]) -> None:

@@ -6,11 +6,13 @@
 Ranks wait for each other several times a step, so a step takes equally long on all of them, whoever is slow. What
 differs is what each does by itself: now and then every rank times a few matrix products of its own (6 ms on a CPU core,
 less on a GPU), counts how long it has waited for its batches, and the numbers are gathered. A rank is named when it
-has been slow three times in a row, and again after it was as fast as the others in between.
+has been slow three times in a row, and again after it was as fast as the others in between. Where ranks share cores, chance
+decides which is slow, and products are not timed.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import statistics
 import time
@@ -38,10 +40,10 @@ PRODUCTS = 16
 
 @dataclass(frozen=True)
 class Pace:
-    """Of one rank: the machine it is on, seconds for its products, and the share of time that it waited for batches."""
+    """Of one rank: its machine, the seconds of its products (None: not timed), and the share of time that it waited."""
 
     host: str
-    seconds: float
+    seconds: float | None
     waited: float
 
 
@@ -54,6 +56,14 @@ class Stragglers(Hook):
         self.every = every
         self.slow_for: dict[int, int] = {}
         self.waited, self.since = 0.0, time.monotonic()
+        self.shares_cores = False
+
+    def on_train_start(self, run: Run) -> None:
+        """See whether the machine has a core for every thread."""
+        host = socket.gethostname()
+        threads = gather(host).count(host) * torch.get_num_threads()
+        self.shares_cores = run.device.type == "cpu" and threads > (os.cpu_count() or 1)
+        self.since = time.monotonic()
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Every `every` steps: compare the ranks."""
@@ -61,7 +71,8 @@ class Stragglers(Hook):
         if run.step % self.every:
             return
         waited = self.waited / max(time.monotonic() - self.since, 1e-6)
-        paces = gather(Pace(socket.gethostname(), seconds_of_products(run.device), waited))
+        seconds = None if self.shares_cores else seconds_of_products(run.device)
+        paces = gather(Pace(socket.gethostname(), seconds, waited))
         self.waited, self.since = 0.0, time.monotonic()
         found = slow_ranks(paces)
         self.slow_for = {rank: self.slow_for.get(rank, 0) + 1 for rank in found}
@@ -74,13 +85,13 @@ class Stragglers(Hook):
 
 def slow_ranks(paces: Sequence[Pace]) -> dict[int, str]:
     """Ranks that take much longer than most, or wait much more for their batches, and in words how much."""
-    usual = statistics.median_low(pace.seconds for pace in paces)
+    usual = statistics.median_low([pace.seconds for pace in paces if pace.seconds is not None] or [0.0])
     usual_wait = statistics.median_low(pace.waited for pace in paces)
     found = {}
     for rank, pace in enumerate(paces):
         if pace.waited > WAITING and pace.waited > 2 * usual_wait:
             found[rank] = f"has waited {pace.waited:.0%} of the time for its batches"
-        if pace.seconds > SLOW * usual:
+        if pace.seconds is not None and pace.seconds > SLOW * usual:
             found[rank] = f"takes {pace.seconds / usual:.1f} times as long as the others for the same products"
     return found
 
