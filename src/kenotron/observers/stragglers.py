@@ -6,8 +6,8 @@
 Ranks wait for each other several times a step, so a step takes equally long on all of them, whoever is slow. What
 differs is what each does by itself: now and then every rank times a few matrix products of its own (6 ms on a CPU core,
 less on a GPU), counts how long it has waited for its batches, and the numbers are gathered. A rank is named when it
-has been slow three times in a row, and again after it was as fast as the others in between. Where ranks share cores, chance
-decides which is slow, and products are not timed.
+has been slow three times in a row, and again after it was as fast as the others in between. Where ranks share cores,
+chance decides which is slow, and products are not timed.
 """
 
 from __future__ import annotations
