@@ -169,7 +169,7 @@ def test_micro_batches_are_divided_for_every_step_of_a_ramp(tmp_path: Path) -> N
 STRATEGY = "parallelism.strategy=support.user_parts"
 
 
-@pytest.mark.budget(12, reason="the command trains five runs in a real process")
+@pytest.mark.slow
 def test_the_command_tells_the_verdict_by_its_exit_code(tmp_path: Path, nursery: Nursery) -> None:
     file = tiny_yaml(tmp_path)
     layout = ("parallelism.recompute_layer=true", f"{STRATEGY}.halves_a_gradient")

@@ -365,7 +365,7 @@ def of_eight_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / str(SAVED)
 
 
-@pytest.mark.budget(10, reason="eight ranks on two cores train and save")
+@pytest.mark.slow
 def test_every_rank_of_eight_writes_about_as_much(of_eight_ranks: Path) -> None:
     for part in ("model", "optimizer"):
         sizes = [path.stat().st_size for path in (of_eight_ranks / part).glob("rank*.safetensors")]
@@ -373,6 +373,7 @@ def test_every_rank_of_eight_writes_about_as_much(of_eight_ranks: Path) -> None:
         assert max(sizes) < 1.5 * min(sizes)
 
 
+@pytest.mark.slow
 def test_the_tools_of_one_process_read_what_eight_ranks_saved(
     of_eight_ranks: Path, alone: Callable[[str], tuple[Path, Numbers]], tmp_path: Path, nursery: Nursery
 ) -> None:
