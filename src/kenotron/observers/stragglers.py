@@ -63,6 +63,7 @@ class Stragglers(Hook):
         host = socket.gethostname()
         threads = gather(host).count(host) * torch.get_num_threads()
         self.shares_cores = run.device.type == "cpu" and threads > (os.cpu_count() or 1)
+        self.products = Products(run.device)
         self.since = time.monotonic()
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -71,7 +72,7 @@ class Stragglers(Hook):
         if run.step % self.every:
             return
         waited = self.waited / max(time.monotonic() - self.since, 1e-6)
-        seconds = None if self.shares_cores else seconds_of_products(run.device)
+        seconds = None if self.shares_cores else self.products.seconds()
         paces = gather(Pace(socket.gethostname(), seconds, waited))
         self.waited, self.since = 0.0, time.monotonic()
         found = slow_ranks(paces)
@@ -96,14 +97,20 @@ def slow_ranks(paces: Sequence[Pace]) -> dict[int, str]:
     return found
 
 
-def seconds_of_products(device: torch.device) -> float:
-    """Of `PRODUCTS` square matrix products on this rank's device, after what is queued there."""
-    side, dtype = (256, torch.float32) if device.type == "cpu" else (4096, torch.bfloat16)
-    x = torch.ones(side, side, device=device, dtype=dtype)
-    out = x @ x
-    synchronize(device)
-    started = time.perf_counter()
-    for _ in range(PRODUCTS):
-        torch.mm(x, x, out=out)
-    synchronize(device)
-    return time.perf_counter() - started
+class Products:
+    """Matrix products on a rank's device. Their memory, 16 MB on a GPU, is taken at once: it may be full later."""
+
+    def __init__(self, device: torch.device) -> None:
+        side, dtype = (256, torch.float32) if device.type == "cpu" else (2048, torch.bfloat16)
+        self.device = device
+        self.factor, self.out = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
+
+    def seconds(self) -> float:
+        """Of `PRODUCTS` of them, after one to warm up and what is queued on the device."""
+        torch.mm(self.factor, self.factor, out=self.out)
+        synchronize(self.device)
+        started = time.perf_counter()
+        for _ in range(PRODUCTS):
+            torch.mm(self.factor, self.factor, out=self.out)
+        synchronize(self.device)
+        return time.perf_counter() - started
