@@ -25,8 +25,7 @@ class Clocks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passed, self.calls = 0.0, []
-        start_ns = time.time_ns()
-        self.made_ns = start_ns
+        self.made_ns = time.time_ns()
         monkeypatch.setattr(hangs.time, "monotonic", lambda: self.passed)
         monkeypatch.setattr(hangs.time, "time", lambda: self.made_ns / 1e9)
         monkeypatch.setattr(hangs.time, "time_ns", lambda: self.made_ns)

@@ -53,10 +53,10 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
         from kenotron.observers.stragglers import Stragglers
 
         hooks.append(Stragglers())
-    if mesh.world_size > 1 and not config.general.ignore_sanity_checks:
-        from kenotron.observers.replicas import ReplicaCheck
+        if not config.general.ignore_sanity_checks:
+            from kenotron.observers.replicas import ReplicaCheck
 
-        hooks.append(ReplicaCheck())
+            hooks.append(ReplicaCheck())
     if config.logging.state_hash:
         hooks.append(StateHash())
     if config.optimizer.spikes is not None:

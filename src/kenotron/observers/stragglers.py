@@ -53,18 +53,16 @@ class Stragglers(Hook):
     priority: ClassVar[int] = -35
 
     def __init__(self, every: int = EVERY) -> None:
-        self.every = every
+        self.every, self.host = every, socket.gethostname()
         self.slow_for: dict[int, int] = {}
-        self.waited, self.since = 0.0, time.monotonic()
-        self.shares_cores = False
+        self.products: Products | None = None  # where ranks share cores
 
     def on_train_start(self, run: Run) -> None:
         """See whether the machine has a core for every thread."""
-        host = socket.gethostname()
-        threads = gather(host).count(host) * torch.get_num_threads()
-        self.shares_cores = run.device.type == "cpu" and threads > (os.cpu_count() or 1)
-        self.products = Products(run.device)
-        self.since = time.monotonic()
+        threads = gather(self.host).count(self.host) * torch.get_num_threads()
+        if run.device.type != "cpu" or threads <= (os.cpu_count() or 1):
+            self.products = Products(run.device)
+        self.waited, self.since = 0.0, time.monotonic()
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Every `every` steps: compare the ranks."""
@@ -72,8 +70,7 @@ class Stragglers(Hook):
         if run.step % self.every:
             return
         waited = self.waited / max(time.monotonic() - self.since, 1e-6)
-        seconds = None if self.shares_cores else self.products.seconds()
-        paces = gather(Pace(socket.gethostname(), seconds, waited))
+        paces = gather(Pace(self.host, self.products.seconds() if self.products else None, waited))
         self.waited, self.since = 0.0, time.monotonic()
         found = slow_ranks(paces)
         self.slow_for = {rank: self.slow_for.get(rank, 0) + 1 for rank in found}
