@@ -385,7 +385,7 @@ def test_a_failed_read_back_is_a_failed_save(tmp_path: Path) -> None:
     server._write_share = lambda folder, small: {"model/a": FileRecord(3, "0")}  # type: ignore[method-assign]
     (tmp_path / "10.tmp-00000000" / "model").mkdir(parents=True)
     (tmp_path / "10.tmp-00000000" / "model" / "a").write_bytes(b"abc")
-    server._save({"temporary": tmp_path / "10.tmp-00000000", "rank": 1, "small": {}, "verify": True})
+    server._save({"temporary": tmp_path / "10.tmp-00000000", "rank": 1, "ranks": [0, 1], "small": {}, "verify": True})
     ((kind, problem),) = said
     assert kind == "failed"
     assert "model/a is damaged" in str(problem)

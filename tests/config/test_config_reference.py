@@ -43,7 +43,7 @@ def test_the_keys_without_effect_in_training_are_exactly_these() -> None:
     qwen2 = {"_fused_rotary_emb", "_fused_rms_norm", "_use_qkv_packed", "log_attn_probs", "pretraining_tp"}
     starcoder2 = {"grouped_query", "multi_query"}
     experts = {"token_dispatcher_type", "moe_capacity_factor", "hidden_act"}
-    runs = {"checkpoints_path_is_shared_file_system", "s5cmd_path"}
+    runs = {"s5cmd_path"}
     assert marked(NO_EFFECT) == {*runs, *nanoset, *qwen2, *starcoder2, *experts}
 
 

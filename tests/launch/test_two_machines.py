@@ -5,7 +5,10 @@ The machines are network namespaces of this one. `make test-network` installs wh
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -121,3 +124,30 @@ def test_a_network_that_is_cut_ends_all_ranks_and_the_same_command_goes_on(
     assert first is not None
     assert int(first[1]) >= 10
     assert numbers(tmp_path) == numbers(uncut)
+
+
+def test_a_machine_that_is_lost_costs_the_steps_since_its_part_was_copied(
+    machines: Machines, uncut: Path, tmp_path: Path
+) -> None:
+    """It comes back with an empty disk. The folder has the same name on both machines."""
+    local = f"checkpoints.local={{path: {machines.disk}, interval: 2, copy_to_next_machine: true}}"
+    seldom = "checkpoints.checkpoint_interval=1000"
+    copies = machines.disk_of(1)
+
+    def copied() -> int:
+        return max((int(path.parent.name) for path in copies.glob("run-*/1of2/*/manifest.json")), default=0)
+
+    started = start(machines, tmp_path, SLOWLY, local, seldom)
+    wait(lambda: copied() >= 8, 200, tmp_path)
+    for pid in machines.processes(2):
+        os.kill(pid, signal.SIGKILL)
+    assert [process.wait(timeout=GRACE_S) for process in started] == [1, -signal.SIGKILL]
+    for left in machines.disk_of(2).iterdir():
+        shutil.rmtree(left)
+    assert list((tmp_path / "checkpoints").glob("[0-9]*")) == []
+    complete(start(machines, tmp_path, SLOWLY, local, seldom), tmp_path)
+    first = re.search(r"start_iteration_step: (\d+)", said(tmp_path, 1))
+    assert first is not None
+    assert int(first[1]) >= 8
+    assert numbers(tmp_path) == numbers(uncut)
+    assert [*machines.disk_of(1).iterdir(), *machines.disk_of(2).iterdir()] == []

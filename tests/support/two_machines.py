@@ -4,8 +4,8 @@
         process = machines.start(1, ["torchrun", …], folder)      # on machine1
         machines.cut()
 
-Each has network interfaces, a hostname and an /etc/hosts of its own; files are shared, as on a cluster. Needs root and
-Debian's iproute2; `make test-network` installs it.
+Each has network interfaces, a hostname, an /etc/hosts and a disk of its own; other files are shared, as on a cluster.
+Needs root and Debian's iproute2; `make test-network` installs it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from support.tiny_run import REPOSITORY, environment
 
 ADDRESSES = {1: "10.214.17.1", 2: "10.214.17.2"}
-ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+ENTER = 'hostname "$1" && mount --bind "$2" /etc/hosts && mount --bind "$3" "$4" && shift 4 && exec "$@"'
 
 
 def available() -> str | None:
@@ -37,13 +37,19 @@ def available() -> str | None:
 
 
 class Machines:
-    """Machines 1 and 2, each a namespace with one end of the cable."""
+    """Machines 1 and 2, each a namespace with one end of the cable. `disk`: the folder that is another one on each."""
 
     def __init__(self, folder: Path) -> None:
         self.names = {number: f"kenotron-{os.getpid()}-{number}" for number in ADDRESSES}
-        self.hosts = folder / "hosts"
+        self.hosts, self.disk = folder / "hosts", folder / "disk"
+        for path in (self.disk, *map(self.disk_of, ADDRESSES)):
+            path.mkdir()
         known = {f"machine{number}": address for number, address in ADDRESSES.items()} | {"localhost": "127.0.0.1"}
         self.hosts.write_text("".join(f"{address} {name}\n" for name, address in known.items()))
+
+    def disk_of(self, number: int) -> Path:
+        """What a machine has in `disk`, as seen from outside."""
+        return self.disk.with_name(f"disk{number}")
 
     def make(self) -> None:
         """Make both, connected."""
@@ -61,7 +67,7 @@ class Machines:
         enter = ["ip", "netns", "exec", self.names[number], "unshare", "--uts", "sh", "-c", ENTER, "sh"]
         with open(folder / f"machine{number}.txt", "w") as said:
             return subprocess.Popen(
-                [*enter, f"machine{number}", str(self.hosts), *command],
+                [*enter, f"machine{number}", str(self.hosts), str(self.disk_of(number)), str(self.disk), *command],
                 cwd=folder,
                 env=environment(folder, PYTHONPATH=str(REPOSITORY / "tests")),
                 stdout=said,

@@ -9,7 +9,6 @@ import io
 import resource
 import shutil
 import signal
-import threading
 import time
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
@@ -170,7 +169,7 @@ def test_a_local_checkpoint_behind_the_durable_one_does_not_count(
     tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill between the end of a durable save and the removal of the local checkpoint."""
-    monkeypatch.setattr("kenotron.training.checkpoint_hook.remove", lambda root: threading.Thread())
+    monkeypatch.setattr("kenotron.checkpoint.local.LocalTier.remove", lambda self: None)
     fail(tmp_path, 6, local=3)
     assert (local_steps(tmp_path), durable_steps(tmp_path)) == ([3], [4])
     monkeypatch.undo()
@@ -349,33 +348,6 @@ def test_another_layout_goes_on_from_a_local_checkpoint(tmp_path: Path, whole: P
     for name in ("to one", "to two"):
         assert losses(tiny_config(tmp_path / name)) == pytest.approx(losses(tiny_config(whole)), rel=ROUNDING)
         assert verify(tmp_path / name / "checkpoints" / "8") == []
-
-
-def train_on_a_machine(rank: int, folder: Path, shared: bool) -> str:
-    """Rank r is all of machine r, whose ~ is a folder of its own; the line in which the run is refused."""
-    from kenotron.launch import shared_folder
-
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
-        patch.setattr(shared_folder, "SEEN_WITHIN_S", 0.5)
-        patch.setattr(shared_folder.socket, "gethostname", lambda: f"machine{rank}")
-        for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
-            patch.setenv(name, str(value))
-        patch.setenv("HOME", str(folder / f"home{0 if shared else rank}"))
-        made = tiny_config(folder, *TWO_RANKS, *keys(folder)[:2], "checkpoints.local={path: ~/local, interval: 1}")
-        try:
-            train(made, build_mesh(axes(made), 2, "cpu"), torch.device("cpu"))
-        except InputError as error:
-            return str(error)
-    return ""
-
-
-@pytest.mark.slow
-def test_two_machines_have_to_share_the_local_folder(tmp_path: Path) -> None:
-    apart = run_ranks(2, train_on_a_machine, tmp_path, False)
-    expected = f"{tmp_path}/home{{}}/local is not the same folder on all machines: machine1 does not see what rank 0"
-    assert all(f"checkpoints.local.path: {expected.format(rank)}" in line for rank, line in enumerate(apart))
-    assert run_ranks(2, train_on_a_machine, tmp_path, True) == ["", ""]
-    assert durable_steps(tmp_path) == [4, 8]
 
 
 # ---- processes that are killed -----------------------------------------------------------------------------

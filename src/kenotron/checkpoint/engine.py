@@ -82,6 +82,8 @@ class Engine:
     def save(self, root: Path, step: int, content: dict[str, Any], keep: Keep | None) -> list[Saved | Unsaved]:
         """Save `content`, the keyword arguments of `checkpoint.save`, as step `step` in `root`; prune to `keep`.
 
+        `root` may differ between ranks, as in `checkpoint.save`; `keep` is None then.
+
         Returns what has become complete since the last call, or failed to. Raises CheckpointError.
         """
         raise NotImplementedError

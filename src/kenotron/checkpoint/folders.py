@@ -23,7 +23,7 @@ from pathlib import Path
 from kenotron.checkpoint.durable import FileRecord, hash_file, replace_text
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.config.errors import CheckpointError, nearest
-from kenotron.parallel.ranks import gather, raise_on_any_rank, rank_and_size, run_on_rank0
+from kenotron.parallel.ranks import gather, raise_on_any_rank, rank_and_size, ranks_with, run_on_rank0
 from kenotron.storage.files import sync_folder
 
 LATEST = "latest.txt"
@@ -113,7 +113,7 @@ def verify(path: Path | str, progress: Progress | None = None) -> list[str]:
 
 
 def verify_together(path: Path | str) -> list[str]:
-    """As `verify`, called by all ranks of a run, each reading its share; every rank gets all the problems."""
+    """As `verify`, called by all ranks of a run; those with the same `path` share it, and all get all the problems."""
     path = Path(path)
     try:
         manifest = raise_on_any_rank(lambda: read_manifest(path))
@@ -137,16 +137,21 @@ def check_files(path: Path, files: dict[str, FileRecord], progress: Progress | N
 
 
 def check_together(path: Path, files: dict[str, FileRecord]) -> list[str]:
-    """As `check_files`, each rank reading its share of the files; every rank gets all the problems."""
-    rank, size = rank_and_size()
-    shares: list[dict[str, FileRecord]] = [{} for _ in range(size)]
-    loads = [0] * size
+    """As `check_files`, the ranks with the same `path` sharing its files; every rank gets all the problems."""
+    mine = share_of(files, ranks_with(str(path)))
+    found = gather(raise_on_any_rank(lambda: check_files(path, mine)))
+    return [problem for problems in found for problem in problems]
+
+
+def share_of(files: dict[str, FileRecord], ranks: list[int]) -> dict[str, FileRecord]:
+    """This rank's share of `files`, which `ranks` read together, each about as many bytes."""
+    shares: list[dict[str, FileRecord]] = [{} for _ in ranks]
+    loads = [0] * len(ranks)
     for name, record in sorted(files.items(), key=lambda item: (-item[1].bytes, item[0])):
         lightest = loads.index(min(loads))
         shares[lightest][name] = record
         loads[lightest] += record.bytes
-    found = gather(raise_on_any_rank(lambda: check_files(path, shares[rank])))
-    return [problem for problems in found for problem in problems]
+    return shares[ranks.index(rank_and_size()[0])]
 
 
 def _wrong_size(path: Path, record: FileRecord) -> str | None:

@@ -8,6 +8,7 @@ rank needs. Tools that want plain tensors use `reading.read_tensors`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def load(
     hooks: dict[str, Any] | None = None,
     verify: bool = True,
     cast: bool = False,
+    fetch: Callable[[set[str]], None] | None = None,
 ) -> dict[str, Any]:
     """Fill `model`, `optimizer` and `hooks` in place from the checkpoint folder `path` and return its `state`.
 
@@ -39,6 +41,7 @@ def load(
     Args:
         verify: check the files' checksums first, each rank a share. False only right after `newest_complete`.
         cast: convert where the dtype differs, which is an error otherwise.
+        fetch: called, on every rank, with the names of the files that it will read.
 
     Raises:
         CheckpointError: a file is damaged, or a name, shape or dtype does not fit. No tensor was changed.
@@ -58,8 +61,10 @@ def load(
             _check_fit(path / folder, indexes[folder], tensors, on_all_ranks[folder], cast)
 
     raise_on_any_rank(check)
-    from kenotron.checkpoint.tensors import fill_tensors
+    from kenotron.checkpoint.tensors import files_read, fill_tensors
 
+    if fetch is not None:
+        fetch({f"{part}/{name}" for part in parts for name in files_read(indexes[part], parts[part])})
     for folder, tensors in parts.items():
         fill_tensors(path / folder, indexes[folder], tensors)
     return manifest.state

@@ -24,7 +24,7 @@ from kenotron.checkpoint.file_writer import OpenFile
 from kenotron.checkpoint.folders import Report, list_checkpoints, publish, quiet
 from kenotron.checkpoint.leftovers import clear_leftovers
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, plain, render
-from kenotron.parallel.ranks import gather, raise_on_any_rank, rank_and_size, run_on_rank0
+from kenotron.parallel.ranks import gather, raise_on_any_rank, rank_and_size, ranks_with, run_on_first
 from kenotron.storage.files import sync_folder, temporary_beside
 
 OF_TENSORS = ("model", "optimizer", "hooks")
@@ -49,7 +49,8 @@ def save(
     """Write checkpoint `<root>/<step>`; it is complete and synced when this returns.
 
     Every rank calls it with its part of `model` and `optimizer`; `state`, the texts and the tokenizer are
-    rank 0's. A checkpoint of the same step is replaced once the new one is complete.
+    rank 0's. A checkpoint of the same step is replaced once the new one is complete. Where `root` differs between
+    ranks, those with the same one write a part of the checkpoint there, with a manifest of its own.
 
     Args:
         model: name → tensor, DTensor, or `TensorShard` (this rank's block of a tensor), any device.
@@ -77,16 +78,18 @@ def save(
         return begin_folder(final, folders, cleanup, report)
 
     def complete() -> int:
-        small = _write_small_files(temporary, config_yaml, model_config, save_tokenizer)
+        first = rank_and_size()[0] == 0
+        small = _write_small_files(temporary, config_yaml, model_config, save_tokenizer) if first else {}
         return commit(temporary, final, plain(state, "state"), small | files, report)
 
     try:
         with ExitStack() as cleanup:
-            temporary = run_on_rank0(begin)
+            ranks = ranks_with(str(root))
+            temporary = run_on_first(ranks, begin)
             files = _write_tensors(temporary, parts, open_file)
             if data is not None:
                 files |= _write_data(temporary / "data", data)
-            size = run_on_rank0(complete)
+            size = run_on_first(ranks, complete)
     except OSError as error:
         raise refusal("save", final, error) from error
     return Saved(final, size, time.perf_counter() - started)
@@ -129,7 +132,12 @@ def own_data(makers: dict[str, Callable[[], bytes]]) -> list[str]:
 def _write_data(folder: Path, makers: dict[str, Callable[[], bytes]]) -> dict[str, FileRecord]:
     mine = own_data(makers)
     written = raise_on_any_rank(lambda: {name: write_file(folder / name, makers[name]()) for name in mine})
-    return {f"data/{name}": record for files in gather(written) for name, record in files.items()}
+    return {
+        f"data/{name}": record
+        for place, files in gather((folder, written))
+        if place == folder
+        for name, record in files.items()
+    }
 
 
 def _write_small_files(

@@ -50,11 +50,12 @@ def write_tensors(folder: Path, tensors: dict[str, Any], open_file: OpenFile = h
     Every rank calls it; each writes its share. Host memory above the tensors' own is one tensor at most (a
     copy from the device, or of one that is not contiguous).
 
-    Returns the records of all ranks' files by name in the folder, on every rank.
+    Returns the records of all files in this rank's `folder`, by name, on every rank.
     """
     writer = Writer(folder, open_file)
     write_through_dcp(writer, shards(tensors))
-    return {name: record for files in gather(writer.files) for name, record in files.items()}
+    files = [of_rank for place, of_rank in gather((folder, writer.files)) if place == folder]
+    return {name: record for of_rank in files for name, record in of_rank.items()}
 
 
 def write_through_dcp(writer: Writer, pieces: dict[str, Any]) -> None:

@@ -76,6 +76,20 @@ def fill_tensors(folder: Path, index: Index, tensors: dict[str, Any]) -> None:
     tensors.update({name: value for name, value in pieces.items() if not isinstance(value, TensorShard)})
 
 
+def files_read(index: Index, tensors: dict[str, Any]) -> set[str]:
+    """The files from which `fill_tensors` reads."""
+    boxes = {name: box_of(value) for name, value in shards(tensors).items() if isinstance(value, TensorShard)}
+    return {
+        chunk.file
+        for name, box in boxes.items()
+        for chunk in index.tensors[name].chunks
+        if all(
+            start < offset + size and offset < start + length
+            for start, length, offset, size in zip(chunk.offset, chunk.shape, box.offsets, box.sizes, strict=True)
+        )
+    }
+
+
 def through_dcp(call: Callable[[], None]) -> None:
     """Run a call of DCP; its own exception, which is no `Exception`, is replaced by what was raised inside."""
     try:

@@ -57,6 +57,11 @@ class LocalCheckpoints(Section):
         "has a subfolder there."
     )
     interval: int = key("Steps between local checkpoints; fewer than checkpoint_interval.", ge=1)
+    copy_to_next_machine: bool = key(
+        "On several machines: copy what a machine has saved to the next one, so that a run goes on from it although a "
+        "machine is lost.",
+        False,
+    )
 
 
 class Checkpoints(Section):
@@ -98,9 +103,9 @@ class Checkpoints(Section):
     )
     load_optimizer: bool = key("False: without optimizer in load_mode continue.", True)
     checkpoints_path_is_shared_file_system: bool = key(
-        "Whether all machines share the folder. A run on several machines needs that, and checks it at the start.",
+        "Whether all machines share the folder. A run on several needs that, and is refused if a machine does not see "
+        "what another writes there: after 15 seconds, or with true after two minutes, which slow NFS may need.",
         False,
-        mark=NO_EFFECT,
     )
     keep_last: int | None = key("Keep only this many of the newest checkpoints; null: keep all.", None, ge=1, mark=OURS)
     keep_every: int | None = key(

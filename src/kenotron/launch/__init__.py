@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from kenotron.config.errors import InputError, counted
 from kenotron.config.parallelism import HasLayout
 from kenotron.launch.environment import (
+    Ranks,
     check_cores,
     check_devices,
     ranks_from_environment,
@@ -73,11 +74,12 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False, spares:
         )
     if not spares and (started_as_rank() or config.parallelism.world_size == 1):
         return work_on_ranks(config, train, fresh=fresh, reopen=reopen)
+    from kenotron.checkpoint.local import run_folders
     from kenotron.training.mapped_files import truncated_file
     from kenotron.training.start import name_before_start
 
     fetch_checkpoints(config, fresh)
-    config, logs = name_before_start(config, fresh)
+    config, logs = name_before_start(config, () if fresh else run_folders(config))
     explain_bus_error = partial(truncated_file, config)
     if spares:
         _start_with_spares(config, train, fresh, logs, spares, explain_bus_error)
@@ -94,20 +96,21 @@ def _start_with_spares(
     explain_bus_error: Callable[[], str | None],
 ) -> None:
     from kenotron.checkpoint.folders import list_checkpoints
+    from kenotron.checkpoint.local import run_folders
     from kenotron.launch.recovery import start_ranks_with_spares
-    from kenotron.training.local_tier import both_folders
+    from kenotron.launch.training import local_tier
     from kenotron.training.start import choose_start, own_folder
 
     if fresh:  # once, and not again when ranks are replaced
         with own_folder(config):
-            choose_start(config, fresh)
+            choose_start(config, fresh, local=local_tier(config, Ranks()))
     start_ranks_with_spares(
         config,
         train,
         {},
         logs,
         spares,
-        progress=lambda: [entry.step for root in both_folders(config) for entry in list_checkpoints(root)],
+        progress=lambda: [entry.step for root in run_folders(config) for entry in list_checkpoints(root)],
         explain_bus_error=explain_bus_error,
     )
 

@@ -11,10 +11,14 @@ from kenotron.config.errors import InputError
 from kenotron.parallel.ranks import gather, run_on_rank0
 
 SEEN_WITHIN_S = 15.0  # network file systems show a new file late to other machines
+SEEN_AT_LAST_S = 120.0  # NFS may remember for 60 s what is in a folder
 
 
-def check_shared(folder: Path, key: str = "checkpoints.checkpoints_path") -> None:
-    """Raise InputError on every rank if one of them does not see in `folder`, of `key`, what rank 0 writes there."""
+def check_shared(folder: Path, is_shared: bool = False) -> None:
+    """Raise InputError on every rank if one of them does not see in `folder` what rank 0 writes there.
+
+    `is_shared`: the config says that it will, so wait longer.
+    """
 
     def write() -> str:
         folder.mkdir(parents=True, exist_ok=True)
@@ -22,18 +26,18 @@ def check_shared(folder: Path, key: str = "checkpoints.checkpoints_path") -> Non
         (folder / name).touch()
         return name
 
-    name = run_on_rank0(write)
-    blind = sorted({machine for machine in gather(_machine_that_misses(folder / name)) if machine})
+    name, seconds = run_on_rank0(write), SEEN_AT_LAST_S if is_shared else SEEN_WITHIN_S
+    blind = sorted({machine for machine in gather(_machine_that_misses(folder / name, seconds)) if machine})
     run_on_rank0(lambda: (folder / name).unlink(missing_ok=True))
     if blind:
         raise InputError(
-            f"{key}: {folder} is not the same folder on all machines: {', '.join(blind)} "
+            f"checkpoints.checkpoints_path: {folder} is not the same folder on all machines: {', '.join(blind)} "
             f"{'does' if len(blind) == 1 else 'do'} not see what rank 0 writes; choose one on a shared file system"
         )
 
 
-def _machine_that_misses(path: Path) -> str | None:
-    end = time.monotonic() + SEEN_WITHIN_S
+def _machine_that_misses(path: Path, seconds: float) -> str | None:
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         if path.parent.is_dir() and path.name in {entry.name for entry in path.parent.iterdir()}:
             return None

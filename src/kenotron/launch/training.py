@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import socket
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron import interop, training
 from kenotron.config.errors import InputError
-from kenotron.launch.environment import ranks_from_environment
+from kenotron.launch.environment import Ranks, ranks_from_environment
 from kenotron.launch.machine_limits import machine_limits
 from kenotron.launch.shared_folder import check_shared
 from kenotron.observers import observers
-from kenotron.parallel.ranks import rank_and_size, run_on_rank0, wait_for_all
+from kenotron.parallel.ranks import gather, rank_and_size, run_on_rank0, wait_for_all
 from kenotron.training import compare, restart
+from kenotron.training.console import logger
 
 if TYPE_CHECKING:
     import torch
 
+    from kenotron.checkpoint.local import LocalTier
     from kenotron.config import Config
     from kenotron.parallel.mesh import Mesh
     from kenotron.training.run import Run
@@ -28,9 +30,8 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     remote checkpoints were fetched."""
     ranks = ranks_from_environment()
     if ranks.local_world_size < ranks.world_size:
-        check_shared(config.checkpoint_folder)
-        if config.checkpoints.local is not None:
-            check_shared(Path(config.checkpoints.local.path), "checkpoints.local.path")
+        check_shared(config.checkpoint_folder, config.checkpoints.checkpoints_path_is_shared_file_system)
+    local = local_tier(config, ranks)
     with machine_limits(config):
         config = run_on_rank0(lambda: interop.resolve_architecture(config))
         fetch_checkpoints(config, fresh)
@@ -43,6 +44,7 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
             open_weights=interop.initial_tensors,
             start_elsewhere=restart.start_elsewhere,
             observers=observers(config, mesh),
+            local=local,
         )
     if mesh.is_first and config.upload_url is not None and (run is None or run.last_result is None):
         from kenotron.observers.uploads import finish, uploader
@@ -51,6 +53,21 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
         rest[0].start()
         finish(*rest)
     return run
+
+
+def local_tier(config: Config, ranks: Ranks) -> LocalTier | None:
+    """What keeps the checkpoints of `checkpoints.local`; None without it. All ranks call it."""
+    if config.checkpoints.local is None:
+        return None
+    from kenotron.checkpoint.local import LocalTier
+    from kenotron.checkpoint.machines import Machines, machine_of_each
+
+    rank, size = rank_and_size()
+    of_rank = (0,) * size
+    if ranks.local_world_size < ranks.world_size:
+        of_rank = machine_of_each(gather((socket.gethostname(), ranks.local_rank)))
+    machines = Machines(of_rank, rank, config.parallelism.timeout_seconds)
+    return LocalTier(config, machines, logger.warning, logger.info)
 
 
 def fetch_checkpoints(config: Config, fresh: bool) -> None:

@@ -61,8 +61,21 @@ def raise_on_any_rank(work: Callable[[], T]) -> T:
 
 def run_on_rank0(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 alone; every rank gets its result, or its error."""
+    return run_on_first([0], work)
+
+
+def ranks_with(place: str) -> list[int]:
+    """The ranks that call this with the same `place`, such as a folder, in order."""
+    return [rank for rank, other in enumerate(gather(place)) if other == place]
+
+
+def run_on_first(ranks: list[int], work: Callable[[], T]) -> T:
+    """Run `work` on the first of `ranks`; each of them gets its result. An error anywhere is raised on all ranks.
+
+    All ranks call it, each with those it works with.
+    """
     rank, _ = rank_and_size()
-    return gather(raise_on_any_rank(lambda: work() if rank == 0 else None))[0]  # type: ignore[return-value]
+    return gather(raise_on_any_rank(lambda: work() if rank == ranks[0] else None))[ranks[0]]  # type: ignore[return-value]
 
 
 def describe(error: BaseException) -> str:

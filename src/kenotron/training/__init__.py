@@ -11,7 +11,6 @@ start.py            which checkpoint a run starts from, and what the run is call
 restart.py          the start of a new run at another run's checkpoint
 restore.py          loading that checkpoint
 checkpoint_hook.py  saving checkpoints
-local_tier.py       frequent ones on the machine's own disk or memory
 saved_state.py      the form in which model, optimizer and hooks are saved
 run_folder.py       the log folder
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from kenotron.checkpoint.local import LocalTier
     from kenotron.config import Config
     from kenotron.parallel.mesh import Mesh
     from kenotron.training.initial_weights import OpenWeights
@@ -52,14 +52,15 @@ def train(
     open_weights: OpenWeights | None = None,
     start_elsewhere: StartElsewhere | None = None,
     observers: Sequence[Hook] = (),
+    local: LocalTier | None = None,
 ) -> Run | None:
     """Train as `config` says, from its newest checkpoint if there is one. All ranks of `mesh` call it.
 
     Its architecture is resolved (`interop.resolve_architecture`). `fresh` sets earlier checkpoints aside and starts at
     step 0. `open_weights` opens what `model.init_method.path` names, `start_elsewhere` what `resume_checkpoint_path`
-    does, `observers` are more hooks (`kenotron.observers`). Returns the run; if its checkpoint has all steps already,
-    nothing is loaded and None returned, or with `reopen` the run as it ended. Raises InputError if the input is wrong,
-    RunFailed if the run cannot go on.
+    does, `observers` are more hooks (`kenotron.observers`), `local` keeps local checkpoints. Returns the run; if its
+    checkpoint has all steps already, nothing is loaded and None returned, or with `reopen` the run as it ended. Raises
+    InputError if the input is wrong, RunFailed if the run cannot go on.
     """
     from kenotron.kernels.host_memory import keep_freed_memory
     from kenotron.parallel.ranks import run_on_rank0
@@ -77,7 +78,7 @@ def train(
     if first:
         report.run_log(config).project(config)
     with own_folder(config), deterministic(config.general.deterministic):
-        start = choose_start(config, fresh, start_elsewhere)
+        start = choose_start(config, fresh, start_elsewhere, local)
         config = with_run_name(config, run_on_rank0(lambda: run_name(config, start.path if start.continues else None)))
         done = start.continues and start.step >= start.end(config)
         if done and first:
@@ -87,7 +88,7 @@ def train(
         if not done:
             run_on_rank0(lambda: make_log_folder(config))
         hooks = build_hooks(config, mesh, observers)
-        run = build_run(config, mesh, device, start, open_weights, hooks)
+        run = build_run(config, mesh, device, start, open_weights, hooks, local)
         try:
             if done:
                 run.last_metrics = logged_step(log_folder(config), run.step) if first else {}

@@ -31,6 +31,7 @@ from kenotron.training.start import Start
 from kenotron.training.validation import Validation
 
 if TYPE_CHECKING:
+    from kenotron.checkpoint.local import LocalTier
     from kenotron.config import Config
     from kenotron.data import RunData
     from kenotron.parallel.mesh import Mesh
@@ -45,6 +46,7 @@ def build_run(
     start: Start = FROM_SCRATCH,
     open_weights: OpenWeights | None = None,
     hooks: Sequence[Hook] = (),
+    local: LocalTier | None = None,
 ) -> Run:
     """A run at the step of `start`: model → optimizer → data → checkpoint. All ranks call it.
 
@@ -86,7 +88,19 @@ def build_run(
     data = open_data(config, start)
     engine = engine_class(config)
     run = Run(
-        config, mesh, device, skeleton, parts, optimizer, data, list(hooks), pipeline, start, attention, engine=engine
+        config,
+        mesh,
+        device,
+        skeleton,
+        parts,
+        optimizer,
+        data,
+        list(hooks),
+        pipeline,
+        start,
+        attention,
+        engine=engine,
+        local=local,
     )
     try:
         wait_for_all()

@@ -11,18 +11,16 @@ from kenotron.models import named_parameters
 from kenotron.optim.state import state_tensors
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import any_rank
-from kenotron.parallel.ranks import run_on_rank0
 from kenotron.training import console
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
-from kenotron.training.local_tier import FOLLOWS, local_folder, remove
 from kenotron.training.report import run_log
 from kenotron.training.saved_state import hook_states, manifest_state, model_tensors, optimizer_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
-    from threading import Thread
 
+    from kenotron.checkpoint.local import LocalTier
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
@@ -33,7 +31,7 @@ Outcomes = list[Saved | Unsaved]
 class CheckpointHook(Hook):
     """Saves every `checkpoint_interval` steps, at the end, and when the run is stopped, through the run's engine.
 
-    With `checkpoints.local` also every `local.interval` steps, in the folder `local`.
+    With `checkpoints.local` also every `local.interval` steps, in the folder of `run.local`.
     """
 
     priority = -50
@@ -41,13 +39,12 @@ class CheckpointHook(Hook):
     def __init__(self) -> None:
         self.saved_step: int | None = None
         self.last_step_skipped = False
-        self.local: Path | None = None
-        self.removal: Thread | None = None
         self.durable_step = 0  # of the newest checkpoint in checkpoints_path
 
     def on_train_start(self, run: Run) -> None:
         """Save the initial state, if the config asks for it."""
-        self.local = run_on_rank0(lambda: local_folder(run.config))
+        if run.local is not None:
+            run.local.loaded()
         self.durable_step = run.start.durable_step if run.start.continues else 0
         if run.step > 0:
             self.saved_step = self.durable_step if run.start.continues else run.step
@@ -62,8 +59,8 @@ class CheckpointHook(Hook):
             return
         if run.engine.in_flight and _on_any_rank(run, run.engine.settled()):
             self._announce(run, run.engine.collect())
-        if self.local is not None and run.config.checkpoints.saves_at(run.step) and not run.finished:
-            self._save_local(run, self.local)
+        if run.local is not None and run.config.checkpoints.saves_at(run.step) and not run.finished:
+            self._save_local(run, run.local)
 
     def on_train_end(self, run: Run) -> None:
         """Save the final state, or where the run was stopped, unless that step is saved; wait until it is complete."""
@@ -72,15 +69,14 @@ class CheckpointHook(Hook):
             self._save(run)
         outcomes = run.engine.collect()
         self._announce(run, outcomes)
-        if lost := [each.problem for each in outcomes if isinstance(each, Unsaved) and each.path.parent != self.local]:
+        if lost := [each.problem for each in outcomes if isinstance(each, Unsaved) and not _is_local(run, each)]:
             raise RunFailed(f"step {self.saved_step}: {lost[0]}; earlier checkpoints are as they were")
-        self._remove_local(run)
-        if self.removal is not None:
-            self.removal.join()
+        if run.local is not None:
+            run.local.close()
 
     def on_error(self, run: Run, error: Exception) -> None:
         """Complete a save in the background: nothing of it depends on what failed."""
-        self._announce(run, run.engine.finish_alone(), hooks=False)
+        self._announce(run, run.engine.finish_alone(), alone=True)
 
     def _save(self, run: Run) -> None:
         self._announce(run, run.engine.collect())
@@ -92,34 +88,36 @@ class CheckpointHook(Hook):
         self.saved_step = run.step
         self._announce(run, outcomes)
 
-    def _save_local(self, run: Run, root: Path) -> None:
+    def _save_local(self, run: Run, local: LocalTier) -> None:
         """Training waits for no save before this one, and goes on if it fails."""
-        if run.engine.in_flight:
+        if run.engine.in_flight or not local.ready():
             logger.info("No local checkpoint of step %d: the last save is still in flight", run.step)
             return
         try:
-            self._announce(run, save(run, Keep(1), root, {FOLLOWS: self.durable_step}))
+            self._announce(run, save(run, None, local.root, local.state(self.durable_step)))
         except RunFailed as error:
             logger.warning("%s", error)
 
-    def _announce(self, run: Run, outcomes: Outcomes, hooks: bool = True) -> None:
-        """Log what has become of saves; after one in checkpoints_path remove local ones, and call `on_save`."""
-        for outcome in outcomes:
-            is_local = outcome.path.parent == self.local
-            _log(run, outcome, is_local)
-            if is_local or isinstance(outcome, Unsaved):
-                continue
-            self.durable_step = int(outcome.path.name)
-            self._remove_local(run)
-            for hook in run.hooks if hooks else ():
-                hook.on_save(run, outcome.path)
+    def _announce(self, run: Run, outcomes: Outcomes, alone: bool = False) -> None:
+        """Log what has become of saves; after one in checkpoints_path remove local ones, and call `on_save`.
 
-    def _remove_local(self, run: Run) -> None:
-        if self.local is None or not run.mesh.is_first:
-            return
-        if self.removal is not None:
-            self.removal.join()
-        self.removal = remove(self.local)
+        `alone`: other ranks do not call it.
+        """
+        for outcome in outcomes:
+            is_local = _is_local(run, outcome)
+            _log(run, outcome, is_local)
+            if isinstance(outcome, Unsaved):
+                continue
+            step = int(outcome.path.name)
+            if is_local:
+                if run.local is not None and not alone:
+                    run.local.saved(step)
+                continue
+            self.durable_step = step
+            if run.local is not None:
+                run.local.remove()
+            for hook in () if alone else run.hooks:
+                hook.on_save(run, outcome.path)
 
 
 def save(
@@ -166,6 +164,10 @@ def _log(run: Run, outcome: Saved | Unsaved, is_local: bool) -> None:
         logger.info("Read back %s: all checksums match", outcome.path)
     for note in outcome.notes:
         logger.warning("%s", note)
+
+
+def _is_local(run: Run, outcome: Saved | Unsaved) -> bool:
+    return outcome.path.parent != run.config.checkpoint_folder
 
 
 def _on_any_rank(run: Run, flag: bool) -> bool:

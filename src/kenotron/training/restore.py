@@ -44,6 +44,7 @@ def restore(run: Run, start: Start) -> None:
         optimizer=None if moments is None else optimizer_tensors(moments, run.parts),
         hooks=hooks or None,
         verify=not start.continues,  # the run's own newest checkpoint was verified when it was chosen
+        fetch=None if run.local is None else run.local.fetch,
     )
     run_on_rank0(lambda: _check_data(run, state.get("data", {}), start))
     if moments is not None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kenotron.checkpoint.engine import Engine
+    from kenotron.checkpoint.local import LocalTier
     from kenotron.config import Config
     from kenotron.data import RunData, TextTokenizer, TokenBatch
     from kenotron.models.decoder import Decoder
@@ -61,6 +62,7 @@ class Run:
     start: Start = Start()  # noqa: RUF009
     attention: Callable[..., torch.Tensor] = attention  # `_attn_implementation`
     engine: Engine = field(kw_only=True)  # writes checkpoints
+    local: LocalTier | None = None  # those of `checkpoints.local`
     step: int = 0
     stop_requested: str | None = None  # this rank's reason to stop
     waiting_for_data: bool = False

@@ -12,10 +12,10 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -26,8 +26,12 @@ from kenotron.config.errors import InputError
 from kenotron.config.resolved import read_resolved, resolved
 from kenotron.config.runs import edited_stages, same_batch_overrides
 from kenotron.parallel.ranks import run_on_rank0
-from kenotron.training import local_tier
 from kenotron.training.console import logger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kenotron.checkpoint.local import LocalTier
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Start:
                 f"{path} is an average, which no run continues; set another checkpoints.checkpoints_path, and this one "
                 f"as checkpoints.resume_checkpoint_path with load_mode: model_only"
             )
-        defaults = {"schedule_start": 0, "data_start": 0, local_tier.FOLLOWS: saved.step}
+        defaults = {"schedule_start": 0, "data_start": 0, "durable_step": saved.step}
         starts = (saved.state.get(name, default) for name, default in defaults.items())
         return cls(path, continues, saved.step, frozenset(LOAD_MODES["continue"]), *starts)
 
@@ -98,11 +102,16 @@ def own_folder(config: Config) -> Iterator[None]:
         yield
 
 
-def choose_start(config: Config, fresh: bool, start_elsewhere: StartElsewhere | None = None) -> Start:
+def choose_start(
+    config: Config,
+    fresh: bool,
+    start_elsewhere: StartElsewhere | None = None,
+    local: LocalTier | None = None,
+) -> Start:
     """The checkpoint to begin from; all ranks call it, rank 0 decides, and all share the reading of checksums.
 
-    The newest complete checkpoint in `checkpoints_path`, or a local one that is ahead of it, comes first, as it is the
-    run's own; then `resume_checkpoint_path`. `fresh` sets the run's own aside and removes local ones. Raises
+    The newest complete checkpoint in `checkpoints_path`, or one of `local` that is ahead of it, comes first, as it is
+    the run's own; then `resume_checkpoint_path`. `fresh` sets the run's own aside and removes local ones. Raises
     InputError if the checkpoint there is of a run that this config does not continue.
     """
     root = config.checkpoint_folder
@@ -110,13 +119,15 @@ def choose_start(config: Config, fresh: bool, start_elsewhere: StartElsewhere | 
     def tidy() -> None:
         leftovers.tidy(root, logger.warning)  # may finish a save that was killed at its rename: before --fresh looks
         if fresh:
-            local_tier.forget(config)
             _set_aside(root)
 
     run_on_rank0(tidy)
+    if fresh and local is not None:
+        local.forget()
     durable_one = folders.newest_complete(root, logger.warning)
-    newest = local_tier.newest_local(config, durable_one) or durable_one
-    return run_on_rank0(lambda: _start_at(config, newest, start_elsewhere))
+    newest = (local.newest(durable_one) if local is not None else None) or durable_one
+    start = run_on_rank0(lambda: _start_at(config, newest, start_elsewhere))
+    return start if newest is None else replace(start, path=newest)  # local ones may have other names on other ranks
 
 
 def run_name(config: Config, continued: Path | None) -> str:
@@ -131,15 +142,15 @@ def with_run_name(config: Config, name: str) -> Config:
     return config.model_copy(update={"general": config.general.model_copy(update={"run": name})})
 
 
-def name_before_start(config: Config, fresh: bool) -> tuple[Config, Path]:
-    """For the launcher: the config for the ranks, and the folder of their logs.
+def name_before_start(config: Config, roots: Iterable[Path]) -> tuple[Config, Path]:
+    """For the launcher: the config for the ranks, and the folder of their logs; the run's checkpoints are in `roots`.
 
     A new run gets its name here, one for all ranks. One that goes on keeps its config: its ranks read the name from the
     checkpoint, and warn if the config has another. Raises InputError if it goes on with another global batch, which is
     what a change of the layout may cause.
     """
     logs = Path(config.logging.log_dir)
-    for root in () if fresh else local_tier.both_folders(config):
+    for root in roots:
         try:
             continued = folders.resolve(root)
             before = read_resolved(continued / "config.yaml")

@@ -35,7 +35,7 @@ from kenotron.checkpoint.manifest import plain
 from kenotron.checkpoint.saving import OF_TENSORS, begin_folder, config_files, own_data
 from kenotron.checkpoint.tensors import shards
 from kenotron.config.errors import CheckpointError
-from kenotron.parallel.ranks import describe, gather, raise_on_any_rank, rank_and_size, run_on_rank0
+from kenotron.parallel.ranks import describe, gather, raise_on_any_rank, rank_and_size, ranks_with, run_on_first
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -62,7 +62,8 @@ class BackgroundEngine(Engine):
         self.thread: threading.Thread | None = None
         self.stream: Stream | None = None
         self.problem: str | None = None  # of the copies
-        self.held = ExitStack()  # rank 0: the folder's lock, and the temporary folder until it has its name
+        self.ranks = [0]  # that save into the same folder as this one
+        self.held = ExitStack()  # of the first: the folder's lock, and the temporary folder until it has its name
         self.folder = Path()
         self.temporary = Path()
         self.started = self.waited = 0.0
@@ -79,19 +80,19 @@ class BackgroundEngine(Engine):
         try:
             small = self._small_files(content)
             folders = [*parts] + ["data"] * (content["data"] is not None)
-            self.temporary = run_on_rank0(lambda: self._begin(content, folders))
+            self.ranks = ranks_with(str(root))
+            self.temporary = run_on_first(self.ranks, lambda: self._begin(content, folders))
         except (CheckpointError, OSError) as error:
             self.held.close()
             return [*outcomes, Unsaved(self.folder, describe(error))]
-        rank, ranks = rank_and_size()
         self.writer.begin(
             {
                 "temporary": self.temporary,
                 "final": self.folder,
-                "rank": rank,
-                "ranks": ranks,
+                "rank": rank_and_size()[0],
+                "ranks": self.ranks,
                 "small": small,
-                "state": plain(content["state"], "state") if rank == 0 else {},
+                "state": plain(content["state"], "state") if self._is_first else {},
                 "verify": self.verifies,
                 "keep": keep,
             }
@@ -110,7 +111,7 @@ class BackgroundEngine(Engine):
             self.waited += time.monotonic() - started
 
     def settled(self) -> bool:
-        """Whether this rank knows that the checkpoint is complete (rank 0), or that it has failed."""
+        """Whether this rank knows that its folder is complete (its first rank), or that it has failed."""
         if not self.in_flight:
             return True
         if self.thread is not None and self.thread.is_alive():
@@ -127,20 +128,20 @@ class BackgroundEngine(Engine):
         problems = [f"rank {rank}: {p}" if rank else p for rank, p in enumerate(gather(self._problem())) if p]
         if problems:
             self.writer.send("give up", problems[0])
-        if rank_and_size()[0] == 0:
+        if self._is_first:
             self.writer.wait(lambda: self.writer.state in (COMMITTED, FAILED))
         self.waited += time.monotonic() - started
-        return gather(self._outcome())[0]
+        outcomes = [outcome for first, outcome in gather((self._is_first, self._outcome())) if first]
+        return [next((outcome for outcome in outcomes if isinstance(outcome, Unsaved)), outcomes[0])]
 
     def finish_alone(self) -> list[Saved | Unsaved]:
-        """Wait for this rank's files; rank 0 also for those of the others, if they come."""
+        """Wait for this rank's files; a folder's first rank also for those of the others, if they come."""
         if not self.in_flight:
             return []
         self._finish_share()
         deadline = time.monotonic() + PATIENCE_SECONDS
-        rank0 = rank_and_size()[0] == 0
-        self.writer.wait(lambda: self.settled() or not rank0 or time.monotonic() > deadline)
-        return self._outcome() if rank0 else []
+        self.writer.wait(lambda: self.settled() or not self._is_first or time.monotonic() > deadline)
+        return [self._outcome()] if rank_and_size()[0] == 0 else []
 
     def close(self) -> None:
         """End the writer and the copies."""
@@ -182,7 +183,7 @@ class BackgroundEngine(Engine):
         self.copier = Copier(self.writer.resize(capacity), self.threads, self.pin)
 
     def _begin(self, content: dict[str, Any], folders: list[str]) -> Path:
-        """On rank 0: refuse what JSON cannot hold, and make the temporary folder."""
+        """On a folder's first rank: refuse what JSON cannot hold, and make the temporary folder."""
         plain(content["state"], "state")
         with ExitStack() as cleanup:
             temporary = begin_folder(self.folder, folders, cleanup, quiet)
@@ -238,14 +239,19 @@ class BackgroundEngine(Engine):
     def _problem(self) -> str | None:
         return self.problem or self.writer.problem
 
-    def _outcome(self) -> list[Saved | Unsaved]:
+    @property
+    def _is_first(self) -> bool:
+        """Whether this rank commits its folder."""
+        return rank_and_size()[0] == self.ranks[0]
+
+    def _outcome(self) -> Saved | Unsaved:
         """What has become of the save in flight, as this rank knows it; it is in flight no more."""
         self.in_flight = False
         self.held.close()
         if self.writer.state != COMMITTED or self._problem():
-            return [Unsaved(self.folder, self._problem() or "the files of other ranks did not come")]
+            return Unsaved(self.folder, self._problem() or "the files of other ranks did not come")
         size, at, notes = self.writer.committed
-        return [Saved(self.folder, size, at - self.started, self.waited, tuple(notes))]
+        return Saved(self.folder, size, at - self.started, self.waited, tuple(notes))
 
 
 class AsyncEngine(BackgroundEngine):

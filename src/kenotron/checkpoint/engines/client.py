@@ -23,7 +23,7 @@ from kenotron.config.dotted import search_path
 
 WRITING = "writing"
 WRITTEN = "written"  # this rank's files are complete and synced
-COMMITTED = "committed"  # rank 0: so is the checkpoint
+COMMITTED = "committed"  # a folder's first rank: so is the checkpoint
 FAILED = "failed"
 LOOK_SECONDS = 0.1
 BLOCK_BYTES = 4 << 20

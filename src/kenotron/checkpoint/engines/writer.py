@@ -1,7 +1,7 @@
-"""The process that writes one rank's files of a checkpoint, and on rank 0 commits it. It never imports torch.
+"""The process that writes one rank's files of a checkpoint; that of a folder's first rank commits it. Without torch.
 
     every rank    ring ──▶ model/rank1.safetensors.tmp … ──▶ share-1.json: sizes and checksums, or what went wrong
-    rank 0        all shares ──▶ index, config, manifest (last) ──▶ rename ──▶ latest.txt ──▶ prune
+    first rank    all shares ──▶ index, config, manifest (last) ──▶ rename ──▶ latest.txt ──▶ prune
 
 There are no collectives here: ranks meet in the checkpoint's temporary folder. The process runs at low priority, and
 ends when the training process does, whatever that dies of: what it leaves is a temporary folder without a manifest.
@@ -84,14 +84,14 @@ class Server:
                 raise CheckpointError("; ".join(problems))
             _leave(temporary, rank, {"files": records})
             self._send(WRITTEN, None)
-            if rank == 0:
+            if rank == job["ranks"][0]:
                 self._send(COMMITTED, self._commit(job))
         except (InputError, OSError, GivenUp) as error:
             if isinstance(error, EOFError | ConnectionError):
                 raise
             problem = str(refusal("write", temporary, error)) if isinstance(error, OSError) else str(error)
             leave_problem(temporary, rank, problem)
-            if rank == 0:
+            if rank == job["ranks"][0]:
                 shutil.rmtree(temporary, ignore_errors=True)
             self._send(FAILED, problem)
 
@@ -126,9 +126,9 @@ class Server:
         """(bytes, time, notes) of the checkpoint, once the last rank's files are there."""
         temporary, final = job["temporary"], job["final"]
         shares: list[dict[str, FileRecord]] = []
-        for rank in range(job["ranks"]):
+        for rank in job["ranks"]:
             shares.append(self._share(temporary, rank))
-        for rank in range(job["ranks"]):
+        for rank in job["ranks"]:
             _share_path(temporary, rank).unlink()
         size = commit(temporary, final, job["state"], _in_order(shares), lambda line: None)
         notes = []
