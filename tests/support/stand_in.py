@@ -127,6 +127,7 @@ def memoryless() -> Iterator[None]:
         stack.enter_context(patch.object(FakeTensorMode, "avoid_device_init", True))  # torch.tensor(…, device=…)
         stack.enter_context(patch.object(nn.Module, "_apply", _apply))
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", _pinned))
+        stack.enter_context(patch.object(FakeTensor, "record_stream", lambda tensor, stream: None, create=True))
         stack.enter_context(patch.object(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode, create=True))
         stack.enter_context(patch.object(DeviceMesh, "mesh", property(_with_values(DeviceMesh.mesh.fget))))
         numbering_ranks = ((DeviceMesh, "__init__"), (matrix_owners, "_places"), (muon, "mesh_group"))

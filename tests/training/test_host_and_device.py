@@ -1,8 +1,12 @@
-"""The host waits for the device once a step, and batches reach an accelerator from pinned memory."""
+"""The host waits for the device once a step; batches go to an accelerator from pinned memory, beside queued work."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,18 +43,51 @@ def test_a_step_reads_from_the_device_once(
     assert not result.skipped
 
 
-def test_a_batch_goes_to_an_accelerator_from_pinned_memory_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+class Accelerator:
+    """What `upload` asks of `torch.cuda`; `asked`: what was asked, in order, with the stream in which it happens."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, ...]] = []
+        self.now = "work"
+
+    def Stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(name="copies")
+
+    def current_stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(name=self.now, wait_stream=lambda other: self.ask("waits for", other.name))
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.now = self.now, stream.name
+        yield
+        self.now = before
+
+    def ask(self, *what: str) -> None:
+        self.asked.append((self.now, *what))
+
+
+def test_a_batch_goes_to_an_accelerator_from_pinned_memory_beside_queued_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator()
     plain = torch.Tensor.to
 
-    def to(tensor: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        asked.append(kwargs)
-        return plain(tensor, *args, **kwargs)
+    def to(tensor: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
+        accelerator.ask("copies", str(non_blocking))
+        return plain(tensor, device)
 
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: asked.append("pinned") or tensor)
+    def record(tensor: torch.Tensor, stream: Any) -> None:
+        accelerator.ask("keeps its memory for", stream.name)
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: accelerator)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: accelerator.ask("pins") or tensor)
     monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "record_stream", record)
     found = upload(np.arange(6, dtype=np.uint16).reshape(2, 3), torch.device("meta"))
-    assert asked == ["pinned", {"non_blocking": True}]
+    assert accelerator.asked == [
+        ("copies", "pins"),
+        ("copies", "copies", "True"),
+        ("work", "waits for", "copies"),
+        ("work", "keeps its memory for", "work"),
+    ]
     assert (found.shape, found.dtype, found.device.type) == ((2, 3), torch.int64, "meta")
 
 

@@ -155,6 +155,7 @@ class LocalTier:
             return False
         for problem in filter(None, problems):
             self.warn(f"local checkpoint {self.newest_step} has no copy on the next machine: {problem}")
+        self.problem = None
         self._keep_newest()
         return True
 

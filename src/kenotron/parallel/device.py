@@ -9,7 +9,9 @@ import os
 import platform
 import resource
 import time
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from numpy.typing import ArrayLike
@@ -50,11 +52,25 @@ def synchronize(device: torch.device) -> None:
 def upload(array: ArrayLike, device: torch.device) -> torch.Tensor:
     """`array` as an int64 tensor on `device`, without waiting for it.
 
-    To an accelerator it goes from pinned memory: a copy from ordinary memory would wait for all queued work. On a CPU
-    the tensor shares the array's memory where the array is int64 already.
+    To an accelerator it goes from pinned memory, as a copy from ordinary memory would wait for all queued work, and in
+    a stream of its own, beside that work. On a CPU the tensor shares the array's memory where the array is
+    int64 already.
     """
     tensor = torch.as_tensor(array, dtype=torch.int64)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return tensor
+    accelerator = torch.get_device_module(device)
+    copies, work = _stream_of_copies(device), accelerator.current_stream(device)
+    with accelerator.stream(copies):
+        there = tensor.pin_memory().to(device, non_blocking=True)
+    work.wait_stream(copies)
+    there.record_stream(work)  # its memory is not used again before that stream is done with it
+    return there
+
+
+@cache
+def _stream_of_copies(device: torch.device) -> Any:
+    return torch.get_device_module(device).Stream(device)
 
 
 def memory(device: torch.device) -> dict[str, int]:
