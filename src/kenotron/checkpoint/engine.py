@@ -92,7 +92,7 @@ class Engine:
         """Return when the state of the last save has been copied, so that weights and optimizer may change."""
 
     def settled(self) -> bool:
-        """Whether this rank knows the outcome of the save in flight. `collect` waits for it on all ranks."""
+        """Whether this rank has done its part of the save in flight; once all have, `collect` need not wait."""
         return True
 
     def collect(self) -> list[Saved | Unsaved]:

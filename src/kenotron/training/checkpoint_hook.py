@@ -57,7 +57,7 @@ class CheckpointHook(Hook):
         if run.step % run.config.checkpoints.checkpoint_interval == 0:
             self._save(run)
             return
-        if run.engine.in_flight and _on_any_rank(run, run.engine.settled()):
+        if run.engine.in_flight and not _on_any_rank(run, not run.engine.settled()):
             self._announce(run, run.engine.collect())
         if run.local is not None and run.config.checkpoints.saves_at(run.step) and not run.finished:
             self._save_local(run, run.local)

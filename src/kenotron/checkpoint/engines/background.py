@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved
-from kenotron.checkpoint.engines.client import COMMITTED, FAILED, WRITING, GivenUp, Stream, WriterProcess
+from kenotron.checkpoint.engines.client import COMMITTED, FAILED, WRITING, WRITTEN, GivenUp, Stream, WriterProcess
 from kenotron.checkpoint.engines.plan import Parts, Plan, key_of, make_plan
 from kenotron.checkpoint.engines.staging import Copier
 from kenotron.checkpoint.engines.writer import leave_problem
@@ -111,13 +111,14 @@ class BackgroundEngine(Engine):
             self.waited += time.monotonic() - started
 
     def settled(self) -> bool:
-        """Whether this rank knows that its folder is complete (its first rank), or that it has failed."""
+        """Whether this rank's files are written, on a folder's first rank the checkpoint; or they will never be."""
         if not self.in_flight:
             return True
         if self.thread is not None and self.thread.is_alive():
             return False  # which reads the writer's messages
         self.writer.receive()
-        return self.writer.state in (COMMITTED, FAILED) or self.problem is not None
+        self._report_lost_writer()
+        return self.writer.state in (COMMITTED if self._is_first else WRITTEN, FAILED) or self.problem is not None
 
     def collect(self) -> list[Saved | Unsaved]:
         """Wait for the save in flight; a failure on any rank is the outcome on all."""
@@ -233,6 +234,10 @@ class BackgroundEngine(Engine):
         """Return when this rank's files are written, or will never be."""
         self.fence()
         self.writer.wait(lambda: self.writer.state != WRITING)
+        self._report_lost_writer()
+
+    def _report_lost_writer(self) -> None:
+        """The folder's first rank waits for files of this one, and its writer cannot say that they will not come."""
         if not self.writer.alive:
             leave_problem(self.temporary, rank_and_size()[0], self._problem() or "")
 
