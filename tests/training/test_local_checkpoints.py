@@ -220,6 +220,9 @@ def test_fresh_removes_local_checkpoints(tmp_path: Path, whole: Path) -> None:
     assert "--fresh: the local checkpoints in " in said.getvalue()
     assert "Training from step 1 to" in said.getvalue()
     same_run(tmp_path, whole)
+    with redirect_stdout(io.StringIO()):
+        kn.train(config(tmp_path), fresh=True)
+    assert list((tmp_path / "shm").iterdir()) == []
 
 
 def test_a_run_that_is_stopped_at_its_local_checkpoint_saves_a_durable_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import shutil
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 import torch
 
 import kenotron as kn
-from kenotron.checkpoint import machines
+from kenotron.checkpoint import durable, machines, manifest
 from kenotron.checkpoint.folders import verify
+from kenotron.checkpoint.local import LocalTier
 from kenotron.launch.training import train
 from kenotron.parallel.mesh import axes, build_mesh
 from support.ranks import ROUNDING, run_ranks
@@ -125,6 +127,70 @@ class WaitsForCopies(kn.Hook):
             run.local.copy.join()
 
 
+class CopiesFailInSix(WaitsForCopies):
+    """The copy of step 6 finds no room."""
+
+    def after_step(self, run: Any, result: Any) -> None:
+        super().after_step(run, result)
+        if run.step == 6:
+            for copy in run.local.run_folder.glob("*/6"):
+                if copy.parent != run.local.root:
+                    shutil.rmtree(copy)
+            run.local.problem = "no room"
+        if run.step == 7:
+            raise RuntimeError("all fail")  # after the save
+
+
+@pytest.mark.slow
+def test_what_was_copied_stays_until_something_newer_is(tmp_path: Path, whole: Path) -> None:
+    copies = "checkpoints.local.copy_to_next_machine=true"
+    run_ranks(2, fails_with_copies, tmp_path, copies)
+    assert {path.rpartition("/")[2] for path in parts(tmp_path)} >= {"5", "6", "7"}
+    for path in tmp_path.glob("*/run-*/*/7"):
+        shutil.rmtree(path)
+    shutil.rmtree(tmp_path / "other")
+    said = resume(tmp_path, copies)
+    assert "warning: skipping checkpoint 6: no machine has its part 1 of 2" in said
+    assert "Training from step 6 to" in said
+
+
+def fails_with_copies(rank: int, folder: Path, copies: str) -> None:
+    more = (copies, f"general.hooks=[{__name__}.CopiesFailInSix]")
+    with pytest.raises(RuntimeError, match="all fail"):
+        train_on_machine(rank, folder, ["one", "other"], more, False)
+
+
+def files_of(rank: int, folder: Path) -> list[bytes]:
+    """What this rank's machine has of the newest local checkpoint, after all was fetched."""
+    disk = folder / ("one", "other")[rank]
+    made = tiny_config(folder, *LAYOUT, *keys(folder), f"checkpoints.local.path={disk}")
+    tier = LocalTier(made, machines.Machines((0, 1), rank), print, print)
+    path = tier.newest(None)
+    assert path is not None
+    names = {"model/rank0.safetensors", "model/rank1.safetensors"}
+    tier.fetch(names)
+    found = [(path / name).read_bytes() for name in sorted(names)]
+    tier.loaded()
+    return found
+
+
+def test_two_saves_of_one_step_are_not_one_checkpoint(tmp_path: Path) -> None:
+    """A run was on one machine, then on another, and then on both, which have not the same."""
+    fail(tmp_path, disks=("one",))
+    (one,) = tmp_path.glob("one/run-*/6")
+    other = tmp_path / "other" / one.parent.name / "6"
+    shutil.copytree(one, other)
+    victim = other / "model" / "rank0.safetensors"
+    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+    was = manifest.read_manifest(other)
+    records = was.files | {"model/rank0.safetensors": durable.hash_file(victim)}
+    again = replace(was, saved_at=was.saved_at + 100, files=records)
+    (other / "manifest.json").write_bytes(manifest.render(again))
+    first, second = run_ranks(2, files_of, tmp_path)
+    assert first == second
+    assert first[0].endswith(b"?")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("disks", "ranks", "layout"),
@@ -188,3 +254,9 @@ def test_what_arrives_damaged_is_refused(tmp_path: Path) -> None:
     sink = machines._Sink([(tmp_path / "weights", record)])
     sink.take(torch.zeros(5, dtype=torch.uint8))
     assert sink.close() == f"{tmp_path}/weights has not arrived as it was sent"
+
+
+def test_a_part_without_files_is_copied_too(tmp_path: Path) -> None:
+    text = manifest.render(manifest.Manifest(6, 1.0, {}, {}))
+    assert machines._FolderSink(tmp_path / "1of2" / "6", text).close() is None
+    assert manifest.read_manifest(tmp_path / "1of2" / "6").step == 6

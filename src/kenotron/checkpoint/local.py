@@ -62,9 +62,11 @@ class Part:
     problem: str | None
 
     @property
-    def save(self) -> tuple[int, int, str]:
+    def save(self) -> tuple[int, int, str | float]:
         """What it has in common with the other parts of its checkpoint, and with no part of another."""
-        return self.step, self.of, self.manifest.state.get(SAVE, "") if self.manifest else ""
+        if self.manifest is None:
+            return self.step, self.of, ""
+        return self.step, self.of, self.manifest.saved_at if self.of == 1 else self.manifest.state.get(SAVE, "")
 
 
 @dataclass
@@ -89,6 +91,7 @@ class LocalTier:
         self.run_folder = self.root = Path()
         self.loading: Loading | None = None
         self.newest_step: int | None = None
+        self.copied_step: int | None = None
         self.removal, self.copy = Thread(), Thread()
         self.problem: str | None = None  # of the last copy
 
@@ -115,9 +118,10 @@ class LocalTier:
     def forget(self) -> None:
         """Remove the run's local checkpoints and give it a new id, so that none elsewhere counts."""
         self._open()
-        if any(gather(bool(self._folders()))):
-            self.remove()
-            self._wait(self.removal)
+        found = any(gather(bool(self._folders())))
+        self.remove()
+        self._wait(self.removal)
+        if found:
             self.warn(f"--fresh: the local checkpoints in {self.run_folder} were removed")
         run_on_rank0(lambda: durable.new_run_id(self.config.checkpoint_folder))
 
@@ -141,6 +145,7 @@ class LocalTier:
     def loaded(self) -> None:
         """The checkpoint that `newest` returned has been read."""
         if self.loading is not None:
+            gather(None)  # by all ranks
             self._on_each_machine(lambda: shutil.rmtree(self.loading.folder.parent))  # type: ignore[union-attr]
             self.loading = None
 
@@ -155,6 +160,8 @@ class LocalTier:
             return False
         for problem in filter(None, problems):
             self.warn(f"local checkpoint {self.newest_step} has no copy on the next machine: {problem}")
+        if not any(problems):
+            self.copied_step = self.newest_step
         self.problem = None
         self._keep_newest()
         return True
@@ -172,14 +179,18 @@ class LocalTier:
             return
         folder = self.root / str(step)
         first, _ = self.machines.is_first, self.machines.group
-        text = raise_on_any_rank(lambda: (folder / MANIFEST).read_bytes() if first else b"")
-        if first:
-            self.copy = Thread(target=self._copy, args=(folder, text), daemon=True)
+        try:
+            text = raise_on_any_rank(lambda: (folder / MANIFEST).read_bytes() if first else b"")
+        except (CheckpointError, OSError) as error:  # on all ranks
+            self.warn(f"local checkpoint {step} is lost: {describe(error)}")
+            return
+        if first:  # no daemon: the interpreter's end would abort a thread that is in gloo, and the exit code be lost
+            self.copy = Thread(target=self._copy, args=(folder, text))
             self.copy.start()
 
     def remove(self) -> None:
         """Remove the run's local checkpoints: they are gone at once, their bytes soon after."""
-        self.newest_step = None
+        self.newest_step = self.copied_step = None
         if self.machines.is_first:
             self._remove([self.run_folder])
 
@@ -237,7 +248,7 @@ class LocalTier:
         saves = defaultdict(list)
         for part in (part for parts in gather(here) for part in parts):
             saves[part.save].append(part)
-        for parts in sorted(saves.values(), key=_saved_at, reverse=True):
+        for parts in sorted(saves.values(), key=_order, reverse=True):
             problems = self._problems(parts)
             intact = {part.number: part for part in parts if part not in problems}
             if len(intact) == parts[0].of:
@@ -318,8 +329,13 @@ class LocalTier:
         raise_on_any_rank(lambda: work() if self.machines.is_first else None)
 
     def _keep_newest(self) -> None:
-        if self.machines.is_first:
-            self._remove([folder for folder in self._folders() if folder.name != str(self.newest_step)])
+        if not self.machines.is_first:
+            return
+        kept = {str(self.newest_step), str(self.copied_step)}
+        try:
+            self._remove([folder for folder in self._folders() if folder.name not in kept])
+        except OSError as error:  # others go on
+            self.warn(f"checkpoints.local.path: {describe(error)}")
 
     def _remove(self, folders: list[Path]) -> None:
         """Rename `folders`, which takes no time, and remove their files while training goes on."""
@@ -359,5 +375,7 @@ def _remove_trees(folders: list[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _saved_at(parts: list[Part]) -> float:
-    return max((part.manifest.saved_at for part in parts if part.manifest), default=0.0)
+def _order(parts: list[Part]) -> tuple[int, int, float]:
+    """Of two saves, the later one's is greater; the clocks of machines differ."""
+    found = (part.manifest for part in parts if part.manifest)
+    return max(((each.state.get(FOLLOWS, 0), each.step, each.saved_at) for each in found), default=(0, 0, 0.0))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -206,7 +206,8 @@ class _Sink:
                     self._end()
             except (OSError, CheckpointError) as error:
                 self.problem = describe(error)
-                self.open.close()
+                with suppress(CheckpointError):  # its disk may be broken
+                    self.open.close()
 
     def _next(self) -> None:
         self.path, self.record = next(self.files)
@@ -230,7 +231,8 @@ class _Sink:
             pass
         except (OSError, CheckpointError) as error:
             self.problem = describe(error)
-        self.open.close()
+        with suppress(CheckpointError):
+            self.open.close()
         return self.problem
 
 
@@ -241,8 +243,9 @@ class _FolderSink(_Sink):
         self.target, self.temporary, self.text = target, temporary_beside(target), text
         files = parse(text, target / MANIFEST).files.items()
         super().__init__([(self.temporary / name, record) for name, record in files])
-        there = target / MANIFEST
-        self.needless = there.exists() and there.read_bytes() == text  # in a folder that machines share
+        self.needless = False
+        with suppress(OSError):
+            self.needless = (target / MANIFEST).read_bytes() == text  # in a folder that machines share
 
     def take(self, block: Tensor) -> None:
         if not self.needless:
@@ -254,6 +257,7 @@ class _FolderSink(_Sink):
             shutil.rmtree(self.temporary, ignore_errors=True)
             return self.problem
         try:
+            self.temporary.mkdir(parents=True, exist_ok=True)  # a part may be without files
             write_file(self.temporary / MANIFEST, self.text)
             sync_folder(self.temporary)
             publish(self.temporary, self.target)

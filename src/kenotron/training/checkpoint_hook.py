@@ -43,8 +43,6 @@ class CheckpointHook(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """Save the initial state, if the config asks for it."""
-        if run.local is not None:
-            run.local.loaded()
         self.durable_step = run.start.durable_step if run.start.continues else 0
         if run.step > 0:
             self.saved_step = self.durable_step if run.start.continues else run.step

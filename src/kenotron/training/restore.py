@@ -56,8 +56,10 @@ def restore(run: Run, start: Start) -> None:
         _restore_streams(run, start.path)
     if "step" in start.loads:
         load_hook_states(run.hooks, state.get("hooks", {}), hooks)  # an imported checkpoint has none
-    loaded = [name for part, name in NAMES.items() if part in start.loads and (part, moments) != ("optimizer", None)]
     step = manifest.read_manifest(start.path).step
+    if run.local is not None:
+        run.local.loaded()
+    loaded = [name for part, name in NAMES.items() if part in start.loads and (part, moments) != ("optimizer", None)]
     logger.info("Loaded %s of %s (step %d)", ", ".join(loaded), start.path, step)
 
 
