@@ -13,14 +13,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kenotron.cli import main
+from kenotron.config.errors import InputError
+from kenotron.data import open_run
 from kenotron.data.batch import NO_LOSS
-from kenotron.data.provenance import step_origins
+from kenotron.data.provenance import SampleOrigin, step_origins
+from kenotron.data.text_records import records_of_step
+from kenotron.observers.replay import labels_of
 from kenotron.observers.state_hash import SLICES, _slice, state_hash
 from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.training.build import build_run
 from kenotron.training.run import close
 from kenotron.training.step import train_step
-from support.tiny_run import tiny_config, tiny_yaml, train_quietly
+from support.nursery import Nursery
+from support.tiny_run import text_overrides, tiny_config, tiny_yaml, train_quietly
 from support.written_tokens import write_ds
 
 pytestmark = pytest.mark.budget(10, reason="trains a run and parts of it again")
@@ -145,3 +150,47 @@ def test_a_step_without_a_document_is_the_step_with_its_labels_masked(
     assert f"and is {result.grad_norm!r} without these documents" in said
     code, _, error = replay(capsys, str(tmp_path / "checkpoints"), "--step", str(step), "--without", f"{name}:99")
     assert (code, error.startswith(f"error: --without: the step has no label of {name}:99")) == (2, True)
+
+
+@pytest.mark.slow
+def test_documents_of_cached_text_go_by_their_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path, *text_overrides(tmp_path), "tokens.train_steps=3")
+    train_quietly(config)
+    with open_run(config, 1, lambda line: None) as data:
+        origins = step_origins(data, 2)
+        documents = {
+            str(record): f"{file}:{number}" for (file, number), record in records_of_step(data, 2, origins).items()
+        }
+    record, document = next((r, d) for r, d in documents.items() if _has_label(origins, d))
+    assert record.startswith(f"{tmp_path}/texts.jsonl:")
+    said = [
+        replay(capsys, str(tmp_path / "checkpoints"), "--step", "2", "--without", name)[1]
+        for name in (record, document)
+    ]
+    assert "without these documents" in said[0]
+    assert said[0] == said[1]
+
+
+def _has_label(origins: list[SampleOrigin], document: str) -> bool:
+    try:
+        return bool(labels_of(origins, [document]))
+    except InputError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_is_replayed_on_its_layout_and_on_others(nursery: Nursery, tmp_path: Path) -> None:
+    split = ("parallelism.dp=2", "tokens.micro_batch_size=2", "optimizer.zero_stage=1")
+    keys = ("tokens.train_steps=6", "checkpoints.checkpoint_interval=4")
+    trained = nursery.run("train", tiny_yaml(tmp_path), *split, *keys, folder=tmp_path)
+    assert trained.code == 0, trained.stderr
+    one = ("parallelism.dp=1", "tokens.micro_batch_size=4")
+    for layout, agreement in (
+        ((), "every number is equal"),
+        (one, "equal up to rounding"),
+        ((*one, "parallelism.tp=2"), "equal up to rounding"),
+        ((*one, "parallelism.pp=2"), "equal up to rounding"),
+    ):
+        done = nursery.run("replay", tmp_path / "checkpoints", *layout, "--step", "6", folder=tmp_path)
+        assert (done.code, done.stderr) == (0, ""), done.stdout
+        assert f"steps 5 to 6: {agreement}" in done.stdout

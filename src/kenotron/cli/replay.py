@@ -50,7 +50,7 @@ def replay(
     if step not in logged:
         raise InputError(f"--step: expected a step of the log, which has {_range(logged)}, found {step}")
     if without:
-        _check_documents(config, step, without)
+        without = _documents(config, step, without)
     with tempfile.TemporaryDirectory(prefix="kenotron-replay-") as temporary:
         again = _config(config, Path(temporary), step, overrides or [], without or [])
         if start is not None:
@@ -90,14 +90,21 @@ def _find(checkpoints: Path, step: int) -> tuple[Config, Found | None]:
     return config, max(before, key=lambda entry: entry.step, default=None)
 
 
-def _check_documents(config: Config, step: int, without: list[str]) -> None:
-    """Raise InputError for a document that the step has no label of."""
+def _documents(config: Config, step: int, without: list[str]) -> list[str]:
+    """`without`, records of cached text by their documents. Raises InputError for one that the step has no label of."""
     from kenotron.data import open_run
     from kenotron.data.provenance import step_origins
+    from kenotron.data.text_records import records_of_step
     from kenotron.observers.replay import labels_of
 
     with open_run(config, step, lambda line: None) as data:
-        labels_of(step_origins(data, step), without)
+        origins = step_origins(data, step)
+        found = records_of_step(data, step, origins).items()
+        for name in without:
+            if documents := [f"{file}:{number}" for (file, number), record in found if str(record) == name]:
+                without = [other for other in without if other != name] + documents
+        labels_of(origins, without)
+    return without
 
 
 def _config(config: Config, folder: Path, step: int, overrides: list[str], without: list[str]) -> Config:

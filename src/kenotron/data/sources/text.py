@@ -9,7 +9,7 @@ Prompts and answers are text, too: only answers carry a loss, and documents are 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -175,7 +175,7 @@ class TextDataset(TextSpec):
         rules = EncodeRules(run.eos, run.max_document_tokens, examples=self.has_answers)
         if not isinstance(section, SFTDataset | SFTFiles) and section.streaming is not None:
             return open_stream(cast(StreamableDocuments, texts), run.tokenizer, rules, section.streaming, opening)
-        reserved = opening.reserved
+        chosen = opening.reserved - {chosen_hash(texts, run.val_fraction)} if opening.reserved else frozenset()
         cache = open_tokens(
             texts,
             run.tokenizer,
@@ -185,7 +185,7 @@ class TextDataset(TextSpec):
             isinstance(section, HubSection) and section.dataset_overwrite_cache,
             run.report,
             run.stop,
-            reserved - {chosen_hash(texts, run.val_fraction)} if reserved else (),
+            chosen,
         )
         _check_ids(texts.name, cache, run.vocab_size, run.tokenizer)
         length = opening.sequence_length
@@ -196,7 +196,7 @@ class TextDataset(TextSpec):
             pack = partial(packed_rows, texts.name, sequence_length=length, padding=run.padding, report=run.report)
             train = pack(parts=[cache.train], keep_rest=not self.has_answers)
             held_out = pack(parts=[cache.validation], keep_rest=False) if self.has_answers else held_out
-        return CachedText(train, held_out, cache, self.has_answers)
+        return CachedText(train, held_out, cache, texts, rules, run.val_fraction, chosen)
 
 
 def _paths(section: TextFiles | SFTFiles) -> list[str]:
@@ -221,15 +221,25 @@ def _check_ids(name: str, cache: TokenCache, vocab_size: int, tokenizer: TextTok
 
 
 class CachedText(SampleRange):
-    """Tokenized documents of the cache, held out by the hash of their text."""
+    """Tokenized documents of the cache, held out by the hash of their text; and what they were made of, and how."""
 
-    def __init__(self, train: TokenSource, held_out: TokenSource, cache: TokenCache, has_answers: bool) -> None:
+    def __init__(
+        self,
+        train: TokenSource,
+        held_out: TokenSource,
+        cache: TokenCache,
+        texts: DocumentSource,
+        rules: EncodeRules,
+        val_fraction: float,
+        chosen: Collection[int],
+    ) -> None:
         super().__init__(train, 0, len(train), held_out)
-        self.cache, self.masks_documents = cache, has_answers
+        self.cache, self.masks_documents = cache, rules.examples
+        self.texts, self.rules, self.val_fraction, self.chosen = texts, rules, val_fraction, chosen
         self.size_in_bytes = cache.train.bytes
         if len(held_out):
             held_out.bytes_per_token = cache.validation.bytes / len(cache.validation.tokens)
-        if not has_answers:
+        if not rules.examples:
             self.held_out_text_bytes = cache.validation.bytes
 
     @property

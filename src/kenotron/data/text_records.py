@@ -1,0 +1,119 @@
+"""The records of text behind the documents of the token cache: file and number in it, for people to look at.
+
+    <cache>/train.tokens document 14      texts/b.jsonl record 3
+
+The cache does not keep them. They are counted by reading the text again, as it was read when it was tokenized.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from kenotron.data.sources.text import CachedText
+from kenotron.text.documents import LONGEST_CHUNK, DocumentChunk, DocumentSource, split_long_chunk
+from kenotron.text.file_documents import FileDocuments
+from kenotron.text.hash_split import assign_sides, hash_threshold
+from kenotron.text.hub_datasets import HubDocuments
+
+if TYPE_CHECKING:
+    from kenotron.data.provenance import SampleOrigin
+    from kenotron.data.run import RunData
+
+WHOLE = 1 << 62  # bytes of a range: more than a file has
+
+
+class Record(NamedTuple):
+    """A line or row of `file`, counted from 0, or a text file, which is one record; of a dataset, a row of it."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
+def records(source: CachedText) -> Iterator[tuple[int, Record]]:
+    """Every document of `source` that is trained on, by its number, with its record.
+
+    A long record may be several documents, where chunks of it are held out. Nothing for prompts and answers. Errors
+    (InputError): the text cannot be read any more.
+    """
+    texts, rules = source.texts, source.rules
+    if not isinstance(texts, FileDocuments | HubDocuments):
+        return
+    places: list[Record] = []  # of the chunks that are not assigned yet, two at most
+
+    def chunks() -> Iterator[DocumentChunk]:
+        for chunk, record in _placed(texts):
+            places.append(record)
+            yield chunk if rules.max_tokens is None else chunk._replace(last=True)
+
+    limit, document = hash_threshold(texts.documents(), source.val_fraction), 0
+    for piece in assign_sides(chunks(), limit, source.chosen):
+        record = places.pop(0)
+        if not piece.held_out:
+            if piece.starts:
+                yield document, record
+            document += piece.ends
+
+
+def records_of(source: CachedText, documents: Collection[int]) -> dict[int, Record]:
+    """The records of `documents`, numbers as in `records`; reads no further than it must."""
+    found: dict[int, Record] = {}
+    for document, record in records(source):
+        if document in documents:
+            found[document] = record
+            if len(found) == len(set(documents)):
+                break
+    return found
+
+
+def records_of_step(data: RunData, step: int, origins: Sequence[SampleOrigin]) -> dict[tuple[str, int], Record]:
+    """Of the documents in `origins`, those of `step`, the records: by file of the cache and number in it."""
+    wanted: dict[str, set[int]] = defaultdict(set)
+    for origin in origins:
+        for each in origin.documents or ():
+            wanted[origin.file or ""].add(each.document)
+        for piece in origin.pieces or ():
+            wanted[piece.file].add(piece.document)
+    return {
+        (file.name, document): record
+        for source in data.stage_of(step).sources
+        if isinstance(source, CachedText)
+        for file in source.files
+        if file.name in wanted
+        for document, record in records_of(source, wanted[file.name]).items()
+    }
+
+
+def documents_of(data: RunData, record: Record) -> list[tuple[str, int]]:
+    """The documents of the cache that `record` became: file and number; empty: no cached text of the run has it."""
+    found = set()
+    for stage in data.stages:
+        for source in data.stage_of(stage.start).sources if stage.steps else ():
+            if not isinstance(source, CachedText) or record.file not in part_names(source.texts):
+                continue
+            numbers = [document for document, of in records(source) if of == record]
+            found |= {(file.name, number) for file in source.files for number in numbers}
+    return sorted(found)
+
+
+def _placed(texts: FileDocuments | HubDocuments) -> Iterator[tuple[DocumentChunk, Record]]:
+    names = part_names(texts)
+    for part in texts.byte_ranges(WHOLE):
+        name, number = names[part.part], 0
+        for whole in texts.read(part):
+            for chunk in split_long_chunk(whole, LONGEST_CHUNK):
+                yield chunk, Record(name, number)
+            number += whole.last
+
+
+def part_names(texts: DocumentSource) -> list[str]:
+    """What the parts of `texts` are called: files, or splits of datasets."""
+    if isinstance(texts, FileDocuments):
+        return [str(file) for file in texts.files]
+    if isinstance(texts, HubDocuments):
+        return [f"{name} {split}" for name in texts.fractions for split in texts.splits]
+    return []
