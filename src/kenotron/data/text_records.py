@@ -7,6 +7,7 @@ The cache does not keep them. They are counted by reading the text again, as it 
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +17,7 @@ from kenotron.text.documents import LONGEST_CHUNK, DocumentChunk, DocumentSource
 from kenotron.text.file_documents import FileDocuments
 from kenotron.text.hash_split import assign_sides, hash_threshold
 from kenotron.text.hub_datasets import HubDocuments
+from kenotron.text.progress import progress
 
 if TYPE_CHECKING:
     from kenotron.data.provenance import SampleOrigin
@@ -101,13 +103,20 @@ def documents_of(data: RunData, record: Record) -> list[tuple[str, int]]:
 
 
 def _placed(texts: FileDocuments | HubDocuments) -> Iterator[tuple[DocumentChunk, Record]]:
-    names = part_names(texts)
-    for part in texts.byte_ranges(WHOLE):
-        name, number = names[part.part], 0
-        for whole in texts.read(part):
-            for chunk in split_long_chunk(whole, LONGEST_CHUNK):
-                yield chunk, Record(name, number)
-            number += whole.last
+    names, parts, before = part_names(texts), list(texts.byte_ranges(WHOLE)), 0
+    with progress(f"reading {texts.name}", sum(part.size for part in parts), _report) as update:
+        for part in parts:
+            name, number = names[part.part], 0
+            for whole in texts.read(part):
+                for chunk in split_long_chunk(whole, LONGEST_CHUNK):
+                    yield chunk, Record(name, number)
+                number += whole.last
+                update(before + whole.done)
+            before += part.size
+
+
+def _report(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def part_names(texts: DocumentSource) -> list[str]:
