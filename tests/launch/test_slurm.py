@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -273,6 +274,16 @@ def test_nanotrons_flags_make_a_config_that_loads_and_a_job(
     config = load(tmp_path / "logs" / "configs" / "pretrain.yaml")
     assert config.tokens.train_steps == 123
     assert config.model.decoder.hidden_size == 2048
+
+
+@pytest.mark.parametrize("flag", ["--enable-wandb", "--run-train-script=train.py", "--slurm-scripts-dir scripts"])
+def test_a_flag_of_nanotrons_that_is_not_served_is_refused_by_name(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        slurm_launcher(["--run", "pretrain", *flag.split()])
+    assert ended.value.code == 2
+    assert f"{re.split('[ =]', flag)[0]} is not supported: " in capsys.readouterr().err
 
 
 def test_nanotrons_sizes_have_the_parameters_of_their_names() -> None:

@@ -25,6 +25,11 @@ PRESETS = {
     "70b": (80, 8192, 64, 8, 28672),
 }
 CUSTOM = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size")
+REFUSED = {
+    "enable-wandb": "metrics are in metrics.jsonl and for TensorBoard",
+    "run-train-script": "the job runs `kenotron train`",
+    "slurm-scripts-dir": "job scripts are beside their output, in slurm/ of --slurm-logs-path",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,6 +70,8 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--model", choices=[*PRESETS, "custom"], default="custom")
     for name in ("save-initial-state", "no-sanity", "dry-run", "show-logs"):
         flags.add_argument(f"--{name}", action="store_true")
+    for name in REFUSED:
+        flags.add_argument(f"--{name}", nargs="?", const=True, help=argparse.SUPPRESS)
     return flags
 
 
@@ -150,7 +157,11 @@ def config_of(flags: argparse.Namespace) -> dict[str, Any]:
 
 def submit_arguments(given: Sequence[str]) -> list[str]:
     """The arguments of `kenotron submit` for nanotron's; writes the config that they describe."""
-    flags = parser().parse_args(given)
+    of_nanotron = parser()
+    flags = of_nanotron.parse_args(given)
+    for name, instead in REFUSED.items():
+        if getattr(flags, name.replace("-", "_")) is not None:
+            of_nanotron.error(f"--{name} is not supported: {instead}")
     path = flags.config
     if path is None:
         path = str(Path(flags.configs_path) / f"{flags.run}.yaml")
