@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import shutil
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import boto3
 import numpy as np
 import pytest
+import s3fs
 
 from kenotron.checkpoint.remote import RemoteCheckpoints
 from kenotron.checkpoint.upload import Uploader
@@ -53,6 +55,13 @@ def hang_up(handler: Any) -> bool:
     return True
 
 
+def silent(handler: Any) -> bool:
+    """No answer, for longer than the client waits."""
+    handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+    time.sleep(3)
+    return hang_up(handler)
+
+
 def lose(handler: Any) -> bool:
     """The server gets the request; its answer gets lost."""
     upstream = http.client.HTTPConnection("127.0.0.1", handler.server.port)
@@ -88,6 +97,22 @@ def test_a_large_file_arrives_in_parts_whatever_breaks_on_the_way(
     assert len(puts) == 5  # the two that failed were sent again, and no other
     assert version.strip('"').endswith("-3")
     assert sent[-1] == 11 * MIB
+    assert b"".join(store.stream("10/weights")) == file.read_bytes()
+
+
+def test_a_request_without_an_answer_times_out_and_is_sent_again(
+    tmp_path: Path, store: Store, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)
+    drivers.reset()
+    file = tmp_path / "weights"
+    np.random.default_rng(0).integers(0, 256, 6 * MIB, np.uint8).tofile(file)
+    server.breaks = failing(1, silent)
+    started = time.monotonic()
+    store.upload("10/weights", file)
+    assert time.monotonic() - started > 1
+    assert len([line for line in server.reads if line.startswith("PUT") and "weights" in line]) == 2
+    server.breaks = failing(1, silent, "GET")
     assert b"".join(store.stream("10/weights")) == file.read_bytes()
 
 
