@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved, find_engine
+from kenotron.checkpoint.engine import GROUP, Engine, Keep, Saved, Unsaved, find_engine, find_writer
 from kenotron.checkpoint.engines import background, staging
 from kenotron.checkpoint.engines.background import BackgroundEngine
 from kenotron.checkpoint.folders import list_checkpoints, newest_complete, verify
@@ -437,3 +438,18 @@ def test_two_ranks_write_the_synchronous_engines_files_and_fail_together(tmp_pat
     assert lost.problem.startswith("rank 1: the process that writes checkpoints ended")
     assert verify(again.path) == []
     assert [entry.path.name for entry in list_checkpoints(tmp_path / "b")] == ["1", "3"]
+
+
+class Registered(Engine):
+    """As a package would have it."""
+
+
+def test_engines_and_writers_of_installed_packages_go_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [
+        EntryPoint("theirs", f"{__name__}:Registered", GROUP),
+        EntryPoint("theirs", f"{__name__}:engine_of", "kenotron.checkpoint_writers"),
+    ]
+    known = lambda **wanted: EntryPoints(entries).select(**wanted)  # noqa: E731
+    monkeypatch.setattr("kenotron.config.dotted.entry_points", known)
+    assert find_engine("theirs") is Registered
+    assert find_writer("theirs") is engine_of
