@@ -11,9 +11,10 @@ import pytest
 from kenotron.config.errors import InputError
 from kenotron.launch import shared_folder
 from support.ranks import run_ranks
+from support.tiny_run import tiny_config
 
 
-def check(rank: int, folders: list[Path], is_shared: bool = False, late: float | None = None) -> str:
+def check(rank: int, folders: list[Path], is_shared: str = "false", late: float | None = None) -> str:
     """What a rank is refused with. Files of rank 0 appear in rank 1's folder `late` seconds late."""
 
     def copy() -> None:
@@ -27,7 +28,8 @@ def check(rank: int, folders: list[Path], is_shared: bool = False, late: float |
         if late is not None and rank == 1:
             Thread(target=copy).start()
         try:
-            shared_folder.check_shared(folders[rank], is_shared)
+            made = tiny_config(folders[rank], f"checkpoints.checkpoints_path_is_shared_file_system={is_shared}")
+            shared_folder.check_shared(folders[rank], made.checkpoints.checkpoints_path_is_shared_file_system)
         except InputError as error:
             return str(error)
     return ""
@@ -49,5 +51,5 @@ def test_a_slow_file_system_is_waited_for_where_the_config_says_that_it_is_share
     folders = [tmp_path / "one", tmp_path / "other"]
     for folder in folders:
         folder.mkdir()
-    assert run_ranks(2, check, folders, True, 1.5) == ["", ""]
-    assert all("machine1 does not see" in refused for refused in run_ranks(2, check, folders, False, 1.5))
+    assert run_ranks(2, check, folders, "true", 1.5) == ["", ""]
+    assert all("machine1 does not see" in refused for refused in run_ranks(2, check, folders, "false", 1.5))

@@ -88,6 +88,22 @@ MUTANTS = [
         tests=(f"{LOCAL}::test_a_folder_of_checkpoints_that_was_removed_begins_another_run",),
     ),
     Mutant(
+        name="two-saves-of-one-step-are-one",
+        file="checkpoint/local.py",
+        find="self.manifest.saved_at if self.of == 1 else self.manifest.state",
+        replace="self.manifest.state",
+        why="machines that each have saved alone go on together, each from its own weights",
+        tests=("training/test_local_parts.py::test_two_saves_of_one_step_are_not_one_checkpoint",),
+    ),
+    Mutant(
+        name="parts-without-what-other-ranks-read",
+        file="checkpoint/tensors.py",
+        find="            start < offset + size and offset < start + length\n",
+        replace="            start == offset\n",
+        why="a machine gets the files of its own ranks alone, and the shards of others are missing",
+        tests=("training/test_local_parts.py::test_each_machine_keeps_its_part_and_the_run_goes_on_from_all_of_them",),
+    ),
+    Mutant(
         name="a-local-checkpoint-that-follows-a-removed-one",
         file="checkpoint/local.py",
         find="    if follows and not (root / str(follows)).exists():\n",
@@ -202,8 +218,8 @@ MUTANTS = [
     Mutant(
         name="saved-when-it-is-copied",
         file="checkpoint/engines/writer.py",
-        find="            self._send(WRITTEN, None)\n            if rank == 0:\n",
-        replace="            if rank == 0:\n                self._send(COMMITTED, (0, time.monotonic(), []))\n",
+        find='            self._send(WRITTEN, None)\n            if rank == job["ranks"][0]:\n',
+        replace='            if rank == job["ranks"][0]:\n                self._send(COMMITTED, (0, 0.0, []))\n',
         why="a checkpoint is announced before it has its name: the run ends, and the last one is not there",
         tests=(f"{ENGINES}::test_every_byte_is_the_synchronous_engines",),
     ),

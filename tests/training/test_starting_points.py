@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kenotron.checkpoint.local import run_folders
 from kenotron.config import InputError
 from kenotron.training.start import choose_start, name_before_start
 from support.tiny_run import (
@@ -79,13 +80,13 @@ def test_another_global_batch_is_refused_with_overrides_that_keep_it(earlier: An
     """Before the ranks of the other layout start, and by each of them under torchrun; with the overrides both go on."""
     folder, layout = Path(earlier.checkpoints.checkpoints_path).parent, ("parallelism.dp=2", "parallelism.tp=2")
     wrong = tiny_config(folder, RATES, "tokens.train_steps=8", *layout)
-    for start in (name_before_start, choose_start):
+    for start, argument in ((name_before_start, run_folders(wrong)), (choose_start, False)):
         with pytest.raises(InputError, match="has a global batch of 4 sequences, this config has 8 ") as refused:
-            start(wrong, False)
+            start(wrong, argument)
     told = re.findall(r"tokens\.\w+=\d+", str(refused.value))
     right = tiny_config(folder, RATES, "tokens.train_steps=8", *layout, *told)
     assert (right.tokens.micro_batch_size, right.global_batch_size) == (2, 4)
-    assert name_before_start(right, False)[1] == folder / "logs" / "tiny" / "ranks"
+    assert name_before_start(right, run_folders(right))[1] == folder / "logs" / "tiny" / "ranks"
     assert choose_start(right, False).step == 8
 
 
