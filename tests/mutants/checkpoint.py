@@ -96,14 +96,6 @@ MUTANTS = [
         tests=("training/test_local_parts.py::test_two_saves_of_one_step_are_not_one_checkpoint",),
     ),
     Mutant(
-        name="parts-without-what-other-ranks-read",
-        file="checkpoint/tensors.py",
-        find="            start < offset + size and offset < start + length\n",
-        replace="            start == offset\n",
-        why="a machine gets the files of its own ranks alone, and the shards of others are missing",
-        tests=("training/test_local_parts.py::test_each_machine_keeps_its_part_and_the_run_goes_on_from_all_of_them",),
-    ),
-    Mutant(
         name="a-local-checkpoint-that-follows-a-removed-one",
         file="checkpoint/local.py",
         find="    if follows and not (root / str(follows)).exists():\n",
