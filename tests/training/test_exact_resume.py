@@ -7,6 +7,7 @@ import hashlib
 import os
 import random
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,17 @@ import yaml
 
 from soak import run as soak
 from support.nursery import Finished, Nursery
-from support.tiny_run import equal_bits, metrics, saved_weights, tiny_config, tiny_dict, tiny_yaml, write_texts
+from support.tiny_run import (
+    KENOTRON,
+    environment,
+    equal_bits,
+    metrics,
+    saved_weights,
+    tiny_config,
+    tiny_dict,
+    tiny_yaml,
+    write_texts,
+)
 
 STEPS = 12
 MOMENTS = ("lm_loss", "grad_norm", "lr", "consumed_tokens", "real_tokens", "val_loss", "skipped")
@@ -178,6 +189,29 @@ def test_a_source_that_hangs_keeps_no_run_from_saving(workers: int, nursery: Nur
     assert (finished.code, finished.stderr) == (0, "")
     last = story(tmp_path)[-1]["iteration"]
     assert (tmp_path / "checkpoints" / str(last) / "manifest.json").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_processes_while_blocks_are_compiled_is_seen(tmp_path: Path) -> None:
+    """As a scheduler sends it: to the whole process group, those that compile too."""
+    run = subprocess.Popen(
+        [*KENOTRON, "train", tiny_yaml(tmp_path), "model.compile=true", "tokens.train_steps=100000"],
+        env=environment(tmp_path, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert run.stdout is not None
+    for line in run.stdout:
+        if line.startswith("Training from step 1 "):
+            break
+    time.sleep(1)
+    assert not (tmp_path / "logs" / "tiny" / "metrics.jsonl").read_text()  # the first step is not done
+    os.killpg(run.pid, signal.SIGUSR1)
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    assert "SIGUSR1: saving after step 1 and stopping" in said
+    assert (tmp_path / "checkpoints" / "1" / "manifest.json").exists()
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
