@@ -144,9 +144,9 @@ class LocalTier:
 
     def loaded(self) -> None:
         """The checkpoint that `newest` returned has been read."""
-        if self.loading is not None:
+        if (loading := self.loading) is not None:
             gather(None)  # by all ranks
-            self._on_each_machine(lambda: shutil.rmtree(self.loading.folder.parent))  # type: ignore[union-attr]
+            self._on_each_machine(lambda: shutil.rmtree(loading.folder.parent))
             self.loading = None
 
     # ---- while the run trains ----------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class LocalTier:
         copying, problems = zip(*gather((self.copy.is_alive(), self.problem)), strict=True)
         if any(copying):
             return False
-        for problem in filter(None, problems):
+        for problem in sorted({*filter(None, problems)}):
             self.warn(f"local checkpoint {self.newest_step} has no copy on the next machine: {problem}")
         if not any(problems):
             self.copied_step = self.newest_step
@@ -182,7 +182,7 @@ class LocalTier:
         try:
             text = raise_on_any_rank(lambda: (folder / MANIFEST).read_bytes() if first else b"")
         except (CheckpointError, OSError) as error:  # on all ranks
-            self.warn(f"local checkpoint {step} is lost: {describe(error)}")
+            self.problem = describe(error)
             return
         if first:  # no daemon: the interpreter's end would abort a thread that is in gloo, and the exit code be lost
             self.copy = Thread(target=self._copy, args=(folder, text))
