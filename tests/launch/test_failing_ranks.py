@@ -116,6 +116,18 @@ def test_a_rank_that_hangs_is_named_with_the_collective_that_it_did_not_join(tmp
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named_and_ends_with_the_others(tmp_path: Path, nursery: Nursery) -> None:
+    """By SIGSTOP: it cannot say where it is."""
+    finished, seconds = train(nursery, tmp_path, *on_rank_1("SIGSTOP", "parallelism.timeout_seconds=8"))
+    assert finished.code == 1
+    assert seconds < 60
+    assert re.search(
+        r"error: rank 0 has waited more than 8 s .* in all_reduce .*rank 1.* did not join", finished.stderr
+    )
+    assert "rank 1: did not reply" in finished.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_rank_that_waits_for_its_data_is_called_a_data_stall(workers: int, tmp_path: Path, nursery: Nursery) -> None:
     dataset = "{source: support.user_parts.Hanging, kwargs: {rank: 1}}"
