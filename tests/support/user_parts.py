@@ -421,7 +421,7 @@ class WaitsForTheWriter(Hook):
     priority = -60
 
     def after_step(self, run: Any, result: Any) -> None:
-        while run.mesh.is_first and not run.engine.settled():
+        while not run.engine.settled():
             time.sleep(0.01)
 
 
