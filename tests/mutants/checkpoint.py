@@ -82,8 +82,8 @@ MUTANTS = [
     Mutant(
         name="a-local-checkpoint-of-another-run",
         file="checkpoint/local.py",
-        find='Path(self.config.checkpoints.local.path) / f"run-{name}"',
-        replace='Path(self.config.checkpoints.local.path) / "run"',
+        find='Path(config.checkpoints.local.path) / f"run-{name}"',
+        replace='Path(config.checkpoints.local.path) / "run"',
         why="after rm -r of checkpoints_path the run begins with the weights of the one before",
         tests=(f"{LOCAL}::test_a_folder_of_checkpoints_that_was_removed_begins_another_run",),
     ),

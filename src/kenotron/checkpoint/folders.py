@@ -185,9 +185,13 @@ def newest_complete(root: Path | str, report: Report = quiet) -> Path | None:
         if not problems:
             return entry.path
         if rank_and_size()[0] == 0:
-            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-            report(f"skipping checkpoint {entry.step}: {problems[0]}{more}")
+            report(f"skipping checkpoint {entry.step}: {first_of(problems)}")
     return None
+
+
+def first_of(problems: list[str]) -> str:
+    """The first of `problems`, and how many more there are."""
+    return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 
 def _files(entry: Found) -> dict[str, FileRecord]:

@@ -16,7 +16,7 @@ import xxhash
 import yaml
 
 from kenotron.checkpoint.durable import refusal
-from kenotron.checkpoint.folders import check_together
+from kenotron.checkpoint.folders import check_together, first_of
 from kenotron.checkpoint.index import DTYPES, Entry, Index, read_index
 from kenotron.checkpoint.manifest import Manifest, read_manifest
 from kenotron.config.errors import CheckpointError, nearest
@@ -114,8 +114,7 @@ def open_index(folder: Path, manifest: Manifest) -> Index:
 def raise_if_damaged(problems: list[str]) -> None:
     """CheckpointError with the first of `problems`, if there is one."""
     if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise CheckpointError(problems[0] + more)
+        raise CheckpointError(first_of(problems))
 
 
 def _check_fit(folder: Path, index: Index, tensors: dict[str, Any], names: set[str], cast: bool) -> None:

@@ -27,12 +27,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
 from kenotron.checkpoint import durable, leftovers
-from kenotron.checkpoint.folders import Report, check_files, list_checkpoints, share_of
+from kenotron.checkpoint.folders import Report, check_files, first_of, list_checkpoints, share_of
 from kenotron.checkpoint.machines import Machines
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, render
 from kenotron.config.errors import CheckpointError, InputError, counted
@@ -206,8 +207,7 @@ class LocalTier:
         """Find the folders' names; on each machine make the run's, and clear what killed processes left there."""
         name = run_on_rank0(lambda: durable.run_id(self.config.checkpoint_folder))
         assert name is not None, "the run has no id: choose_start is called in own_folder"
-        assert self.config.checkpoints.local is not None
-        self.run_folder = Path(self.config.checkpoints.local.path) / f"run-{name}"
+        self.run_folder = _run_folder(self.config, name)
         self.root = self._part_folder(self.machines.number)
 
         def tidy() -> None:
@@ -255,11 +255,8 @@ class LocalTier:
                 return [part for part in parts if part not in problems]
             lost = next(number for number in range(parts[0].of) if number not in intact)
             told = [line for part in parts if part.number == lost for line in problems.get(part, ())]
-            more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
-            self.warn(
-                f"skipping checkpoint {parts[0].step}: "
-                + (told[0] + more if told else f"no machine has its part {lost} of {parts[0].of}")
-            )
+            why = first_of(told) if told else f"no machine has its part {lost} of {parts[0].of}"
+            self.warn(f"skipping checkpoint {parts[0].step}: {why}")
         return []
 
     def _problems(self, parts: list[Part]) -> dict[Part, list[str]]:
@@ -267,17 +264,15 @@ class LocalTier:
         ranks = self.machines.ranks(self.machines.number)
 
         def check(part: Part) -> list[str]:
+            if part.machine != self.machines.number:
+                return []
             if part.manifest is None:
                 return [str(part.problem)]
             return check_files(part.folder, share_of(part.manifest.files, ranks))
 
-        mine = [part for part in parts if part.machine == self.machines.number]
-        found: dict[Part, list[str]] = defaultdict(list)
-        by_place = {(part.machine, part.folder): part for part in parts}
-        for of_rank in gather(raise_on_any_rank(lambda: {(p.machine, p.folder): check(p) for p in mine})):
-            for place, lines in of_rank.items():
-                found[by_place[place]] += lines
-        return {part: list(dict.fromkeys(lines)) for part, lines in found.items() if lines}
+        of_ranks = gather(raise_on_any_rank(lambda: [check(part) for part in parts]))
+        found = {part: list(dict.fromkeys(chain(*lines))) for part, *lines in zip(parts, *of_ranks, strict=True)}
+        return {part: lines for part, lines in found.items() if lines}
 
     def _counts(self, part: Part, durable_one: Path | None) -> bool:
         """Whether the run goes on from the checkpoint of `part`."""
@@ -365,9 +360,14 @@ class LocalTier:
 
 def run_folders(config: Config) -> list[Path]:
     """The folders in which a run on one machine has checkpoints."""
-    local, name = config.checkpoints.local, durable.run_id(config.checkpoint_folder)
-    more = [] if local is None or name is None else [Path(local.path) / f"run-{name}"]
+    name = durable.run_id(config.checkpoint_folder)
+    more = [] if config.checkpoints.local is None or name is None else [_run_folder(config, name)]
     return [config.checkpoint_folder, *more]
+
+
+def _run_folder(config: Config, name: str) -> Path:
+    assert config.checkpoints.local is not None
+    return Path(config.checkpoints.local.path) / f"run-{name}"
 
 
 def _remove_trees(folders: list[Path]) -> None:

@@ -198,7 +198,7 @@ class _Sink:
         while view and self.problem is None:
             try:
                 while not self.left:
-                    self._next()
+                    self._start(*next(self.files))
                 self.file.write(view[: self.left])
                 count = min(len(view), self.left)
                 self.left, view = self.left - count, view[count:]
@@ -209,11 +209,10 @@ class _Sink:
                 with suppress(CheckpointError):  # its disk may be broken
                     self.open.close()
 
-    def _next(self) -> None:
-        self.path, self.record = next(self.files)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.left = self.record.bytes
-        self.file = self.open.enter_context(HashedFile(self.path))
+    def _start(self, path: Path, record: FileRecord) -> None:
+        self.path, self.record, self.left = path, record, record.bytes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = self.open.enter_context(HashedFile(path))
         if not self.left:
             self._end()
 
@@ -225,10 +224,8 @@ class _Sink:
     def close(self) -> str | None:
         """What went wrong. Files without bytes that come last are made."""
         try:
-            while self.problem is None:
-                self._next()
-        except StopIteration:
-            pass
+            for path, record in self.files if self.problem is None else ():
+                self._start(path, record)
         except (OSError, CheckpointError) as error:
             self.problem = describe(error)
         with suppress(CheckpointError):

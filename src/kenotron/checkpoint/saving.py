@@ -24,7 +24,7 @@ from kenotron.checkpoint.file_writer import OpenFile
 from kenotron.checkpoint.folders import Report, list_checkpoints, publish, quiet
 from kenotron.checkpoint.leftovers import clear_leftovers
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, plain, render
-from kenotron.parallel.ranks import gather, raise_on_any_rank, rank_and_size, ranks_with, run_on_first
+from kenotron.parallel.ranks import gather, gather_at, raise_on_any_rank, rank_and_size, ranks_with, run_on_first
 from kenotron.storage.files import sync_folder, temporary_beside
 
 OF_TENSORS = ("model", "optimizer", "hooks")
@@ -132,12 +132,7 @@ def own_data(makers: dict[str, Callable[[], bytes]]) -> list[str]:
 def _write_data(folder: Path, makers: dict[str, Callable[[], bytes]]) -> dict[str, FileRecord]:
     mine = own_data(makers)
     written = raise_on_any_rank(lambda: {name: write_file(folder / name, makers[name]()) for name in mine})
-    return {
-        f"data/{name}": record
-        for place, files in gather((folder, written))
-        if place == folder
-        for name, record in files.items()
-    }
+    return {f"data/{name}": record for files in gather_at(str(folder), written) for name, record in files.items()}
 
 
 def _write_small_files(

@@ -39,7 +39,7 @@ from kenotron.checkpoint.manifest import plain
 from kenotron.checkpoint.tensors import box_of, shards, through_dcp
 from kenotron.config.errors import CheckpointError
 from kenotron.kernels.tensor_shard import TensorShard
-from kenotron.parallel.ranks import gather, rank_and_size
+from kenotron.parallel.ranks import gather_at, rank_and_size
 
 ALIGNMENT = 8
 
@@ -54,8 +54,7 @@ def write_tensors(folder: Path, tensors: dict[str, Any], open_file: OpenFile = h
     """
     writer = Writer(folder, open_file)
     write_through_dcp(writer, shards(tensors))
-    files = [of_rank for place, of_rank in gather((folder, writer.files)) if place == folder]
-    return {name: record for of_rank in files for name, record in of_rank.items()}
+    return {name: record for files in gather_at(str(folder), writer.files) for name, record in files.items()}
 
 
 def write_through_dcp(writer: Writer, pieces: dict[str, Any]) -> None:

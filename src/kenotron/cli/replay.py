@@ -99,10 +99,10 @@ def _documents(config: Config, step: int, without: list[str]) -> list[str]:
 
     with open_run(config, step, lambda line: None) as data:
         origins = step_origins(data, step)
-        found = records_of_step(data, step, origins).items()
-        for name in without:
-            if documents := [f"{file}:{number}" for (file, number), record in found if str(record) == name]:
-                without = [other for other in without if other != name] + documents
+        documents: dict[str, list[str]] = {}
+        for (file, number), record in records_of_step(data, step, origins).items():
+            documents.setdefault(str(record), []).append(f"{file}:{number}")
+        without = [each for name in without for each in documents.get(name, [name])]
         labels_of(origins, without)
     return without
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kenotron.data.sources.text import CachedText
@@ -22,6 +22,7 @@ from kenotron.text.progress import progress
 if TYPE_CHECKING:
     from kenotron.data.provenance import SampleOrigin
     from kenotron.data.run import RunData
+    from kenotron.data.source import TokenSource
 
 WHOLE = 1 << 62  # bytes of a range: more than a file has
 
@@ -81,25 +82,28 @@ def records_of_step(data: RunData, step: int, origins: Sequence[SampleOrigin]) -
         for piece in origin.pieces or ():
             wanted[piece.file].add(piece.document)
     return {
-        (file.name, document): record
-        for source in data.stage_of(step).sources
-        if isinstance(source, CachedText)
-        for file in source.files
-        if file.name in wanted
-        for document, record in records_of(source, wanted[file.name]).items()
+        (file, document): record
+        for file, source in _cached(data.stage_of(step).sources).items()
+        if file in wanted
+        for document, record in records_of(source, wanted[file]).items()
     }
 
 
 def documents_of(data: RunData, record: Record) -> list[tuple[str, int]]:
     """The documents of the cache that `record` became: file and number; empty: no cached text of the run has it."""
-    found = set()
-    for stage in data.stages:
-        for source in data.stage_of(stage.start).sources if stage.steps else ():
-            if not isinstance(source, CachedText) or record.file not in part_names(source.texts):
-                continue
-            numbers = [document for document, of in records(source) if of == record]
-            found |= {(file.name, number) for file in source.files for number in numbers}
-    return sorted(found)
+    opened = [source for stage in data.stages if stage.steps for source in data.stage_of(stage.start).sources]
+    return sorted(
+        (file, document)
+        for file, source in _cached(opened).items()
+        if record.file in part_names(source.texts)
+        for document, of in records(source)
+        if of == record
+    )
+
+
+def _cached(sources: Iterable[TokenSource]) -> dict[str, CachedText]:
+    """Those of cached text, by their file in the cache: each text once, however many stages have it."""
+    return {file.name: source for source in sources if isinstance(source, CachedText) for file in source.files}
 
 
 def _placed(texts: FileDocuments | HubDocuments) -> Iterator[tuple[DocumentChunk, Record]]:

@@ -64,9 +64,14 @@ def run_on_rank0(work: Callable[[], T]) -> T:
     return run_on_first([0], work)
 
 
+def gather_at(place: str, value: T) -> list[T]:
+    """As `gather`, of the ranks that call it with the same `place`, such as a folder."""
+    return [of_rank for other, of_rank in gather((place, value)) if other == place]
+
+
 def ranks_with(place: str) -> list[int]:
-    """The ranks that call this with the same `place`, such as a folder, in order."""
-    return [rank for rank, other in enumerate(gather(place)) if other == place]
+    """The ranks that call this with the same `place`, in order."""
+    return gather_at(place, rank_and_size()[0])
 
 
 def run_on_first(ranks: list[int], work: Callable[[], T]) -> T:
