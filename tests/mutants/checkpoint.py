@@ -11,6 +11,7 @@ UPLOADS = ("checkpoint/test_remote_checkpoints.py",)
 RANKS = ("checkpoint/test_checkpoint_ranks.py",)
 ENGINES = "checkpoint/test_engines.py"
 LOCAL = "training/test_local_checkpoints.py"
+BUFFERS = "training/test_module_buffers.py"
 
 MUTANTS = [
     Mutant(
@@ -78,6 +79,22 @@ MUTANTS = [
         tests=(
             "training/test_engines_on_ranks.py::test_the_state_of_a_hook_is_that_of_rank_0_and_whole_on_every_rank",
         ),
+    ),
+    Mutant(
+        name="buffers-copied-after-the-save",
+        file="training/saved_state.py",
+        find="    if copy_buffers:\n",
+        replace="    if False:\n",
+        why="an engine in the background saves a module's buffers as the next step's forward has left them",
+        tests=(f"{BUFFERS}::test_they_are_saved_as_forward_left_them_and_resumed",),
+    ),
+    Mutant(
+        name="buffers-of-each-rank",
+        file="observers/module_buffers.py",
+        find="    if group is None or not buffers:\n",
+        replace="    if True:\n",
+        why="the ranks' copies of a module's buffers drift apart, and a checkpoint has some of each",
+        tests=(f"{BUFFERS}::test_ranks_take_those_of_the_first_one",),
     ),
     Mutant(
         name="a-local-checkpoint-of-another-run",

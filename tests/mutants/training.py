@@ -165,7 +165,7 @@ MUTANTS = [
     Mutant(
         name="hooks-start-afresh-after-a-resume",
         file="training/saved_state.py",
-        find="            hook.load_state_dict(_joined(states[name], tensors))\n",
+        find="            hook.load_state_dict(_joined(saved[name], tensors))\n",
         replace="            pass\n",
         why="counters of guards and of users' hooks begin at 0 at every resume",
         tests=("training/test_hooks.py", "training/test_nonfinite_steps.py"),

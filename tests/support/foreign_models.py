@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def random_model(which: str, **keys: Any) -> PreTrainedModel:
     """A model of transformers, fp32, in eval mode, with weights so large that every part of the maths shows."""
     logging.set_verbosity_error()
-    config = AutoConfig.for_model(which, **deepcopy(_TOKENS | MODELS[which] | keys))
+    config = AutoConfig.for_model(which, **deepcopy(_TOKENS | MODELS.get(which, {}) | keys))
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -125,12 +125,12 @@ def test_the_count_survives_a_restart(tmp_path: Path) -> None:
         train_quietly(tiny_config(tmp_path, poison([5, 6]), allowed, "tokens.train_steps=9"))
 
 
-def test_the_count_of_a_checkpoint_from_before_the_package_was_renamed_is_found() -> None:
+def test_every_hook_finds_its_own_state_in_a_checkpoint() -> None:
     first, second, guard = Recorder(), Recorder(), NonFiniteGuard()
     load_hook_states(
         [first, second, guard],
         {
-            "kenotron.train.guards.NonFiniteGuard": {"in_a_row": 2, "total": 5},
+            "kenotron.training.guards.NonFiniteGuard": {"in_a_row": 2, "total": 5},
             "support.user_parts.Recorder#2": {"seen": 3, "name": ""},
             "another.Hook": {"unknown": True},
         },

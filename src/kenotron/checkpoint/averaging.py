@@ -60,6 +60,9 @@ def average(
     Raises InputError (CheckpointError) where fewer than two are given, a weight is not above 0, `output` holds
     checkpoints, one is damaged, or their models, tensors or tokenizers differ.
     """
+    from kenotron.checkpoint.tensors import torch_dtype
+    from kenotron.kernels.tensor_shard import TensorShard
+
     root = Path(output)
     if list_checkpoints(root) or (root.exists() and not root.is_dir()):
         raise InputError(f"{root} holds checkpoints already (or is a file); name a new folder")
@@ -72,10 +75,9 @@ def average(
     def mean(name: str, entry: Entry) -> Tensor:
         if progress:
             progress(next(done), len(newest.tensors))
-        return _mean(parts, name, entry)
-
-    from kenotron.checkpoint.tensors import torch_dtype
-    from kenotron.kernels.tensor_shard import TensorShard
+        if torch_dtype(entry.dtype).is_floating_point:
+            return _mean(parts, name, entry)
+        return newest.read(name, (0,) * len(entry.shape), entry.shape)  # counters and masks have no mean
 
     tokenizer = newest.path / "tokenizer"
     sources = [{"path": str(part.path), "weight": part.share} for part in parts]

@@ -129,11 +129,14 @@ def _part(model: Model, part: ModelPart | None, dtype: torch.dtype, mesh: Mesh, 
 
 @torch.no_grad()
 def fill(part: Decoder, source: Source) -> None:
-    """Read this rank's block of every parameter of `part`; a copy of a tied weight is read where its owner is."""
+    """Read this rank's block of every parameter of `part`, a copy of a tied weight where its owner is, and buffers."""
     copies = part.tied_copies()
     for name, parameter in part.named_parameters(remove_duplicate=True):
         rows = part.config.vocab_size if name in part.vocab_parameters else None
         _read(copies.get(name, name), shard_of(parameter), rows, source)
+    for name, buffer in part.saved_buffers().items():
+        check_shape(source, name, tuple(buffer.shape))
+        buffer.copy_(source.weights[name])
 
 
 def _read(name: str, shard: TensorShard, rows: int | None, source: Source) -> None:

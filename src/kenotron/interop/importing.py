@@ -23,6 +23,7 @@ from kenotron.config.errors import InputError
 from kenotron.interop.hf_config import Report, quiet
 from kenotron.interop.sources import Source, check_shape, hf_source, skeleton
 from kenotron.kernels.tensor_shard import TensorShard
+from kenotron.models import named_state
 from kenotron.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def from_hf(
     if folders.list_checkpoints(root) or (root.exists() and not root.is_dir()):
         raise InputError(f"{root} holds checkpoints already (or is a file); name a new folder")
     source = hf_source(src, report, family)
-    wanted = dict(skeleton(source.model).named_parameters())
+    wanted = dict(named_state(skeleton(source.model)))
     done = itertools.count(1)
 
     def read(name: str) -> Tensor:
@@ -60,10 +61,10 @@ def from_hf(
         return source.weights[name].contiguous()
 
     tensors = {}
-    for name, parameter in wanted.items():
-        check_shape(source, name, tuple(parameter.shape))
-        one = source.weights.block(name, (0,) * parameter.dim(), (1,) * parameter.dim())  # it has the dtype
-        tensors[name] = TensorShard.later(tuple(parameter.shape), one.dtype, partial(read, name))
+    for name, tensor in wanted.items():
+        check_shape(source, name, tuple(tensor.shape))
+        one = source.weights.block(name, (0,) * tensor.dim(), (1,) * tensor.dim())  # it has the dtype
+        tensors[name] = TensorShard.later(tuple(tensor.shape), one.dtype, partial(read, name))
     config = _config(source, str(src), root)
     return saving.save(
         root,

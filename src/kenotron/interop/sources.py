@@ -27,6 +27,7 @@ from kenotron.interop.hf_weights import Box, Stored, Weights, hf_weights
 from kenotron.interop.rope_layout import is_rotated, to_halves, to_interleaved
 from kenotron.interop.tensor_names import in_our_names
 from kenotron.interop.whole_weights import read_whole
+from kenotron.models import named_state
 from kenotron.models.family import EMBEDDING, HEAD, family_of
 from kenotron.models.foreign import HuggingFaceArchitecture
 from kenotron.text.tokenizer import TOKENIZER_FILES
@@ -77,7 +78,7 @@ def hf_source(path: str | Path, report: Report = quiet, family: str | None = Non
         known = ", ".join(WEIGHT_DTYPES)
         raise InputError(f"{folder / 'config.json'}: dtype: expected one of {known}, found {dtype!r}")
     model = Model.model_validate({"model_config": architecture, "init_method": {"path": str(path)}, "dtype": dtype})
-    shapes = {name: tuple(parameter.shape) for name, parameter in skeleton(model).named_parameters()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_state(skeleton(model))}
     if isinstance(architecture, HuggingFaceArchitecture):
         weights = read_whole(folder, shapes)
     else:
@@ -197,7 +198,7 @@ def _check_extra(source: Source, wanted: DecoderArchitecture) -> None:
     """Weights that the wanted model has no place for, such as biases, must not be dropped in silence."""
     if source.architecture == wanted:
         return
-    expected = dict(skeleton(source.model.model_copy(update={"architecture": wanted})).named_parameters())
+    expected = dict(named_state(skeleton(source.model.model_copy(update={"architecture": wanted}))))
     extra = sorted(set(source.weights) - set(expected) - {HEAD})
     if extra:
         raise InputError(

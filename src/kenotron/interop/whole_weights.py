@@ -48,7 +48,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
             raise InputError(f"{folder} {what} {name!r} ({len(said[key])} in all)")
     for name, found, expected in sorted(said["mismatched_keys"]):
         raise InputError(f"{folder}: {name} has shape {list(found)}, and its config says {list(expected)}")
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return dict(model.state_dict())  # with buffers, such as the correction of router scores
 
 
 def write_whole(
@@ -59,10 +59,13 @@ def write_whole(
 
     module = _empty(architecture)
     with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(weights[name])
+        state = module.state_dict()
+        for name in weights:
+            state[name].copy_(weights[name])
+        for parameter in module.parameters():  # buffers keep their dtype
+            parameter.data = parameter.to(getattr(torch, dtype))
     with _quietly():
-        module.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=size_limit)
+        module.save_pretrained(folder, max_shard_size=size_limit)
 
 
 def _empty(architecture: HuggingFaceArchitecture) -> Any:

@@ -42,6 +42,7 @@ __all__ = [
     "initialize_model",
     "materialize",
     "named_parameters",
+    "named_state",
     "zero_vocabulary_padding",
 ]
 
@@ -66,6 +67,13 @@ def named_parameters(*parts: Decoder) -> Iterator[tuple[str, nn.Parameter]]:
     for part in parts:
         copies = part.tied_copies()
         yield from ((name, p) for name, p in part.named_parameters(remove_duplicate=True) if name not in copies)
+
+
+def named_state(*parts: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds of the model: `named_parameters`, and the buffers that a foreign module saves."""
+    yield from named_parameters(*parts)
+    for part in parts:
+        yield from part.saved_buffers().items()
 
 
 def materialize(model: Decoder, device: torch.device | str, trained_on: torch.device | str | None = None) -> None:

@@ -135,6 +135,10 @@ class Decoder(nn.Module):
         for buffer in self.buffers():
             buffer.zero_()
 
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Buffers that a checkpoint holds, beside the weights: none of those here."""
+        return {}
+
     def ties(self) -> dict[str, str]:
         """Names that stand for one weight, and the name that owns it; the same in every part of a model."""
         return {HEAD: EMBEDDING} if self.config.tie_word_embeddings else {}

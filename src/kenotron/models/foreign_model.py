@@ -7,7 +7,7 @@
 Its parameters keep the names that they have in the module. What the field's wrappers get wrong is settled here:
 
 * Buffers, such as rotary frequencies, are computed when the module is made, and are not lost with the meta device's
-  weights: they are constants. What a forward writes into one is not saved.
+  weights. Those in the module's state_dict are saved and loaded with the weights; only a training step changes them.
 * The module stays in eval mode: its dropout would draw from torch's global generator.
 * Tied weights are tied again whenever parameters were replaced.
 * In bfloat16 it runs under autocast, with fp32 weights in every layout.
@@ -17,7 +17,7 @@ Its parameters keep the names that they have in the module. What the field's wra
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -57,7 +57,9 @@ class ForeignModel(Decoder):
         self._module = (module,)  # in a tuple, and its dictionaries shared: names are the module's own
         for own in ("_parameters", "_modules", "_buffers"):
             self.__dict__[own] = module.__dict__[own]
-        self._constants = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        self._fresh_buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        self._saved = [name for name in module.state_dict() if name in self._fresh_buffers]
+        _check_extra_state(module)
         family.plan = family.plan_of(module)
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -87,7 +89,7 @@ class ForeignModel(Decoder):
 
     def logits(self, tokens: Tensor, ctx: Context, dtype: torch.dtype) -> Tensor:
         """``[sequences, length]`` → ``[sequences, length, vocab]``, computed in `dtype`."""
-        with self.autocast(tokens.device, dtype):
+        with self.autocast(tokens.device, dtype), nullcontext() if self.training else self.buffers_kept():
             return self.foreign.logits(self.foreign_module, tokens, ctx)
 
     def autocast(self, device: torch.device, dtype: torch.dtype | None = None) -> torch.autocast:
@@ -112,7 +114,7 @@ class ForeignModel(Decoder):
         tokens = torch.zeros(ctx.shape, dtype=torch.int64, device=device)
         other = tokens.clone()
         other[:, :half] = 1
-        with torch.compiler.set_stance("force_eager"):
+        with torch.compiler.set_stance("force_eager"), self.buffers_kept():
             one, two = (self.logits(each, packed, torch.float32)[:, half:] for each in (tokens, other))
         change = float((one - two).abs().max() / one.abs().max())
         if change > LEAK:
@@ -129,9 +131,26 @@ class ForeignModel(Decoder):
 
     def reset_buffers(self, device: torch.device | str) -> None:
         """The values, and dtypes, that the module's constructor computed."""
-        for name, value in self._constants.items():
-            parent, _, leaf = name.rpartition(".")
-            self.get_submodule(parent)._buffers[leaf] = value.to(device)
+        for name, value in self._fresh_buffers.items():
+            self._set_buffer(name, value.to(device, copy=True))
+
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Those of the module's state_dict; forward may write them, in place or by assignment."""
+        return {name: self.get_buffer(name) for name in self._saved}
+
+    @contextmanager
+    def buffers_kept(self) -> Iterator[None]:
+        """What forward writes into saved buffers is undone afterwards: it is no training step."""
+        before = [(name, buffer, buffer.clone()) for name, buffer in self.saved_buffers().items()]
+        try:
+            yield
+        finally:
+            for name, buffer, value in before:
+                self._set_buffer(name, buffer.copy_(value))
+
+    def _set_buffer(self, name: str, value: Tensor) -> None:
+        parent, _, leaf = name.rpartition(".")
+        self.get_submodule(parent)._buffers[leaf] = value
 
     def tie_weights(self) -> None:
         """Share what the module ties."""
@@ -194,6 +213,15 @@ class ForeignModel(Decoder):
         matrices = sum(p.numel() for p in self.parameters() if p.dim() > 1)
         attended = 4.0 * self.config.num_hidden_layers * self.config.hidden_size * sequence_length
         return 2.0 * (matrices - looked_up + heads) + attended / (2 if causal else 1)
+
+
+def _check_extra_state(model: nn.Module) -> None:
+    for module in model.modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise InputError(
+                f"model.model_config: {type(module).__name__} has get_extra_state, which checkpoints do not hold; "
+                f"expected its state in buffers (register_buffer)"
+            )
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ signals.py        SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop
 data_stall.py     a step that waits long for its batches
 stragglers.py     a rank that is slower than the others
 nonfinite.py      where NaN or infinity comes from
+module_buffers.py     buffers that a foreign module writes
 replicas.py       what several ranks hold alike, compared
 spikes.py         steps with spikes of loss or gradient are left out
 snapshot.py       a copy of weights and optimizer in host memory
@@ -26,6 +27,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kenotron.models.foreign import ForeignArchitecture
 from kenotron.observers.benchmark import Benchmark
 from kenotron.observers.compression import Compressors
 from kenotron.observers.data_stall import LONG_S, DataStall
@@ -63,6 +65,10 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
         from kenotron.observers.spikes import SpikeGuard
 
         hooks.append(SpikeGuard(config.optimizer.spikes))
+    if isinstance(config.model.decoder, ForeignArchitecture):
+        from kenotron.observers.module_buffers import ModuleBuffers
+
+        hooks.append(ModuleBuffers())
     if config.logging.sample_prompts:
         from kenotron.observers.samples import SampleCompletions
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from kenotron.config.errors import InputError
 from kenotron.data.provenance import step_origins
 from kenotron.models import named_parameters
+from kenotron.observers.module_buffers import buffers_kept
 from kenotron.optim.clip import clip_gradients
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.ranks import gather
@@ -100,7 +101,7 @@ def _computed_again(run: Run, hooks: Any) -> tuple[StepResult, Finding | None]:
     assert run.last_result is not None
     # Compiled blocks would pass over the hooks.
     eager = torch.compiler.set_stance("force_eager") if run.config.model.compile else nullcontext()
-    with eager, hooks() as found:
+    with eager, buffers_kept(run), hooks() as found:
         real_tokens = count_real_tokens(run, run.batches)
         losses = forward_backward(run, run.batches, 1.0 / max(real_tokens, 1))
     loads_of_step(run)  # counted twice otherwise

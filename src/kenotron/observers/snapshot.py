@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kenotron.models import named_parameters
+from kenotron.observers.module_buffers import saved_buffers
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.shards import shard_of
 from kenotron.training.expert_loads import mixtures
@@ -75,13 +76,14 @@ class Snapshot:
 
 
 def _tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
-    """This rank's shards of the weights, and the loads of experts that the next step's loss takes."""
+    """This rank's shards of the weights, the loads of experts that the next step's loss takes, a module's buffers."""
     for module in run.roots:
         data_parallel.reshard_params(module)
     for name, parameter in named_parameters(*run.parts):
         yield name, _local(parameter)
     for layer, mixture in mixtures(run):
         yield f"previous load of layer {layer}", mixture.previous_load
+    yield from saved_buffers(run).items()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ class SpikeGuard(Hook):
         if (phase := [stage.number, stage.length_at(run.step + 1)]) != self.phase:
             self.window, self.phase = [], phase
         spike = max(self._z_scores([lm_loss, grad_norm])) > self.settings.z_score
-        return not (any_rank(spike, run.device) if run.mesh.world_size > 1 else spike)
+        return not any_rank(spike, run.mesh.world_size, run.device)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Remember a step that was accepted; record one that was not, and return to the snapshot if it is due.

@@ -194,8 +194,10 @@ def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.Reduc
     return x
 
 
-def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether `flag` is true on any rank of the run; every rank makes the call. The host waits for the other hosts."""
+def any_rank(flag: bool, world_size: int, device: torch.device) -> bool:
+    """Whether `flag` is true on any rank of the run. All of them make the call; the host waits for the other hosts."""
+    if world_size == 1:
+        return flag
     votes = torch.tensor(int(flag), device=_host_or(device, None))
     dist.all_reduce(votes, op=dist.ReduceOp.MAX)
     return bool(votes)

@@ -55,7 +55,7 @@ class CheckpointHook(Hook):
         if run.step % run.config.checkpoints.checkpoint_interval == 0:
             self._save(run)
             return
-        if run.engine.in_flight and not _on_any_rank(run, not run.engine.settled()):
+        if run.engine.in_flight and not any_rank(not run.engine.settled(), run.mesh.world_size, run.device):
             self._announce(run, run.engine.collect())
         if run.local is not None and run.config.checkpoints.saves_at(run.step) and not run.finished:
             self._save_local(run, run.local)
@@ -135,9 +135,9 @@ def save(
     moments = state_tensors(named_parameters(*run.parts), run.optimizer) if run.optimizer.state else None
     hooks, tensors = hook_states(run)
     content: dict[str, Any] = {
-        "model": model_tensors(*run.parts),
+        "model": model_tensors(*run.parts, copy_buffers=run.engine.in_background),
         "optimizer": None if moments is None else optimizer_tensors(moments, run.parts),
-        "hooks": tensors if _on_any_rank(run, bool(tensors)) else None,
+        "hooks": tensors if any_rank(bool(tensors), run.mesh.world_size, run.device) else None,
         "state": manifest_state(run) | {"hooks": hooks} | (more_state or {}),
         "config_yaml": _config_text(run),
         "model_config": run.config.model.architecture.model_dump(mode="json", by_alias=True),
@@ -166,10 +166,6 @@ def _log(run: Run, outcome: Saved | Unsaved, is_local: bool) -> None:
 
 def _is_local(run: Run, outcome: Saved | Unsaved) -> bool:
     return outcome.path.parent != run.config.checkpoint_folder
-
-
-def _on_any_rank(run: Run, flag: bool) -> bool:
-    return flag if run.mesh.world_size == 1 else any_rank(flag, run.device)
 
 
 def _config_text(run: Run) -> str:

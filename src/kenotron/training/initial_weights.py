@@ -91,7 +91,9 @@ def _copy_from(source: WeightReader, targets: dict[str, TensorShard], path: str)
                 f"model.init_method.path: {name} is {list(source.shape(name))} in {path}, but the config makes it "
                 f"{list(shard.shape)}"
             )
-        for row, rows in _in_rows(shard.tensor):
+        if not shard.shape:
+            shard.tensor.copy_(source.block(name, (), ()))
+        for row, rows in _in_rows(shard.tensor) if shard.shape else ():
             rows.copy_(source.block(name, (shard.offset[0] + row, *shard.offset[1:]), tuple(rows.shape)))
 
 

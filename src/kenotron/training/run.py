@@ -149,7 +149,7 @@ class Run:
             return
         if self.mesh.world_size == 1:
             self.stop_reason = self.stop_requested
-        elif any_rank(self.stop_requested is not None, self.device):
+        elif any_rank(self.stop_requested is not None, self.mesh.world_size, self.device):
             self.stop_reason = next(reason for reason in gather(self.stop_requested) if reason)
 
     def record_metric(

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from kenotron.kernels.tensor_shard import TensorShard
-from kenotron.models import named_parameters
+from kenotron.models import named_state
 from kenotron.models.decoder import Decoder
 from kenotron.parallel.shards import shard_of
 from kenotron.training.hooks import Hook
@@ -24,13 +25,16 @@ if TYPE_CHECKING:
 TENSOR = "kenotron.tensor"
 """In the JSON state of a hook, the one key of what stands for a tensor; its value is the tensor's name."""
 
-# Packages that were renamed: hooks are found in checkpoints that were written before.
-RENAMED_PACKAGES = {"kenotron.train.": "kenotron.training."}
 
+def model_tensors(*parts: Decoder, copy_buffers: bool = False) -> dict[str, TensorShard]:
+    """Name → this rank's block of a weight or saved buffer, sharing its memory, without vocabulary padding.
 
-def model_tensors(*parts: Decoder) -> dict[str, TensorShard]:
-    """Parameter name → this rank's block of it, sharing its memory, without vocabulary padding."""
-    return {name: _without_padding(name, parameter, parts[0]) for name, parameter in named_parameters(*parts)}
+    `copy_buffers`: buffers have memory of their own, which the next forward pass does not write.
+    """
+    tensors = dict(named_state(*parts))
+    if copy_buffers:
+        tensors |= {name: each.clone() for name, each in tensors.items() if not isinstance(each, Parameter)}
+    return {name: _without_padding(name, tensor, parts[0]) for name, tensor in tensors.items()}
 
 
 def optimizer_tensors(tensors: dict[str, Tensor], parts: Sequence[Decoder]) -> dict[str, TensorShard]:
@@ -94,10 +98,9 @@ def hook_states(run: Run) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def load_hook_states(hooks: Sequence[Hook], saved: dict[str, dict[str, Any]], tensors: dict[str, Tensor]) -> None:
     """Give every hook its state, of what `hook_states` returned; a hook that is not in it keeps its own."""
-    states = {_present_name(name): state for name, state in saved.items()}
     for name, hook in named_hooks(hooks):
-        if name in states:
-            hook.load_state_dict(_joined(states[name], tensors))
+        if name in saved:
+            hook.load_state_dict(_joined(saved[name], tensors))
 
 
 def _joined(value: Any, tensors: dict[str, Tensor]) -> Any:
@@ -117,10 +120,3 @@ def named_hooks(hooks: Sequence[Hook]) -> Iterator[tuple[str, Hook]]:
         name = f"{type(hook).__module__}.{type(hook).__qualname__}"
         seen[name] += 1
         yield (name if seen[name] == 1 else f"{name}#{seen[name]}"), hook
-
-
-def _present_name(name: str) -> str:
-    for old, new in RENAMED_PACKAGES.items():
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return name
