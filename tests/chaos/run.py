@@ -2,13 +2,17 @@
 
     python -m chaos.run [--faults 62] [--every 26] [--layout "parallelism.dp=2 parallelism.tp=2"]
 
-    62 faults in 1702 s: 62 survived, mean stall 1.31 s, longest 2.6 s
+    62 faults in 1702 s: 62 survived, mean stall 2.05 s
+    38 times kill or stop a rank: mean stall 1.73 s, longest 3.1 s
+    14 times hang a rank: mean stall 6.60 s, longest 7.2 s
+    10 times kill a spare: mean stall 0.12 s, longest 0.3 s
     3120 steps: every loss, gradient norm and hash of weights equals that of a run without faults
     95.2% of its steps per second
 
-A rank is killed or stopped (SIGSTOP), or a spare process is killed. The stall of a fault is the time until the job has
-done the first step that it had not done before, steps that are done again included, less the time of one step. Exit
-code 1 if the job ended, or if a number differs.
+A rank is killed, stopped (SIGSTOP) or hangs in Python, or a spare process is killed. The stall of a fault is the time
+until the job has done the first step that it had not done before, steps that are done again included, less the time of
+one step. That of a hang begins with `TIMEOUT_S`, for which the other ranks wait. Exit code 1 if the job ended, or if a
+number differs.
 """
 
 from __future__ import annotations
@@ -29,9 +33,13 @@ from typing import Any
 
 import yaml
 
+from kenotron.config.dotted import search_path
 from support.tiny_run import KENOTRON, environment, tiny_dict
 
-FAULTS = ("kill a rank", "kill a rank", "kill a rank", "stop a rank", "kill a spare")
+FAULTS = ("kill a rank", "kill a rank", "kill a rank", "stop a rank", "hang a rank", "kill a spare")
+GROUPS = {"kill or stop a rank": FAULTS[:4], "hang a rank": FAULTS[4:5], "kill a spare": FAULTS[5:]}
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "hang": signal.SIGUSR2}  # user_parts.HangOnSignal
+TIMEOUT_S = 5.0
 EQUAL = ("lm_loss", "grad_norm", "lr", "consumed_tokens", "state_hash")
 GIVE_UP_S = 120.0
 LOOK_EVERY_S = 0.02
@@ -48,19 +56,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         job = Job(Path(temporary) / "faults", options.layout.split())
-        began, stalls = time.monotonic(), []
+        began, stalls = time.monotonic(), list[tuple[str, float]]()
         try:
             for number in range(1, options.faults + 1):
                 job.train_for(draw.uniform(0.5, 1.5) * options.every)
                 kind = draw.choice(FAULTS)
-                stalls.append(job.suffer(kind, draw))
-                print(f"fault {number}: {kind} at step {job.steps()}: {stalls[-1]:.2f} s", flush=True)
+                stalls.append((kind, job.suffer(kind, draw)))
+                print(f"fault {number}: {kind} at step {job.steps()}: {stalls[-1][1]:.2f} s", flush=True)
             job.train_for(options.every / 2)
         finally:
             seconds = time.monotonic() - began
             steps, code = job.stop()
-        print(f"\n{options.faults} faults in {seconds:.0f} s: {len(stalls)} survived, mean stall ", end="")
-        print(f"{statistics.fmean(stalls):.2f} s, longest {max(stalls):.1f} s", flush=True)
+        print(f"\n{options.faults} faults in {seconds:.0f} s: {len(stalls)} survived, ", end="")
+        print(f"mean stall {statistics.fmean(stall for _, stall in stalls):.2f} s", flush=True)
+        for name, kinds in GROUPS.items():
+            if of_kinds := [stall for kind, stall in stalls if kind in kinds]:
+                print(f"{len(of_kinds)} times {name}: mean stall {statistics.fmean(of_kinds):.2f} s, ", end="")
+                print(f"longest {max(of_kinds):.1f} s", flush=True)
         quiet = Job(Path(temporary) / "no-faults", [*options.layout.split(), f"tokens.train_steps={steps}"])
         quiet.wait()
         different = differences(job.metrics(), quiet.metrics())
@@ -95,7 +107,7 @@ class Job:
             cwd=folder,
             stdout=subprocess.DEVNULL,
             stderr=self.errors,
-            env=environment(folder, TMPDIR=str(folder / "tmp"), OMP_NUM_THREADS="1"),
+            env=environment(folder, TMPDIR=str(folder / "tmp"), OMP_NUM_THREADS="1", PYTHONPATH=search_path()),
         )
         self._wait_until(lambda: self.steps() > 0)
         self.first_step_at = time.monotonic()
@@ -129,7 +141,7 @@ class Job:
         what, _, whom = kind.partition(" a ")
         process = draw.choice(self._ranks() if whom == "rank" else self._spares())
         before, started = self.steps(), time.monotonic()
-        os.kill(process, signal.SIGSTOP if what == "stop" else signal.SIGKILL)
+        os.kill(process, SIGNALS[what])
         self._wait_until(lambda: self.steps() > before + 1)
         step = statistics.median(line["elapsed_time_per_iteration_ms"] for line in self.metrics()[-50:]) / 1000
         return max(time.monotonic() - started - 2 * step, 0.0)
@@ -169,6 +181,8 @@ def config(folder: Path) -> dict[str, Any]:
     content["model"]["model_config"] |= {"hidden_size": 128, "intermediate_size": 384, "max_position_embeddings": 128}
     content["tokens"] |= {"sequence_length": 128, "micro_batch_size": 4, "train_steps": 1_000_000}
     content["checkpoints"] |= {"checkpoint_interval": 10, "keep_last": 2}
+    content["general"]["hooks"] = ["support.user_parts.HangOnSignal"]
+    content["parallelism"] = {"timeout_seconds": TIMEOUT_S}
     return content
 
 

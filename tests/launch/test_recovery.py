@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -138,4 +139,18 @@ def test_torchrun_with_spares_is_refused(tmp_path: Path, nursery: Nursery) -> No
 @pytest.mark.slow
 def test_faults_at_random_moments(capsys: pytest.CaptureFixture[str]) -> None:
     assert chaos.main(["--faults", "3", "--every", "5", "--layout", "parallelism.dp=2 optimizer.zero_stage=1"]) == 0
-    assert "every loss, gradient norm and hash of weights equals that" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "every loss, gradient norm and hash of weights equals that" in said
+    assert " kill or stop a rank: mean stall " in said
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_replaced_after_the_timeout(tmp_path: Path) -> None:
+    job = chaos.Job(tmp_path, ["parallelism.dp=2"])
+    try:
+        job.train_for(0.5)
+        stall = job.suffer("hang a rank", random.Random(0))
+    finally:
+        job.stop()
+    assert stall > chaos.TIMEOUT_S
+    assert "has waited more than 5 s (parallelism.timeout_seconds)" in (tmp_path / "stderr.txt").read_text()

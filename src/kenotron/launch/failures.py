@@ -59,7 +59,8 @@ class Watch:
     failure is there already. `timeout_seconds` is how long a collective may wait before it counts as a hang.
 
     Where ranks are replaced (`recovery`), `report_hang` receives the ranks that hang and the report about them, and
-    `release` makes this rank's collectives raise, so that it leaves them; `leave_within_s` is longer.
+    `release` makes this rank's collectives raise, so that it leaves them; `leave_within_s` is longer, and
+    `look_every_s` shorter, as all ranks wait for the last one to notice.
     """
 
     def __init__(
@@ -68,12 +69,14 @@ class Watch:
         report_hang: Callable[[Sequence[int], str], None] | None = None,
         release: Callable[[], None] | None = None,
         leave_within_s: float = LEAVE_WITHIN_S,
+        look_every_s: float = LOOK_EVERY_S,
     ) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout_seconds = timeout_seconds
         self.report_hang = report_hang
         self.release = release
         self.leave_within_s = leave_within_s
+        self.look_every_s = look_every_s
         self.store = _store(self.rank)
         self.found: Failure | None = None
         self.over = threading.Event()
@@ -154,7 +157,7 @@ class Watch:
 
     def _look_until_over(self) -> None:
         timer = hangs.CollectiveTimer(self.timeout_seconds)
-        while not self.over.wait(LOOK_EVERY_S):
+        while not self.over.wait(self.look_every_s):
             try:
                 if self._read() is not None:
                     return self._end()

@@ -38,7 +38,7 @@ from kenotron.launch.environment import end_with_parent
 from kenotron.launch.error_records import ENDED_BY_ANOTHER, record
 from kenotron.launch.failures import Watch
 from kenotron.launch.rank import note, read_work
-from kenotron.launch.recovery import LEAVE_WITHIN_S
+from kenotron.launch.recovery import LEAVE_WITHIN_S, LOOK_EVERY_S
 from kenotron.models import build
 from kenotron.parallel.device import memory
 from kenotron.storage.files import replace_file
@@ -89,6 +89,8 @@ def warm_up(folder: Path) -> None:
     if isinstance(config, Config):
         with torch.device("meta"):
             build(config.model)
+    gc.collect()
+    gc.freeze()  # a collection looks at what a run has made, and not for 0.2 s at what was imported
 
 
 def keeps_memory(before: int) -> bool:
@@ -132,7 +134,8 @@ def run(folder: Path, generation: int, store: dist.TCPStore) -> int | None:
         else:
             group = dist.PrefixStore(f"group/{generation}", store)
             release = partial(break_connections, store.port)
-            watch = partial(Watch, report_hang=report_hang, release=release, leave_within_s=LEAVE_WITHIN_S)
+            times = {"leave_within_s": LEAVE_WITHIN_S, "look_every_s": 2 * LOOK_EVERY_S}
+            watch = partial(Watch, report_hang=report_hang, release=release, **times)
             work_as_rank(config, work, options, group, watch)
         leave()
     except KeyboardInterrupt:

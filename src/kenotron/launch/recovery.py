@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.05
 LEAVE_WITHIN_S = 5.0  # how long a rank may take to leave the group of one that has failed; else it is replaced, too
 STOPPED_FOR_S = 1.0  # a process that is stopped (SIGSTOP) for longer has failed; a whole job that is stopped has not
-START_SPARES_EVERY_S = 10.0
+START_SPARES_EVERY_S = 5.0  # and not with a generation, whose ranks need the cores until they train again
 MOST_FAULTS_WITHOUT_PROGRESS = 3
 
 
@@ -106,7 +106,7 @@ class ReplacedRanks:
             failed, why = self._failed()
             if failed:
                 self._replace(failed, why)
-            elif time.monotonic() - self.started_at > START_SPARES_EVERY_S:  # one may have died
+            elif time.monotonic() - self.started_at > START_SPARES_EVERY_S:  # one has a place now, or has died
                 self._fill_up(self.spares)
 
     def end(self) -> None:
@@ -148,7 +148,6 @@ class ReplacedRanks:
         self._records().mkdir()
         ranks = {number: rank for rank, number in enumerate(self.places)}
         self.store.set(f"generation/{self.generation}", json.dumps(ranks))
-        self._fill_up(self.spares)
 
     def _records(self) -> Path:
         return self.folder / f"generation-{self.generation}"
