@@ -344,9 +344,9 @@ class FullDisk(kn.Hook):
     [
         (
             OutOfMemory,
-            r"^out of memory \(.*\); lower tokens.micro_batch_size, now 4 \(raise .* to keep the batch\), set "
-            r"parallelism.recompute_layer: true, or split the model: parallelism.tp, parallelism.pp, "
-            r"optimizer.zero_stage: 3$",
+            r"^out of memory \(.*\); try tokens.micro_batch_size=2 tokens.batch_accumulation_per_replica=2 \(weights, "
+            r"gradients and optimizer state need .* GiB a rank, and each sequence .* GiB\); or split the model: "
+            r"parallelism.tp, parallelism.pp, optimizer.zero_stage: 3$",
         ),
         (
             FullDisk,

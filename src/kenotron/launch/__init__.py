@@ -14,6 +14,7 @@ functions.py        how it is named for them
 environment.py      torchrun's variables; devices and threads shared among the ranks
 failures.py         a rank that raises or dies ends all of them, and is reported as the cause
 machine_limits.py   a machine whose memory or disk is too small
+memory_needed.py    what a rank needs, and what would fit
 error_records.py    how a rank's error reaches the launcher
 hangs.py            a collective that some rank does not join: which one, and who
 """

@@ -32,9 +32,10 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     if ranks.local_world_size < ranks.world_size:
         check_shared(config.checkpoint_folder, config.checkpoints.checkpoints_path_is_shared_file_system)
     local = local_tier(config, ranks)
-    with machine_limits(config):
+    with machine_limits(config, device):
         config = run_on_rank0(lambda: interop.resolve_architecture(config))
         fetch_checkpoints(config, fresh)
+    with machine_limits(config, device):  # with the architecture, from which memory is estimated
         run = training.train(
             config,
             mesh,

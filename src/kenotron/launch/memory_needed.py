@@ -1,0 +1,165 @@
+"""What a rank's memory must hold, and overrides of the same batch that are likely to fit.
+
+    free 70 GiB; weights, gradients and optimizer state 22 GiB; a sequence 9 GiB
+
+    tokens.micro_batch_size=8    22 + 8 x 9 = 94
+    tokens.micro_batch_size=4    22 + 4 x 9 = 58, and some to spare (`usable`)
+
+Weights, gradients and optimizer state are those of `parallel.data`'s table, 16 bytes a parameter for AdamW on one rank.
+A sequence is what autograd keeps of it, counted in a forward pass on the meta device, and a quarter more for what lives
+only within an operation.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from kenotron.models import Context, build, named_parameters
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
+    from kenotron.models.decoder import Decoder
+
+WITHIN_OPERATIONS = 1.25
+GIB = 1 << 30
+SPLIT = "split the model: parallelism.tp, parallelism.pp, optimizer.zero_stage: 3"
+
+
+def free_memory(device: torch.device, ranks_on_machine: int) -> int | None:
+    """Bytes that a rank may use on `device` besides what its process has; None where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu" or not Path("/proc/self/statm").exists():
+        return None
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    allowed = available if limit == resource.RLIM_INFINITY else max(limit - mapped, 1)
+    return min(available // ranks_on_machine, allowed)
+
+
+def usable(free: int) -> float:
+    """What to plan for: some is fragmented, and libraries and threads take some."""
+    return max(0.85 * (free - GIB / 4), free / 4)
+
+
+def what_fits(config: Config, free: int | None) -> str:
+    """What to change in `config`, which did not fit into `free` bytes of a rank."""
+    states = state_bytes(config, config.zero_stage)
+    if free is not None and states > free:
+        return f"{_in_words(states, free)}: try {_smaller_states(config, states, free)}"
+    tokens, layout = config.tokens, config.parallelism
+    if layout.pp_engine == "afab" and tokens.batch_accumulation_per_replica > layout.pp > 1:
+        return f"try parallelism.pp_engine=1f1b, which keeps activations of {layout.pp} micro-batches, not of all"
+    for recompute in dict.fromkeys((layout.recompute_layer, True)):
+        sizes = [size for size in range(tokens.micro_batch_size, 0, -1) if tokens.micro_batch_size % size == 0]
+        sizes = sizes[1:] if recompute == layout.recompute_layer else sizes
+        each = sequence_bytes(config, recompute) if free is not None and sizes else None
+        for size in sizes:
+            if free is None or each is None:
+                return f"try {_overrides(config, size, recompute)}; or {SPLIT}"
+            if states + size * each < usable(free):
+                why = f"{_in_words(states, free)}, and each sequence {each / GIB:.3g} GiB"
+                return f"try {_overrides(config, size, recompute)} ({why}); or {SPLIT}"
+    return f"lower tokens.sequence_length, now {tokens.sequence_length}, or {SPLIT}"
+
+
+def _smaller_states(config: Config, states: float, free: int) -> str:
+    stage = config.zero_stage
+    stages = [other for other in (1, 2, 3) if config.parallelism.dp > 1 and stage in (0, 1, 2) and other > stage]
+    fits = [f"optimizer.zero_stage={other}" for other in stages if state_bytes(config, other) < usable(free)]
+    ways = [*fits[:1], f"{math.ceil(states / usable(free))} times as many ranks along parallelism.tp or pp"]
+    return ", or ".join(ways)
+
+
+def _overrides(config: Config, size: int, recompute: bool) -> str:
+    tokens = config.tokens
+    count = tokens.batch_accumulation_per_replica * tokens.micro_batch_size // size
+    changed = [f"tokens.micro_batch_size={size}", f"tokens.batch_accumulation_per_replica={count}"]
+    changed = changed if size < tokens.micro_batch_size else []
+    return " ".join(changed + ["parallelism.recompute_layer=true"] * (recompute > config.parallelism.recompute_layer))
+
+
+def _in_words(states: float, free: int) -> str:
+    return f"weights, gradients and optimizer state need {states / GIB:.3g} of {free / GIB:.3g} GiB a rank"
+
+
+def state_bytes(config: Config, stage: int | str) -> float:
+    """Bytes of fp32 masters, optimizer state, gradients and weights at work on a rank, with this `zero_stage`."""
+    layout, model = config.parallelism, _on_meta(config)
+    factory: Any = config.optimizer.optimizer_factory  # one of several sections, which differ in name
+    sizes = {name: parameter.numel() for name, parameter in named_parameters(model)}
+    count, split = sum(sizes.values()), layout.tp * layout.pp
+    moments = 8.0 if factory.name != "sgd" else 4.0 * (factory.momentum > 0)
+    if factory.name == "muon":  # one of matrices, AdamW's two of embedding and head
+        moments = 4 + 4 * sum(sizes.get(name, 0) for name in model.vocab_parameters) / count
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    held = (count - experts * (1 - 1 / layout.expert_parallel_size)) / split
+    ranks = (layout.dp_shard or layout.dp) * layout.context_parallel_size if stage != 0 else 1
+    share = count / split / ranks if ranks > 1 else held
+    gradients = held if layout.pp > 1 or stage in (0, 1) else share
+    width = getattr(torch, config.model.dtype).itemsize
+    at_work = width * held if (ranks > 1 and stage in (1, 2)) or (ranks == 1 and width < 4) else 0.0
+    return at_work + (0.0 if layout.cpu_offload else (4 + moments) * share + 4 * gradients)
+
+
+def sequence_bytes(config: Config, recompute: bool) -> float | None:
+    """Bytes of the activations of one sequence on a rank; None for a model that does not run on the meta device.
+
+    Models of transformers may read numbers there, and torch has no kernel for experts in float32.
+    A rank of a pipeline has fewer layers, and as many times the micro-batches that wait for their backward pass.
+    """
+    layout = config.parallelism
+    try:
+        kept = whole = _kept(config, 2, False) - _kept(config, 1, False)
+        if recompute:  # and one layer is whole in backward
+            kept = _kept(config, 2, True) - _kept(config, 1, True) + whole // config.model.decoder.num_hidden_layers
+    except Exception:  # whatever torch or a model of one's own raises there
+        return None
+    return WITHIN_OPERATIONS * kept / (layout.tp if layout.tp_mode == "REDUCE_SCATTER" else 1)
+
+
+def _kept(config: Config, sequences: int, recompute: bool) -> int:
+    """Bytes that autograd keeps of whole sequences."""
+    length = math.ceil(max(config.sequence_lengths.values()) / config.parallelism.context_parallel_size)
+    model, kept = _on_meta(config), dict[int, Tensor]()  # by storage: several operations keep the same one
+    model.set_recompute(recompute)
+    model.set_compute_dtype(getattr(torch, config.model.dtype))
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.device("meta"), saved_tensors_hooks(keep, lambda tensor: tensor):
+        tokens = torch.zeros(sequences * length, dtype=torch.int64)
+        model(tokens, Context((sequences, length), tokens, _attention), tokens)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def _on_meta(config: Config) -> Decoder:
+    with torch.device("meta"):
+        return build(config.model)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
+    result: Tensor = _Attention.apply(q, k, v)
+    return result
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what attention without a matrix of scores keeps: inputs and output."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        ctx.save_for_backward(q, k, v, out)
+        return out
