@@ -240,3 +240,16 @@ def test_datastates_at_the_top_level_belongs_to_checkpoints(minimal: dict[str, A
     assert lines == ["datastates is now checkpoints.datastates"]
     with pytest.raises(InputError, match="checkpointing_engine: expected datastates, whose settings"):
         load(minimal, ["checkpoints.checkpointing_engine=async"])
+
+
+@pytest.mark.parametrize("own", ["checkpoints", "s3://bucket/run"])
+def test_a_run_that_resumes_from_itself_needs_no_key(minimal: dict[str, Any], own: str) -> None:
+    """nanotron's YAML of `s3_upload` names its own bucket, which is empty when it first starts."""
+    minimal["checkpoints"] |= {"checkpoints_path": "checkpoints", "resume_checkpoint_path": own}
+    minimal["s3_upload"] = {"upload_s3_path": "s3://bucket/run", "remove_after_upload": False}
+    config, lines = upgraded(minimal)
+    assert config.checkpoints.resume_checkpoint_path is None
+    assert lines == ["a run resumes from its own checkpoints; checkpoints.resume_checkpoint_path ignored"]
+    minimal["checkpoints"]["resume_checkpoint_path"] = f"{own}/10"
+    config, lines = upgraded(minimal)
+    assert (config.checkpoints.resume_checkpoint_path, lines) == (f"{own}/10", [])

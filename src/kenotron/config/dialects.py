@@ -10,6 +10,7 @@ initializer_range: 0.02       →       std: 0.02, and two more keys of Mamba's 
 pad_vocab_size_multiple: 8    →       make_vocab_size_divisible_by: 8
 _use_doc_masking: true        →       document_masking: true, beside model_config
 datastates: {…}               →       checkpoints: {datastates: {…}}
+resume_checkpoint_path: a     →       (removed, where the run's own checkpoints go to a)
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def upgrade(document: Document) -> Iterator[str]:
         _doc_masking,
         _mamba,
         _datastates,
+        _resume_from_itself,
     ):
         yield from rewrite(document)
 
@@ -188,3 +190,14 @@ def _datastates(document: Document) -> Iterator[str]:
         )
     yield at_line(document, ("datastates",), "datastates is now checkpoints.datastates")
     document.move(("datastates",), new)
+
+
+def _resume_from_itself(document: Document) -> Iterator[str]:
+    """nanotron resumes from what this key names, or starts anew while nothing is there; here a run does so anyway."""
+    at = ("checkpoints", "resume_checkpoint_path")
+    own = (document.get("checkpoints", "checkpoints_path"), document.get("s3_upload", "upload_s3_path"))
+    if document.get(*at) and document.get(*at) in own:
+        yield at_line(
+            document, at, "a run resumes from its own checkpoints; checkpoints.resume_checkpoint_path ignored"
+        )
+        document.put(at, None)
