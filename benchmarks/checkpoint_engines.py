@@ -103,7 +103,6 @@ def configure(arguments: argparse.Namespace, folder: Path) -> kn.config.Config: 
             "checkpoints": {
                 "checkpoints_path": str(folder / "ours"),
                 "checkpoint_interval": 10**6,
-                "datastates": {"host_cache_size": arguments.cache},
                 "writer": "python" if arguments.disk_steps is None else "slow_disk.slow_file",
             },
             "logging": {"log_dir": str(folder / "logs"), "log_level": "error"},
@@ -162,7 +161,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
             os.environ[RATE] = str(size / (arguments.disk_steps * plain))
         for way in ways:  # plans, memory, imports
             before = memory()
-            engines[way] = find_engine(ENGINES[way])(config) if way in ENGINES else None
+            engines[way] = make_engine(ENGINES[way], config, arguments.cache) if way in ENGINES else None
             first[way] = a_round(way, run, engines[way], folder, Times())
             times[way].memory = memory() - before
         for _ in range(arguments.rounds):
@@ -176,6 +175,12 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
             if engine is not None:
                 engine.close()
         close(run)
+
+
+def make_engine(name: str, config: kn.config.Config, cache: float) -> Engine:  # type: ignore[name-defined]
+    """The engine `name`, with `cache` GiB if it is datastates."""
+    settings = [f"checkpoints.datastates={{host_cache_size: {cache}}}"] if name == "datastates" else []
+    return find_engine(name)(kn.load(config, [f"checkpoints.checkpointing_engine={name}", *settings]))
 
 
 def memory(process: int | None = None) -> float:
