@@ -2,16 +2,16 @@
 
     python -m soak.run [--kills 1000]
 
-    1000 kills in 1204 s: all processes 512, a rank 391, a writer 97; 480 of them within a save
     one process: 1324 steps, 310 of them done again: every loss, gradient norm … equals that of a run without kills
-    two ranks: 711 steps, 203 of them done again: every loss, gradient norm … equals that of a run without kills
+    dp 2: 711 steps, 203 of them done again: every loss, gradient norm … equals that of a run without kills
+    …
+    1000 kills in 1204 s: all processes 512, a rank 391, a writer 97; 480 of them within a save
 
-Two runs are killed beside one another, one of a process and one of two ranks, each with the engines torch, async and
-datastates in turns and a checkpoint every step or every second. SIGKILL comes at a random moment of the start or of the
-steps, to all processes at once, to one rank, or to a process that writes checkpoints, which the run survives. What was
-announced is never lost: the run goes on at that checkpoint or at a newer one. Exit code 1 if it does not, if a
-checkpoint is damaged, if a rank hangs, or if a number differs, also of steps that are done again. Ctrl-C ends the kills
-early, not the comparison.
+The runs of `RUNS`, two at a time, each with the engines torch, async and datastates in turns and a checkpoint every
+step or every second. SIGKILL comes at a random moment of the start or of the steps, to all processes at once, to one
+rank, or to a process that writes checkpoints, which the run survives. What was announced is never lost: the run goes on
+at that checkpoint or at a newer one. Exit code 1 if it does not, if a checkpoint is damaged, if a rank hangs, or if a
+number differs, also of steps that are done again. Ctrl-C ends the kills early, not the comparison.
 """
 
 from __future__ import annotations
@@ -39,10 +39,18 @@ from chaos.run import EQUAL, differences
 from support.nursery import Child, Finished, Nursery
 from support.tiny_run import equal_bits, metrics, saved_weights, tiny_config, tiny_yaml
 
+EXPERTS = "model.model_config.num_local_experts=4"
+MAMBA = "{is_mamba_config: true, hidden_size: 16, num_hidden_layers: 2, vocab_size: 64, state_size: 4}"
+PIPELINE = ("parallelism.pp=2", "tokens.micro_batch_size=2", "tokens.batch_accumulation_per_replica=2")
 RUNS = {  # overrides, and the share of all kills: two ranks take longer to start, and one of them to see the other end
-    "one process": ((), 0.7),
-    "two ranks": (("parallelism.dp=2", "tokens.micro_batch_size=2"), 0.3),
+    "one process": ((), 0.35),
+    "dp 2": (("parallelism.dp=2", "tokens.micro_batch_size=2"), 0.15),
+    "tp 2": (("parallelism.tp=2",), 0.13),
+    "pp 2": (PIPELINE, 0.13),
+    "experts, ZeRO 3": (("parallelism.dp=2", "tokens.micro_batch_size=2", "optimizer.zero_stage=3", EXPERTS), 0.14),
+    "Mamba": ((f"model.model_config={MAMBA}",), 0.1),
 }
+AT_ONCE = 2
 ENGINES = ("torch", "async", "datastates")
 KINDS = ("all processes", "all processes", "a rank", "a rank", "a writer")
 AT_THE_START = 0.25  # of the kills, counted from the start of the run; the others from its first step
@@ -60,25 +68,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     over = threading.Event()
     with (
         tempfile.TemporaryDirectory(prefix="soak-") as temporary,
-        ThreadPoolExecutor(len(RUNS)) as threads,
+        ThreadPoolExecutor(AT_ONCE) as threads,
         contextlib.ExitStack() as opened,
     ):
         soaks = []
         for name, (overrides, share) in RUNS.items():
             folder = Path(temporary) / name.replace(" ", "-")
             soak = Soak(name, folder, overrides, random.Random(f"{options.seed} {name}"))
-            soaks.append((opened.enter_context(soak), round(share * options.kills)))
+            soaks.append((soak, round(share * options.kills)))
         opened.callback(over.set)
         opened.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, lambda *_: over.set()))
         began = time.monotonic()
-        futures = [threads.submit(soak.suffer, kills, over) for soak, kills in soaks]
-        for future in as_completed(futures):
-            future.result()
+        futures = [threads.submit(soak.run, kills, over) for soak, kills in soaks]
+        different = [future.result() for future in as_completed(futures)]
         kinds = sum((soak.kinds for soak, _ in soaks), Counter())
         within = sum(soak.within_a_save for soak, _ in soaks)
         print(f"\n{kinds.total()} kills in {time.monotonic() - began:.0f} s: ", end="")
         print(f"{', '.join(f'{kind} {count}' for kind, count in kinds.items())}; {within} of them within a save")
-        different = [future.result() for future in [threads.submit(soak.compare) for soak, _ in soaks]]
         return int(any(different))
 
 
@@ -104,6 +110,14 @@ class Soak:
             _kill(child.pid)
         for nursery in self.nurseries:
             nursery.__exit__()
+
+    def run(self, kills: int, over: threading.Event) -> bool:
+        """`kills` kills, and the comparison; returns whether anything differs. Nothing, if it is `over` already."""
+        if over.is_set():
+            return False
+        with self:
+            self.suffer(kills, over)
+            return self.compare()
 
     def suffer(self, kills: int, over: threading.Event) -> None:
         """`kills` kills, then a few steps to the end of the run."""
