@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,7 @@ def init(**options):
 
 started, left = [], []
 put = lambda value: value
+shutdown = lambda: None
 
 class Task:
     def __init__(self, work, arguments):
@@ -217,6 +219,18 @@ def test_a_cluster_that_is_not_there_is_told_before_anything_is_written(
     with pytest.raises(InputError, match=message):
         tokenize_on(cluster, ["nothing"], "nothing", tmp_path / "tokens", OPTIONS)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ray_that_does_not_answer_is_one_line(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise ConnectionError("Failed to connect\nand more")
+
+    ray = types.SimpleNamespace(init=init, exceptions=types.SimpleNamespace(RayError=OSError))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr("kenotron.prepare.executors.find_spec", lambda name: "ray")
+    monkeypatch.setenv("RAY_ADDRESS", "here:6379")
+    with pytest.raises(InputError, match=r"ray: no cluster at here:6379 \(RAY_ADDRESS\): Failed to connect$"):
+        run_on(Cluster("ray"), "tokens")
 
 
 def test_options_of_a_cluster_without_one_are_refused(corpus: Path) -> None:

@@ -41,6 +41,7 @@ from kenotron.text.progress import Report
 from kenotron.text.tokenizer import load_tokenizer
 
 EXECUTORS = ("local", "slurm", "ray")
+FAILED = "failed"  # the folder of the logs where a task that fails says why
 
 
 @dataclass(frozen=True)
@@ -77,23 +78,38 @@ def tokenize_on(
     make_folder(output)
     with lock_output(output, report):
         begin(work, output)
-    step = ShardTokenizer(inputs, tokenizer, output, options)
+    logs = output.absolute().with_name(f"{output.name}.logs")
+    shutil.rmtree(logs / FAILED, ignore_errors=True)
+    step = ShardTokenizer(inputs, tokenizer, output, options, logs / FAILED)
     tasks = min(cluster.tasks or len(work.shards), len(work.shards))
-    executor = _executor(cluster, step, tasks, output.absolute().with_name(f"{output.name}.logs"))
+    executor = _executor(cluster, step, tasks, logs)
     try:
         executor.run()
     except subprocess.CalledProcessError as error:  # its message is on the terminal
         raise InputError(f"--executor {cluster.executor}: {error.cmd[0]} refused the job") from None
+    finally:
+        if cluster.executor == "ray":
+            import ray
+
+            ray.shutdown()  # which prints what is left of the tasks' output: an error comes after it
     if cluster.executor == "slurm":
         report(f"{counted(tasks, 'task')} handed to Slurm; {output}/manifest.json is written when all are done")
         return None
     if (done := finished(work, output)) is None:
         missing = len(missing_shards(work, output))
         raise InputError(
-            f"{output}: {missing} of {counted(len(work.shards), 'shard')} missing; run the same command again to "
-            f"continue"
+            f"{output}: {missing} of {counted(len(work.shards), 'shard')} missing{_first_failure(logs / FAILED)}; run "
+            f"the same command again to continue; logs: {logs}"
         )
     return done
+
+
+def _first_failure(failed: Path) -> str:
+    """What the first task that failed left in `failed`: Ray's executor tells no more than how many did."""
+    notes = sorted(failed.glob("*"))
+    if not notes:
+        return ""
+    return f"; {counted(len(notes), 'task')} failed, the first (task {int(notes[0].name)}): {notes[0].read_text()}"
 
 
 class ShardTokenizer(PipelineStep):
@@ -102,14 +118,27 @@ class ShardTokenizer(PipelineStep):
     name = "shards"
     type = "Kénotron"
 
-    def __init__(self, inputs: Sequence[str], tokenizer: str, output: Path, options: TokenizeOptions) -> None:
+    def __init__(
+        self, inputs: Sequence[str], tokenizer: str, output: Path, options: TokenizeOptions, failed: Path | None = None
+    ) -> None:
         super().__init__()
         self.inputs, self.tokenizer, self.output, self.options = list(inputs), tokenizer, output, options
         self.folder = os.getcwd()  # what the paths are relative to
+        self.failed = failed
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
-        """Called by datatrove in every task."""
+        """Called by datatrove in every task; a file in `failed` keeps why one ended."""
         os.chdir(self.folder)
+        try:
+            return self._run(data, rank, world_size)
+        except Exception as error:
+            if self.failed is not None:
+                self.failed.mkdir(parents=True, exist_ok=True)
+                name = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+                (self.failed / f"{rank:05d}").write_text(f"{name}{error}")
+            raise
+
+    def _run(self, data: Any, rank: int, world_size: int) -> Any:
         work = Tokenization.plan(self.inputs, load_tokenizer(self.tokenizer), self.output, self.options)
         if finished(work, self.output) is not None:
             return data
@@ -170,5 +199,10 @@ def _executor(cluster: Cluster, step: PipelineStep, tasks: int, logs: Path) -> P
     import ray
     from datatrove.executor import RayPipelineExecutor
 
-    ray.init(ignore_reinit_error=True)
+    try:
+        ray.init(ignore_reinit_error=True)
+    except (ConnectionError, RuntimeError, ray.exceptions.RayError) as error:
+        where = os.environ.get("RAY_ADDRESS", "this machine")
+        reason = str(error).splitlines()[0]
+        raise InputError(f"--executor ray: no cluster at {where} (RAY_ADDRESS): {reason}") from None
     return RayPipelineExecutor(workers=cluster.workers or -1, **common)
