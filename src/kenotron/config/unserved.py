@@ -57,7 +57,7 @@ def take_unserved(data: dict[str, Any]) -> list[tuple[Keys, object]]:
 
     Listed keys that ask for nothing are taken out of `data`: the schema does not have them.
     """
-    return [*_keys(data), *_values(data), *_urls(data)]
+    return [*_passwords(data)] or [*_keys(data), *_values(data), *_urls(data)]  # the others repeat values
 
 
 def named(keys: Sequence[str | int], value: object) -> str:
@@ -92,16 +92,21 @@ def _values(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
 
 
 def _urls(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
-    for path in _LOCAL:
+    wrong = dict.fromkeys(_LOCAL, (_URL, "a local path"))
+    wrong |= dict.fromkeys(_STORES, (_NO_STORES, "a local path, or a store's URL such as s3://bucket/run"))
+    for path, (pattern, expected) in wrong.items():
         keys = tuple(path.split("."))
         value = _at(data, keys)
-        if isinstance(value, str) and _URL.match(value):
-            yield keys, f"{value}: expected a local path"
-    for path in _STORES:
-        keys = tuple(path.split("."))
-        value = _at(data, keys)
-        if isinstance(value, str) and _NO_STORES.match(value):
-            yield keys, f"{value}: expected a local path, or a store's URL such as s3://bucket/run"
+        if isinstance(value, str) and pattern.match(value):
+            yield keys, f"{value}: expected {expected}"
+
+
+def _passwords(data: Any, around: Keys = ()) -> Iterator[tuple[Keys, str]]:
+    """URLs as ``https://user:password@host``: configs are kept with logs and checkpoints."""
+    for name, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+        if isinstance(value, str) and re.search(r"://[^/\s]*@", value):
+            yield (*around, str(name)), "a URL with a user or password; credentials come from the environment"
+        yield from _passwords(value, (*around, str(name)))
 
 
 def _at(data: Any, keys: Sequence[str]) -> Any:

@@ -53,7 +53,9 @@ def filesystem(url: str, part_tries: int = 1) -> AbstractFileSystem:
 
     Errors (InputError): no such protocol; its driver is not installed; the network is forbidden.
     """
-    protocol = url.partition("://")[0]
+    protocol, _, rest = url.partition("://")
+    if "@" in rest.split("/")[0]:
+        raise InputError(f"{protocol}://…@…: a URL with a user or password; credentials come from the environment")
     if protocol == "hf" and (forbidden := offline_variable()):
         raise InputError(f"{url}: {forbidden}=1 forbids to ask the Hugging Face hub")
     return _filesystem(protocol, part_tries)
