@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import pickle
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +30,7 @@ from kenotron.checkpoint.reading import read_tensors
 from kenotron.config import InputError, load
 from kenotron.interop.sources import open_source
 from support.checkpoint_states import forge
-from support.damage import FUZZ, damages, harmless
+from support.damage import CANARIES, FUZZ, damages, harmless
 from support.tiny_llamas import hf_llama, our_model, save_ours
 from support.tiny_run import REPOSITORY
 
@@ -191,3 +196,43 @@ def read_all(folder: Path) -> None:
     weights = open_source(folder).weights
     for name in weights:
         weights[name]
+
+
+# ---- canaries: that they sing where a file's code is run -------------------------------------------------------
+
+
+LOADERS: dict[str, Callable[[Path], object]] = {
+    "pickle": lambda path: pickle.loads(path.read_bytes()),
+    "torch": lambda path: torch.load(path, weights_only=False),
+    "numpy": lambda path: np.load(path, allow_pickle=True),
+    "yaml": lambda path: yaml.unsafe_load(path.read_bytes()),
+    "yaml of a config": lambda path: yaml.unsafe_load(path.read_bytes()),
+    "yaml of a program": lambda path: yaml.unsafe_load(path.read_bytes()),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CANARIES))
+def test_a_reader_that_runs_a_file_s_code_is_noticed(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "canary"
+    path.write_bytes(CANARIES[name])
+    with pytest.raises(AssertionError, match=r"code of the file was run: .*(sing|os\.system)"):
+        harmless(lambda: LOADERS[name](path))
+
+
+PROGRAMS: dict[str, Callable[[], object]] = {
+    "os.system": lambda: os.system("true"),
+    "subprocess.Popen": lambda: subprocess.run(["true"], check=True),
+    "os.posix_spawn": lambda: os.posix_spawn("/bin/true", ["true"], {}),
+    "pickle.find_class": lambda: pickle.loads(b"cbuiltins\nlen\n."),
+}
+
+
+@pytest.mark.parametrize("event", sorted(PROGRAMS))
+def test_a_reader_that_starts_a_program_is_noticed_even_if_it_then_says_what_is_wrong(event: str) -> None:
+    def read() -> None:
+        PROGRAMS[event]()
+        raise InputError("damaged")
+
+    with pytest.raises(AssertionError, match=event):
+        harmless(read)
+    assert harmless(lambda: "quiet") == "quiet"

@@ -12,6 +12,7 @@ from kenotron.config.errors import InputError
 from kenotron.interop import from_nanotron
 from kenotron.interop.nanotron_files import Merged
 from kenotron.interop.sources import skeleton
+from support.damage import CANARIES, harmless
 from support.nanotron_files import EMBEDDING, write_nanotron
 from support.tiny_run import equal_bits, losses, saved_weights, tiny_config, tiny_dict, train_quietly, weights
 
@@ -204,6 +205,18 @@ def test_what_is_wrong_is_one_line_that_names_it_and_nothing_is_written(break_it
         from_nanotron(theirs, tmp_path / "ours")
     assert len(str(error.value).splitlines()) == 1
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("canary", sorted(CANARIES))
+def test_no_file_s_code_is_run(canary, theirs, tmp_path):
+    """Every kind of file in turn is a pickle, or YAML with a tag, that calls a function where it is loaded as such."""
+    whole = {path: path.read_bytes() for path in (theirs / OPTIMIZER, theirs / CONFIG, theirs / METADATA)}
+    whole[theirs / LAYER / "attn" / "o_proj" / SECOND] = (theirs / LAYER / "attn" / "o_proj" / SECOND).read_bytes()
+    for path, content in whole.items():
+        path.write_bytes(CANARIES[canary])
+        assert harmless(lambda: from_nanotron(theirs, tmp_path / "ours"), lines=True) is None, path
+        path.write_bytes(content)
+    from_nanotron(theirs, tmp_path / "ours")
 
 
 class Payload:
