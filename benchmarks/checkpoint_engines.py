@@ -257,6 +257,8 @@ def a_round(way: str, run: Run, engine: Engine | None, folder: Path, times: Time
     saving.finish()
     os.sync()
 
+    saving.call()  # so that every call below finds a save in flight, as in a long run
+    saving.step()
     started = time.perf_counter()
     for _ in range(EVERY):
         saving.call()
