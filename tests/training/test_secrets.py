@@ -95,6 +95,14 @@ def test_a_config_with_a_password_is_refused_without_repeating_it(
     assert not (tmp_path / "logs").exists()
 
 
+def test_nor_with_one_among_the_keys_of_a_mix(tmp_path: Path) -> None:
+    content: Any = tiny_dict(tmp_path)
+    content["data_stages"][0]["data"]["dataset"] = {"hf_dataset_or_datasets": {WITH_PASSWORD[0]: 0.5, "b": 0.5}}
+    with pytest.raises(InputError, match="hf_dataset_or_datasets: a URL with a user or password") as caught:
+        load(content)
+    assert SECRET not in str(caught.value)
+
+
 @pytest.mark.parametrize("url", WITH_PASSWORD)
 def test_a_file_is_not_read_by_a_url_with_a_password(url: str) -> None:
     with pytest.raises(InputError, match="a URL with a user or password") as caught:

@@ -33,7 +33,6 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "model.init_method.scaling_method": ("layer_index", "model_scale"),
 }
 
-
 # Keys that name local files or folders. A URL there would be taken for a folder called `s3:`.
 _LOCAL = (
     "general.benchmark_csv_path",
@@ -103,10 +102,13 @@ def _urls(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
 
 def _passwords(data: Any, around: Keys = ()) -> Iterator[tuple[Keys, str]]:
     """URLs as ``https://user:password@host``: configs are kept with logs and checkpoints."""
-    for name, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
-        if isinstance(value, str) and re.search(r"://[^/\s]*@", value):
-            yield (*around, str(name)), "a URL with a user or password; credentials come from the environment"
-        yield from _passwords(value, (*around, str(name)))
+    for name, value in data.items() if isinstance(data, dict) else enumerate(data if isinstance(data, list) else ()):
+        found = [each for each in (name, value) if isinstance(each, str) and re.search(r"://[^/\s]*@", each)]
+        if found:  # a mix of datasets has URLs as keys
+            at = around if name in found else (*around, str(name))
+            yield at, "a URL with a user or password; credentials come from the environment"
+        else:
+            yield from _passwords(value, (*around, str(name)))
 
 
 def _at(data: Any, keys: Sequence[str]) -> Any:
