@@ -291,7 +291,8 @@ def report(times: dict[str, Times], first: dict[str, float], size: int, cache: f
         *((f"steps in flight, {way}", middle(times[way].in_flight) / plain, 1.10, 1) for way in LAZY),
     ]
     if "dcp" in times:
-        ratios = [costs["dcp"][each] / max(costs["datastates"][each], 1e-9) for each in (0, 1)]
+        noise = 0.01 * plain  # a cost below that is not told from none
+        ratios = [costs["dcp"][each] / max(costs["datastates"][each], noise) for each in (0, 1)]
         bars += [
             (f"cost of dcp / of datastates, {what}", ratio, 5.0, -1)
             for what, ratio in zip(("every 4th step", "every step"), ratios)
