@@ -56,7 +56,7 @@ compare-power: $(VENV)/.installed-test  ## how often `kenotron compare` is right
 chaos: $(VENV)/.installed-test  ## 62 faults of ranks that spare processes replace: half an hour, and as long without faults; OPTIONS="--every 8"
 	PYTHONPATH=tests $(BIN)/python -m chaos.run $(OPTIONS)
 
-soak: $(VENV)/.installed-test  ## 1,000 kills of six runs on several layouts, which resume each time: minutes; OPTIONS="--kills 50"
+soak: $(VENV)/.installed-test  ## 1,000 kills of six runs on several layouts, which resume each time: 9 minutes; OPTIONS="--kills 50"
 	PYTHONPATH=tests $(BIN)/python -m soak.run $(OPTIONS)
 
 lint: $(VENV)/.installed-dev  ## formatting, lint, types, layering, generated docs
