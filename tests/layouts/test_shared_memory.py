@@ -16,7 +16,7 @@ from kenotron.parallel.shared_memory import PLACE_BYTES, MemoryGroup, collective
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
-    not Path(shared_memory.FOLDER).exists() or os.uname().machine != "x86_64", reason="sums are gloo's here"
+    not hasattr(os, "memfd_create") or os.uname().machine != "x86_64", reason="sums are gloo's here"
 )
 
 LARGE = PLACE_BYTES // 4 * 2 + 5  # numbers of 4 bytes: three rounds, the last of five
@@ -122,30 +122,36 @@ def test_a_wait_ends_when_it_is_abandoned() -> None:
     assert run_ranks(2, left_alone) == ["another rank has failed: all_reduce 1", ""]
 
 
+def open_files() -> list[str]:
+    """Those of this process that hold memory to share."""
+    links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    return [name for link in links if link.is_symlink() and "memfd:kenotron" in (name := os.readlink(link))]
+
+
 def without_the_file(rank: int, where: str) -> tuple[bool, list[str], list[str]]:
-    """The memory cannot be made on rank 0, or not be opened on rank 1, as on another machine."""
-    before = os.listdir(shared_memory.FOLDER)
+    """The memory cannot be made on rank 0, or not be opened on rank 1, or rank 1 has another file of that number."""
+    missing, link = Path("/missing"), os.readlink
     with pytest.MonkeyPatch.context() as patch:
         if where == "made" and rank == 0:
-            patch.setattr(shared_memory, "FOLDER", "/missing")
+            patch.setattr(os, "memfd_create", lambda _: missing.read_bytes())
         if where == "opened" and rank == 1:
-            patch.setattr(torch, "from_file", lambda *_, **__: Path("/missing").read_bytes())
+            patch.setattr(torch, "from_file", lambda *_, **__: missing.read_bytes())
+        if where == "another" and rank == 1:
+            patch.setattr(os, "readlink", lambda path: link(path).replace("kenotron", "other"))
         mesh = build_mesh({"tp": 2}, 2, "cpu")
         with collectives_in_memory(mesh):
             offered = list(collectives.in_memory)
             x = collectives.all_reduce(torch.ones(2), mesh.group("tp"))
-    dist.barrier()
-    left = [name for name in os.listdir(shared_memory.FOLDER) if name.startswith("kenotron") and name not in before]
-    return bool((x == 2).all()), offered, left
+    return bool((x == 2).all()), offered, open_files()
 
 
-@pytest.mark.parametrize("where", ["made", "opened"])
+@pytest.mark.parametrize("where", ["made", "opened", "another"])
 def test_where_memory_cannot_be_shared_gloo_sums_on_all_ranks(where: str) -> None:
     assert run_ranks(2, without_the_file, where) == [(True, [], [])] * 2
 
 
 def groups_of(rank: int) -> tuple[int, int, list[str]]:
-    """What is offered within, and afterwards, and what is left in the folder."""
+    """What is offered within, and afterwards, and which files stay open."""
     mesh = build_mesh({"dp_replicate": 2, "tp": 2}, 4, "cpu")
     assert isinstance(mesh, Mesh)
     with collectives_in_memory(mesh):
@@ -159,8 +165,7 @@ def groups_of(rank: int) -> tuple[int, int, list[str]]:
         assert float(x) == (2, 4, 2, 4)[rank]
         largest = collectives.all_reduce(torch.tensor(float(rank)), tp, dist.ReduceOp.MAX)
         assert float(largest) == (1, 1, 3, 3)[rank]
-    dist.barrier()
-    return within, len(collectives.in_memory), [n for n in os.listdir(shared_memory.FOLDER) if "kenotron-" in n]
+    return within, len(collectives.in_memory), open_files()
 
 
 def test_a_mesh_collectives_in_memory_while_it_is_asked_to() -> None:

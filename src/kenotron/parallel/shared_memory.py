@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import os
 import platform
-import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -31,7 +31,6 @@ from torch import Tensor
 from kenotron.parallel import collectives
 from kenotron.parallel.mesh import Mesh
 
-FOLDER = "/dev/shm"
 PLACE_BYTES = 512 << 10  # of one rank in one round: fits in the caches of its core
 MOST_RANKS = 4  # each reads what all have written; the ring of gloo does not
 LINE_BYTES = 64  # announcements of two ranks are never in one line of a cache
@@ -176,32 +175,34 @@ def bytes_needed(ranks: int) -> int:
 
 def share(group: dist.ProcessGroup, size: int) -> Tensor | None:
     """`size` bytes of zeros that all ranks of `group` map; None on all of them if one cannot."""
-    path, memory = "", None
+    memory, descriptor = None, None
     try:
-        if group.rank() == 0 and platform.machine() in ("x86_64", "AMD64"):
+        if group.rank() == 0 and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create"):
             with suppress(OSError):
-                path = _make_file(size)
-        paths = [path]
-        dist.broadcast_object_list(paths, group=group, group_src=0)
-        with suppress(OSError, RuntimeError):  # no such file: on another machine
-            if paths[0] and platform.machine() in ("x86_64", "AMD64"):
-                memory = torch.from_file(paths[0], shared=True, size=size, dtype=torch.uint8)
+                descriptor = _anonymous_file(size)
+        place = f"/proc/{os.getpid()}/fd/{descriptor}"
+        found = [None if descriptor is None else (place, os.readlink(place))]
+        dist.broadcast_object_list(found, group=group, group_src=0)
+        with suppress(OSError, RuntimeError):
+            if found[0] and os.readlink(found[0][0]) == found[0][1]:  # else rank 0 is on another machine
+                memory = torch.from_file(found[0][0], shared=True, size=size, dtype=torch.uint8)
         have = torch.tensor(int(memory is not None))
         dist.all_reduce(have, op=dist.ReduceOp.MIN, group=group)
     finally:
-        if path:
-            os.unlink(path)  # the memory itself lives until the last rank has unmapped it
+        if descriptor is not None:
+            os.close(descriptor)  # the memory itself lives until the last rank has unmapped it
     return memory if have else None
 
 
-def _make_file(size: int) -> str:
-    """A file of zeros whose memory is allocated: a write to what cannot be allocated later is a bus error."""
-    descriptor, path = tempfile.mkstemp(prefix="kenotron-", dir=FOLDER)
+def _anonymous_file(size: int) -> int:
+    """The descriptor of `size` zeros in memory, under a name of their own; a killed process leaves no file behind.
+
+    Allocated now: a write to memory that cannot be allocated later is a bus error.
+    """
+    descriptor = os.memfd_create(f"kenotron-{uuid.uuid4().hex}")
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError:
-        os.unlink(path)
-        raise
-    finally:
         os.close(descriptor)
-    return path
+        raise
+    return descriptor
