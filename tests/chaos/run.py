@@ -39,7 +39,7 @@ from support.tiny_run import KENOTRON, environment, tiny_dict
 FAULTS = ("kill a rank", "kill a rank", "kill a rank", "stop a rank", "hang a rank", "kill a spare")
 GROUPS = {"kill or stop a rank": FAULTS[:4], "hang a rank": FAULTS[4:5], "kill a spare": FAULTS[5:]}
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "hang": signal.SIGUSR2}  # user_parts.HangOnSignal
-TIMEOUT_S = 5.0
+TIMEOUT_S = 2.5
 EQUAL = ("lm_loss", "grad_norm", "lr", "consumed_tokens", "state_hash")
 GIVE_UP_S = 120.0
 LOOK_EVERY_S = 0.02

@@ -64,7 +64,10 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Hang:
-    """The ranks that did not join a collective (none: all are in one, but not in the same), and a report for users."""
+    """The ranks for which the others wait (none: all are in a collective, but not in the same), and a report for users.
+
+    A rank that has joined may be among them: a sum of gradients is started, and the rank hangs before it waits for it.
+    """
 
     missing: list[int]
     report: str
@@ -140,10 +143,16 @@ def find_hang(store: dist.Store, rank: int, size: int, call: PendingCall, timeou
 
     members = _members(call.group) or list(range(size))
     missing = [other for other in members if other != rank and not _has_joined(call, found[other])]
+    idle = [other for other, status in enumerate(found) if status is None or not status.communicating]
     among = "" if call.number is None else f" (number {call.number}) of {_ranks(members, size)}"
     blame = "all are in a collective, but not in the same one"
-    if missing:
+    if idle and not set(idle) & set(missing):  # those that are missing wait for one of another group
+        missing = idle
+        blame = f"all others wait for {_ranks(missing)}"
+    elif missing:
+        missing = [other for other in missing if other in idle] or missing
         blame = f"{_ranks(missing)} did not join it"
+    if missing:
         statuses = [found[other] for other in missing]
         if all(status is not None and status.reading is not None for status in statuses):
             blame += f", a data stall: {'it waits for its' if len(missing) == 1 else 'they wait for their'} batches"

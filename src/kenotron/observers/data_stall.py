@@ -71,7 +71,10 @@ def reading() -> str | None:
 
 
 def place_of(thread: int | None = threading.main_thread().ident) -> tuple[str, bool]:
-    """``file.py:31 in after_step`` of a thread, and whether it is inside torch.distributed from there."""
+    """``file.py:31 in after_step`` of a thread, and whether it is inside torch.distributed from there.
+
+    Or may be: what `kenotron.parallel` starts it waits for in native code, which has no frame.
+    """
     frame = _frame(thread)
     communicating = False
     while frame is not None and _is_library(module := frame.f_globals.get("__name__", "")):
@@ -79,6 +82,7 @@ def place_of(thread: int | None = threading.main_thread().ident) -> tuple[str, b
         frame = frame.f_back
     if frame is None:
         return "an unknown place", communicating
+    communicating = communicating or module.startswith("kenotron.parallel.")
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}", communicating
 
 

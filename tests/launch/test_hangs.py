@@ -1,10 +1,14 @@
-"""`launch.hangs.CollectiveTimer` counts by a clock that nobody sets."""
+"""`launch.hangs`: time is counted by a clock that nobody sets, and the rank that hangs is the one that is named."""
 
+import json
 import time
+from dataclasses import asdict
 
 import pytest
+import torch
 
 from kenotron.launch import hangs
+from kenotron.launch.hangs import PendingCall, RankStatus, find_hang
 
 GROUP = ("default_pg", "default")
 
@@ -57,3 +61,33 @@ def test_collectives_that_end_are_no_hang_however_many_there_are(monkeypatch: py
         clocks.passed += 1
         clocks.calls = [call(number, number, waits=False), call(number + 1, number + 1)]
         assert timer.timed_out() is None
+
+
+CALL = PendingCall("all_reduce", "data.py:221 in finish", "0", 7)
+WAITS = RankStatus("data.py:221 in finish", True, {"0": (7, "all_reduce")}, ("0", 7, "all_reduce"))
+ELSEWHERE = RankStatus("clip.py:83 in _global_norm", True, {"0": (6, "all_reduce")}, ("1", 9, "all_reduce"))
+HANGS = RankStatus("hook.py:5 in after_step", False, {"0": (6, "all_reduce")})
+HANGS_AFTER_IT = RankStatus("hook.py:5 in after_step", False, {"0": (7, "all_reduce")}, ("0", 7, "all_reduce"))
+
+
+@pytest.mark.parametrize(
+    ("statuses", "missing", "blame"),
+    [
+        ([WAITS, HANGS], [1], "rank 1 did not join it"),
+        ([WAITS, HANGS_AFTER_IT], [1], "all others wait for rank 1"),  # it has started the sum of a gradient
+        ([HANGS_AFTER_IT, WAITS], [0], "all others wait for rank 0"),  # the rank that reports is the one that hangs
+        ([WAITS, ELSEWHERE, HANGS_AFTER_IT], [2], "all others wait for rank 2"),  # rank 1 waits for it, too
+        ([WAITS, ELSEWHERE, HANGS], [2], "rank 2 did not join it"),
+        ([WAITS, ELSEWHERE], [1], "rank 1 did not join it"),
+        ([WAITS, WAITS], [], "all are in a collective, but not in the same one"),
+    ],
+)
+def test_the_rank_that_hangs_is_the_one_for_which_the_others_wait(
+    statuses: list[RankStatus], missing: list[int], blame: str
+) -> None:
+    store = torch.distributed.HashStore()
+    for rank, status in enumerate(statuses):
+        store.set(f"status/{rank}", json.dumps(asdict(status)))
+    hang = find_hang(store, 0, len(statuses), CALL, 5.0)
+    assert hang.missing == missing
+    assert hang.report.splitlines()[0].endswith(f": {blame}")
