@@ -163,8 +163,8 @@ class Job:
         return [int(path.read_text()) for path in (self.folder / "tmp").glob("kenotron-*/[0-9]*.pid")]
 
     def _spares(self) -> list[int]:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(child) for child in children.split() if int(child) not in self._ranks()]
+        """Copies of the launcher's only child."""
+        return [copy for child in children(self.process.pid) for copy in children(child) if copy not in self._ranks()]
 
     def _wait_until(self, done: Any) -> None:
         until = time.monotonic() + GIVE_UP_S
@@ -173,6 +173,11 @@ class Job:
                 self.process.kill()
                 sys.exit(f"the job has ended or hangs:\n{(self.folder / 'stderr.txt').read_text()[-3000:]}")
             time.sleep(LOOK_EVERY_S)
+
+
+def children(process: int) -> list[int]:
+    """The processes that `process` has started and that run."""
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
 def config(folder: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ launch(config)      train: in this process if it is a rank, alone or one of seve
 work_on_ranks(…)    the same for any other function of (config, mesh, device)
 local.py            the ranks of this machine, through torch's elastic launcher
 recovery.py         the same with spare processes: a rank that dies is replaced while the others stay
+forks.py            processes that start in milliseconds, as copies of one that has imported everything
 rank.py             what one of those processes runs; recovering_rank.py, where they are replaced
 functions.py        how it is named for them
 environment.py      torchrun's variables; devices and threads shared among the ranks

@@ -105,14 +105,18 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
-def check_devices(ranks_on_machine: int) -> None:
-    """Raise InputError if the machine has accelerators, but fewer than ranks: each rank needs one."""
+def accelerators() -> int:
+    """How many accelerators of this machine a run may use; 0: it uses the CPU."""
     import torch
 
-    if os.environ.get("KENOTRON_DEVICE", "") == "cpu" or not torch.cuda.is_available():
-        return
-    devices = torch.cuda.device_count()
-    if devices < ranks_on_machine:
+    on_cpu = os.environ.get("KENOTRON_DEVICE", "") == "cpu" or not torch.cuda.is_available()
+    return 0 if on_cpu else torch.cuda.device_count()
+
+
+def check_devices(ranks_on_machine: int) -> None:
+    """Raise InputError if the machine has accelerators, but fewer than ranks: each rank needs one."""
+    devices = accelerators()
+    if 0 < devices < ranks_on_machine:
         raise InputError(
             f"parallelism: {ranks_on_machine} ranks on this machine need an accelerator each, but it has {devices}; "
             f"KENOTRON_DEVICE=cpu trains on the CPU"

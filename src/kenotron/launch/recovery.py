@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron.config.errors import RunFailed
-from kenotron.launch.environment import check_cores, check_devices
+from kenotron.launch.environment import accelerators, check_cores, check_devices
+from kenotron.launch.forks import ForkedProcess, ForkServer
 from kenotron.launch.local import cause, fresh_log, rank_variables, show_cursor, signals_forwarded, write_work
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.05
 LEAVE_WITHIN_S = 5.0  # how long a rank may take to leave the group of one that has failed; else it is replaced, too
 STOPPED_FOR_S = 1.0  # a process that is stopped (SIGSTOP) for longer has failed; a whole job that is stopped has not
-START_SPARES_EVERY_S = 5.0  # and not with a generation, whose ranks need the cores until they train again
+START_SPARES_EVERY_S = 5.0  # without copies: not with a generation, whose ranks need the cores until they train again
 MOST_FAULTS_WITHOUT_PROGRESS = 3
 
 
@@ -89,7 +90,8 @@ class ReplacedRanks:
         self.count, self.spares, self.folder, self.logs = count, spares, folder, logs
         self.forwarded, self.progress, self.explain_bus_error = forwarded, progress, explain_bus_error
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.processes: list[subprocess.Popen[bytes]] = []  # all that were started; their index is their number
+        self.forks: ForkServer | None = None  # with it, processes are copies of one that has imported everything
+        self.processes: list[subprocess.Popen[bytes] | ForkedProcess] = []  # all that were started, by number
         self.places: list[int] = []  # rank → number of its process, in this generation
         self.generation = -1
         self.started_at = 0.0  # when spares were last looked after
@@ -99,6 +101,8 @@ class ReplacedRanks:
 
     def run(self) -> None:
         """Start the processes and replace those that fail, until all ranks are done."""
+        if sys.platform.startswith("linux") and accelerators() == 0:
+            self.forks = ForkServer(self._command(), self._environment())
         self._fill_up(self.count + self.spares)
         self._begin([None] * self.count)
         while any(self.processes[number].poll() != 0 for number in self.places):
@@ -106,8 +110,8 @@ class ReplacedRanks:
             failed, why = self._failed()
             if failed:
                 self._replace(failed, why)
-            elif time.monotonic() - self.started_at > START_SPARES_EVERY_S:  # one has a place now, or has died
-                self._fill_up(self.spares)
+            elif self.forks is not None or time.monotonic() - self.started_at > START_SPARES_EVERY_S:
+                self._fill_up(self.spares)  # one has a place now, or has died
 
     def end(self) -> None:
         """Kill the processes that are left: spare ones, or all after an error."""
@@ -116,21 +120,33 @@ class ReplacedRanks:
                 process.kill()
         for process in self.processes:
             process.wait()
+        if self.forks is not None:
+            self.forks.end()
 
     # ---- processes and their places --------------------------------------------------------------------------
 
     def _fill_up(self, count: int) -> None:
         """Start processes until `count` without a place are alive."""
         while len(self._idle()) < count:
-            variables = rank_variables(self.count, self.folder) | {
-                "WORLD_SIZE": str(self.count),
-                "LOCAL_WORLD_SIZE": str(self.count),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 need not outlive the others
-            }
-            arguments = [str(self.folder), str(self.logs), str(len(self.processes)), str(self.store.port)]
-            command = [sys.executable, "-P", "-m", "kenotron.launch.recovering_rank", *arguments]
-            self.processes.append(subprocess.Popen(command, env={**os.environ, **variables}))
+            number = len(self.processes)
+            if self.forks is not None:
+                self.processes.append(self.forks.start(number))
+            else:
+                self.processes.append(subprocess.Popen([*self._command(), str(number)], env=self._environment()))
         self.started_at = time.monotonic()
+
+    def _command(self) -> list[str]:
+        module = [sys.executable, "-P", "-m", "kenotron.launch.recovering_rank"]
+        return [*module, str(self.folder), str(self.logs), str(self.store.port)]
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            **rank_variables(self.count, self.folder),
+            "WORLD_SIZE": str(self.count),
+            "LOCAL_WORLD_SIZE": str(self.count),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 need not outlive the others
+        }
 
     def _idle(self) -> list[int]:
         """Numbers of the processes that are alive and have no place, those that have imported everything first."""

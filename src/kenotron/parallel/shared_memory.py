@@ -175,16 +175,16 @@ def bytes_needed(ranks: int) -> int:
 
 def share(group: dist.ProcessGroup, size: int) -> Tensor | None:
     """`size` bytes of zeros that all ranks of `group` map; None on all of them if one cannot."""
-    memory, descriptor = None, None
+    memory, descriptor, found = None, None, [("", "")]
     try:
         if group.rank() == 0 and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create"):
             with suppress(OSError):
                 descriptor = _anonymous_file(size)
-        place = f"/proc/{os.getpid()}/fd/{descriptor}"
-        found = [None if descriptor is None else (place, os.readlink(place))]
+                place = f"/proc/{os.getpid()}/fd/{descriptor}"
+                found = [(place, os.readlink(place))]
         dist.broadcast_object_list(found, group=group, group_src=0)
         with suppress(OSError, RuntimeError):
-            if found[0] and os.readlink(found[0][0]) == found[0][1]:  # else rank 0 is on another machine
+            if os.readlink(found[0][0]) == found[0][1]:  # else rank 0 is on another machine
                 memory = torch.from_file(found[0][0], shared=True, size=size, dtype=torch.uint8)
         have = torch.tensor(int(memory is not None))
         dist.all_reduce(have, op=dist.ReduceOp.MIN, group=group)
