@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from chaos import run as chaos
+from kenotron.launch import launch
 from support.nursery import Finished, Nursery
-from support.tiny_run import metrics, tiny_config, tiny_yaml
+from support.tiny_run import metrics, tiny_config, tiny_yaml, train_quietly
 
 pytestmark = pytest.mark.budget(25, reason="three processes and more, each of which imports torch for 3 s")
 
@@ -95,6 +96,20 @@ def test_a_fault_before_the_first_checkpoint_begins_again(
     assert finished.code == 0, finished.stderr
     assert finished.stdout.count("Training from step 1 ") == 2
     assert numbers(tmp_path) == without_faults
+
+
+def test_a_run_from_another_runs_checkpoint_begins_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--fresh is done before there are ranks, which alone can read that checkpoint."""
+    begun: list[bool] = []
+    monkeypatch.setattr("kenotron.launch.recovery.start_ranks_with_spares", lambda *_, **__: begun.append(True))
+    train_quietly(tiny_config(tmp_path / "parent", "tokens.train_steps=1"))
+    source = f"checkpoints.resume_checkpoint_path={tmp_path}/parent/checkpoints"
+    config = tiny_config(tmp_path / "child", source, "tokens.train_steps=2")
+    train_quietly(config)
+    launch(config, fresh=True, spares=1)
+    assert begun
+    assert [path.name for path in config.checkpoint_folder.glob("*/*") if path.name == "2"] == ["2"]
+    assert not (config.checkpoint_folder / "2").exists()
 
 
 @pytest.mark.slow
