@@ -19,6 +19,7 @@ from kenotron.data import NO_LOSS, open_run
 from kenotron.data.provenance import document_ranges, document_sightings, step_origins
 from kenotron.data.sources.text import CachedText
 from kenotron.data.text_records import documents_of, records, records_of, records_of_step
+from kenotron.text.file_documents import FileDocuments
 from support.data_runs import run_config, write_texts
 from support.written_tokens import counting, write_ds
 
@@ -133,6 +134,7 @@ TEXTS = {
     "b.txt": "".join(f"paragraph {n} of a long book {n * 7919}.\n\n" for n in range(9000)),
     "c.jsonl": "".join(json.dumps({"text": f"line {n} of c" if n % 3 else ""}) + "\n" for n in range(30)),
     "d.txt": "short",
+    "e.jsonl": "".join(json.dumps({"text": f"line {n} of e"}) + "\n" if n % 3 else " \n" for n in range(30)),
 }
 
 
@@ -150,7 +152,7 @@ def test_documents_of_cached_text_are_those_of_their_records(
         found = list(records(source))
         train, tokenizer = source.cache.train, data.tokenizer
         assert [document for document, _ in found] == list(range(len(train.ends)))
-        assert {Path(record.file).name for _, record in found} >= {"a.jsonl", "b.txt", "c.jsonl"}
+        assert {Path(record.file).name for _, record in found} >= {"a.jsonl", "b.txt", "c.jsonl", "e.jsonl"}
         for document, record in found:
             begin = int(train.ends[document - 1]) if document else 0
             text = tokenizer.decode(train.tokens[begin : int(train.ends[document]) - 1].tolist())
@@ -179,6 +181,24 @@ def test_documents_of_cached_text_are_those_of_their_records(
     with pytest.raises(SystemExit):
         main(["data", "which", str(config), "--step", "1"])
     assert f" = {record}" in capsys.readouterr().out
+
+
+def test_long_files_that_are_one_document_are_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of the embedded corpus, in which one is long enough to be cut elsewhere."""
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / f"{name}.py").write_text("".join(f"{name} = {n}\n\n" for n in range(60_000)))
+    (tmp_path / "e.py").write_text("e = 0\n")
+    files = sorted(tmp_path.glob("*.py"))
+    monkeypatch.setattr("kenotron.data.sources.text.python_stdlib", lambda: FileDocuments("x", files, chunk=None))
+    with open_run(config_of({"corpus": "python-stdlib"}, val_fraction=0.5), 1, quiet) as data:
+        source = data.stage_of(1).sources[0]
+        assert isinstance(source, CachedText)
+        train, found = source.cache.train, dict(records(source))
+        assert sorted(found) == list(range(len(train.ends)))
+        for document, record in found.items():
+            begin = int(train.ends[document - 1]) if document else 0
+            text = data.tokenizer.decode(train.tokens[begin : int(train.ends[document]) - 1].tolist())
+            assert text == Path(record.file).read_text()
 
 
 def test_samples_without_a_file_are_told_by_their_number() -> None:

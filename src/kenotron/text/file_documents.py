@@ -99,7 +99,7 @@ class FileDocuments:
         """By the bytes of every file."""
         digest = xxhash.xxh3_128(self._rules())
         for file in self.files:
-            digest.update(f"\n{_is_json(file)} {_stat(file).st_size}\n".encode())
+            digest.update(f"\n{is_json(file)} {_stat(file).st_size}\n".encode())
             with _readable(file), file.open("rb") as stream:
                 while block := stream.read(1 << 22):
                     digest.update(block)
@@ -137,7 +137,7 @@ class FileDocuments:
             return
         with _readable(file), file.open("rb") as raw:
             stream = decompressed(raw, file.suffix)
-            for text, last in (self._rows if _is_json(file) else self._chunks)(stream, raw, file, byte_range):
+            for text, last in (self._rows if is_json(file) else self._chunks)(stream, raw, file, byte_range):
                 yield DocumentChunk(text, min(raw.tell() - byte_range.start, byte_range.size), last)
 
     # ---- part by part, for a stream ----
@@ -294,10 +294,11 @@ def _walk(root: Path, is_outside: Callable[[str], bool]) -> Iterator[tuple[str, 
 
 def has_rows(file: AnyPath) -> bool:
     """Whether a file holds rows with columns, not one text."""
-    return _is_json(file) or row_reader(file.suffix) is not None
+    return is_json(file) or row_reader(file.suffix) is not None
 
 
-def _is_json(file: AnyPath) -> bool:
+def is_json(file: AnyPath) -> bool:
+    """Whether a file holds lines of JSON."""
     return _unpacked_name(file).endswith(JSON_SUFFIXES)
 
 
