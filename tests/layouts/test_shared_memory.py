@@ -170,3 +170,23 @@ def groups_of(rank: int) -> tuple[int, int, list[str]]:
 
 def test_a_mesh_collectives_in_memory_while_it_is_asked_to() -> None:
     assert run_ranks(4, groups_of) == [(2, 0, [])] * 4
+
+
+def interrupted(rank: int) -> list[str]:
+    """Another rank fails while memory is shared; what is offered to the next run in this process."""
+    mesh = build_mesh({"dp_replicate": 2, "tp": 2}, 4, "cpu")
+
+    def fail_later(group: dist.ProcessGroup, size: int) -> torch.Tensor | None:
+        if collectives.in_memory:
+            raise dist.DistBackendError("another rank has failed")
+        return share(group, size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "share", fail_later)
+        with pytest.raises(dist.DistBackendError), collectives_in_memory(mesh):
+            pass
+    return list(collectives.in_memory)
+
+
+def test_nothing_is_offered_after_a_failure_while_memory_is_shared() -> None:
+    assert run_ranks(4, interrupted) == [[]] * 4

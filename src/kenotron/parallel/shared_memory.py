@@ -153,15 +153,15 @@ def last_calls() -> list[dict[str, Any]]:
 def collectives_in_memory(mesh: Mesh) -> Iterator[None]:
     """Within it, `parallel.collectives` works in memory over those groups of `mesh` that can. Every rank enters it."""
     names = []
-    for axis in ("tp", "gradient", "expert_replicas"):
-        group = mesh.group(axis)
-        if group is None or group.size() > MOST_RANKS or group.group_name in collectives.in_memory:
-            continue
-        memory = share(group, bytes_needed(group.size()))
-        if memory is not None:
-            collectives.in_memory[group.group_name] = MemoryGroup(group, memory)
-            names.append(group.group_name)
     try:
+        for axis in ("tp", "gradient", "expert_replicas"):
+            group = mesh.group(axis)
+            if group is None or group.size() > MOST_RANKS or group.group_name in collectives.in_memory:
+                continue
+            memory = share(group, bytes_needed(group.size()))
+            if memory is not None:
+                collectives.in_memory[group.group_name] = MemoryGroup(group, memory)
+                names.append(group.group_name)
         yield
     finally:
         for name in names:
