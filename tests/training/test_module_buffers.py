@@ -62,6 +62,14 @@ class Elsewhere(Remembering):
         return {"seen": 1}
 
 
+class Complex(Remembering):
+    """Has numbers that checkpoints do not hold."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        self.register_buffer("angles", torch.ones(3, dtype=torch.complex64))
+
+
 def configure(folder: Path, *overrides: str, **keys: Any) -> Config:
     model = {"module": f"{__name__}.Remembering", "vocab_size": 61} | keys
     return load(plain_config(folder, model, {"std": 0.3, "scaling_method": "NONE"}), [EVERY_STEP, *overrides])
@@ -194,3 +202,10 @@ def test_the_buffers_of_a_model_of_transformers_come_with_its_weights(tmp_path: 
     assert torch.equal(again.get_buffer(name), theirs.get_buffer(name))
     from_hf(tmp_path / "exported", tmp_path / "back")
     assert torch.equal(saved_weights(tmp_path / "back" / "0")[name], theirs.get_buffer(name))
+
+
+def test_what_no_checkpoint_holds_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    config = configure(tmp_path, "checkpoints.checkpoint_interval=1000", module=f"{__name__}.Complex")
+    with pytest.raises(InputError, match=r"model.model_config: buffer 'angles': tensors of dtype complex64 cannot be"):
+        train_quietly(config)
+    assert not (tmp_path / "logs" / "metrics.jsonl").exists()

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kenotron.config.errors import CheckpointError, InputError
 from kenotron.training.hooks import Hook
 
 if TYPE_CHECKING:
@@ -29,6 +30,19 @@ class ModuleBuffers(Hook):
     """See the module; on all ranks."""
 
     priority = 70  # before anything looks at the model or computes the step again
+
+    def on_train_start(self, run: Run) -> None:
+        """Refuse what no checkpoint holds, now and not at the first save. Error (InputError)."""
+        from kenotron.checkpoint.tensor_writer import dtype_name  # which imports DCP
+
+        for name, buffer in saved_buffers(run).items():
+            try:
+                dtype_name(buffer.dtype)
+            except CheckpointError as error:
+                raise InputError(
+                    f"model.model_config: buffer '{name}': {error}; a constant is not saved with register_buffer(…, "
+                    "persistent=False)"
+                ) from None
 
     def before_step(self, run: Run) -> None:
         """Copy them: the step may be skipped."""
