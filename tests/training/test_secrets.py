@@ -103,6 +103,15 @@ def test_nor_with_one_among_the_keys_of_a_mix(tmp_path: Path) -> None:
     assert SECRET not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["checkpoints_path", "resume_checkpoint_path"])
+def test_nor_with_one_that_went_through_pathlib(tmp_path: Path, key: str) -> None:
+    content: Any = tiny_dict(tmp_path)
+    content["checkpoints"][key] = str(Path(WITH_PASSWORD[1]))
+    with pytest.raises(InputError, match=f"{key}: a URL with a user or password") as caught:
+        load(content)
+    assert SECRET not in str(caught.value)
+
+
 @pytest.mark.parametrize("url", WITH_PASSWORD)
 def test_a_file_is_not_read_by_a_url_with_a_password(url: str) -> None:
     with pytest.raises(InputError, match="a URL with a user or password") as caught:
