@@ -262,3 +262,25 @@ def test_a_part_without_files_is_copied_too(tmp_path: Path) -> None:
     text = manifest.render(manifest.Manifest(6, 1.0, {}, {}))
     assert machines._FolderSink(tmp_path / "1of2" / "6", text).close() is None
     assert manifest.read_manifest(tmp_path / "1of2" / "6").step == 6
+
+
+def pass_on_what_was_removed(rank: int, folder: Path) -> str | None:
+    """Each rank is a machine with a part of its own; a file of rank 0's is gone."""
+    text = f"part {rank}".encode()
+    mine = folder / f"{rank}" / f"{rank}of2" / "6"
+    mine.mkdir(parents=True)
+    record = durable.write_file(mine / "weights", text)
+    durable.write_file(mine / "manifest.json", manifest.render(manifest.Manifest(6, 1.0, {}, {"weights": record})))
+    if rank == 0:
+        (mine / "weights").unlink()
+    both = machines.Machines((0, 1), rank)
+    assert both.group
+    return both.pass_on(mine, (mine / "manifest.json").read_bytes(), mine.parent.parent / f"{1 - rank}of2" / "6")
+
+
+def test_what_arrives_is_kept_or_removed_where_the_own_part_cannot_be_read(tmp_path: Path) -> None:
+    problems = run_ranks(2, pass_on_what_was_removed, tmp_path)
+    assert str(problems[0]).startswith(f"cannot read {tmp_path}/0/0of2/6/weights: ")
+    assert str(problems[1]).endswith("has not arrived as it was sent")
+    assert verify(tmp_path / "0" / "1of2" / "6") == []
+    assert list(tmp_path.glob("*/*/*.tmp-*")) == []

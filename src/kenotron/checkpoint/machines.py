@@ -134,7 +134,7 @@ class Machines:
             exchange(sent, received)
             if received is not None:
                 sink.take(received)
-        return source.close() or sink.close()
+        return next(filter(None, (source.close(), sink.close())), None)  # both are closed
 
 
 def machine_of_each(ranks: Sequence[tuple[str, int]]) -> tuple[int, ...]:
