@@ -1,6 +1,6 @@
 """Short measurements: how fast this machine multiplies, copies, writes and reads. Each ends by itself within seconds.
 
-matmul float32, matmul bfloat16    what a run's `mfu` is a share of: parallel.device.matmul_ceiling
+matmul float32, matmul bfloat16    what a run's `matmul_share` is a share of: parallel.device.matmul_ceiling
 copy                               bytes read plus bytes written per second, of tensors that no cache holds
 write, read                        a file of 64 MiB with fsync; read back from the disk, where the system forgets caches
 fsync                              4 KiB and fsync: what a checkpoint pays for each small file
