@@ -34,7 +34,7 @@ def _say(line: str) -> None:
 
 @app.command()
 def check(file: File, overrides: Overrides = None) -> None:
-    """Check a config: keys, types, cross-checks, that everything in it is supported, and that what it names is here."""
+    """Check a config: keys, types, cross-checks, unsupported features, and that what it refers to exists."""
     config = load(file, overrides or [], report=_say)
     refuse_unsupported(config)
     _check_names(config)

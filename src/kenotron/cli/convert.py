@@ -67,7 +67,7 @@ def from_nanotron(
     src: Annotated[Path, typer.Argument(help="A checkpoint of nanotron, or a folder of checkpoints (its latest).")],
     dst: Annotated[Path, typer.Argument(help="New folder of checkpoints; the step keeps its number.")],
 ) -> None:
-    """Convert a nanotron checkpoint (Llama or Qwen2) to one that a run goes on from: weights, optimizer, position."""
+    """Convert a nanotron checkpoint (Llama or Qwen2) to one that a run resumes from: weights, optimizer, position."""
     on_this_machine(dst, "DST")
     if not src.expanduser().exists():
         raise no_such_path("SRC", src)

@@ -36,7 +36,7 @@ def submit(
     nodes: Annotated[int | None, typer.Option(min=1, help="Default: as many as the layout needs.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks of a node; default: the site's.")] = None,
     time: Annotated[str | None, typer.Option(help="Time limit, for example 20:00:00.")] = None,
-    account: Annotated[str | None, typer.Option(help="Account that is charged.")] = None,
+    account: Annotated[str | None, typer.Option(help="Account to charge.")] = None,
     partition: Annotated[str | None, typer.Option(help="Partition.")] = None,
     qos: Annotated[str | None, typer.Option(help="Quality of service.")] = None,
     sbatch: Annotated[list[str] | None, typer.Option(help="Another option of sbatch, NAME=VALUE; repeatable.")] = None,
@@ -49,7 +49,7 @@ def submit(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the job script.")] = False,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Print the job's output as it comes.")] = False,
 ) -> None:
-    """Train a config as a job of Slurm. It saves before its time limit, is requeued, and goes on by itself."""
+    """Train a config as a job of Slurm. It saves before its time limit, is requeued, and resumes."""
     from kenotron.config import dump
     from kenotron.config.runs import fill_run_name
     from kenotron.launch.slurm import jobs
@@ -118,7 +118,7 @@ def logs(
     job: JobName = None,
     log_dir: LogDir = Path("logs"),
     lines: Annotated[int, typer.Option("-n", "--lines", min=1, help="Lines from the end.")] = 40,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on as the job writes.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing as the job writes.")] = False,
 ) -> None:
     """Print the end of a job's output."""
     from kenotron.launch.slurm import jobs

@@ -45,12 +45,12 @@ class DataStates(Section):
     )
     parser_threads: int = key("Threads that copy.", 2, ge=1)
     pin_host_cache: bool = key(
-        "Pin that memory, so that an accelerator copies to it by itself; without an accelerator it has no effect.", True
+        "Pin that memory, so that an accelerator copies to it asynchronously; no effect without one.", True
     )
 
 
 class LocalCheckpoints(Section):
-    """Frequent checkpoints beside those in checkpoints_path, from which a run resumes after a fault."""
+    """Frequent checkpoints in addition to those in checkpoints_path, from which a run resumes after a fault."""
 
     path: LocalPath = key(
         "Folder on the machine's own disk or in its memory (/dev/shm/kenotron), outside of checkpoints_path; each run "
@@ -58,8 +58,8 @@ class LocalCheckpoints(Section):
     )
     interval: int = key("Steps between local checkpoints; fewer than checkpoint_interval.", ge=1)
     copy_to_next_machine: bool = key(
-        "On several machines: copy what a machine has saved to the next one, so that a run goes on from it although a "
-        "machine is lost.",
+        "On several machines: copy what a machine has saved to the next one, so that a run can resume from it even if "
+        "a machine is lost.",
         False,
     )
 
@@ -69,7 +69,7 @@ class Checkpoints(Section):
 
     checkpoints_path: LocalPath = key(
         "Folder of the run's checkpoints, with one subfolder per saved step; or the URL of a store that they are "
-        "uploaded to while training goes on (s3://, gs://, what fsspec writes to)."
+        "uploaded to while training continues (s3://, gs://, what fsspec writes to)."
     )
     staging_path: LocalPath | None = key(
         "Local folder where checkpoints are written and wait for their upload, if checkpoints_path is a URL; null: "
@@ -93,7 +93,7 @@ class Checkpoints(Section):
     )
     load_mode: LoadMode = key(
         "What a new run takes from resume_checkpoint_path: all of it (continue), or by name or as a list some of model "
-        "(weights), optimizer (its state), data (position), scheduler (position) and step; the rest starts anew.",
+        "(weights), optimizer (its state), data (position), scheduler (position) and step; the rest starts fresh.",
         "continue",
         mark=OURS,
     )

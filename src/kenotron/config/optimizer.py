@@ -203,4 +203,4 @@ class Optimizer(Section):
         ge=0,
         mark=OURS,
     )
-    spikes: Spikes | None = key("Leave steps with spikes of loss or gradient out; null: never.", None, mark=OURS)
+    spikes: Spikes | None = key("Skip steps with spikes of loss or gradient norm; null: never.", None, mark=OURS)

@@ -62,7 +62,7 @@ class ReplicaCheck(Hook):
         if problem := replica_difference(gather(block_hashes(run))):
             raise RunFailed(
                 f"step {run.step}: replicas differ: {problem}. Suspect the machine of a rank, or code that only some "
-                f"ranks run. Nothing of this step was saved; the same command goes on from the newest checkpoint."
+                f"ranks run. Nothing of this step was saved; the same command resumes from the newest checkpoint."
             )
 
 

@@ -100,7 +100,7 @@ def run_log(config: Config) -> RunLog:
 def already_finished(config: Config, start: Start) -> None:
     """Why nothing is done: the checkpoint has all steps."""
     logger.info(
-        "This run is finished: %s has all %d steps. Raise tokens.train_steps to go on, or start over with --fresh.",
+        "This run is finished: %s has all %d steps. Raise tokens.train_steps to continue, or start over with --fresh.",
         start.path,
         start.step,
     )
@@ -109,7 +109,7 @@ def already_finished(config: Config, start: Start) -> None:
 def exhausted(run: Run) -> None:
     """Why nothing is done: the data allow no further step."""
     logger.info(
-        "This run is finished: after step %d of %d, %s. To go on, add a stage that starts at step %d.",
+        "This run is finished: after step %d of %d, %s. To continue, add a stage that starts at step %d.",
         run.step,
         run.end,
         run.data.exhausted(run.step + 1),

@@ -19,7 +19,7 @@ class QwenSparseArchitecture(SparseArchitecture):
     moe_intermediate_size: int = key("Width inside an expert.", 1408, ge=1)
     norm_topk_prob: bool = key("Divide the weights of a token's experts by their sum.", False)
     decoder_sparse_step: int = key("Layers from one with experts to the next.", 1, ge=1)
-    mlp_only_layers: list[int] = key("Layers with a plain MLP all the same.", [])
+    mlp_only_layers: list[int] = key("Layers that have a plain MLP nevertheless.", [])
 
     @property
     def experts(self) -> int:
