@@ -268,7 +268,7 @@ def _tensors(
     if unknown := keys - {*MOMENTS, MASTER}:
         raise NotSupportedYet(f"{optimizer.folder}: the optimizer state {sorted(unknown)[0]!r} (there is AdamW's)")
     if not keys & set(MOMENTS):
-        report(f"{optimizer.folder}: no optimizer state; a run that resumes from here starts with a fresh one")
+        report(f"{optimizer.folder}: no optimizer state; a run that resumes from here begins with a fresh one")
     averages = sorted(keys & {"exp_avg", "exp_avg_sq"})
     done, total = itertools.count(1), len(places) * (1 + len(averages))
 
