@@ -119,8 +119,11 @@ def test_a_file_is_not_read_by_a_url_with_a_password(url: str) -> None:
     assert SECRET not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["hf://datasets/someone/data@main/a.jsonl", "s3://bucket/a@b"])
-def test_an_at_sign_behind_the_host_is_no_password(tmp_path: Path, url: str) -> None:
+@pytest.mark.parametrize(
+    "url",
+    ["hf://datasets/someone/data@main/a.jsonl", "hf://data@main/a.jsonl", "s3://bucket/a@b", "https://a.org?mail=a@b"],
+)
+def test_not_every_at_sign_is_of_a_password(tmp_path: Path, url: str) -> None:
     load(
         tiny_dict(tmp_path),
         [

@@ -101,9 +101,12 @@ def _urls(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
 
 
 def _passwords(data: Any, around: Keys = ()) -> Iterator[tuple[Keys, str]]:
-    """URLs as ``https://user:password@host``, also as pathlib has them: configs are kept with logs and checkpoints."""
+    """URLs as ``https://user:password@host``, also as pathlib has them: configs are kept with logs and checkpoints.
+
+    ``hf://gpt2@main`` names a revision.
+    """
     for name, value in data.items() if isinstance(data, dict) else enumerate(data if isinstance(data, list) else ()):
-        found = [each for each in (name, value) if isinstance(each, str) and re.search(r":/{1,2}[^/\s]*@", each)]
+        found = [each for each in (name, value) if isinstance(each, str) and re.search(r"(?<!\bhf):/{1,2}[^/?#\s]*@", each)]
         if found:  # a mix of datasets has URLs as keys
             at = around if name in found else (*around, str(name))
             yield at, "a URL with a user or password; credentials come from the environment"
