@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,6 +88,27 @@ def test_steps_computed_again_are_equal_bit_by_bit(
     assert (code, error) == (0, "")
     assert said.endswith(f"steps {first} to {step}: every number is equal\n")
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_steps_are_computed_with_the_settings_they_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run of six steps that went on to nine, with another learning rate after the sixth."""
+    decay = (
+        "checkpoints.checkpoint_interval=3",
+        "optimizer.learning_rate_scheduler.lr_decay_style=linear",
+        "optimizer.learning_rate_scheduler.min_decay_lr=0.001",
+    )
+    train_quietly(tiny_config(tmp_path, "tokens.train_steps=6", *decay))
+    train_quietly(tiny_config(tmp_path, "tokens.train_steps=9", *decay))
+    checkpoints = str(tmp_path / "checkpoints")
+    for step, first in ((8, 7), (5, 4)):
+        code, said, _ = replay(capsys, checkpoints, "--step", str(step))
+        assert said.endswith(f"steps {first} to {step}: every number is equal\n")
+        assert code == 0
+    for number in (3, 6):
+        shutil.rmtree(tmp_path / "checkpoints" / str(number))
+    code, said, _ = replay(capsys, checkpoints, "--step", "5")
+    assert code == 1
+    assert "the run went on with another schedule later" in said
 
 
 def test_another_layout_agrees_up_to_rounding(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kenotron.checkpoint.folders import Found
     from kenotron.config import Config
 
-COMPARED = ("lm_loss", "grad_norm", "state_hash")
+COMPARED = ("lm_loss", "grad_norm", "state_hash", "lr")
 ROUNDING = 1e-4  # of a loss or norm on another layout
 
 
@@ -66,6 +66,8 @@ def replay(
     differences = _differences(logged, found, compared, exact=same_layout)
     if differences:
         print("\n".join(differences))
+        if ": lr was " in differences[-1]:
+            print("the run went on with another schedule later: its settings at that step are not known any more")
         with open_run(config, step, lambda line: None) as data:
             print("\n".join(of_step(data, int(differences[0].split()[1].rstrip(":")))[1]))
         sys.exit(1)
@@ -76,7 +78,10 @@ def replay(
 
 
 def _find(checkpoints: Path, step: int) -> tuple[Config, Found | None]:
-    """The run's config, and the newest complete checkpoint before `step`; None where the run's start is nearer."""
+    """The run's config at `step`, and the newest complete checkpoint before it; None where the run's start is nearer.
+
+    A run may go on with other settings: those of a step are those of the next checkpoint after it.
+    """
     from kenotron.checkpoint.folders import list_checkpoints
     from kenotron.config.resolved import read_resolved
 
@@ -84,7 +89,8 @@ def _find(checkpoints: Path, step: int) -> tuple[Config, Found | None]:
     if not found:
         raise InputError(f"{checkpoints}: expected a run's folder of checkpoints, found no complete one")
     before = [entry for entry in found if entry.step < step]
-    config = read_resolved((before or found)[-1].path / "config.yaml")
+    after = [entry for entry in found if entry.step >= step] or found[-1:]
+    config = read_resolved(min(after, key=lambda entry: entry.step).path / "config.yaml")
     if not before and config.checkpoints.resume_checkpoint_path is not None:
         raise InputError(f"{checkpoints}: no checkpoint before step {step}; the oldest is that of {found[0].step}")
     return config, max(before, key=lambda entry: entry.step, default=None)

@@ -106,7 +106,9 @@ def _passwords(data: Any, around: Keys = ()) -> Iterator[tuple[Keys, str]]:
     ``hf://gpt2@main`` names a revision.
     """
     for name, value in data.items() if isinstance(data, dict) else enumerate(data if isinstance(data, list) else ()):
-        found = [each for each in (name, value) if isinstance(each, str) and re.search(r"(?<!\bhf):/{1,2}[^/?#\s]*@", each)]
+        found = [
+            each for each in (name, value) if isinstance(each, str) and re.search(r"(?<!\bhf):/{1,2}[^/?#\s]*@", each)
+        ]
         if found:  # a mix of datasets has URLs as keys
             at = around if name in found else (*around, str(name))
             yield at, "a URL with a user or password; credentials come from the environment"
