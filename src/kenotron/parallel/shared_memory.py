@@ -195,10 +195,7 @@ def share(group: dist.ProcessGroup, size: int) -> Tensor | None:
 
 
 def _anonymous_file(size: int) -> int:
-    """The descriptor of `size` zeros in memory, under a name of their own; a killed process leaves no file behind.
-
-    Allocated now: a write to memory that cannot be allocated later is a bus error.
-    """
+    """The descriptor of `size` zeros in memory, allocated now: a write to what cannot be later is a bus error."""
     descriptor = os.memfd_create(f"kenotron-{uuid.uuid4().hex}")
     try:
         os.posix_fallocate(descriptor, 0, size)
