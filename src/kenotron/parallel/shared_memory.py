@@ -179,7 +179,8 @@ def share(group: dist.ProcessGroup, size: int) -> Tensor | None:
     try:
         if group.rank() == 0 and platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create"):
             with suppress(OSError):
-                descriptor = _anonymous_file(size)
+                descriptor = os.memfd_create(f"kenotron-{uuid.uuid4().hex}")  # no file is left of a killed process
+                os.posix_fallocate(descriptor, 0, size)  # now: a write to what cannot be allocated is a bus error
                 place = f"/proc/{os.getpid()}/fd/{descriptor}"
                 found = [(place, os.readlink(place))]
         dist.broadcast_object_list(found, group=group, group_src=0)
@@ -192,14 +193,3 @@ def share(group: dist.ProcessGroup, size: int) -> Tensor | None:
         if descriptor is not None:
             os.close(descriptor)  # the memory itself lives until the last rank has unmapped it
     return memory if have else None
-
-
-def _anonymous_file(size: int) -> int:
-    """The descriptor of `size` zeros in memory, allocated now: a write to what cannot be later is a bus error."""
-    descriptor = os.memfd_create(f"kenotron-{uuid.uuid4().hex}")
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
