@@ -47,7 +47,6 @@ _LOCAL = (
 _STORES = ("checkpoints.checkpoints_path", "checkpoints.resume_checkpoint_path", "s3_upload.upload_s3_path")
 _NO_STORES = re.compile(r"(hf|https?|file|local):/|[A-Za-z][A-Za-z0-9+.-]+:/(?!/.)")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # `s3:/bucket` too: what pathlib makes of `s3://bucket`
-_PASSWORD = re.compile(r"(?<!\bhf):/{1,2}[^/?#\s]*@")
 
 Keys = tuple[str, ...]
 
@@ -104,7 +103,7 @@ def _urls(data: dict[str, Any]) -> Iterator[tuple[Keys, Any]]:
 def _passwords(data: Any, around: Keys = ()) -> Iterator[tuple[Keys, str]]:
     """URLs as ``https://user:password@host``, also as pathlib has them; ``hf://gpt2@main`` is a revision."""
     for name, value in data.items() if isinstance(data, dict) else enumerate(data if isinstance(data, list) else ()):
-        found = [each for each in (name, value) if isinstance(each, str) and _PASSWORD.search(each)]
+        found = [x for x in (name, value) if isinstance(x, str) and re.search(r"(?<!\bhf)://?[^/?#\s]*@", x)]
         if found:  # a mix of datasets has URLs as keys
             at = around if name in found else (*around, str(name))
             yield at, "a URL with a user or password; credentials come from the environment"
