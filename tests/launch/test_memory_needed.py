@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
@@ -105,6 +106,7 @@ def allocated_at_peak(folder: Path, size: int, recompute: bool, dtype: str) -> i
     """Bytes of tensors at once during a step, by the profiler's record of every allocation."""
     overrides = (f"model.dtype={dtype}", f"tokens.micro_batch_size={size}", f"parallelism.recompute_layer={recompute}")
     config = tiny_config(folder / f"{size}", *MEDIUM, *overrides, "tokens.train_steps=1")
+    gc.collect()  # runs of earlier tests, whose memory would count as freed here
     with torch.profiler.profile(profile_memory=True) as profile:
         train_quietly(config)
     events: list[Any] = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
