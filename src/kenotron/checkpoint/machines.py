@@ -134,7 +134,8 @@ class Machines:
             exchange(sent, received)
             if received is not None:
                 sink.take(received)
-        return next(filter(None, (source.close(), sink.close())), None)  # both are closed
+        ours, theirs = source.close(), sink.close()  # both, whatever the first reports
+        return ours or theirs
 
 
 def machine_of_each(ranks: Sequence[tuple[str, int]]) -> tuple[int, ...]:
