@@ -54,7 +54,7 @@ def test_a_rank_that_raises_ends_all_and_its_error_comes_first_with_its_tracebac
 def test_a_rank_that_is_killed_ends_all_and_is_named_with_the_signal(tmp_path: Path, nursery: Nursery) -> None:
     finished, seconds = train(nursery, tmp_path, *on_rank_1("SIGKILL"))
     assert (finished.code, seconds < GRACE_S) == (1, True)
-    assert finished.stderr.splitlines()[0] == "error: rank 1 was killed by SIGKILL; out of memory?"
+    assert re.fullmatch(r"error: rank 1 was killed by SIGKILL(; out of memory\?.*)?", finished.stderr.splitlines()[0])
     assert len(errors(finished)) == 1
     assert "Traceback" not in finished.stderr
 
@@ -68,7 +68,7 @@ def test_a_mapped_file_that_is_cut_short_while_it_is_read_is_named(tmp_path: Pat
     finished, _ = train(nursery, tmp_path, *TWO, data, hook, "tokens.train_steps=2")
     assert finished.code == 1
     assert finished.stderr.splitlines()[0] == (
-        "error: rank 1 was killed by SIGBUS: a memory-mapped file was cut short while it was read: "
+        "error: rank 1 was killed by SIGBUS; a memory-mapped file was cut short while it was read: "
         f"{path}: 50000 ids of uint16 from byte 128 on end at byte 100128, the file at byte 1000"
     )
     assert re.search(r"user_parts\.py.* in after_step", finished.stderr)

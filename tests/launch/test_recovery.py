@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -58,7 +59,7 @@ def test_a_rank_that_is_killed_is_replaced(tmp_path: Path, nursery: Nursery) -> 
     finished = train(nursery, tmp_path, fault(tmp_path, "SIGKILL", rank=1))
     assert finished.code == 0, finished.stderr
     (line,) = replaced(finished)
-    assert line.startswith("warning: rank 1 was killed by SIGKILL; out of memory?; rank 1 is process ")
+    assert re.match(r"warning: rank 1 was killed by SIGKILL; (out of memory\?.*; )?rank 1 is process ", line)
     assert [line[0] for line in numbers(tmp_path)] == list(range(1, STEPS + 1))
     assert "Loaded weights" in finished.stdout
     assert finished.stdout.count("Training from step") == 2

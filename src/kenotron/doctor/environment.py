@@ -21,6 +21,7 @@ import kenotron
 from kenotron.doctor.facts import Disk, InfinibandPort, Interface, Limits, Memory, Network, Processor, Software
 from kenotron.doctor.limited import Failed, call_limited
 from kenotron.launch.environment import cores
+from kenotron.launch.machine_memory import available_memory, cgroup_folders, memory_of_cgroup, system_file
 
 PACKAGES = [
     "torch",
@@ -42,7 +43,6 @@ PACKAGES = [
 INSTRUCTIONS = ["avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "sve2", "bf16", "i8mm"]
 NAME_RESOLVES_WITHIN_S = 3.0
 DISK_LIMIT_S = 15.0
-UNLIMITED = 1 << 60  # cgroup v1 writes a number beyond any memory where there is no limit
 
 
 def software() -> Software:
@@ -107,7 +107,7 @@ def _triton_wanted() -> str | None:
 
 def processor() -> Processor:
     """Cores by affinity and by cgroup, and the instructions that matrix products are chosen by."""
-    text = _read("/proc/cpuinfo") or ""
+    text = system_file("/proc/cpuinfo") or ""
     flags = set((_field(text, "flags") or _field(text, "Features") or "").split())
     sockets = set(re.findall(r"^physical id\s*:\s*(\d+)", text, re.MULTILINE))
     return Processor(
@@ -129,10 +129,10 @@ def _field(text: str, name: str) -> str | None:
 
 def _quota() -> float | None:
     """Cores' worth of processor time, by the first cgroup on the way up that limits it."""
-    for folder in _cgroup_folders("cpu"):
-        both = (_read(folder / "cpu.max") or "").split()  # version 2: "200000 100000" or "max 100000"
+    for folder in cgroup_folders("cpu"):
+        both = (system_file(folder / "cpu.max") or "").split()  # version 2: "200000 100000" or "max 100000"
         if len(both) != 2:
-            both = [_read(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
+            both = [system_file(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
         if both[0].isdigit() and both[1].isdigit() and int(both[1]):
             return int(both[0]) / int(both[1])
     return None
@@ -140,16 +140,14 @@ def _quota() -> float | None:
 
 def memory() -> Memory:
     """Memory by /proc/meminfo, within the cgroup's limit."""
-    lines = re.findall(r"^(\w+):\s+(\d+) kB", _read("/proc/meminfo") or "", re.MULTILINE)
+    lines = re.findall(r"^(\w+):\s+(\d+) kB", system_file("/proc/meminfo") or "", re.MULTILINE)
     size = {name: int(kilobytes) * 1024 for name, kilobytes in lines}
-    limit, used = _memory_of_cgroup()
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
-    available = size.get("MemAvailable")
-    pages = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled") or "")
+    pages = re.search(r"\[(\w+)\]", system_file("/sys/kernel/mm/transparent_hugepage/enabled") or "")
     return Memory(
         total=size.get("MemTotal", 0) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        available=available if available is None or limit is None else min(available, max(limit - used, 0)),
-        limit=limit,
+        available=available_memory(),
+        limit=memory_of_cgroup()[0],
         swap_total=size.get("SwapTotal", 0),
         swap_used=size.get("SwapTotal", 0) - size.get("SwapFree", 0),
         shm_total=shm.total if shm else None,
@@ -162,35 +160,6 @@ def memory() -> Memory:
 def _malloc(preloaded: str) -> str:
     known = [name for name in ("jemalloc", "tcmalloc", "mimalloc") if name in preloaded]
     return known[0] if known else platform.libc_ver()[0] or platform.system()
-
-
-def _memory_of_cgroup() -> tuple[int | None, int]:
-    """The smallest limit on the way up, and what that group uses beside the file cache."""
-    found: tuple[int | None, int] = (None, 0)
-    for folder in _cgroup_folders("memory"):
-        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            text = _read(folder / limit) or ""
-            if text.isdigit() and int(text) < min(found[0] or UNLIMITED, UNLIMITED):
-                cached = re.search(
-                    r"^(?:total_)?inactive_file (\d+)", _read(folder / "memory.stat") or "", re.MULTILINE
-                )
-                taken = int(_read(folder / used) or 0) - (int(cached.group(1)) if cached else 0)
-                found = int(text), max(taken, 0)
-    return found
-
-
-def _cgroup_folders(controller: str) -> list[Path]:
-    """The folders of this process's cgroup and of its parents: version 1's if it has `controller`, else version 2's."""
-    root, inside = Path("/sys/fs/cgroup"), "/"
-    for line in (_read("/proc/self/cgroup") or "").splitlines():  # "4:memory:/job" of version 1, "0::/job" of 2
-        _, names, path = line.split(":", 2)
-        if controller in names.split(","):
-            root, inside = root / controller, path
-            break
-        if not names:
-            inside = path
-    folder = root / inside.lstrip("/")
-    return [each for each in (folder, *folder.parents) if each.is_relative_to(root)]
 
 
 def disk(folder: Path) -> Disk:
@@ -215,7 +184,7 @@ def describe_disk(folder: str) -> dict[str, Any]:
 
 def _filesystem(folder: Path) -> str | None:
     """The kind of the deepest mount above `folder`: ext4, nfs4, lustre, overlay, tmpfs."""
-    mounts = [line.split() for line in (_read("/proc/mounts") or "").splitlines()]
+    mounts = [line.split() for line in (system_file("/proc/mounts") or "").splitlines()]
     above = [(len(words[1]), number, words[2]) for number, words in enumerate(mounts) if _is_below(folder, words[1])]
     return max(above)[2] if above else None
 
@@ -228,15 +197,17 @@ def network() -> Network:
     """Interfaces that are up, InfiniBand ports, and whether this machine finds itself by its name."""
     interfaces = []
     for folder in sorted(Path("/sys/class/net").glob("*")):
-        if folder.name != "lo" and _read(folder / "operstate") in ("up", "unknown"):
-            speed, mtu = _read(folder / "speed") or "", _read(folder / "mtu") or ""
+        if folder.name != "lo" and system_file(folder / "operstate") in ("up", "unknown"):
+            speed, mtu = system_file(folder / "speed") or "", system_file(folder / "mtu") or ""
             interfaces.append(
                 Interface(folder.name, int(speed) if speed.isdigit() else None, int(mtu) if mtu.isdigit() else None)
             )
     ports = []
     for folder in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
         name = f"{folder.parent.parent.name}:{folder.name}"
-        ports.append(InfinibandPort(name, "ACTIVE" in (_read(folder / "state") or ""), _read(folder / "rate") or ""))
+        ports.append(
+            InfinibandPort(name, "ACTIVE" in (system_file(folder / "state") or ""), system_file(folder / "rate") or "")
+        )
     return Network(interfaces, ports, _own_name())
 
 
@@ -270,10 +241,3 @@ def limits() -> Limits:
         return None if value == resource.RLIM_INFINITY else value
 
     return Limits(soft(resource.RLIMIT_NOFILE), soft(resource.RLIMIT_NPROC), soft(resource.RLIMIT_MEMLOCK))
-
-
-def _read(path: str | Path) -> str | None:
-    try:
-        return Path(path).read_text(errors="replace").strip()
-    except OSError:  # not there, or refused in a container
-        return None

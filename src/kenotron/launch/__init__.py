@@ -15,7 +15,7 @@ functions.py        how it is named for them
 environment.py      torchrun's variables; devices and threads shared among the ranks
 failures.py         a rank that raises or dies ends all of them, and is reported as the cause
 machine_limits.py   a machine whose memory or disk is too small
-memory_needed.py    what a rank needs, and what would fit
+memory_needed.py    what a rank needs, and what would fit; machine_memory.py, what the machine has
 error_records.py    how a rank's error reaches the launcher
 hangs.py            a collective that some rank does not join: which one, and who
 """
@@ -77,16 +77,17 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False, spares:
     if not spares and (started_as_rank() or config.parallelism.world_size == 1):
         return work_on_ranks(config, train, fresh=fresh, reopen=reopen)
     from kenotron.checkpoint.local import run_folders
-    from kenotron.training.mapped_files import truncated_file
+    from kenotron.launch import machine_limits
+    from kenotron.launch.machine_memory import out_of_memory_kills
     from kenotron.training.start import name_before_start
 
     fetch_checkpoints(config, fresh)
     config, logs = name_before_start(config, () if fresh else run_folders(config))
-    explain_bus_error = partial(truncated_file, config)
+    why_killed = partial(machine_limits.why_killed, config, out_of_memory_kills())
     if spares:
-        _start_with_spares(config, train, fresh, logs, spares, explain_bus_error)
+        _start_with_spares(config, train, fresh, logs, spares, why_killed)
         return None
-    return work_on_ranks(config, train, logs=logs, explain_bus_error=explain_bus_error, fresh=fresh)
+    return work_on_ranks(config, train, logs=logs, why_killed=why_killed, fresh=fresh)
 
 
 def _start_with_spares(
@@ -95,7 +96,7 @@ def _start_with_spares(
     fresh: bool,
     logs: Path,
     spares: int,
-    explain_bus_error: Callable[[], str | None],
+    why_killed: Callable[[int], str | None],
 ) -> None:
     from kenotron.checkpoint.folders import list_checkpoints
     from kenotron.checkpoint.local import run_folders
@@ -113,7 +114,7 @@ def _start_with_spares(
         logs,
         spares,
         progress=lambda: [entry.step for root in run_folders(config) for entry in list_checkpoints(root)],
-        explain_bus_error=explain_bus_error,
+        why_killed=why_killed,
     )
 
 
@@ -162,22 +163,23 @@ def work_on_ranks(
     work: Callable[..., T],
     *,
     logs: Path | None = None,
-    explain_bus_error: Callable[[], str | None] | None = None,
+    why_killed: Callable[[int], str | None] | None = None,
     **options: object,
 ) -> T | None:
     """Call ``work(config, mesh, device, **options)`` on every rank of `config`'s layout.
 
     `work` is a function at the top of a module that the ranks can import; `options` are JSON values. Where ranks are
     started here, those other than 0 write their output to `logs` (None: kept only until they end without an error),
-    and `explain_bus_error` returns a cause to report when one died of SIGBUS. Returns what `work` returned in this
-    process, None if it ran in others. Raises InputError if the number of processes does not fit the layout.
+    and `why_killed` returns the cause to report when one was killed by the signal that it receives, None if it does not
+    know. Returns what `work` returned in this process, None if it ran in others. Raises InputError if the number of
+    processes does not fit the layout.
     """
     check_processes(config)
     needed = config.parallelism.world_size
     if not started_as_rank() and needed > 1:
         from kenotron.launch.local import start_ranks
 
-        start_ranks(config, work, options, logs, explain_bus_error)
+        start_ranks(config, work, options, logs, why_killed)
         return None
     return _work_alone(config, work, options) if needed == 1 else work_as_rank(config, work, options)
 

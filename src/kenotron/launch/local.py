@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from kenotron.launch import RankConfig
 
 FORWARDED = ("SIGTERM", "SIGUSR1", "SIGINT")
+CUT_SHORT = "a memory-mapped file was cut short while it was read"
+USUAL_CAUSES: dict[int, str] = {signal.SIGKILL: "out of memory?", signal.SIGBUS: CUT_SHORT}
 
 
 def start_ranks(
@@ -43,7 +45,7 @@ def start_ranks(
     work: Callable[..., object],
     options: dict[str, object],
     logs: Path | None = None,
-    explain_bus_error: Callable[[], str | None] | None = None,
+    why_killed: Callable[[int], str | None] | None = None,
 ) -> None:
     """Call ``work(config, mesh, device, **options)`` in as many processes as the layout needs, and wait for them.
 
@@ -68,7 +70,7 @@ def start_ranks(
             except ChildFailedError as error:
                 show_cursor()
                 codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-                raise cause(codes, bool(forwarded), explain_bus_error, folder, logs) from None
+                raise cause(codes, bool(forwarded), why_killed, folder, logs) from None
             except SignalException:
                 raise KeyboardInterrupt from None
 
@@ -214,7 +216,7 @@ def show_cursor() -> None:
 def cause(
     exit_codes: Mapping[int, int],
     stopped: bool,
-    explain_bus_error: Callable[[], str | None] | None,
+    why_killed: Callable[[int], str | None] | None,
     folder: Path,
     logs: Path,
 ) -> BaseException:
@@ -227,11 +229,9 @@ def cause(
     rank = min(exit_codes, key=lambda each: _innocence(exit_codes[each]))
     code = exit_codes[rank]
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    why = "; out of memory?" if code == -signal.SIGKILL else ""
-    if code == -signal.SIGBUS:
-        file = explain_bus_error() if explain_bus_error is not None else None
-        why = ": a memory-mapped file was cut short while it was read" + (f": {file}" if file else "")
-    return RunFailed(f"rank {rank} {how}{why}{_last_words(rank, folder, logs)}")
+    why = why_killed(-code) if why_killed is not None and code < 0 else None
+    why = USUAL_CAUSES.get(-code, "") if why is None else why
+    return RunFailed(f"rank {rank} {how}{'; ' if why else ''}{why}{_last_words(rank, folder, logs)}")
 
 
 def _recorded(rank: int, message: dict[str, Any], folder: Path, logs: Path) -> Exception:

@@ -2,11 +2,16 @@
 
 with machine_limits(config, device):
     train(…)              # torch.OutOfMemoryError → RunFailed("out of memory …; try tokens.micro_batch_size=2 …")
+
+Linux grants most allocations, and kills a process that then uses more than there is. So there is a warning before
+training if weights, gradients and optimizer state alone do not fit, and `why_killed` for a rank that was killed.
 """
 
 from __future__ import annotations
 
 import errno
+import signal
+import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +19,11 @@ from typing import TYPE_CHECKING
 
 from kenotron.config.errors import RunFailed
 from kenotron.launch.environment import ranks_from_environment
-from kenotron.launch.memory_needed import SPLIT, free_memory, what_fits
+from kenotron.launch.local import CUT_SHORT
+from kenotron.launch.machine_memory import available_memory, out_of_memory_kills
+from kenotron.launch.memory_needed import SPLIT, free_memory, states_too_large, what_fits
 from kenotron.storage.hub import first_line
+from kenotron.training.mapped_files import truncated_file
 
 if TYPE_CHECKING:
     import torch
@@ -26,9 +34,15 @@ OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 @contextmanager
-def machine_limits(config: Config, device: torch.device) -> Iterator[None]:
-    """Raise RunFailed, with what to do, in place of torch's and Python's errors about memory and disks."""
-    free = free_memory(device, ranks_from_environment().local_world_size)
+def machine_limits(config: Config, device: torch.device, *, warn: bool = False) -> Iterator[None]:
+    """Raise RunFailed, with what to do, in place of torch's and Python's errors about memory and disks.
+
+    `warn`: print a warning first if weights, gradients and optimizer state alone do not fit.
+    """
+    ranks = ranks_from_environment()
+    free = free_memory(device, ranks.local_world_size)
+    if warn and ranks.rank == 0 and free is not None and (problem := states_too_large(config, free)):
+        print(f"warning: {problem}", file=sys.stderr, flush=True)
     try:
         yield
     except Exception as error:
@@ -41,6 +55,24 @@ def machine_limits(config: Config, device: torch.device) -> Iterator[None]:
                 f"logging.log_dir, checkpoints.checkpoints_path or KENOTRON_CACHE"
             ) from error
         raise
+
+
+def why_killed(config: Config, kills_before: int | None, number: int) -> str | None:
+    """Why a rank of `config` on this machine was killed by the signal `number`; None where that is not known.
+
+    `kills_before` is `out_of_memory_kills` before the ranks were started. "" if memory was not the reason of a SIGKILL.
+    """
+    if number == signal.SIGBUS:
+        file = truncated_file(config)
+        return f"{CUT_SHORT}: {file}" if file else None
+    kills = out_of_memory_kills()
+    if number != signal.SIGKILL or kills is None:
+        return None
+    if kills == kills_before:
+        return ""
+    available, count = available_memory(), config.parallelism.world_size
+    free = None if available is None else available // count
+    return f"out of memory? The kernel has killed processes for that since the run began; {_advice(config, free)}"
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from kenotron.launch.machine_memory import available_memory
 from kenotron.models import Context, build, named_parameters
 
 if TYPE_CHECKING:
@@ -37,10 +38,9 @@ def free_memory(device: torch.device, ranks_on_machine: int) -> int | None:
     """Bytes that a rank may use on `device` besides what its process has; None where that is not known."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if device.type != "cpu" or not Path("/proc/self/statm").exists():
+    available = available_memory()
+    if device.type != "cpu" or available is None:
         return None
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     allowed = available if limit == resource.RLIM_INFINITY else max(limit - mapped, 1)
@@ -54,9 +54,9 @@ def usable(free: int) -> float:
 
 def what_fits(config: Config, free: int | None) -> str:
     """What to change in `config`, which did not fit into `free` bytes of a rank."""
+    if free is not None and (problem := states_too_large(config, free)):
+        return problem
     states = state_bytes(config, config.zero_stage)
-    if free is not None and states > free:
-        return f"{_in_words(states, free)}: try {_smaller_states(config, states, free)}"
     tokens, layout = config.tokens, config.parallelism
     if layout.pp_engine == "afab" and tokens.batch_accumulation_per_replica > layout.pp > 1:
         return f"try parallelism.pp_engine=1f1b, which keeps activations of {layout.pp} micro-batches, not of all"
@@ -71,6 +71,12 @@ def what_fits(config: Config, free: int | None) -> str:
                 why = f"{_in_words(states, free)}, and each sequence {each / GIB:.3g} GiB"
                 return f"try {_overrides(config, size, recompute)} ({why}); or {SPLIT}"
     return f"lower tokens.sequence_length, now {tokens.sequence_length}, or {SPLIT}"
+
+
+def states_too_large(config: Config, free: int) -> str | None:
+    """What to change if weights, gradients and optimizer state alone are larger than `free` bytes; else None."""
+    states = state_bytes(config, config.zero_stage)
+    return f"{_in_words(states, free)}: try {_smaller_states(config, states, free)}" if states > free else None
 
 
 def _smaller_states(config: Config, states: float, free: int) -> str:

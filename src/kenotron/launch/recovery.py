@@ -49,7 +49,7 @@ def start_ranks_with_spares(
     logs: Path,
     spares: int,
     progress: Callable[[], object],
-    explain_bus_error: Callable[[], str | None] | None = None,
+    why_killed: Callable[[int], str | None] | None = None,
 ) -> None:
     """`local.start_ranks` with `spares` more processes, which replace ranks that fail.
 
@@ -65,7 +65,7 @@ def start_ranks_with_spares(
         for rank in range(1, count):
             fresh_log(logs, rank)
         with signals_forwarded(folder, count) as forwarded:
-            ranks = ReplacedRanks(count, spares, folder, logs, forwarded, progress, explain_bus_error)
+            ranks = ReplacedRanks(count, spares, folder, logs, forwarded, progress, why_killed)
             try:
                 ranks.run()
             finally:
@@ -83,12 +83,12 @@ class ReplacedRanks:
         logs: Path,
         forwarded: Sequence[int],
         progress: Callable[[], object],
-        explain_bus_error: Callable[[], str | None] | None,
+        why_killed: Callable[[int], str | None] | None,
     ) -> None:
         from torch.distributed import TCPStore
 
         self.count, self.spares, self.folder, self.logs = count, spares, folder, logs
-        self.forwarded, self.progress, self.explain_bus_error = forwarded, progress, explain_bus_error
+        self.forwarded, self.progress, self.why_killed = forwarded, progress, why_killed
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.forks: ForkServer | None = None  # with it, processes are copies of one that has imported everything
         self.processes: list[subprocess.Popen[bytes] | ForkedProcess] = []  # all that were started, by number
@@ -234,7 +234,7 @@ class ReplacedRanks:
             return RunFailed(why)
         codes = {rank: self.processes[number].poll() for rank, number in enumerate(self.places) if number not in late}
         failed = {rank: code for rank, code in codes.items() if code}
-        return cause(failed, bool(self.forwarded), self.explain_bus_error, self._records(), self.logs)
+        return cause(failed, bool(self.forwarded), self.why_killed, self._records(), self.logs)
 
     def _is_final(self) -> bool:
         """Whether a rank has ended with an error that is meant for users: wrong input, or the end of the run."""

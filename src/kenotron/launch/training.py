@@ -35,7 +35,7 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     with machine_limits(config, device):
         config = run_on_rank0(lambda: interop.resolve_architecture(config))
         fetch_checkpoints(config, fresh)
-    with machine_limits(config, device):  # with the architecture, from which memory is estimated
+    with machine_limits(config, device, warn=True):  # with the architecture, from which memory is estimated
         run = training.train(
             config,
             mesh,

@@ -1,0 +1,90 @@
+"""What a machine, a container or a Slurm job has, as the files of Linux say it; what is said when it is used up."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from kenotron.launch import machine_limits, machine_memory
+from support.tiny_run import tiny_config
+
+GIB = 1 << 30
+MACHINE = {"/proc/meminfo": f"MemTotal: {64 << 20} kB\nMemFree: 1024 kB\nMemAvailable: {48 << 20} kB"}
+V2 = {
+    "/proc/self/cgroup": "0::/slurm/job_7",
+    "/sys/fs/cgroup/slurm/job_7/memory.max": "max",
+    "/sys/fs/cgroup/slurm/memory.max": str(16 * GIB),
+    "/sys/fs/cgroup/slurm/memory.current": str(10 * GIB),
+    "/sys/fs/cgroup/slurm/memory.stat": f"anon 1\ninactive_file {3 * GIB}\nactive_file 1",
+}
+V1 = {
+    "/proc/self/cgroup": "5:cpu,cpuacct:/other\n4:memory:/job",
+    "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": str(8 * GIB),
+    "/sys/fs/cgroup/memory/job/memory.usage_in_bytes": str(9 * GIB),
+    "/sys/fs/cgroup/memory/job/memory.stat": f"inactive_file 0\ntotal_inactive_file {2 * GIB}",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+}
+ADVICE = (
+    "out of memory? The kernel has killed processes for that since the run began; weights, gradients and optimizer "
+    "state need 8.89e-05 of 4.66e-05 GiB a rank: try 8 times as many ranks along parallelism.tp or pp"
+)
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        (MACHINE, 48 * GIB),
+        (MACHINE | V2, 9 * GIB),
+        (MACHINE | V1, 1 * GIB),
+        (MACHINE | V1 | {"/sys/fs/cgroup/memory/job/memory.usage_in_bytes": str(20 * GIB)}, 0),
+        (V2, None),
+    ],
+    ids=["machine", "job of cgroup v2", "job of cgroup v1", "used up", "not Linux"],
+)
+def test_what_is_available_is_within_the_limits_of_containers_and_jobs(
+    monkeypatch: pytest.MonkeyPatch, files: Mapping[str, str], available: int | None
+) -> None:
+    monkeypatch.setattr(machine_memory, "system_file", lambda path: files.get(str(path)))
+    assert machine_memory.available_memory() == available
+
+
+def test_kills_for_lack_of_memory_are_those_that_the_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/proc/vmstat": "pgmajfault 5\noom_kill 3\noom_kill_other 9"}
+    monkeypatch.setattr(machine_memory, "system_file", lambda path: files.get(str(path)))
+    assert machine_memory.out_of_memory_kills() == 3
+    files.clear()
+    assert machine_memory.out_of_memory_kills() is None
+
+
+@pytest.mark.parametrize(
+    ("kills", "number", "said"),
+    [
+        (7, signal.SIGKILL, ADVICE),
+        (6, signal.SIGKILL, ""),
+        (None, signal.SIGKILL, None),
+        (7, signal.SIGSEGV, None),
+        (7, signal.SIGBUS, None),
+    ],
+)
+def test_memory_is_named_as_the_cause_when_the_kernel_has_killed_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int | None, number: int, said: str | None
+) -> None:
+    monkeypatch.setattr(machine_limits, "out_of_memory_kills", lambda: kills)
+    monkeypatch.setattr(machine_limits, "available_memory", lambda: 100_000)
+    why = machine_limits.why_killed(tiny_config(tmp_path, "parallelism.dp=2"), 6, number)
+    assert why == said
+
+
+def test_a_warning_precedes_a_run_whose_states_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(tmp_path)
+    for free, warnings in ((100_000, 0), (95_000, 1), (None, 0)):
+        monkeypatch.setattr(machine_limits, "free_memory", lambda *_, free=free: free)
+        with machine_limits.machine_limits(config, torch.device("cpu"), warn=True):
+            pass
+        assert capsys.readouterr().err.count("warning: weights, gradients and optimizer state need") == warnings
