@@ -1,6 +1,6 @@
 """Faults at random moments of one job with spare processes, and what they cost.
 
-    python -m chaos.run [--faults 62] [--every 26] [--layout "parallelism.dp=2 parallelism.tp=2"]
+    python -m chaos.run [--faults 62] [--every 25] [--layout "parallelism.dp=2 parallelism.tp=2"]
 
     22 faults in 569 s: 22 survived, mean stall 2.65 s
     11 times kill or stop a rank: mean stall 1.95 s, longest 3.2 s
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="make chaos", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--faults", type=int, default=62, help="faults (default: 62)")
-    parser.add_argument("--every", type=float, default=26.0, help="mean seconds between them (default: 26)")
+    parser.add_argument("--every", type=float, default=25.0, help="mean seconds between them (default: 25)")
     parser.add_argument("--layout", default="parallelism.dp=2 parallelism.tp=2", help="overrides of the run")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and kinds of faults")
     options = parser.parse_args(arguments)
