@@ -1,6 +1,7 @@
 """Completions against transformers' `generate`, against decoding without a cache, and against themselves alone."""
 
 import copy
+import json
 import re
 
 import pytest
@@ -10,9 +11,14 @@ from hypothesis import strategies as st
 
 from kenotron.config.errors import InputError
 from kenotron.generation import SamplingOptions, generate
+from kenotron.generation.decode import ends_of_text
+from kenotron.generation.kv_cache import KVCache
 from kenotron.generation.load import load_for_generation
 from kenotron.generation.text import UNFINISHED
 from kenotron.interop import to_hf
+from kenotron.kernels.attentions.masked import eager
+from kenotron.models import Context
+from kenotron.text.tokenizer import load_tokenizer
 from support.tiny_llamas import (
     VARIANTS,
     hf_llama,
@@ -240,6 +246,41 @@ def test_end_of_text_is_the_tokenizers_and_is_not_shown(model, tokenizer):
     assert stopped.tokens == free.tokens[:length]
     assert stopped.stopped_by == "eos"
     assert stopped.text == tokenizer.decode(free.tokens[: length - 1])
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_each_end_of_text_that_the_models_files_name_stops(model, tokenizer, tmp_path, file):
+    """As transformers stops: a Llama of Meta's names three."""
+    prompts = ["def main"]
+    [free] = generate(model, tokenizer, prompts, SamplingOptions(max_new_tokens=NEW, stop_at_eos=False))
+    tokenizer.save(tmp_path)
+    for named, end in (([290, free.tokens[3]], free.tokens[3]), (free.tokens[2], free.tokens[2])):
+        (tmp_path / file).write_text(json.dumps({"eos_token_id": named}))
+        [stopped] = generate(model, load_tokenizer(tmp_path), prompts, SamplingOptions(max_new_tokens=NEW))
+        assert stopped.tokens == free.tokens[: free.tokens.index(end) + 1]
+        assert stopped.stopped_by == "eos"
+        assert stopped.text == tokenizer.decode(stopped.tokens[:-1])
+    for broken in ("no JSON", '{"eos_token_id": null}', "[]"):
+        (tmp_path / file).write_text(broken)
+        assert ends_of_text(load_tokenizer(tmp_path), model.config) == {0}
+
+
+def test_softcapped_scores_are_the_same_with_and_without_a_cache():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 9, 8, generator=generator) * 3 for heads in (4, 2, 2))
+    for window in (None, 3):
+        cache = KVCache(rows=1, capacity=9)
+        ctx = cache.prefill([6])
+        prompt = tuple(each[:, :, :6] for each in (q, k, v))
+        outputs = [cache(*prompt, ctx, 0, window=window, softcap=2.0)]
+        for position in range(6, 9):
+            ctx = cache.step([position])
+            new = tuple(each[:, :, position : position + 1] for each in (q, k, v))
+            outputs.append(cache(*new, ctx, 0, window=window, softcap=2.0))
+        whole = Context((1, 9), torch.arange(9), eager)
+        expected = eager(q, k, v, whole, 0, None, window, 2.0)
+        assert torch.allclose(torch.cat(outputs, 2), expected, atol=1e-5)
+        assert not torch.allclose(expected, eager(q, k, v, whole, 0, None, window), atol=0.1)
 
 
 def test_a_text_stops_where_the_positions_end(model):

@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import MistralConfig
 
 from kenotron.config.decoder import ACTIVATIONS, AttentionArchitecture
 from kenotron.config.errors import InputError, NotSupportedYet
@@ -49,6 +50,21 @@ def test_every_form_of_rope_scaling_is_read(form):
     found = read(**form)
     assert found.rope_theta == 500000.0
     assert found.rope_scaling == {"rope_type": "llama3", **LLAMA3}
+
+
+def test_yarn_lengthens_texts_in_each_of_its_spellings():
+    yarn = {"type": "yarn", "factor": 4.0}
+    original = {"original_max_position_embeddings": 32768}
+    for positions, scaling in ((32768, yarn), (32768, yarn | original), (131072, yarn | original)):
+        assert read(max_position_embeddings=positions, rope_scaling=scaling).longest_text == 131072
+    llama3 = {"rope_type": "llama3", **LLAMA3}
+    assert read(max_position_embeddings=131072, rope_scaling=llama3).longest_text == 131072
+
+
+def test_a_mistral_whose_file_has_no_window_has_that_of_transformers():
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    assert read(**mistral).sliding_window == MistralConfig().sliding_window == 4096
+    assert read(**mistral, sliding_window=None).sliding_window is None
 
 
 def test_the_older_name_of_a_rope_type_is_exported_under_the_new_one():

@@ -105,6 +105,10 @@ def test_an_export_in_bf16_and_in_several_files_keeps_the_biases_of_experts(tmp_
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.bfloat16)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert torch.equal(dict(again.named_buffers())[name], before[name])
+    decoded = load_for_generation(tmp_path / "ours", "bfloat16").model
+    assert isinstance(decoded, Decoder)
+    assert torch.equal(decoded.get_parameter(name), before[name])  # in fp32, as transformers and training have it
+    assert decoded.get_parameter("model.layers.1.mlp.gate.weight").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("which", ["qwen3", "olmo2", "gpt_neox_in_sequence"])

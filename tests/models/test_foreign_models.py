@@ -185,6 +185,19 @@ def test_decoding_with_its_cache_is_generate_of_transformers(which: str, folders
     assert passes == [(3, longest), *[(sum(end > step for end in ends), 1) for step in range(1, max(ends))]]
 
 
+def test_texts_of_a_model_with_short_convolutions_are_computed_anew_for_every_token(tmp_path: Path) -> None:
+    """transformers' cache of LFM2 cannot forget the texts that end, and does not say that it is recurrent."""
+    keys = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    keys |= {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    model = load_for_generation(folder_of("lfm2", tmp_path, **keys), "float32").model
+    free = generate(model, None, PROMPTS, SamplingOptions(max_new_tokens=5, stop_at_eos=False))
+    model.config = model.config.model_copy(update={"eos_token_id": free[0].tokens[1]})
+    found = generate(model, None, PROMPTS, SamplingOptions(max_new_tokens=5))
+    alone = [generate(model, None, [prompt], SamplingOptions(max_new_tokens=5))[0] for prompt in PROMPTS]
+    assert found == alone
+    assert {len(each.tokens) for each in found} > {len(found[0].tokens)}
+
+
 def packed(documents: list[list[int]]) -> tuple[torch.Tensor, Context]:
     """Documents end to end in one sequence."""
     lengths = [len(each) for each in documents]

@@ -114,6 +114,8 @@ def test_names_of_layers_that_files_have_or_had_are_read() -> None:
     assert architecture_from_hf(older | {"hybrid_override_pattern": "M-M*-"}, "config.json") == found
     old_names = ["mamba", "mlp", "mamba", "attention", "mlp"]
     assert architecture_from_hf(older | {"layers_block_type": old_names}, "config.json") == found
+    without = {name: value for name, value in config.items() if name != "head_dim"}
+    assert architecture_from_hf(without, "config.json").head_dim == type(hf_model("nemotron_h").config)().head_dim
     with pytest.raises(InputError, match=r"hybrid_override_pattern: expected letters among .* found '\?'"):
         architecture_from_hf(config | {"layers_block_type": ["linear_attention", "sliding_attention"]}, "config.json")
     with pytest.raises(NotSupportedYet, match="moe_latent_size: 8"):

@@ -196,8 +196,8 @@ class AttentionArchitecture(DecoderArchitecture):
 
     intermediate_size: int = key("Width inside the feed-forward.", 11008, ge=1, le=100_000_000)
     max_position_embeddings: int = key(
-        "Context length that the export names (rope_scaling dynamic and yarn read it where they name no "
-        "original_max_position_embeddings).",
+        "Context length: the bound of generated texts, and what the export names (rope_scaling dynamic and yarn read it "
+        "where they name no original_max_position_embeddings).",
         2048,
         ge=1,
         mark=EXPORT,
@@ -325,12 +325,11 @@ class RopeArchitecture(AttentionArchitecture):
 
     @property
     def longest_text(self) -> int:
-        """max_position_embeddings, times the factor where `rope_scaling` stretches from there."""
+        """max_position_embeddings, or how far `rope_scaling` stretches it or the length of pretraining."""
         scaling = self.rope_scaling or {}
-        stretches = self.rope_type in ("linear", "dynamic") or (
-            self.rope_type == "yarn" and not scaling.get("original_max_position_embeddings")
-        )
-        return int(self.max_position_embeddings * (scaling["factor"] if stretches else 1))
+        factor = scaling["factor"] if self.rope_type in ("linear", "dynamic", "yarn") else 1
+        original = scaling.get("original_max_position_embeddings") or self.max_position_embeddings
+        return max(self.max_position_embeddings, int(original * factor))
 
     @property
     def depends_on_longest(self) -> bool:

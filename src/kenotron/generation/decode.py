@@ -13,6 +13,7 @@ One loop for all layouts: with tp and pp every rank of a replica runs it on the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -99,7 +100,7 @@ def generate(
 
     `stream` is called with (number of the prompt, new text) as the text comes; the pieces joined are the completion's
     text. `model` may be one that is being trained: it is switched to eval meanwhile. Without a tokenizer, prompts are
-    ids and texts stay empty; the config's eos_token_id stops.
+    ids and texts stay empty; the config's eos_token_id stops. With one, `ends_of_text` do.
 
     A `ModelOnRanks` is called by all its ranks, with the same arguments but for `stream`, and all get all
     completions. `stream` hears this replica's prompts as they come, and then what the others have made of theirs.
@@ -114,14 +115,14 @@ def generate(
     if sampling.stop and tokenizer is None:
         raise InputError(f"stop: there is no tokenizer here, so no text in which {sampling.stop[0]!r} could come")
     ranks = model if isinstance(model, ModelOnRanks) else ModelOnRanks.alone(model)
-    eos = end_of_text(tokenizer, ranks.config) if sampling.stop_at_eos else None
+    ends = ends_of_text(tokenizer, ranks.config) if sampling.stop_at_eos else frozenset()
     rows = [_row(index, prompt, tokenizer, ranks.config, sampling) for index, prompt in enumerate(prompts)]
     mine = ranks.share(rows)
     # Dynamic RoPE turns by angles that depend on the longest text of a batch: only alone is a row itself.
     together = 1 if ranks.config.depends_on_longest else batch_size
     with ranks.evaluating(), _without_gradients(ranks.parts):
         for first in range(0, len(mine), together):
-            _complete(ranks, mine[first : first + together], sampling, eos, stream)
+            _complete(ranks, mine[first : first + together], sampling, ends, stream)
     done = ranks.gather([_completion(row, sampling.logprobs) for row in mine])
     if stream is not None:
         here = {row.index for row in mine}
@@ -143,7 +144,7 @@ def _complete(
     ranks: ModelOnRanks,
     rows: Sequence[DecodingRow],
     sampling: SamplingOptions,
-    eos: int | None,
+    ends: frozenset[int],
     stream: Callable[[int, str], None] | None,
 ) -> None:
     """Fill the rows of one batch."""
@@ -163,7 +164,7 @@ def _complete(
             for row, logprob in zip(rows, ranks.agree(found, len(rows), torch.float64)):
                 row.logprobs.append(logprob)
         for row, token in zip(rows, ranks.agree(chosen, len(rows))):
-            _append(row, token, eos, stream)
+            _append(row, token, ends, stream)
         alive = [number for number, row in enumerate(rows) if row.stopped_by is None]
         if not alive:
             return
@@ -174,17 +175,17 @@ def _complete(
         ctx = cache.step([row.position - 1 for row in rows])
 
 
-def _append(row: DecodingRow, token: int, eos: int | None, stream: Callable[[int, str], None] | None) -> None:
+def _append(row: DecodingRow, token: int, ends: frozenset[int], stream: Callable[[int, str], None] | None) -> None:
     """Give a row its next token, and its listener the text that this completes."""
     if token == NOT_FINITE:
         row.stopped_by = "non_finite_logits"
     else:
         row.tokens.append(token)
         limited: StoppedBy = "max_position_embeddings" if row.stops_early else "max_new_tokens"
-        row.stopped_by = "eos" if token == eos else limited if len(row.tokens) == row.most_new else None
+        row.stopped_by = "eos" if token in ends else limited if len(row.tokens) == row.most_new else None
     if row.stream is None:
         return
-    piece = row.stream.push(token) if token not in (NOT_FINITE, eos) else ""
+    piece = row.stream.push(token) if token != NOT_FINITE and token not in ends else ""
     if row.stopped_by is not None:
         piece += row.stream.finish()
     piece = row.stops.push(piece)
@@ -233,6 +234,21 @@ def _row(
     room = limit - len(tokens)
     most_new, stops_early = min(sampling.max_new_tokens, room), sampling.max_new_tokens > room
     return DecodingRow(index, text, tokens, most_new, stops_early, stream, StopStrings(sampling.stop))
+
+
+def ends_of_text(tokenizer: TokenizerLike | None, config: DecoderArchitecture) -> frozenset[int]:
+    """The tokens that end a text: `end_of_text`, and those of the files of a Hugging Face model beside the tokenizer.
+
+    Llama 3.2 and Qwen name several there, of which the tokenizer knows one.
+    """
+    ends, folder = {end_of_text(tokenizer, config)}, getattr(tokenizer, "folder", None)
+    for name in ("generation_config.json", "config.json") if folder is not None else ():
+        try:
+            named = json.loads((folder / name).read_text(encoding="utf-8"))["eos_token_id"]
+        except (OSError, ValueError, LookupError, TypeError):  # there need not be one
+            continue
+        ends |= {token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)}
+    return frozenset(ends)
 
 
 def _start_of_text(tokenizer: TokenizerLike | None, config: DecoderArchitecture) -> int:

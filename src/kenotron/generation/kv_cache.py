@@ -27,6 +27,7 @@ from torch import Tensor
 
 from kenotron.generation.recurrent_states import RecurrentStates
 from kenotron.kernels.attention import attention
+from kenotron.kernels.attentions.masked import eager
 from kenotron.models import Context
 
 
@@ -97,18 +98,26 @@ class KVCache:
         layer: int,
         scale: float | None = None,
         window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """q ``[sequences, heads, length, head_dim]``; k, v with kv_heads. Remembers k and v, returns q's shape."""
         keys, values = self._remember(self.keys, k, layer), self._remember(self.values, v, layer)
+        if ctx.cu_seqlens is not None and softcap is not None:
+            return eager(q, k, v, ctx, layer, scale, window, softcap)
         if ctx.cu_seqlens is not None:
             return attention(q, k, v, ctx, layer, scale, window)  # type: ignore[arg-type]
         # Query heads that share a key head attend together, as if they were several queries of one head.
         grouped = q.view(self.rows, k.shape[1], -1, q.shape[-1]).to(keys.dtype)
         first = 0 if window is None else max(0, self._shortest - window)
         seen = slice(first, self._longest)
-        out = F.scaled_dot_product_attention(
-            grouped, keys[:, :, seen], values[:, :, seen], attn_mask=self._mask(first, window), scale=scale
-        )
+        keys, values, mask = keys[:, :, seen], values[:, :, seen], self._mask(first, window)
+        if softcap is None:
+            out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+        else:
+            scores = (grouped @ keys.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+            scores = softcap * torch.tanh(scores / softcap)
+            scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+            out = scores.softmax(-1).to(values.dtype) @ values
         return out.view(q.shape).to(q.dtype)
 
     def _mask(self, first: int, window: int | None) -> Tensor | None:

@@ -123,7 +123,11 @@ def _part(model: Model, part: ModelPart | None, dtype: torch.dtype, mesh: Mesh, 
 
         experts.apply(built, built.plan, mesh)
     built.set_compute_dtype(dtype)
-    materialize(built.to(dtype), device)
+    untrained = [parameter for parameter in built.parameters() if not parameter.requires_grad]
+    built.to(dtype)
+    for parameter in untrained:  # the router's biases, in fp32 as in training: in bf16 their steps are lost
+        parameter.data = parameter.data.float()
+    materialize(built, device)
     return built.requires_grad_(False).eval()
 
 

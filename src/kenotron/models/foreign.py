@@ -276,7 +276,9 @@ class HuggingFace(Foreign[HuggingFaceArchitecture]):
         needed = {"past_key_values", "use_cache", "attention_mask", *(["position_ids"] if padded else [])}
         if not needed <= inspect.signature(module.forward).parameters.keys():
             return False
-        return not getattr(module, "_is_stateful", False) and not self.config.depends_on_longest
+        kinds = getattr(self.config.transformers_config().get_text_config(), "layer_types", None) or ()
+        recurrent = getattr(module, "_is_stateful", False) or {"conv", "linear_attention"}.intersection(kinds)
+        return not recurrent and not self.config.depends_on_longest
 
     def cached_logits(
         self, module: nn.Module, tokens: Tensor, mask: Tensor, cache: Cache | None

@@ -193,6 +193,7 @@ class NemotronH(Mamba2Style[NemotronHArchitecture]):
         names = config.get("layers_block_type") or config.get("layer_types") or []
         pattern = config.get("hybrid_override_pattern") or "".join(letters.get(name, "?") for name in names)
         values |= {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
+        values |= {"head_dim": config.get("head_dim") or 128}  # whatever the widths
         return values | {"hidden_act": config.get("mlp_hidden_act", "relu2")}
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
