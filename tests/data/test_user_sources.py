@@ -8,6 +8,7 @@ from support.data_runs import opened, rows, write_texts
 
 SOURCE = """
 import numpy as np
+from kenotron.data import Samples, TokenSource
 
 class Squares:
     def __init__(self, sequence_length, seed, scale=1):
@@ -55,6 +56,20 @@ class BrokenAtOnce(AtOnce):
 
 def cannot_open(sequence_length, seed):
     raise FileNotFoundError("no such shard")
+
+class OfKnownSize(TokenSource):
+    # Says of itself how much there is, and what the console shows.
+    name, bytes_per_token = "mine", 3.5
+    def __init__(self, sequence_length, seed):
+        self.size = sequence_length + 1
+    def __len__(self):
+        return 100
+    def read(self, indices, document_ids=True):
+        return Samples(np.zeros((len(indices), self.size), np.int64))
+    def measure(self, unit):
+        return {"tokens": 12345, "size": 678}[unit]
+    def describe(self):
+        return "mine: as many as I say"
 """
 
 
@@ -123,3 +138,19 @@ def test_bits_per_byte_are_unknown_where_a_source_of_the_mixture_is_no_text(my_m
         batches = list(data.validation())
         assert len(batches) > 3
         assert {size for _, size, _ in batches} == {0.0}
+
+
+def test_what_a_token_source_says_of_itself_is_what_counts(my_module):
+    with opened({"source": f"{my_module}.OfKnownSize"}) as data:
+        source = data.sources.source(data.stages[0], 0)
+        assert (len(source), len(source.held_out)) == (80, 20)
+        assert (source.measure("tokens"), source.measure("size")) == (12345, 678)
+        assert source.describe() == "mine: as many as I say"
+        assert source.held_out.bytes_per_token == 3.5
+
+
+def test_samples_are_what_a_source_without_a_rule_of_its_own_measures(my_module):
+    with opened({"source": f"{my_module}.Squares"}) as data:
+        source = data.sources.source(data.stages[0], 0)
+        assert source.measure("tokens") == len(source) < 50
+        assert source.describe().startswith("my_sources.Squares: ")

@@ -176,6 +176,19 @@ def test_what_cannot_be_merged_is_named(sources, tmp_path):
     assert not list(tmp_path.glob(".*unfinished"))
 
 
+@pytest.mark.parametrize("given", [["in/a", "in/b"], ["in/a/0.ds", "in/b/0.ds"], ["in"]])
+def test_tokenizers_of_one_name_are_told_apart_by_the_manifests_beside_the_files(tmp_path, given):
+    for name in ("a", "b"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        write(tmp_path / "in" / name / "0.ds", made_documents(3, 1))
+        (tmp_path / "in" / name / "manifest.json").write_text(json.dumps({"tokenizer_hash": f"hash of {name}"}))
+    with pytest.raises(
+        InputError, match=r"b/manifest\.json: tokenizer_hash is 'hash of b', but 'hash of a' in .*a/man"
+    ):
+        merge([str(tmp_path / each) for each in given], tmp_path / "all.ds", report=quiet)
+    assert not (tmp_path / "all.ds").exists()
+
+
 def test_two_widths_become_the_wider(tmp_path):
     write(tmp_path / "a.ds", [[1, 2]])
     write(tmp_path / "b.ds", [[70_000, 3]], dtype="uint32")

@@ -7,14 +7,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 from typing import IO
 
+import fsspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
-from kenotron.data.formats import open_token_files
+from kenotron.data.formats import find_token_files, open_token_files
 from kenotron.storage import paths
 from kenotron.storage.paths import RemotePath, RemoteStat, as_path
 from kenotron.text.file_documents import FileDocuments, find_files
@@ -93,3 +95,15 @@ print([name for name in remote if f"kenotron.storage.{name}" in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_token_files_of_a_url_come_in_the_order_of_a_local_copy(tmp_path: Path) -> None:
+    """In which ``-`` and ``.`` do not come before ``/``: samples have the same numbers there and here."""
+    memory = fsspec.filesystem("memory")
+    for name in ("web/0.ds", "web-2/0.ds", "web.old/1.ds", "a.ds"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"12")
+        memory.pipe(f"/order/{name}", b"12")
+    local = [str(path).removeprefix(str(tmp_path)) for path, _ in find_token_files(tmp_path, "PATH")]
+    remote = [str(path).removeprefix("memory://order") for path, _ in find_token_files("memory://order", "PATH")]
+    assert remote == local == ["/a.ds", "/web/0.ds", "/web-2/0.ds", "/web.old/1.ds"]

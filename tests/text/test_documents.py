@@ -86,6 +86,34 @@ def test_folders_are_read_in_a_fixed_order_without_hidden_and_foreign_files(tmp_
     assert found == ["a/b.jsonl.gz", "a/z.md", "b.txt"]
 
 
+def test_linked_folders_are_read_once(tmp_path):
+    """As those of token files, and as `data fetch` downloads them."""
+    (tmp_path / "disk" / "part").mkdir(parents=True)
+    (tmp_path / "disk" / "part" / "a.txt").write_text("x")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "part").symlink_to(tmp_path / "disk" / "part")
+    (tmp_path / "corpus" / "part" / "loop").symlink_to(tmp_path / "corpus")
+    found = find_files(tmp_path / "corpus", "text_files")
+    assert [file.relative_to(tmp_path / "corpus").as_posix() for file in found] == ["part/a.txt"]
+
+
+def test_a_file_packed_in_another_way_is_not_left_out_in_silence(tmp_path):
+    for name in ("a.jsonl", "b.jsonl.xz"):
+        (tmp_path / name).write_text("x")
+    with pytest.raises(InputError, match=r"text_files: .*b\.jsonl\.xz is compressed in a way that is not read here"):
+        find_files(tmp_path, "text_files")
+    (tmp_path / "b.jsonl.xz").rename(tmp_path / "pictures.zip")
+    assert [file.name for file in find_files(tmp_path, "text_files")] == ["a.jsonl"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_folder_below_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "secret").mkdir(mode=0)
+    with pytest.raises(InputError, match="secret: cannot read: Permission denied"):
+        find_files(tmp_path, "text_files")
+
+
 def test_a_folder_of_other_files_gives_all_of_them(tmp_path):
     for name in ("x.py", "y.rs"):
         (tmp_path / name).write_text("x")

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS, open_run
 from kenotron.data.held_out_texts import compression_baselines
-from kenotron.text.sft import Example, chat_segments, encode_examples
+from kenotron.text.documents import DocumentSource, RowHook
+from kenotron.text.file_documents import FileDocuments
+from kenotron.text.sft import Columns, Example, SftDocuments, chat_segments, encode_examples
 from kenotron.text.tokenizer import TextTokenizer, load_tokenizer, train_byte_level_bpe
 from support.data_runs import run_config, write_texts
 
@@ -223,6 +225,33 @@ def test_long_examples_are_cut_and_rows_without_an_answer_left_out(tmp_path: Pat
         longest = source.read(np.arange(len(source))).loss_mask.sum(axis=1).max()
         assert longest == 24  # all of a row but the prompt's token, and nothing of the rest elsewhere
         assert source.read(np.arange(len(source))).loss_mask.sum() < 24 + 9 * 6
+
+
+def test_an_example_longer_than_a_chunk_is_one_example(tmp_path: Path) -> None:
+    """Texts are cut after 2^20 characters; half of an example is no JSON."""
+    file = tmp_path / "long.jsonl"
+    file.write_text(json.dumps({"prompt": "x " * 600_000, "completion": "y"}) + "\n")
+    texts = SftDocuments(lambda hook: FileDocuments("t", [file], hook=hook), Columns(), None, None)
+    (only,) = texts.documents()
+    assert Example.from_json(only.text).segments[1] == ("y", True)
+
+
+def test_another_special_token_of_the_chat_template_is_another_content(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"messages": CHAT}) + "\n")
+    folder = write_tokenizer(tmp_path / "tokenizer")
+
+    def of_rows(hook: RowHook) -> DocumentSource:
+        return FileDocuments("t", [file], hook=hook)
+
+    hashes = []
+    for begin in ("<s>", "<bos>", "<s>"):
+        config = json.loads((folder / "tokenizer_config.json").read_text()) | {"bos_token": begin}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        texts = SftDocuments(of_rows, Columns(), None, load_tokenizer(folder))
+        hashes.append(texts.content_hash())
+    assert hashes[0] != hashes[1]
+    assert hashes[0] == hashes[2]
 
 
 def test_debug_max_samples_and_columns(tmp_path: Path) -> None:

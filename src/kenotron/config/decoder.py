@@ -196,8 +196,8 @@ class AttentionArchitecture(DecoderArchitecture):
 
     intermediate_size: int = key("Width inside the feed-forward.", 11008, ge=1, le=100_000_000)
     max_position_embeddings: int = key(
-        "Context length: the bound of generated texts, and what the export names (rope_scaling dynamic and yarn read it "
-        "where they name no original_max_position_embeddings).",
+        "Context length: bounds generated texts, and the export names it (rope_scaling dynamic and yarn read it where "
+        "they name no original_max_position_embeddings).",
         2048,
         ge=1,
         mark=EXPORT,

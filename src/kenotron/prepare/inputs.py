@@ -25,7 +25,7 @@ from kenotron.config.remote import is_remote
 from kenotron.data.manifest import Json
 from kenotron.storage.paths import RemoteStat
 from kenotron.text.documents import LONGEST_CHUNK, ByteRange, DocumentSource, RowHook, missing_column
-from kenotron.text.file_documents import FileDocuments, find_files
+from kenotron.text.file_documents import FileDocuments, find_files, has_rows
 from kenotron.text.hub_datasets import HubDocuments
 
 
@@ -47,19 +47,24 @@ def open_input(
 ) -> DocumentSource:
     """The texts of a file, a folder of files, a folder that `datasets` saved, or a dataset of the Hugging Face hub.
 
-    Errors (InputError): nothing of that name.
+    Errors (InputError): nothing of that name; a column of files without rows; split or config name of files.
     """
-    if is_remote(name):
-        return FileDocuments(name.rstrip("/"), find_files(name, "INPUT"), column, LONGEST_CHUNK, skip_bad, hook)
     path = Path(name).expanduser()
-    saved = any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
-    if path.exists() and not saved:
-        return FileDocuments(str(Path(name)), find_files(path, "INPUT"), column, LONGEST_CHUNK, skip_bad, hook)
+    saved = not is_remote(name) and any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
+    if is_remote(name) or (path.exists() and not saved):
+        files = find_files(name, "INPUT")
+        for option, given in (("--split", split != "train"), ("--config-name", config_name is not None)):
+            if given:
+                raise InputError(f"{option}: {name} is no dataset of the hub, nor a folder that `datasets` has saved")
+        if column != "text" and not any(map(has_rows, files)):
+            raise InputError(f"--column: {name}: text files have no columns; expected jsonl, parquet or arrow")
+        shown = name.rstrip("/") if is_remote(name) else str(Path(name))
+        return FileDocuments(shown, files, column, LONGEST_CHUNK, skip_bad, hook)
     if not saved and (
         path.is_absolute() or name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1 or path.suffix
     ):
         raise no_such_path("INPUT", name)
-    return HubDocuments(name, split, config_name, column, hook)
+    return HubDocuments(name, split, config_name, column, hook, skip_bad=skip_bad)
 
 
 def plan_shards(texts: Sequence[DocumentSource], size: int) -> list[InputShard]:

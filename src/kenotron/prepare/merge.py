@@ -28,11 +28,10 @@ from kenotron.data.formats import (
     written_suffix,
 )
 from kenotron.data.formats.token_file import checked_loss
-from kenotron.data.manifest import MANIFEST, Json, checksums, read_json, token_dtype, write_json
+from kenotron.data.manifest import MANIFEST, Json, checksums, manifests_beside, token_dtype, write_json
 from kenotron.prepare.shuffle import DocumentShuffle, Loss, some_documents
 from kenotron.prepare.tokenize import FORMATS
 from kenotron.storage.files import publish_folder, release, sync_folder
-from kenotron.storage.paths import as_path
 from kenotron.text.progress import Report, progress
 
 DOCUMENTS_AT_ONCE = 1 << 20
@@ -56,7 +55,7 @@ def merge(
     Errors (InputError): `output` is there already; sources of different tokenizers; document ends not known.
     """
     files = [file for source in sources for file in open_token_files(source, "SRC")]
-    known = _common(sources, files)
+    known = _common(files)
     format = format or _format_of(output, files)
     check_holds_loss(files, format)
     as_file = is_file_of(output, format, "--output")
@@ -112,7 +111,7 @@ def _dtype(files: Sequence[TokenFile], format: str) -> np.dtype:
     return token_dtype(1 << 31, format)
 
 
-def _common(sources: Sequence[str], files: Sequence[TokenFile]) -> Json:
+def _common(files: Sequence[TokenFile]) -> Json:
     """What all sources say of their tokenizer. Errors (InputError): they differ; a file without document ends."""
     for file in files:
         if file.ends is None:
@@ -129,12 +128,10 @@ def _common(sources: Sequence[str], files: Sequence[TokenFile]) -> Json:
     for file in files:
         if file.tokenizer is not None:
             agree("tokenizer", file.tokenizer, str(file.path))
-    for source in sources:
-        folder = as_path(source)
-        manifest = read_json(folder / MANIFEST) if folder.is_dir() else None
-        for key in MANIFEST_KEYS if manifest else ():
-            if key in (manifest or {}):
-                agree(key, (manifest or {})[key], source)
+    for place, made in manifests_beside(files):
+        for key in MANIFEST_KEYS:
+            if key in made:
+                agree(key, made[key], str(place))
     return {key: value for key, (value, _) in known.items()}
 
 

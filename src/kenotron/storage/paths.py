@@ -10,6 +10,7 @@ among the entry points `kenotron.storage`: a function ``(url, settings) -> Remot
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future
@@ -197,6 +198,29 @@ def as_path(path: str | AnyPath, settings: RemoteData | None = None) -> AnyPath:
     if not place:
         raise InputError(f"{url}: expected a path behind {scheme}://")
     return storage_of(scheme)(url.rstrip("/"), settings or RemoteData())
+
+
+def walk(folder: AnyPath) -> Iterator[AnyPath]:
+    """Every file below `folder`, links followed, a folder that is linked twice only once, hidden folders left out:
+    they hold unfinished work. Errors (InputError): a folder that cannot be read.
+    """
+    if isinstance(folder, RemotePath):
+        yield from folder.walk()
+        return
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"{error.filename}: cannot read: {error.strerror}") from None
+
+    seen: set[str] = set()
+    for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in files:
+            yield Path(parent, name)
 
 
 @lru_cache

@@ -17,7 +17,7 @@ import io
 import os
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -27,7 +27,7 @@ from typing import IO
 import xxhash
 
 from kenotron.config.errors import InputError, no_such_path
-from kenotron.storage.paths import AnyPath, RemotePath, RemoteStat, as_path
+from kenotron.storage.paths import AnyPath, RemoteStat, as_path, walk
 from kenotron.text import compression
 from kenotron.text.compression import DAMAGE, decompressed
 from kenotron.text.documents import (
@@ -110,7 +110,8 @@ class FileDocuments:
         done = self.skipped = 0
         for part, file in enumerate(self.files):
             for whole in self.read(ByteRange(part, 0, None, self._sizes[file])):
-                for chunk in [whole] if self.chunk is None else split_long_chunk(whole, LONGEST_CHUNK):
+                uncut = self.chunk is None or self.hook is not None  # a hook's may be JSON (text/sft.py)
+                for chunk in [whole] if uncut else split_long_chunk(whole, LONGEST_CHUNK):
                     yield DocumentChunk(chunk.text, done + chunk.done, chunk.last)
             done += self._sizes[file]
 
@@ -240,7 +241,7 @@ class FileDocuments:
 def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
     """The files under `path` in an order that never varies: itself, or those of a folder with a text suffix.
 
-    A folder without any such file gives all its files. Hidden files and folders are left out.
+    A folder without any such file gives all its files. Links are followed; hidden files and folders are left out.
     """
     root = as_path(path)
     if root.is_file():
@@ -251,16 +252,11 @@ def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
         return [root]
     if not root.is_dir():
         raise no_such_path(key, path)
-    found: list[AnyPath]
-    if isinstance(root, RemotePath):
-        found = list(root.walk())
-    else:
-        with _readable(root):
-            os.listdir(root)
-        below = [Path(folder, name) for folder, names in _walk(root, lambda n: n.startswith(".")) for name in names]
-        in_order = sorted(below, key=Path.as_posix)
-        found = [*in_order]
-    found = [file for file in found if file.suffix not in FOREIGN_SUFFIXES and not file.name.startswith(".")]
+    below = [file for file in sorted(walk(root), key=str) if not file.name.startswith(".")]
+    found = [file for file in below if file.suffix not in FOREIGN_SUFFIXES]
+    for file in below:
+        if file.suffix in FOREIGN_SUFFIXES and file.stem.endswith((*TEXT_SUFFIXES, *row_suffixes())):
+            raise InputError(f"{key}: {file} is compressed in a way that is not read here; unpack it first")
     if not found:
         raise InputError(f"{key}: folder {path} holds no text file")
     return [file for file in found if _unpacked_name(file).endswith((*TEXT_SUFFIXES, *row_suffixes()))] or found
@@ -275,8 +271,8 @@ def python_stdlib() -> FileDocuments:
     outside = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
     found = [
         Path(folder, name).relative_to(root)
-        for folder, names in _walk(root, outside.__contains__)
-        for name in names
+        for folder, folders, names in os.walk(root)
+        for name in _below(folders, names, outside)
         # _sysconfigdata*.py is written by the build of this one machine
         if name.endswith(".py") and not name.startswith("_sysconfigdata")
     ]
@@ -286,10 +282,10 @@ def python_stdlib() -> FileDocuments:
     return FileDocuments("python-stdlib", files, chunk=None, skip_bad=True)
 
 
-def _walk(root: Path, is_outside: Callable[[str], bool]) -> Iterator[tuple[str, list[str]]]:
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not is_outside(name)]
-        yield folder, names
+def _below(folders: list[str], names: list[str], outside: set[str]) -> list[str]:
+    """`names`; `os.walk` does not go on to the `folders` that are `outside`."""
+    folders[:] = [name for name in folders if name not in outside]
+    return names
 
 
 def has_rows(file: AnyPath) -> bool:

@@ -40,7 +40,9 @@ SILENCE_S = 30.0
 
 
 class HubDocuments:
-    """Rows of several datasets, one after the other; `column` holds the text."""
+    """Rows of several datasets, one after the other; `column` holds the text. With `skip_bad`, a row that has none is left
+    out and counted; otherwise it is an error.
+    """
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class HubDocuments:
         column: str = "text",
         hook: RowHook | None = None,
         streaming: bool = False,
+        skip_bad: bool = False,
     ) -> None:
         if isinstance(names, str):
             names = [names]
@@ -62,7 +65,7 @@ class HubDocuments:
                 )
         self.splits = [splits] if isinstance(splits, str) else list(splits)
         self.config_name, self.column = config_name, column
-        self.hook, self.streaming = hook, streaming
+        self.hook, self.streaming, self.skip_bad = hook, streaming, skip_bad
         self.name = ", ".join(self.fractions)
         self.skipped = 0
 
@@ -91,10 +94,11 @@ class HubDocuments:
 
     def documents(self) -> Iterator[DocumentChunk]:
         """The text column of every row, or what `hook` makes of it; `done` counts rows."""
-        done = 0
+        done = self.skipped = 0
         for rows in self._parts:
             for row, text in self._texts_of(rows):
-                yield from split_long_chunk(DocumentChunk(text, done + row), LONGEST_CHUNK)
+                whole = DocumentChunk(text, done + row)
+                yield from split_long_chunk(whole, LONGEST_CHUNK) if self.hook is None else [whole]
             done += len(rows)
 
     def byte_ranges(self, size: int) -> Iterator[ByteRange]:
@@ -173,10 +177,13 @@ class HubDocuments:
         for batch in rows.select_columns([self.column]).iter(at_once):
             for text in batch[self.column]:
                 number += 1
-                if not isinstance(text, str):
+                if isinstance(text, str):
+                    yield number, text
+                    continue
+                if not self.skip_bad:
                     problem = missing_column(self.column, {self.column: text})
                     raise InputError(f"dataset.text_column_name: dataset {self.name}, row {number}: {problem}")
-                yield number, text
+                self.skipped += 1
 
     @cached_property
     def _parts(self) -> list[Any]:

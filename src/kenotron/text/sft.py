@@ -126,7 +126,8 @@ class SftDocuments:
 
     def _with_rules(self, content: str) -> str:
         template = chat_template(self.tokenizer) if self.tokenizer else None
-        rules = f"examples {FORMAT} {content} {self.columns} {self.most} {template}"
+        special = sorted(special_tokens(self.tokenizer).items()) if self.tokenizer and template else None
+        rules = f"examples {FORMAT} {content} {self.columns} {self.most} {template} {special}"
         return hashlib.blake2b(rules.encode(), digest_size=16).hexdigest()
 
     def _example(self, row: dict[str, Any], where: str) -> list[str]:

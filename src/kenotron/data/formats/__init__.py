@@ -8,8 +8,7 @@ A folder may be nested; its files come in order of path. What a file is, its suf
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +17,7 @@ import numpy as np
 
 from kenotron.config.errors import InputError, nearest, no_such_path
 from kenotron.data.formats.token_file import TokenFile, TokenWriter, documents_between, integer_dtype, token_chunks
-from kenotron.storage.paths import AnyPath, RemotePath, as_path
+from kenotron.storage.paths import AnyPath, as_path, walk
 
 FORMATS = {
     "datatrove": "DatatroveWriter",
@@ -70,7 +69,8 @@ def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str
     path = as_path(path)
     if not path.exists():
         raise no_such_path(where, path)
-    found = sorted(set(filter(None, map(_recognised, _walk(path) if path.is_dir() else [path]))))
+    files = set(filter(None, map(_recognised, walk(path) if path.is_dir() else [path])))
+    found = sorted(files, key=lambda each: str(each[0]).split("/"))  # by folders: the same order in a URL
     if not found:
         none = f"no token file in {path}" if path.is_dir() else f"{path} is no token file"
         raise InputError(f"{where}: {none}; expected {EXPECTED}")
@@ -138,21 +138,3 @@ def _recognised(file: AnyPath) -> tuple[AnyPath, str] | None:
             return file, "megatron"
         return (file, "numpy") if not file.with_name("index.json").exists() else None  # a chunk of litdata's
     return None
-
-
-def _walk(folder: AnyPath) -> Iterator[AnyPath]:
-    """Every file below `folder`, links followed, a folder that is linked twice only once, hidden folders left out:
-    they hold unfinished work."""
-    if isinstance(folder, RemotePath):
-        yield from folder.walk()
-        return
-    seen: set[str] = set()
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(parent)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in files:
-            yield Path(parent, name)

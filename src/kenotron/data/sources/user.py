@@ -21,7 +21,7 @@ from kenotron.config.data import CustomSource
 from kenotron.config.dotted import import_registered
 from kenotron.config.errors import InputError, nearest
 from kenotron.data.batch import Int64
-from kenotron.data.source import Opening, Samples, SourceSpec, TokenSource, held_out_samples, hold_out_last
+from kenotron.data.source import Opening, SampleRange, Samples, SourceSpec, TokenSource, held_out_samples
 from kenotron.data.sources import DATASETS
 
 
@@ -50,7 +50,26 @@ class UserSpec(SourceSpec):
             source = UserSource(path, made, opening.sequence_length, run.vocab_size, f"{opening.at}.source")
         if len(source.held_out):
             return source
-        return hold_out_last(source, held_out_samples(len(source), run.val_fraction))
+        border = len(source) - held_out_samples(len(source), run.val_fraction)
+        return UserRange(source, 0, border, UserRange(source, border, len(source)))
+
+
+class UserRange(SampleRange):
+    """Samples of a user's source, which says of itself what it measures, and what the console shows."""
+
+    def __init__(self, whole: TokenSource, start: int, stop: int, held_out: TokenSource | None = None) -> None:
+        super().__init__(whole, start, stop, held_out)
+        self.bytes_per_token = whole.bytes_per_token
+
+    def measure(self, unit: str) -> int:
+        """That of the complete source where it has a rule of its own; samples are counted without those held out."""
+        own = type(self.whole).measure is not TokenSource.measure
+        return self.whole.measure(unit) if own else super().measure(unit)
+
+    def describe(self) -> str:
+        """As of the complete source where it has a line of its own."""
+        own = type(self.whole).describe is not TokenSource.describe
+        return self.whole.describe() if own else super().describe()
 
 
 def specs(section: CustomSource) -> list[tuple[float | str, SourceSpec]]:

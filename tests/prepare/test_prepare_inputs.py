@@ -1,0 +1,37 @@
+"""Options of `data tokenize` that say what to read are used, or refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from kenotron.config.errors import InputError
+from kenotron.prepare.inputs import open_input
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("a.csv", {"column": "body"}, r"--column: .*a\.csv: text files have no columns; expected jsonl, parquet or"),
+        ("a.jsonl", {"split": "test"}, r"--split: .*a\.jsonl is no dataset of the hub, nor a folder that `datasets`"),
+        ("a.txt", {"config_name": "en"}, r"--config-name: .*a\.txt is no dataset of the hub"),
+    ],
+)
+def test_what_an_input_does_not_have_is_refused(
+    name: str, options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(InputError, match=message):
+        open_input(str(tmp_path / name), **options)
+
+
+def test_rows_without_text_of_a_saved_dataset_are_skipped_and_counted(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["a", None, "b"]}).save_to_disk(tmp_path / "saved")
+    texts = open_input(str(tmp_path / "saved"), skip_bad=True)
+    assert [chunk.text for chunk in texts.documents()] == ["a", "b"]
+    assert texts.skipped == 1
+    with pytest.raises(InputError, match="row 2: column 'text' must hold text, found NoneType"):
+        list(open_input(str(tmp_path / "saved")).documents())
