@@ -168,7 +168,9 @@ def test_documents_of_cached_text_are_those_of_their_records(
         assert of_step
         (file, document), record = next(iter(of_step.items()))
         assert (file, document) in documents_of(data, record)
-        assert documents_of(data, record._replace(number=10_000)) == []
+        with pytest.raises(InputError, match=r":10000: held out for validation, empty, or no such record"):
+            documents_of(data, record._replace(number=10_000))
+        assert documents_of(data, record._replace(file="elsewhere.jsonl")) == []
     config = tmp_path / "my.yaml"
     config.write_text(dump(config_of(dataset, val_fraction=0.2)))
     seen = {}

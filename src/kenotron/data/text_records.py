@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
+from kenotron.config.errors import InputError
 from kenotron.data.sources.text import CachedText
 from kenotron.text.compression import decompressed
 from kenotron.text.documents import LONGEST_CHUNK, DocumentChunk, DocumentSource, split_long_chunk
@@ -92,15 +93,16 @@ def records_of_step(data: RunData, step: int, origins: Sequence[SampleOrigin]) -
 
 
 def documents_of(data: RunData, record: Record) -> list[tuple[str, int]]:
-    """The documents of the cache that `record` became: file and number; empty: no cached text of the run has it."""
+    """The documents of the cache that `record` became: file and number; empty: no cached text of the run has its file.
+
+    Errors (InputError): one has the file, and trains on no such record.
+    """
     opened = [source for stage in data.stages if stage.steps for source in data.stage_of(stage.start).sources]
-    return sorted(
-        (file, document)
-        for file, source in _cached(opened).items()
-        if record.file in part_names(source.texts)
-        for document, of in records(source)
-        if of == record
-    )
+    texts = {file: text for file, text in _cached(opened).items() if record.file in part_names(text.texts)}
+    found = sorted((file, document) for file, text in texts.items() for document, of in records(text) if of == record)
+    if texts and not found:
+        raise InputError(f"{record}: held out for validation, empty, or no such record")
+    return found
 
 
 def _cached(sources: Iterable[TokenSource]) -> dict[str, CachedText]:

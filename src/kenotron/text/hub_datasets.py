@@ -40,8 +40,9 @@ SILENCE_S = 30.0
 
 
 class HubDocuments:
-    """Rows of several datasets, one after the other; `column` holds the text. With `skip_bad`, a row that has none is left
-    out and counted; otherwise it is an error.
+    """Rows of several datasets, one after the other; `column` holds the text.
+
+    With `skip_bad`, a row that has none is left out and counted; otherwise it is an error.
     """
 
     def __init__(
