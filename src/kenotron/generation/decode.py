@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from numbers import Integral
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
@@ -241,10 +242,11 @@ def ends_of_text(tokenizer: TokenizerLike | None, config: DecoderArchitecture) -
 
     Llama 3.2 and Qwen name several there, of which the tokenizer knows one.
     """
-    ends, folder = {end_of_text(tokenizer, config)}, getattr(tokenizer, "folder", None)
-    for name in ("generation_config.json", "config.json") if folder is not None else ():
+    ends = {end_of_text(tokenizer, config)}
+    folder = getattr(tokenizer, "folder", None)
+    for file in [Path(folder, name) for name in ("generation_config.json", "config.json")] if folder else ():
         try:
-            named = json.loads((folder / name).read_text(encoding="utf-8"))["eos_token_id"]
+            named = json.loads(file.read_text(encoding="utf-8"))["eos_token_id"]
         except (OSError, ValueError, LookupError, TypeError):  # there need not be one
             continue
         ends |= {token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)}
