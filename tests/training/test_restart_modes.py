@@ -17,7 +17,9 @@ import torch
 import yaml
 from torch import Tensor
 
+from kenotron.checkpoint.folders import list_checkpoints
 from kenotron.cli import main
+from kenotron.cli.data_which import in_run_steps
 from kenotron.config import Config, InputError, dump
 from kenotron.config.checkpoints import LOAD_MODES
 from support.nursery import Nursery
@@ -75,6 +77,7 @@ class Seen:
     moments: dict[str, Tensor] = field(default_factory=dict)
     samples: list[list[int]] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
+    last_step: int = 0
 
 
 @pytest.fixture
@@ -87,6 +90,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     def watched(run: Any, batches: Any) -> Any:
         if not seen.samples:
+            seen.last_step = run.last_step  # a terminal shows it before the first step
             seen.weights = weights(run)
             moments = state_tensors(named_parameters(*run.parts), run.optimizer)
             seen.moments = {name: tensor.clone() for name, tensor in moments.items()}
@@ -119,7 +123,7 @@ def samples_of(config: Config, step: int) -> list[list[int]]:
     """The first two tokens of every sample of a step of the config's data, from the data alone."""
     from kenotron.data import open_run
 
-    with open_run(config, report=lambda line: None) as data:
+    with open_run(config, step, report=lambda line: None) as data:
         return [row for batch in data.batch(step) for row in batch.tokens[:, :2].tolist()]
 
 
@@ -142,6 +146,9 @@ def test_a_mode_takes_what_it_says_and_nothing_else(mode: str, parent: Config, s
         assert seen.samples[number] == samples_of(parent, data + number)
         tokens = (data + number) * BATCH * parent.tokens.sequence_length
         assert lines[number]["consumed_tokens"] == tokens
+    assert seen.last_step == last
+    read = in_run_steps(config, list_checkpoints(config.checkpoint_folder)[-1])  # for `data which` and `replay`
+    assert [samples_of(read, step) for step in range(first, last + 1)] == seen.samples
 
 
 def train_start(config: Config) -> dict[str, Tensor]:

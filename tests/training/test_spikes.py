@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +17,15 @@ import torch
 
 from kenotron.config import Config
 from kenotron.config.errors import RunFailed
+from kenotron.config.optimizer import Spikes
 from kenotron.data import open_run
 from kenotron.data.provenance import step_origins
+from kenotron.observers.spikes import SpikeGuard
 from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.training import train
 from kenotron.training.build import build_run
 from kenotron.training.run import close
-from kenotron.training.step import train_step
+from kenotron.training.step import StepResult, train_step
 from support.ranks import run_ranks
 from support.tiny_run import equal_bits, losses, metrics, saved_weights, tiny_config, train_and_listen, train_quietly
 
@@ -157,3 +162,75 @@ def test_two_ranks_leave_the_same_steps_out_and_restore_their_shards(tmp_path: P
     found = {line["iteration"]: line["lm_loss"] for line in metrics(two)}
     alone = list(trained_on(config(tmp_path / "alone", garbage=False), trained))
     assert [found[step] for step in trained] == pytest.approx(alone, abs=1e-5)
+
+
+# ---- the rule, step by step ---------------------------------------------------------------------------------------
+
+
+class Steps:
+    """A guard and what it sees of a run: stages of ten steps; `Snapshot` is only counted."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("kenotron.observers.spikes.Snapshot", Copy)
+        self.guard = SpikeGuard(Spikes(z_score=4, window=3, snapshot_every=10, max_rollbacks=2))
+        self.run: Any = SimpleNamespace(
+            step=0,
+            config=tiny_config(folder),
+            mesh=SimpleNamespace(world_size=1, is_first=False),
+            device=torch.device("cpu"),
+            data=SimpleNamespace(stage_at=lambda step: Stage((step - 1) // 10 * 10 + 1)),
+        )
+        self.guard.on_train_start(self.run)
+
+    def do(self, loss: float, refused_elsewhere: bool = False) -> bool:
+        """Whether the guard accepts a step of this loss."""
+        accepted = math.isfinite(loss) and self.guard.accepts_update(self.run, loss, 1.0)
+        self.run.step += 1
+        skipped = refused_elsewhere or not accepted
+        self.guard.after_step(self.run, StepResult(loss, 0.0, 1.0, 0.1, skipped, 1, 1.0))
+        return accepted
+
+
+class Copy:
+    """A snapshot that remembers its step."""
+
+    def __init__(self, run: Any) -> None:
+        self.take(run)
+
+    def take(self, run: Any) -> None:
+        self.step = run.step
+
+    def restore(self, run: Any) -> None:
+        run.restored = self.step
+
+
+@dataclass
+class Stage:
+    """One that begins at `start`."""
+
+    start: int
+
+    def length_at(self, step: int) -> int:
+        return 32
+
+
+def test_a_stage_is_not_judged_by_the_one_before_also_after_a_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(tmp_path, monkeypatch)
+    assert all(steps.do(loss) for loss in (2.0, 2.1, 2.0, 2.1, 2.0, 2.1, 2.0, 2.1, 2.0, 2.1))  # a snapshot after these
+    assert steps.do(9.0)  # the next stage, whose loss is another
+    assert not any(steps.do(math.nan) for _ in range(2))
+    assert steps.run.restored == 10
+    assert all(steps.do(9.0) for _ in range(3))
+
+
+def test_a_step_that_another_hook_refuses_is_no_spike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(tmp_path, monkeypatch)
+    for loss in (2.0, 2.1, 2.0):
+        steps.do(loss)
+    assert all(steps.do(2.0, refused_elsewhere=True) for _ in range(4))
+    assert not hasattr(steps.run, "restored")
+    assert not steps.do(50.0)
+    assert not steps.do(50.0)
+    assert steps.run.restored == 0

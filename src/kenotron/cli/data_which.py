@@ -19,6 +19,8 @@ from kenotron.cli.data import app
 from kenotron.config.errors import InputError, counted
 
 if TYPE_CHECKING:
+    from kenotron.checkpoint.folders import Found
+    from kenotron.config import Config
     from kenotron.data import RunData
     from kenotron.data.provenance import SampleOrigin
     from kenotron.data.text_records import Record
@@ -33,6 +35,7 @@ def which(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print what a step reads, or at which steps a document is read, from the data order alone."""
+    from kenotron.checkpoint.folders import list_checkpoints
     from kenotron.config import load, refuse_unsupported
     from kenotron.data import open_run
 
@@ -40,9 +43,18 @@ def which(
         raise InputError("expected --step or --document, one of the two")
     run = load(config, overrides or ())
     refuse_unsupported(run)
-    with open_run(run, step or 1, _quiet) as data:
+    saved = [entry for entry in list_checkpoints(run.checkpoint_folder) if entry.problem is None]
+    run = in_run_steps(run, saved[-1] if saved else None)
+    with open_run(run, step or max(run.data_stages[0].start_training_step, 1), _quiet) as data:
         record, lines = of_step(data, step) if document is None else _of_document(data, document)
     print(json.dumps(record, indent=2) if as_json else "\n".join(lines))
+
+
+def in_run_steps(config: Config, saved: Found | None) -> Config:
+    """`config` in steps of the run that has `saved` this checkpoint: a restart goes on with its parent's data."""
+    from kenotron.training.start import Start
+
+    return config if saved is None else Start.at(saved.path, continues=True).in_run_steps(config)
 
 
 def of_step(data: RunData, step: int | None) -> tuple[dict[str, object], list[str]]:

@@ -41,16 +41,17 @@ def replay(
 
     Exit code 0: the numbers are equal; 1: they are not.
     """
-    from kenotron.cli.data_which import of_step
+    from kenotron.cli.data_which import in_run_steps, of_step
     from kenotron.data import open_run
     from kenotron.launch import launch
 
     config, start = _find(checkpoints, step)
+    read = in_run_steps(config, start)
     logged = _metrics((log_dir or Path(config.logging.log_dir) / config.general.run) / "metrics.jsonl")
     if step not in logged:
         raise InputError(f"--step: expected a step of the log, which has {_range(logged)}, found {step}")
     if without:
-        without = _documents(config, step, without)
+        without = _documents(read, step, without)
     with tempfile.TemporaryDirectory(prefix="kenotron-replay-") as temporary:
         again = _config(config, Path(temporary), step, overrides or [], without or [])
         if start is not None:
@@ -68,7 +69,7 @@ def replay(
         print("\n".join(differences))
         if ": lr was " in differences[-1]:
             print("the run went on with another schedule later: its settings at that step are not known any more")
-        with open_run(config, step, lambda line: None) as data:
+        with open_run(read, step, lambda line: None) as data:
             print("\n".join(of_step(data, int(differences[0].split()[1].rstrip(":")))[1]))
         sys.exit(1)
     for name in COMPARED[:2] if without else ():

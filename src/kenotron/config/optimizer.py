@@ -184,7 +184,7 @@ class Optimizer(Section):
         "parallelism.strategy.",
         None,
     )
-    weight_decay: float = key("Decoupled weight decay.", ge=0)
+    weight_decay: float = key("Decoupled weight decay; of sgd, and by dotted path, torch's own.", ge=0)
     clip_grad: float | None = key("Maximum global gradient norm; null: no clipping.", gt=0)
     accumulate_grad_in_fp32: bool = key(
         "Keep master weights and accumulate gradients in fp32 while the model computes in model.dtype."

@@ -200,17 +200,6 @@ class SampleRange(TokenSource):
         return self.whole.fetch_ahead(indices + self.start)
 
 
-def hold_out_last(whole: TokenSource, count: int) -> SampleRange:
-    """`whole` without its last `count` samples, which are held out."""
-    border = len(whole) - count
-    return SampleRange(whole, 0, border, SampleRange(whole, border, len(whole)))
-
-
-def held_out_samples(samples: int, fraction: float) -> int:
-    """How many of so many samples are held out: the last ones, of two or more at least one."""
-    return max(int(samples * fraction), 1 if samples > 1 else 0)
-
-
 class StreamSource(TokenSource):
     """A source that is read forward only, by `shards` independent readers: sample i is of reader shard
     ``i % shards``. What comes next is a state that checkpoints hold.

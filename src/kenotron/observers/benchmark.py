@@ -119,7 +119,7 @@ def columns_of(run: Run, speeds: dict[str, float]) -> dict[str, Any]:
         "pp": layout.pp,
         "tp": layout.tp,
         "cp": layout.context_parallel_size,
-        "ep": 1,
+        "ep": layout.expert_parallel_size,
         "pp_engine": layout.pp_engine,
         "tp_mode": layout.tp_mode,
         "tp_async_comm": layout.tp_linear_async_communication,

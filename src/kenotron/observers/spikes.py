@@ -14,8 +14,9 @@ weights are at fault: then they return to the last snapshot, and all steps after
 goes on, so it is never another one after a resume.
 
 `skipped_steps.jsonl` in the run's folder has a line for each such step with its samples and their documents. A snapshot
-is also taken at every checkpoint, so that a run that is killed and resumed returns to the same one. After as many
-`window` steps of every stage, and of every sequence length, the guard begins to judge.
+is also taken at every checkpoint, so that a run that is killed and resumed returns to the same one (unless the step of
+the checkpoint was itself left out). After as many `window` steps of every stage, and of every sequence length, the
+guard begins to judge.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class SpikeGuard(Hook):
     def __init__(self, settings: Spikes) -> None:
         self.settings = settings
         self.window: list[list[float]] = []  # [lm_loss, grad_norm] of the last steps that were accepted
-        self.phase: list[int] = []  # stage and sequence length of those
+        self.phase: list[int] = []  # first step of the stage, and sequence length, of those
+        self.refused = False  # this step, by this hook
         self.in_a_row = 0
         self.rollbacks = 0  # to the current snapshot
 
@@ -69,10 +71,11 @@ class SpikeGuard(Hook):
     def accepts_update(self, run: Run, lm_loss: float, grad_norm: float) -> bool:
         """False on every rank if it is a spike on any."""
         stage = run.data.stage_at(run.step + 1)
-        if (phase := [stage.number, stage.length_at(run.step + 1)]) != self.phase:
+        if (phase := [stage.start, stage.length_at(run.step + 1)]) != self.phase:
             self.window, self.phase = [], phase
         spike = max(self._z_scores([lm_loss, grad_norm])) > self.settings.z_score
-        return not any_rank(spike, run.mesh.world_size, run.device)
+        self.refused = any_rank(spike, run.mesh.world_size, run.device)
+        return not self.refused
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Remember a step that was accepted; record one that was not, and return to the snapshot if it is due.
@@ -80,7 +83,9 @@ class SpikeGuard(Hook):
         Raises RunFailed if the run has returned there too often.
         """
         if result.skipped:
-            self._leave_out(run, result)
+            if self.refused or not result.finite:  # else another hook has refused it
+                self._leave_out(run, result)
+            self.refused = False
             return
         self.in_a_row = 0
         self.window = [*self.window, [result.lm_loss, result.grad_norm]][-self.settings.window :]
@@ -94,7 +99,7 @@ class SpikeGuard(Hook):
             self.snapshot = Snapshot(run)
         else:
             self.snapshot.take(run)
-        self.window_of_snapshot = self.window
+        self.window_of_snapshot, self.phase_of_snapshot = self.window, self.phase
 
     def _leave_out(self, run: Run, result: StepResult) -> None:
         self.in_a_row += 1
@@ -111,7 +116,7 @@ class SpikeGuard(Hook):
                 f"smaller optimizer.clip_grad or an earlier checkpoint are the usual remedies."
             )
         self.snapshot.restore(run)
-        self.window, self.in_a_row = self.window_of_snapshot, 0
+        self.window, self.phase, self.in_a_row = self.window_of_snapshot, self.phase_of_snapshot, 0
         self.rollbacks += 1
         for step in range(back + 1, run.step - IN_A_ROW + 1):
             self._record(run, step, f"the weights returned to those of step {back} after step {run.step}")

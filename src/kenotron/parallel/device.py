@@ -102,14 +102,16 @@ def name(device: torch.device) -> str:
     return models[0] if models else platform.processor() or "CPU"
 
 
-# Dense bf16 matrix FLOP/s by the vendors' data sheets (no sparsity).
+# Dense bf16 matrix FLOP/s by the vendors' data sheets (no sparsity); the first whose name is in the device's.
 PEAK_BF16 = {
     "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
-    "B200": 2250e12,
     "GB200": 2500e12,
+    "B200": 2250e12,
     "MI250X": 191.5e12,  # one of the two dies that a rank sees
     "MI300X": 1307e12,
     "MI325X": 1307e12,

@@ -110,7 +110,7 @@ class Run:
     @property
     def last_step(self) -> int:
         """Where the run ends: after all its steps, or where the data of the stages so far allow no further one."""
-        return self.data.last_step(max(self.step, 1))
+        return self.data.last_step(max(self.step, 1, self.start.data_start + 1))
 
     @property
     def total_tokens(self) -> int:

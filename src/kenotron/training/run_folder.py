@@ -66,7 +66,8 @@ def _is_of_this_run(config: Config, folder: Path) -> bool:
 def _set_metrics_aside(folder: Path) -> None:
     """Rename an earlier run's metrics: no run deletes what another measured, or mixes its curves with its own."""
     now = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
-    for path in (folder / "metrics.jsonl", folder / "skipped_steps.jsonl", folder / "tensorboard"):
+    names = "metrics.jsonl", "skipped_steps.jsonl", "nonfinite_steps.jsonl", "tensorboard"
+    for path in (folder / name for name in names):
         if path.exists() and (path.is_dir() or path.stat().st_size > 0):
             renamed = path.with_name(f"{path.stem}-replaced-{now}{path.suffix}")
             path.rename(renamed)

@@ -28,7 +28,7 @@ from kenotron.optim.groups import set_learning_rate
 from kenotron.optim.schedule import learning_rate
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import all_reduce, sum_over_ranks
-from kenotron.parallel.device import upload
+from kenotron.parallel.device import synchronize, upload
 from kenotron.training.expert_loads import ExpertLoads, follow_loads, loads_of_step
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
         if loads is not None:
             follow_loads(run, loads)
     run.optimizer.zero_grad(set_to_none=True)
+    if run.config.logging.state_hash or loads is not None:  # the hooks that read these will wait: now, it is measured
+        synchronize(run.device)
 
     return StepResult(
         lm_loss=lm_loss,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kenotron.data.batch import Int64
-from kenotron.data.source import Opening, Samples, SourceSpec, TokenSource, hold_out_last
+from kenotron.data.source import Opening, Samples, SourceSpec, TokenSource
+from kenotron.data.sources.held_out import hold_out_last
 from kenotron.kernels.hashing import derive_key, mix64
 
 HELD_OUT = 1024

@@ -32,8 +32,8 @@ from kenotron.data.source import (
     SampleRange,
     SourceSpec,
     TokenSource,
-    held_out_samples,
 )
+from kenotron.data.sources.held_out import held_out_samples
 from kenotron.data.sources.packed_rows import PackedRows, packed_rows
 from kenotron.data.sources.token_folder import TokenFolder, count_windows, window_step
 from kenotron.kernels.hashing import derive_key

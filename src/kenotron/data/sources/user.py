@@ -21,8 +21,9 @@ from kenotron.config.data import CustomSource
 from kenotron.config.dotted import import_registered
 from kenotron.config.errors import InputError, nearest
 from kenotron.data.batch import Int64
-from kenotron.data.source import Opening, SampleRange, Samples, SourceSpec, TokenSource, held_out_samples
+from kenotron.data.source import Opening, SampleRange, Samples, SourceSpec, TokenSource
 from kenotron.data.sources import DATASETS
+from kenotron.data.sources.held_out import held_out_samples, hold_out_last
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,7 @@ class UserSpec(SourceSpec):
             source = UserSource(path, made, opening.sequence_length, run.vocab_size, f"{opening.at}.source")
         if len(source.held_out):
             return source
-        border = len(source) - held_out_samples(len(source), run.val_fraction)
-        return UserRange(source, 0, border, UserRange(source, border, len(source)))
+        return hold_out_last(source, held_out_samples(len(source), run.val_fraction), UserRange)
 
 
 class UserRange(SampleRange):
