@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from hypothesis import strategies as st
 
 from kenotron.cli import main
 from kenotron.cli.seeds import slurm_launcher
+from kenotron.cli.slurm import _configs
 from kenotron.config import load
 from kenotron.config.errors import InputError
+from kenotron.launch.environment import share_threads
 from kenotron.launch.slurm.nanotron import PRESETS
 from kenotron.launch.slurm.ranks import first_host, is_task_of_many, torchrun_variables
 from kenotron.launch.slurm.script import Job, render
@@ -147,6 +150,37 @@ def test_the_signal_before_the_time_limit_reaches_the_ranks_and_requeues_the_job
     assert not (stand_ins / "requeued").exists(), "a run that has ended is not started again"
 
 
+def test_a_task_of_an_array_is_requeued_alone(stand_ins: Path) -> None:
+    job = Job("x", 1, 1, ("train",), stand_ins, "x.log", array=2)
+    process = run_script(render(job, Site()), stand_ins, WAIT="yes", SLURM_ARRAY_JOB_ID="41", SLURM_ARRAY_TASK_ID="1")
+    while not (stand_ins / "seen").exists() or not (stand_ins / "seen").read_text():
+        time.sleep(0.02)
+    time.sleep(0.2)  # srun's handler
+    process.send_signal(10)  # SIGUSR1
+    assert process.wait(20) == 0
+    assert (stand_ins / "requeued").read_text() == "requeue 41_1\n"
+
+
+def test_cores_of_a_rank_reach_srun_whoever_names_them(tmp_path: Path) -> None:
+    job = Job("x", 1, 1, ("train",), tmp_path, "x.log", options={"cpus-per-task": 12})
+    assert "srun --kill-on-bad-exit=1 --cpus-per-task=12 " in render(job, Site(cpus_per_rank=4))
+    assert "srun --kill-on-bad-exit=1 --cpus-per-task=4 " in render(replace(job, options={}), Site(cpus_per_rank=4))
+
+
+def test_a_rank_that_srun_binds_to_cores_has_as_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    monkeypatch.setattr("kenotron.launch.environment.cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    share_threads(4)
+    for name, value in TASK.items():
+        monkeypatch.setenv(name, value)
+    for cpus in ("8", "2", "many"):
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", cpus)
+        share_threads(4)
+    assert threads == [2, 8, 2, 2]
+
+
 def test_bad_values_are_refused_by_name() -> None:
     plain = {"nodes": 1, "tasks_per_node": 1, "command": ("x",), "folder": Path("/"), "log": "x"}
     with pytest.raises(InputError, match="--comment: expected printable characters"):
@@ -179,6 +213,11 @@ def test_a_wrong_profile_is_named(tmp_path: Path) -> None:
         load_site(str(tmp_path / "mine.yaml"))
 
 
+def test_a_time_of_a_profile_is_no_number_in_base_60(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("sbatch: {time: 20:00:00, partition: gpu}")
+    assert load_site(str(tmp_path / "mine.yaml")).sbatch["time"] == "20:00:00"
+
+
 def command(*arguments: str) -> int:
     with pytest.raises(SystemExit) as ended:
         main(list(arguments))
@@ -193,6 +232,53 @@ def test_ranks_and_nodes_must_fit(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert command("submit", file, "parallelism.dp=6", "--gpus-per-node", "4", "--nodes", "2", "--dry-run") == 2
     assert "needs 6 ranks, but 2 nodes of 4 have 8; parallelism.dp=8 would fit" in capsys.readouterr().err
     assert not (tmp_path / "logs").exists()
+
+
+def test_gpus_are_asked_for_unless_ranks_run_on_cpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ("submit", str(tiny_yaml(tmp_path)), "parallelism.dp=4", "--gpus-per-node", "4", "--dry-run")
+    for options, asked in (
+        ((), ["--gres=gpu:4"]),
+        (("--env", "KENOTRON_DEVICE=cpu"), []),
+        (("--sbatch", "gpus-per-task=1"), ["--gpus-per-task=1"]),
+        (("--sbatch", "gres=gpu:h100:4"), ["--gres=gpu:h100:4"]),
+    ):
+        assert command(*job, *options) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[1] for line in lines if line.startswith(("#SBATCH --g",))] == asked
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("5", "--time: 5 is 300 s, and --save-seconds 300 before its end the job is saved"),
+        ("4:59", "4:59 is 299 s"),
+        ("0-0:5", "0-0:5 is 300 s"),
+        ("two hours", "expected minutes, H:M:S or D-H:M:S, found 'two hours'"),
+        ("1:2:3:4", "expected minutes"),
+    ],
+)
+def test_a_time_limit_that_leaves_no_time_is_refused(
+    given: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ("submit", str(tiny_yaml(tmp_path)), "--dry-run")
+    assert command(*job, "--time", given) == 2
+    assert message in capsys.readouterr().err
+    assert command(*job, "--sbatch", f"time={given}") == 2
+    for enough in ("6", "5:01", "0-1", "1-00:00:00", "20:00:00", "UNLIMITED"):
+        assert command(*job, "--time", enough) == 0
+
+
+def test_runs_of_an_array_share_no_folder(tmp_path: Path) -> None:
+    file = tiny_yaml(tmp_path)
+    upload = "s3_upload={upload_s3_path: 's3://bucket/run', remove_after_upload: false, s5cmd_numworkers: 1, "
+    upload += "s5cmd_concurrency: 1, s5cmd_path: null}"
+    rates = "optimizer.learning_rate_scheduler.learning_rate=0.1,0.2"
+    configs = _configs(file, [upload, "checkpoints.checkpoints_path=here"], rates)
+    assert [each.s3_upload.upload_s3_path for each in configs if each.s3_upload] == [
+        "s3://bucket/run/0",
+        "s3://bucket/run/1",
+    ]
+    assert [each.checkpoints.checkpoints_path for each in configs] == ["here/0", "here/1"]
 
 
 def test_the_example_has_the_ranks_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,7 +301,7 @@ def test_jobs_are_recorded_listed_shown_and_cancelled(
         "sbatch": SBATCH,
         "squeue": "#!/bin/bash\necho asked >> {folder}/asked\necho '102|RUNNING 0:10 of 1:00 n1'",
         "sacct": "#!/bin/bash\necho $2 >> {folder}/asked\necho '101|COMPLETED|00:05:00|0:0'",
-        "scancel": "#!/bin/bash\necho $1 > {folder}/cancelled",
+        "scancel": "#!/bin/bash\necho $@ > {folder}/cancelled",
     }
     for name, text in programs.items():
         (tmp_path / name).write_text(text.format(folder=tmp_path))
@@ -224,7 +310,7 @@ def test_jobs_are_recorded_listed_shown_and_cancelled(
     monkeypatch.chdir(tmp_path)
     logs = ("--log-dir", str(tmp_path / "logs"))
     assert command("status", *logs) == 2
-    assert command("submit", str(tiny_yaml(tmp_path)), "tokens.train_steps=9", "--chain", "2", "--time", "5") == 0
+    assert command("submit", str(tiny_yaml(tmp_path)), "tokens.train_steps=9", "--chain", "2", "--time", "6") == 0
     first, second = (tmp_path / "sbatch.log").read_text().splitlines()
     assert "--dependency" not in first
     assert "--dependency=afterany:101" in second
@@ -244,8 +330,14 @@ def test_jobs_are_recorded_listed_shown_and_cancelled(
     assert capsys.readouterr().out == "two\n"
     assert command("cancel", "103", *logs) == 2
     assert "no job '103'" in capsys.readouterr().err
-    assert command("cancel", "tiny", *logs) == 0
-    assert (tmp_path / "cancelled").read_text() == "102\n"
+    for job, cancelled in (("tiny", "--quiet 101 102\n"), ("101", "--quiet 101 102\n"), ("102", "102\n")):
+        assert command("cancel", job, *logs) == 0  # and what would start after it
+        assert (tmp_path / "cancelled").read_text() == cancelled
+    (folder / "102.log").rename(folder / "101.log")  # the first of the chain runs
+    capsys.readouterr()
+    assert command("logs", *logs) == 0
+    assert capsys.readouterr().out == "one\ntwo\n"
+    assert command("logs", "102", *logs) == 2
 
 
 # ---- nanotron's launcher -----------------------------------------------------------------------------------

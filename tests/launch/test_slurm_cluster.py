@@ -22,7 +22,7 @@ missing = available()
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.skipif(missing is not None, reason=str(missing))]
 
 FOUR = ("parallelism.dp=4", "tokens.micro_batch_size=1")  # the global batch of one process
-FOUND_BY = ("--env", "MASTER_ADDR=127.0.0.1")  # both nodes are this machine
+FOUND_BY = ("--env", "MASTER_ADDR=127.0.0.1", "--env", "KENOTRON_DEVICE=cpu")  # both nodes are this machine
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
@@ -144,7 +144,7 @@ def test_a_chain_of_jobs_is_one_run(slurm: Cluster, tmp_path: Path, expected: li
 def test_an_array_is_a_run_for_each_value(slurm: Cluster, tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_dict(Path("."))))
     key = "optimizer.learning_rate_scheduler.learning_rate"
-    kenotron(tmp_path, "submit", "tiny.yaml", "--gpus-per-node", "1", "--array", f"{key}=0.01,0.02")
+    kenotron(tmp_path, "submit", "tiny.yaml", "--gpus-per-node", "1", "--array", f"{key}=0.01,0.02", *FOUND_BY)
     runs = [tmp_path / "logs" / f"tiny-{number}" / "metrics.jsonl" for number in (0, 1)]
     wait(lambda: all(run.exists() and len(run.read_text().splitlines()) == 3 for run in runs), 120, lambda: "")
     rates = [json.loads(run.read_text().splitlines()[-1])["lr"] for run in runs]

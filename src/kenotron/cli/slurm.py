@@ -34,7 +34,7 @@ def submit(
     overrides: Annotated[list[str] | None, typer.Argument(help="Keys by their dotted paths, as for train.")] = None,
     site: Annotated[str, typer.Option(help="Profile of the cluster: a built-in name or a YAML file.")] = "generic",
     nodes: Annotated[int | None, typer.Option(min=1, help="Default: as many as the layout needs.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks of a node; default: the site's.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="A rank each; default: the site's.")] = None,
     time: Annotated[str | None, typer.Option(help="Time limit, for example 20:00:00.")] = None,
     account: Annotated[str | None, typer.Option(help="Account to charge.")] = None,
     partition: Annotated[str | None, typer.Option(help="Partition.")] = None,
@@ -53,7 +53,7 @@ def submit(
     from kenotron.config import dump
     from kenotron.config.runs import fill_run_name
     from kenotron.launch.slurm import jobs
-    from kenotron.launch.slurm.script import Job, render
+    from kenotron.launch.slurm.script import Job, directives_of, render
     from kenotron.launch.slurm.sites import load_site
 
     profile = load_site(site)
@@ -79,7 +79,9 @@ def submit(
         environment={key: value or "" for key, value in _pairs("--env", env)},
         pre_launch=tuple(pre_launch or ()),
         container=container,
+        gpus=gpus_per_node is not None,
     )
+    _check_time(directives_of(job, profile).get("time"), save_seconds)
     script = render(job, profile)
     if dry_run:
         print(script, end="")
@@ -92,14 +94,14 @@ def submit(
     (folder / jobs.SCRIPT).write_text(script, encoding="utf-8")
     log = str(folder / ("{id}_0.log" if array else "{id}.log"))
     metrics = [Path(each.logging.log_dir).absolute() / each.general.run / "metrics.jsonl" for each in configs]
-    previous = None
+    submitted: list[jobs.Record] = []
     for _ in range(chain):
-        record = jobs.submit(folder, name, log, metrics, previous)
-        print(f"job {record.id}: {name} on {counted(job.nodes, 'node')} x {counted(job.tasks_per_node, 'rank')}")
-        previous = record.id
+        submitted.append(jobs.submit(folder, name, log, metrics, submitted[-1].id if submitted else None))
+        where = f"{counted(job.nodes, 'node')} x {counted(job.tasks_per_node, 'rank')}"
+        print(f"job {submitted[-1].id}: {name} on {where}")
     print(f"script and output: {folder}")
     if follow:
-        _follow(record.log, 1_000_000)
+        _follow(submitted[0].log, 1_000_000)
 
 
 def status(log_dir: LogDir = Path("logs")) -> None:
@@ -124,6 +126,9 @@ def logs(
     from kenotron.launch.slurm import jobs
 
     record = jobs.find(log_dir, job)
+    if record.id != job:
+        started = [each for each in jobs.chain_of(log_dir, record) if Path(each.log).exists()]
+        record = started[-1] if started else record
     if not Path(record.log).exists():
         raise InputError(f"job {record.id} has no output yet ({jobs.states([record])[0]})")
     if follow:
@@ -136,12 +141,14 @@ def logs(
 def cancel(
     job: Annotated[str, typer.Argument(help="Number or name of a job.")], log_dir: LogDir = Path("logs")
 ) -> None:
-    """Cancel a job. Its run saves a checkpoint if Slurm leaves it the time."""
+    """Cancel a job and those that wait for it (--chain). Its run saves a checkpoint if Slurm leaves it the time."""
     from kenotron.launch.slurm import jobs
 
     record = jobs.find(log_dir, job)
-    jobs.cancel(record)
-    print(f"job {record.id} ({record.name}) is cancelled")
+    chain = [each for each in jobs.chain_of(log_dir, record) if record.id != job or int(each.id) >= int(job)]
+    jobs.cancel(chain)
+    for each in chain:
+        print(f"job {each.id} ({each.name}) is cancelled")
 
 
 def _follow(log: str, lines: int) -> None:
@@ -167,16 +174,39 @@ def _configs(file: Path, overrides: list[str], array: str | None) -> list[Config
     if not key or not values:
         raise InputError(f"--array: expected KEY=VALUE,VALUE,…, found {array!r}")
     plain = checked([])
+    upload = plain.s3_upload
+    own = {
+        "checkpoints.checkpoints_path": plain.checkpoints.checkpoints_path,
+        "checkpoints.staging_path": plain.checkpoints.staging_path,
+        "s3_upload.upload_s3_path": upload.upload_s3_path if upload is not None else None,
+    }
     return [
         checked(
             [
                 f"{key}={value}",
                 f"general.run={plain.general.run}-{number}",
-                f"checkpoints.checkpoints_path={plain.checkpoints.checkpoints_path}/{number}",
+                *(f"{place}={path.rstrip('/')}/{number}" for place, path in own.items() if path is not None),
             ]
         )
         for number, value in enumerate(values.split(","))
     ]
+
+
+def _check_time(limit: str | int | None, save_seconds: int) -> None:
+    """Raise InputError for a time limit that is none of Slurm's, or leaves no time to train before the save."""
+    if limit is None or str(limit).upper() in ("UNLIMITED", "INFINITE", "-1", "0"):
+        return
+    days, dash, rest = str(limit).rpartition("-")
+    units = (3600, 60, 1) if dash or rest.count(":") == 2 else (60, 1)  # D-H, D-H:M, D-H:M:S, H:M:S; M, M:S
+    parts = rest.split(":")
+    if len(parts) > len(units) or not all(part.isdecimal() for part in [*parts, days or "0"]):
+        raise InputError(f"--time: expected minutes, H:M:S or D-H:M:S, found {str(limit)!r}")
+    seconds = int(days or 0) * 86400 + sum(int(part) * unit for part, unit in zip(parts, units))
+    if seconds <= save_seconds:
+        raise InputError(
+            f"--time: {limit} is {seconds} s, and --save-seconds {save_seconds} before its end the job is saved and "
+            f"requeued: it would never train; raise the one or lower the other"
+        )
 
 
 def _nodes(config: Config, site: Site, nodes: int | None, ranks_here: int) -> int:

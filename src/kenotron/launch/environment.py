@@ -59,11 +59,16 @@ def threads_each(ranks_on_machine: int) -> int:
 
 
 def share_threads(ranks_on_machine: int) -> None:
-    """Limit torch to this rank's share of the cores, unless OMP_NUM_THREADS is set."""
+    """Limit torch to this rank's share of the cores, unless OMP_NUM_THREADS is set.
+
+    Where srun binds each task to cores of its own, these are its share: Slurm says how many.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         import torch
 
-        torch.set_num_threads(threads_each(ranks_on_machine))
+        own = os.environ.get("SLURM_CPUS_PER_TASK", "") if is_task_of_many(os.environ) else ""
+        bound = min(int(own), cores()) if own.isdecimal() else 0
+        torch.set_num_threads(max(threads_each(ranks_on_machine), bound))
 
 
 def default_variables(environment: Mapping[str, str], cuda: str | None) -> dict[str, str]:

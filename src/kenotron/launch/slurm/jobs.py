@@ -53,7 +53,9 @@ def records(logs: Path) -> list[Record]:
 
 
 def find(logs: Path, job: str | None) -> Record:
-    """The job of a number or name, the newest without one. Raises InputError that names what there is."""
+    """The job of a number or name, the newest without one; of a chain the last. Raises InputError that names what there
+    is.
+    """
     found = records(logs)
     fitting = [record for record in found if job in (None, record.id, record.name)]
     if not found:
@@ -62,6 +64,11 @@ def find(logs: Path, job: str | None) -> Record:
         names = sorted({name for record in found for name in (record.id, record.name)})
         raise InputError(f"no job {job!r} in {logs}{nearest(str(job), names)}")
     return fitting[-1]
+
+
+def chain_of(logs: Path, record: Record) -> list[Record]:
+    """The jobs that were submitted together as a chain, in order; one that was submitted alone."""
+    return [each for each in records(logs) if each.folder == record.folder]
 
 
 def states(found: Sequence[Record]) -> list[str]:
@@ -83,9 +90,9 @@ def states(found: Sequence[Record]) -> list[str]:
     return [known.get(record.id, "ended") for record in found]
 
 
-def cancel(record: Record) -> None:
-    """Cancel a job: its ranks get SIGTERM, and save if Slurm leaves them the time (its KillWait)."""
-    _slurm(["scancel", record.id])
+def cancel(found: Sequence[Record]) -> None:
+    """Cancel jobs: their ranks get SIGTERM, and save if Slurm leaves them the time (its KillWait)."""
+    _slurm(["scancel", *(["--quiet"] if len(found) > 1 else []), *(record.id for record in found)])  # some have ended
 
 
 def _slurm(command: list[str], missing_is_empty: bool = False) -> str:

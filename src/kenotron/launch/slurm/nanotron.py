@@ -168,7 +168,7 @@ def submit_arguments(given: Sequence[str]) -> list[str]:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(yaml.safe_dump(config_of(flags), sort_keys=False), encoding="utf-8")
     arguments = ["submit", path] + ([f"general.run={flags.run}"] if flags.config else [])
-    arguments += ["--gpus-per-node", str(flags.gpus_per_node), "--sbatch", f"gres=gpu:{flags.gpus_per_node}"]
+    arguments += ["--gpus-per-node", str(flags.gpus_per_node)]
     for name, value in (("partition", flags.partition), ("qos", flags.qos), ("time", flags.time_limit)):
         arguments += [f"--{name}", value] if value else []
     if flags.email:

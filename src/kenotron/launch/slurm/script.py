@@ -35,7 +35,7 @@ code=$?
 if [ -n "$requeue" ]; then # the signal ended the first wait
   wait "$ranks"
   code=$?
-  scontrol requeue "$SLURM_JOB_ID"
+  scontrol requeue "{requeued}"
 fi
 exit "$code"
 """
@@ -62,35 +62,42 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     pre_launch: tuple[str, ...] = ()
     container: str | None = None
+    gpus: bool = False
+    """Whether each rank needs one, whatever the site says; not with KENOTRON_DEVICE=cpu."""
 
 
 def render(job: Job, site: Site) -> str:
     """The job script. Raises InputError for a value that Slurm's directives cannot hold."""
     environment = {**site.environment, **job.environment}
     exports = [f"export {_variable(name)}={shlex.quote(value)}" for name, value in environment.items()]
-    # Not inherited from sbatch by every version of Slurm.
+    directives = directives_of(job, site)
     srun: dict[str, str | int | None] = {"kill-on-bad-exit": 1}
-    if site.cpus_per_rank:
-        srun["cpus-per-task"] = site.cpus_per_rank
+    if cpus := directives.get("cpus-per-task"):  # not inherited from sbatch by every version of Slurm
+        srun["cpus-per-task"] = cpus
     prefix = site.container.format(image=shlex.quote(job.container)) + " " if job.container else ""
     task = ' "$SLURM_ARRAY_TASK_ID"' if job.array else ""
     return TEMPLATE.format(
-        directives="\n".join(f"#SBATCH {_option(name, value)}" for name, value in _directives(job, site).items()),
+        directives="\n".join(f"#SBATCH {_option(name, value)}" for name, value in directives.items()),
         folder=shlex.quote(str(job.folder)),
         setup="\n".join([*site.setup, *job.pre_launch, *exports]),
         srun=" ".join(_option(name, value) for name, value in (srun | site.srun).items()),
         command=prefix + shlex.join(job.command) + task,
         seconds=job.save_seconds,
+        # One task of an array has the number of the array: by that alone, all of them would be put back.
+        requeued="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.array else "$SLURM_JOB_ID",
     )
 
 
-def _directives(job: Job, site: Site) -> dict[str, str | int | None]:
+def directives_of(job: Job, site: Site) -> dict[str, str | int | None]:
+    """The options of sbatch, in the order of the script."""
     options: dict[str, str | int | None] = {
         "job-name": job.name,
         "nodes": job.nodes,
         "ntasks-per-node": job.tasks_per_node,
     }
-    if site.gpus_per_node:
+    given = site.sbatch | dict(job.options)
+    on_cpu = (site.environment | dict(job.environment)).get("KENOTRON_DEVICE") == "cpu"
+    if (site.gpus_per_node or job.gpus) and not on_cpu and not any(name[:3] in ("gpu", "gre") for name in given):
         options["gres"] = f"gpu:{job.tasks_per_node}"
     if site.cpus_per_rank:
         options["cpus-per-task"] = site.cpus_per_rank
@@ -102,7 +109,7 @@ def _directives(job: Job, site: Site) -> dict[str, str | int | None]:
     }
     if job.array:
         options["array"] = f"0-{job.array - 1}"
-    return options | site.sbatch | dict(job.options)
+    return options | given
 
 
 def _option(name: str, value: str | int | None) -> str:

@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kenotron.config.errors import InputError, nearest
+from kenotron.config.scalars import Loader
 
 BUILT_IN = Path(__file__).with_name("sites")
 GENERIC = "generic"
@@ -26,7 +27,7 @@ class Site(BaseModel):
 
     description: str = ""
     gpus_per_node: int = Field(0, ge=0)
-    """0: ranks run on the CPU, and ``--gpus-per-node`` is how many of them a node has."""
+    """0: ``--gpus-per-node`` says it; with KENOTRON_DEVICE=cpu, how many ranks a node has."""
     cpus_per_rank: int | None = Field(None, ge=1)
     sbatch: dict[str, str | int | None] = {}
     """Options of sbatch, without dashes; null for a flag."""
@@ -44,7 +45,7 @@ def load_site(name: str) -> Site:
     built_in = sorted(path.stem for path in BUILT_IN.glob("*.yaml"))
     path = BUILT_IN / f"{name}.yaml" if name in built_in else Path(name).expanduser()
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except OSError:
         raise InputError(
             f"--site: expected {', '.join(built_in)} or a YAML file, found {name!r}{nearest(name, built_in)}"
