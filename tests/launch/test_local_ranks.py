@@ -172,7 +172,18 @@ def test_fewer_accelerators_than_ranks_is_said_in_one_line(monkeypatch: pytest.M
     share.check_devices(2)
     with pytest.raises(InputError, match="4 ranks on this machine need an accelerator each, but it has 2"):
         share.check_devices(4)
+    third = share.Ranks(6, 8, 2, 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("SLURM_PROCID", "6")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    assert share.device_number(third) == 0  # srun shows each task its own
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(InputError, match="4 ranks on this machine need an accelerator each, but it has 1"):
+        share.device_number(third)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert share.device_number(third) == 2
     monkeypatch.setenv("KENOTRON_DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     share.check_devices(4)
 
 

@@ -88,7 +88,10 @@ def submit(
         return
     if shutil.which("sbatch") is None:
         raise InputError("sbatch was not found; run this where jobs are submitted, or add --dry-run")
-    folder.mkdir(parents=True)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"logging.log_dir: cannot make {folder}: {error.strerror}") from None
     for number, each in enumerate(configs):
         (folder / (f"config-{number}.yaml" if array else "config.yaml")).write_text(dump(each), encoding="utf-8")
     (folder / jobs.SCRIPT).write_text(script, encoding="utf-8")

@@ -32,7 +32,7 @@ from kenotron.config.parallelism import HasLayout
 from kenotron.launch.environment import (
     Ranks,
     check_cores,
-    check_devices,
+    device_number,
     ranks_from_environment,
     set_default_variables,
     share_threads,
@@ -227,10 +227,10 @@ def work_as_rank(
     from kenotron.parallel.torch_internals import set_timeout_of_all_groups
 
     ranks = ranks_from_environment()
-    check_devices(ranks.local_world_size)
+    number = device_number(ranks)
     share_threads(ranks.local_world_size)
     set_default_variables()
-    device = best_device(ranks.local_rank)
+    device = best_device(number)
     timeout = config.parallelism.timeout_seconds
     start_process_group(device, timeout + TORCH_WAITS_LONGER_S, store)
     with (watch or Watch)(timeout):

@@ -118,6 +118,17 @@ def accelerators() -> int:
     return 0 if on_cpu else torch.cuda.device_count()
 
 
+def device_number(ranks: Ranks) -> int:
+    """Which of the accelerators that this process sees is its own: the only one where srun gives each task one
+    (``--gpus-per-task=1``). Raises InputError if they are too few.
+    """
+    by_srun = is_task_of_many(os.environ) and "TORCHELASTIC_RUN_ID" not in os.environ
+    if by_srun and accelerators() == 1:
+        return 0
+    check_devices(ranks.local_world_size)
+    return ranks.local_rank
+
+
 def check_devices(ranks_on_machine: int) -> None:
     """Raise InputError if the machine has accelerators, but fewer than ranks: each rank needs one."""
     devices = accelerators()

@@ -74,7 +74,7 @@ def render(job: Job, site: Site) -> str:
     srun: dict[str, str | int | None] = {"kill-on-bad-exit": 1}
     if cpus := directives.get("cpus-per-task"):  # not inherited from sbatch by every version of Slurm
         srun["cpus-per-task"] = cpus
-    prefix = site.container.format(image=shlex.quote(job.container)) + " " if job.container else ""
+    prefix = site.container.replace("{image}", shlex.quote(job.container)) + " " if job.container else ""
     task = ' "$SLURM_ARRAY_TASK_ID"' if job.array else ""
     return TEMPLATE.format(
         directives="\n".join(f"#SBATCH {_option(name, value)}" for name, value in directives.items()),
