@@ -11,10 +11,10 @@ import pytest
 import yaml
 from fsspec.implementations.memory import MemoryFileSystem
 
-from kenotron.checkpoint.remote import RemoteCheckpoints
+from kenotron.checkpoint.remote import RemoteCheckpoints, fetch_for_run
 from kenotron.cli import main
 from kenotron.config import Config, InputError, dump, load
-from kenotron.config.errors import RunFailed
+from kenotron.config.errors import CheckpointError, RunFailed
 from kenotron.observers.uploads import uploader
 from kenotron.storage import fetching
 from support.tiny_run import equal_bits, losses, saved_weights, tiny_config, train_and_listen, train_quietly
@@ -214,3 +214,89 @@ def test_an_export_is_uploaded_with_its_checkpoint(machine: Callable[..., Config
     train_quietly(machine("a", "checkpoints.export_hf=true"))
     assert complete() == [2, 4]
     assert {name.split("/")[3] for name in bucket if name.endswith("hf/config.json")} == {"2", "4"}
+
+
+def local_run(folder: Path, *overrides: str) -> Config:
+    folder.mkdir(exist_ok=True)
+    return tiny_config(folder, "checkpoints.checkpoint_interval=2", "tokens.train_steps=4", *overrides)
+
+
+UPLOADED = (
+    f"s3_upload={{upload_s3_path: '{URL}', remove_after_upload: false, s5cmd_numworkers: null, "
+    "s5cmd_concurrency: null, s5cmd_path: null}"
+)
+
+
+def test_a_store_of_another_run_is_refused_before_anything_in_it_changes(
+    machine: Callable[..., Config], tmp_path: Path, bucket: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_quietly(machine("a"))
+    other = local_run(tmp_path / "b")
+    train_quietly(other)
+    before = {name: file.getvalue() for name, file in bucket.items()}
+    message = f"{URL} holds the checkpoints of another run than .*; name another URL, or if it is the same run, remove"
+    with pytest.raises(InputError, match=message):
+        train_quietly(local_run(tmp_path / "b", UPLOADED, "checkpoints.keep_last=1", "tokens.train_steps=8"))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoint", "upload", str(other.checkpoint_folder), URL])
+    assert ended.value.code
+    assert "another run" in capsys.readouterr().err
+    assert {name: file.getvalue() for name, file in bucket.items()} == before
+    (other.checkpoint_folder / ".run").unlink()  # as the message says
+    train_quietly(local_run(tmp_path / "b", UPLOADED, "tokens.train_steps=6"))
+    assert complete() == [2, 4, 6]
+
+
+def test_a_run_goes_on_with_its_store_from_either_side(tmp_path: Path, whole: list[float]) -> None:
+    """A local run gets a store, another machine takes it up, and so does the first again."""
+    train_quietly(local_run(tmp_path / "a", "tokens.train_steps=2", "checkpoints.checkpoint_interval=1"))
+    train_quietly(local_run(tmp_path / "a", UPLOADED, "tokens.train_steps=3"))
+    other = local_run(tmp_path / "b", UPLOADED, "tokens.train_steps=5")
+    train_quietly(other)
+    last = local_run(tmp_path / "a", UPLOADED, "tokens.train_steps=6")
+    train_quietly(last)
+    assert losses(other) == whole[3:5]
+    assert losses(last)[-1] == whole[5]
+
+
+def test_what_a_fresh_run_resumes_from_is_fetched_though_it_has_checkpoints(
+    machine: Callable[..., Config], tmp_path: Path
+) -> None:
+    train_quietly(machine("a"))
+    train_quietly(local_run(tmp_path / "b"))
+    named = f"checkpoints.resume_checkpoint_path={URL}/2"
+    again = local_run(tmp_path / "b", named, "checkpoints.load_mode=model_only")
+    fetch_for_run(again, fresh=True)
+    assert again.resume_folder is not None
+    assert (again.resume_folder / "manifest.json").is_file()
+
+
+def test_a_branch_of_a_run_that_uploads_uploads_elsewhere(
+    machine: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
+    parent = local_run(tmp_path / "a", UPLOADED.replace("remove_after_upload: false", "remove_after_upload: true"))
+    train_quietly(parent)
+    assert complete() == [2, 4]
+    (tmp_path / "my.yaml").write_text(dump(parent))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["branch", f"{tmp_path}/my.yaml", "--at", "2", "--cooldown", "3", "--name", "cool"])
+    assert not ended.value.code
+    config = load(yaml.safe_load(capsys.readouterr().out), [f"logging.log_dir={tmp_path}/b"])
+    assert config.upload_url == f"{URL}-cool"
+    train_quietly(config)
+    assert losses(config)[0] == losses(parent)[2]
+    assert [entry.step for entry in RemoteCheckpoints(f"{URL}-cool").all()] == [4, 5]
+
+
+def test_checkpoints_that_cannot_be_removed_do_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(*_: object) -> None:
+        raise CheckpointError("cannot remove 2: Operation not permitted")
+
+    monkeypatch.setattr("kenotron.checkpoint.engines.synchronous.prune", cannot)
+    config = local_run(tmp_path / "a", "checkpoints.keep_last=1")
+    _, said = train_and_listen(config)
+    assert "cannot remove 2: Operation not permitted" in said
+    assert steps_of(config.checkpoint_folder) == ["2", "4"]

@@ -1,5 +1,6 @@
 """Checkpoints in a bucket, or in any other store: found, verified, fetched and removed.
 
+    <url>/.run                           the id of the run, as in its folder
     <url>/latest.txt                     the newest step, written after its manifest
     <url>/30/manifest.json               written when every other object is there and as long as its file: without it
                                          there is no checkpoint
@@ -15,13 +16,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
 
-from kenotron.checkpoint.durable import HashedFile, in_use, locked, make_folder, replace_text, write_file
+from kenotron.checkpoint.durable import RUN, HashedFile, in_use, locked, make_folder, replace_text, run_id, write_file
 from kenotron.checkpoint.folders import LATEST, Progress, Report, list_checkpoints, look, publish, quiet
 from kenotron.checkpoint.folders import verify as verify_local
 from kenotron.checkpoint.leftovers import tidy
@@ -278,21 +280,48 @@ def fetch_for_run(config: Config, fresh: bool, report: Report = quiet, say: Repo
         remote.store.put(".kenotron", b"")  # better known now than after the first checkpoint
         remote.store.delete(".kenotron")
         make_folder(root)
+        known = run_id(root)
         with in_use(root):
+            if fresh:
+                remote.store.delete(RUN)
+            else:
+                check_same_run(remote, root, known)
             has_own = not fresh and _fetch_newest(remote, root, report, say)
-    if resume is not None and "://" in resume and not (has_own or list_checkpoints(root)):
+    has_own = has_own or (not fresh and any(entry.manifest for entry in list_checkpoints(root)))
+    if resume is not None and "://" in resume and not has_own:
         _fetch_named(resume, config, say)
+
+
+def check_same_run(remote: RemoteCheckpoints, root: Path, known: str | None) -> None:
+    """Keep the id of the run in `root`, which was `known` before it was opened, beside its checkpoints in the store.
+
+    A folder without checkpoints becomes that of the store's run. Raises InputError if both hold checkpoints, of two
+    runs: uploads would replace, and retention remove, those of the other.
+    """
+    there = ""
+    with suppress(FileNotFoundError):
+        there = remote.store.read(RUN).decode()
+    if there and there != known and any(MANIFEST in objects for objects in remote.objects().values()):
+        if known is not None and any(entry.manifest for entry in list_checkpoints(root)):
+            raise InputError(
+                f"{remote.url} holds the checkpoints of another run than {root}; name another URL, or if it is the "
+                f"same run, remove {root / RUN}"
+            )
+        (root / RUN).write_text(there)
+    elif (here := run_id(root)) is not None and here != there:
+        remote.store.put(RUN, here.encode())
 
 
 def _fetch_newest(remote: RemoteCheckpoints, root: Path, report: Report, say: Report) -> bool:
     """Whether `root` has a checkpoint then."""
     tidy(root, report)
-    here = [entry.manifest for entry in list_checkpoints(root) if entry.manifest and not verify_local(entry.path)]
+    saved = [entry for entry in reversed(list_checkpoints(root)) if entry.manifest]
+    here = next((entry.manifest for entry in saved if not verify_local(entry.path)), None)  # the newest intact one
     for entry in reversed(remote.all()):
         if entry.manifest is None:
             report(f"skipping checkpoint {entry.step}: {entry.problem}")
             continue
-        if here and here[-1].saved_at >= entry.manifest.saved_at:
+        if here and here.saved_at >= entry.manifest.saved_at:
             break
         try:
             say(f"Fetching {entry.path}: {entry.manifest.bytes / 2**20:.2f}MiB")
@@ -301,7 +330,7 @@ def _fetch_newest(remote: RemoteCheckpoints, root: Path, report: Report, say: Re
             report(f"skipping checkpoint {entry.step}: {error}")
         else:
             return True
-    return bool(here)
+    return here is not None
 
 
 def _fetch_named(url: str, config: Config, say: Report) -> None:

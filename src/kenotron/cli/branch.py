@@ -9,9 +9,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
 
 
 def branch(
@@ -36,7 +39,8 @@ def branch(
 
     config = load(file, report=lambda line: print(line, file=sys.stderr))
     saved, staging = config.checkpoints.checkpoints_path.rstrip("/"), config.checkpoints.staging_path
-    rate = _rate(saved, at)
+    source = _source(config, at)
+    rate = _rate(source, at)
     if rate == 0:
         raise InputError(f"--at: the learning rate is 0 at step {at}; expected a step before its decay has ended")
     schedule = {
@@ -48,13 +52,15 @@ def branch(
     changes: dict[str, Any] = {
         "general.run": name,
         "checkpoints.checkpoints_path": f"{saved}-{name}",
-        "checkpoints.resume_checkpoint_path": f"{saved}/{at}",
+        "checkpoints.resume_checkpoint_path": f"{source}/{at}",
         "checkpoints.load_mode": "cooldown",
         "tokens.train_steps": cooldown,
         "optimizer.learning_rate_scheduler": schedule,
     }
     if staging is not None:
         changes["checkpoints.staging_path"] = f"{staging.rstrip('/')}-{name}"
+    if config.s3_upload is not None:
+        changes["s3_upload.upload_s3_path"] = f"{config.s3_upload.upload_s3_path.rstrip('/')}-{name}"
     document = read(file)
     list(upgrade(document))
     for text in (*(f"{key}={inline(value)}" for key, value in changes.items()), *(overrides or ())):
@@ -62,6 +68,18 @@ def branch(
     load(document.data, report=lambda line: None)
     print(f"# {cooldown} steps of cooldown from step {at} of {config.general.run}; made by: kenotron branch {file}")
     print(dump(document.data), end="")
+
+
+def _source(config: Config, step: int) -> str:
+    """Where the run's checkpoint of `step` is: in its folder, or only where that is uploaded to."""
+    from kenotron.checkpoint.folders import list_checkpoints
+    from kenotron.config.remote import is_remote
+
+    saved = config.checkpoints.checkpoints_path.rstrip("/")
+    if config.upload_url is None or is_remote(saved):
+        return saved
+    here = any(entry.step == step and entry.manifest for entry in list_checkpoints(saved))
+    return saved if here else config.upload_url.rstrip("/")
 
 
 def _rate(checkpoints: str, step: int) -> float:

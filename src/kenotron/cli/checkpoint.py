@@ -165,9 +165,12 @@ def upload(
     if not is_remote(url):
         raise CheckpointError(f"URL: expected a store such as s3://bucket/run, found {url}")
     _all_in(str(folder))
+    from kenotron.checkpoint.durable import run_id
+    from kenotron.checkpoint.remote import check_same_run
     from kenotron.checkpoint.upload import Uploader
 
     uploader = Uploader(folder, url, report=print)
+    check_same_run(uploader.remote, folder, run_id(folder))
     uploader.upload_pending()
     if uploader.problems:
         raise typer.Exit(1)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 from kenotron.config.remote import RemoteData
-from kenotron.storage.files import cache_root, locked
+from kenotron.storage.files import cache_root, locked, temporary_beside
 
 CHECKSUM = 8
 LEFT_OVER = 24 * 3600.0
@@ -102,13 +101,14 @@ class BlockStore:
             raise InputError(f"remote_data.cache_gb: {self.cap / 1e9:g} GB cannot hold {url}, {size / 1e9:g} GB")
         with self._explained():
             place.parent.mkdir(parents=True, exist_ok=True)
-        if (found := _mapped(place, size)) is not None:
-            return found
+            if (found := _mapped(place, size)) is not None:
+                return found
         with self._explained(), locked(place.parent / "lock"):
             if (found := _mapped(place, size)) is not None:
                 return found
             with self._room(size):  # it counts from here on, by its length
-                handle, partial = tempfile.mkstemp(".tmp", dir=place.parent)
+                partial = place.with_name(f"{temporary_beside(place).name}.tmp")
+                handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)  # by the umask
                 os.truncate(handle, size)
             try:
                 with open(handle, "r+b") as file:
@@ -118,7 +118,7 @@ class BlockStore:
                     found = np.asarray(np.memmap(file, np.uint8, "r", shape=(size,)))  # before another can remove it
                 os.replace(partial, place)
             except BaseException:
-                Path(partial).unlink(missing_ok=True)
+                partial.unlink(missing_ok=True)
                 raise
             return found
 

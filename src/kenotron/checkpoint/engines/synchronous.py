@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,5 +23,8 @@ class SynchronousEngine(Engine):
         if self.verifies and (problems := verify_together(saved.path)):
             raise CheckpointError("; ".join(problems))
         if keep is not None:
-            run_on_rank0(lambda: prune(root, *keep))
+            try:
+                run_on_rank0(lambda: prune(root, *keep))
+            except (CheckpointError, OSError) as error:  # on all ranks; it costs space, not the run
+                saved = replace(saved, notes=(*saved.notes, str(error)))
         return [saved]
