@@ -123,6 +123,17 @@ def test_a_run_goes_on_on_another_layout(problem_of: Callable[[str], ForeignProb
         assert torch.allclose(one[name], other[name], atol=1e-4), name
 
 
+@pytest.mark.budget(20, reason="a run on two ranks and one alone")
+def test_bf16_under_tensor_parallelism_is_that_of_one_process(
+    problem_of: Callable[[str], ForeignProblem], tmp_path: Path
+) -> None:
+    """Its backward pass is outside of the autocast in which the code of transformers runs."""
+    problem, half = problem_of("gemma3_text"), "model.dtype=bfloat16"
+    train_on(0, problem, half, tmp_path / "alone", STEPS)
+    run_ranks(2, train_on, problem, f"tp=2 {half}", tmp_path / "split", STEPS)
+    assert losses_in(tmp_path / "split", problem) == pytest.approx(losses_in(tmp_path / "alone", problem), rel=3e-3)
+
+
 def losses_in(folder: Path, problem: ForeignProblem) -> list[float]:
     config = problem.config("", folder)
     logging = config.logging.model_copy(update={"log_dir": str(folder / "logs")})

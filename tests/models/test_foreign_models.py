@@ -227,6 +227,12 @@ def test_a_model_that_reads_across_documents_is_refused(folders: dict[str, Path]
         model(*packed([[3, 1, 4, 1], [5, 9, 2, 6]]))
 
 
+def test_sequence_parallelism_of_its_own_code_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    message = r"^parallelism\.tp_mode: expected ALL_REDUCE: the code of transformers' gemma3_text"
+    with pytest.raises(InputError, match=message):
+        config_of(tmp_path, folders["gemma3_text"], "parallelism.tp=2", "parallelism.tp_mode=REDUCE_SCATTER")
+
+
 @pytest.mark.parametrize(
     ("keys", "overrides", "message"),
     [

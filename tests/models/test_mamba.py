@@ -18,10 +18,11 @@ from kenotron.config.errors import InputError
 from kenotron.generation import SamplingOptions, generate
 from kenotron.interop.hf_config import architecture_from_hf, hf_config
 from kenotron.kernels.attention import attention
+from kenotron.kernels.state_space_dual import _sums_by_product
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import Context, build, flops_per_token, named_parameters
 from kenotron.models.blocks import mamba_init
-from kenotron.models.blocks.mamba import MambaBlock
+from kenotron.models.blocks.mamba import MambaBlock, TimeSteps
 from kenotron.models.decoder import Decoder
 from support.families import SHAPES, filled, hf_model, in_our_names_of, ours_of
 from support.tiny_llamas import expect_documents_apart, fresh_model, our_config, our_logits, random_tokens
@@ -301,3 +302,21 @@ def test_another_number_of_documents_is_no_recompilation(family: str) -> None:
         ctx = Context((2, 40), positions, attention, cu_seqlens=borders)
         assert torch.allclose(compiled(x, None, ctx), block(x, None, ctx), atol=1e-5)
     assert counter.frame_count == 1
+
+
+def test_time_steps_have_the_bias_that_zero_hands_out() -> None:
+    torch.manual_seed(0)
+    masters, handed_out = TimeSteps(4, 64, bias=True), TimeSteps(4, 64, bias=True)
+    torch.nn.init.uniform_(masters.bias, -7, -2)
+    torch.nn.init.normal_(masters.weight)
+    for mine, theirs in zip(handed_out.parameters(), masters.parameters(), strict=True):
+        mine.data = theirs.data.bfloat16()
+    x = torch.randn(20, 4).bfloat16()
+    assert torch.equal(masters(x), handed_out(x))
+
+
+def test_running_sums_as_products_are_running_sums() -> None:
+    """What a GPU computes in deterministic runs."""
+    x = torch.randn(2, 3, 7, 5, dtype=torch.float64)
+    for dim in (-1, -2):
+        assert torch.allclose(_sums_by_product(x, dim), x.cumsum(dim))

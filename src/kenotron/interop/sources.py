@@ -139,13 +139,18 @@ def resolve_architecture(config: Config) -> Config:
 
     Errors (InputError): those of `hf_architecture`, and of a layout that the architecture does not allow.
     """
-    architecture = config.model.architecture
+    architecture, layout = config.model.architecture, config.parallelism
     if not isinstance(architecture, HFArchitecture):
         return config
     resolved = hf_architecture(architecture.hf, architecture.overrides)
     config = config.model_copy(update={"model": config.model.model_copy(update={"architecture": resolved})})
     for key, problem in problems_of(config):
         raise InputError(f"{key}: {problem} (the model of {architecture.hf})")
+    if isinstance(resolved, HuggingFaceArchitecture) and layout.tp > 1 and layout.tp_mode == "REDUCE_SCATTER":
+        raise InputError(
+            f"parallelism.tp_mode: expected ALL_REDUCE: the code of {resolved.title} computes with all tokens on every "
+            f"rank (the model of {architecture.hf})"
+        )
     return config
 
 

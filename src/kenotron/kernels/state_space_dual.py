@@ -66,7 +66,7 @@ def state_space_dual(
     within = _among_themselves(between, b, c, inputs, documents)
     begins, last = _states(rates, between, b, inputs, documents, _grouped(state, x, groups, n, wide))
     carried = (c @ begins.flatten(-2)).unflatten(-1, (-1, head_dim))  # [sequences, chunks, g, q, r, p]
-    left = _masked_exp(rates.cumsum(-1), None if documents is None else documents == 0)
+    left = _masked_exp(_sums_up_to(rates, -1), None if documents is None else documents == 0)
     y = within.transpose(3, 4) + carried * left.transpose(3, 4)[..., None]
     y = y.transpose(2, 3).reshape(sequences, -1, heads, head_dim)[:, :length]
     return (y + d.to(wide)[:, None] * x).to(x.dtype), last.movedim(2, -1).flatten(1, 2)
@@ -93,7 +93,19 @@ def _sums_between(rates: Tensor) -> Tensor:
     """
     chunk = rates.shape[-1]
     after = torch.ones(chunk, chunk, dtype=torch.bool, device=rates.device).tril(-1)
-    return rates[..., None].expand(*rates.shape, chunk).masked_fill(~after, 0.0).cumsum(-2)
+    return _sums_up_to(rates[..., None].expand(*rates.shape, chunk).masked_fill(~after, 0.0), -2)
+
+
+def _sums_up_to(x: Tensor, dim: int) -> Tensor:
+    """cumsum; as a product where deterministic algorithms are asked for, of which torch has none for it on a GPU."""
+    if not torch.are_deterministic_algorithms_enabled() or x.device.type == "cpu":
+        return x.cumsum(dim)
+    return _sums_by_product(x, dim)
+
+
+def _sums_by_product(x: Tensor, dim: int) -> Tensor:
+    lower = torch.ones(x.shape[dim], x.shape[dim], dtype=x.dtype, device=x.device).tril()
+    return (x.movedim(dim, -1) @ lower.mT).movedim(-1, dim)
 
 
 def _masked_exp(exponent: Tensor, mask: Tensor | None) -> Tensor:

@@ -208,10 +208,9 @@ class ColumnParallelLinear(nn.Module):
     def grouped(x: Tensor, *linears: ColumnParallelLinear) -> tuple[Tensor, ...]:
         """What several column-parallel linears make of the same x, with one collective forward and one backward."""
         settings, sequence = linears[0].settings, linears[0].settings.sequence and linears[0].training
+        x = _under_autocast(x)
         weights = [rows_here(linear.weight, linear.rows).to(x.dtype) for linear in linears]
-        biases = [
-            None if linear.bias is None else rows_here(linear.bias, linear.rows).to(x.dtype) for linear in linears
-        ]
+        biases = [None if each.bias is None else rows_here(each.bias, each.rows).to(x.dtype) for each in linears]
         keep_whole = not (sequence and settings.recompute_allgather)
         how = (sequence, settings.asynchronous, keep_whole, sequence and settings.fused)
         return _ColumnProducts.apply(x, settings.group, *how, *weights, *biases)
@@ -321,6 +320,12 @@ class _ColumnProducts(torch.autograd.Function):
         return None if dx is None else finish(dx), None, None, None, None, None, *d_weights, *d_biases
 
 
+def _under_autocast(x: Tensor) -> Tensor:
+    """x in the dtype of autocast, within which models of transformers run: their backward pass is outside of it."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 def _at_once(start: Callable[..., Started]) -> Callable[..., Started]:
     """The same collective, waited for where it is started."""
 
@@ -354,6 +359,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x → the product summed over ranks, all of it or this rank's tokens."""
+        x = _under_autocast(x)
         sequence = self.settings.sequence and self.training
         hides = sequence and self.settings.fused
         y = _RowProduct.apply(x, local_part(self.weight).to(x.dtype), self.settings.group, sequence, hides)

@@ -91,7 +91,7 @@ class TimeSteps(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x ``[tokens, rank]`` → ``[tokens, channels]``."""
         assert self.bias is not None
-        return F.softplus(F.linear(x, self.weight.to(x.dtype)).float() + self.bias.float())
+        return F.softplus(F.linear(x, self.weight.to(x.dtype)).float() + self.bias.to(x.dtype).float())
 
 
 class ChannelScan(nn.Module):

@@ -78,8 +78,11 @@ class Router(nn.Module):
         self.routing = routing
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """In fp32 whatever x's dtype: in bf16, near ties would be decided by rounding."""
-        logits = F.linear(x.float(), self.weight.float())
+        """In fp32 whatever x's dtype: in bf16, near ties would be decided by rounding.
+
+        Weights are rounded to x's dtype on every layout, as ZeRO hands them out: all choose the same experts.
+        """
+        logits = F.linear(x.float(), self.weight.to(x.dtype).float())
         scores = logits.softmax(-1) if self.routing.scores == "softmax" else logits.sigmoid()
         experts = self._choose(scores.detach())
         weights = scores.gather(-1, experts)
