@@ -4,7 +4,8 @@
 
 Ours runs as training runs it, with freed memory kept (`kernels.host_memory`); transformers' fastest form runs as it
 ships, and once more with the same setting. `products` are the block's matrix products alone, into memory that is there:
-nothing can be faster. Each contender is a process of its own; they take turns, and the best of several rounds counts.
+nothing can be faster. Each contender is a process of its own; they take turns, with other tokens, and so other numbers
+of rows for each expert, in every round, as in training. The best of several rounds counts.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def products(shape: tuple[int, int, int], dtype: torch.dtype) -> Callable[[], No
 
 
 def serve(contender: Contender, pipe: Any) -> None:
-    """Answer ``(shape, dtype)`` with the outputs, and None with the seconds of one forward and backward."""
+    """Answer ``(shape, dtype)`` with the outputs, and a number of a round with its forward and backward in seconds."""
     from kenotron.kernels.host_memory import keep_freed_memory
 
     if contender.keeps_memory:
@@ -117,16 +118,17 @@ def serve(contender: Contender, pipe: Any) -> None:
     try:
         while True:
             request = pipe.recv()
-            if request is not None:
+            if not isinstance(request, int):
                 torch.manual_seed(0)
                 shape, dtype = request
-                x = torch.randn(TOKENS, HIDDEN, dtype=dtype, requires_grad=True)
+                x = torch.randn(TOKENS, HIDDEN).to(dtype)
                 upstream = torch.randn(TOKENS, HIDDEN, dtype=dtype)
                 alone = contender.name == "products"
                 module, block = (None, None) if alone else block_of(contender, shape, dtype)
                 multiply = products(shape, dtype) if alone else None
                 pipe.send(None if block is None else block(x).detach().float().numpy())
                 continue
+            x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(request)).to(dtype).requires_grad_()
             started = time.perf_counter()
             if multiply is not None:
                 multiply()
@@ -154,7 +156,7 @@ def main() -> None:
         for title, shape in SHAPES.items():
             outputs = {name: ask(pipe, (shape, dtype)) for name, pipe in pipes.items()}
             error = abs(outputs["ours"] - outputs["eager"]).max() / abs(outputs["eager"]).max()
-            rounds = [{name: ask(pipe, None) for name, pipe in pipes.items()} for _ in range(ROUNDS)]
+            rounds = [{name: ask(pipe, number) for name, pipe in pipes.items()} for number in range(1, ROUNDS + 1)]
             best = {name: min(each[name] for each in rounds) for name in pipes}
             print(f"{dtype}, {title}: outputs differ by {error:.1e} of the largest")
             for name, seconds in best.items():

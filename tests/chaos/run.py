@@ -12,8 +12,8 @@
 A rank is killed, stopped (SIGSTOP) or hangs in Python, or a spare process is killed. The stall of a fault is the time
 until the job has done the first step that it had not done before, steps that are done again included, less the time of
 one step. That of a hang begins with `TIMEOUT_S`, for which the other ranks wait. The run without faults comes after the
-other: on a shared machine, its speed may be another for reasons of its own. Exit code 1 if the job ended, or if a number
-differs.
+other: on a shared machine, its speed may be another for reasons of its own. Exit code 1 if the job ended, or if a
+number differs.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kenotron.kernels.experts import expert_mlp, expert_mlp_plain
+from kenotron.kernels.experts import _with_room, expert_mlp
+from kenotron.kernels.plain_experts import expert_mlp_plain
 from kenotron.kernels.swiglu import ACTIVATIONS
 
 
@@ -102,3 +103,22 @@ def test_an_idle_expert_has_a_gradient_of_zeros() -> None:
     (x, weights, *matrices), choice = problem(9, 4, 2, torch.float32)
     expert_mlp(x, choice, weights, *matrices).sum().backward()
     assert all(not matrix.grad[3].any() and matrix.grad[:3].any() for matrix in matrices)
+
+
+def test_in_bf16_on_a_cpu_experts_have_few_numbers_of_rows() -> None:
+    """oneDNN compiles a kernel for each number of rows; a step of 64 experts took twice as long with new routing."""
+    found = set()
+    for count in (*range(1, 600), *range(600, 9000, 37)):
+        sizes = torch.tensor([count, 0])
+        slot, w, at, room = _with_room(torch.arange(count), torch.ones(count, 1), sizes, torch.bfloat16)
+        assert room[1] == 0
+        assert count <= int(room[0]) <= max(count * 9 // 8, count + 15)
+        assert (len(slot), len(at), int((w != 0).sum())) == (int(room[0]), count, count)
+        found.add(int(room[0]))
+    assert len(found) < 80
+    order, weights = torch.randperm(5), torch.rand(5, 1)
+    slot, w, at, room = _with_room(order, weights, torch.tensor([2, 3]), torch.bfloat16)
+    assert (room.tolist(), at.tolist()) == ([16, 16], [0, 1, 16, 17, 18])
+    assert torch.equal(slot[at], order)
+    assert int((w != 0).sum()) == 5
+    assert _with_room(order, weights, torch.tensor([2, 3]), torch.float32)[2] is None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kenotron.config import load, refuse_unsupported
 from kenotron.config.errors import InputError
-from kenotron.kernels.experts import expert_mlp_plain
+from kenotron.kernels.plain_experts import expert_mlp_plain
 from kenotron.models import Context, build, flops_per_token
 from kenotron.models.blocks.mlp import GatedMLP
 from kenotron.models.blocks.moe import MixtureOfExperts, Router, Routing, within_capacity
