@@ -197,7 +197,7 @@ MUTANTS = [
     Mutant(
         name="a-job-at-its-time-limit-is-not-requeued",
         file="launch/slurm/script.py",
-        find='  scontrol requeue "$SLURM_JOB_ID"\n',
+        find='  scontrol requeue "{requeued}"\n',
         replace="",
         why="a run of a week ends after a day",
         tests=("launch/test_slurm.py",),

@@ -28,10 +28,11 @@ from kenotron.data.formats import (
     written_suffix,
 )
 from kenotron.data.formats.token_file import checked_loss
-from kenotron.data.manifest import MANIFEST, Json, checksums, manifests_beside, token_dtype, write_json
+from kenotron.data.manifest import MANIFEST, Json, checksums, manifests_beside, read_json, token_dtype, write_json
 from kenotron.prepare.shuffle import DocumentShuffle, Loss, some_documents
 from kenotron.prepare.tokenize import FORMATS
 from kenotron.storage.files import publish_folder, release, sync_folder
+from kenotron.storage.paths import as_path
 from kenotron.text.progress import Report, progress
 
 DOCUMENTS_AT_ONCE = 1 << 20
@@ -55,7 +56,7 @@ def merge(
     Errors (InputError): `output` is there already; sources of different tokenizers; document ends not known.
     """
     files = [file for source in sources for file in open_token_files(source, "SRC")]
-    known = _common(files)
+    known = _common(sources, files)
     format = format or _format_of(output, files)
     check_holds_loss(files, format)
     as_file = is_file_of(output, format, "--output")
@@ -111,7 +112,7 @@ def _dtype(files: Sequence[TokenFile], format: str) -> np.dtype:
     return token_dtype(1 << 31, format)
 
 
-def _common(files: Sequence[TokenFile]) -> Json:
+def _common(sources: Sequence[str], files: Sequence[TokenFile]) -> Json:
     """What all sources say of their tokenizer. Errors (InputError): they differ; a file without document ends."""
     for file in files:
         if file.ends is None:
@@ -128,9 +129,10 @@ def _common(files: Sequence[TokenFile]) -> Json:
     for file in files:
         if file.tokenizer is not None:
             agree("tokenizer", file.tokenizer, str(file.path))
-    for place, made in manifests_beside(files):
+    above = [(folder / MANIFEST, read_json(folder / MANIFEST)) for folder in map(as_path, sources) if folder.is_dir()]
+    for place, made in [*above, *manifests_beside(files)]:
         for key in MANIFEST_KEYS:
-            if key in made:
+            if made and key in made:
                 agree(key, made[key], str(place))
     return {key: value for key, (value, _) in known.items()}
 
