@@ -80,11 +80,11 @@ def test_a_kill_while_a_save_is_in_flight_leaves_nothing_of_it_in_the_bucket_whi
         found = boto3.resource("s3", endpoint_url=server.url).Bucket(bucket).objects.filter(Prefix="run/")
         return {each.key.split("/")[1] for each in found}
 
-    assert objects() == {"2", "latest.txt"}
+    assert objects() == {".run", "2", "latest.txt"}
     again = train("second", "tokens.train_steps=6")
     assert again.code == 0, again.stderr
     assert f"Fetching s3://{bucket}/run/2: " in again.stdout
     assert losses(tiny_config(tmp_path / "second")) == losses(whole)[2:]
-    assert objects() == {"2", "4", "6", "latest.txt"}
+    assert objects() == {".run", "2", "4", "6", "latest.txt"}
     store = RemoteCheckpoints(f"s3://{bucket}/run")
     assert [entry.step for entry in store.all() if entry.manifest and not store.verify(entry.step)] == [2, 4, 6]

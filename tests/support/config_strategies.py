@@ -159,6 +159,8 @@ def _agree(config: dict[str, Any]) -> dict[str, Any]:
         config["checkpoints"]["checkpointing_engine"] = "datastates"
     if config["checkpoints"].get("load_mode", "continue") != "continue":
         config["checkpoints"].update(resume_checkpoint_path="a/b", load_optimizer=True, load_lr_scheduler=True)
+    if config["checkpoints"].get("resume_checkpoint_path") == config["checkpoints"]["checkpoints_path"]:
+        config["checkpoints"]["resume_checkpoint_path"] = None  # it is left out when a YAML is loaded
     _schedule(config["optimizer"]["learning_rate_scheduler"])
     if config.get("profiler"):
         config["tokens"]["train_steps"] = 10**10
