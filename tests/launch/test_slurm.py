@@ -110,6 +110,16 @@ def run_script(script: str, stand_ins: Path, **environment: str) -> subprocess.P
     )
 
 
+def reach_the_time_limit(job: Job, stand_ins: Path, **environment: str) -> None:
+    """Run the job's script until Slurm's signal, and to its end."""
+    process = run_script(render(job, Site()), stand_ins, WAIT="yes", **environment)
+    while not (stand_ins / "seen").exists() or not (stand_ins / "seen").read_text():
+        time.sleep(0.02)
+    time.sleep(0.2)  # srun's handler
+    process.send_signal(10)  # SIGUSR1
+    assert process.wait(20) == 0
+
+
 printable = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_characters="\x7f"), max_size=30)
 
 
@@ -139,12 +149,7 @@ def test_no_value_is_read_as_shell(argument: str, value: str, folder: str, stand
 
 def test_the_signal_before_the_time_limit_reaches_the_ranks_and_requeues_the_job(stand_ins: Path) -> None:
     job = Job("x", 1, 1, ("train",), stand_ins, "x.log")
-    process = run_script(render(job, Site()), stand_ins, WAIT="yes")
-    while not (stand_ins / "seen").exists() or not (stand_ins / "seen").read_text():
-        time.sleep(0.02)
-    time.sleep(0.2)  # srun's handler
-    process.send_signal(10)  # SIGUSR1
-    assert process.wait(20) == 0
+    reach_the_time_limit(job, stand_ins)
     assert (stand_ins / "requeued").read_text() == "requeue 41\n"
     assert run_script(render(job, Site()), stand_ins).wait(20) == 0
     assert not (stand_ins / "requeued").exists(), "a run that has ended is not started again"
@@ -152,12 +157,7 @@ def test_the_signal_before_the_time_limit_reaches_the_ranks_and_requeues_the_job
 
 def test_a_task_of_an_array_is_requeued_alone(stand_ins: Path) -> None:
     job = Job("x", 1, 1, ("train",), stand_ins, "x.log", array=2)
-    process = run_script(render(job, Site()), stand_ins, WAIT="yes", SLURM_ARRAY_JOB_ID="41", SLURM_ARRAY_TASK_ID="1")
-    while not (stand_ins / "seen").exists() or not (stand_ins / "seen").read_text():
-        time.sleep(0.02)
-    time.sleep(0.2)  # srun's handler
-    process.send_signal(10)  # SIGUSR1
-    assert process.wait(20) == 0
+    reach_the_time_limit(job, stand_ins, SLURM_ARRAY_JOB_ID="41", SLURM_ARRAY_TASK_ID="1")
     assert (stand_ins / "requeued").read_text() == "requeue 41_1\n"
 
 

@@ -73,6 +73,10 @@ class RemoteCheckpoints:
                 found.setdefault(int(step), {})[rest] = size
         return found
 
+    def holds_any(self) -> bool:
+        """Whether there is a checkpoint, sound or not."""
+        return any(MANIFEST in objects for objects in self.objects().values())
+
     def all(self) -> list[RemoteFound]:
         """What has a manifest, oldest save first; before all, by step, what that manifest does not fit."""
         found = [self.look(step, objects) for step, objects in self.objects().items() if MANIFEST in objects]
@@ -275,7 +279,7 @@ def fetch_for_run(config: Config, fresh: bool, report: Report = quiet, say: Repo
     has_own = False
     if config.upload_url is not None:
         remote = RemoteCheckpoints(config.upload_url, config.remote_data)
-        if fresh and any(MANIFEST in objects for objects in remote.objects().values()):
+        if fresh and remote.holds_any():
             raise InputError(f"--fresh: {remote.url} holds checkpoints, which stay where they are; set another path")
         remote.store.put(".kenotron", b"")  # better known now than after the first checkpoint
         remote.store.delete(".kenotron")
@@ -287,9 +291,13 @@ def fetch_for_run(config: Config, fresh: bool, report: Report = quiet, say: Repo
             else:
                 check_same_run(remote, root, known)
             has_own = not fresh and _fetch_newest(remote, root, report, say)
-    has_own = has_own or (not fresh and any(entry.manifest for entry in list_checkpoints(root)))
+    has_own = has_own or (not fresh and _holds_any(root))
     if resume is not None and "://" in resume and not has_own:
         _fetch_named(resume, config, say)
+
+
+def _holds_any(root: Path) -> bool:
+    return any(entry.manifest for entry in list_checkpoints(root))
 
 
 def check_same_run(remote: RemoteCheckpoints, root: Path, known: str | None) -> None:
@@ -301,8 +309,8 @@ def check_same_run(remote: RemoteCheckpoints, root: Path, known: str | None) -> 
     there = ""
     with suppress(FileNotFoundError):
         there = remote.store.read(RUN).decode()
-    if there and there != known and any(MANIFEST in objects for objects in remote.objects().values()):
-        if known is not None and any(entry.manifest for entry in list_checkpoints(root)):
+    if there and there != known and remote.holds_any():
+        if known is not None and _holds_any(root):
             raise InputError(
                 f"{remote.url} holds the checkpoints of another run than {root}; name another URL, or if it is the "
                 f"same run, remove {root / RUN}"

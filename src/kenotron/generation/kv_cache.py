@@ -29,6 +29,7 @@ from kenotron.generation.recurrent_states import RecurrentStates
 from kenotron.kernels.attention import attention
 from kenotron.kernels.attentions.masked import eager
 from kenotron.models import Context
+from kenotron.models.blocks.head import bounded
 
 
 @dataclass
@@ -102,9 +103,9 @@ class KVCache:
     ) -> Tensor:
         """q ``[sequences, heads, length, head_dim]``; k, v with kv_heads. Remembers k and v, returns q's shape."""
         keys, values = self._remember(self.keys, k, layer), self._remember(self.values, v, layer)
-        if ctx.cu_seqlens is not None and softcap is not None:
-            return eager(q, k, v, ctx, layer, scale, window, softcap)
         if ctx.cu_seqlens is not None:
+            if softcap is not None:
+                return eager(q, k, v, ctx, layer, scale, window, softcap)
             return attention(q, k, v, ctx, layer, scale, window)  # type: ignore[arg-type]
         # Query heads that share a key head attend together, as if they were several queries of one head.
         grouped = q.view(self.rows, k.shape[1], -1, q.shape[-1]).to(keys.dtype)
@@ -115,7 +116,7 @@ class KVCache:
             out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         else:
             scores = (grouped @ keys.mT).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
-            scores = softcap * torch.tanh(scores / softcap)
+            scores = bounded(scores, softcap)
             scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
             out = scores.softmax(-1).to(values.dtype) @ values
         return out.view(q.shape).to(q.dtype)

@@ -269,23 +269,16 @@ def python_stdlib() -> FileDocuments:
     """
     root = Path(sysconfig.get_path("stdlib"))
     outside = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-    found = [
-        Path(folder, name).relative_to(root)
-        for folder, folders, names in os.walk(root)
-        for name in _below(folders, names, outside)
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in outside]
         # _sysconfigdata*.py is written by the build of this one machine
-        if name.endswith(".py") and not name.startswith("_sysconfigdata")
-    ]
+        sources = [name for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+        found += [Path(folder, name).relative_to(root) for name in sources]
     files: list[AnyPath] = [root / file for file in sorted(found, key=Path.as_posix)]
     if not files:
         raise InputError(f"dataset.corpus: this Python has no library sources under {root}")
     return FileDocuments("python-stdlib", files, chunk=None, skip_bad=True)
-
-
-def _below(folders: list[str], names: list[str], outside: set[str]) -> list[str]:
-    """`names`; `os.walk` does not go on to the `folders` that are `outside`."""
-    folders[:] = [name for name in folders if name not in outside]
-    return names
 
 
 def has_rows(file: AnyPath) -> bool:

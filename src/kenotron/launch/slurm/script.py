@@ -97,7 +97,7 @@ def directives_of(job: Job, site: Site) -> dict[str, str | int | None]:
     }
     given = site.sbatch | dict(job.options)
     on_cpu = (site.environment | dict(job.environment)).get("KENOTRON_DEVICE") == "cpu"
-    if (site.gpus_per_node or job.gpus) and not on_cpu and not any(name[:3] in ("gpu", "gre") for name in given):
+    if (site.gpus_per_node or job.gpus) and not on_cpu and not any(name.startswith(("gpu", "gres")) for name in given):
         options["gres"] = f"gpu:{job.tasks_per_node}"
     if site.cpus_per_rank:
         options["cpus-per-task"] = site.cpus_per_rank
