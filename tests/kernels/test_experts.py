@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kenotron.kernels import products
 from kenotron.kernels.experts import _with_room, expert_mlp
 from kenotron.kernels.plain_experts import expert_mlp_plain
 from kenotron.kernels.swiglu import ACTIVATIONS
@@ -105,7 +106,7 @@ def test_an_idle_expert_has_a_gradient_of_zeros() -> None:
     assert all(not matrix.grad[3].any() and matrix.grad[:3].any() for matrix in matrices)
 
 
-def test_in_bf16_on_a_cpu_experts_have_few_numbers_of_rows() -> None:
+def test_in_bf16_on_a_cpu_experts_have_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN compiles a kernel for each number of rows; a step of 64 experts took twice as long with new routing."""
     found = set()
     for count in (*range(1, 600), *range(600, 9000, 37)):
@@ -121,4 +122,6 @@ def test_in_bf16_on_a_cpu_experts_have_few_numbers_of_rows() -> None:
     assert (room.tolist(), at.tolist()) == ([16, 16], [0, 1, 16, 17, 18])
     assert torch.equal(slot[at], order)
     assert int((w != 0).sum()) == 5
-    assert _with_room(order, weights, torch.tensor([2, 3]), torch.float32)[2] is None
+    for onednn in (False, True):  # what fp32 is multiplied by
+        monkeypatch.setattr(products, "ONEDNN", onednn)
+        assert (_with_room(order, weights, torch.tensor([2, 3]), torch.float32)[2] is not None) == onednn

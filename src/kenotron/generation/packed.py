@@ -5,7 +5,7 @@ costs 1.3 to 3 times the time of reading it; a matrix reordered once for such pr
 (benchmarks/decoding.py). Weights that are not trained can be kept so. The reordered ones take the place of the others;
 a tied head has its own, for the embedding looks up rows.
 
-The operators are private names of torch, which Inductor uses for the same end. Only this file names them.
+The operators are private to torch (see `kernels.products`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from kenotron.kernels.products import has_onednn, onednn
 from kenotron.models.blocks.head import LMHead, bounded
 from kenotron.models.blocks.linear import Linear
 from kenotron.parallel.collectives import Group, all_reduce, unshard_columns
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from kenotron.models.decoder import Decoder
 
 ROWS = 8  # of the products that the order is for: it is as good for one, and the order for one is slow for eight
-OPERATORS = ("_reorder_linear_weight", "_linear_pointwise")
 
 
 def pack(model: Decoder) -> None:
@@ -65,9 +65,7 @@ def _packed_form(module: nn.Module) -> nn.Module | None:
 
 def can_pack(weight: Tensor) -> bool:
     """Whether this torch multiplies packed weights of this dtype on this device."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    if not all(hasattr(torch.ops.mkldnn, name) for name in OPERATORS):
+    if weight.device.type != "cpu" or not has_onednn() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
     bf16 = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return weight.dtype == torch.float32 or bf16
@@ -96,7 +94,7 @@ class PackedLinear(nn.Module):
         if not first.widths:
             first._take(linears)
         assert len(first.widths) == len(linears), "linears that are used together are always used together"
-        y = product(x, first.weight, first.bias)
+        y = onednn(x, first.weight, first.bias)
         return y.split(first.widths, dim=-1) if len(linears) > 1 else (y,)
 
     def _take(self, linears: Sequence[PackedLinear]) -> None:
@@ -119,7 +117,7 @@ class PackedRowParallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[tokens, in / tp]`` → ``[tokens, out]`` on every rank."""
-        y = all_reduce(product(x, self.weight, None), self.group)
+        y = all_reduce(onednn(x, self.weight, None), self.group)
         return y if self.bias is None else y + self.bias
 
 
@@ -134,7 +132,7 @@ class PackedHead(nn.Module):
         """Logits ``[logits_to_keep, vocab]``, of all ranks on every rank."""
         assert labels is None, "packed weights are for decoding"
         kept = hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep]
-        logits = unshard_columns(product(kept, self.weight, None), self.group)[:, : self.vocab_size]
+        logits = unshard_columns(onednn(kept, self.weight, None), self.group)[:, : self.vocab_size]
         return bounded(logits, self.softcap)
 
 
@@ -142,9 +140,3 @@ def packed(weight: Tensor) -> Tensor:
     """`weight` ``[out, in]`` in oneDNN's order."""
     reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
     return reordered
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x W^T + b`` with W from `packed`."""
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return y

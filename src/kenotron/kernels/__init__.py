@@ -3,6 +3,7 @@
 attention.py                causal attention by documents: picks by measured rule
 attentions/                 what `_attn_implementation` chooses from
 blockwise_attention.py      attention over some of the keys, with the log-sum-exp that merges blocks
+products.py                 matrix products, in fp32 through oneDNN where that is faster
 linear_cross_entropy.py     the head's product and its loss in one function
 selective_scan.py, state_space_dual.py, causal_conv.py     the recurrences of Mamba and Mamba-2 by chunks
 rms_norm.py, rope.py, swiglu.py     elementwise kernels with explicit backward

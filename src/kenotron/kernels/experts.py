@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kenotron.kernels.fused import fused
+from kenotron.kernels.products import compiles_for_rows, rows_by_matrix, rows_by_rows
 from kenotron.kernels.swiglu import ACTIVATIONS
 from kenotron.kernels.token_slots import sum_of_slots
 
@@ -107,7 +108,7 @@ def _with_room(order: Tensor, weights: Tensor, sizes: Tensor, dtype: torch.dtype
     routing has ever new ones. Eight numbers between powers of two stay in its cache. Else the third is None.
     """
     w = weights.reshape(-1).index_select(0, order).to(dtype)
-    if not _sizes_on_host(sizes) or dtype.itemsize != 2:
+    if not _sizes_on_host(sizes) or not compiles_for_rows(dtype):
         return order, w[:, None], None, sizes
     room = sizes + -sizes % torch.tensor([max(16, 1 << max(count.bit_length() - 4, 0)) for count in sizes.tolist()])
     before = (room - sizes).cumsum(0) - (room - sizes)
@@ -165,7 +166,9 @@ class _Groups:
         y = x.new_empty(x.shape[0], matrices.shape[1]) if onto is None else onto
         for x_i, matrix, y_i in zip(x.split(self.sizes), matrices.unbind(), y.split(self.sizes)):
             if len(x_i):
-                torch.mm(x_i, matrix.t(), out=y_i) if onto is None else y_i.addmm_(x_i, matrix.t())
+                product = rows_by_matrix(x_i, matrix, out=y_i, onto=None if onto is None else y_i)
+                if product is not y_i:
+                    y_i.copy_(product)
         return y
 
     def rows_by_rows(self, y: Tensor, x: Tensor) -> Tensor:
@@ -174,5 +177,7 @@ class _Groups:
             return F.grouped_mm(y.t(), x, offs=self.ends)
         products = x.new_empty(len(self.sizes), y.shape[1], x.shape[1])
         for y_i, x_i, product in zip(y.split(self.sizes), x.split(self.sizes), products.unbind()):
-            torch.mm(y_i.t(), x_i, out=product) if len(x_i) else product.zero_()
+            found = rows_by_rows(y_i, x_i, out=product) if len(x_i) else product.zero_()
+            if found is not product:
+                product.copy_(found)
         return products

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from kenotron.kernels.fused import fused
+from kenotron.kernels.products import on_onednn, rows_by_matrix, rows_by_rows
 from kenotron.kernels.shortcuts import reads_are_free
 
 BLOCK_BYTES = 1 << 20  # rows of one elementwise pass on CPU: half of a core's second-level cache
@@ -145,14 +146,14 @@ def _loss_and_gradients(
     tokens = hidden.shape[0]
     valid = weight[: max(options.rows, 1)]  # a rank with nothing but padding has one row, which counts for nothing
     chunk = min(tokens, options.chunk)
-    buffer = hidden.new_empty(chunk, len(valid))
+    buffer = None if on_onednn(hidden, valid) else hidden.new_empty(chunk, len(valid))
     grad_hidden = torch.empty_like(hidden) if options.for_hidden else None
     grad_weight = _WeightGradient(weight, len(valid), several=chunk < tokens) if options.for_weight else None
     sums = torch.zeros(2, dtype=torch.float32, device=hidden.device)
     for begin in range(0, tokens, chunk):
         piece = slice(begin, min(begin + chunk, tokens))
         x = hidden[piece]
-        logits = torch.mm(x, valid.t(), out=buffer[: len(x)])
+        logits = rows_by_matrix(x, valid, out=None if buffer is None else buffer[: len(x)])
         slopes = None if options.softcap is None else _bound_(logits, options.softcap)
         if options.rows == 0:
             logits.fill_(torch.finfo(logits.dtype).min)
@@ -161,9 +162,10 @@ def _loss_and_gradients(
         if slopes is not None:
             logits.mul_(slopes)
         if grad_hidden is not None:
-            torch.mm(logits, valid, out=grad_hidden[piece]).mul_(factors)
+            torch.mul(rows_by_matrix(logits, valid.t(), out=grad_hidden[piece]), factors, out=grad_hidden[piece])
         if grad_weight is not None:
             grad_weight.add(logits, (x * factors).to(x.dtype))
+        del logits  # its memory is that of the next chunk's
     sums *= options.scale
     return sums[0] + sums[1], sums[1], grad_hidden, None if grad_weight is None else grad_weight.result()
 
@@ -237,14 +239,12 @@ class _WeightGradient:
     def add(self, e: Tensor, x: Tensor) -> None:
         if x.dtype != torch.float32 and x.device.type == "cpu" and torch.get_num_threads() == 1:
             _transposed_product(e, x, self.valid, accumulate=not self.empty)
-        elif self.empty and self.valid.dtype == x.dtype:
-            torch.mm(e.t(), x, out=self.valid)
-        elif self.empty:
-            self.valid.copy_(torch.mm(e.t(), x))
-        elif self.valid.dtype == x.dtype:
-            self.valid.addmm_(e.t(), x)
+        elif not self.empty:
+            rows_by_rows(e, x, onto=self.valid) if x.dtype == self.valid.dtype else self.valid.add_(rows_by_rows(e, x))
         else:
-            self.valid += torch.mm(e.t(), x)
+            product = rows_by_rows(e, x, out=self.valid if x.dtype == self.valid.dtype else None)
+            if product is not self.valid:
+                self.valid.copy_(product)
         self.empty = False
 
     def result(self) -> Tensor:

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.func import functional_call
 
 from kenotron.kernels.experts import slots_by_expert
+from kenotron.kernels.products import linear
 from kenotron.kernels.token_slots import Collect, Spread
 from kenotron.models.plan import Plan, modules
 from kenotron.parallel.collectives import copy_to, gather_tokens, reduce_from, scatter_tokens
@@ -58,9 +58,9 @@ def split_experts(moe: Any, settings: TensorParallelSettings, name: str = "") ->
     }
     moe.gate = Replicated(moe.gate, settings, on_shards=False, per_head=True)
     moe.experts = ExpertShards(moe.experts, weights)
-    for path, linear in [] if shared is None else list(shared.named_children()):
+    for path, module in [] if shared is None else list(shared.named_children()):
         dim = 1 if path == "down_proj" else 0
-        setattr(shared, path, LocalLinear(linear, settings, dim, f"{name}.shared_expert.{path}"))
+        setattr(shared, path, LocalLinear(module, settings, dim, f"{name}.shared_expert.{path}"))
     if moe.shared_expert_gate is not None:
         moe.shared_expert_gate = Replicated(moe.shared_expert_gate, settings, on_shards=False, per_head=True)
     moe.equal_ranks = settings.degree
@@ -83,12 +83,12 @@ class LocalLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[tokens, in]`` or its columns here → ``[tokens, out]``, features here or a summand of all."""
-        return F.linear(x, local_part(self.weight).to(x.dtype))
+        return linear(x, local_part(self.weight).to(x.dtype))
 
     @staticmethod
     def grouped(x: Tensor, *linears: LocalLinear) -> tuple[Tensor, ...]:
         """As of `models.blocks.linear.Linear`."""
-        return tuple(linear(x) for linear in linears)
+        return tuple(each(x) for each in linears)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """Those of the full matrix: its DTensor has the full shape."""

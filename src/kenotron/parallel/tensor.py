@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from kenotron.config.errors import InputError
 from kenotron.kernels.linear_cross_entropy import VocabularyRanks, linear_cross_entropy
+from kenotron.kernels.products import linear, rows_by_matrix, rows_by_rows
 from kenotron.models import Context, Plan
 from kenotron.models.blocks.head import LMHead, bounded
 from kenotron.models.blocks.linear import Embedding
@@ -300,7 +301,7 @@ class _ColumnProducts(torch.autograd.Function):
             outputs = [y if bias is None else y.add_(bias) for y, bias in zip(products, biases)]
         else:
             whole = finish(start_gather(x, group)) if sequence else x
-            outputs = [F.linear(whole, weight, bias) for weight, bias in zip(weights, biases)]
+            outputs = [linear(whole, weight, bias) for weight, bias in zip(weights, biases)]
         ctx.save_for_backward(whole if keep else x, *weights)
         ctx.group, ctx.sequence, ctx.asynchronous, ctx.keep = group, sequence, asynchronous, keep
         return tuple(outputs)
@@ -315,7 +316,7 @@ class _ColumnProducts(torch.autograd.Function):
         whole = (lambda: x) if ctx.keep else gather(x, ctx.group)
         dx = reduce(_sum_of_products(grads, weights), ctx.group) if needs_x else None
         flat_x, flat = finish(whole).flatten(0, -2), [grad.flatten(0, -2) for grad in grads]
-        d_weights = [dy.t() @ flat_x if need else None for dy, need in zip(flat, needs)]
+        d_weights = [rows_by_rows(dy, flat_x) if need else None for dy, need in zip(flat, needs)]
         d_biases = [dy.sum(0) if need else None for dy, need in zip(flat, needs[len(weights) :])]
         return None if dx is None else finish(dx), None, None, None, None, None, *d_weights, *d_biases
 
@@ -339,9 +340,9 @@ def _at_once(start: Callable[..., Started]) -> Callable[..., Started]:
 def _sum_of_products(grads: tuple[Tensor, ...], weights: list[Tensor]) -> Tensor:
     """dy_1 W_1 + dy_2 W_2 + …, added up inside the products."""
     first, *rest = (grad.flatten(0, -2) for grad in grads)
-    total = first @ weights[0]
+    total = rows_by_matrix(first, weights[0].t())
     for grad, weight in zip(rest, weights[1:]):
-        total = total.addmm_(grad, weight)
+        total = rows_by_matrix(grad, weight.t(), onto=total)
     return total.view(*grads[0].shape[:-1], -1)
 
 
@@ -394,7 +395,7 @@ class _RowProduct(torch.autograd.Function):
         if hides:
             return fused.multiply_and_scatter(x, weight.t(), group)
         start_reduce = start_reduce_scatter if sequence else start_sum
-        return finish(start_reduce(F.linear(x, weight), group))
+        return finish(start_reduce(linear(x, weight), group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -405,8 +406,8 @@ class _RowProduct(torch.autograd.Function):
             assert grad is not None
         else:
             grad = finish(start_gather(grads[0], ctx.group)) if ctx.sequence else grads[0]
-            dx = grad @ weight if ctx.needs_input_grad[0] else None
-        d_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+            dx = linear(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        d_weight = rows_by_rows(grad.flatten(0, -2), x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         return dx, d_weight, None, None, None
 
 
@@ -468,9 +469,9 @@ class VocabParallelHead(_VocabParallel):
         weight = local_part(self.weight).to(hidden.dtype)
         if labels is None:
             hidden = hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep]
-            return bounded(unshard_columns(F.linear(hidden, weight), group)[:, : self.vocab_size], self.softcap)
+            return bounded(unshard_columns(linear(hidden, weight), group)[:, : self.vocab_size], self.softcap)
         if ctx.loss is not None:
-            logits = bounded(unshard_columns(F.linear(hidden, weight), group)[:, : self.vocab_size], self.softcap)
+            logits = bounded(unshard_columns(linear(hidden, weight), group)[:, : self.vocab_size], self.softcap)
             return sum_of_losses(ctx.loss, logits, labels, ctx.loss_scale)
         ranks = VocabularyRanks(
             self.first,

@@ -7,10 +7,10 @@ computed together with the projection and they never exist as a whole in fp32.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kenotron.kernels.linear_cross_entropy import linear_cross_entropy
+from kenotron.kernels.products import linear
 from kenotron.models.context import Context
 from kenotron.models.token_loss import sum_of_losses
 
@@ -41,10 +41,10 @@ class LMHead(nn.Module):
         """Logits ``[logits_to_keep, vocab]`` without labels; with them (loss to call backward on, its z part)."""
         weight = self.weight.to(hidden.dtype)
         if labels is None:
-            logits = F.linear(hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep], weight)
+            logits = linear(hidden if ctx.logits_to_keep is None else hidden[ctx.logits_to_keep], weight)
             return bounded(logits if logits.shape[1] == self.vocab_size else logits[:, : self.vocab_size], self.softcap)
         if ctx.loss is not None:
-            logits = bounded(F.linear(hidden, weight)[:, : self.vocab_size], self.softcap)
+            logits = bounded(linear(hidden, weight)[:, : self.vocab_size], self.softcap)
             return sum_of_losses(ctx.loss, logits, labels, ctx.loss_scale)
         return linear_cross_entropy(
             hidden,

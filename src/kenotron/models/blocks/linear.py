@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kenotron.kernels.products import linear
+
 
 class Linear(nn.Module):
     """``y = x W^T + b``; x ``[..., in_features]``, W ``[out_features, in_features]``.
@@ -32,12 +34,12 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x ``[..., in_features]`` → ``[..., out_features]``, in x's dtype."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return linear(x, self.weight.to(x.dtype), bias)
 
     @staticmethod
     def grouped(x: Tensor, *linears: Linear) -> tuple[Tensor, ...]:
         """Outputs of several linears for the same input; tensor-parallel ones share one collective for it."""
-        return tuple(linear(x) for linear in linears)
+        return tuple(each(x) for each in linears)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
         """FLOPs of one token's forward pass."""

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kenotron.kernels.causal_conv import causal_conv
+from kenotron.kernels.products import linear
 from kenotron.kernels.selective_scan import scan_by_chunks, selective_scan
 from kenotron.kernels.swiglu import swiglu
 from kenotron.models.blocks.linear import Linear
@@ -91,7 +92,7 @@ class TimeSteps(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x ``[tokens, rank]`` → ``[tokens, channels]``."""
         assert self.bias is not None
-        return F.softplus(F.linear(x, self.weight.to(x.dtype)).float() + self.bias.to(x.dtype).float())
+        return F.softplus(linear(x, self.weight.to(x.dtype)).float() + self.bias.to(x.dtype).float())
 
 
 class ChannelScan(nn.Module):

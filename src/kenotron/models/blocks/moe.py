@@ -30,10 +30,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kenotron.kernels.experts import expert_mlp
+from kenotron.kernels.products import linear
 from kenotron.models.blocks.pre_norm import PreNormBlock
 from kenotron.models.context import Context
 
@@ -82,7 +82,7 @@ class Router(nn.Module):
 
         Weights are rounded to x's dtype on every layout, as ZeRO hands them out: all choose the same experts.
         """
-        logits = F.linear(x.float(), self.weight.to(x.dtype).float())
+        logits = linear(x.float(), self.weight.to(x.dtype).float())
         scores = logits.softmax(-1) if self.routing.scores == "softmax" else logits.sigmoid()
         experts = self._choose(scores.detach())
         weights = scores.gather(-1, experts)

@@ -1,0 +1,155 @@
+"""Products through oneDNN are those of float64, with their gradients; torch computes the others, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kenotron.kernels import products
+from kenotron.kernels.experts import expert_mlp
+from kenotron.kernels.linear_cross_entropy import linear_cross_entropy
+from kenotron.kernels.products import is_zen_5, linear, on_onednn, rows_by_matrix, rows_by_rows
+
+TOLERANCE = 2e-6  # of the largest element
+
+
+def of_processor(vendor: str, family: int, *flags: str) -> str:
+    return f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nflags\t\t: fpu {' '.join(flags)}\n\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "expected"),
+    [
+        (of_processor("AuthenticAMD", 26, "avx2", "avx512f"), True),
+        (of_processor("AuthenticAMD", 26, "avx2"), False),  # hidden by a hypervisor
+        (of_processor("AuthenticAMD", 25, "avx2", "avx512f"), False),  # Zen 4
+        (of_processor("GenuineIntel", 6, "avx2", "avx512f"), False),
+        ("processor : 0\nCPU implementer : 0x41\n", False),
+    ],
+)
+def test_processors_that_onednn_is_for(cpuinfo: str, expected: bool) -> None:
+    assert is_zen_5(cpuinfo) == expected
+
+
+def test_the_environment_can_leave_all_products_to_torch() -> None:
+    code = "from kenotron.kernels import products; assert not products.ONEDNN"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "KENOTRON_KERNELS": "torch"}, check=True)
+
+
+@pytest.fixture(params=[False, True], ids=["torch", "onednn"])
+def through_onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Products of any size through oneDNN, on every processor; or none."""
+    monkeypatch.setattr(products, "ONEDNN", request.param)
+    monkeypatch.setattr(products, "SMALL", 1)
+    return bool(request.param)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def assert_close(found: Tensor | None, expected: Tensor | None) -> None:
+    assert found is not None
+    assert expected is not None
+    assert (found.dtype, found.shape) == (torch.float32, expected.shape)
+    assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "x",
+    [draw(70, 48), draw(3, 17, 48), draw(48, 33).t(), draw(5, 96)[:, ::2], draw(1, 48).expand(9, 48), draw(0, 48)],
+    ids=["rows", "sequences", "transposed", "strided", "expanded", "empty"],
+)
+@pytest.mark.parametrize("width", [1, 31, 200])
+def test_a_linear_and_its_gradients(x: Tensor, width: int, bias: bool, through_onednn: bool) -> None:
+    inputs = [x, draw(width, 48), *([draw(width)] if bias else [])]
+    narrow = [each.detach().clone().requires_grad_() if each is not x else each.detach() for each in inputs]
+    narrow[0].requires_grad_()
+    wide = [each.detach().double().requires_grad_() for each in inputs]
+    y, expected = linear(*narrow), F.linear(*wide)
+    dy = draw(y.shape[-1]).expand(y.shape)
+    gradients = torch.autograd.grad(y, narrow, dy)
+    if not x.numel():
+        assert (y.shape, gradients[1].abs().sum()) == (expected.shape, 0)
+        return
+    assert_close(y, expected)
+    for found, wanted in zip(gradients, torch.autograd.grad(expected, wide, dy.double())):
+        assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(64, 20), (20, 64), (32, 32)])
+def test_products_of_a_functions_own_backward(out_features: int, in_features: int, through_onednn: bool) -> None:
+    x, y, matrix = draw(90, in_features), draw(90, out_features, seed=1), draw(out_features, in_features, seed=2)
+    assert_close(rows_by_matrix(x, matrix), x.double() @ matrix.double().t())
+    assert_close(rows_by_matrix(y, matrix.t()), y.double() @ matrix.double())
+    assert_close(rows_by_rows(y, x), y.double().t() @ x.double())
+    for product, of in ((rows_by_matrix, (x, matrix)), (rows_by_rows, (y, x))):
+        plain = product(*of)
+        out, onto = torch.empty_like(plain), torch.ones_like(plain)
+        assert torch.equal(product(*of, out=out), plain)
+        assert product(*of, onto=onto) is onto
+        assert_close(onto, 1 + plain.double())
+
+
+def test_gradients_are_made_where_they_are_asked_for(through_onednn: bool) -> None:
+    x, weight = draw(8, 16), draw(24, 16)
+    assert not linear(x, weight).requires_grad
+    with torch.no_grad():
+        assert not linear(x.requires_grad_(), weight).requires_grad
+    linear(x, weight).sum().backward()
+    assert_close(x.grad, weight.double().sum(0).expand(8, 16))
+
+
+def test_what_onednn_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "ONEDNN", True)
+    x, weight = draw(1024, 64), draw(64, 64)
+    assert on_onednn(x, weight)
+    assert not on_onednn(x[:8], weight)
+    assert not on_onednn(x.double(), weight.double())
+    assert not on_onednn(x.bfloat16(), weight.bfloat16())
+    assert not on_onednn(x.to("meta"), weight.to("meta"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear(x, weight), F.linear(x.bfloat16(), weight.bfloat16()))
+
+
+@pytest.mark.budget(60)
+def test_compiled_it_is_one_graph_with_the_same_numbers(through_onednn: bool) -> None:
+    def block(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return x + linear(F.silu(linear(x, up)), down)
+
+    inputs = [draw(40, 32).requires_grad_(), draw(64, 32).requires_grad_(), draw(32, 64).requires_grad_()]
+    compiled = torch.compile(block, fullgraph=True)
+    found = torch.autograd.grad(compiled(*inputs).square().sum(), inputs)
+    for one, other in zip(found, torch.autograd.grad(block(*inputs).square().sum(), inputs)):
+        assert_close(one, other.double())
+
+
+def test_loss_and_experts_are_the_same_through_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight = draw(96, 32).requires_grad_(), draw(200, 32).requires_grad_()
+    labels = torch.arange(96) * 2
+    weights = [
+        draw(4, 24, 32).requires_grad_(),
+        draw(4, 24, 32, seed=1).requires_grad_(),
+        draw(4, 32, 24).requires_grad_(),
+    ]
+    routing = draw(96, 2).softmax(-1)
+    choice = torch.stack([torch.arange(96) % 3, (torch.arange(96) + 1) % 3], 1)  # the last expert has no token
+
+    def results() -> list[Tensor]:
+        loss, _ = linear_cross_entropy(hidden, weight, labels, scale=1 / 96, z_loss=1e-3, chunk_bytes=40 * 800)
+        y = expert_mlp(hidden, choice, routing, gate, up, down)
+        return [loss, y, *torch.autograd.grad(loss, (hidden, weight)), *torch.autograd.grad(y.square().sum(), weights)]
+
+    monkeypatch.setattr(products, "SMALL", 1)
+    monkeypatch.setattr(products, "ONEDNN", False)
+    expected = results()
+    monkeypatch.setattr(products, "ONEDNN", True)
+    for found, wanted in zip(results(), expected):
+        assert_close(found.detach(), wanted.detach().double())
