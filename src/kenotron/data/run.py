@@ -11,7 +11,7 @@ Which of them a rank reads, `batch.batch_places` says: the set of samples of a s
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,17 +20,17 @@ from weakref import WeakSet
 import numpy as np
 
 from kenotron.config import Config
-from kenotron.config.errors import InputError, counted
+from kenotron.config.dotted import import_dotted
+from kenotron.config.errors import InputError, counted, is_a_path
 from kenotron.data.batch import Int64, TokenBatch, batch_places, fold
 from kenotron.data.held_out_batches import HeldOut
 from kenotron.data.loader import Prefetcher
 from kenotron.data.open_stage import OpenStage, Sources, open_stage
-from kenotron.data.source import RunSettings, StreamSource
+from kenotron.data.source import RunSettings, StreamSource, TextSpec
 from kenotron.data.stage_plan import SourcePlan, StagePlan, differences, plan_stages
 from kenotron.data.stream_states import RunStreams
-from kenotron.data.train_tokenizer import tokenizer_of
 from kenotron.text.progress import Report
-from kenotron.text.tokenizer import TextTokenizer, end_of_text
+from kenotron.text.tokenizer import TextTokenizer, end_of_text, load_tokenizer
 
 AHEAD = 16
 """Steps whose blocks of remote files are fetched while the steps before them run."""
@@ -383,6 +383,38 @@ def run_settings(config: Config, report: Report) -> RunSettings:
         tokenizer=None,
         report=report,
     )
+
+
+def tokenizer_of(
+    config: Config, run: RunSettings, stages: Sequence[StagePlan], folder: Path | None = None
+) -> TextTokenizer | None:
+    """The run's tokenizer; None where none is named and all data are tokens already.
+
+    A run that continues passes the `folder` its tokenizer was saved in: it is loaded from there, even if the data or
+    its first source have changed since. A missing folder means that the run had none, and changes nothing.
+
+    Errors (InputError): not found; hub unreachable. Where all data are tokens, a name of the hub that cannot be loaded
+    is only warned of: nanotron's files name one in any case.
+    """
+    section = config.tokenizer
+    has_text = any(isinstance(source.spec, TextSpec) for stage in stages for source in stage.sources)
+    if section.tokenizer_max_length is not None and not has_text:
+        run.report("warning: tokenizer.tokenizer_max_length cuts nothing: no stage reads text")
+    if folder is not None and folder.is_dir():
+        return load_tokenizer(folder)
+    if section.train is not None:
+        train = import_dotted("kenotron.data.train_tokenizer.trained_tokenizer", "tokenizer.train")
+        tokenizer: TextTokenizer = train(stages[0].sources, section.train.vocab_size, run)
+        return tokenizer
+    if section.tokenizer_name_or_path is None:
+        return None
+    try:
+        return load_tokenizer(section.tokenizer_name_or_path, section.tokenizer_revision)
+    except InputError as error:
+        if has_text or is_a_path(section.tokenizer_name_or_path):
+            raise
+        run.report(f"warning: no tokenizer in this run, which its data do not need: {error}")
+        return None
 
 
 def describe_tokenizer(tokenizer: TextTokenizer | None, eos: int) -> str:

@@ -1,4 +1,4 @@
-"""The tokenizer of a run: loaded by name, or trained on the first stage's own text and kept."""
+"""A run's own tokenizer, trained on the text of its first stage and kept."""
 
 from __future__ import annotations
 
@@ -6,45 +6,13 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
-from kenotron.config import Config
-from kenotron.config.errors import InputError, is_a_path
 from kenotron.data.cached_folder import cache_entry, cached_folder
 from kenotron.data.source import RunSettings, TextSpec
-from kenotron.data.stage_plan import SourcePlan, StagePlan, complete_keys
+from kenotron.data.stage_plan import SourcePlan, complete_keys
 from kenotron.text.tokenizer import SPLIT_PATTERN, TextTokenizer, load_tokenizer, train_byte_level_bpe
 
 TRAINING_CHARACTERS = 200_000_000
 """Most text that a tokenizer is trained on; more changes little and costs memory."""
-
-
-def tokenizer_of(
-    config: Config, run: RunSettings, stages: Sequence[StagePlan], folder: Path | None = None
-) -> TextTokenizer | None:
-    """The run's tokenizer; None where none is named and all data are tokens already.
-
-    A run that continues passes the `folder` its tokenizer was saved in: it is loaded from there, even if the data or
-    its first source have changed since. A missing folder means that the run had none, and changes nothing.
-
-    Errors (InputError): not found; hub unreachable. Where all data are tokens, a name of the hub that cannot be loaded
-    is only warned of: nanotron's files name one in any case.
-    """
-    section = config.tokenizer
-    has_text = any(isinstance(source.spec, TextSpec) for stage in stages for source in stage.sources)
-    if section.tokenizer_max_length is not None and not has_text:
-        run.report("warning: tokenizer.tokenizer_max_length cuts nothing: no stage reads text")
-    if folder is not None and folder.is_dir():
-        return load_tokenizer(folder)
-    if section.train is not None:
-        return trained_tokenizer(stages[0].sources, section.train.vocab_size, run)
-    if section.tokenizer_name_or_path is None:
-        return None
-    try:
-        return load_tokenizer(section.tokenizer_name_or_path, section.tokenizer_revision)
-    except InputError as error:
-        if has_text or is_a_path(section.tokenizer_name_or_path):
-            raise
-        run.report(f"warning: no tokenizer in this run, which its data do not need: {error}")
-        return None
 
 
 def trained_tokenizer(sources: Sequence[SourcePlan], vocab_size: int, run: RunSettings) -> TextTokenizer:
