@@ -134,11 +134,8 @@ def test_compiled_it_is_one_graph_with_the_same_numbers(through_onednn: bool) ->
 def test_loss_and_experts_are_the_same_through_either(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight = draw(96, 32).requires_grad_(), draw(200, 32).requires_grad_()
     labels = torch.arange(96) * 2
-    weights = [
-        draw(4, 24, 32).requires_grad_(),
-        draw(4, 24, 32, seed=1).requires_grad_(),
-        draw(4, 32, 24).requires_grad_(),
-    ]
+    weights = [draw(*shape).requires_grad_() for shape in ((4, 24, 32), (4, 24, 32), (4, 32, 24))]
+    gate, up, down = weights
     routing = draw(96, 2).softmax(-1)
     choice = torch.stack([torch.arange(96) % 3, (torch.arange(96) + 1) % 3], 1)  # the last expert has no token
 
