@@ -75,8 +75,11 @@ def test_memory_is_named_as_the_cause_when_the_kernel_has_killed_for_it(
 ) -> None:
     monkeypatch.setattr(machine_limits, "out_of_memory_kills", lambda: kills)
     monkeypatch.setattr(machine_limits, "available_memory", lambda: 100_000)
-    why = machine_limits.why_killed(tiny_config(tmp_path, "parallelism.dp=2"), 6, number)
-    assert why == said
+    config = tiny_config(tmp_path, "parallelism.dp=2")
+    assert machine_limits.why_killed(config, 6, number) == said
+    monkeypatch.setattr(machine_limits, "accelerators", lambda: 2)  # where weights are not in host memory
+    on_gpus = "out of host memory? The kernel has killed processes for that since the run began"
+    assert machine_limits.why_killed(config, 6, number) == (on_gpus if said == ADVICE else said)
 
 
 def test_a_warning_precedes_a_run_whose_states_do_not_fit(

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kenotron.config.errors import RunFailed
-from kenotron.launch.environment import ranks_from_environment
+from kenotron.launch.environment import accelerators, ranks_from_environment
 from kenotron.launch.local import CUT_SHORT
 from kenotron.launch.machine_memory import available_memory, out_of_memory_kills
 from kenotron.launch.memory_needed import SPLIT, free_memory, states_too_large, what_fits
@@ -70,9 +70,11 @@ def why_killed(config: Config, kills_before: int | None, number: int) -> str | N
         return None
     if kills == kills_before:
         return ""
+    said = "memory? The kernel has killed processes for that since the run began"
+    if accelerators():  # which have the weights: the advice is not for the host's memory
+        return f"out of host {said}"
     available, count = available_memory(), config.parallelism.world_size
-    free = None if available is None else available // count
-    return f"out of memory? The kernel has killed processes for that since the run began; {_advice(config, free)}"
+    return f"out of {said}; {_advice(config, None if available is None else available // count)}"
 
 
 def _out_of_memory(error: Exception) -> bool:
