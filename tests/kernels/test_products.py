@@ -119,13 +119,13 @@ def test_what_onednn_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(linear(x, weight), F.linear(x.bfloat16(), weight.bfloat16()))
 
 
-@pytest.mark.budget(60)
-def test_compiled_it_is_one_graph_with_the_same_numbers(through_onednn: bool) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_it_is_one_graph_with_the_same_numbers(backend: str, through_onednn: bool) -> None:
     def block(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return x + linear(F.silu(linear(x, up)), down)
 
     inputs = [draw(40, 32).requires_grad_(), draw(64, 32).requires_grad_(), draw(32, 64).requires_grad_()]
-    compiled = torch.compile(block, fullgraph=True)
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
     found = torch.autograd.grad(compiled(*inputs).square().sum(), inputs)
     for one, other in zip(found, torch.autograd.grad(block(*inputs).square().sum(), inputs)):
         assert_close(one, other.double())

@@ -4,7 +4,7 @@
                                 installed (`kernels.mamba_packages`); torch's operators for the rest
     KENOTRON_KERNELS=triton     these, and one launch each for RMSNorm, rotary positions, SwiGLU, the same weighed in
                                 experts, the sum over a token's experts, and the softmax in the loss (`kernels.triton`)
-    KENOTRON_KERNELS=torch      torch's operators alone
+    KENOTRON_KERNELS=torch      torch's operators alone, those for matrices too (see `kernels.products`)
 
 Those in Triton are not the default because no GPU has measured them. Compiled blocks (`model.compile`) take torch's
 operators in any case: the compiler fuses them by itself. The loss and the experts are not compiled, so their kernels
