@@ -46,6 +46,7 @@ def test_the_environment_can_leave_all_products_to_torch() -> None:
 def through_onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Products of any size through oneDNN, on every processor; or none."""
     monkeypatch.setattr(products, "ONEDNN", request.param)
+    monkeypatch.setattr(products, "PART", 1000)
     monkeypatch.setattr(products, "SMALL", 1)
     return bool(request.param)
 
@@ -96,6 +97,16 @@ def test_products_of_a_functions_own_backward(out_features: int, in_features: in
         assert torch.equal(product(*of, out=out), plain)
         assert product(*of, onto=onto) is onto
         assert_close(onto, 1 + plain.double())
+
+
+def test_a_matrix_with_gaps_is_copied_before() -> None:
+    """oneDNN multiplies by such a one in a plain loop, a thousand times as slowly, and rounds otherwise."""
+    x, matrix = draw(64, 96), draw(40, 200)[:, 50:146]
+    assert torch.equal(products.onednn(x, matrix, None), products.onednn(x, matrix.contiguous(), None))
+    assert torch.equal(
+        products.onednn(x[:, :40], matrix.t(), None),
+        products.onednn(x[:, :40], matrix.contiguous().t().contiguous(), None),
+    )
 
 
 def test_gradients_are_made_where_they_are_asked_for(through_onednn: bool) -> None:

@@ -177,7 +177,5 @@ class _Groups:
             return F.grouped_mm(y.t(), x, offs=self.ends)
         products = x.new_empty(len(self.sizes), y.shape[1], x.shape[1])
         for y_i, x_i, product in zip(y.split(self.sizes), x.split(self.sizes), products.unbind()):
-            found = rows_by_rows(y_i, x_i, out=product) if len(x_i) else product.zero_()
-            if found is not product:
-                product.copy_(found)
+            rows_by_rows(y_i, x_i, out=product) if len(x_i) else product.zero_()
         return products
