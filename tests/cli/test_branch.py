@@ -69,6 +69,15 @@ def test_a_branch_anneals_from_the_rate_of_its_step_and_leaves_its_parent_alone(
     assert content_of(folder / "checkpoints" / "my_run") | content_of(folder / "logs" / "tiny") == before
 
 
+def test_a_run_that_began_without_optimizer_state_has_branches(folder: Path) -> None:
+    content = yaml.safe_load((folder / "my.yaml").read_text())
+    content["checkpoints"]["load_optimizer"] = content["checkpoints"]["load_lr_scheduler"] = False
+    (folder / "my.yaml").write_text(yaml.safe_dump(content))
+    typed("kenotron branch my.yaml --at 4 --cooldown 4 --name cool > c.yaml")
+    config = kn.load("c.yaml").checkpoints
+    assert (config.load_mode, config.load_optimizer, config.load_lr_scheduler) == ("cooldown", True, True)
+
+
 def test_a_step_without_a_checkpoint_and_a_wrong_style_are_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

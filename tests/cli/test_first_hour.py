@@ -109,6 +109,7 @@ REFUSED = [
         "general.hooks: expected a kenotron.Hook class, or a function that returns one, at 'os.sep'",
     ),
     ("model.loss=focal", "model.loss: expected a dotted path such as my_module.name, found 'focal'"),
+    ("model.loss=./focal.py", "model.loss: expected a dotted path such as my_module.name, found './focal.py'"),
     ("model.loss=nowhere.loss", "model.loss: cannot import 'nowhere' of 'nowhere.loss': No module named 'nowhere'"),
     (f"{LR}.lr_decay_style=math.sine", "lr_decay_style: module 'math' has no 'sine'; did you mean 'sin'?"),
 ]
@@ -541,7 +542,11 @@ def test_a_folder_of_runs_and_a_misspelt_folder_are_named(tell: Tell, tmp_path: 
         "",
         "error: checkpoints is not a checkpoint: it has folders of checkpoints: checkpoints/mine\n",
     )
-    assert nearest_sibling(tmp_path / "checkpoint" / "mine") == "; did you mean 'checkpoints'?"
+    assert nearest_sibling(tmp_path / "checkpoint" / "mine") == "; did you mean 'checkpoints/mine'?"
+    assert nearest_sibling(tmp_path / "checkpoint" / "other") == ""
+    (tmp_path / "tests").mkdir()
+    assert nearest_sibling(tmp_path / "texts") == ""
+    assert nearest_sibling(tmp_path / "checkpoints" / "mine") == ""  # itself
 
 
 def test_two_runs_of_one_name_keep_their_curves_apart(tmp_path: Path) -> None:

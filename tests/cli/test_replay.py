@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kenotron.cli import main
+from kenotron.cli.replay import _config
 from kenotron.config.errors import InputError
 from kenotron.data import open_run
 from kenotron.data.batch import NO_LOSS
@@ -109,6 +110,26 @@ def test_steps_are_computed_with_the_settings_they_had(tmp_path: Path, capsys: p
     code, said, _ = replay(capsys, checkpoints, "--step", "5")
     assert code == 1
     assert "the run went on with another schedule later" in said
+
+
+def test_a_replay_writes_to_no_store(tmp_path: Path) -> None:
+    """It would upload the step, and `keep_last: 1` would remove the run's checkpoints there."""
+    config = tiny_config(
+        tmp_path,
+        "s3_upload={upload_s3_path: s3://bucket/run, remove_after_upload: true}",
+        f"general.benchmark_csv_path={tmp_path}/runs.csv",
+        "profiler={wait: 1}",
+        "checkpoints.checkpointing_engine=async",
+    )
+    assert config.upload_url == "s3://bucket/run"
+    found = _config(config, tmp_path / "replay", 3, [], [])
+    assert (found.upload_url, found.s3_upload, found.profiler, found.general.benchmark_csv_path) == (None,) * 4
+    straight = tiny_config(
+        tmp_path, "checkpoints.checkpoints_path=s3://bucket/run", f"checkpoints.staging_path={tmp_path}/staged"
+    )
+    found = _config(straight, tmp_path / "replay", 3, ["profiler={detect_anomaly: true}"], [])
+    assert (found.upload_url, found.checkpoints.staging_path) == (None, None)
+    assert found.profiler is not None
 
 
 def test_another_layout_agrees_up_to_rounding(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -250,6 +250,8 @@ def test_a_run_that_resumes_from_itself_needs_no_key(minimal: dict[str, Any], ow
     config, lines = upgraded(minimal)
     assert config.checkpoints.resume_checkpoint_path is None
     assert lines == ["a run resumes from its own checkpoints; checkpoints.resume_checkpoint_path ignored"]
+    elsewhere = load(minimal, ["checkpoints.checkpoints_path=other", "s3_upload=null"])  # starts from the file's
+    assert elsewhere.checkpoints.resume_checkpoint_path == own
     minimal["checkpoints"]["resume_checkpoint_path"] = f"{own}/10"
     config, lines = upgraded(minimal)
     assert (config.checkpoints.resume_checkpoint_path, lines) == (f"{own}/10", [])

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import MistralConfig
+from transformers import CONFIG_MAPPING, MistralConfig
 
 from kenotron.config.decoder import ACTIVATIONS, AttentionArchitecture
 from kenotron.config.errors import InputError, NotSupportedYet
@@ -77,6 +77,19 @@ def test_rope_without_scaling_is_none():
     assert read(rope_parameters={"rope_type": "default", "rope_theta": 20000.0}).rope_scaling is None
     assert read(rope_scaling=None, rope_theta=20000.0).rope_theta == 20000.0
     assert read().rope_theta == 10000.0
+
+
+def test_a_file_without_theta_has_that_of_transformers():
+    for model_type, theta in (("smollm3", 2000000.0), ("mixtral", 1000000.0), ("qwen2", 10000.0)):
+        config = CONFIG_MAPPING[model_type]().to_dict()
+        assert config["rope_parameters"].pop("rope_theta") == theta
+        assert architecture_from_hf(config, "config.json").rope_theta == theta
+
+
+def test_values_that_transformers_refuses_are_one_line():
+    architecture = LlamaArchitecture(hidden_size=100, num_attention_heads=3, head_dim=32)
+    with pytest.raises(InputError, match=r"^model\.model_config: .*hidden size.*100.*3"):
+        hf_config(architecture, "float32", 2)
 
 
 def test_keys_that_only_travel_are_kept():

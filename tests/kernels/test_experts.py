@@ -106,7 +106,7 @@ def test_an_idle_expert_has_a_gradient_of_zeros() -> None:
     assert all(not matrix.grad[3].any() and matrix.grad[:3].any() for matrix in matrices)
 
 
-def test_in_bf16_on_a_cpu_experts_have_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_experts_have_few_numbers_of_rows_for_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN compiles a kernel for each number of rows; a step of 64 experts took twice as long with new routing."""
     found = set()
     for count in (*range(1, 600), *range(600, 9000, 37)):

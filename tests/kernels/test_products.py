@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from kenotron.kernels.linear_cross_entropy import linear_cross_entropy
 from kenotron.kernels.products import is_zen_5, linear, on_onednn, rows_by_matrix, rows_by_rows
 
 TOLERANCE = 2e-6  # of the largest element
+pytestmark = pytest.mark.skipif(not products.has_onednn(), reason="this torch has no oneDNN")
 
 
 def of_processor(vendor: str, family: int, *flags: str) -> str:
@@ -116,6 +118,27 @@ def test_gradients_are_made_where_they_are_asked_for(through_onednn: bool) -> No
         assert not linear(x.requires_grad_(), weight).requires_grad
     linear(x, weight).sum().backward()
     assert_close(x.grad, weight.double().sum(0).expand(8, 16))
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_second_derivatives(wanted: int, through_onednn: bool) -> None:
+    def second(linear_: Callable[..., Tensor], x: Tensor, weight: Tensor) -> list[Tensor]:
+        inputs = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
+        (first,) = torch.autograd.grad(linear_(*inputs).pow(3).sum(), inputs[wanted], create_graph=True)
+        return list(torch.autograd.grad(first.square().sum(), inputs))
+
+    x, weight = draw(8, 16), draw(24, 16)
+    for found, expected in zip(second(linear, x, weight), second(F.linear, x.double(), weight.double())):
+        assert_close(found, expected)
+
+
+def test_where_backward_is_split_torch_has_its_own_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator of ours computes both gradients whenever one is asked for."""
+    monkeypatch.setattr(products, "ONEDNN", True)
+    x, weight = draw(1024, 64).requires_grad_(), draw(64, 64).requires_grad_()
+    assert "kenotron" in str(linear(x, weight).grad_fn)
+    monkeypatch.setattr(products, "HALVES", True)
+    assert "kenotron" not in str(linear(x, weight).grad_fn)
 
 
 def test_what_onednn_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -268,6 +268,12 @@ def test_a_time_limit_that_leaves_no_time_is_refused(
         assert command(*job, "--time", enough) == 0
 
 
+def test_a_run_in_a_folder_has_a_job_of_one_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run, name in (("ablations/lr1", "ablations-lr1"), ("'%jobid'", "kenotron")):
+        assert command("submit", str(tiny_yaml(tmp_path)), f"general.run={run}", "--dry-run") == 0
+        assert f"--job-name={name}\n" in capsys.readouterr().out
+
+
 def test_runs_of_an_array_share_no_folder(tmp_path: Path) -> None:
     file = tiny_yaml(tmp_path)
     upload = "s3_upload={upload_s3_path: 's3://bucket/run', remove_after_upload: false, s5cmd_numworkers: 1, "

@@ -19,7 +19,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
         faulthandler.enable(sys.__stderr__)  # a crash, or a mapped file that is cut short (SIGBUS), shows where it was
     try:
-        _read_slurm()
         code = _exit_code(given, debug)
     except KeyboardInterrupt:  # while modules are being imported, too
         print("interrupted", file=sys.stderr)
@@ -39,6 +38,7 @@ def _exit_code(arguments: list[str], debug: bool) -> int:
     from kenotron.config.errors import InputError, PeerFailed, RunFailed
 
     try:
+        _read_slurm()
         return _run(arguments)
     except InputError as error:
         if debug:

@@ -57,6 +57,9 @@ def branch(
         "tokens.train_steps": cooldown,
         "optimizer.learning_rate_scheduler": schedule,
     }
+    for part in ("load_optimizer", "load_lr_scheduler"):  # a cooldown has both
+        if not getattr(config.checkpoints, part):
+            changes[f"checkpoints.{part}"] = True
     if staging is not None:
         changes["checkpoints.staging_path"] = f"{staging.rstrip('/')}-{name}"
     if config.s3_upload is not None:

@@ -26,11 +26,13 @@ def doctor(
     """
     from rich.console import Console
 
-    from kenotron.config.errors import no_such_path
+    from kenotron.config.errors import InputError, no_such_path
     from kenotron.doctor import examine
     from kenotron.doctor.report import as_json as json_of
     from kenotron.doctor.report import page
 
+    if folder.is_file():
+        raise InputError(f"--folder: expected a folder, found the file {folder}")
     if not folder.is_dir():
         raise no_such_path("--folder", str(folder))
     with Console(stderr=True).status("facts") as status:

@@ -128,6 +128,11 @@ def _config(config: Config, folder: Path, step: int, overrides: list[str], witho
         "checkpoints.checkpoints_path": str(folder / "checkpoints"),
         "checkpoints.keep_last": 1,
         "checkpoints.local": None,
+        "checkpoints.staging_path": None,
+        "checkpoints.remove_after_upload": False,
+        "s3_upload": None,  # a replay writes to no store, and keeps and removes nothing there
+        "general.benchmark_csv_path": None,
+        "profiler": None,
         "checkpoints.export_hf": False,
         "tokens.val_check_interval": -1,
         "logging.log_dir": str(folder / "logs"),

@@ -60,7 +60,8 @@ def submit(
     now = datetime.now()
     configs = [fill_run_name(config, now, "%jobid") for config in _configs(file, overrides or [], array)]
     config = configs[0]
-    name = (config.general.run if not array else Path(config.general.run).stem).replace("%jobid", "").strip("_-")
+    name = (config.general.run if not array else Path(config.general.run).stem).replace("%jobid", "")
+    name = name.replace("/", "-").strip("_-") or "kenotron"  # a name of Slurm's, and of a folder
     folder = Path(config.logging.log_dir).absolute() / "slurm" / f"{name}-{now:%Y%m%d_%H%M%S}"
     ranks_here = gpus_per_node or profile.gpus_per_node
     options: dict[str, str | int | None] = dict(_pairs("--sbatch", sbatch, flags=True))

@@ -35,7 +35,6 @@ def upgrade(document: Document) -> Iterator[str]:
         _doc_masking,
         _mamba,
         _datastates,
-        _resume_from_itself,
     ):
         yield from rewrite(document)
 
@@ -192,7 +191,7 @@ def _datastates(document: Document) -> Iterator[str]:
     document.move(("datastates",), new)
 
 
-def _resume_from_itself(document: Document) -> Iterator[str]:
+def resume_from_itself(document: Document) -> Iterator[str]:
     """nanotron resumes from what this key names, or starts anew while nothing is there; here a run does so anyway."""
     at = ("checkpoints", "resume_checkpoint_path")
     own = (document.get("checkpoints", "checkpoints_path"), document.get("s3_upload", "upload_s3_path"))

@@ -25,7 +25,7 @@ def import_dotted(path: str, key: str) -> Any:
     which a console script would not search. Raises `InputError`.
     """
     module_name, _, name = path.rpartition(".")
-    if not module_name:
+    if not module_name or "/" in path or path.startswith(".") or path.endswith(".py"):
         raise InputError(f"{key}: expected a dotted path such as my_module.name, found '{path}'")
     try:
         module = _import_module(module_name)

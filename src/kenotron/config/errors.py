@@ -39,19 +39,22 @@ class PeerFailed(Exception):
     """Another rank failed and reports the cause; this one only exits. Exit code 1."""
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
+def nearest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
     """A "did you mean" suffix for an unknown `name`, whatever its case; empty if no valid name is similar."""
     by_lower = {each.lower(): each for each in valid}
-    match = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    match = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
     return f"; did you mean '{by_lower[match[0]]}'?" if match else ""
 
 
 def nearest_sibling(path: Path) -> str:
-    """`nearest` for the first part of `path` that does not exist, among the entries of its folder."""
-    path = path.absolute()
+    """`nearest` for the first part of `path` that does not exist; with it and the parts behind it there is a path."""
+    whole = path = path.absolute()
     while not path.parent.exists():
         path = path.parent
-    return nearest(path.name, [sibling.name for sibling in path.parent.glob("*")])
+    rest = whole.relative_to(path)
+    found = [entry for entry in path.parent.glob("*") if entry.name != path.name and (entry / rest).exists()]
+    near = nearest(path.name, [entry.name for entry in found], cutoff=0.85)  # `texts` is not `tests`
+    return near.replace("'?", f"/{rest}'?") if near and rest.parts else near
 
 
 def no_such_path(where: str, path: object) -> InputError:

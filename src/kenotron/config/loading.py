@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from kenotron.config.config import Config
-from kenotron.config.dialects import upgrade
+from kenotron.config.dialects import resume_from_itself, upgrade
 from kenotron.config.document import Document, Keys, read
 from kenotron.config.dotted import find_beside
 from kenotron.config.errors import InputError, NotSupportedYet
@@ -47,6 +47,8 @@ def load(
         say(line)
     for text in overrides:
         apply(document, text)
+    for line in resume_from_itself(document):  # with another checkpoints_path it starts from the file's
+        say(line)
     if found := take_unserved(document.data):
         raise NotSupportedYet("; ".join(_with_line(document, keys, value) for keys, value in found))
     try:

@@ -403,9 +403,8 @@ def tokenizer_of(
     if folder is not None and folder.is_dir():
         return load_tokenizer(folder)
     if section.train is not None:
-        train = import_dotted("kenotron.data.train_tokenizer.trained_tokenizer", "tokenizer.train")
-        tokenizer: TextTokenizer = train(stages[0].sources, section.train.vocab_size, run)
-        return tokenizer
+        train = "kenotron.data.train_tokenizer.trained_tokenizer"
+        return import_dotted(train, "tokenizer.train")(stages[0].sources, section.train.vocab_size, run)
     if section.tokenizer_name_or_path is None:
         return None
     try:

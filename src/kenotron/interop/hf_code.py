@@ -20,7 +20,7 @@ from kenotron.config.errors import InputError
 from kenotron.models.family import Family
 
 
-def code_files(family: Family[Any]) -> list[Path]:
+def code_files(family: Family[Any] | type[Family[Any]]) -> list[Path]:
     """The files that an export of this family brings along, in the folder ``hf`` beside the family's own.
 
     Errors (InputError): one is not there.
@@ -39,7 +39,7 @@ def copy_code(family: Family[Any], folder: Path) -> None:
         shutil.copyfile(file, folder / file.name)
 
 
-def config_class(family: Family[Any]) -> Any:
+def config_class(family: Family[Any] | type[Family[Any]]) -> Any:
     """The class of its config: of transformers, or from those files."""
     from transformers import CONFIG_MAPPING
 

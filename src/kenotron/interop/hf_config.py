@@ -27,7 +27,7 @@ from kenotron.config.decoder import (
 )
 from kenotron.config.errors import InputError, NotSupportedYet, nearest
 from kenotron.interop.hf_code import config_class
-from kenotron.interop.whole_config import Report, is_causal_model, whole_architecture, whole_config
+from kenotron.interop.whole_config import Report, is_causal_model, one_line, whole_architecture, whole_config
 from kenotron.models.family import Family, families, family_named, family_of
 from kenotron.models.foreign import HuggingFace, HuggingFaceArchitecture
 
@@ -178,7 +178,8 @@ def _rope(config: Mapping[str, Any], where: str, family: type[Family[Any]]) -> d
     """`rope_theta`, `rope_scaling` and where there is one `rotary_pct`, from either form."""
     rope = {k: v for k, v in (config.get("rope_scaling") or {}).items() if v is not None}
     rope |= {k: v for k, v in (config.get("rope_parameters") or {}).items() if v is not None}
-    theta = rope.pop("rope_theta", config.get("rope_theta", config.get("rotary_emb_base"))) or 10000.0
+    theta = rope.pop("rope_theta", config.get("rope_theta", config.get("rotary_emb_base")))
+    theta = theta or getattr(config_class(family), "default_theta", 10000.0)
     old_name = rope.pop("type", "default")
     kind = rope.pop("rope_type", old_name)
     if kind not in ROPE_KEYS:
@@ -197,16 +198,12 @@ def hf_config(architecture: DecoderArchitecture, dtype: str, eos_token_id: int |
 
     Errors (InputError): the family has no counterpart there, or not for these values.
     """
-    from transformers.utils import logging
-
     if isinstance(architecture, HuggingFaceArchitecture):
         return whole_config(architecture, dtype, eos_token_id)
     family = family_of(architecture)
     if not family.hf_class:
         raise InputError(f"model family {architecture.family!r} names no class of transformers: it cannot be exported")
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
+    with one_line("model.model_config"):
         kind = config_class(family)
         plain = kind()
         values = {
@@ -222,8 +219,6 @@ def hf_config(architecture: DecoderArchitecture, dtype: str, eos_token_id: int |
         values |= {**family.hf_fixed, "architectures": [family.hf_class]}
         values |= {"auto_map": dict(family.hf_code)} if family.hf_code else {}
         return kind(**family.to_hf(values))
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def _heads_for(plain: PretrainedConfig, architecture: AttentionArchitecture, hf_class: str) -> dict[str, Any]:

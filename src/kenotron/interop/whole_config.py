@@ -99,5 +99,6 @@ def whole_config(architecture: HuggingFaceArchitecture, dtype: str, eos_token_id
     with one_line("model.model_config"):
         config = architecture.transformers_config()
         config.eos_token_id, config.dtype = eos_token_id, dtype
+        vars(config).pop("auto_map", None)  # code files that the export does not have
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]  # type: ignore[attr-defined]
     return config

@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kenotron.kernels import products
 from kenotron.kernels.fused import fused
-from kenotron.kernels.products import compiles_for_rows, rows_by_matrix, rows_by_rows
+from kenotron.kernels.products import rows_by_matrix, rows_by_rows
 from kenotron.kernels.swiglu import ACTIVATIONS
 from kenotron.kernels.token_slots import sum_of_slots
 
@@ -103,12 +104,12 @@ class _ExpertMLP(torch.autograd.Function):
 def _with_room(order: Tensor, weights: Tensor, sizes: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
     """The slot of each row, its routing weight ``[rows, 1]``, the row of each slot, and the rows of each expert.
 
-    On a CPU in bf16 (or fp16) these are up to an eighth more than its slots, the others of weight 0: for each number of
-    rows that it has not met oneDNN compiles a kernel for 0.4 ms, four times what the product of 256 rows takes, and
+    Where oneDNN multiplies, these are up to an eighth more than its slots, the others of weight 0: for each number of
+    rows that it has not met it compiles a kernel for 0.4 ms, four times what the product of 256 rows takes in bf16, and
     routing has ever new ones. Eight numbers between powers of two stay in its cache. Else the third is None.
     """
     w = weights.reshape(-1).index_select(0, order).to(dtype)
-    if not _sizes_on_host(sizes) or not compiles_for_rows(dtype):
+    if not _sizes_on_host(sizes) or not (dtype.itemsize == 2 or (products.ONEDNN and dtype == torch.float32)):
         return order, w[:, None], None, sizes
     room = sizes + -sizes % torch.tensor([max(16, 1 << max(count.bit_length() - 4, 0)) for count in sizes.tolist()])
     before = (room - sizes).cumsum(0) - (room - sizes)
@@ -175,7 +176,7 @@ class _Groups:
         """y ``[rows, out]``, x ``[rows, in]`` → y_i^T x_i, ``[groups, out, in]``; zeros for a group without rows."""
         if not self.on_host:
             return F.grouped_mm(y.t(), x, offs=self.ends)
-        products = x.new_empty(len(self.sizes), y.shape[1], x.shape[1])
-        for y_i, x_i, product in zip(y.split(self.sizes), x.split(self.sizes), products.unbind()):
+        found = x.new_empty(len(self.sizes), y.shape[1], x.shape[1])
+        for y_i, x_i, product in zip(y.split(self.sizes), x.split(self.sizes), found.unbind()):
             rows_by_rows(y_i, x_i, out=product) if len(x_i) else product.zero_()
-        return products
+        return found

@@ -5,7 +5,7 @@ times a matrix of 2048: 205 with MKL, 450 with oneDNN, and 205 -> 420, 218 -> 40
 
 oneDNN's operator, which Inductor uses, too, is private to torch, returns new memory, and reads its first factor row by
 row: for ``dy^T x`` one of the two is transposed before. On other CPUs, and in other dtypes, everything here is torch's
-own product; with ``KENOTRON_KERNELS=torch`` everywhere.
+own product; with ``KENOTRON_KERNELS=torch`` everywhere (but in decoding, `generation.packed`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ def onednn(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     """x ``[..., in]``, matrix ``[out, in]`` or packed, bias ``[out]`` → ``x M^T + b``, ``[..., out]``."""
     if not (matrix.is_mkldnn or matrix.is_contiguous() or matrix.t().is_contiguous()):
         matrix = matrix.contiguous()  # with gaps, oneDNN would take a thousand times as long
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, matrix, bias, "none", [], "")
-    return y
+    return torch.ops.mkldnn._linear_pointwise(x, matrix, bias, "none", [], "")
 
 
 def is_zen_5(cpuinfo: str) -> bool:
@@ -47,6 +46,7 @@ def is_zen_5(cpuinfo: str) -> bool:
 
 _possible = torch.backends.mkl.is_available() and has_onednn() and os.environ.get(KEY) != "torch"
 _cpuinfo = Path("/proc/cpuinfo")
+HALVES = False  # a pipeline engine splits the backward of linears in two, which an operator of ours does as a whole
 ONEDNN = _possible and _cpuinfo.exists() and is_zen_5(_cpuinfo.read_text())  # a constant: compiled blocks have one kind
 
 
@@ -56,16 +56,10 @@ def on_onednn(x: Tensor, matrix: Tensor) -> bool:
     return suits and x.numel() * matrix.shape[0] >= SMALL
 
 
-def compiles_for_rows(dtype: torch.dtype) -> bool:
-    """Whether a CPU's first product with a number of rows takes longer: oneDNN compiles a kernel for it."""
-    return dtype.itemsize == 2 or (ONEDNN and dtype == torch.float32)
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: x ``[..., in]``, weight ``[out, in]``, bias ``[out]`` → ``x W^T + b``, ``[..., out]``."""
-    if on_onednn(x, weight) and not torch.is_autocast_enabled("cpu"):
-        y: Tensor = torch.ops.kenotron.rows_by_matrix(x, weight, bias)
-        return y
+    if on_onednn(x, weight) and not HALVES and not torch.is_autocast_enabled("cpu"):
+        return torch.ops.kenotron.rows_by_matrix(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -96,15 +90,12 @@ def _rows_by_rows(y: Tensor, x: Tensor) -> Tensor:
 
 
 def _transposes_y(y: Tensor, x: Tensor) -> bool:
-    """Whether y is less to transpose than x and ``x^T y``."""
-    return y.numel() <= x.numel() + y.shape[1] * x.shape[1]
+    return y.numel() <= x.numel() + y.shape[1] * x.shape[1]  # less than x and x^T y
 
 
 def write_rows_by_rows(y: Tensor, x: Tensor, result: Tensor, add: bool = False) -> Tensor:
-    """Writes ``y^T x`` to `result`, or adds it; one part of the product exists at a time.
-
-    What is transposed is copied before. oneDNN's AMX product in bf16 is twice as slow when its first factor is
-    transposed: at y ``[2048, 8192]``, x ``[2048, 384]``, 1 thread: 26.9 ms → 15.8; with 2 threads 9.7 → 9.5.
+    """Writes ``y^T x`` to `result`, or adds it, by parts. oneDNN's AMX product in bf16 is also twice as slow when its
+    first factor is transposed: y ``[2048, 8192]``, x ``[2048, 384]``, 1 thread 26.9 ms → 15.8, 2 threads 9.7 → 9.5.
     """
     if _transposes_y(y, x):
         rows = max(1, PART // x.shape[1])
@@ -122,17 +113,21 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
     return onednn(a, b.t(), None) if on_onednn(a, b.t()) else torch.mm(a, b)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    first, second, *_ = inputs
+    ctx.save_for_backward(first if ctx.needs_input_grad[1] else None, second if ctx.needs_input_grad[0] else None)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    for_x, for_weight, for_bias = ctx.needs_input_grad
-    rows = dy.flatten(0, -2)
-    dx = linear(dy, weight.t()) if for_x else None
-    d_weight = rows_by_rows(rows, x.flatten(0, -2)) if for_weight else None
-    return dx, d_weight, rows.sum(0) if for_bias else None
+    (x, weight), rows = ctx.saved_tensors, dy.reshape(-1, dy.shape[-1])
+    dx = None if weight is None else linear(dy, weight.t())
+    d_weight = None if x is None else rows_by_rows(rows, x.reshape(-1, x.shape[-1]))
+    return dx, d_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _backward_of_rows(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+    y, x = ctx.saved_tensors
+    return None if x is None else linear(x, d), None if y is None else linear(y, d.t())
 
 
 # Operators of our own: torch.compile calls them as they are (see kernels/attention.py).
@@ -146,3 +141,4 @@ torch.library.register_fake(
 )
 torch.library.register_fake("kenotron::rows_by_rows", lambda y, x: y.new_empty(y.shape[1], x.shape[1]), lib=_library)
 torch.library.register_autograd("kenotron::rows_by_matrix", _backward, setup_context=_keep, lib=_library)
+torch.library.register_autograd("kenotron::rows_by_rows", _backward_of_rows, setup_context=_keep, lib=_library)

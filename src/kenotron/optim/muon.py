@@ -79,6 +79,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
         self._planned: dict[tuple[int, ...], list[Batch]] = {}
+        self._groups: dict[Any, Any] = {}  # one of each mesh: restoring state asks for one matrix at a time
         for group in self.param_groups:
             if group["algorithm"] == "muon":
                 for parameter in group["params"]:
@@ -129,7 +130,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if key not in self._planned:
             mesh = getattr(parameters[0], "device_mesh", None) if parameters else None
             shared = mesh is not None and mesh.size() > 1
-            self._planned[key] = _rounds(parameters, mesh) if shared else _same_shape(parameters)
+            if shared and mesh is not None and mesh not in self._groups:
+                self._groups[mesh] = mesh_group(mesh)
+            self._planned[key] = _rounds(parameters, mesh, self._groups[mesh]) if shared else _same_shape(parameters)
         return self._planned[key]
 
     def _step_adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
@@ -196,10 +199,10 @@ def _same_shape(parameters: list[Tensor]) -> list[Batch]:
     return batches
 
 
-def _rounds(parameters: list[Tensor], mesh: Any) -> list[Batch]:
-    """Rounds in which every rank of `mesh` owns about the same work, and at most `BATCH_ELEMENTS` or one matrix."""
+def _rounds(parameters: list[Tensor], mesh: Any, group: Any) -> list[Batch]:
+    """Rounds in which every rank of `mesh` (`group`) owns equal work, and at most `BATCH_ELEMENTS` or one matrix."""
     owner = balance([math.prod(p.shape) * min(p.shape) for p in parameters], mesh.size())
-    group, dtype = mesh_group(mesh), matmul_dtype(_local(parameters[0]).device)
+    dtype = matmul_dtype(_local(parameters[0]).device)
     batches: list[Batch] = []
     for indices in in_rounds([p.numel() for p in parameters], owner, BATCH_ELEMENTS):
         some = [parameters[i] for i in indices]

@@ -46,6 +46,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from kenotron.config.parallelism import ZERO_BUBBLE_ENGINES
+from kenotron.kernels import products
 from kenotron.models import MicroBatch
 from kenotron.models.decoder import Decoder
 from kenotron.parallel.pipeline_layout import bubble, parts_here, rank_of_stage, stage_numbers
@@ -130,6 +131,7 @@ class Pipeline:
         self.dtype = dtype
         self.sequence_shards = mesh.degree("tp") if layout.tp_mode == "REDUCE_SCATTER" else 1
         self.split_backward_prevented = _prevents_split_backward(layout, compiled) is not None
+        products.HALVES = layout.pp_engine in ZERO_BUBBLE_ENGINES and not self.split_backward_prevented
         self._schedule: Any = None
         self._scheduled: list[_Scheduled] = []
         self._shape: tuple[int, int] | None = None

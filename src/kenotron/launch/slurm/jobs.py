@@ -48,7 +48,7 @@ def submit(folder: Path, name: str, log: str, metrics: Sequence[Path], after: st
 
 def records(logs: Path) -> list[Record]:
     """The jobs submitted with `logs` as `logging.log_dir`, the newest last."""
-    found = [Record(**json.loads(path.read_text())) for path in (logs / "slurm").glob("*/job*.json")]
+    found = [Record(**json.loads(path.read_text())) for path in (logs / "slurm").glob("**/job*.json")]
     return sorted(found, key=lambda record: int(record.id))
 
 
@@ -97,7 +97,8 @@ def cancel(found: Sequence[Record]) -> None:
 
 def _slurm(command: list[str], missing_is_empty: bool = False) -> str:
     if shutil.which(command[0]) is None:
-        raise InputError(f"{command[0]} was not found; run this where Slurm's commands are, or add --dry-run")
+        instead = ", or add --dry-run" if command[0] == "sbatch" else ""
+        raise InputError(f"{command[0]} was not found; run this where Slurm's commands are{instead}")
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode and not missing_is_empty:
         raise InputError(f"{command[0]}: {' '.join(done.stderr.split())}")

@@ -151,8 +151,9 @@ class Mamba2(Mamba2Style[Mamba2Architecture]):
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
         """An infinite bound of time steps is no bound."""
-        bounds = [float(each["__float__"]) if isinstance(each, dict) else each for each in config["time_step_limit"]]
-        return values | {"time_step_limit": [None if math.isinf(each) else each for each in bounds]}
+        given = config.get("time_step_limit") or (0.0, math.inf)
+        bounds = [float(each["__float__"]) if isinstance(each, dict) else each for each in given]
+        return values | {"time_step_limit": [None if each is None or math.isinf(each) else each for each in bounds]}
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
         """And the other way round."""
