@@ -2,9 +2,9 @@
 
 For every linear layer with weight W ``[out, in]`` and T tokens: forward ``x W^T``, the input's gradient ``g W``, the
 weight's gradient ``g^T x``. For attention, the two products forward and four backward over the whole square, of which a
-causal mask needs half, so three of the six count. Outputs are allocated beforehand: no page fault is in this time. In
-fp32 on a CPU those of linear layers are torch's own or oneDNN's, whichever are faster. A training step cannot be faster
-than this without better products.
+causal mask needs half, so three of the six count. Outputs of torch are allocated beforehand, and freed memory is kept:
+no page fault is in this time. In fp32 on a CPU the products of linear layers are torch's own or oneDNN's, whichever are
+faster; what oneDNN needs transposed is so before. A training step cannot be faster than this without better products.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 from worker import Job, Pace
 
+from kenotron.kernels.host_memory import keep_freed_memory
+
 
 def train(job: Job, pace: Pace) -> None:
+    keep_freed_memory()
     work = job.work
     dtype = torch.bfloat16 if work.precision == "bf16" else torch.float32
     square = [(work.hidden, work.hidden)] * 4

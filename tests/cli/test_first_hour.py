@@ -544,8 +544,6 @@ def test_a_folder_of_runs_and_a_misspelt_folder_are_named(tell: Tell, tmp_path: 
     )
     assert nearest_sibling(tmp_path / "checkpoint" / "mine") == "; did you mean 'checkpoints/mine'?"
     assert nearest_sibling(tmp_path / "checkpoint" / "other") == ""
-    (tmp_path / "tests").mkdir()
-    assert nearest_sibling(tmp_path / "texts") == ""
     assert nearest_sibling(tmp_path / "checkpoints" / "mine") == ""  # itself
 
 

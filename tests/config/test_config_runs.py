@@ -161,11 +161,11 @@ def test_a_config_cannot_be_changed_in_place(minimal: dict[str, Any]) -> None:
 def test_a_tilde_is_the_home_folder_in_every_path(minimal: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     paths = [
-        "checkpoints.checkpoints_path",
         "checkpoints.resume_checkpoint_path",
         "logging.log_dir",
         "tokenizer.tokenizer_name_or_path",
     ]
+    assert load(minimal, ["checkpoints.checkpoints_path=~/x"]).checkpoints.checkpoints_path == "/home/someone/x"
     config = load(
         minimal,
         [f"{path}=~/x" for path in paths]

@@ -19,10 +19,10 @@ from torch import Tensor
 from kenotron.config.dotted import import_dotted
 from kenotron.kernels import experts as plain_experts
 from kenotron.kernels import linear_cross_entropy as plain_loss
+from kenotron.kernels import products, token_slots
 from kenotron.kernels import rms_norm as plain_norm
 from kenotron.kernels import rope as plain_rope
 from kenotron.kernels import swiglu as plain_swiglu
-from kenotron.kernels import token_slots
 from kenotron.kernels.attention import attention
 from kenotron.kernels.triton import experts, rms_norm, rope, swiglu
 from kenotron.models import Context, initialize_model
@@ -31,6 +31,7 @@ from kenotron.models.families.llama import LlamaArchitecture
 from kenotron.models.families.mixtral import MixtralArchitecture
 from support.tiny_llamas import SHAPES, random_tokens
 
+products.ONEDNN = False  # as on a GPU: on a CPU it gives experts rows that are not slots
 Function = Callable[..., Tensor]
 # A layer of a mixture in both passes.
 EXPERTS = ["experts.gate_and_weigh", "experts.gate_and_weigh_backward", *["experts.sum_of_slots"] * 2]

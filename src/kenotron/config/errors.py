@@ -39,10 +39,10 @@ class PeerFailed(Exception):
     """Another rank failed and reports the cause; this one only exits. Exit code 1."""
 
 
-def nearest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str:
+def nearest(name: str, valid: Iterable[str]) -> str:
     """A "did you mean" suffix for an unknown `name`, whatever its case; empty if no valid name is similar."""
     by_lower = {each.lower(): each for each in valid}
-    match = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
+    match = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return f"; did you mean '{by_lower[match[0]]}'?" if match else ""
 
 
@@ -53,7 +53,7 @@ def nearest_sibling(path: Path) -> str:
         path = path.parent
     rest = whole.relative_to(path)
     found = [entry for entry in path.parent.glob("*") if entry.name != path.name and (entry / rest).exists()]
-    near = nearest(path.name, [entry.name for entry in found], cutoff=0.85)  # `texts` is not `tests`
+    near = nearest(path.name, [entry.name for entry in found])
     return near.replace("'?", f"/{rest}'?") if near and rest.parts else near
 
 
