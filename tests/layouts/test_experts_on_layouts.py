@@ -85,6 +85,7 @@ def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     [
         *QUICK,
         pytest.param("mixtral", 2, "dp=2 ep=2 zero=3 compile=true", marks=pytest.mark.slow),  # compiles for a minute
+        pytest.param("olmoe", 1, "compile=true recompute=true", marks=pytest.mark.slow),
         *(pytest.param(family, *layout, marks=pytest.mark.slow) for layout in sorted(LAYOUTS) for family in PROBLEMS),
     ],
 )

@@ -258,8 +258,8 @@ MUTANTS = [
     Mutant(
         name="recomputation-counts-tokens-again",
         file="models/blocks/moe.py",
-        find="        if not ctx.recomputing:\n",
-        replace="        if True:\n",
+        find="total += here if ctx.counted is None else here * ctx.counted",
+        replace="total += here",
         why="with recomputation every token is counted twice (torchtitan's expert bias)",
         tests=("models/test_mixture_of_experts.py::test_loads_are_counted_in_training_and_not_when_recomputed",),
     ),
@@ -282,10 +282,10 @@ MUTANTS = [
     Mutant(
         name="biases-move-again-in-recomputation",
         file="models/blocks/moe.py",
-        find="        if not ctx.recomputing:\n            self.expert_load += chosen.sum(0)\n",
-        replace="        if ctx.recomputing:\n"
+        find="        for total, here in zip((self.expert_load, self.router_totals), seen):\n",
+        replace="        if ctx.counted is not None and not ctx.counted:\n"
         "            self.gate.e_score_correction_bias.data += 0.001 * (chosen.mean() - chosen.sum(0)).sign()\n"
-        "        if not ctx.recomputing:\n            self.expert_load += chosen.sum(0)\n",
+        "        for total, here in zip((self.expert_load, self.router_totals), seen):\n",
         why="biases that are updated in the forward pass are updated once more when it is recomputed",
         tests=("models/test_mixture_of_experts.py::test_biases_follow_the_loads_of_every_step",),
     ),

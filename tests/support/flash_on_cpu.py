@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DEFAULTS = (False, None, None, False)  # is_causal, scale, window_size, enable_gqa
+from kenotron.kernels.attentions.packed import ASKS_FOR_GROUPS
+
+DEFAULTS = (False, None, None, not ASKS_FOR_GROUPS)  # is_causal, scale, window_size, enable_gqa
 
 
 @cache

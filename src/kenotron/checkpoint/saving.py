@@ -136,10 +136,7 @@ def _write_data(folder: Path, makers: dict[str, Callable[[], bytes]]) -> dict[st
 
 
 def _write_small_files(
-    temporary: Path,
-    config_yaml: str,
-    model_config: dict[str, Any],
-    save_tokenizer: Callable[[Path], None] | None,
+    temporary: Path, config_yaml: str, model_config: dict[str, Any], save_tokenizer: Callable[[Path], None] | None
 ) -> dict[str, FileRecord]:
     texts = config_files(config_yaml, model_config)
     files = {name: write_file(temporary / name, text) for name, text in texts.items()}

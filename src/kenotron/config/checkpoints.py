@@ -98,8 +98,7 @@ class Checkpoints(Section):
         mark=OURS,
     )
     load_lr_scheduler: bool = key(
-        "False: without data, scheduler and step in load_mode continue (which makes it transfer).",
-        True,
+        "False: without data, scheduler and step in load_mode continue (which makes it transfer).", True
     )
     load_optimizer: bool = key("False: without optimizer in load_mode continue.", True)
     checkpoints_path_is_shared_file_system: bool = key(
@@ -109,10 +108,7 @@ class Checkpoints(Section):
     )
     keep_last: int | None = key("Keep only this many of the newest checkpoints; null: keep all.", None, ge=1, mark=OURS)
     keep_every: int | None = key(
-        "Also keep the checkpoints whose step is a multiple of this; used with keep_last.",
-        None,
-        ge=1,
-        mark=OURS,
+        "Also keep the checkpoints whose step is a multiple of this; used with keep_last.", None, ge=1, mark=OURS
     )
     local: LocalCheckpoints | None = key(
         "Frequent checkpoints on the machine's own disk or memory; the newest is kept until one in checkpoints_path is "

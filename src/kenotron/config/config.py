@@ -343,10 +343,7 @@ def _check_steps(config: Config) -> Iterator[Problem]:
         )
     profiler = config.profiler
     if profiler and profiler.profiler_export_path and steps < profiler.steps:
-        yield (
-            "profiler",
-            f"expected tokens.train_steps of at least {profiler.steps} for the trace, found {steps}",
-        )
+        yield ("profiler", f"expected tokens.train_steps of at least {profiler.steps} for the trace, found {steps}")
 
 
 def _check_dependent_keys(config: Config) -> Iterator[Problem]:

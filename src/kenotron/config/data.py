@@ -68,10 +68,7 @@ class Dataset(Section):
         mark=OURS,
     )
     max_epochs: float | None = key(
-        "Maximum epochs over all stages, for each of its paths; null: no limit.",
-        None,
-        gt=0,
-        mark=OURS,
+        "Maximum epochs over all stages, for each of its paths; null: no limit.", None, gt=0, mark=OURS
     )
 
 
@@ -87,16 +84,10 @@ class Streaming(Section):
     """Text that is tokenized while the run reads it: nothing is cached, memory is bounded."""
 
     shuffle_buffer: int = key(
-        "Size of the shuffle buffer of a reader shard, in documents; 1: file order.",
-        10_000,
-        ge=1,
-        mark=OURS,
+        "Size of the shuffle buffer of a reader shard, in documents; 1: file order.", 10_000, ge=1, mark=OURS
     )
     lanes: int = key(
-        "Number of reader shards, each with its own files; at most the number of files.",
-        1,
-        ge=1,
-        mark=OURS,
+        "Number of reader shards, each with its own files; at most the number of files.", 1, ge=1, mark=OURS
     )
 
 
@@ -321,8 +312,7 @@ class MixtureDataset(Section):
 
 
 AnyDataset = Annotated[
-    _Plain | Annotated[MixtureDataset, Tag("(mixture)")],
-    by_rule(_choose, _EXPECTED + ", ".join(_KEYS), _KEYS),
+    _Plain | Annotated[MixtureDataset, Tag("(mixture)")], by_rule(_choose, _EXPECTED + ", ".join(_KEYS), _KEYS)
 ]
 
 

@@ -46,9 +46,7 @@ class General(Section):
         DEFAULT_RUN_NAME,
     )
     seed: Annotated[int, null_means(42)] = key(
-        "Seed of the initial weights and of generated samples; the data order has its own seed (data.seed).",
-        42,
-        ge=0,
+        "Seed of the initial weights and of generated samples; the data order has its own seed (data.seed).", 42, ge=0
     )
     step: int | None = key("Step of the checkpoint that contains this file; set when it is saved.", None, mark=RECORD)
     consumed_train_samples: int | None = key(
@@ -70,7 +68,5 @@ class General(Section):
         mark=OURS,
     )
     hooks: list[AnyHook] | None = key(
-        "Your own hooks, as dotted paths or {path, kwargs}; they run after the built-in ones.",
-        None,
-        mark=OURS,
+        "Your own hooks, as dotted paths or {path, kwargs}; they run after the built-in ones.", None, mark=OURS
     )

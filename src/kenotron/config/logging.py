@@ -40,7 +40,5 @@ class Logging(Section):
     expert_loads: bool = key("Log the load of every expert in every line of metrics.jsonl.", False, mark=OURS)
     tensorboard: bool = key("Write TensorBoard scalars and text.", True, mark=OURS)
     sample_prompts: list[str] | None = key(
-        "Prompts; the model's continuations are printed at the start and at the end of the run.",
-        None,
-        mark=OURS,
+        "Prompts; the model's continuations are printed at the start and at the end of the run.", None, mark=OURS
     )

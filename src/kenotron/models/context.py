@@ -86,7 +86,7 @@ class Context:
     loss_scale: float = 1.0
     sequence_scale: float = 0.0  # 1 / sequences of the global batch: for losses that are means over sequences
     sum_over_sequence: Callable[[Tensor], Tensor] | None = None  # in place, over the ranks that share sequences (cp)
-    recomputing: bool = False  # the forward pass of recomputation: what is counted was counted before
+    counted: Tensor | None = None  # 0 in recomputation, whose tokens were counted before, 1 in the pass before it
     loss: TokenLoss | None = None  # the config's training loss; None: cross entropy
     states: RecurrentStates | None = None  # generation's memory of recurrent layers; None: they begin at zero
     passing: StatePassing | None = None  # context parallelism of recurrent layers; None: whole sequences

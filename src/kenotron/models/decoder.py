@@ -59,13 +59,16 @@ class Body(nn.Module):
 
 
 class _Recomputed:
-    """A block for `checkpoint`: every call after the first is a recomputation, and its context says so."""
+    """A block for `checkpoint`: every call after the first is a recomputation, and its context says so.
+
+    By a tensor: compiled, both passes have to be one graph, which saves the same tensors.
+    """
 
     def __init__(self, block: nn.Module, ctx: Context) -> None:
-        self.block, self.ctx = block, ctx
+        self.block, self.ctx, self.counted = block, ctx, 1.0
 
     def __call__(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        ctx, self.ctx = self.ctx, replace(self.ctx, recomputing=True)
+        ctx, self.counted = replace(self.ctx, counted=x.new_full((), self.counted)), 0.0
         result: Tensor = self.block(x, rope, ctx)
         return result
 

@@ -69,6 +69,7 @@ SCHEDULES: dict[str, Any] = {
 
 logger = logging.getLogger("kenotron")
 LARGE_BUBBLE = 0.2  # of a step: logged as a warning
+# Up to 2.11 torch cannot leave autograd functions written in Python, as our kernels are, for the second half.
 HALVES_ANY_FUNCTION = torch.__version__ >= (2, 12)  # type: ignore[operator]  # torch's versions compare with tuples
 
 
@@ -282,7 +283,7 @@ def schedule_of(
 
 
 def _prevents_split_backward(layout: Parallelism, compiled: bool) -> str | None:
-    """The config key that keeps a zero-bubble engine from splitting the backward pass, if there is one."""
+    """What keeps a zero-bubble engine from splitting the backward pass: a config key, or the version of torch."""
     if layout.pp_engine not in ZERO_BUBBLE_ENGINES:
         return None
     keys = {
@@ -290,8 +291,7 @@ def _prevents_split_backward(layout: Parallelism, compiled: bool) -> str | None:
         "model.compile": compiled,
         "parallelism.tp": layout.tp > 1,
         "parallelism.expert_parallel_size": layout.expert_parallel_size > 1,
-        # Up to 2.11 torch cannot leave autograd functions that talk, as those of cp do, for the second half.
-        "parallelism.context_parallel_size": layout.context_parallel_size > 1 and not HALVES_ANY_FUNCTION,
+        f"torch {torch.__version__}": not HALVES_ANY_FUNCTION,
     }
     return next((key for key, given in keys.items() if given), None)
 

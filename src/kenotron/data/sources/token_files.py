@@ -26,13 +26,7 @@ from kenotron.data.batch import Int64
 from kenotron.data.formats import TokenFile, open_token_files
 from kenotron.data.manifest import manifests_beside
 from kenotron.data.order import permute
-from kenotron.data.source import (
-    Opening,
-    RunSettings,
-    SampleRange,
-    SourceSpec,
-    TokenSource,
-)
+from kenotron.data.source import Opening, RunSettings, SampleRange, SourceSpec, TokenSource
 from kenotron.data.sources.held_out import held_out_samples
 from kenotron.data.sources.packed_rows import PackedRows, packed_rows
 from kenotron.data.sources.token_folder import TokenFolder, count_windows, window_step

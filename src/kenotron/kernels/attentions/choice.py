@@ -229,4 +229,4 @@ def _varlen_has_windows() -> bool:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return False
-    return {"window_size", "scale", "enable_gqa"} <= signature(varlen_attn).parameters.keys()
+    return {"window_size", "scale"} <= signature(varlen_attn).parameters.keys()

@@ -11,6 +11,7 @@ would either be read back from the device or be a new constant of a compiled mod
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from torch.nn.attention.varlen import varlen_attn
 
 from kenotron.kernels.attentions.documents import PackedDocuments, document_starts
 from kenotron.kernels.blockwise_attention import unit_stride
+
+# torch 2.11 computes with fewer heads of keys than of queries, too, and has no flag for it.
+ASKS_FOR_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
 
 
 def torch_flash(
@@ -30,11 +34,11 @@ def torch_flash(
     window: int | None = None,
 ) -> Tensor:
     """`kernels.attention` by ``torch.nn.attention.varlen``: FlashAttention 2, or what `activate` put in its place."""
-    grouped = q.shape[1] != k.shape[1]
+    grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if ASKS_FOR_GROUPS else {}
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, left: int) -> Tensor:
         borders = (starts, starts, longest, longest)
-        out = varlen_attn(q, k, v, *borders, scale=scale, window_size=(left, 0), enable_gqa=grouped)
+        out = varlen_attn(q, k, v, *borders, scale=scale, window_size=(left, 0), **grouped)
         assert isinstance(out, Tensor)
         return out
 

@@ -191,10 +191,9 @@ class MixtureOfExperts(nn.Module):
         losses = router_losses(chosen, logits, scores, routing, ctx, self.previous_load)
         capacity = routing.capacity
         kept = None if capacity is None else within_capacity(experts, weights.detach(), chosen, capacity)
-        if not ctx.recomputing:
-            self.expert_load += chosen.sum(0)
-            self.router_totals[:2] += losses.detach()
-            self.router_totals[2] += 0 if kept is None else (~kept).sum()
+        seen = chosen.sum(0), torch.cat((losses.detach(), losses.new_zeros(1) if kept is None else (~kept).sum()[None]))
+        for total, here in zip((self.expert_load, self.router_totals), seen):
+            total += here if ctx.counted is None else here * ctx.counted
         if losses.requires_grad:
             weights = _WithLoss.apply(weights, losses.sum() / self.equal_ranks)
         return (experts, weights) if kept is None else (experts.where(kept, count), weights * kept)
