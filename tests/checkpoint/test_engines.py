@@ -26,6 +26,7 @@ from kenotron.checkpoint.engines import background, staging
 from kenotron.checkpoint.engines.background import BackgroundEngine
 from kenotron.checkpoint.folders import list_checkpoints, newest_complete, verify
 from kenotron.checkpoint.leftovers import tidy
+from kenotron.config.errors import CheckpointError
 from kenotron.parallel.ranks import rank_and_size
 from kenotron.storage.native import find_compiler
 from support.checkpoint_states import load_and_compare, moments, weights, write_tokenizer
@@ -371,7 +372,7 @@ def test_signals_for_the_run_do_not_end_the_writer(tmp_path: Path, make: Make) -
     engine.save(tmp_path, 2, content(2), KEEP)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         os.kill(engine.writer.process.pid, number)
-    (saved,) = engine.finish_alone()
+    (saved,) = engine.finish_alone(hurried=False)
     assert load_and_compare(saved.path, ROWS) == 2
 
 
@@ -390,6 +391,28 @@ def test_a_failed_read_back_is_a_failed_save(tmp_path: Path) -> None:
     ((kind, problem),) = said
     assert kind == "failed"
     assert "model/a is damaged" in str(problem)
+
+
+def test_a_rank_whose_process_has_ended_leaves_word_for_the_others(tmp_path: Path) -> None:
+    """Else the first rank waits for its files; but those that are complete stay good."""
+    from kenotron.checkpoint.engines.writer import Server
+
+    job = {"temporary": tmp_path, "ranks": [0, 1], "small": {}, "verify": False}
+
+    def gone(*_: object) -> Any:
+        raise EOFError
+
+    first, other = (Server(None, 0, os.getppid()) for _ in range(2))  # type: ignore[arg-type]
+    other._write_share = gone  # type: ignore[method-assign]
+    with pytest.raises(EOFError):
+        other._save(job | {"rank": 1})
+    with pytest.raises(CheckpointError, match="rank 1: its training process has ended"):
+        first._share(tmp_path, 1)
+    other._write_share, other._send = (lambda folder, small: {}), gone  # type: ignore[method-assign,assignment]
+    (tmp_path / "share-1.json").unlink()
+    with pytest.raises(EOFError):
+        other._save(job | {"rank": 1})
+    assert first._share(tmp_path, 1) == {}
 
 
 # ---- several ranks ----------------------------------------------------------------------------------------------

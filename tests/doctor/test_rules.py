@@ -232,6 +232,17 @@ def test_what_was_measured_on_a_busy_machine_is_no_reason_for_advice() -> None:
     assert [finding.name for finding in findings(facts)] == ["machine-busy"]
 
 
+def test_a_job_with_a_few_cores_is_not_busy_by_its_neighbours() -> None:
+    facts = replace(server("processor", allowed=8, load=60.0), torch=replace(SERVER.torch, threads=8))
+    assert not findings(facts)
+
+
+def test_a_disk_that_is_slow_is_not_called_unwritable() -> None:
+    facts = replace(LAPTOP, speeds=[Speed("write", "folder", None, "B/s", "no answer within 15 s")])
+    (finding,) = findings(facts)
+    assert finding.what.startswith("4 MiB written to the folder and read again: no answer within 15 s")
+
+
 def test_the_gravest_finding_comes_first() -> None:
     facts = with_settings(server("disk", free=10 << 20), NCCL_IB_DISABLE="1")
     facts = replace(facts, nvidia=smi(persistence=False).nvidia)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kenotron.config.errors import RunFailed
-from kenotron.launch.forks import ForkServer
+from kenotron.launch.forks import ForkedProcess, ForkServer
 
 PROGRAM = """
 import os, sys, time
@@ -43,12 +43,20 @@ def alive(process_id: int) -> bool:
         return False
 
 
+def code_of(process: ForkedProcess) -> int | None:
+    """The exit code, when it has ended."""
+    until = time.monotonic() + 5
+    while process.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    return process.poll()
+
+
 def test_copies_run_end_with_their_codes_and_are_of_one_process(server: ForkServer) -> None:
     ended, killed, lives = (server.start(number) for number in (17, 1, 2))
-    assert ended.wait() == ended.poll() == 17
+    assert code_of(ended) == ended.poll() == 17
     assert killed.poll() is None
     killed.kill()
-    assert killed.wait() == -signal.SIGKILL
+    assert code_of(killed) == -signal.SIGKILL
     killed.kill()  # nothing is left to kill: its id may be another process's
     assert lives.poll() is None
     written = [Path(f"{number}.txt") for number in (17, 2)]
@@ -65,7 +73,7 @@ def test_copies_end_with_the_server(server: ForkServer) -> None:
     while not Path("1.txt").exists() and time.monotonic() < until:  # it ends with its parent from here on
         time.sleep(0.01)
     os.kill(server._server.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    assert code_of(process) == -signal.SIGKILL
     while alive(process.pid) and time.monotonic() < until:
         time.sleep(0.01)
     assert not alive(process.pid)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kenotron.launch import machine_limits, machine_memory
+from kenotron.launch import environment, machine_limits, machine_memory
 from support.tiny_run import tiny_config
 
 GIB = 1 << 30
@@ -19,7 +19,12 @@ V2 = {
     "/sys/fs/cgroup/slurm/job_7/memory.max": "max",
     "/sys/fs/cgroup/slurm/memory.max": str(16 * GIB),
     "/sys/fs/cgroup/slurm/memory.current": str(10 * GIB),
-    "/sys/fs/cgroup/slurm/memory.stat": f"anon 1\ninactive_file {3 * GIB}\nactive_file 1",
+    "/sys/fs/cgroup/slurm/memory.stat": f"anon 1\ninactive_file {2 * GIB}\nactive_file {GIB}",
+}
+BROTHERS = {
+    "/sys/fs/cgroup/memory.max": str(32 * GIB),
+    "/sys/fs/cgroup/memory.current": str(30 * GIB),
+    "/sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {GIB // 2}\nactive_file {GIB}\nslab_reclaimable {GIB // 2}",
 }
 V1 = {
     "/proc/self/cgroup": "5:cpu,cpuacct:/other\n4:memory:/job",
@@ -41,9 +46,10 @@ ADVICE = (
         (MACHINE | V2, 9 * GIB),
         (MACHINE | V1, 1 * GIB),
         (MACHINE | V1 | {"/sys/fs/cgroup/memory/job/memory.usage_in_bytes": str(20 * GIB)}, 0),
+        (MACHINE | V2 | BROTHERS, 4 * GIB),
         (V2, None),
     ],
-    ids=["machine", "job of cgroup v2", "job of cgroup v1", "used up", "not Linux"],
+    ids=["machine", "job of cgroup v2", "job of cgroup v1", "used up", "the group around it is fuller", "not Linux"],
 )
 def test_what_is_available_is_within_the_limits_of_containers_and_jobs(
     monkeypatch: pytest.MonkeyPatch, files: Mapping[str, str], available: int | None
@@ -91,3 +97,22 @@ def test_a_warning_precedes_a_run_whose_states_do_not_fit(
         with machine_limits.machine_limits(config, torch.device("cpu"), warn=True):
             pass
         assert capsys.readouterr().err.count("warning: weights, gradients and optimizer state need") == warnings
+
+
+@pytest.mark.parametrize(
+    ("files", "usable"),
+    [
+        ({}, 8),
+        ({"/proc/self/cgroup": "0::/pod/x", "/sys/fs/cgroup/pod/cpu.max": "250000 100000"}, 3),
+        ({"/proc/self/cgroup": "0::/pod/x", "/sys/fs/cgroup/pod/cpu.max": "max 100000"}, 8),
+        ({"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "1600000 100000"}, 8),
+        ({"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "10000 100000"}, 1),
+    ],
+    ids=["no limit", "docker run --cpus=2.5", "unlimited", "more than there are", "a tenth"],
+)
+def test_threads_are_within_a_containers_limit(
+    monkeypatch: pytest.MonkeyPatch, files: Mapping[str, str], usable: int
+) -> None:
+    monkeypatch.setattr(machine_memory, "system_file", lambda path: files.get(str(path)))
+    monkeypatch.setattr(environment, "cores_by_affinity", lambda: 8)
+    assert environment.cores() == usable

@@ -99,8 +99,11 @@ class Engine:
         """Wait for the save in flight, and return its outcome."""
         return []
 
-    def finish_alone(self) -> list[Saved | Unsaved]:
-        """Bring the save in flight to its end as far as this rank can without the others: the run fails."""
+    def finish_alone(self, hurried: bool) -> list[Saved | Unsaved]:
+        """Bring the save in flight to its end as far as this rank can without the others: the run fails.
+
+        `hurried`: because of another rank, and this process is ended in seconds.
+        """
         return []
 
     def close(self) -> None:

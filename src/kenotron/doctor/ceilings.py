@@ -2,7 +2,7 @@
 
 matmul float32, matmul bfloat16    what a run's `matmul_share` is a share of: parallel.device.matmul_ceiling
 copy                               bytes read plus bytes written per second, of tensors that no cache holds
-write, read                        a file of 64 MiB with fsync; read back from the disk, where the system forgets caches
+write, read                        a file of 64 MiB, 4 on a slow disk, with fsync; read back, from the disk if possible
 fsync                              4 KiB and fsync: what a checkpoint pays for each small file
 """
 
@@ -23,7 +23,7 @@ DEVICE_LIMIT_S, DISK_LIMIT_S = 45.0, 15.0
 MEASURED_FOR_S = 1.5  # each: the fastest of a longer time is less disturbed by what else the machine does
 COPIED = 256 << 20  # bytes; larger than the last cache of all but a few processors
 CHUNK, CHUNKS = 4 << 20, 16
-WRITE_FOR_S = 4.0  # a slow disk gets a smaller file
+WRITE_FOR_S = 4.0  # a disk that would take longer, by the first chunk, gets no more than that
 FSYNCS = 5
 
 
@@ -103,14 +103,13 @@ def copy_speed(device: Any) -> float:
 def measure_disk(folder: str) -> dict[str, float]:
     """The numbers of `disk_speeds`, in this process."""
     content = os.urandom(CHUNK)  # file systems that compress gain nothing
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".kenotron-doctor-") as file:
+    with tempfile.TemporaryFile(dir=folder) as file:  # without a name: it is gone with this process
         os.write(file.fileno(), b"now")
         skew = os.fstat(file.fileno()).st_mtime - time.time()  # the file system writes its own time
-        descriptor, written, started = file.fileno(), 0, time.perf_counter()
-        while written < CHUNK * CHUNKS and time.perf_counter() - started < WRITE_FOR_S:
-            written += os.write(descriptor, content)
-        os.fsync(descriptor)
-        write_seconds = time.perf_counter() - started
+        descriptor = file.fileno()
+        written, write_seconds = CHUNK, _write_seconds(descriptor, content, 1)
+        if write_seconds * CHUNKS < WRITE_FOR_S:
+            written, write_seconds = CHUNK * CHUNKS, _write_seconds(descriptor, content, CHUNKS)
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.lseek(descriptor, 0, os.SEEK_SET)
@@ -118,7 +117,7 @@ def measure_disk(folder: str) -> dict[str, float]:
         while part := os.read(descriptor, CHUNK):
             read += len(part)
         read_seconds = time.perf_counter() - started
-        synced = [_fsync_seconds(descriptor) for _ in range(FSYNCS)]
+        synced = [_write_seconds(descriptor, bytes(4096), 1) for _ in range(FSYNCS)]
     return {
         "write": written / write_seconds,
         "read": read / read_seconds,
@@ -127,8 +126,9 @@ def measure_disk(folder: str) -> dict[str, float]:
     }
 
 
-def _fsync_seconds(descriptor: int) -> float:
+def _write_seconds(descriptor: int, content: bytes, times: int) -> float:
     started = time.perf_counter()
-    os.write(descriptor, bytes(4096))
+    for _ in range(times):
+        os.write(descriptor, content)
     os.fsync(descriptor)
     return time.perf_counter() - started

@@ -20,8 +20,8 @@ from typing import Any
 import kenotron
 from kenotron.doctor.facts import Disk, InfinibandPort, Interface, Limits, Memory, Network, Processor, Software
 from kenotron.doctor.limited import Failed, call_limited
-from kenotron.launch.environment import cores
-from kenotron.launch.machine_memory import available_memory, cgroup_folders, memory_of_cgroup, system_file
+from kenotron.launch.environment import cores_by_affinity
+from kenotron.launch.machine_memory import available_memory, memory_of_cgroup, processor_quota, system_file
 
 PACKAGES = [
     "torch",
@@ -113,8 +113,8 @@ def processor() -> Processor:
     return Processor(
         name=_field(text, "model name") or platform.processor() or platform.machine(),
         cores=os.cpu_count() or 1,
-        allowed=cores(),
-        quota=_quota(),
+        allowed=cores_by_affinity(),
+        quota=processor_quota(),
         sockets=len(sockets) or None,
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
         instructions=[name for name in INSTRUCTIONS if name in flags],
@@ -125,17 +125,6 @@ def processor() -> Processor:
 def _field(text: str, name: str) -> str | None:
     match = re.search(rf"^{name}\s*:\s*(.*)$", text, re.MULTILINE)
     return match.group(1).strip() if match else None
-
-
-def _quota() -> float | None:
-    """Cores' worth of processor time, by the first cgroup on the way up that limits it."""
-    for folder in cgroup_folders("cpu"):
-        both = (system_file(folder / "cpu.max") or "").split()  # version 2: "200000 100000" or "max 100000"
-        if len(both) != 2:
-            both = [system_file(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
-        if both[0].isdigit() and both[1].isdigit() and int(both[1]):
-            return int(both[0]) / int(both[1])
-    return None
 
 
 def memory() -> Memory:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kenotron.config.errors import InputError, counted
+from kenotron.launch.machine_memory import processor_quota
 from kenotron.launch.slurm.ranks import is_task_of_many, torchrun_variables
 
 MOST_RANKS_PER_CORE = 4  # 8 ranks of a small model on a laptop's 2 cores are slow and useful, 64 are a mistake
@@ -49,7 +50,13 @@ def ranks_from_environment() -> Ranks:
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Processor cores that this process may use, by its affinity and its container's limit."""
+    quota = processor_quota()
+    return cores_by_affinity() if quota is None else max(1, min(cores_by_affinity(), int(quota + 0.5)))
+
+
+def cores_by_affinity() -> int:
+    """Cores on which this process may run, whatever its share of them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -36,6 +36,7 @@ from kenotron.config.errors import PeerFailed, RunFailed
 from kenotron.launch import hangs
 from kenotron.launch.error_records import ENDED_BY_ANOTHER, in_a_line, record
 from kenotron.observers.data_stall import place_of
+from kenotron.parallel.ranks import comes_from_another_rank
 from kenotron.parallel.shared_memory import abandon
 from kenotron.parallel.torch_internals import default_store
 
@@ -114,7 +115,7 @@ class Watch:
         """What to raise instead of `error`; None if `error` is the cause of the failure."""
         if hangs.is_timeout(error):
             return self._report_hang(hangs.call_that_raised(error))
-        if _is_connection(error):
+        if comes_from_another_rank(error):
             until = time.monotonic() + CAUSE_WITHIN_S
             while self._read() is None and time.monotonic() < until:
                 time.sleep(LOOK_EVERY_S / 5)
@@ -240,9 +241,10 @@ def _store(rank: int) -> dist.Store:
 
 
 def _machine() -> str:
-    """Where process ids mean the same: the host, and on Linux the container."""
-    namespace = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else ''}"
+    """Where process ids mean the same: the host (names may be equal), and on Linux the container."""
+    namespace, boot = Path("/proc/self/ns/pid"), Path("/proc/sys/kernel/random/boot_id")
+    parts = os.readlink(namespace) if namespace.exists() else "", boot.read_text().strip() if boot.exists() else ""
+    return " ".join([socket.gethostname(), *parts])
 
 
 def _alive(process: int) -> bool:
@@ -258,13 +260,3 @@ def _alive(process: int) -> bool:
 def _launcher_reports() -> bool:
     """Whether `local.start_ranks` started this rank: then the launcher reports the failure that is recorded for it."""
     return "KENOTRON_LAUNCH" in os.environ
-
-
-def _is_connection(error: BaseException) -> bool:
-    """Whether this is how another rank's end shows: a connection of gloo, NCCL or the store was closed."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, dist.DistError) or "gloo" in str(found).lower() or "nccl" in str(found).lower():
-            return True
-        found = found.__cause__ or found.__context__
-    return False

@@ -88,12 +88,6 @@ class ForkedProcess:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
-    def wait(self) -> int:
-        """Its exit code, when it has ended."""
-        while (code := self.poll()) is None:
-            self._server.read(wait=True)
-        return code
-
 
 def serve(commands: int, answers: int) -> int:
     """The server's end: copies of this process as `commands` says; returns in each of them, with its number.

@@ -1,4 +1,4 @@
-"""The memory of this machine that processes may use, within the limits of containers and Slurm jobs (cgroups)."""
+"""Memory and processor time that processes here may use, within the limits of containers and Slurm jobs (cgroups)."""
 
 from __future__ import annotations
 
@@ -28,17 +28,28 @@ def out_of_memory_kills() -> int | None:
 
 
 def memory_of_cgroup() -> tuple[int | None, int]:
-    """The smallest limit on the way up, and what that group uses beside the file cache."""
-    found: tuple[int | None, int] = (None, 0)
+    """Limit and use, beside what the kernel frees on demand, of the group on the way up that has the least left."""
+    found: list[tuple[int, int]] = []
     for folder in cgroup_folders("memory"):
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             text = system_file(folder / limit) or ""
-            if text.isdigit() and int(text) < min(found[0] or UNLIMITED, UNLIMITED):
+            if text.isdigit() and int(text) < UNLIMITED:
                 stat = system_file(folder / "memory.stat") or ""
-                cached = re.findall(r"^(?:total_)?inactive_file (\d+)", stat, re.MULTILINE)  # version 1: own, total
-                taken = int(system_file(folder / used) or 0) - (int(cached[-1]) if cached else 0)
-                found = int(text), max(taken, 0)
-    return found
+                sizes = dict(re.findall(r"^(?:total_)?(\w+) (\d+)$", stat, re.MULTILINE))  # version 1: own, then total
+                freed = sum(int(sizes.get(name, 0)) for name in ("inactive_file", "active_file", "slab_reclaimable"))
+                found.append((int(text), max(int(system_file(folder / used) or 0) - freed, 0)))
+    return min(found, key=lambda group: group[0] - group[1], default=(None, 0))
+
+
+def processor_quota() -> float | None:
+    """Cores' worth of processor time, by the first cgroup on the way up that limits it."""
+    for folder in cgroup_folders("cpu"):
+        both = (system_file(folder / "cpu.max") or "").split()  # version 2: "200000 100000" or "max 100000"
+        if len(both) != 2:
+            both = [system_file(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
+        if both[0].isdigit() and both[1].isdigit() and int(both[1]):
+            return int(both[0]) / int(both[1])
+    return None
 
 
 def cgroup_folders(controller: str) -> list[Path]:

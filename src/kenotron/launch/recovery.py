@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.05
 LEAVE_WITHIN_S = 5.0  # how long a rank may take to leave the group of one that has failed; else it is replaced, too
 STOPPED_FOR_S = 1.0  # a process that is stopped (SIGSTOP) for longer has failed; a whole job that is stopped has not
+DIES_WITHIN_S = 10.0  # a killed process; one that waits for a dead file server does not
 START_SPARES_EVERY_S = 5.0  # without copies: not with a generation, whose ranks need the cores until they train again
 MOST_FAULTS_WITHOUT_PROGRESS = 3
 
@@ -118,8 +119,9 @@ class ReplacedRanks:
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
-        for process in self.processes:
-            process.wait()
+        until = time.monotonic() + DIES_WITHIN_S
+        while any(process.poll() is None for process in self.processes) and time.monotonic() < until:
+            time.sleep(LOOK_EVERY_S)
         if self.forks is not None:
             self.forks.end()
 
@@ -197,7 +199,7 @@ class ReplacedRanks:
         """Begin a generation in which other processes have the places of `failed`. Raises what cannot be recovered."""
         for rank in failed:
             self.processes[self.places[rank]].kill()
-        survivors, late = self._wait_until_left()
+        survivors, late = self._wait_until_left(why)
         error = self._cause(why, late)
         show_cursor()
         if self.forwarded or self._is_final():
@@ -212,9 +214,9 @@ class ReplacedRanks:
         by = ", ".join(f"rank {rank} is process {self.processes[self.places[rank]].pid} now" for rank in replaced)
         _warn("\n".join([f"{summary}; {by}, and all ranks resume from the newest checkpoint", *details]))
 
-    def _wait_until_left(self) -> tuple[set[int], set[int]]:
+    def _wait_until_left(self, why: str) -> tuple[set[int], set[int]]:
         """Numbers of the processes that have left the group of this generation, and of those killed because they had
-        not in time; the others have ended by themselves.
+        not in time; the others have ended by themselves. Raises RunFailed, with `why`, if one cannot be killed.
         """
         until, late = time.monotonic() + LEAVE_WITHIN_S + 2 * LOOK_EVERY_S, set[int]()
         while True:
@@ -226,7 +228,10 @@ class ReplacedRanks:
                 late |= alive - left
                 for number in alive - left:
                     self.processes[number].kill()
-                    self.processes[number].wait()
+                if time.monotonic() > until + DIES_WITHIN_S:
+                    named = ", ".join(str(self.processes[number].pid) for number in sorted(alive - left))
+                    stuck = f"process {named} does not end when killed: it waits for a file server or a device"
+                    raise RunFailed("\n".join(filter(None, [stuck, why])))
             time.sleep(LOOK_EVERY_S)
 
     def _cause(self, why: str, late: set[int]) -> BaseException:

@@ -88,6 +88,18 @@ def describe(error: BaseException) -> str:
     return str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
 
 
+def comes_from_another_rank(error: BaseException) -> bool:
+    """Whether this is how another rank's end shows: a connection of gloo, NCCL or the store was closed."""
+    import torch.distributed as dist
+
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, dist.DistError) or "gloo" in str(found).lower() or "nccl" in str(found).lower():
+            return True
+        found = found.__cause__ or found.__context__
+    return False
+
+
 def wait_for_all() -> None:
     """Return when every rank has called this as often as this one, however long that takes.
 

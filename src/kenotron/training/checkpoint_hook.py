@@ -11,6 +11,7 @@ from kenotron.models import named_parameters
 from kenotron.optim.state import state_tensors
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import any_rank
+from kenotron.parallel.ranks import comes_from_another_rank
 from kenotron.training import console
 from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
@@ -74,7 +75,7 @@ class CheckpointHook(Hook):
 
     def on_error(self, run: Run, error: Exception) -> None:
         """Complete a save in the background: nothing of it depends on what failed."""
-        self._announce(run, run.engine.finish_alone(), alone=True)
+        self._announce(run, run.engine.finish_alone(comes_from_another_rank(error)), alone=True)
 
     def _save(self, run: Run) -> None:
         self._announce(run, run.engine.collect())

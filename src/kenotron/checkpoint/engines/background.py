@@ -40,7 +40,7 @@ from kenotron.parallel.ranks import describe, gather, raise_on_any_rank, rank_an
 if TYPE_CHECKING:
     from kenotron.config import Config
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS, HURRIED_SECONDS = 60.0, 1.0
 LEAST_BYTES = 1 << 16
 
 
@@ -135,13 +135,14 @@ class BackgroundEngine(Engine):
         outcomes = [outcome for first, outcome in gather((self._is_first, self._outcome())) if first]
         return [next((outcome for outcome in outcomes if isinstance(outcome, Unsaved)), outcomes[0])]
 
-    def finish_alone(self) -> list[Saved | Unsaved]:
+    def finish_alone(self, hurried: bool) -> list[Saved | Unsaved]:
         """Wait for this rank's files; a folder's first rank also for those of the others, if they come."""
         if not self.in_flight:
             return []
-        self._finish_share()
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        self.writer.wait(lambda: self.settled() or not self._is_first or time.monotonic() > deadline)
+        if not hurried:
+            self._finish_share()
+        until = time.monotonic() + (HURRIED_SECONDS if hurried else PATIENCE_SECONDS)
+        self.writer.wait(lambda: self.settled() or time.monotonic() > until)
         return [self._outcome()] if rank_and_size()[0] == 0 else []
 
     def close(self) -> None:

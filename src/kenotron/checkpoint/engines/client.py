@@ -98,8 +98,8 @@ class WriterProcess:
         """End the process; a save in flight is given up. Returns when it is gone."""
         self.connection.close()
         try:
-            self.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:  # in a call of a file system that hangs
+            self.process.wait(timeout=1)
+        except subprocess.TimeoutExpired:  # in a call of a file system that hangs, or never on a busy core
             self.process.kill()
             self.process.wait()
         if self.memory >= 0:

@@ -86,9 +86,11 @@ class Server:
             self._send(WRITTEN, None)
             if rank == job["ranks"][0]:
                 self._send(COMMITTED, self._commit(job))
+        except (EOFError, ConnectionError):  # the training process has ended
+            if not _share_path(temporary, rank).exists():
+                leave_problem(temporary, rank, "its training process has ended")
+            raise
         except (InputError, OSError, GivenUp) as error:
-            if isinstance(error, EOFError | ConnectionError):
-                raise
             problem = str(refusal("write", temporary, error)) if isinstance(error, OSError) else str(error)
             leave_problem(temporary, rank, problem)
             if rank == job["ranks"][0]:

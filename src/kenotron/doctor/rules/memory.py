@@ -56,7 +56,10 @@ def folder_not_writable(facts: Facts) -> Finding | None:
     failed = [speed for speed in facts.speeds if speed.what == "write" and speed.problem]
     if not failed:
         return None
-    return error(f"no file can be written in the folder: {failed[0].problem}", "kenotron doctor --folder OTHER")
+    what = f"no file can be written in the folder: {failed[0].problem}"
+    if "no answer" in str(failed[0].problem):
+        what = f"4 MiB written to the folder and read again: {failed[0].problem}"
+    return error(what, "kenotron doctor --folder OTHER")
 
 
 def disk_full(facts: Facts) -> Finding | None:

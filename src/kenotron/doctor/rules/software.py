@@ -88,11 +88,11 @@ def slow_import(facts: Facts) -> Finding | None:
 
 
 def machine_busy(facts: Facts) -> Finding | None:
-    load, usable = facts.processor.load, facts.processor.usable
-    if load is None or load < 1.5 * usable:
+    load, cores = facts.processor.load, facts.processor.cores  # all of the machine, whose load it is
+    if load is None or load < 1.5 * cores:
         return None
     return warning(
-        f"other processes keep the machine busy (load {load:.1f} on {usable} cores): measured speeds are too low",
+        f"other processes keep the machine busy (load {load:.1f} on {cores} cores): measured speeds are too low",
         "measure again on an idle machine",
     )
 

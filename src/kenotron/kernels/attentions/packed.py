@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def torch_flash(
     window: int | None = None,
 ) -> Tensor:
     """`kernels.attention` by ``torch.nn.attention.varlen``: FlashAttention 2, or what `activate` put in its place."""
-    grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if ASKS_FOR_GROUPS else {}
+    grouped: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if ASKS_FOR_GROUPS else {}
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, left: int) -> Tensor:
         borders = (starts, starts, longest, longest)
