@@ -422,6 +422,10 @@ COMMANDS = [
         "error: --vocab-size: at least 257 (256 bytes and end of text), found 10",
     ),
     (
+        ("data", "train-tokenizer", "texts.jsonl", "--vocab-size", "300", "--output", "texts.jsonl/t"),
+        "error: --output: cannot make texts.jsonl/t: Not a directory",
+    ),
+    (
         ("data", "tokenize", "texts.jsonl", "--tokenizer", ".", "--output", "o"),
         "error: --tokenizer: the folder . has no tokenizer; expected tokenizer.json, or other files that",
     ),

@@ -176,6 +176,25 @@ def test_what_cannot_be_merged_is_named(sources, tmp_path):
     assert not list(tmp_path.glob(".*unfinished"))
 
 
+def test_a_loss_mask_of_an_earlier_file_is_not_taken_for_the_new_ones(sources, tmp_path):
+    (tmp_path / "all.ds.loss").write_bytes(b"")
+    with pytest.raises(InputError, match=r"--output: .*all\.ds\.loss already exists, of an earlier all\.ds; remove it"):
+        merge(sources, tmp_path / "all.ds", report=quiet)
+
+
+def test_one_tokenizer_by_two_paths_is_one(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "0.ds", made_documents(3, 1), tokenizer=f"/data/{name}/tok")
+        made = {"tokenizer": f"/data/{name}/tok", "tokenizer_hash": "1f"}
+        (tmp_path / name / "manifest.json").write_text(json.dumps(made))
+    sources = [str(tmp_path / name) for name in ("a", "b")]
+    assert merge(sources, tmp_path / "all", report=quiet)["tokenizer"] == "/data/a/tok"
+    (tmp_path / "b" / "manifest.json").unlink()
+    with pytest.raises(InputError, match=r"b/0\.ds: tokenizer is '/data/b/tok', but '/data/a/tok' in"):
+        merge(sources, tmp_path / "x", report=quiet)
+
+
 @pytest.mark.parametrize("given", [["in/a", "in/b"], ["in/a/0.ds", "in/b/0.ds"], ["in"]])
 def test_tokenizers_of_one_name_are_told_apart_by_the_manifests_beside_the_files(tmp_path, given):
     for name in ("a", "b"):

@@ -6,12 +6,15 @@ import random
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from kenotron.config.errors import InputError
+from kenotron.data.formats import open_token_files
 from kenotron.prepare import inputs as inputs_module
+from kenotron.prepare.merge import merge
 from kenotron.prepare.tokenize import TokenizeOptions, tokenize
 from kenotron.text.file_documents import FileDocuments
 from kenotron.text.tokenizer import TextTokenizer, load_tokenizer, train_byte_level_bpe
@@ -366,3 +369,58 @@ def test_names_that_are_no_input_are_told(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text("")
     with pytest.raises(InputError, match="no text in it"):
         tokenize([str(tmp_path / "a.jsonl")], tokenizer, tmp_path / "out", TokenizeOptions(), 1, quiet)
+
+
+def twice(row, file):
+    return 2
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet", "datasets"])
+def test_rows_without_text_are_skipped_with_a_hook_too(tmp_path, tokenizer, form):
+    import datasets
+    from pyarrow import Table, parquet
+
+    rows = {"text": ["one", None, "two"]}
+    name = f"{tmp_path}/in.{form}"
+    if form == "jsonl":
+        Path(name).write_text("".join(json.dumps({"text": text}) + "\n" for text in rows["text"]))
+    elif form == "parquet":
+        parquet.write_table(Table.from_pydict(rows), name)
+    else:
+        datasets.Dataset.from_dict(rows).save_to_disk(name)
+    options = TokenizeOptions(repeat=f"{__name__}.twice")
+    position = {"jsonl": ":2", "parquet": ", row 1", "datasets": ", row 2"}[form]
+    with pytest.raises(InputError, match=rf"in\.{form}{position}: column 'text' must hold text, found NoneType"):
+        tokenize([name], tokenizer, tmp_path / "strict", options, 1, quiet)
+    made = tokenize([name], tokenizer, tmp_path / "skipping", replace(options, skip_bad=True), 1, quiet)
+    assert (made["documents"], made["skipped"]) == (4, 1)
+
+
+def test_what_a_stopped_command_left_is_not_taken_for_complete(tmp_path, tokenizer, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    arguments = [str(tmp_path / "a.jsonl")], tokenizer, tmp_path / "out", TokenizeOptions(), 1, quiet
+    with monkeypatch.context() as patch:
+        patch.setattr("kenotron.prepare.tokenize.finish", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            tokenize(*arguments)
+    assert (tmp_path / "out" / "00000.ds").exists()
+    with pytest.raises(InputError, match=r"^k: .*out is not complete: give the same kenotron data tokenize command"):
+        open_token_files(tmp_path / "out", "k")
+    with pytest.raises(InputError, match="is not complete"):
+        merge([str(tmp_path / "out")], tmp_path / "all", report=quiet)
+    tokenize(*arguments)
+    assert len(open_token_files(tmp_path / "out", "k")) == 1
+
+
+@pytest.mark.parametrize(
+    "program", ["raise SystemExit(3)", "print('hello'); from kenotron.text.encode import main; main()"]
+)
+def test_a_worker_that_ends_at_once_or_prints_is_reported(tmp_path, tokenizer, monkeypatch, program):
+    """A command that ended without a message, or waited for ever."""
+    from kenotron.text import encode
+
+    real = encode.subprocess.Popen
+    monkeypatch.setattr(encode.subprocess, "Popen", lambda command, **options: real([*command[:3], program], **options))
+    write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
+    with pytest.raises(InputError, match="a tokenization process ended with code"):
+        tokenize([str(tmp_path / "a.jsonl")], tokenizer, tmp_path / "out", TokenizeOptions(), 2, quiet)

@@ -142,14 +142,16 @@ def train_tokenizer(
 ) -> None:
     """Train a byte-level BPE."""
     from kenotron.prepare.inputs import first_texts, open_input
+    from kenotron.prepare.scratch import scratch_beside
+    from kenotron.storage.files import publish_folder
     from kenotron.text.tokenizer import train_byte_level_bpe
 
     on_this_machine(output, "--output")
-    if output.exists():
-        raise InputError(f"--output: {output} already exists; choose another one or remove it")
     texts = [open_input(name, column, split, config_name) for name in inputs]
-    tokenizer = train_byte_level_bpe(first_texts(texts, max_characters), vocab_size)
-    tokenizer.save(output)
+    with scratch_beside(output) as folder:
+        tokenizer = train_byte_level_bpe(first_texts(texts, max_characters), vocab_size)
+        tokenizer.save(folder)
+        publish_folder(folder, output)
     print(f"{output}: {tokenizer.vocab_size:,} entries, end of text {tokenizer.eos_token_id}")
     print(f"Next: kenotron data tokenize {' '.join(inputs)} --tokenizer {output} --output tokens")
 

@@ -50,10 +50,7 @@ ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
             "truncate",
         },
     ),
-    "llama3": (
-        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-        set(),
-    ),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
 }
 
 Problem = tuple[str, str]  # the key to change, and what is wrong
@@ -71,8 +68,7 @@ def _check_rope_scaling(value: dict[str, Any] | None) -> dict[str, Any] | None:
         raise PydanticCustomError("expected", f"the key '{missing[0]}' beside rope_type: {kind}")
     if unknown := sorted(found - required - optional):
         raise PydanticCustomError(
-            "expected",
-            f"for rope_type {kind} only {', '.join(sorted(required | optional))}, not '{unknown[0]}'",
+            "expected", f"for rope_type {kind} only {', '.join(sorted(required | optional))}, not '{unknown[0]}'"
         )
     for name in sorted(found - {"truncate"}):
         number = isinstance(value[name], int | float) and not isinstance(value[name], bool)
@@ -101,9 +97,7 @@ class DecoderArchitecture(Section):
     )
     bos_token_id: int = key("Token that starts a generated text.", 1, ge=0)
     eos_token_id: int = key(
-        "Token that ends a text: put between documents where the tokenizer has none, stops generation.",
-        2,
-        ge=0,
+        "Token that ends a text: put between documents where the tokenizer has none, stops generation.", 2, ge=0
     )
     hidden_act: str = key("Activation of the feed-forward (silu in a gated one: SwiGLU).", "silu")
     hidden_size: int = key("Width of the residual stream.", 4096, ge=1, le=1_000_000)

@@ -40,8 +40,7 @@ def _choose_init(value: Any) -> str | None:
 _INIT_TAGS = {"std": "(random)", "path": "(existing)"}
 _init_rule = by_rule(_choose_init, "one of {std}, {path}", _INIT_TAGS)
 InitMethod = Annotated[
-    Annotated[RandomInit, Tag("(random)")] | Annotated[ExistingCheckpointInit, Tag("(existing)")],
-    _init_rule,
+    Annotated[RandomInit, Tag("(random)")] | Annotated[ExistingCheckpointInit, Tag("(existing)")], _init_rule
 ]
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]  # a run trains in the first two
@@ -61,9 +60,7 @@ class Model(Section):
         "Dtype of the forward and backward computation: bfloat16 or float32.", "bfloat16"
     )
     make_vocab_size_divisible_by: int = key(
-        "Pad the vocabulary in memory to a multiple of this times tp. Padding is never saved or predicted.",
-        1,
-        ge=1,
+        "Pad the vocabulary in memory to a multiple of this times tp. Padding is never saved or predicted.", 1, ge=1
     )
     loss: str | None = key(
         "Dotted path of the training loss: f(logits, labels) → a loss for every token. null: cross entropy, without "

@@ -3,12 +3,13 @@
     data/a.ds, data/b/c.ds  --to megatron→  out/a.bin, out/a.idx, out/b/c.bin, out/b/c.idx
                             --to litdata→   out/a/index.json, out/a/chunk-0-0.bin, …, out/b/c/index.json, …
 
-Ids, documents and, in `.ds`, loss masks come out as they went in. A type that cannot hold the largest id is refused
-before anything is written.
+Ids, documents and, in `.ds`, loss masks come out as they went in, and a manifest hands on what the source's says of the
+tokenizer. A type that cannot hold the largest id is refused before anything is written.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,10 @@ from kenotron.data.formats import (
     written_suffix,
 )
 from kenotron.data.formats.token_file import check_range, integer_dtype
-from kenotron.data.manifest import Json
+from kenotron.data.manifest import MANIFEST, Json, write_json
+from kenotron.prepare.merge import common_keys
+from kenotron.prepare.scratch import scratch_beside
+from kenotron.storage.files import publish_folder
 from kenotron.storage.paths import AnyPath, as_path
 from kenotron.text.progress import Report, progress
 
@@ -59,24 +63,38 @@ def convert(
             for chunk in token_chunks(file, CHUNK_TOKENS):
                 if len(chunk.ids):
                     check_range(file.path, chunk.ids, wanted, chunk.start)
-    targets = _targets(as_path(source), target, files, suffix, bool(suffix) and is_file_of(target, to, "DST"))
+    known = common_keys([source], files)
+    if bool(suffix) and is_file_of(target, to, "DST"):
+        if len(files) > 1:
+            raise InputError(f"DST: expected a folder for {len(files)} files, found {target}")
+        if target.exists():
+            raise InputError(f"DST: {target} already exists; choose another one or remove it")
+        targets = [target]
+        made = _written(files, targets, to, wanted, report)
+        write_json(target.with_name(f"{target.name}.{MANIFEST}"), made | known)
+    else:
+        names = _names(as_path(source), files, suffix)
+        targets = [target / name for name in names]
+        with scratch_beside(target, "DST") as scratch:
+            made = _written(files, [scratch / name for name in names], to, wanted, report)
+            write_json(scratch / MANIFEST, made | known)
+            publish_folder(scratch, target)
+    return made | {"files": [str(path) for path in targets]}
+
+
+def _written(files: Sequence[TokenFile], targets: Sequence[Path], to: str, dtype: np.dtype, report: Report) -> Json:
     total, documents = 0, 0
     with progress("converting", sum(len(file.tokens) for file in files), report) as update:
         for file, path in zip(files, targets, strict=True):
-            with open_writer(path, to, wanted, file.tokenizer) as writer:
+            with open_writer(path, to, dtype, file.tokenizer) as writer:
                 for chunk in token_chunks(file, CHUNK_TOKENS):
                     ends = np.empty(0, np.int64) if chunk.ends is None else chunk.ends
                     writer.append(chunk.ids, ends, chunk.loss)
                     update(total + writer.tokens)
             total += writer.tokens
             documents += writer.documents
-    return {
-        "format": to,
-        "dtype": wanted.name,
-        "files": [str(path) for path in targets],
-        "tokens": total,
-        "documents": documents if to != "numpy" and all(file.ends is not None for file in files) else None,
-    }
+    ends_known = to != "numpy" and all(file.ends is not None for file in files)
+    return {"format": to, "dtype": dtype.name, "tokens": total, "documents": documents if ends_known else None}
 
 
 def _dtype(files: Sequence[TokenFile], to: str) -> np.dtype:
@@ -99,22 +117,12 @@ def _dtype(files: Sequence[TokenFile], to: str) -> np.dtype:
     return np.dtype("<u4")
 
 
-def _targets(source: Any, target: Path, files: Sequence[TokenFile], suffix: str, one_file: bool) -> list[Path]:
-    """The files to write, in an order of path that is the sources' order."""
-    if one_file and len(files) > 1:
-        raise InputError(f"DST: expected a folder for {len(files)} files, found {target}")
-    if one_file:
-        targets = [target]
-    elif files[0].format == "litdata":  # whose order is the index's, not the names'
-        targets = [target / f"{number:06d}{suffix}" for number in range(len(files))]
-    else:
-        root = source if source.is_dir() else source.parent
-        targets = [target / file.path.relative_to(root).with_suffix(suffix) for file in files]
-    seen: set[Path] = set()
-    for path in targets:
-        if path.exists():
-            raise InputError(f"DST: {path} already exists; choose another one or remove it")
-        if path in seen:
-            raise InputError(f"SRC: two files of {source} would both become {path}")
-        seen.add(path)
-    return targets
+def _names(source: Any, files: Sequence[TokenFile], suffix: str) -> list[Path]:
+    """The files to write, relative to their folder, in an order of path that is the sources' order."""
+    if files[0].format == "litdata":  # whose order is the index's, not the names'
+        return [Path(f"{number:06d}{suffix}") for number in range(len(files))]
+    root = source if source.is_dir() else source.parent
+    names = [Path(str(file.path.relative_to(root))).with_suffix(suffix) for file in files]
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
+        raise InputError(f"SRC: two files of {source} would both become {twice[0]}")
+    return names

@@ -24,7 +24,7 @@ from kenotron.config.errors import InputError, no_such_path
 from kenotron.config.remote import is_remote
 from kenotron.data.manifest import Json
 from kenotron.storage.paths import RemoteStat
-from kenotron.text.documents import LONGEST_CHUNK, ByteRange, DocumentSource, RowHook, missing_column
+from kenotron.text.documents import LONGEST_CHUNK, ByteRange, DocumentSource, NoText, RowHook, missing_column
 from kenotron.text.file_documents import FileDocuments, find_files, has_rows
 from kenotron.text.hub_datasets import HubDocuments
 
@@ -134,7 +134,7 @@ def _documents(answer: Any, row: Json, column: str, file: str, keep: str | None)
         return []
     if answer is True:
         if not isinstance(row.get(column), str):
-            raise InputError(f"{file}: {missing_column(column, row)}")
+            raise NoText(missing_column(column, row))
         return [row[column]]
     texts = [answer] if isinstance(answer, str) else answer
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):

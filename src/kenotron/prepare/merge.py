@@ -9,7 +9,6 @@ exist.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,11 @@ from kenotron.data.formats import (
 )
 from kenotron.data.formats.token_file import checked_loss
 from kenotron.data.manifest import MANIFEST, Json, checksums, manifests_beside, read_json, token_dtype, write_json
+from kenotron.prepare.scratch import scratch_beside
 from kenotron.prepare.shuffle import DocumentShuffle, Loss, some_documents
 from kenotron.prepare.tokenize import FORMATS
 from kenotron.storage.files import publish_folder, release, sync_folder
-from kenotron.storage.paths import as_path
+from kenotron.storage.paths import AnyPath, as_path
 from kenotron.text.progress import Report, progress
 
 DOCUMENTS_AT_ONCE = 1 << 20
@@ -56,18 +56,18 @@ def merge(
     Errors (InputError): `output` is there already; sources of different tokenizers; document ends not known.
     """
     files = [file for source in sources for file in open_token_files(source, "SRC")]
-    known = _common(sources, files)
+    for file in files:
+        if file.ends is None:
+            raise InputError(f"{file.path}: where its documents end is not known, so documents cannot be packed whole")
+    known = common_keys(sources, files)
     format = format or _format_of(output, files)
     check_holds_loss(files, format)
     as_file = is_file_of(output, format, "--output")
-    if output.exists():
-        raise InputError(f"--output: {output} already exists; choose another one or remove it")
     if as_file and max_tokens is not None:
         raise InputError(f"--max-tokens-per-file: expected a folder as --output, found the file {output}")
-    scratch = output.with_name(f".{output.name}.unfinished")
-    shutil.rmtree(scratch, ignore_errors=True)  # of a killed run
-    scratch.mkdir(parents=True)
-    try:
+    with scratch_beside(output) as scratch:
+        if as_file:
+            _refuse_companions(output)
         dtype = _dtype(files, format)
         stem = output.stem if as_file else None
         target = _Files(scratch, format, dtype, known.get("tokenizer"), stem, max_tokens)
@@ -84,19 +84,24 @@ def merge(
             "files": target.written,
         }
         write_json(scratch / (f"{output.name}.{MANIFEST}" if as_file else MANIFEST), manifest)
-        _publish(scratch, output, as_file)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if as_file:
+            _publish_files(scratch, output)
+        else:
+            publish_folder(scratch, output)
     return manifest
 
 
-def _publish(scratch: Path, output: Path, as_file: bool) -> None:
-    if as_file:
-        for file in sorted(scratch.iterdir(), key=lambda file: file.name == output.name):  # the tokens come last
-            os.replace(file, output.parent / file.name)
-        sync_folder(output.parent)
-    else:
-        publish_folder(scratch, output)
+def _refuse_companions(output: Path) -> None:
+    """Errors (InputError): an index or a loss mask of an earlier `output` would be taken for the new one's."""
+    others = output.parent.iterdir() if output.parent.is_dir() else ()
+    for left in sorted(other for other in others if other.name.startswith(f"{output.name}.")):
+        raise InputError(f"--output: {left} already exists, of an earlier {output.name}; remove it")
+
+
+def _publish_files(scratch: Path, output: Path) -> None:
+    for file in sorted(scratch.iterdir(), key=lambda file: file.name == output.name):  # the tokens come last
+        os.replace(file, output.parent / file.name)
+    sync_folder(output.parent)
 
 
 def _format_of(output: Path, files: Sequence[TokenFile]) -> str:
@@ -112,11 +117,11 @@ def _dtype(files: Sequence[TokenFile], format: str) -> np.dtype:
     return token_dtype(1 << 31, format)
 
 
-def _common(sources: Sequence[str], files: Sequence[TokenFile]) -> Json:
-    """What all sources say of their tokenizer. Errors (InputError): they differ; a file without document ends."""
-    for file in files:
-        if file.ends is None:
-            raise InputError(f"{file.path}: where its documents end is not known, so documents cannot be packed whole")
+def common_keys(sources: Sequence[str | AnyPath], files: Sequence[TokenFile]) -> Json:
+    """What all sources say of their tokenizer: by its hash where all know that, else by its name.
+
+    Errors (InputError): they differ.
+    """
     known: dict[str, tuple[Any, str]] = {}
 
     def agree(key: str, value: Any, where: str) -> None:
@@ -126,14 +131,17 @@ def _common(sources: Sequence[str], files: Sequence[TokenFile]) -> Json:
                 f"{where}: {key} is {value!r}, but {before!r} in {first}: their tokens do not mean the same"
             )
 
-    for file in files:
+    above = [(folder / MANIFEST, read_json(folder / MANIFEST)) for folder in map(as_path, sources) if folder.is_dir()]
+    manifests = [(place, made) for place, made in [*above, *manifests_beside(files)] if made]
+    hashed = [str(place.parent) for place, made in manifests if "tokenizer_hash" in made]
+    by_hash = all(any(Path(str(file.path)).is_relative_to(folder) for folder in hashed) for file in files)
+    for place, made in manifests:
+        for key in MANIFEST_KEYS:
+            if key in made and not (key == "tokenizer" and by_hash and key in known):
+                agree(key, made[key], str(place))
+    for file in files if not by_hash else ():
         if file.tokenizer is not None:
             agree("tokenizer", file.tokenizer, str(file.path))
-    above = [(folder / MANIFEST, read_json(folder / MANIFEST)) for folder in map(as_path, sources) if folder.is_dir()]
-    for place, made in [*above, *manifests_beside(files)]:
-        for key in MANIFEST_KEYS:
-            if made and key in made:
-                agree(key, made[key], str(place))
     return {key: value for key, (value, _) in known.items()}
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, counted
-from kenotron.data.formats import TokenWriter, open_writer, written_suffix
+from kenotron.data.formats import PLAN, UNFINISHED, TokenWriter, open_writer, written_suffix
 from kenotron.data.manifest import MANIFEST, Json, checksums, read_json, refuse_other_work, token_dtype, write_json
 from kenotron.prepare.inputs import InputShard, describe_hook, describe_inputs, open_input, plan_shards, row_hook
 from kenotron.prepare.shuffle import DocumentShuffle
@@ -36,8 +36,6 @@ from kenotron.text.encode import BATCH_CHARACTERS, EncodeRules, encode_batches
 from kenotron.text.progress import Report, progress
 from kenotron.text.tokenizer import TextTokenizer
 
-UNFINISHED = ".unfinished"
-PLAN = "plan.json"
 WORK = "work-"
 """So begin the folders in which processes work; one that was killed leaves its own until all is done."""
 
@@ -132,6 +130,7 @@ def finish(work: Tokenization, output: Path) -> Json:
     _refuse_changed(work)
     manifest = _manifest(work, output / UNFINISHED)
     write_json(output / MANIFEST, manifest)
+    (output / UNFINISHED / PLAN).unlink(missing_ok=True)  # which says that it is not complete
     shutil.rmtree(output / UNFINISHED, ignore_errors=True)
     return manifest
 

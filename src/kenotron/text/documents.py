@@ -20,7 +20,7 @@ from importlib.metadata import entry_points
 from typing import Any, NamedTuple, Protocol
 
 from kenotron.config.dotted import import_dotted, import_registered
-from kenotron.config.errors import nearest
+from kenotron.config.errors import InputError, nearest
 from kenotron.storage.paths import AnyPath
 
 LONGEST_CHUNK = 1 << 19
@@ -32,7 +32,11 @@ YOUNG = 2.0
 LINE_END = re.compile(r"\r\n|\r|\n")
 
 RowHook = Callable[[dict[str, Any], str], list[str]]
-"""The documents of a row (all its columns) of the file so named."""
+"""The documents of a row (all its columns) of the file so named; raises NoText."""
+
+
+class NoText(InputError):
+    """A row has no text where a hook keeps it; the message says what it has."""
 
 
 # ---- chunks and sources ------------------------------------------------------------------------------------

@@ -128,8 +128,11 @@ def encode_batches(
     """Every batch with its ids, in order, by `processes` workers; at most two batches a worker are under way."""
     with ExitStack() as stack:
         idle: queue.Queue[subprocess.Popen] = queue.Queue()
-        for _ in range(processes):
-            idle.put(stack.enter_context(_worker(tokenizer_json, rules)))
+        workers = [stack.enter_context(_worker()) for _ in range(processes)]  # they import at the same time
+        for worker in workers:
+            with _end_reported(worker):
+                _send(worker.stdin, (tokenizer_json, rules))
+            idle.put(worker)
         pool = stack.enter_context(ThreadPoolExecutor(processes))
         waiting: deque[tuple[list[AnyChunk], Future]] = deque()
         for batch in batches:
@@ -242,13 +245,12 @@ def _backend(tokenizer_json: str):
 
 
 @contextmanager
-def _worker(tokenizer_json: str, rules: EncodeRules) -> Iterator[subprocess.Popen]:
+def _worker() -> Iterator[subprocess.Popen]:
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-P", "-c", "from kenotron.text.encode import main; main()"]
     # A process group of its own: Ctrl-C is this process' affair, the worker ends with its pipe.
     worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0)
     try:
-        _send(worker.stdin, (tokenizer_json, rules))
         yield worker
     finally:
         worker.kill()
@@ -261,19 +263,29 @@ def _worker(tokenizer_json: str, rules: EncodeRules) -> Iterator[subprocess.Pope
 def _ask(idle: queue.Queue[subprocess.Popen], texts: tuple[list[str], list[bool], list[bool]]):
     worker = idle.get()
     try:
-        _send(worker.stdin, texts)
-        answer = pickle.load(worker.stdout)  # type: ignore[arg-type]
-    except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-        code = worker.wait()
-        raise InputError(
-            f"a tokenization process ended with code {code} (out of memory?); "
-            "try fewer of them (dataset_processing_num_proc_per_process, --workers)"
-        ) from None
+        with _end_reported(worker):
+            _send(worker.stdin, texts)
+            answer = pickle.load(worker.stdout)  # type: ignore[arg-type]
     finally:
         idle.put(worker)
     if isinstance(answer, InputError):
         raise answer
     return answer
+
+
+@contextmanager
+def _end_reported(worker: subprocess.Popen) -> Iterator[None]:
+    """Raises InputError where the worker has ended, or answers with something else."""
+    try:
+        yield
+    except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+        with suppress(subprocess.TimeoutExpired):
+            worker.wait(1)
+        worker.kill()
+        raise InputError(
+            f"a tokenization process ended with code {worker.wait()} (out of memory?); "
+            "try fewer of them (dataset_processing_num_proc_per_process, --workers)"
+        ) from None
 
 
 def _send(pipe, message: object) -> None:
@@ -286,7 +298,8 @@ def _send(pipe, message: object) -> None:
 
 def main() -> None:
     """Encode batches until the pipe closes."""
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
     tokenizer_json, rules = pickle.load(requests)
     backend = _backend(tokenizer_json)
     words = CachedBPE.of(backend) if rules.bare else None

@@ -26,6 +26,7 @@ from kenotron.text.documents import (
     YOUNG,
     ByteRange,
     DocumentChunk,
+    NoText,
     RowHook,
     missing_column,
     split_long_chunk,
@@ -167,7 +168,12 @@ class HubDocuments:
         """The documents of `rows`, each with the number of rows read."""
         if self.hook is not None:
             for number, row in enumerate(rows, start=1):
-                yield from ((number, whole_characters(text)) for text in self.hook(row, self.name))
+                try:
+                    texts = self.hook(row, self.name)
+                except NoText as error:
+                    self._bad(number, str(error))
+                    continue
+                yield from ((number, whole_characters(text)) for text in texts)
             return
         if self.column not in rows.column_names:
             row = dict.fromkeys(rows.column_names)
@@ -181,10 +187,12 @@ class HubDocuments:
                 if isinstance(text, str):
                     yield number, text
                     continue
-                if not self.skip_bad:
-                    problem = missing_column(self.column, {self.column: text})
-                    raise InputError(f"dataset.text_column_name: dataset {self.name}, row {number}: {problem}")
-                self.skipped += 1
+                self._bad(number, missing_column(self.column, {self.column: text}))
+
+    def _bad(self, number: int, problem: str) -> None:
+        if not self.skip_bad:
+            raise InputError(f"dataset.text_column_name: dataset {self.name}, row {number}: {problem}")
+        self.skipped += 1
 
     @cached_property
     def _parts(self) -> list[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import IO
 
 from kenotron.storage.paths import AnyPath
-from kenotron.text.documents import RowHook, missing_column, whole_characters
+from kenotron.text.documents import NoText, RowHook, missing_column, whole_characters
 
 LONGEST_LINE = 32 << 20
 """Bytes of a JSON line; it is parsed as a whole, in several times its memory."""
@@ -66,7 +66,11 @@ def _json_row(
         bad(f"{where}: expected one JSON object a line, found: {error}")
         return []
     if hook is not None and isinstance(row, dict):
-        return [whole_characters(text) for text in hook(row, str(file))]
+        try:
+            return [whole_characters(text) for text in hook(row, str(file))]
+        except NoText as error:
+            bad(f"{where}: {error}")
+            return []
     text = row.get(column) if isinstance(row, dict) else None
     if not isinstance(text, str):
         bad(f"{where}: {missing_column(column, row)}")

@@ -25,7 +25,7 @@ import numpy as np
 from kenotron.config.errors import InputError
 from kenotron.storage.hub import first_line
 from kenotron.storage.paths import AnyPath, RemotePath
-from kenotron.text.documents import RowChunk, RowHook, cut, missing_column, whole_characters
+from kenotron.text.documents import NoText, RowChunk, RowHook, cut, missing_column, whole_characters
 
 if TYPE_CHECKING:
     from pyarrow import parquet as pq
@@ -131,7 +131,12 @@ def _documents(
             else:
                 some.batch.validate(full=True)
                 for row, record in enumerate(some.batch.to_pylist(), start=some.first):
-                    for text in hook(record, str(file)):
+                    try:
+                        texts = hook(record, str(file))
+                    except NoText as error:
+                        bad(f"{file}, row {row:,}: {error}")
+                        continue
+                    for text in texts:
                         yield RowChunk(whole_characters(text), True, row, some.share)
             some.release()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -138,8 +140,26 @@ def test_convert_refuses_a_narrow_type_before_writing_anything(tmp_path: Path) -
     with pytest.raises(InputError, match=r"cannot write 'megatrom'.*did you mean 'megatron'"):
         convert(tmp_path / "src", tmp_path / "dst", "megatrom")
     convert(tmp_path / "src", tmp_path / "dst", "numpy")
-    with pytest.raises(InputError, match=r"a\.npy already exists"):
+    with pytest.raises(InputError, match=r"DST: .*dst already exists"):
         convert(tmp_path / "src", tmp_path / "dst", "numpy")
+
+
+def test_convert_is_all_or_nothing_and_hands_the_manifest_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":
+        with open_writer(tmp_path / "src" / name, "datatrove", np.dtype("uint16"), "tok") as writer:
+            writer.write(*flat([[1, 2], [3]]))
+    known = {"tokenizer": "tok", "tokenizer_hash": "1f", "vocab_size": 300, "eos": 3, "bos": None}
+    (tmp_path / "src" / "manifest.json").write_text(json.dumps(known | {"bytes": 7}))
+    full = OSError(28, "No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr("kenotron.prepare.convert.write_json", Mock(side_effect=full))
+        with pytest.raises(InputError, match=r"DST: cannot make .*dst: No space left"):
+            convert(tmp_path / "src", tmp_path / "dst", "megatron")
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+    convert(tmp_path / "src", tmp_path / "dst", "megatron")
+    assert known.items() <= json.loads((tmp_path / "dst" / "manifest.json").read_text()).items()
+    convert(tmp_path / "src" / "a.ds", tmp_path / "a.npy", "numpy")
+    assert known.items() <= json.loads((tmp_path / "a.npy.manifest.json").read_text()).items()
 
 
 def test_a_loss_mask_is_never_dropped(tmp_path: Path) -> None:
