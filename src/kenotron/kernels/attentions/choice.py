@@ -89,7 +89,7 @@ def _flash_kernel(facts: Facts) -> str | None:
 def _flash_attn(facts: Facts) -> str | None:
     if facts.vendor == "cpu":
         return "needs a GPU"
-    return _flash_kernel(facts) or _missing(facts, "flash_attn", "pip install 'kenotron[flash]'")
+    return _flash_kernel(facts) or _missing(facts, "flash_attn", "pip install --no-build-isolation 'kenotron[flash]'")
 
 
 def _flash_3(facts: Facts) -> str | None:
