@@ -43,8 +43,12 @@ LLAMA3 = {
         {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
         {"rope_theta": 500000, "rope_scaling": {"type": "llama3", **LLAMA3}},
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3}},
+        {
+            "rope_scaling": {"rope_type": "llama3", "rope_theta": 500000.0, **LLAMA3},
+            "rope_parameters": {"rope_type": "yarn", "beta_fast": 16.0, "rope_theta": 7.0},
+        },
     ],
-    ids=["transformers 4", "older", "transformers 5"],
+    ids=["transformers 4", "older", "transformers 5", "both"],
 )
 def test_every_form_of_rope_scaling_is_read(form):
     found = read(**form)

@@ -136,7 +136,7 @@ class OneDeviceGloo(distributed_c10d.ProcessGroupGloo):
 
     device = None
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: object) -> None:
         cls = type(self)
         cls.device = cls.device or distributed_c10d.ProcessGroupGloo.create_default_device()
         options = distributed_c10d.ProcessGroupGloo._Options()

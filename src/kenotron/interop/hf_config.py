@@ -176,8 +176,8 @@ def _activation(name: str, where: str) -> str:
 
 def _rope(config: Mapping[str, Any], where: str, family: type[Family[Any]]) -> dict[str, Any]:
     """`rope_theta`, `rope_scaling` and where there is one `rotary_pct`, from either form."""
-    rope = {k: v for k, v in (config.get("rope_scaling") or {}).items() if v is not None}
-    rope |= {k: v for k, v in (config.get("rope_parameters") or {}).items() if v is not None}
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}  # as transformers chooses
+    rope = {k: v for k, v in given.items() if v is not None}
     theta = rope.pop("rope_theta", config.get("rope_theta", config.get("rotary_emb_base")))
     theta = theta or getattr(config_class(family), "default_theta", 10000.0)
     old_name = rope.pop("type", "default")

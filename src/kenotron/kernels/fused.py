@@ -42,7 +42,7 @@ def fused(name: str, x: Tensor) -> Callable[..., Any] | None:
 
     Raises InputError if the environment asks for what is not there.
     """
-    if not _suits(x) or _chosen() != "triton":
+    if not _suits(x) or chosen() != "triton":
         return None
     function: Callable[..., Any] = import_dotted(f"kenotron.kernels.triton.{name}", f"{KEY}=triton")
     return function
@@ -56,18 +56,19 @@ def packaged(name: str, x: Tensor) -> Callable[..., Any] | None:
     """
     if x.device.type != "cuda" or not _suits(x) or x.shape[1] == 1 or torch.are_deterministic_algorithms_enabled():
         return None
-    return None if _chosen() == "torch" else _from_package(name)
+    return None if chosen() == "torch" else _from_package(name)
 
 
 def _suits(x: Tensor) -> bool:
     return x.device.type != "cpu" and not torch.compiler.is_compiling() and x.dtype in DTYPES and x.numel() > 0
 
 
-def _chosen() -> str | None:
-    chosen = os.environ.get(KEY)
-    if chosen not in (None, *CHOICES):
-        raise InputError(f"{KEY}: expected one of {', '.join(CHOICES)}, found {chosen!r}{nearest(chosen, CHOICES)}")
-    return chosen
+def chosen() -> str | None:
+    """The value of `KEY`, checked."""
+    found = os.environ.get(KEY)
+    if found not in (None, *CHOICES):
+        raise InputError(f"{KEY}: expected one of {', '.join(CHOICES)}, found {found!r}{nearest(found, CHOICES)}")
+    return found
 
 
 @cache

@@ -10,7 +10,6 @@ own product; with ``KENOTRON_KERNELS=torch`` everywhere (but in decoding, `gener
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kenotron.kernels.fused import KEY
+from kenotron.kernels.fused import chosen
 
 ZEN_5 = 26  # AMD's family of processors; later ones have higher numbers
 PART = 1 << 22  # elements of a transposed product that exist at a time
@@ -44,7 +43,7 @@ def is_zen_5(cpuinfo: str) -> bool:
     return "AuthenticAMD" in cpuinfo and "avx512f" in cpuinfo and family is not None and int(family[1]) >= ZEN_5
 
 
-_possible = torch.backends.mkl.is_available() and has_onednn() and os.environ.get(KEY) != "torch"
+_possible = torch.backends.mkl.is_available() and has_onednn() and chosen() != "torch"
 _cpuinfo = Path("/proc/cpuinfo")
 HALVES = False  # a pipeline engine splits the backward of linears in two, which an operator of ours does as a whole
 ONEDNN = _possible and _cpuinfo.exists() and is_zen_5(_cpuinfo.read_text())  # a constant: compiled blocks have one kind

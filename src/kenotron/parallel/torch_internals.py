@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 NAMES = {
-    "torch.distributed.distributed_c10d": ("_get_default_store", "_set_pg_timeout", "_world"),
+    "torch.distributed.distributed_c10d": ("_get_default_store", "_world"),
     "torch.distributed.distributed_c10d._world": ("pg_map", "pg_names"),
     "torch.distributed.device_mesh.DeviceMesh": ("_concatenate", "_flatten"),
 }
@@ -60,8 +60,9 @@ def process_groups() -> Mapping[str, dist.ProcessGroup]:
 
 def set_timeout_of_all_groups(seconds: float) -> None:
     """Set the timeout of every group made so far; torch gives a new group its own default of 10 or 30 minutes."""
+    set_timeout = getattr(dist, "set_timeout", None) or _get(distributed_c10d, "_set_pg_timeout")  # before torch 2.14
     for group in list(_get(_get(distributed_c10d, "_world"), "pg_map")):
-        _get(distributed_c10d, "_set_pg_timeout")(timedelta(seconds=seconds), group)
+        set_timeout(timedelta(seconds=seconds), group)
 
 
 def flight_recorder_dumps() -> list[dict[str, Any]]:
