@@ -106,7 +106,7 @@ WRONG = [
     ("torch-does-not-import", Facts(torch=Torch(problem="OSError: libcudart.so.13")), "libcudart.so.13"),
     ("requirement-not-met", server("software", unmet=["transformers>=4.56 (found 4.40)"]), "transformers>=4.56"),
     ("torch-nightly", server("torch", version="2.13.0.dev20261120+cu130"), "2.13.0.dev20261120"),
-    ("torch-newer-than-tested", laptop("torch", version="2.14.0"), "2.14.0"),
+    ("torch-newer-than-tested", laptop("torch", version="2.15.0"), "2.15.0"),
     ("triton-mismatch", server("software", packages={"triton": "3.9.0"}), "built for 3.7.1"),
     ("triton-missing", server("software", packages={}), "model.compile"),
     ("no-compiler", laptop("software", compiler=None), "C++ compiler"),

@@ -61,6 +61,9 @@ def test_variables_of_a_task_are_those_of_torchrun() -> None:
     assert torchrun_variables(uneven)["LOCAL_WORLD_SIZE"] == "2"
     with pytest.raises(InputError, match="SLURM_LOCALID is not set"):
         torchrun_variables({name: value for name, value in TASK.items() if name != "SLURM_LOCALID"})
+    for wrong in ({"SLURM_JOB_ID": "41a"}, {"SLURM_NODEID": "2"}):
+        with pytest.raises(InputError, match="one of Slurm's variables is wrong"):
+            torchrun_variables(TASK | wrong)
 
 
 @pytest.mark.parametrize(

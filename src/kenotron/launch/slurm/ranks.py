@@ -40,6 +40,8 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
         }
     except KeyError as missing:
         raise InputError(f"srun has started this process, but {missing.args[0]} is not set") from None
+    except (ValueError, IndexError) as error:
+        raise InputError(f"srun has started this process, but one of Slurm's variables is wrong: {error}") from None
     return variables | {name: environment[name] for name in ("MASTER_ADDR", "MASTER_PORT") if name in environment}
 
 
