@@ -73,9 +73,12 @@ class StatePassing(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Context:
-    """What every block may read. See docs/architecture.md for the table."""
+    """What every block may read, and none changes. See docs/architecture.md for the table.
+
+    Not frozen: torch 2.11 would compile blocks with experts anew for every number of documents.
+    """
 
     shape: tuple[int, int]
     positions: Tensor
@@ -95,7 +98,7 @@ class Context:
     has_documents: bool = field(init=False)  # for compiled code: to look at cu_seqlens guards on how many there are
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "has_documents", self.cu_seqlens is not None)
+        self.has_documents = self.cu_seqlens is not None
 
 
 @dataclass(frozen=True)

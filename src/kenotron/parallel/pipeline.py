@@ -102,6 +102,10 @@ class _Scheduled(PipelineStage):
         self.submod.micro_batch = self.micro_batches[fwd_chunk_id]  # type: ignore[assignment]
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Torch 2.11's FSDP fails on a GPU in a call without arguments, as the first stage's is."""
+        return super().forward_maybe_with_nosync(*args, **(kwargs if args else {"hidden": None}))
+
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Torch 2.11 greets neighbours before the first step; in a V one of them is the rank itself: gloo cannot."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
