@@ -57,6 +57,8 @@ def _check_names(config: Config) -> None:
 
     Names of the Hugging Face hub are not looked up. Libraries are imported only where they can find an error.
     """
+    from kenotron.checkpoint.folders import newest_complete
+
     for entry in config.general.hooks or []:
         from kenotron.training.hooks import find_hook
 
@@ -67,11 +69,12 @@ def _check_names(config: Config) -> None:
 
         find_engine(config.checkpoints.checkpointing_engine)
     init, architecture = config.model.init_method, config.model.architecture
+    begins = newest_complete(config.checkpoint_folder) is None  # else its own checkpoint comes before all others
     for key, path in {
         "tokenizer.tokenizer_name_or_path": config.tokenizer.tokenizer_name_or_path,
-        "model.init_method.path": getattr(init, "path", None),
+        "model.init_method.path": getattr(init, "path", None) if begins else None,
         "model.model_config.hf": getattr(architecture, "hf", None),
-        "checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path,
+        "checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path if begins else None,
     }.items():
         if (
             path
