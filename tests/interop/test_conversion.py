@@ -3,6 +3,7 @@
 import json
 import shutil
 import weakref
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from kenotron.data import load_tokenizer
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, initial_tensors, open_source, to_hf
 from kenotron.interop.hf_weights import Weights
+from kenotron.interop.sources import fitted
 from kenotron.models import named_parameters
+from kenotron.models.families.deepseek_v3 import DeepseekV3Architecture
 from kenotron.models.families.llama import LlamaArchitecture
 from support.tiny_llamas import (
     hf_llama,
@@ -212,6 +215,14 @@ def test_initial_tensors_of_another_shape_are_refused_by_the_key_that_differs(ou
     wanted = open_source(ours).architecture.model_copy(update={"intermediate_size": 64})
     with pytest.raises(InputError, match=r"intermediate_size: the weights in .* have 48, the config says 64"):
         initial_tensors(ours, wanted)
+
+
+def test_weights_of_deepseek_with_another_order_of_channels_are_refused():
+    """Their shapes are equal, so that nothing else would show it."""
+    have, wanted = (DeepseekV3Architecture(rope_interleave=value, vocab_size=64) for value in (True, False))
+    source = Mock(architecture=have, path="there")
+    with pytest.raises(InputError, match=r"rope_interleave: the weights in there have True, the config says False"):
+        fitted(source, wanted)
 
 
 def test_initial_tensors_name_what_is_near_when_asked_for_a_wrong_name(ours):

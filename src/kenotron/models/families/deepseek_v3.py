@@ -69,6 +69,8 @@ class DeepseekV3Architecture(BiasedMixtureArchitecture, SparseArchitecture):
     """The DeepSeek-V3 family, under Hugging Face's names."""
 
     not_served: ClassVar[tuple[str, ...]] = ("rope_interleaved", "free_head_dim")
+    # And what weights of the same shapes mean another model without: they are not reordered for it.
+    shape_keys: ClassVar[tuple[str, ...]] = (*SparseArchitecture.shape_keys, "rope_interleave")
 
     family: Literal["deepseek_v3"] = key("The family's name.", "deepseek_v3", mark=OURS)
     is_deepseek_v3_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
