@@ -2,6 +2,7 @@
 
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -186,13 +187,23 @@ def test_one_tokenizer_by_two_paths_is_one(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "0.ds", made_documents(3, 1), tokenizer=f"/data/{name}/tok")
-        made = {"tokenizer": f"/data/{name}/tok", "tokenizer_hash": "1f"}
+        made = {"tokenizer": f"/data/{name}/tok", "tokenizer_hash": "1f", "files": [{"xxh3": {"0.ds": "0"}}]}
         (tmp_path / name / "manifest.json").write_text(json.dumps(made))
     sources = [str(tmp_path / name) for name in ("a", "b")]
     assert merge(sources, tmp_path / "all", report=quiet)["tokenizer"] == "/data/a/tok"
     (tmp_path / "b" / "manifest.json").unlink()
     with pytest.raises(InputError, match=r"b/0\.ds: tokenizer is '/data/b/tok', but '/data/a/tok' in"):
         merge(sources, tmp_path / "x", report=quiet)
+
+
+def test_a_manifest_speaks_of_its_own_files_only(tmp_path):
+    write(tmp_path / "a.ds", made_documents(3, 1), tokenizer="a")
+    write(tmp_path / "b.ds", made_documents(3, 1), tokenizer="b")
+    (tmp_path / "a.ds.manifest.json").write_text(json.dumps({"tokenizer": "a", "tokenizer_hash": "1f"}))
+    both = [str(tmp_path / "a.ds"), str(tmp_path / "b.ds")]
+    for sources in ([str(tmp_path)], both):
+        with pytest.raises(InputError, match=r"b\.ds: tokenizer is 'b', but 'a' in"):
+            merge(sources, tmp_path / "all", report=quiet)
 
 
 @pytest.mark.parametrize("given", [["in/a", "in/b"], ["in/a/0.ds", "in/b/0.ds"], ["in"]])
@@ -241,3 +252,10 @@ def test_an_index_that_is_not_sorted_far_from_its_start_is_named(tmp_path, monke
     monkeypatch.setattr("kenotron.prepare.merge.DOCUMENTS_AT_ONCE", 7)
     with pytest.raises(InputError, match=rf"a\.ds: its index of documents is not sorted: entry 20 is {ends[20]}"):
         merge([str(tmp_path / "a.ds")], tmp_path / "m.ds", report=quiet)
+
+
+def test_the_current_folder_is_no_output(sources, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(InputError, match=r"^--output: expected a folder that is made, found \.$"):
+        merge(sources, Path(), report=quiet)

@@ -413,7 +413,7 @@ def test_what_a_stopped_command_left_is_not_taken_for_complete(tmp_path, tokeniz
 
 
 @pytest.mark.parametrize(
-    "program", ["raise SystemExit(3)", "print('hello'); from kenotron.text.encode import main; main()"]
+    "program", ["raise SystemExit(3)", "print('hello', flush=True); from kenotron.text.encode import main; main()"]
 )
 def test_a_worker_that_ends_at_once_or_prints_is_reported(tmp_path, tokenizer, monkeypatch, program):
     """A command that ended without a message, or waited for ever."""

@@ -19,14 +19,13 @@ import numpy as np
 import xxhash
 
 from kenotron.config.errors import InputError
+from kenotron.data.formats import MANIFEST
 from kenotron.data.formats.token_file import TokenFile, readable
 from kenotron.storage.files import replace_file
 from kenotron.storage.paths import AnyPath
 
 Json: TypeAlias = dict[str, Any]
 """A JSON object."""
-
-MANIFEST = "manifest.json"
 
 
 def read_json(file: AnyPath, **expected: type) -> Json | None:
@@ -49,13 +48,15 @@ def read_json(file: AnyPath, **expected: type) -> Json | None:
     return found
 
 
-def manifests_beside(files: Iterable[TokenFile]) -> Iterator[tuple[AnyPath, Json]]:
-    """Each manifest beside `files`, with its path; what is no JSON object is another program's, and left out.
+def manifests_beside(files: Iterable[TokenFile], above: Iterable[AnyPath] = ()) -> Iterator[tuple[AnyPath, Json]]:
+    """Each manifest beside `files` and in the folders `above`, with its path; what is no JSON object is another
+    program's, and left out.
 
     Errors (InputError): cannot be read.
     """
     names = ((file.path, name) for file in files for name in (MANIFEST, f"{file.path.name}.{MANIFEST}"))
-    for place in dict.fromkeys(path.with_name(name) for path, name in names):
+    beside = (path.with_name(name) for path, name in names)
+    for place in dict.fromkeys([*(folder / MANIFEST for folder in above), *beside]):
         if not place.is_file():
             continue
         try:

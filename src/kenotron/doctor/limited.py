@@ -20,7 +20,7 @@ from typing import Any
 
 from kenotron.config.dotted import search_path
 from kenotron.doctor.settings import anonymous
-from kenotron.launch.environment import end_with_parent
+from kenotron.launch.environment import cores, end_with_parent
 from kenotron.launch.functions import function_at, function_path
 
 # A job's ranks are not ours: what is called here starts its own, or none.
@@ -68,12 +68,9 @@ def call_limited(
 
 
 def busy_factor() -> float:
-    """How many times as long things may take: processes that want to run for each core, from 1 to 10.
-
-    Of the whole machine, whose load it is: a job or container with a few of its cores does not see only its own.
-    """
+    """How many times as long things may take: processes that want to run for each core, from 1 to 10."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 1.0
-    return max(1.0, min(load / (os.cpu_count() or 1), 10.0))
+    return max(1.0, min(load / cores(), 10.0))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

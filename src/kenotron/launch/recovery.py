@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.05
 LEAVE_WITHIN_S = 5.0  # how long a rank may take to leave the group of one that has failed; else it is replaced, too
 STOPPED_FOR_S = 1.0  # a process that is stopped (SIGSTOP) for longer has failed; a whole job that is stopped has not
-DIES_WITHIN_S = 10.0  # a killed process; one that waits for a dead file server does not
+DIES_WITHIN_S = 60.0  # a killed process; one that waits for a dead file server does not
 START_SPARES_EVERY_S = 5.0  # without copies: not with a generation, whose ranks need the cores until they train again
 MOST_FAULTS_WITHOUT_PROGRESS = 3
 
@@ -119,7 +119,7 @@ class ReplacedRanks:
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
-        until = time.monotonic() + DIES_WITHIN_S
+        until = time.monotonic() + LEAVE_WITHIN_S
         while any(process.poll() is None for process in self.processes) and time.monotonic() < until:
             time.sleep(LOOK_EVERY_S)
         if self.forks is not None:
@@ -230,7 +230,10 @@ class ReplacedRanks:
                     self.processes[number].kill()
                 if time.monotonic() > until + DIES_WITHIN_S:
                     named = ", ".join(str(self.processes[number].pid) for number in sorted(alive - left))
-                    stuck = f"process {named} does not end when killed: it waits for a file server or a device"
+                    stuck = (
+                        f"alive {DIES_WITHIN_S:g} s after SIGKILL, as where a file server or a device does not answer: "
+                        f"process {named}"
+                    )
                     raise RunFailed("\n".join(filter(None, [stuck, why])))
             time.sleep(LOOK_EVERY_S)
 

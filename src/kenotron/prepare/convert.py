@@ -27,7 +27,7 @@ from kenotron.data.formats import (
     written_suffix,
 )
 from kenotron.data.formats.token_file import check_range, integer_dtype
-from kenotron.data.manifest import MANIFEST, Json, write_json
+from kenotron.data.manifest import MANIFEST, Json, checksums, write_json
 from kenotron.prepare.merge import common_keys
 from kenotron.prepare.scratch import scratch_beside
 from kenotron.storage.files import publish_folder
@@ -63,7 +63,7 @@ def convert(
             for chunk in token_chunks(file, CHUNK_TOKENS):
                 if len(chunk.ids):
                     check_range(file.path, chunk.ids, wanted, chunk.start)
-    known = common_keys([source], files)
+    known = common_keys([source], files, strict=False)
     if bool(suffix) and is_file_of(target, to, "DST"):
         if len(files) > 1:
             raise InputError(f"DST: expected a folder for {len(files)} files, found {target}")
@@ -77,7 +77,9 @@ def convert(
         targets = [target / name for name in names]
         with scratch_beside(target, "DST") as scratch:
             made = _written(files, [scratch / name for name in names], to, wanted, report)
-            write_json(scratch / MANIFEST, made | known)
+            for folder in {(scratch / name).parent for name in names}:  # training looks beside the files
+                own = [{"xxh3": checksums([file for file in folder.iterdir() if file.is_file()])}]
+                write_json(folder / MANIFEST, {"format": to, "dtype": wanted.name, **known, "files": own})
             publish_folder(scratch, target)
     return made | {"files": [str(path) for path in targets]}
 

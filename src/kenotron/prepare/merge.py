@@ -9,7 +9,7 @@ exist.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from kenotron.data.formats import (
     written_suffix,
 )
 from kenotron.data.formats.token_file import checked_loss
-from kenotron.data.manifest import MANIFEST, Json, checksums, manifests_beside, read_json, token_dtype, write_json
+from kenotron.data.manifest import MANIFEST, Json, checksums, manifests_beside, token_dtype, write_json
 from kenotron.prepare.scratch import scratch_beside
 from kenotron.prepare.shuffle import DocumentShuffle, Loss, some_documents
 from kenotron.prepare.tokenize import FORMATS
@@ -117,24 +117,26 @@ def _dtype(files: Sequence[TokenFile], format: str) -> np.dtype:
     return token_dtype(1 << 31, format)
 
 
-def common_keys(sources: Sequence[str | AnyPath], files: Sequence[TokenFile]) -> Json:
-    """What all sources say of their tokenizer: by its hash where all know that, else by its name.
+def common_keys(sources: Sequence[str | AnyPath], files: Sequence[TokenFile], strict: bool = True) -> Json:
+    """What all sources say of their tokenizer: by its hash where all of `files` have one, else by its name.
 
-    Errors (InputError): they differ.
+    Errors (InputError): they differ; without `strict`, what differs is left out.
     """
     known: dict[str, tuple[Any, str]] = {}
+    different: set[str] = set()
 
     def agree(key: str, value: Any, where: str) -> None:
         before, first = known.setdefault(key, (value, where))
         if before != value:
-            raise InputError(
-                f"{where}: {key} is {value!r}, but {before!r} in {first}: their tokens do not mean the same"
-            )
+            different.add(key)
+            if strict:
+                raise InputError(
+                    f"{where}: {key} is {value!r}, but {before!r} in {first}: their tokens do not mean the same"
+                )
 
-    above = [(folder / MANIFEST, read_json(folder / MANIFEST)) for folder in map(as_path, sources) if folder.is_dir()]
-    manifests = [(place, made) for place, made in [*above, *manifests_beside(files)] if made]
-    hashed = [str(place.parent) for place, made in manifests if "tokenizer_hash" in made]
-    by_hash = all(any(Path(str(file.path)).is_relative_to(folder) for folder in hashed) for file in files)
+    manifests = list(manifests_beside(files, above=[folder for folder in map(as_path, sources) if folder.is_dir()]))
+    hashed = {path for place, made in manifests if "tokenizer_hash" in made for path in _described(place, made)}
+    by_hash = all(str(file.path) in hashed for file in files)
     for place, made in manifests:
         for key in MANIFEST_KEYS:
             if key in made and not (key == "tokenizer" and by_hash and key in known):
@@ -142,7 +144,16 @@ def common_keys(sources: Sequence[str | AnyPath], files: Sequence[TokenFile]) ->
     for file in files if not by_hash else ():
         if file.tokenizer is not None:
             agree("tokenizer", file.tokenizer, str(file.path))
-    return {key: value for key, (value, _) in known.items()}
+    return {key: value for key, (value, _) in known.items() if key not in different}
+
+
+def _described(place: AnyPath, made: Json) -> Iterator[str]:
+    """Paths of the files that a manifest is about: the one whose name it has, or those that it lists."""
+    if place.name != MANIFEST:
+        yield str(place.with_name(place.name.removesuffix(f".{MANIFEST}")))
+        return
+    for entry in found if isinstance(found := made.get("files"), list) else ():
+        yield from (str(place.parent / name) for name in (entry.get("xxh3") if isinstance(entry, dict) else None) or ())
 
 
 def _copy(

@@ -130,7 +130,6 @@ def finish(work: Tokenization, output: Path) -> Json:
     _refuse_changed(work)
     manifest = _manifest(work, output / UNFINISHED)
     write_json(output / MANIFEST, manifest)
-    (output / UNFINISHED / PLAN).unlink(missing_ok=True)  # which says that it is not complete
     shutil.rmtree(output / UNFINISHED, ignore_errors=True)
     return manifest
 

@@ -255,7 +255,12 @@ class BackgroundEngine(Engine):
         self.in_flight = False
         self.held.close()
         if self.writer.state != COMMITTED or self._problem():
-            return Unsaved(self.folder, self._problem() or "the files of other ranks did not come")
+            late = (
+                "the files of other ranks did not come"
+                if self.writer.state == WRITTEN
+                else "it was still being written"
+            )
+            return Unsaved(self.folder, self._problem() or late)
         size, at, notes = self.writer.committed
         return Saved(self.folder, size, at - self.started, self.waited, tuple(notes))
 

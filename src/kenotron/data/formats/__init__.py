@@ -30,13 +30,14 @@ FORMATS = {
 SUFFIXES = {"datatrove": ".ds", "megatron": ".bin", "numpy": ".npy"}
 """The formats that are written as files. (litdata's is a folder.)"""
 
-UNFINISHED, PLAN = ".unfinished", "plan.json"
-"""A folder in the folder of a tokenization that has not ended, and the file in it that says what is being done."""
+UNFINISHED, PLAN, MANIFEST = ".unfinished", "plan.json", "manifest.json"
+"""A folder in that of a tokenization, with a file that says what is being done; and what says that it is done."""
 
 EXPECTED = ".ds, .bin with .idx, litdata's index.json, .npy, raw .bin"
 
 __all__ = [
     "FORMATS",
+    "MANIFEST",
     "PLAN",
     "UNFINISHED",
     "TokenFile",
@@ -80,7 +81,7 @@ def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str
         none = f"no token file in {path}" if path.is_dir() else f"{path} is no token file"
         raise InputError(f"{where}: {none}; expected {EXPECTED}")
     for folder in {each.parent for each, _ in found if isinstance(each, Path)}:
-        if (folder / UNFINISHED / PLAN).exists():
+        if (folder / UNFINISHED / PLAN).exists() and not (folder / MANIFEST).exists():
             raise InputError(f"{where}: {folder} is not complete: give the same kenotron data tokenize command again")
     formats = sorted({name for _, name in found})
     if len(formats) > 1:
