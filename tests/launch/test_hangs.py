@@ -91,3 +91,22 @@ def test_the_rank_that_hangs_is_the_one_for_which_the_others_wait(
     hang = find_hang(store, 0, len(statuses), CALL, 5.0)
     assert hang.missing == missing
     assert hang.report.splitlines()[0].endswith(f": {blame}")
+
+
+@pytest.mark.parametrize("with_sends", [False, True])
+def test_a_collective_beside_sends_waits_whatever_ended_last(monkeypatch: pytest.MonkeyPatch, with_sends: bool) -> None:
+    """NCCL numbers sends and receives by themselves, and its last completed number may be one of theirs."""
+
+    def entry(number: int, **more: object) -> dict[str, object]:
+        given = {
+            "pg_id": 3,
+            "process_group": ["pp", ""],
+            "collective_seq_id": number,
+            "profiling_name": "nccl:all_reduce",
+        }
+        return given | {"time_created_ns": number, "retired": False, "is_p2p": False} | more
+
+    recorded = [entry(6, retired=True), entry(7), *[entry(90, is_p2p=True, retired=True)] * with_sends]
+    dump = {"pg_status": {"3": {"last_completed_collective": 90}}, "entries": recorded}
+    monkeypatch.setattr(hangs, "flight_recorder_dumps", lambda: [dump])
+    assert [each["waits"] for each in hangs._collectives()] == [False, with_sends]

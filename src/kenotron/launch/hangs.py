@@ -221,10 +221,12 @@ def _collectives() -> list[dict[str, Any]]:
     """
     entries: list[dict[str, Any]] = []
     for dump in flight_recorder_dumps():
-        groups = dump.get("pg_status", {})
-        for entry in dump.get("entries", []):
-            if entry.keys() >= FIELDS and not entry["is_p2p"]:
-                ended = int(groups.get(str(entry["pg_id"]), {}).get("last_completed_collective", -1))
+        groups, found = dump.get("pg_status", {}), [each for each in dump.get("entries", []) if each.keys() >= FIELDS]
+        with_sends = {each["pg_id"] for each in found if each["is_p2p"]}  # whose number the last completed may be
+        for entry in found:
+            if not entry["is_p2p"]:
+                status = {} if entry["pg_id"] in with_sends else groups.get(str(entry["pg_id"]), {})
+                ended = int(status.get("last_completed_collective", -1))
                 entries.append(entry | {"waits": not entry["retired"] and entry["collective_seq_id"] > ended})
     return entries + last_calls()
 

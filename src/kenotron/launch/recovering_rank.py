@@ -98,7 +98,12 @@ def warm_up(folder: Path) -> None:
 
 
 def keeps_memory(before: int) -> bool:
-    """Whether most of a run's memory is held after it, as FSDP2 does after an error; `before`: without a run."""
+    """Whether most of a run's memory is held after it, as FSDP2 does after an error; `before`: without a run.
+
+    On a GPU any that is worth a look: the next run has to fit beside it.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.memory_allocated() > LEAST_LEAK_BYTES:
+        return True
     now = memory(CPU)
     return now["allocated"] - before > max((now["peak_allocated"] - before) / 2, LEAST_LEAK_BYTES)
 

@@ -51,7 +51,7 @@ def gather_and_multiply(
     """x ``[n, in]`` of every rank as ``[n * ranks, in]`` (None unless `keep`), and its products with `weights`
     ``[in, out]``.
     """
-    return _ops.fused_all_gather_matmul(x, list(weights), 0, group.group_name, return_A=keep)
+    return _ops.fused_all_gather_matmul(x.contiguous(), list(weights), 0, group.group_name, return_A=keep)
 
 
 def multiply_and_scatter(x: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -112,6 +112,7 @@ class _SideStream:
 
     def use(self) -> torch.cuda.StreamContext:
         """Queue what follows, in this thread, on the stream."""
+        torch.cuda.set_device(self.device)  # a new thread has the first one, where it would take 0.5 GB for a context
         return torch.cuda.stream(self.stream)
 
     def wait(self) -> None:
