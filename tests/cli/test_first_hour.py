@@ -593,14 +593,3 @@ def test_a_mistyped_input_is_answered_without_asking_an_unreachable_hub_again(
         "error: INPUT: cannot reach the Hugging Face hub for 'texts', and it is not cached here (huggingface.co: "
         "unknown); no local folder has that name; did you mean 'texts.jsonl'?\n",
     )
-
-
-def test_a_run_with_checkpoints_of_its_own_needs_those_of_its_parent_no_more(tell: Tell, tmp_path: Path) -> None:
-    train_quietly(tiny_config(tmp_path / "parent", "tokens.train_steps=1"))
-    source = "checkpoints.resume_checkpoint_path=parent/checkpoints"
-    assert tell("train", "tiny.yaml", source, "tokens.train_steps=2")[0] == 0
-    (tmp_path / "parent").rename(tmp_path / "gone")
-    assert tell("config", "check", "tiny.yaml", source, "tokens.train_steps=3")[0] == 0
-    assert tell("train", "tiny.yaml", source, "tokens.train_steps=3")[0] == 0
-    code, _, stderr = tell("config", "check", "tiny.yaml", source, "checkpoints.checkpoints_path=others")
-    assert (code, "resume_checkpoint_path: no such file or folder: parent/checkpoints" in stderr) == (2, True)

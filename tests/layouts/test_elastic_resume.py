@@ -34,7 +34,7 @@ from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.training.build import build_run
 from kenotron.training.checkpoint_hook import save
 from kenotron.training.run import Run, close
-from kenotron.training.start import choose_start, own_folder, run_name
+from kenotron.training.start import begin_afresh, choose_start, own_folder, run_name
 from kenotron.training.step import train_step
 from support.layout_runs import ATTENTION, FAMILIES, HYBRIDS, SAMPLES, SHORT, SPARSE, STATE_SPACES, Problem, prepared
 from support.nursery import Nursery
@@ -406,6 +406,8 @@ def say_once(rank: int, layout: str, checkpoints: Path, fresh: bool) -> tuple[in
         config = config.model_copy(update={"general": config.general.model_copy(update={"run": "another"})})
         with own_folder(config):
             start = choose_start(config, fresh)
+            if fresh:
+                begin_afresh(config, None)
         name = run_name(config, start.path if start.continues else None)
         return start.step if start.continues else None, name, lines
     finally:

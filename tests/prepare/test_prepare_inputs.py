@@ -15,7 +15,8 @@ from kenotron.prepare.inputs import open_input
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("a.csv", {"column": "body"}, r"--column: .*a\.csv: text files have no columns; expected jsonl, parquet or"),
+        ("a.md", {"column": "body"}, r"--column: .*a\.md: text files have no columns; expected jsonl, parquet or"),
+        ("a.csv", {}, r"INPUT: .*a\.csv is a table of another form; write its rows as jsonl or parquet first"),
         ("a.jsonl", {"split": "test"}, r"--split: .*a\.jsonl is no dataset of the hub, nor a folder that `datasets`"),
         ("a.txt", {"config_name": "en"}, r"--config-name: .*a\.txt is no dataset of the hub"),
     ],

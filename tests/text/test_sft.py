@@ -236,6 +236,18 @@ def test_an_example_longer_than_a_chunk_is_one_example(tmp_path: Path) -> None:
     assert Example.from_json(only.text).segments[1] == ("y", True)
 
 
+def test_a_null_is_no_answer_and_a_missing_column_is_named(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": None}]
+    file = Path(write_rows(tmp_path / "rows.jsonl", rows))
+    texts = SftDocuments(lambda hook: FileDocuments("t", [file], hook=hook), Columns(), None, None)
+    assert len(list(texts.documents())) == 1
+    assert texts.skipped == 1
+    write_rows(file, [{"prompt": "a"}])
+    texts = SftDocuments(lambda hook: FileDocuments("t", [file], hook=hook), Columns(), None, None)
+    with pytest.raises(InputError, match="for 'completion' found no such column, but prompt$"):
+        list(texts.documents())
+
+
 def test_another_special_token_of_the_chat_template_is_another_content(tmp_path: Path) -> None:
     file = tmp_path / "chat.jsonl"
     file.write_text(json.dumps({"messages": CHAT}) + "\n")

@@ -201,8 +201,8 @@ class RunData:
         sources = [source for source in opened.sources if len(source.held_out)]
         if not sources:
             raise InputError(
-                "no document is left for validation (tokens.val_check_interval): give two documents or more, or raise "
-                f"tokens.val_fraction (now {self.config.tokens.val_fraction})"
+                "no document is left for validation (tokens.val_check_interval): give two documents or more, raise "
+                f"tokens.val_fraction (now {self.config.tokens.val_fraction}), or set tokens.val_check_interval=-1"
             )
         means = [source.held_out.bytes_per_token for source in sources]
         all_text = None not in means  # bytes of a part of the tokens would say nothing of all
@@ -228,6 +228,10 @@ class RunData:
     def describe(self) -> list[str]:
         """What is read, for the console."""
         lines = [f"tokenizer: {describe_tokenizer(self.tokenizer, self.settings.eos)}"]
+        rows, used = self.settings.vocab_size, self.vocab_size
+        if used > rows or 2 * used < rows:
+            advice = "set that or more" if used > rows else "the other rows are never trained, and have no text"
+            lines.append(f"warning: model.model_config.vocab_size is {rows:,}, the tokenizer has {used:,}: {advice}")
         for stage in (stage for stage in self.stages if stage.stop > 1):  # others are over: a run took up their data
             if stage.stop <= stage.start:
                 steps = self.config.tokens.train_steps
@@ -410,7 +414,7 @@ def tokenizer_of(
     try:
         return load_tokenizer(section.tokenizer_name_or_path, section.tokenizer_revision)
     except InputError as error:
-        if has_text or is_a_path(section.tokenizer_name_or_path):
+        if has_text or is_a_path(section.tokenizer_name_or_path) or "did you mean" in str(error):  # a folder, mistyped
             raise
         run.report(f"warning: no tokenizer in this run, which its data do not need: {error}")
         return None

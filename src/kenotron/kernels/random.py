@@ -122,12 +122,7 @@ def _fill_(out: Tensor, start: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def fill_normal_shard_(
-    shard: Tensor,
-    key: int,
-    shape: Sequence[int],
-    offset: Sequence[int],
-    std: float = 1.0,
-    mean: float = 0.0,
+    shard: Tensor, key: int, shape: Sequence[int], offset: Sequence[int], std: float = 1.0, mean: float = 0.0
 ) -> Tensor:
     """Fills the part of a logical tensor of `shape` that begins at `offset`, with the bits of the whole.
 

@@ -102,11 +102,11 @@ def _start_with_spares(
     from kenotron.checkpoint.local import run_folders
     from kenotron.launch.recovery import start_ranks_with_spares
     from kenotron.launch.training import local_tier
-    from kenotron.training.start import Start, choose_start, own_folder
+    from kenotron.training.start import begin_afresh, own_folder
 
-    if fresh:  # once, and not again when ranks are replaced; where the run begins then, its ranks find
+    if fresh:  # once, and not again when ranks are replaced
         with own_folder(config):
-            choose_start(config, fresh, lambda _, path: Start(path), local_tier(config, Ranks()))
+            begin_afresh(config, local_tier(config, Ranks()))
     start_ranks_with_spares(
         config,
         train,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -48,10 +49,9 @@ class Signals(Hook):
             self.received, self.received_at = name, time.monotonic()
             assert self.run is not None
             self.run.stop(name)
-        elif (self.received, name) != (
-            "SIGUSR1",
-            "SIGTERM",
-        ) and time.monotonic() - self.received_at > self.SAME_REQUEST_SECONDS:
+            if self.run.mesh.is_first and os.isatty(2):  # a long step would seem to ignore Ctrl-C
+                os.write(2, f"\n{name}: stopping after this step; a second signal ends the run at once\n".encode())
+        elif not self._same_request(name):
             self._restore()
             raise KeyboardInterrupt(f"second signal: {name}")
 

@@ -474,9 +474,7 @@ class VocabParallelHead(_VocabParallel):
             logits = bounded(unshard_columns(linear(hidden, weight), group)[:, : self.vocab_size], self.softcap)
             return sum_of_losses(ctx.loss, logits, labels, ctx.loss_scale)
         ranks = VocabularyRanks(
-            self.first,
-            lambda x: all_reduce(x, group, dist.ReduceOp.MAX),
-            lambda x: all_reduce(x, group),
+            self.first, lambda x: all_reduce(x, group, dist.ReduceOp.MAX), lambda x: all_reduce(x, group)
         )
         return linear_cross_entropy(
             hidden,

@@ -51,6 +51,7 @@ ROW = 1 << 24
 """More chunks than a row has."""
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+TABLES = (".csv", ".tsv", ".xlsx")
 FOREIGN_SUFFIXES = (".xz", ".bz2", ".zip", ".tar", ".tgz")
 TEXT_SUFFIXES = (".txt", ".md", ".text", *JSON_SUFFIXES)
 
@@ -249,6 +250,8 @@ def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
             raise InputError(
                 f"{key}: expected text, jsonl, .gz or .zst of them, parquet or arrow, found {path}; unpack it first"
             )
+        if root.suffix in TABLES:
+            raise InputError(f"{key}: {path} is a table of another form; write its rows as jsonl or parquet first")
         return [root]
     if not root.is_dir():
         raise no_such_path(key, path)

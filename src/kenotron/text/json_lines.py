@@ -58,7 +58,7 @@ def _json_row(
     line: bytes, where: str, column: str, file: AnyPath, hook: RowHook | None, bad: Callable[[str], None]
 ) -> list[str]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.rstrip(b"\r\n"))
     except UnicodeDecodeError as error:
         bad(f"{where}: not UTF-8 (byte {error.start} of the line: {error.reason})")
         return []

@@ -144,15 +144,17 @@ class SftDocuments:
         columns = self.columns
         if row.get(columns.messages) is not None:
             return Example(chat_segments(row[columns.messages], self.tokenizer, where), special=False)
-        for column in (columns.prompt, columns.completion):
+        answered = row.get(columns.completion, "") is not None  # null, as tables have it: no answer, as ""
+        for column in (columns.prompt, columns.completion)[: 1 + answered]:
             if not isinstance(row.get(column), str):
                 there = column in row
-                found = type(row[column]).__name__ if there else f"{', '.join(sorted(row))}{nearest(column, row)}"
+                names = f"no such column, but {', '.join(sorted(row))}{nearest(column, row)}"
+                found = type(row[column]).__name__ if there else names
                 raise InputError(
                     f"{where}: expected text in the columns '{columns.prompt}' and '{columns.completion}', or a list "
                     f"'{columns.messages}'; for '{column}' found {found}"
                 )
-        return Example([(row[columns.prompt], False), (row[columns.completion], True)], special=True)
+        return Example([(row[columns.prompt], False), (row[columns.completion] or "", True)], special=True)
 
 
 # ---- chats -------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def train(
     from kenotron.training.metrics import logged_step
     from kenotron.training.run import close, fit, report_failure
     from kenotron.training.run_folder import log_folder, make_log_folder, open_log_folder
-    from kenotron.training.start import choose_start, own_folder, run_name, with_run_name
+    from kenotron.training.start import begin_afresh, choose_start, own_folder, run_name, with_run_name
 
     keep_freed_memory()  # changes malloc for the whole process: steps allocate the same sizes again and again
     console.start_logging(config, mesh)
@@ -90,6 +90,8 @@ def train(
         hooks = build_hooks(config, mesh, observers)
         run = build_run(config, mesh, device, start, open_weights, hooks, local)
         try:
+            if fresh:
+                begin_afresh(config, local)
             if done:
                 run.last_metrics = logged_step(log_folder(config), run.step) if first else {}
             elif first:

@@ -236,11 +236,7 @@ def memory_fields(run: Run) -> dict[str, int]:
     while not path.exists():
         path = path.parent
     disk = shutil.disk_usage(path)
-    return fields | {
-        "hd_total_memory_tb": disk.total,
-        "hd_used_memory_tb": disk.used,
-        "hd_free_memory_tb": disk.free,
-    }
+    return fields | {"hd_total_memory_tb": disk.total, "hd_used_memory_tb": disk.used, "hd_free_memory_tb": disk.free}
 
 
 def logged_step(folder: Path, step: int) -> dict[str, float]:

@@ -3,6 +3,7 @@
 own_folder      holds `checkpoints_path` for this run
 choose_start    the newest complete checkpoint there, if this config continues its run; or `resume_checkpoint_path`,
                 which training/restart.py reads
+begin_afresh    --fresh: the run's earlier checkpoints are set aside
 run_name        the name of the run that goes on, or of a new one
 """
 
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from kenotron.checkpoint import durable, folders, leftovers, loading, manifest
-from kenotron.config import Config, fill_run_name, same_run_difference
+from kenotron.config import ABSENT, Config, fill_run_name, same_run_difference
 from kenotron.config.checkpoints import LOAD_MODES
 from kenotron.config.errors import InputError
 from kenotron.config.resolved import read_resolved, resolved
@@ -103,31 +104,28 @@ def own_folder(config: Config) -> Iterator[None]:
 
 
 def choose_start(
-    config: Config,
-    fresh: bool,
-    start_elsewhere: StartElsewhere | None = None,
-    local: LocalTier | None = None,
+    config: Config, fresh: bool, start_elsewhere: StartElsewhere | None = None, local: LocalTier | None = None
 ) -> Start:
     """The checkpoint to begin from; all ranks call it, rank 0 decides, and all share the reading of checksums.
 
     The newest complete checkpoint in `checkpoints_path`, or one of `local` that is ahead of it, comes first, as it is
-    the run's own; then `resume_checkpoint_path`. `fresh` sets the run's own aside and removes local ones. Raises
-    InputError if the checkpoint there is of a run that this config does not continue.
+    the run's own; then `resume_checkpoint_path`. With `fresh` that alone (`begin_afresh`). Raises InputError if the
+    checkpoint there is of a run that this config does not continue.
     """
     root = config.checkpoint_folder
 
-    def tidy() -> None:
-        leftovers.tidy(root, logger.warning)  # may finish a save that was killed at its rename: before --fresh looks
-        if fresh:
-            _set_aside(root)
-
-    run_on_rank0(tidy)
-    if fresh and local is not None:
-        local.forget()
-    durable_one = folders.newest_complete(root, logger.warning)
-    newest = (local.newest(durable_one) if local is not None else None) or durable_one
+    run_on_rank0(lambda: leftovers.tidy(root, logger.warning))
+    durable_one = None if fresh else folders.newest_complete(root, logger.warning)
+    newest = (local.newest(durable_one) if local is not None and not fresh else None) or durable_one
     start = run_on_rank0(lambda: _start_at(config, newest, start_elsewhere))
     return start if newest is None else replace(start, path=newest)  # local ones may have other names on other ranks
+
+
+def begin_afresh(config: Config, local: LocalTier | None) -> None:
+    """Set the run's own checkpoints aside and remove local ones; all ranks call it, once the config is known to run."""
+    run_on_rank0(lambda: _set_aside(config.checkpoint_folder))
+    if local is not None:
+        local.forget()
 
 
 def run_name(config: Config, continued: Path | None) -> str:
@@ -180,6 +178,7 @@ def _start_at(config: Config, newest: Path | None, start_elsewhere: StartElsewhe
 
 def _set_aside(root: Path) -> None:
     """Move earlier checkpoints to a folder of their own: --fresh deletes nothing."""
+    leftovers.tidy(root, logger.warning)  # may finish a save that was killed at its rename
     steps = [entry.path for entry in folders.list_checkpoints(root)]
     if not steps:
         return
@@ -252,7 +251,8 @@ def changed_stage(saved: dict[str, Any], path: Path, step: int, difference: tupl
     else:
         stages = sorted(saved["data_stages"], key=lambda stage: stage["start_training_step"])
         name = stages[int(key.split(".")[1])]["name"]
-        what = f"{key} of stage '{name}' is {old!r} there and {new!r} in this config"
+        before, now = ("something else" if value is ABSENT else repr(value) for value in (old, new))  # a list, a map
+        what = f"{key} of stage '{name}' is {before} there and {now} in this config"
     return (
         f"{path} is at step {step}, and stages that have begun by then may not change: {what}; put that back "
         f"(stages that begin later may be edited)"
