@@ -244,7 +244,7 @@ def test_a_null_is_no_answer_and_a_missing_column_is_named(tmp_path: Path) -> No
     assert texts.skipped == 1
     write_rows(file, [{"prompt": "a"}])
     texts = SftDocuments(lambda hook: FileDocuments("t", [file], hook=hook), Columns(), None, None)
-    with pytest.raises(InputError, match="for 'completion' found no such column, but prompt$"):
+    with pytest.raises(InputError, match=r"for 'completion' found no such column, but prompt$"):
         list(texts.documents())
 
 
