@@ -137,13 +137,13 @@ def common_keys(sources: Sequence[str | AnyPath], files: Sequence[TokenFile], st
     manifests = list(manifests_beside(files, above=[folder for folder in map(as_path, sources) if folder.is_dir()]))
     hashed = {path for place, made in manifests if "tokenizer_hash" in made for path in _described(place, made)}
     by_hash = all(str(file.path) in hashed for file in files)
+    for file in files if not by_hash else ():
+        if file.tokenizer is not None:
+            agree("tokenizer", file.tokenizer, str(file.path))
     for place, made in manifests:
         for key in MANIFEST_KEYS:
             if key in made and not (key == "tokenizer" and by_hash and key in known):
                 agree(key, made[key], str(place))
-    for file in files if not by_hash else ():
-        if file.tokenizer is not None:
-            agree("tokenizer", file.tokenizer, str(file.path))
     return {key: value for key, (value, _) in known.items() if key not in different}
 
 
