@@ -131,6 +131,10 @@ def test_a_tokenizer_that_is_not_there_is_an_error_by_path_and_told_by_name(fold
         read_all({"dataset_folder": str(folder)}, tokenizer__tokenizer_name_or_path="./words")
     (line,) = read_all({"dataset_folder": str(folder)}, tokenizer__tokenizer_name_or_path="robot/words")
     assert line.startswith("warning: no tokenizer in this run, which its data do not need: ")
+    monkeypatch.chdir(folder)
+    (folder / "my-tokenizer").mkdir()
+    with pytest.raises(InputError, match=r"or folder: my-tokeniser; did you mean 'my-tokenizer'\?"):
+        read_all({"dataset_folder": str(folder)}, tokenizer__tokenizer_name_or_path="my-tokeniser")
 
 
 def test_two_bytes_are_too_few_for_the_runs_tokenizer(folder: Path, tmp_path: Path) -> None:

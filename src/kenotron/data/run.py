@@ -21,7 +21,7 @@ import numpy as np
 
 from kenotron.config import Config
 from kenotron.config.dotted import import_dotted
-from kenotron.config.errors import InputError, counted, is_a_path
+from kenotron.config.errors import InputError, counted, is_a_path, nearest_sibling, no_such_path
 from kenotron.data.batch import Int64, TokenBatch, batch_places, fold
 from kenotron.data.held_out_batches import HeldOut
 from kenotron.data.loader import Prefetcher
@@ -411,11 +411,14 @@ def tokenizer_of(
         return import_dotted(train, "tokenizer.train")(stages[0].sources, section.train.vocab_size, run)
     if section.tokenizer_name_or_path is None:
         return None
+    name = section.tokenizer_name_or_path
     try:
-        return load_tokenizer(section.tokenizer_name_or_path, section.tokenizer_revision)
+        return load_tokenizer(name, section.tokenizer_revision)
     except InputError as error:
-        if has_text or is_a_path(section.tokenizer_name_or_path) or "did you mean" in str(error):  # a folder, mistyped
+        if has_text or is_a_path(name):
             raise
+        if nearest_sibling(Path(name)):  # a folder, mistyped
+            raise no_such_path("tokenizer.tokenizer_name_or_path", name) from None
         run.report(f"warning: no tokenizer in this run, which its data do not need: {error}")
         return None
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kenotron.launch.environment import within_quota
+
 VERSION = 1  # of the JSON object; raised when a key changes its meaning or goes away
 
 
@@ -107,7 +109,7 @@ class Processor:
     @property
     def usable(self) -> int:
         """Cores that threads of this process run on at the same time."""
-        return self.allowed if self.quota is None else max(1, min(self.allowed, int(self.quota + 0.5)))
+        return within_quota(self.allowed, self.quota)
 
 
 @dataclass(frozen=True)

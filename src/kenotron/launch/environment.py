@@ -51,8 +51,12 @@ def ranks_from_environment() -> Ranks:
 
 def cores() -> int:
     """Processor cores that this process may use, by its affinity and its container's limit."""
-    quota = processor_quota()
-    return cores_by_affinity() if quota is None else max(1, min(cores_by_affinity(), int(quota + 0.5)))
+    return within_quota(cores_by_affinity(), processor_quota())
+
+
+def within_quota(cores: int, quota: float | None) -> int:
+    """How many of `cores` run at the same time with a `quota` of processor time (None: no limit)."""
+    return cores if quota is None else max(1, min(cores, int(quota + 0.5)))
 
 
 def cores_by_affinity() -> int:
