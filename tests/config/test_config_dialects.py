@@ -242,6 +242,14 @@ def test_datastates_at_the_top_level_belongs_to_checkpoints(minimal: dict[str, A
         load(minimal, ["checkpoints.checkpointing_engine=async"])
 
 
+def test_the_embedding_has_its_name_of_here(minimal: dict[str, Any]) -> None:
+    """The YAML files that SmolLM3 was trained with exclude it from weight decay."""
+    minimal["optimizer"]["weight_decay_exclude_named_params"] = [".*norm.*", ".*token_embedding.*"]
+    config, lines = upgraded(minimal)
+    assert config.optimizer.weight_decay_exclude_named_params == [".*norm.*", ".*embed_tokens.*"]
+    assert lines == ["optimizer.weight_decay_exclude_named_params: token_embedding is now embed_tokens"]
+
+
 @pytest.mark.parametrize("own", ["checkpoints", "s3://bucket/run"])
 def test_a_run_that_resumes_from_itself_needs_no_key(minimal: dict[str, Any], own: str) -> None:
     """nanotron's YAML of `s3_upload` names its own bucket, which is empty when it first starts."""

@@ -11,6 +11,7 @@ pad_vocab_size_multiple: 8    →       make_vocab_size_divisible_by: 8
 _use_doc_masking: true        →       document_masking: true, beside model_config
 datastates: {…}               →       checkpoints: {datastates: {…}}
 resume_checkpoint_path: a     →       (removed, where the run's own checkpoints go to a)
+weight_decay_exclude_named_params: [.*token_embedding.*]  →  [.*embed_tokens.*]
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def upgrade(document: Document) -> Iterator[str]:
         _doc_masking,
         _mamba,
         _datastates,
+        _embedding,
     ):
         yield from rewrite(document)
 
@@ -189,6 +191,15 @@ def _datastates(document: Document) -> Iterator[str]:
         )
     yield at_line(document, ("datastates",), "datastates is now checkpoints.datastates")
     document.move(("datastates",), new)
+
+
+def _embedding(document: Document) -> Iterator[str]:
+    """The one parameter that nanotron's published configs name: that of SmolLM3."""
+    patterns = document.get(*(at := ("optimizer", "weight_decay_exclude_named_params")))
+    for i, pattern in enumerate(patterns if isinstance(patterns, list) else ()):
+        if "token_embedding" in str(pattern):
+            patterns[i] = str(pattern).replace("token_embedding", "embed_tokens")
+            yield at_line(document, (*at, i), f"{'.'.join(at)}: token_embedding is now embed_tokens")
 
 
 def resume_from_itself(document: Document) -> Iterator[str]:
