@@ -1,4 +1,4 @@
-from kenotron.cli.seeds import run_generate
+from kenotron.cli.nanotron_scripts import run_generate
 
 if __name__ == "__main__":
     run_generate()

@@ -1,4 +1,4 @@
-from kenotron.cli.seeds import run_train
+from kenotron.cli.nanotron_scripts import run_train
 
 if __name__ == "__main__":
     run_train()

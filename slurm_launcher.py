@@ -1,4 +1,4 @@
-from kenotron.cli.seeds import slurm_launcher
+from kenotron.cli.nanotron_scripts import slurm_launcher
 
 if __name__ == "__main__":
     slurm_launcher()

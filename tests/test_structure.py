@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -33,6 +34,17 @@ def test_a_model_family_is_a_short_file() -> None:
     families = list((REPOSITORY / "src" / "kenotron" / "models" / "families").glob("*.py"))
     assert len(families) > 16
     assert {path.name: lines for path in families if (lines := lines_of_code(path.read_text())) > 150} == {}
+
+
+def test_a_package_that_lists_its_modules_lists_all_of_them() -> None:
+    unlisted = []
+    for package in sorted((REPOSITORY / "src" / "kenotron").rglob("__init__.py")):
+        listed = ast.get_docstring(ast.parse(package.read_text(encoding="utf-8"))) or ""
+        modules = [path.stem for path in package.parent.glob("*.py") if path != package]
+        named = [module for module in modules if re.search(rf"\b{module}\.py", listed)]
+        if len(named) > len(modules) / 2:
+            unlisted += [f"{package.parent.name}/{module}.py" for module in modules if module not in named]
+    assert not unlisted
 
 
 def lines_of_code(source: str) -> int:

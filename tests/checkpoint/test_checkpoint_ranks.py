@@ -142,7 +142,7 @@ def stages_change_places(rank: int, root: Path) -> str:
 def test_ranks_with_different_names_write_together_as_pipeline_stages_do(tmp_path: Path) -> None:
     first, second = run_ranks(2, stages_change_places, tmp_path)
     assert_same(read_tensors(tmp_path / "1"), {"stage0": torch.zeros(2), "stage1": torch.ones(2)})
-    assert "has 'stage1', which this run has not" in first
+    assert "has 'stage1', which this run does not have" in first
     assert first == second
 
 

@@ -370,8 +370,8 @@ def test_a_dict_trains_too(tmp_path: Path) -> None:
 COMMANDS = [
     (
         ("generate", "gpt2"),
-        "error: no such folder here: 'gpt2' is not in the local Hugging Face cache, and HF_HUB_OFFLINE=1 forbids to "
-        "fetch it",
+        "error: no such folder here: 'gpt2' is not in the local Hugging Face cache, and HF_HUB_OFFLINE=1 forbids "
+        "fetching it",
     ),
     (("generate", "tiny.yaml"), "error: tiny.yaml is a file; expected a checkpoint, or a folder of checkpoints"),
     (

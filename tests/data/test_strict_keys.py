@@ -167,7 +167,7 @@ def test_what_is_wrong_with_the_data_is_named_by_the_whole_key(here: Path, case:
 def test_a_stage_that_restarts_what_nobody_read_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = to_dict(run_config(DS, {"tokens": "ids.npy"}))
     content["data_stages"][1]["data"]["restart"] = True
-    message = "data_stages.1.data.restart: expected false: no earlier stage reads of its sources"
+    message = "data_stages.1.data.restart: expected false: no earlier stage reads any of its sources"
     assert first_failure(load(content)) == message
     (here / "my.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(SystemExit) as ended:

@@ -11,7 +11,7 @@ import pytest
 import kenotron as kn
 from kenotron.cli import main, rank0
 from kenotron.cli.generate import BUILT_IN_PROMPTS
-from kenotron.cli.seeds import run_generate
+from kenotron.cli.nanotron_scripts import run_generate
 from kenotron.config import InputError
 from kenotron.config.parallelism import Parallelism
 from kenotron.generation import SamplingOptions, generate
@@ -172,7 +172,7 @@ def test_an_empty_or_foreign_prompt_file_is_named(shell, path, tmp_path):
     (tmp_path / "empty.txt").write_text("\n\n")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
     assert (
-        "empty.txt has no prompt; expected one a line"
+        "empty.txt has no prompt; expected one per line"
         in shell("generate", path, "--prompt-file", tmp_path / "empty.txt")[2]
     )
     assert "latin.txt is not UTF-8" in shell("generate", path, "--prompt-file", tmp_path / "latin.txt")[2]

@@ -28,7 +28,7 @@ def test_to_hf_says_what_was_written_and_proposes_a_command_that_works(shell, tm
     code, out, err = shell("convert", "to-hf", path, tmp_path / "out", "--dtype", "bfloat16")
     wrote, proposed = out.splitlines()
     assert (code, err) == (0, "")
-    assert wrote.startswith(f"Wrote {tmp_path / 'out'}: model.safetensors, 0.1 MB in bfloat16")
+    assert wrote.startswith(f"Wrote {tmp_path / 'out'}: model.safetensors, 69.4 kB in bfloat16")
     python, flag, program = shlex.split(proposed.removeprefix("Next: "))
     assert (python, flag) == ("python", "-c")
     exec(program, {})

@@ -185,7 +185,7 @@ def edit(file, old, new):
         ),
         (remove(f"{LAYER}/attn/o_proj/{SECOND}"), "weight of 2 tensor-parallel ranks, found none of rank 1"),
         (remove(OPTIMIZER), "pp 0, tp 0, dp 1 has none"),
-        (remove(METADATA), "is no checkpoint of nanotron: it has no checkpoint_metadata.json"),
+        (remove(METADATA), "is not a checkpoint of nanotron: it has no checkpoint_metadata.json"),
         (edit(CONFIG, "hidden_layers: 2", "hidden_layers: 1"), r"has the tensor model\.decoder\.1\..*, which .* lacks"),
         (
             edit(CONFIG, "size: 24", "size: 20"),

@@ -81,7 +81,7 @@ def test_narrow_types_are_near_float64(dtype: torch.dtype, bound: float) -> None
 @pytest.mark.parametrize("on_host", [True, False])
 def test_dropped_slots_add_nothing_and_get_no_gradient(on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where group sizes stay on the device: `grouped_mm` runs on a CPU, too."""
-    monkeypatch.setattr("kenotron.kernels.experts._sizes_on_host", lambda sizes: on_host)
+    monkeypatch.setattr("kenotron.kernels.experts.reads_are_free", lambda sizes: on_host)
     (x, weights, *matrices), choice = problem(12, 5, 2, torch.float32)
     kept = torch.rand(choice.shape, generator=torch.Generator().manual_seed(2)) < 0.6
     choice, factors = choice.where(kept, 5), weights * kept

@@ -162,7 +162,7 @@ def test_processes_for_dp_times_ep_make_dp_larger_and_say_so(
         expected = "4 processes are dp 2 x ep 2 x the rest: dp is read as 4, so a step has 12 samples and not 6"
         assert (expected in said) == (dp == 4)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(InputError, match=r"expected a divisor of dp x context_parallel_size 1, found 2: .*is dp: 2"):
+    with pytest.raises(InputError, match=r"expected a divisor of dp x context_parallel_size 1, found 2: .*set dp: 2"):
         kn.train(kn.load(config, ["parallelism.dp=1"]))
 
 

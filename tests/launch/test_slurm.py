@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenotron.cli import main
-from kenotron.cli.seeds import slurm_launcher
+from kenotron.cli.nanotron_scripts import slurm_launcher
 from kenotron.cli.slurm import _configs
 from kenotron.config import load
 from kenotron.config.errors import InputError

@@ -158,7 +158,7 @@ def test_state_that_no_checkpoint_would_hold_is_refused_at_the_start(tiny, secti
 
 def test_weight_decay_that_an_optimizer_does_not_have_is_not_ignored(tiny, section):
     name = f"{__name__}.WithoutDecay"
-    with pytest.raises(InputError, match="has no weight decay, so expected 0"):
+    with pytest.raises(InputError, match="does not support weight decay; expected 0"):
         build_optimizer(tiny().named_parameters(), section({"name": name}))
     assert isinstance(
         build_optimizer(tiny().named_parameters(), section({"name": name}, weight_decay=0.0)), WithoutDecay

@@ -17,8 +17,12 @@ from kenotron.prepare.inputs import open_input
     [
         ("a.md", {"column": "body"}, r"--column: .*a\.md: text files have no columns; expected jsonl, parquet or"),
         ("a.csv", {}, r"INPUT: .*a\.csv is a table of another form; write its rows as jsonl or parquet first"),
-        ("a.jsonl", {"split": "test"}, r"--split: .*a\.jsonl is no dataset of the hub, nor a folder that `datasets`"),
-        ("a.txt", {"config_name": "en"}, r"--config-name: .*a\.txt is no dataset of the hub"),
+        (
+            "a.jsonl",
+            {"split": "test"},
+            r"--split: .*a\.jsonl is neither a dataset of the hub nor a folder",
+        ),
+        ("a.txt", {"config_name": "en"}, r"--config-name: .*a\.txt is neither a dataset of the hub"),
     ],
 )
 def test_what_an_input_does_not_have_is_refused(

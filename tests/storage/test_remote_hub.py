@@ -216,5 +216,5 @@ def test_what_is_not_there_or_not_for_us(hub: Hub, tokens: Any, monkeypatch: pyt
 @pytest.mark.parametrize("variable", OFFLINE_VARIABLES)
 def test_without_network_it_is_said_at_once(hub: Hub, tokens: Any, variable: str, monkeypatch: Any) -> None:
     monkeypatch.setenv(variable, "1")
-    with pytest.raises(InputError, match=f"^{tokens[0]}: {variable}=1 forbids to ask the Hugging Face hub$"):
+    with pytest.raises(InputError, match=f"^{tokens[0]}: {variable}=1 forbids access to the Hugging Face hub$"):
         open_token_files(tokens[0], "PATH")

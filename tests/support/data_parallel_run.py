@@ -21,7 +21,7 @@ from kenotron.optim.build import build_optimizer
 from kenotron.optim.clip import clip_gradients
 from kenotron.parallel import data, tensor
 from kenotron.parallel.mesh import Mesh, build_mesh
-from kenotron.parallel.shards import shard_of
+from kenotron.parallel.shards import local_tensor, shard_of
 
 LENGTH, VOCAB = 12, 50
 STEPS = 3
@@ -181,7 +181,7 @@ def whole(tensor: Any) -> Tensor:
 
 
 def local_bytes(tensors: Any) -> int:
-    return sum(data.local_tensor(tensor).nbytes for tensor in tensors)
+    return sum(local_tensor(tensor).nbytes for tensor in tensors)
 
 
 def train(rank: int, layout: Layout, sequences: int) -> Record:

@@ -84,7 +84,7 @@ def test_a_model_that_changes_outputs_in_place_goes_on_without_the_name_of_the_m
     config = tiny_config(tmp_path, f"{spoil}, support.user_parts.InPlace]", *TWO_MICRO_BATCHES)
     _, said = train_and_listen(config)
     assert (line(config)["where"], line(config)["ranks"]) == ("gradient", [0])
-    assert "step 2: the module is not known: one changes the output of another in place" in said
+    assert "step 2: cannot name the module: a module modifies the output of another in place" in said
     assert [step["skipped"] for step in metrics(config)] == [False, True, False]
 
 

@@ -95,7 +95,7 @@ def publish(temporary: Path, final: Path, report: Report = quiet) -> None:
     if aside and ours:
         shutil.rmtree(aside, ignore_errors=True)
     elif aside:
-        report(f"{final} was no checkpoint of kenotron; it is now {aside.name}")
+        report(f"{final} was not a checkpoint of Kénotron; it is now {aside.name}")
 
 
 def verify(path: Path | str, progress: Progress | None = None) -> list[str]:

@@ -30,7 +30,6 @@ def load(
     optimizer: dict[str, Any] | None,
     hooks: dict[str, Any] | None = None,
     verify: bool = True,
-    cast: bool = False,
     fetch: Callable[[set[str]], None] | None = None,
 ) -> dict[str, Any]:
     """Fill `model`, `optimizer` and `hooks` in place from the checkpoint folder `path` and return its `state`.
@@ -40,7 +39,6 @@ def load(
 
     Args:
         verify: check the files' checksums first, each rank a share. False only right after `newest_complete`.
-        cast: convert where the dtype differs, which is an error otherwise.
         fetch: called, on every rank, with the names of the files that it will read.
 
     Raises:
@@ -58,7 +56,7 @@ def load(
 
     def check() -> None:
         for folder, tensors in parts.items():
-            _check_fit(path / folder, indexes[folder], tensors, on_all_ranks[folder], cast)
+            _check_fit(path / folder, indexes[folder], tensors, on_all_ranks[folder])
 
     raise_on_any_rank(check)
     from kenotron.checkpoint.tensors import files_read, fill_tensors
@@ -74,7 +72,7 @@ def read_config(path: Path | str) -> dict[str, Any]:
     """The plain data of the config that the checkpoint folder `path` was saved with.
 
     Raises:
-        CheckpointError: there is none, or it is no YAML.
+        CheckpointError: there is none, or it is not valid YAML.
     """
     file = Path(path) / "config.yaml"
     try:
@@ -82,7 +80,7 @@ def read_config(path: Path | str) -> dict[str, Any]:
     except OSError as error:
         raise refusal("read", file, error) from error
     except yaml.YAMLError as error:
-        raise CheckpointError(f"{file} is damaged: it is no YAML") from error
+        raise CheckpointError(f"{file} is damaged: it is not valid YAML") from error
 
 
 def read_data(path: Path | str, name: str) -> bytes | None:
@@ -117,7 +115,7 @@ def raise_if_damaged(problems: list[str]) -> None:
         raise CheckpointError(first_of(problems))
 
 
-def _check_fit(folder: Path, index: Index, tensors: dict[str, Any], names: set[str], cast: bool) -> None:
+def _check_fit(folder: Path, index: Index, tensors: dict[str, Any], names: set[str]) -> None:
     """Raise unless the index holds just `names` (all ranks'), and `tensors` (this rank's) in their shapes."""
     known = [*index.tensors, *index.values]
     missing = sorted(names.difference(known))
@@ -125,13 +123,13 @@ def _check_fit(folder: Path, index: Index, tensors: dict[str, Any], names: set[s
     if missing:
         raise CheckpointError(f"{folder} lacks {missing[0]!r}{_more(missing)}{nearest(missing[0], extra)}")
     if extra:
-        raise CheckpointError(f"{folder} has {extra[0]!r}{_more(extra)}, which this run has not")
-    unfit = [problem for name, value in tensors.items() if (problem := _misfit(name, index, value, cast))]
+        raise CheckpointError(f"{folder} has {extra[0]!r}{_more(extra)}, which this run does not have")
+    unfit = [problem for name, value in tensors.items() if (problem := _misfit(name, index, value))]
     if unfit:
         raise CheckpointError(f"{folder}: {unfit[0]}{_more(unfit)}")
 
 
-def _misfit(name: str, index: Index, value: Any, cast: bool) -> str | None:
+def _misfit(name: str, index: Index, value: Any) -> str | None:
     from torch import Tensor
 
     from kenotron.kernels.tensor_shard import TensorShard
@@ -145,7 +143,7 @@ def _misfit(name: str, index: Index, value: Any, cast: bool) -> str | None:
         return f"{name!r} has shape {list(saved.shape)} there and {list(value.shape)} here"
     local = value.tensor if isinstance(value, TensorShard) else value
     dtype = str(local.dtype).removeprefix("torch.")
-    if dtype != DTYPES[saved.dtype][0] and not cast:
+    if dtype != DTYPES[saved.dtype][0]:
         return f"{name!r} is {DTYPES[saved.dtype][0]} there and {dtype} here"
     if local.is_meta:
         return f"{name!r} has no memory yet (meta device) to be filled"

@@ -28,7 +28,7 @@ from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.checkpoint.retention import prune as prune_checkpoints
 from kenotron.checkpoint.retention import to_prune
 from kenotron.cli.remote import at_hand
-from kenotron.config.errors import CheckpointError, InputError, counted, nearest
+from kenotron.config.errors import CheckpointError, InputError, byte_size, counted, nearest
 from kenotron.config.remote import is_remote
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ def show(
     print(f"state: {json.dumps(manifest.state)}")
     for folder, index in indexes.items():
         rows = [
-            [name, str(list(entry.shape)), DTYPES[entry.dtype][0], _human(entry.bytes), str(len(entry.chunks))]
+            [name, str(list(entry.shape)), DTYPES[entry.dtype][0], byte_size(entry.bytes), str(len(entry.chunks))]
             for name, entry in index.tensors.items()
         ]
         total = sum(entry.bytes for entry in index.tensors.values())
-        print(f"\n{folder}: {len(rows)} tensors, {_human(total)}; {len(index.values)} values")
+        print(f"\n{folder}: {len(rows)} tensors, {byte_size(total)}; {len(index.values)} values")
         _print_table(["tensor", "shape", "dtype", "size", "chunks"], rows)
 
 
@@ -128,7 +128,7 @@ def prune(
         return
     for entry in doomed:
         print(f"{'would remove' if dry_run else 'removed'} {entry.path}")
-    print(f"{counted(len(doomed), 'checkpoint')}, {_human(freed)}")
+    print(f"{counted(len(doomed), 'checkpoint')}, {byte_size(freed)}")
 
 
 @app.command()
@@ -152,7 +152,7 @@ def average(
         raise InputError(f"--weights: expected numbers such as 3,1, found {weights!r}") from None
     on_this_machine(output, "--output")
     saved = average([at_hand(path) for path in paths], output, numbers)
-    print(f"Wrote {saved.path}: {_human(saved.bytes)} in {saved.seconds:.1f} s")
+    print(f"Wrote {saved.path}: {byte_size(saved.bytes)} in {saved.seconds:.1f} s")
     print(f"Next: kenotron generate {saved.path}")
 
 
@@ -263,16 +263,7 @@ def _date(manifest: Manifest | None) -> str:
 
 
 def _size(manifest: Manifest | None) -> str:
-    return _human(manifest.bytes) if manifest else "?"
-
-
-def _human(count: float) -> str:
-    """Bytes in decimal units: 1542000 → `1.54 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
+    return byte_size(manifest.bytes) if manifest else "?"
 
 
 def _print_json(value: Any) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from kenotron.cli.data import on_this_machine
 from kenotron.cli.remote import at_hand
-from kenotron.config.errors import no_such_path
+from kenotron.config.errors import byte_size, no_such_path
 
 app = typer.Typer(help="Convert models to and from Hugging Face's format, and nanotron's runs.", no_args_is_help=True)
 
@@ -34,7 +34,7 @@ def from_hf(
 
     with _progress("Reading") as progress:
         saved = interop.from_hf(src, dst, family=family, report=_say, progress=progress)
-    print(f"Wrote {saved.path}: {saved.bytes / 1e6:.1f} MB in {saved.seconds:.1f} s")
+    print(f"Wrote {saved.path}: {byte_size(saved.bytes)} in {saved.seconds:.1f} s")
     print(f'Next: kenotron generate {dst} --prompt "Once upon a time"')
     print(f"  or, in a config: model.model_config: {{hf: {src}}} and model.init_method: {{path: {dst}}}")
 
@@ -58,7 +58,7 @@ def to_hf(
     with _progress("Writing") as progress:
         written = interop.to_hf(source, dst, dtype=dtype, max_shard_size=max_shard_size, report=_say, progress=progress)
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
-    print(f"Wrote {written.path}: {files}, {written.bytes / 1e6:.1f} MB in {written.dtype}")
+    print(f"Wrote {written.path}: {files}, {byte_size(written.bytes)} in {written.dtype}")
     print(f'Next: python -c "import transformers as t; print(t.AutoModelForCausalLM.from_pretrained({str(dst)!r}))"')
 
 
@@ -75,7 +75,7 @@ def from_nanotron(
 
     with _progress("Reading") as progress:
         saved = interop.from_nanotron(src, dst, report=_say, progress=progress)
-    print(f"Wrote {saved.path}: {saved.bytes / 1e6:.1f} MB in {saved.seconds:.1f} s")
+    print(f"Wrote {saved.path}: {byte_size(saved.bytes)} in {saved.seconds:.1f} s")
     print(f"Next: kenotron train {saved.path / 'config.yaml'}")
     print(f"  or, in a config of the same data_stages: checkpoints.resume_checkpoint_path: {saved.path}")
 

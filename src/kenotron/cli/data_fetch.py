@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kenotron.cli.data import app
-from kenotron.config.errors import counted
+from kenotron.config.errors import byte_size, counted
 
 if TYPE_CHECKING:
     from kenotron.prepare.download import RequiredFile, ResolvedFile
@@ -66,22 +66,13 @@ def _files_in(locate: Callable[[str], Path], path: str) -> list[Path]:
 def _line(found: ResolvedFile) -> str:
     required = found.required
     if required.download is None:
-        status = f"{_bytes(found.size)}, read during training" if required.measure else "user code, not checked"
+        status = f"{byte_size(found.size)}, read during training" if required.measure else "user code, not checked"
         return f"{required.kind} {required.name}: {status}"
-    size = _bytes(found.size)
+    size = byte_size(found.size)
     if not found.downloaded:
         status = f"already here, {size}"
     elif found.downloaded < found.size:
-        status = f"downloaded {_bytes(found.downloaded)} of {size}"
+        status = f"downloaded {byte_size(found.downloaded)} of {size}"
     else:
         status = f"downloaded {size}"
     return f"{required.kind} {required.name}: {status}, {found.place}"
-
-
-def _bytes(size: int) -> str:
-    number = float(size)
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} TB"

@@ -137,7 +137,7 @@ def _lines(file: str) -> list[str]:
     except UnicodeDecodeError as error:
         raise InputError(f"--prompt-file: {name} is not UTF-8: {error.reason} at byte {error.start}") from None
     if not lines:
-        raise InputError(f"--prompt-file: {name} has no prompt; expected one a line")
+        raise InputError(f"--prompt-file: {name} has no prompt; expected one per line")
     return lines
 
 

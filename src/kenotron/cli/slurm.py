@@ -219,7 +219,7 @@ def _nodes(config: Config, site: Site, nodes: int | None, ranks_here: int) -> in
     needed = layout.world_size
     if not ranks_here:
         if nodes not in (None, 1):
-            raise InputError("--gpus-per-node: missing; how many ranks has a node?")
+            raise InputError("--gpus-per-node: missing; expected the number of ranks per node")
         return 1
     found = nodes or max(1, needed // ranks_here)
     if found * ranks_here != needed:

@@ -41,12 +41,6 @@ def upgrade(document: Document) -> Iterator[str]:
         yield from rewrite(document)
 
 
-def at_line(document: Document, keys: Keys, what: str) -> str:
-    """`what`, after the file and line (or the override) where `keys` were written."""
-    place = document.place(keys)
-    return f"{place}: {what}" if place else what
-
-
 def _flat_adam(document: Document) -> Iterator[str]:
     optimizer = document.get("optimizer")
     flat = [name for name in _FLAT_ADAM if isinstance(optimizer, dict) and name in optimizer]
@@ -58,20 +52,19 @@ def _flat_adam(document: Document) -> Iterator[str]:
         new: Keys = ("optimizer", "optimizer_factory", name)
         if not isinstance(document.get(*new[:-1]), dict) or name in document.get(*new[:-1]):
             raise InputError(
-                at_line(
-                    document,
+                document.at(
                     ("optimizer", name),
                     f"optimizer.{name} is also set in optimizer.optimizer_factory; remove one of them",
                 )
             )
-        yield at_line(document, ("optimizer", name), f"optimizer.{name} is now optimizer.optimizer_factory.{name}")
+        yield document.at(("optimizer", name), f"optimizer.{name} is now optimizer.optimizer_factory.{name}")
         document.move(("optimizer", name), new)
 
 
 def _data_without_stages(document: Document) -> Iterator[str]:
     if not isinstance(document.get("data"), dict) or "data_stages" in document.data:
         return
-    yield at_line(document, ("data",), "data is now data_stages, a list of stages (here one, starting at step 1)")
+    yield document.at(("data",), "data is now data_stages, a list of stages (here one, starting at step 1)")
     document.places[("data_stages",)] = document.place(("data",))
     document.data["data_stages"] = [{"name": _FIRST_STAGE, "start_training_step": 1}]
     document.move(("data",), ("data_stages", 0, "data"))
@@ -95,10 +88,10 @@ def _folder_weights(document: Document) -> Iterator[str]:
             continue
         if document.get(*keys, "dataset_weights") is not None:
             raise InputError(
-                at_line(document, folder, "dataset_folder has weights, and so has dataset_weights; remove one of them")
+                document.at(folder, "dataset_folder has weights, and so has dataset_weights; remove one of them")
             )
         place = document.place(folder)
-        yield at_line(document, folder, "dataset_folder {folder: weight} is now dataset_folder and dataset_weights")
+        yield document.at(folder, "dataset_folder {folder: weight} is now dataset_folder and dataset_weights")
         document.put(folder, list(weights), place)
         document.put((*keys, "dataset_weights"), list(weights.values()), place)
 
@@ -107,8 +100,7 @@ def _moe_recompute(document: Document) -> Iterator[str]:
     parallelism = document.get("parallelism")
     if isinstance(parallelism, dict) and "moe_layer_recompute" in parallelism:
         keys = ("parallelism", "moe_layer_recompute")
-        yield at_line(
-            document,
+        yield document.at(
             keys,
             "parallelism.moe_layer_recompute is ignored: recompute_layer recomputes layers with experts as others",
         )
@@ -123,14 +115,13 @@ def _interleaved_rotary(document: Document) -> Iterator[str]:
         return
     if "rope_interleaved" in keys and keys["rope_interleaved"] != keys["interleaved_rotary"]:
         raise InputError(
-            at_line(
-                document,
+            document.at(
                 old,
                 f"interleaved_rotary {keys['interleaved_rotary']} is the old name of rope_interleaved, which is "
                 f"{keys['rope_interleaved']}; remove one of them",
             )
         )
-    yield at_line(document, old, "model.model_config.interleaved_rotary is now rope_interleaved")
+    yield document.at(old, "model.model_config.interleaved_rotary is now rope_interleaved")
     document.move(old, new)
 
 
@@ -139,8 +130,8 @@ def _doc_masking(document: Document) -> Iterator[str]:
     if document.get(*old) is not True:
         return
     if document.get("model", "document_masking") is False:
-        raise InputError(at_line(document, old, "_use_doc_masking is true and model.document_masking false"))
-    yield at_line(document, old, "model.model_config._use_doc_masking is now model.document_masking")
+        raise InputError(document.at(old, "_use_doc_masking is true and model.document_masking false"))
+    yield document.at(old, "model.model_config._use_doc_masking is now model.document_masking")
     document.put(("model", "document_masking"), True, document.place(old))
     del document.get("model", "model_config")["_use_doc_masking"]
 
@@ -150,30 +141,27 @@ def _mamba(document: Document) -> Iterator[str]:
     init, keys = document.get("model", "init_method"), document.get("model", "model_config")
     if isinstance(init, dict) and "initializer_range" in init and "std" not in init:
         at: Keys = ("model", "init_method", "initializer_range")
-        yield at_line(
-            document,
+        yield document.at(
             at,
             "model.init_method.initializer_range is now std; rescale_prenorm_residual is now scaling_method",
         )
         document.move(at, ("model", "init_method", "std"))
         if init.pop("n_residuals_per_layer", 1) != 1:
-            raise InputError(at_line(document, at, "n_residuals_per_layer: expected 1, the branches of a Mamba layer"))
+            raise InputError(document.at(at, "n_residuals_per_layer: expected 1, the branches of a Mamba layer"))
         init.setdefault("scaling_method", "NUM_LAYERS" if init.pop("rescale_prenorm_residual", True) else "NONE")
     if not isinstance(keys, dict) or "is_mamba_config" not in keys:
         return
     dtype = keys.pop("dtype", None)
     if dtype is not None and dtype != document.get("model", "dtype"):
         at = ("model", "model_config", "dtype")
-        raise InputError(
-            at_line(document, at, f"model.model_config.dtype {dtype}: expected that of model.dtype; remove it")
-        )
+        raise InputError(document.at(at, f"model.model_config.dtype {dtype}: expected that of model.dtype; remove it"))
     if "pad_vocab_size_multiple" in keys:
         at, new = ("model", "model_config", "pad_vocab_size_multiple"), ("model", "make_vocab_size_divisible_by")
         if document.get(*new) not in (None, 1, keys["pad_vocab_size_multiple"]):
             raise InputError(
-                at_line(document, at, "pad_vocab_size_multiple is also model.make_vocab_size_divisible_by; remove one")
+                document.at(at, "pad_vocab_size_multiple is also model.make_vocab_size_divisible_by; remove one")
             )
-        yield at_line(document, at, "pad_vocab_size_multiple is now model.make_vocab_size_divisible_by")
+        yield document.at(at, "pad_vocab_size_multiple is now model.make_vocab_size_divisible_by")
         document.put(new, keys.pop("pad_vocab_size_multiple"), document.place(at))
 
 
@@ -187,9 +175,9 @@ def _datastates(document: Document) -> Iterator[str]:
         return
     if document.get(*new) is not None:
         raise InputError(
-            at_line(document, ("datastates",), "datastates is also set in checkpoints.datastates; remove one of them")
+            document.at(("datastates",), "datastates is also set in checkpoints.datastates; remove one of them")
         )
-    yield at_line(document, ("datastates",), "datastates is now checkpoints.datastates")
+    yield document.at(("datastates",), "datastates is now checkpoints.datastates")
     document.move(("datastates",), new)
 
 
@@ -199,7 +187,7 @@ def _embedding(document: Document) -> Iterator[str]:
     for i, pattern in enumerate(patterns if isinstance(patterns, list) else ()):
         if "token_embedding" in str(pattern):
             patterns[i] = str(pattern).replace("token_embedding", "embed_tokens")
-            yield at_line(document, (*at, i), f"{'.'.join(at)}: token_embedding is now embed_tokens")
+            yield document.at((*at, i), f"{'.'.join(at)}: token_embedding is now embed_tokens")
 
 
 def resume_from_itself(document: Document) -> Iterator[str]:
@@ -207,7 +195,5 @@ def resume_from_itself(document: Document) -> Iterator[str]:
     at = ("checkpoints", "resume_checkpoint_path")
     own = (document.get("checkpoints", "checkpoints_path"), document.get("s3_upload", "upload_s3_path"))
     if document.get(*at) and document.get(*at) in own:
-        yield at_line(
-            document, at, "a run resumes from its own checkpoints; checkpoints.resume_checkpoint_path ignored"
-        )
+        yield document.at(at, "a run resumes from its own checkpoints; checkpoints.resume_checkpoint_path ignored")
         document.put(at, None)

@@ -50,6 +50,11 @@ class Document:
                 return self.places[keys[:length]]
         return self.name
 
+    def at(self, keys: Keys, message: str) -> str:
+        """`message`, after the file and line (or the override) where `keys` were written."""
+        place = self.place(keys)
+        return f"{place}: {message}" if place else message
+
     def get(self, *keys: str | int) -> Any:
         """The value at `keys`, or None."""
         value: Any = self.data

@@ -69,6 +69,15 @@ def is_a_path(name_or_path: str | Path) -> bool:
     return name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
+def byte_size(count: float) -> str:
+    """Bytes in decimal units: ``1.54 MB`` of 1542000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
 def counted(number: int, noun: str) -> str:
     """``1 file``, ``1,200 files``, ``2 processes``: a count with its noun in the singular or plural."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"

@@ -79,22 +79,22 @@ def _lines(error: dict[str, Any], extra: list[Location], document: Document) -> 
     keys = _without_tags(location)
     if error["type"] == "checks":
         for path, message in context["problems"]:
-            yield _at(document, _parts(path), f"{path}: {message}")
+            yield document.at(_parts(path), f"{path}: {message}")
     elif error["type"] == "check":
         keys = keys + _parts(context["path"])
-        yield _at(document, keys, f"{dotted(keys)}: {context['message']}")
+        yield document.at(keys, f"{dotted(keys)}: {context['message']}")
     elif error["type"] == "missing":
-        yield _at(document, keys[:-1], f"missing key '{dotted(keys)}'")
+        yield document.at(keys[:-1], f"missing key '{dotted(keys)}'")
     elif error["type"] == "extra_forbidden" and owner(location[:-1], str(location[-1])):
         yield _mixed_variants(location, extra, document)
     elif error["type"] == "extra_forbidden":
-        yield _at(document, keys, _unknown(location))
+        yield document.at(keys, _unknown(location))
     else:
         if error["type"] == "variant" and isinstance(error["input"], dict) and "name" in error["input"]:
             keys, error = (*keys, "name"), error | {"input": error["input"]["name"]}
         words = _names(error["input"]) if isinstance(error["input"], dict | str) else []
         hint = next(filter(None, (_space_missing(word, location) for word in words)), "")
-        yield _at(document, keys, f"{dotted(keys)}: {_expected(error, context)}{hint}")
+        yield document.at(keys, f"{dotted(keys)}: {_expected(error, context)}{hint}")
 
 
 def dotted(keys: Keys) -> str:
@@ -108,11 +108,6 @@ def _without_tags(location: Location) -> Keys:
 
 def _parts(path: str) -> Keys:
     return tuple(int(part) if part.isdecimal() else part for part in path.split(".") if part)
-
-
-def _at(document: Document, keys: Keys, message: str) -> str:
-    place = document.place(keys)
-    return f"{place}: {message}" if place else message
 
 
 def _expected(error: dict[str, Any], context: dict[str, Any]) -> str:
@@ -172,7 +167,7 @@ def _mixed_variants(location: Location, extra: list[Location], document: Documen
         f"{str(other).strip('()')}, but {ours or 'the rest'} makes this {str(around[-1]).strip('()')}; "
         f"to switch, set the complete map: {dotted(keys)}={inline(keep)}"
     )
-    return _at(document, (*keys, foreign[0]), message)
+    return document.at((*keys, foreign[0]), message)
 
 
 def shown(value: object) -> str:

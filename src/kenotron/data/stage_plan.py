@@ -168,7 +168,7 @@ def plan_stages(config: Config) -> list[StagePlan]:
         earlier = {source.label for stage in planned for source in stage.sources}
         if data.restart and earlier.isdisjoint(source.label for source in sources):
             raise InputError(
-                f"data_stages.{number}.data.restart: expected false: no earlier stage reads of its sources"
+                f"data_stages.{number}.data.restart: expected false: no earlier stage reads any of its sources"
             )
         planned.append(
             StagePlan(

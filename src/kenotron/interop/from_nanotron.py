@@ -115,7 +115,7 @@ def _folder(path: Path) -> Path:
     latest = path / "latest.txt"
     folder = path / latest.read_text(encoding="utf-8").strip() if latest.is_file() else path
     if not (folder / METADATA).is_file():
-        raise InputError(f"{folder} is no checkpoint of nanotron: it has no {METADATA}")
+        raise InputError(f"{folder} is not a checkpoint of nanotron: it has no {METADATA}")
     version = str(read_json(folder / METADATA).get("version"))
     if version not in VERSIONS:
         raise NotSupportedYet(f"{folder / METADATA}: version {version} (there are {', '.join(VERSIONS)})")
@@ -143,7 +143,7 @@ def _config(folder: Path, root: Path, report: Report) -> Config:
     """nanotron's config.yaml with the checkpoints of `root`."""
     file = folder / "config.yaml"
     if not file.is_file():
-        raise InputError(f"{folder} is no checkpoint of nanotron: it has no config.yaml")
+        raise InputError(f"{folder} is not a checkpoint of nanotron: it has no config.yaml")
     data = read(file).data
     for section in LEFT_OUT:
         if data.pop(section, None):

@@ -31,6 +31,7 @@ from torch import Tensor
 from kenotron.kernels import products
 from kenotron.kernels.fused import fused
 from kenotron.kernels.products import rows_by_matrix, rows_by_rows
+from kenotron.kernels.shortcuts import reads_are_free
 from kenotron.kernels.swiglu import ACTIVATIONS
 from kenotron.kernels.token_slots import sum_of_slots
 
@@ -67,7 +68,7 @@ class _ExpertMLP(torch.autograd.Function):
         ctx.act, ctx.slots = act, experts.shape[1]
         order, counts = slots_by_expert(experts, up.shape[0] + 1)
         sizes, dropped = counts[:-1], counts[-1]  # whose slots are the last of `order`
-        if _sizes_on_host(sizes):
+        if reads_are_free(sizes):
             order = order[: len(order) - int(dropped)]
         else:  # the host waits for no count: they are rows of the last expert, of weight 0
             sizes[-1] += dropped
@@ -109,7 +110,7 @@ def _with_room(order: Tensor, weights: Tensor, sizes: Tensor, dtype: torch.dtype
     routing has ever new ones. Eight numbers between powers of two stay in its cache. Else the third is None.
     """
     w = weights.reshape(-1).index_select(0, order).to(dtype)
-    if not _sizes_on_host(sizes) or not (dtype.itemsize == 2 or (products.ONEDNN and dtype == torch.float32)):
+    if not reads_are_free(sizes) or not (dtype.itemsize == 2 or (products.ONEDNN and dtype == torch.float32)):
         return order, w[:, None], None, sizes
     room = sizes + -sizes % torch.tensor([max(16, 1 << max(count.bit_length() - 4, 0)) for count in sizes.tolist()])
     before = (room - sizes).cumsum(0) - (room - sizes)
@@ -146,16 +147,11 @@ def _in_triton(name: str, g: Tensor, u: Tensor | None, act: str) -> Callable[...
     return fused(f"experts.{name}", g) if gated else None
 
 
-def _sizes_on_host(sizes: Tensor) -> bool:
-    """Whether the host can read group sizes at once; `grouped_mm` takes them from the device."""
-    return sizes.device.type == "cpu"
-
-
 class _Groups:
     """Consecutive rows that belong to one expert each, and the products of such rows."""
 
     def __init__(self, sizes: Tensor) -> None:
-        self.on_host = _sizes_on_host(sizes)
+        self.on_host = reads_are_free(sizes)  # `grouped_mm` takes them from the device
         self.sizes: list[int] = sizes.tolist() if self.on_host else []
         self.ends = None if self.on_host else sizes.cumsum(0).to(torch.int32)
 

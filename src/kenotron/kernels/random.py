@@ -3,7 +3,7 @@
 Element i of a stream is a function of (key, i), never of who asks or in what order:
 
     key = derive_key(42, "model.norm.weight")
-    normal(key, 0, 8, "cpu")[4:]  ==  normal(key, 4, 4, "cuda")
+    fill_normal_(torch.empty(8), key)[4:]  ==  fill_normal_(torch.empty(4, device="cuda"), key, 4)
 
 Everything is int64 arithmetic (which wraps), a table look-up and float64 +, x, so nothing depends on a
 device's maths library (see `kernels.hashing` and `kernels.quantiles`, the same in numpy). The float64 product
@@ -15,7 +15,7 @@ Work goes chunk by chunk through buffers that fit a CPU core's cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
@@ -74,55 +74,27 @@ def normal_at(key: int, counters: Tensor) -> Tensor:
     return z
 
 
-def uniform(key: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Numbers ``start .. start + count`` of stream `key`, uniform in [0, 1): float32 ``[count]``."""
-    return fill_uniform_(torch.empty(count, dtype=torch.float32, device=device), key, start)
-
-
-def normal(key: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """Numbers ``start .. start + count`` of stream `key`, standard normal: float32 ``[count]``."""
-    return fill_normal_(torch.empty(count, dtype=torch.float32, device=device), key, start)
-
-
-def fill_uniform_(out: Tensor, key: int, start: int = 0, low: float = 0.0, high: float = 1.0) -> Tensor:
-    """Fills a contiguous tensor, element i in memory order with number ``start + i``, uniform in [low, high).
-
-    The largest of 2**24 equal steps is the largest value, so that rounding to float32 never gives `high`
-    on [0, 1).
-    """
-
-    def draw(counters: Tensor) -> Tensor:
-        bits = (hash_counters(key, counters) >> 40).bitwise_and_((1 << 24) - 1)
-        return bits.to(torch.float64).mul_(2.0**-24 * (high - low)).add_(low)
-
-    return _fill_(out, start, draw)
-
-
-def fill_normal_(out: Tensor, key: int, start: int = 0, std: float = 1.0, mean: float = 0.0) -> Tensor:
-    """Fills a contiguous tensor, element i in memory order with number ``start + i``: normal, std, mean.
+def fill_normal_(out: Tensor, key: int, start: int = 0, std: float = 1.0) -> Tensor:
+    """Fills a contiguous tensor, element i in memory order with number ``start + i``: normal, of mean 0.
 
     Computed in float64, rounded once to float32 and from there to `out`'s dtype.
     """
-    return _fill_(out, start, lambda counters: normal_at(key, counters).mul_(std).add_(mean))
-
-
-def _fill_(out: Tensor, start: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
     if not out.is_contiguous():
         raise ValueError(f"expected a contiguous tensor, got strides {out.stride()} for shape {tuple(out.shape)}")
     if out.device.type == "mps":  # no float64 there
-        return out.detach().copy_(_fill_(torch.empty_like(out, device="cpu"), start, draw))
+        return out.detach().copy_(fill_normal_(torch.empty_like(out, device="cpu"), key, start, std))
     flat = out.detach().view(-1)
     chunk = _chunk(out.device)
     counters = torch.arange(start, start + min(chunk, flat.numel()), dtype=torch.int64, device=out.device)
     for begin in range(0, flat.numel(), chunk):
         piece = flat[begin : begin + chunk]
-        piece.copy_(draw(counters[: piece.numel()]).to(torch.float32))
+        piece.copy_(normal_at(key, counters[: piece.numel()]).mul_(std).to(torch.float32))
         counters.add_(chunk)
     return out
 
 
 def fill_normal_shard_(
-    shard: Tensor, key: int, shape: Sequence[int], offset: Sequence[int], std: float = 1.0, mean: float = 0.0
+    shard: Tensor, key: int, shape: Sequence[int], offset: Sequence[int], std: float = 1.0
 ) -> Tensor:
     """Fills the part of a logical tensor of `shape` that begins at `offset`, with the bits of the whole.
 
@@ -133,26 +105,24 @@ def fill_normal_shard_(
     if any(o + s > n or o < 0 for o, s, n in zip(offset, shard.shape, shape)):
         raise ValueError(f"shard {tuple(shard.shape)} at {tuple(offset)} leaves the tensor {tuple(shape)}")
     block = shard.detach() if shard.device.type != "mps" else torch.empty_like(shard, device="cpu")
-    _fill_block_(block, key, list(shape), list(offset), 0, std, mean)
+    _fill_block_(block, key, list(shape), list(offset), 0, std)
     return shard if block.device == shard.device else shard.detach().copy_(block)
 
 
-def _fill_block_(
-    block: Tensor, key: int, shape: list[int], offset: list[int], start: int, std: float, mean: float
-) -> None:
+def _fill_block_(block: Tensor, key: int, shape: list[int], offset: list[int], start: int, std: float) -> None:
     """`fill_normal_shard_` inside a tensor whose first element is number `start` of the stream."""
     stride = prod(shape[1:])
     if list(block.shape[1:]) == shape[1:]:  # whole rows: one run of counters
         begin = start + (offset[0] * stride if offset else 0)
-        fill_normal_(block, key, begin, std, mean)
+        fill_normal_(block, key, begin, std)
     elif block.dim() == 2:
-        _fill_columns_(block, key, shape[1], offset, start, std, mean)
+        _fill_columns_(block, key, shape[1], offset, start, std)
     else:
         for i in range(block.shape[0]):
-            _fill_block_(block[i], key, shape[1:], offset[1:], start + (offset[0] + i) * stride, std, mean)
+            _fill_block_(block[i], key, shape[1:], offset[1:], start + (offset[0] + i) * stride, std)
 
 
-def _fill_columns_(block: Tensor, key: int, width: int, offset: list[int], start: int, std: float, mean: float) -> None:
+def _fill_columns_(block: Tensor, key: int, width: int, offset: list[int], start: int, std: float) -> None:
     """Some columns of some rows of a matrix of `width` columns, a few rows at a time."""
     rows, columns = (
         torch.arange(o, o + n, dtype=torch.int64, device=block.device) for o, n in zip(offset, block.shape)
@@ -161,7 +131,7 @@ def _fill_columns_(block: Tensor, key: int, width: int, offset: list[int], start
     for begin in range(0, block.shape[0], rows_at_once):
         piece = slice(begin, begin + rows_at_once)
         counters = rows[piece, None] * width + columns + start
-        block[piece] = normal_at(key, counters).mul_(std).add_(mean).to(torch.float32)
+        block[piece] = normal_at(key, counters).mul_(std).to(torch.float32)
 
 
 def _chunk(device: torch.device) -> int:

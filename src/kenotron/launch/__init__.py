@@ -7,11 +7,13 @@
 
 launch(config)      train: in this process if it is a rank, alone or one of several; else in ranks started here
 work_on_ranks(…)    the same for any other function of (config, mesh, device)
+training.py         training as ranks run it, with readers of Hugging Face models and observers
 local.py            the ranks of this machine, through torch's elastic launcher
 recovery.py         the same with spare processes: a rank that dies is replaced while the others stay
 forks.py            processes that start in milliseconds, as copies of one that has imported everything
 rank.py             what one of those processes runs; recovering_rank.py, where they are replaced
 functions.py        how it is named for them
+shared_folder.py    whether all machines see one folder of checkpoints
 environment.py      torchrun's variables; devices and threads shared among the ranks
 failures.py         a rank that raises or dies ends all of them, and is reported as the cause
 machine_limits.py   a machine whose memory or disk is too small
@@ -139,7 +141,7 @@ def _with_experts_among_dp(config: Config) -> Config:
     if equal % ep:
         raise InputError(
             f"parallelism.expert_parallel_size: expected a divisor of dp x context_parallel_size {equal}, found {ep}: "
-            f"data-parallel ranks share the experts (dp {dp} x ep {ep}, as the first Kénotron counts, is dp: {dp * ep})"
+            f"data-parallel ranks share the experts (for {dp * ep} of them, set dp: {dp * ep})"
         )
     return config
 

@@ -17,13 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from kenotron.config.errors import RunFailed
+from kenotron.config.errors import InputError, RunFailed
 from kenotron.launch.environment import accelerators, ranks_from_environment
 from kenotron.launch.local import CUT_SHORT
 from kenotron.launch.machine_memory import available_memory, out_of_memory_kills
 from kenotron.launch.memory_needed import SPLIT, free_memory, states_too_large, what_fits
 from kenotron.storage.hub import first_line
-from kenotron.training.mapped_files import truncated_file
 
 if TYPE_CHECKING:
     import torch
@@ -63,8 +62,7 @@ def why_killed(config: Config, kills_before: int | None, number: int) -> str | N
     `kills_before` is `out_of_memory_kills` before the ranks were started. "" if memory was not the reason of a SIGKILL.
     """
     if number == signal.SIGBUS:
-        file = truncated_file(config)
-        return f"{CUT_SHORT}: {file}" if file else None
+        return _truncated_file(config)
     kills = out_of_memory_kills()
     if number != signal.SIGKILL or kills is None:
         return None
@@ -75,6 +73,17 @@ def why_killed(config: Config, kills_before: int | None, number: int) -> str | N
         return f"out of host {said}"
     available, count = available_memory(), config.parallelism.world_size
     return f"out of {said}; {_advice(config, None if available is None else available // count)}"
+
+
+def _truncated_file(config: Config) -> str | None:
+    """The first token file of `config` that is shorter than when the run mapped it into its memory."""
+    from kenotron.data.stage_plan import check_files
+
+    try:
+        check_files(config)
+    except InputError as error:
+        return f"{CUT_SHORT}: {error}"
+    return None
 
 
 def _out_of_memory(error: Exception) -> bool:

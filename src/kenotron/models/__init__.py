@@ -10,6 +10,9 @@ decoder.py     what all decoders share: embedding, layers, head, parts of a pipe
 blocks/        the maths, plain modules
 plan.py        how a model may be split, as data
 context.py     what flows through a model besides hidden states
+part.py        one stage of a pipeline, built by itself
+token_loss.py  a training loss of your own
+foreign.py     models that others wrote, trained as they are; foreign_model.py, their form here; foreign_decoding.py
 init_rules.py, initialization.py     fresh weights as functions of (seed, name, element)
 
 Importing this package imports no torch: the config reads the sections of the families.

@@ -121,7 +121,7 @@ def _in_backward(run: Run) -> Finding | None:
         for root in run.roots:
             data_parallel.reshard_params(root)
         loads_of_step(run)
-        logger.warning("step %d: the module is not known: one changes the output of another in place", run.step)
+        logger.warning("step %d: cannot name the module: a module modifies the output of another in place", run.step)
         return None
 
 

@@ -122,7 +122,7 @@ def _build_custom(
     _probe(make, path, kwargs)
     optimizer = _construct(make, path, groups, kwargs)
     if "weight_decay" not in optimizer.defaults and any(group["weight_decay"] for group in groups):
-        raise InputError(f"optimizer.weight_decay: {path} has no weight decay, so expected 0")
+        raise InputError(f"optimizer.weight_decay: {path} does not support weight decay; expected 0")
     return optimizer
 
 

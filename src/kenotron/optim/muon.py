@@ -35,6 +35,7 @@ from torch.optim.adamw import adamw
 
 from kenotron.kernels.bfloat16 import bfloat16_is_fast
 from kenotron.optim.matrix_owners import Exchange, balance, in_rounds, mesh_group
+from kenotron.parallel.shards import local_tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ADAMW_RMS = 0.2
@@ -105,9 +106,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         for batch, exchange in self._batches(parameters):
-            weights = [_local(parameter) for parameter in batch]
-            gradients = [_local(parameter.grad) for parameter in batch if parameter.grad is not None]
-            momenta = [_local(self.state[parameter]["momentum_buffer"]) for parameter in batch]
+            weights = [local_tensor(parameter) for parameter in batch]
+            gradients = [local_tensor(parameter.grad) for parameter in batch if parameter.grad is not None]
+            momenta = [local_tensor(self.state[parameter]["momentum_buffer"]) for parameter in batch]
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             if group["nesterov"]:
                 momenta = list(torch._foreach_lerp(gradients, momenta, group["momentum"]))
@@ -202,17 +203,12 @@ def _same_shape(parameters: list[Tensor]) -> list[Batch]:
 def _rounds(parameters: list[Tensor], mesh: Any, group: Any) -> list[Batch]:
     """Rounds in which every rank of `mesh` (`group`) owns equal work, and at most `BATCH_ELEMENTS` or one matrix."""
     owner = balance([math.prod(p.shape) * min(p.shape) for p in parameters], mesh.size())
-    dtype = matmul_dtype(_local(parameters[0]).device)
+    dtype = matmul_dtype(local_tensor(parameters[0]).device)
     batches: list[Batch] = []
     for indices in in_rounds([p.numel() for p in parameters], owner, BATCH_ELEMENTS):
         some = [parameters[i] for i in indices]
         batches.append((some, Exchange(some, [owner[i] for i in indices], group, dtype)))
     return batches
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The plain tensor that holds a DTensor's data on this rank; all of it on a mesh of one."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _check_matrix(parameter: Tensor) -> None:

@@ -7,9 +7,12 @@ tensor.py             tensor and sequence parallelism: column, row and vocabular
 collectives.py        its collectives as autograd functions; sums of numbers that the host has
 shared_memory.py      the same and gradient sums between ranks of one machine, on CPUs
 fused.py              products that overlap with their collective, on GPUs
+tensor_labels.py      what its modules share: their ranks, and the part of a weight that a rank holds
+experts.py            expert parallelism: tokens sent to the ranks of their experts
 context.py            context parallelism: shards of sequences, Ulysses
 ring.py               ring attention and its all-gather form
 cp_schedule.py        which queries meet which keys, on host integers
+state_passing.py      context parallelism of recurrences: a rank's last state is the next one's first
 pipeline.py           pipeline parallelism on torch's schedules
 pipeline_layout.py    which rank holds which layers; bubbles
 shards.py             the block of a tensor that a rank holds

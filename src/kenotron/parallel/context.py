@@ -78,7 +78,7 @@ def local_chunks(length: int, degree: int, rank: int, method: str) -> Chunks:
     if length % parts:
         raise InputError(
             f"parallelism.context_parallel_size: {method} cuts a sequence into {parts} chunks; expected a length that "
-            f"divides by that, found {length}"
+            f"is a multiple of that, found {length}"
         )
     return contiguous(length, degree, rank) if method in CONTIGUOUS_METHODS else zigzag(length, degree, rank)
 

@@ -44,6 +44,7 @@ from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
 from kenotron.parallel.collectives import start_all_reduce
 from kenotron.parallel.mesh import Mesh
+from kenotron.parallel.shards import local_tensor
 from kenotron.parallel.torch_internals import concatenate
 
 if TYPE_CHECKING:
@@ -226,11 +227,6 @@ class GradientBuckets:
     def _parameters(self, root: nn.Module) -> list[nn.Parameter]:
         experts = {parameter for module in expert_parallel(root) for parameter in module.parameters()}
         return [p for p in root.parameters() if p.requires_grad and (p in experts) == self.of_experts]
-
-
-def local_tensor(tensor: Any) -> Tensor:
-    """What this rank holds of `tensor`, sharing its memory; a plain tensor is all of it."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def expert_parallel(root: nn.Module) -> list[nn.Module]:

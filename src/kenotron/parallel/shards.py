@@ -34,6 +34,11 @@ def shard_of(tensor: Tensor) -> TensorShard:
     return TensorShard(local, shape, offset)
 
 
+def local_tensor(tensor: Any) -> Tensor:
+    """What this rank holds of `tensor`, sharing its memory; a plain tensor is all of it."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def block_of(
     shape: Sequence[int], degrees: Sequence[int], place: Sequence[int], placements: Sequence[Any]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -55,7 +55,7 @@ def open_input(
         files = find_files(name, "INPUT")
         for option, given in (("--split", split != "train"), ("--config-name", config_name is not None)):
             if given:
-                raise InputError(f"{option}: {name} is no dataset of the hub, nor a folder that `datasets` has saved")
+                raise InputError(f"{option}: {name} is neither a dataset of the hub nor a folder saved by `datasets`")
         if column != "text" and not any(map(has_rows, files)):
             raise InputError(f"--column: {name}: text files have no columns; expected jsonl, parquet or arrow")
         shown = name.rstrip("/") if is_remote(name) else str(Path(name))

@@ -57,7 +57,7 @@ def filesystem(url: str, part_tries: int = 1) -> AbstractFileSystem:
     if "@" in rest.split("/")[0]:
         raise InputError(f"{protocol}://…@…: a URL with a user or password; credentials come from the environment")
     if protocol == "hf" and (forbidden := offline_variable()):
-        raise InputError(f"{url}: {forbidden}=1 forbids to ask the Hugging Face hub")
+        raise InputError(f"{url}: {forbidden}=1 forbids access to the Hugging Face hub")
     return _filesystem(protocol, part_tries)
 
 

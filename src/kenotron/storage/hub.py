@@ -60,7 +60,7 @@ def hub_file(repo: str, file: str, revision: str | None, key: str, optional: boo
             return None
         if forbidden:
             raise InputError(
-                f"{key}: '{repo}' is not in the local Hugging Face cache, and {forbidden}=1 forbids to fetch it"
+                f"{key}: '{repo}' is not in the local Hugging Face cache, and {forbidden}=1 forbids fetching it"
             )
         if reason := unreachable():
             if optional:

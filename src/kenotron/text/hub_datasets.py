@@ -329,7 +329,7 @@ def _explained(name: str, *library_errors: type[Exception]) -> Iterator[None]:
             raise InputError(f"{key}: cannot load '{name}': {first_line(error)}") from None
         if offline := offline_variable():
             raise InputError(
-                f"{key}: '{name}' is not in the local Hugging Face caches, and {offline}=1 forbids to fetch it"
+                f"{key}: '{name}' is not in the local Hugging Face caches, and {offline}=1 forbids fetching it"
             ) from None
         if reason := unreachable():
             raise InputError(_unreachable(name, reason)) from None

@@ -13,9 +13,11 @@ restore.py          loading that checkpoint
 checkpoint_hook.py  saving checkpoints
 saved_state.py      the form in which model, optimizer and hooks are saved
 run_folder.py       the log folder
+deterministic.py    the same bits from every run on the same devices
 
 metrics.py, console.py, report.py, nanotron_log.py     numbers and messages
 validation.py, guards.py     more hooks; those that only watch are in kenotron.observers
+expert_loads.py     how many tokens each expert got in a step
 compare.py          two layouts of one config, compared
 
 The package is called `training` because `kenotron.train` is the function.
@@ -81,20 +83,20 @@ def train(
         start = choose_start(config, fresh, start_elsewhere, local)
         config = with_run_name(config, run_on_rank0(lambda: run_name(config, start.path if start.continues else None)))
         done = start.continues and start.step >= start.end(config)
-        if done and first:
+        if not done:
+            run_on_rank0(lambda: make_log_folder(config))
+        elif first:
             report.already_finished(config, start)
         if done and not reopen:
             return None
-        if not done:
-            run_on_rank0(lambda: make_log_folder(config))
-        hooks = build_hooks(config, mesh, observers)
-        run = build_run(config, mesh, device, start, open_weights, hooks, local)
+        run = build_run(config, mesh, device, start, open_weights, build_hooks(config, mesh, observers), local)
         try:
-            if fresh:
-                begin_afresh(config, local)
             if done:
                 run.last_metrics = logged_step(log_folder(config), run.step) if first else {}
-            elif first:
+                return run
+            if fresh:
+                begin_afresh(config, local)
+            if first:
                 open_log_folder(config, start.continues)
                 report.exhausted(run) if run.finished else report.run_log(config).plan(run)
             if not run.finished:

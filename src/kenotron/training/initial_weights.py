@@ -62,9 +62,7 @@ def fill_weights(
     if isinstance(init, ExistingCheckpointInit):
         logger.info("Weights from %s", init.path)
         if open_weights is None:
-            raise InputError(
-                f"model.init_method.path: {init.path}: this caller of training has nothing to read it with"
-            )
+            raise InputError("model.init_method.path: training.train needs open_weights for it; kenotron.train has it")
         load_initial_weights(parts, init.path, open_weights)
         return
     assert isinstance(init, RandomInit)

@@ -144,7 +144,7 @@ class Metrics(Hook):
             self.writer.close()
 
     def _console_fields(self, run: Run, result: StepResult) -> dict[str, Any]:
-        """The seeds' names in the seeds' order."""
+        """nanotron's names, in its order."""
         seconds = result.seconds + result.data_wait_seconds
         tokens_per_sec = run.step_tokens / seconds
         stage = run.data.stage_at(run.step)

@@ -172,7 +172,8 @@ def _start_at(config: Config, newest: Path | None, start_elsewhere: StartElsewhe
     if named is None:
         return Start()
     if start_elsewhere is None:
-        raise InputError(f"checkpoints.resume_checkpoint_path: {named}: this caller of training cannot read it")
+        key = "checkpoints.resume_checkpoint_path"
+        raise InputError(f"{key}: training.train needs start_elsewhere for it; kenotron.train has it")
     return start_elsewhere(config, folders.resolve(named))
 
 

@@ -178,7 +178,7 @@ DAMAGES = [
     ("datatrove", put("a.ds.metadata", 5, b"4"), r"a\.ds: truncated|a\.ds: holds"),
     ("datatrove", put("a.ds.metadata", 5, b"3"), r"metadata: line 1: expected .* 2 or 4"),
     ("datatrove", cut("a.ds.loss", 8), r"a\.ds\.loss: 8 bytes, expected one for each of the 9"),
-    ("megatron", put("a.idx", 0, b"X"), r"a\.idx: no Megatron index: .* byte 0"),
+    ("megatron", put("a.idx", 0, b"X"), r"a\.idx: not a Megatron index: .* byte 0"),
     ("megatron", put("a.idx", 9, b"\2"), r"a\.idx: expected version 1 at byte 9, found 2"),
     ("megatron", put("a.idx", 17, b"\7"), r"dtype code of .* at byte 17, found 7 \(float32, no integers\)"),
     ("megatron", put("a.idx", 17, b"\11"), r"at byte 17, found 9"),
@@ -194,7 +194,7 @@ DAMAGES = [
     ("litdata", put("chunk-0-0.bin", 0, b"\3"), r"chunk-0-0\.bin: 3 items by its byte 0, 2 by index\.json"),
     ("litdata", put("chunk-0-1.bin", 8, b"\1"), r"chunk-0-1\.bin: item 0 \(byte 4\)"),
     ("litdata", remove("chunk-0-1.bin"), r"chunk-0-1\.bin: no such file"),
-    ("litdata", cut("index.json", 40), r"index\.json: no JSON"),
+    ("litdata", cut("index.json", 40), r"index\.json: not valid JSON"),
     ("numpy", cut("a.npy", 145), r"a\.npy: 9 ids .* end at byte 146, the file at byte 145"),
     ("numpy", put("a.npy", 20, b"\0"), r"a\.npy: damaged numpy header"),
 ]

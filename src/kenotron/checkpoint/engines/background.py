@@ -8,7 +8,7 @@ Weights and optimizer change in the update only, so a copy may be taken at any t
 process of its own (`engines.writer`), which commits without the training processes: no collective runs in the
 background, and nothing is announced before it is on the disk.
 
-    engine.save(root, 10, content, True)    # [] : step 10 is in flight
+    engine.save(root, 10, content, keep)    # [] : step 10 is in flight
     engine.fence()                          # before the update
     engine.collect()                        # [Saved(…/10, …)] : waits, on all ranks, until it is complete
 """

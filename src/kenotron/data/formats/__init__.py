@@ -78,7 +78,7 @@ def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str
     files = set(filter(None, map(_recognised, walk(path) if path.is_dir() else [path])))
     found = sorted(files, key=lambda each: str(each[0]).split("/"))  # by folders: the same order in a URL
     if not found:
-        none = f"no token file in {path}" if path.is_dir() else f"{path} is no token file"
+        none = f"no token file in {path}" if path.is_dir() else f"{path} is not a token file"
         raise InputError(f"{where}: {none}; expected {EXPECTED}")
     for folder in {each.parent for each, _ in found if isinstance(each, Path)}:
         if (folder / UNFINISHED / PLAN).exists() and not (folder / MANIFEST).exists():

@@ -78,7 +78,7 @@ def _metadata(path: AnyPath) -> _Metadata | None:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError as error:
-            raise InputError(f"{path}: no UTF-8 text at byte {error.start}") from None
+            raise InputError(f"{path}: not UTF-8 at byte {error.start}") from None
     if not lines:
         return None
     name, bar, width = lines[0].rpartition("|")

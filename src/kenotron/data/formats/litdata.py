@@ -53,7 +53,7 @@ def _index(path: AnyPath) -> tuple[dict[str, Any], list[Any]]:
         try:
             index = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}: no JSON ({error})") from None
+            raise InputError(f"{path}: not valid JSON ({error})") from None
     config = index.get("config") if isinstance(index, dict) else None
     chunks = index.get("chunks") if isinstance(index, dict) else None
     if not isinstance(config, dict) or not isinstance(chunks, list) or not chunks:

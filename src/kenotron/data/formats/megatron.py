@@ -76,7 +76,7 @@ def _header(index: AnyPath) -> tuple[np.dtype, int, int]:
         with index.open("rb") as file:
             head = file.read(HEADER.size)
     if head[: len(MAGIC)] != MAGIC:
-        raise InputError(f"{index}: no Megatron index: expected {MAGIC!r} at byte 0, found {head[: len(MAGIC)]!r}")
+        raise InputError(f"{index}: not a Megatron index: expected {MAGIC!r} at byte 0, found {head[: len(MAGIC)]!r}")
     if len(head) < HEADER.size:
         raise InputError(f"{index}: truncated: expected a header of {HEADER.size} bytes, found {size}")
     _, version, code, sequences, starts = HEADER.unpack(head)

@@ -41,7 +41,7 @@ def torch_nightly(facts: Facts) -> Finding | None:
     version = facts.torch.version
     if not re.search(r"\d(a\d|\.dev|rc\d)|git", version):
         return None
-    return warning(f"torch {version} is no stable release", "install a release; kenotron is tested on those")
+    return warning(f"torch {version} is not a stable release", "install a release; kenotron is tested on those")
 
 
 def torch_newer_than_tested(facts: Facts) -> Finding | None:

@@ -5,5 +5,5 @@ experts.py                          SwiGLU weighed, one launch each way, and the
 cross_entropy.py                    the passes over the logits, in one launch
 
 `kernels.fused` imports them when they are asked for (``KENOTRON_KERNELS=triton``) and there is a GPU. Without one their
-numbers are tested in Triton's interpreter, in fp32, and they are compiled ahead of time for `compile_all.TARGETS`.
+numbers are tested in Triton's interpreter, in fp32, and compile_all.py compiles them ahead of time for its targets.
 """

@@ -7,4 +7,5 @@
     logs/slurm/<name>-<time>/   config.yaml, job.sbatch, job.json, <job id>.log
 
 Ranks started by srun need no torchrun: they read their numbers from Slurm's variables (`ranks.py`).
+nanotron.py is nanotron's `slurm_launcher.py`, flag by flag.
 """

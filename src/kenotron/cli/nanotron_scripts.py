@@ -1,4 +1,4 @@
-"""The scripts of nanotron and of the first Kénotron in their spelling: run_train, run_generate, slurm_launcher."""
+"""The scripts of nanotron and of the first Kénotron under their own names: run_train, run_generate, slurm_launcher."""
 
 from __future__ import annotations
 
