@@ -91,6 +91,38 @@ def test_prune_says_what_it_would_remove_and_then_removes_it(root: Path) -> None
     assert run("prune", root)[0] == 2
 
 
+def test_prune_counts_no_checkpoint_whose_contents_are_damaged(root: Path) -> None:
+    """It kept the newest, which could not be read, and removed the only ones that could."""
+    data = next((root / "30" / "model").glob("*.safetensors"))
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    code, text = run("prune", root, "--keep-last", 1)
+    assert code == 0
+    assert text.splitlines()[0] == f"removed {root / '10'}"
+    assert sorted(path.name for path in root.glob("[0-9]*")) == ["20", "30"]
+
+
+def test_prune_of_links_removes_the_links(root: Path) -> None:
+    linked = root.with_name("linked")
+    linked.mkdir()
+    for step in ("10", "20", "30"):
+        (linked / step).symlink_to(root / step)
+    assert run("prune", linked, "--keep-last", 1)[0] == 0
+    assert sorted(path.name for path in linked.iterdir()) == ["30"]
+    assert run("verify", root)[0] == 0
+
+
+def test_verify_names_what_a_step_without_manifest_lacks(root: Path) -> None:
+    (root / "20" / "manifest.json").unlink()
+    assert run("verify", root / "20")[0] == 1
+
+
+def test_what_is_not_uploaded_is_named(root: Path) -> None:
+    (root / "20" / "config.yaml").unlink()
+    result = CliRunner().invoke(app, ["upload", str(root), "memory://uploaded/run"])
+    assert result.exit_code == 1
+    assert "error: checkpoint 20 was not uploaded: " in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -328,6 +328,7 @@ def test_jobs_are_recorded_listed_shown_and_cancelled(
     (tmp_path / "logs" / "tiny").mkdir()
     (tmp_path / "logs" / "tiny" / "metrics.jsonl").write_text('{"iteration": 7}\n')
     (folder / "102.log").write_text("one\ntwo\n")
+    (folder / "job-broken.json").touch()  # a disk was full
     capsys.readouterr()
     assert command("status", *logs) == 0
     assert capsys.readouterr().out.splitlines() == [

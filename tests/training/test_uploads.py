@@ -11,7 +11,7 @@ import pytest
 import yaml
 from fsspec.implementations.memory import MemoryFileSystem
 
-from kenotron.checkpoint.remote import RemoteCheckpoints, fetch_for_run
+from kenotron.checkpoint.remote import RemoteCheckpoints, check_same_run, fetch_for_run
 from kenotron.cli import main
 from kenotron.config import Config, InputError, dump, load
 from kenotron.config.errors import CheckpointError, RunFailed
@@ -234,7 +234,7 @@ def test_a_store_of_another_run_is_refused_before_anything_in_it_changes(
     other = local_run(tmp_path / "b")
     train_quietly(other)
     before = {name: file.getvalue() for name, file in bucket.items()}
-    message = f"{URL} holds the checkpoints of another run than .*; name another URL, or if it is the same run, remove"
+    message = f"{URL} holds the checkpoints of another run than .*; name another URL, or if it is the same run, copy"
     with pytest.raises(InputError, match=message):
         train_quietly(local_run(tmp_path / "b", UPLOADED, "checkpoints.keep_last=1", "tokens.train_steps=8"))
     capsys.readouterr()
@@ -243,9 +243,24 @@ def test_a_store_of_another_run_is_refused_before_anything_in_it_changes(
     assert ended.value.code
     assert "another run" in capsys.readouterr().err
     assert {name: file.getvalue() for name, file in bucket.items()} == before
-    (other.checkpoint_folder / ".run").unlink()  # as the message says
+    own = other.checkpoint_folder / ".run"
+    own.unlink()  # as of a folder whose files were copied by `*`, or of an average
+    with pytest.raises(InputError, match=message):
+        check_same_run(RemoteCheckpoints(URL), other.checkpoint_folder, None)
+    own.write_bytes(before["/robots/run/.run"])  # as the message says
     train_quietly(local_run(tmp_path / "b", UPLOADED, "tokens.train_steps=6"))
     assert complete() == [2, 4, 6]
+
+
+def test_a_folder_without_an_id_that_has_a_checkpoint_of_the_store_is_of_its_run(
+    machine: Callable[..., Config], tmp_path: Path
+) -> None:
+    mine = machine("a").checkpoint_folder
+    train_quietly(machine("a"))
+    copied = tmp_path / "copied"
+    shutil.copytree(next(path for path in mine.glob("[0-9]*")), copied / next(mine.glob("[0-9]*")).name)
+    check_same_run(RemoteCheckpoints(URL), copied, None)
+    assert (copied / ".run").read_text() == RemoteCheckpoints(URL).store.read(".run").decode()
 
 
 def test_a_run_goes_on_with_its_store_from_either_side(tmp_path: Path, whole: list[float]) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from kenotron.checkpoint.folders import Progress, check_files, list_checkpoints, resolve
 from kenotron.checkpoint.index import Entry, read_index
-from kenotron.checkpoint.manifest import Manifest, read_manifest
+from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.checkpoint.reading import block_reader
 from kenotron.checkpoint.saving import Saved, save
 from kenotron.config.errors import CheckpointError, InputError
@@ -64,6 +64,8 @@ def average(
     from kenotron.kernels.tensor_shard import TensorShard
 
     root = Path(output)
+    if (root / MANIFEST).exists():
+        raise InputError(f"{root} is a checkpoint; name a new folder")
     if list_checkpoints(root) or (root.exists() and not root.is_dir()):
         raise InputError(f"{root} holds checkpoints already (or is a file); name a new folder")
     parts = [_open(resolve(path), share) for path, share in zip(paths, _shares(len(paths), weights), strict=True)]
@@ -105,6 +107,7 @@ def _shares(number: int, weights: Sequence[float] | None) -> list[float]:
         raise InputError(f"weights: expected {number}, one for each checkpoint, found {len(weights)}")
     if wrong := [weight for weight in weights if not (weight > 0 and math.isfinite(weight))]:
         raise InputError(f"weights: expected numbers above 0, found {wrong[0]:g}")
+    weights = [weight / max(weights) for weight in weights]  # before the sum, which may be beyond a float
     return [weight / math.fsum(weights) for weight in weights]
 
 

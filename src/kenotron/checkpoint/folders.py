@@ -234,7 +234,7 @@ def resolve(path: Path | str) -> Path:
         if steps:  # the file was lost: the last that was saved
             return path / steps[-1]
         raise CheckpointError(f"{path} is not a checkpoint: {_looks_like(path) or have}")
-    step = (path / LATEST).read_text().strip()
+    step = (path / LATEST).read_text(errors="replace").strip()
     if step not in steps:
         reason = next((entry.problem for entry in list_checkpoints(path) if str(entry.step) == step), None)
         raise CheckpointError(f"{path / LATEST} names {step!r}, {reason or 'which is missing'}; {have}")

@@ -303,21 +303,29 @@ def _holds_any(root: Path) -> bool:
 def check_same_run(remote: RemoteCheckpoints, root: Path, known: str | None) -> None:
     """Keep the id of the run in `root`, which was `known` before it was opened, beside its checkpoints in the store.
 
-    A folder without checkpoints becomes that of the store's run. Raises InputError if both hold checkpoints, of two
-    runs: uploads would replace, and retention remove, those of the other.
+    A folder without checkpoints becomes that of the store's run, and so does one without an id that has a checkpoint
+    in common with the store. Raises InputError if both hold checkpoints, of two runs: uploads would replace, and
+    retention remove, those of the other.
     """
     there = ""
     with suppress(FileNotFoundError):
         there = remote.store.read(RUN).decode()
+    if there != known and remote.holds_any() and _holds_any(root) and (known or not _has_one_of(remote, root)):
+        raise InputError(
+            f"{remote.url} holds the checkpoints of another run than {root}; name another URL, or if it is the "
+            f"same run, copy {remote.store.at(RUN)} to {root / RUN}"
+        )
     if there and there != known and remote.holds_any():
-        if known is not None and _holds_any(root):
-            raise InputError(
-                f"{remote.url} holds the checkpoints of another run than {root}; name another URL, or if it is the "
-                f"same run, remove {root / RUN}"
-            )
         (root / RUN).write_text(there)
     elif (here := run_id(root)) is not None and here != there:
         remote.store.put(RUN, here.encode())
+
+
+def _has_one_of(remote: RemoteCheckpoints, root: Path) -> bool:
+    """Whether the store has a checkpoint of `root`, byte by byte."""
+    here = {entry.step: (entry.path / MANIFEST).read_bytes() for entry in list_checkpoints(root) if entry.manifest}
+    there = [entry.step for entry in remote.all() if entry.manifest and entry.step in here]
+    return any(remote.manifest(step)[0] == here[step] for step in there)
 
 
 def _fetch_newest(remote: RemoteCheckpoints, root: Path, report: Report, say: Report) -> bool:

@@ -29,13 +29,17 @@ def prune(
 
 
 def to_prune(
-    root: Path | str, keep_last: int | None, keep_every: int | None = None, protect: Iterable[int] = ()
+    root: Path | str,
+    keep_last: int | None,
+    keep_every: int | None = None,
+    protect: Iterable[int] = (),
+    damaged: Collection[int] = (),
 ) -> list[Found]:
     """The checkpoints that retention removes, oldest first.
 
     Kept are the `keep_last` that were saved last (None: all), every step that `keep_every` divides, the steps
-    in `protect`, and the one that `latest.txt` names. A damaged folder counts for nothing and is never
-    removed: its files may be all that someone has.
+    in `protect`, and the one that `latest.txt` names. A damaged folder, and what is in `damaged`, counts for nothing
+    and is never removed: its files may be all that someone has.
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
@@ -44,9 +48,10 @@ def to_prune(
         return []
     kept = set(protect)
     latest = Path(root) / LATEST
-    if latest.exists() and (text := latest.read_text().strip()).isdigit():
+    if latest.exists() and (text := latest.read_text(errors="replace").strip()).isdigit():
         kept.add(int(text))
     complete = {entry.step: entry for entry in list_checkpoints(root) if entry.manifest}
+    complete = {step: entry for step, entry in complete.items() if step not in damaged}
     return [complete[step] for step in superseded(list(complete), keep_last, keep_every, kept)]
 
 

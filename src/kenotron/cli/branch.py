@@ -38,6 +38,8 @@ def branch(
     from kenotron.config.writing import dump, inline
 
     config = load(file, report=lambda line: print(line, file=sys.stderr))
+    if name in ("", config.general.run):
+        raise InputError(f"--name: expected another name than the run's own, found {name!r}")
     saved, staging = config.checkpoints.checkpoints_path.rstrip("/"), config.checkpoints.staging_path
     source = _source(config, at)
     rate = _rate(source, at)

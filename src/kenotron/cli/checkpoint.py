@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+from kenotron.checkpoint.durable import discard
 from kenotron.checkpoint.folders import Found, list_checkpoints, resolve
 from kenotron.checkpoint.index import DTYPES, Index, read_index
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from kenotron.checkpoint.retention import prune as prune_checkpoints
 from kenotron.checkpoint.retention import to_prune
 from kenotron.cli.remote import at_hand
 from kenotron.config.errors import CheckpointError, InputError, byte_size, counted, nearest
@@ -89,7 +89,7 @@ def verify(
 ) -> None:
     """Compare every file with its checksum. Exit code 1 if anything is damaged or missing."""
     checks = _remote_checks(path) if is_remote(path) else _local_checks(Path(path))
-    problems = {step: _verify_one(step, check, show_progress=not as_json) for step, check in checks.items()}
+    problems = {step: verify_one(step, check, show_progress=not as_json) for step, check in checks.items()}
     if as_json:
         _print_json(problems)
     else:
@@ -107,7 +107,9 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old checkpoints. The newest one and damaged ones are never removed."""
+    """Remove old checkpoints. The newest one and damaged ones are never removed. Checksums of those that are kept as
+    the newest are verified before; in a store, sizes alone.
+    """
     found = _all_in(folder)
     doomed: Sequence[Entry]
     if is_remote(folder):
@@ -120,8 +122,10 @@ def prune(
                 remote.remove(step, remote.manifest(step)[0])
     else:
         doomed = to_prune(folder, keep_last, keep_every)
-        if not dry_run:
-            prune_checkpoints(folder, keep_last, keep_every)
+        if doomed:
+            doomed = to_prune(folder, keep_last, keep_every, damaged=_damaged_among_newest(folder, keep_last, as_json))
+        for path in () if dry_run else [Path(entry.path) for entry in doomed]:
+            discard(path)
     freed = sum(entry.manifest.bytes for entry in doomed if entry.manifest)
     if as_json:
         _print_json({"removed": [str(entry.path) for entry in doomed], "bytes": freed, "dry_run": dry_run})
@@ -164,7 +168,7 @@ def upload(
     """Upload the complete checkpoints of a folder that a store does not have yet, as a run does."""
     if not is_remote(url):
         raise CheckpointError(f"URL: expected a store such as s3://bucket/run, found {url}")
-    _all_in(str(folder))
+    damaged = [entry for entry in _all_in(str(folder)) if entry.problem]
     from kenotron.checkpoint.durable import run_id
     from kenotron.checkpoint.remote import check_same_run
     from kenotron.checkpoint.upload import Uploader
@@ -172,9 +176,27 @@ def upload(
     uploader = Uploader(folder, url, report=print)
     check_same_run(uploader.remote, folder, run_id(folder))
     uploader.upload_pending()
-    if uploader.problems:
+    for entry in damaged:
+        print(f"error: checkpoint {entry.step} was not uploaded: {entry.problem}", file=sys.stderr)
+    if uploader.problems or damaged:
         raise typer.Exit(1)
     print(f"{url} has every complete checkpoint of {folder}")
+
+
+def _damaged_among_newest(folder: str, keep_last: int, quiet: bool) -> list[int]:
+    """The steps of damaged checkpoints that are newer than the oldest of `keep_last` intact ones."""
+    from kenotron.checkpoint.folders import verify as verify_checkpoint
+
+    damaged, intact = [], 0
+    for entry in reversed([entry for entry in list_checkpoints(folder) if entry.manifest]):
+        problems = verify_one(str(entry.path), partial(verify_checkpoint, entry.path), show_progress=not quiet)
+        if problems:
+            damaged.append(entry.step)
+            print(f"warning: {problems[0]}; checkpoint {entry.step} is kept and not counted", file=sys.stderr)
+        intact += not problems
+        if intact == keep_last:
+            break
+    return damaged
 
 
 def _all_in(place: str) -> Sequence[Entry]:
@@ -200,7 +222,8 @@ def _all_in(place: str) -> Sequence[Entry]:
 def _local_checks(path: Path) -> dict[str, Check]:
     from kenotron.checkpoint.folders import verify as verify_checkpoint
 
-    paths = [path] if (path / MANIFEST).exists() else [entry.path for entry in _all_in(str(path))]
+    is_one = (path / MANIFEST).exists() or (path.name.isdigit() and path.is_dir())
+    paths = [path] if is_one else [entry.path for entry in _all_in(str(path))]
     return {str(each): partial(verify_checkpoint, each) for each in paths}
 
 
@@ -214,7 +237,8 @@ def _remote_checks(url: str) -> dict[str, Check]:
     return {str(entry.path): partial(remote.verify, entry.step) for entry in _all_in(url)}
 
 
-def _verify_one(path: str, check: Check, show_progress: bool) -> list[str]:
+def verify_one(path: str, check: Check, show_progress: bool) -> list[str]:
+    """What `check` finds wrong with the checkpoint, with a bar on a terminal."""
     if not (show_progress and sys.stderr.isatty()):
         return check()
     from rich.console import Console

@@ -83,15 +83,17 @@ def on_layout(file: Path, plain: Config, overrides: Sequence[str]) -> Config:
     """The config of `file` with `overrides`, at the batch sizes that it has as `plain`."""
     from kenotron.config import load
 
-    # A ramp comes out for micro-batches that are divided already: until then it is left out.
-    no_ramps = [f"data_stages.{i}.batch_size_ramp=null" for i in range(len(plain.data_stages))]
-    return load(file, _at_one_batch_size(plain, load(file, [*overrides, *no_ramps]), overrides))
+    return load(file, at_one_batch_size(file, plain, overrides))
 
 
-def _at_one_batch_size(plain: Config, other: Config, overrides: Sequence[str]) -> list[str]:
-    """The overrides, with the micro-batches divided so that the global batch stays what it is."""
+def at_one_batch_size(file: Path | Config, plain: Config, overrides: Sequence[str]) -> list[str]:
+    """The overrides, with the micro-batches divided so that the global batch stays that of `plain`."""
+    from kenotron.config import load
     from kenotron.config.runs import same_batch_overrides
 
+    # A ramp comes out for micro-batches that are divided already: until then it is left out.
+    no_ramps = [f"data_stages.{i}.batch_size_ramp=null" for i in range(len(plain.data_stages))]
+    other = load(file, [*overrides, *no_ramps])
     wanted, found = plain.global_batch_size, other.global_batch_size
     if wanted == found:
         return list(overrides)

@@ -12,7 +12,7 @@ import typer
 
 from kenotron.cli.data import on_this_machine
 from kenotron.cli.remote import at_hand
-from kenotron.config.errors import byte_size, no_such_path
+from kenotron.config.errors import InputError, byte_size, no_such_path
 
 app = typer.Typer(help="Convert models to and from Hugging Face's format, and nanotron's runs.", no_args_is_help=True)
 
@@ -52,6 +52,8 @@ def to_hf(
     from kenotron.checkpoint.folders import resolve
 
     on_this_machine(dst, "DST")
+    if dst.expanduser().absolute() == Path.cwd():
+        raise InputError("DST: expected a new folder, found the current one")
     source = resolve(at_hand(src).expanduser())
     from kenotron import interop  # which imports torch
 

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from kenotron.config import Config
 
 COMPARED = ("lm_loss", "grad_norm", "state_hash", "lr")
-ROUNDING = 1e-4  # of a loss or norm on another layout
+OWN = ("general.run", "tokens.train_steps")  # keys that a replay has as the run, besides those that it changes
+ROUNDING = {"float32": 1e-4, "bfloat16": 2e-2}  # of a loss or norm on another layout
 
 
 def replay(
@@ -47,7 +49,8 @@ def replay(
 
     config, start = _find(checkpoints, step)
     read = in_run_steps(config, start)
-    logged = _metrics((log_dir or Path(config.logging.log_dir) / config.general.run) / "metrics.jsonl")
+    log = (log_dir or Path(config.logging.log_dir) / config.general.run) / "metrics.jsonl"
+    logged = _metrics(log)
     if step not in logged:
         raise InputError(f"--step: expected a step of the log, which has {_range(logged)}, found {step}")
     if without:
@@ -62,39 +65,50 @@ def replay(
         if os.environ.get("RANK", "0") != "0":
             return
         found = _metrics(Path(again.logging.log_dir) / again.general.run / "metrics.jsonl")
-    same_layout = again.parallelism.degrees == config.parallelism.degrees and not overrides
-    compared = range(first, step if without else step + 1)
-    differences = _differences(logged, found, compared, exact=same_layout)
+    rounding = ROUNDING[again.model.dtype] if overrides else 0.0
+    steps = range(first, step if without else step + 1)
+    compared, differences = _compare(logged, found, steps, rounding)
     if differences:
         print("\n".join(differences))
-        if ": lr was " in differences[-1]:
+        if any(": lr was " in line for line in differences):
             print("the run went on with another schedule later: its settings at that step are not known any more")
         with open_run(read, step, lambda line: None) as data:
             print("\n".join(of_step(data, int(differences[0].split()[1].rstrip(":")))[1]))
         sys.exit(1)
     for name in COMPARED[:2] if without else ():
         print(f"step {step}: {name} was {logged[step][name]!r} and is {found[step][name]!r} without these documents")
-    if compared:
-        print(f"steps {first} to {compared[-1]}: {'every number is equal' if same_layout else 'equal up to rounding'}")
+    if steps and not compared:
+        raise InputError(f"{log}: expected {', '.join(COMPARED)} of steps {first} to {steps[-1]}, found none of them")
+    if steps:
+        some = f"; the log has {compared} of these {len(steps)} steps" if compared < len(steps) else ""
+        verdict = "equal up to rounding" if rounding else "every number is equal"
+        print(f"steps {first} to {steps[-1]}: {verdict}{some}")
 
 
 def _find(checkpoints: Path, step: int) -> tuple[Config, Found | None]:
-    """The run's config at `step`, and the newest complete checkpoint before it; None where the run's start is nearer.
+    """The run's config at `step`, and the newest intact checkpoint before it; None where the run's start is nearer.
 
     A run may go on with other settings: those of a step are those of the next checkpoint after it.
     """
-    from kenotron.checkpoint.folders import list_checkpoints
+    from kenotron.checkpoint.folders import first_of, list_checkpoints, verify
+    from kenotron.cli.checkpoint import verify_one
     from kenotron.config.resolved import read_resolved
 
     found = [entry for entry in list_checkpoints(checkpoints) if entry.problem is None]
     if not found:
         raise InputError(f"{checkpoints}: expected a run's folder of checkpoints, found no complete one")
-    before = [entry for entry in found if entry.step < step]
+    before = sorted((entry for entry in found if entry.step < step), key=lambda entry: -entry.step)
     after = [entry for entry in found if entry.step >= step] or found[-1:]
     config = read_resolved(min(after, key=lambda entry: entry.step).path / "config.yaml")
-    if not before and config.checkpoints.resume_checkpoint_path is not None:
-        raise InputError(f"{checkpoints}: no checkpoint before step {step}; the oldest is that of {found[0].step}")
-    return config, max(before, key=lambda entry: entry.step, default=None)
+    for entry in before:
+        on_rank_0 = os.environ.get("RANK", "0") == "0"  # whose start is that of all
+        problems = verify_one(str(entry.path), partial(verify, entry.path), show_progress=True) if on_rank_0 else []
+        if not problems:
+            return config, entry
+        print(f"warning: skipping checkpoint {entry.step}: {first_of(problems)}", file=sys.stderr)
+    if config.checkpoints.resume_checkpoint_path is not None:
+        raise InputError(f"{checkpoints}: no intact checkpoint before step {step}; the oldest is {found[0].step}")
+    return config, None
 
 
 def _documents(config: Config, step: int, without: list[str]) -> list[str]:
@@ -115,7 +129,11 @@ def _documents(config: Config, step: int, without: list[str]) -> list[str]:
 
 
 def _config(config: Config, folder: Path, step: int, overrides: list[str], without: list[str]) -> Config:
-    """`config` with its files in `folder`, until `step`."""
+    """`config` with its files in `folder`, until `step`.
+
+    Raises InputError for an override that would lead it to the run's own files.
+    """
+    from kenotron.cli.compare import at_one_batch_size
     from kenotron.config import load
     from kenotron.config.writing import inline, to_dict
 
@@ -139,7 +157,14 @@ def _config(config: Config, folder: Path, step: int, overrides: list[str], witho
         "logging.log_level": "warning",
         "logging.tensorboard": False,
     }
-    return load(config, [*(f"{key}={inline(value)}" for key, value in changes.items()), *overrides])
+    keys = [override.partition("=")[0] for override in overrides]
+    if any(key.startswith("profiler") for key in keys):
+        del changes["profiler"]
+    for key in keys:
+        if own := [each for each in (*changes, *OWN) if f"{each}.".startswith(f"{key}.") or key.startswith(f"{each}.")]:
+            raise InputError(f"override {key}: a replay has {own[0]} of its own; expected another layout, or profiler")
+    overrides = at_one_batch_size(config, config, overrides)
+    return load(config, [*overrides, *(f"{key}={inline(value)}" for key, value in changes.items())])
 
 
 def _link(checkpoint: Path, folder: Path) -> None:
@@ -164,7 +189,7 @@ def _metrics(path: Path) -> dict[int, dict[str, Any]]:
         try:
             line = json.loads(text)
             lines[line["iteration"]] = line
-        except (json.JSONDecodeError, KeyError):
+        except (json.JSONDecodeError, KeyError, TypeError):
             continue  # the last line of a killed run may be cut short
     return lines
 
@@ -173,24 +198,28 @@ def _range(logged: dict[int, dict[str, Any]]) -> str:
     return f"{min(logged)} to {max(logged)}" if logged else "none"
 
 
-def _differences(
-    logged: dict[int, dict[str, Any]], found: dict[int, dict[str, Any]], steps: range, exact: bool
-) -> list[str]:
-    """A line for each number of the first step that differs."""
+def _compare(
+    logged: dict[int, dict[str, Any]], found: dict[int, dict[str, Any]], steps: range, rounding: float
+) -> tuple[int, list[str]]:
+    """How many of the steps could be compared, up to the first that differs; and a line for each of its numbers."""
+    compared = 0
     for step in steps:
         before, now = logged.get(step, {}), found.get(step, {})
-        names = [name for name in COMPARED if name in before and (exact or name != "state_hash")]
+        names = [name for name in COMPARED if name in before and not (rounding and name == "state_hash")]
+        compared += bool(names)
         lines = [
             f"step {step}: {name} was {before[name]!r} and is {now.get(name)!r}"
             for name in names
-            if not _equal(before[name], now.get(name), exact)
+            if not _equal(before[name], now.get(name), rounding)
         ]
+        if lines and rounding:
+            lines.append(f"on another layout, rounding explains differences of up to {rounding:g} of a number")
         if lines:
-            return lines
-    return []
+            return compared, lines
+    return compared, []
 
 
-def _equal(before: float | None, now: float | None, exact: bool) -> bool:
-    if exact or before is None or now is None:
+def _equal(before: float | None, now: float | None, rounding: float) -> bool:
+    if not rounding or before is None or now is None:
         return before == now
-    return abs(before - now) <= ROUNDING * max(abs(before), 1e-30)
+    return abs(before - now) <= rounding * max(abs(before), 1e-30)

@@ -257,5 +257,5 @@ def _last_step(metrics: Path) -> str | None:
     """``step 400`` of the last line of metrics."""
     try:
         return f"step {json.loads(metrics.read_text().splitlines()[-1])['iteration']}"
-    except (OSError, ValueError, IndexError, KeyError):
+    except (OSError, ValueError, IndexError, KeyError, TypeError):
         return None

@@ -172,7 +172,10 @@ def remove_folder(path: Path) -> None:
     except FileNotFoundError:
         return
     sync_folder(path.parent)
-    shutil.rmtree(trash, ignore_errors=True)
+    if trash.is_symlink():
+        trash.unlink()  # what it leads to is not ours
+    else:
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 # ---- locks -------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,7 +49,12 @@ def submit(folder: Path, name: str, log: str, metrics: Sequence[Path], after: st
 
 def records(logs: Path) -> list[Record]:
     """The jobs submitted with `logs` as `logging.log_dir`, the newest last."""
-    found = [Record(**json.loads(path.read_text())) for path in (logs / "slurm").glob("**/job*.json")]
+    found = []
+    for path in (logs / "slurm").glob("**/job*.json"):
+        try:
+            found.append(Record(**json.loads(path.read_text())))
+        except (ValueError, TypeError):  # a disk was full
+            print(f"warning: skipping {path}: it is not a record of a job", file=sys.stderr)
     return sorted(found, key=lambda record: int(record.id))
 
 
