@@ -43,20 +43,28 @@ def _exit_code(arguments: list[str], debug: bool) -> int:
     except InputError as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_place(error)}{error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of a pipe went away: `kenotron config show | head`
         sys.stderr.close()
         return 0
-    except PeerFailed:
+    except PeerFailed as error:
         if debug:
             raise
-        return 1  # the rank that failed first reports why
+        if os.environ.get("LOCAL_RANK") == "0" and error.machine != os.uname().nodename:
+            print(f"error: ended because of {error}", file=sys.stderr)  # which reports it on its own machine
+        return 1
     except RunFailed as error:
         if debug:
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_place(error)}{error}", file=sys.stderr)
         return 1
+
+
+def _place(error: Exception) -> str:
+    """``rank 5 on node12: `` where torchrun or srun has started several, and the error does not say so."""
+    rank = os.environ.get("RANK", "0")
+    return "" if rank == "0" or str(error).startswith("rank ") else f"rank {rank} on {os.uname().nodename}: "
 
 
 def _run(arguments: list[str]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,8 @@ def said_once() -> Iterator[None]:
     """What is wrong with the command line or the config is wrong on every rank that torchrun has started.
 
     Rank 0 reports it, also in the summary that torchrun prints last. The others wait to be ended by torchrun, which
-    would end rank 0 before its report if they exited first.
+    would end rank 0 before its report if they exited first. One that is still there then reports it, too: rank 0 may
+    have another file, on another machine.
     """
     from kenotron.config.errors import InputError
 
@@ -26,7 +26,6 @@ def said_once() -> Iterator[None]:
         rank = os.environ.get("RANK", "0")
         if rank.isdecimal() and rank != "0":  # what is no number has to be reported, too
             time.sleep(RANK0_REPORTS_WITHIN_S)
-            sys.exit(2)
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             from kenotron.launch.error_records import record
 

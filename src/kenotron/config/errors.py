@@ -36,7 +36,11 @@ class RunFailed(Exception):
 
 
 class PeerFailed(Exception):
-    """Another rank failed and reports the cause; this one only exits. Exit code 1."""
+    """Another rank failed, on `machine`, and reports the cause; this one only exits. Exit code 1."""
+
+    def __init__(self, cause: str, machine: str = "") -> None:
+        super().__init__(cause)
+        self.machine = machine
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

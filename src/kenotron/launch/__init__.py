@@ -13,6 +13,7 @@ recovery.py         the same with spare processes: a rank that dies is replaced 
 forks.py            processes that start in milliseconds, as copies of one that has imported everything
 rank.py             what one of those processes runs; recovering_rank.py, where they are replaced
 functions.py        how it is named for them
+agreement.py        whether all ranks were started alike
 shared_folder.py    whether all machines see one folder of checkpoints
 environment.py      torchrun's variables; devices and threads shared among the ranks
 failures.py         a rank that raises or dies ends all of them, and is reported as the cause
@@ -24,21 +25,28 @@ hangs.py            a collective that some rank does not join: which one, and wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from kenotron.config.errors import InputError, counted
+from kenotron.config.errors import InputError, RunFailed, counted
 from kenotron.config.parallelism import HasLayout
 from kenotron.launch.environment import (
     Ranks,
     check_cores,
     device_number,
+    end_with_parent,
     ranks_from_environment,
     set_default_variables,
     share_threads,
     started_as_rank,
+    started_by_kenotron,
 )
 
 if TYPE_CHECKING:
@@ -55,6 +63,7 @@ T = TypeVar("T")
 
 # How much longer torch itself waits for a collective than `hangs` does, whose message says more.
 TORCH_WAITS_LONGER_S = 10.0
+SAY_EVERY_S = 60.0  # that a rank waits for the others to start
 
 
 def launch(config: Config, *, fresh: bool = False, reopen: bool = False, spares: int = 0) -> Run | None:
@@ -76,6 +85,8 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False, spares:
             "--spares: expected ranks that kenotron starts itself, on one machine; found ranks of torchrun or srun "
             "(a job of `kenotron submit` is requeued when a node fails)"
         )
+    if started_as_rank() and "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGTERM)  # torchrun was killed: the ranks save and stop
     if not spares and (started_as_rank() or config.parallelism.world_size == 1):
         return work_on_ranks(config, train, fresh=fresh, reopen=reopen)
     from kenotron.checkpoint.local import run_folders
@@ -222,9 +233,12 @@ def work_as_rank(
 
     `watch` makes what watches the other ranks, from `parallelism.timeout_seconds` (None: `failures.Watch`).
     """
+    from math import gcd
+
     from kenotron.launch.failures import Watch
     from kenotron.parallel.device import best_device
     from kenotron.parallel.mesh import axes, build_mesh
+    from kenotron.parallel.ranks import gather
     from kenotron.parallel.shared_memory import collectives_in_memory
     from kenotron.parallel.torch_internals import set_timeout_of_all_groups
 
@@ -236,7 +250,12 @@ def work_as_rank(
     timeout = config.parallelism.timeout_seconds
     start_process_group(device, timeout + TORCH_WAITS_LONGER_S, store)
     with (watch or Watch)(timeout):
-        mesh = build_mesh(axes(config, ranks.local_world_size), ranks.world_size, device.type)
+        if not started_by_kenotron():
+            from kenotron.launch.agreement import check_started_alike
+
+            check_started_alike(config, options)
+        on_every_machine = gcd(*gather(ranks.local_world_size))
+        mesh = build_mesh(axes(config, on_every_machine), ranks.world_size, device.type)
         set_timeout_of_all_groups(timeout + TORCH_WAITS_LONGER_S)
         with collectives_in_memory(mesh) if device.type == "cpu" else nullcontext():
             return work(config, mesh, device, **options)
@@ -256,23 +275,47 @@ def start_process_group(device: torch.device, timeout_seconds: float, store: dis
     import torch.distributed.nn.functional  # noqa: F401 (its default arguments keep the group that exists when it is imported)
 
     from kenotron.parallel.device import backend
+    from kenotron.storage.hub import first_line
 
     if dist.is_initialized():
         return
     ranks = ranks_from_environment()
     rank, size = (-1, -1) if store is None else (ranks.rank, ranks.world_size)  # -1: torch reads the environment
     timeout = timedelta(seconds=timeout_seconds)
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        dist.init_process_group(backend(device), timeout=timeout, store=store, rank=rank, world_size=size)
+        with _says_while_it_waits(f"rank {ranks.rank} waits for all {ranks.world_size} ranks at {where}"):
+            dist.init_process_group(backend(device), timeout=timeout, store=store, rank=rank, world_size=size)
     except ValueError as error:  # MASTER_ADDR or MASTER_PORT is missing
         raise InputError(f"RANK and WORLD_SIZE are set, but torch cannot find the other ranks: {error}") from None
+    except dist.DistError as error:
+        raise RunFailed(
+            f"rank {ranks.rank} on {socket.gethostname()} did not find all {ranks.world_size} ranks at {where} "
+            "(MASTER_ADDR:MASTER_PORT): a wrong address, a port in use, or a machine that did not start; "
+            f"{first_line(error)}"
+        ) from None
     atexit.register(leave)
+
+
+@contextmanager
+def _says_while_it_waits(what: str) -> Iterator[None]:
+    """A line a minute on standard error, until the block has ended."""
+    over = Event()
+
+    def say() -> None:
+        while not over.wait(SAY_EVERY_S):
+            print(what, file=sys.stderr, flush=True)
+
+    Thread(target=say, name="kenotron-start", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def leave() -> None:
     """Destroy the process group, if there is one, and its threads with it."""
     import gc
-    import sys
 
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

@@ -35,6 +35,8 @@ def started_as_rank() -> bool:
     """Whether torchrun, srun or our own launcher has started this process as one of several."""
     if "RANK" not in os.environ and is_task_of_many(os.environ):
         os.environ.update(torchrun_variables(os.environ))
+    if "RANK" not in os.environ and int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        raise InputError("mpirun has started these processes, whose variables are not read: use torchrun or srun")
     return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
@@ -111,12 +113,17 @@ def check_cores(ranks_on_machine: int) -> None:
         )
 
 
-def end_with_parent() -> None:
-    """Let the kernel kill this process as soon as the one that started it is gone (Linux; elsewhere nothing)."""
+def started_by_kenotron() -> bool:
+    """Whether `local.start_ranks` started this rank: then the launcher reports the failure that is recorded for it."""
+    return "KENOTRON_LAUNCH" in os.environ
+
+
+def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when the one that started it is gone (Linux; elsewhere nothing)."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before the kernel knew
         os._exit(1)
 

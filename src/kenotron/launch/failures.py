@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from kenotron.config.errors import PeerFailed, RunFailed
 from kenotron.launch import hangs
+from kenotron.launch.environment import started_by_kenotron
 from kenotron.launch.error_records import ENDED_BY_ANOTHER, in_a_line, record
 from kenotron.observers.data_stall import place_of
 from kenotron.parallel.ranks import comes_from_another_rank
@@ -51,6 +52,11 @@ class Failure:
 
     rank: int
     message: str
+    machine: str = field(default_factory=socket.gethostname)
+
+    def as_seen_by_others(self) -> PeerFailed:
+        """What ends the other ranks."""
+        return PeerFailed(f"rank {self.rank} on {self.machine}: {self.message}", self.machine)
 
 
 class Watch:
@@ -122,7 +128,7 @@ class Watch:
         if self._write(Failure(self.rank, in_a_line(error))):
             return None
         assert self.found is not None
-        return PeerFailed(f"rank {self.found.rank}: {self.found.message}")
+        return self.found.as_seen_by_others()
 
     def _report_hang(self, call: hangs.PendingCall) -> Exception:
         hang = hangs.find_hang(self.store, self.rank, self.size, call, self.timeout_seconds)
@@ -132,7 +138,7 @@ class Watch:
         elif first:
             return RunFailed(hang.report)
         assert self.found is not None
-        return PeerFailed(f"rank {self.found.rank}: {self.found.message}")
+        return self.found.as_seen_by_others()
 
     def _write(self, failure: Failure) -> bool:
         """Write `failure` unless another is there; returns whether it is the first."""
@@ -202,7 +208,7 @@ class Watch:
             del self.neighbours[rank]
             if not self.store.check([f"done/{rank}"]) and self._read() is None:
                 died = f"rank {rank} (process {process_id}) died without an error: killed, out of memory, or a crash"
-                if self._write(Failure(rank, died)) and not _launcher_reports():
+                if self._write(Failure(rank, died)) and not started_by_kenotron():
                     print(f"error: {died}", file=sys.stderr, flush=True)
 
     def _end_hang(self, call: hangs.PendingCall) -> None:
@@ -215,7 +221,7 @@ class Watch:
 
     def _end_with(self, error: Exception) -> None:
         """Report `error`, and end this process."""
-        if _launcher_reports():
+        if started_by_kenotron():
             record(error)
         else:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -255,8 +261,3 @@ def _alive(process: int) -> bool:
     except PermissionError:  # another user's, so alive
         return True
     return True
-
-
-def _launcher_reports() -> bool:
-    """Whether `local.start_ranks` started this rank: then the launcher reports the failure that is recorded for it."""
-    return "KENOTRON_LAUNCH" in os.environ

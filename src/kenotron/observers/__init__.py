@@ -5,6 +5,7 @@ data_stall.py     a step that waits long for its batches
 stragglers.py     a rank that is slower than the others
 nonfinite.py      where NaN or infinity comes from
 module_buffers.py     buffers that a foreign module writes
+same_data.py      whether all ranks read the same data
 replicas.py       what several ranks hold alike, compared
 spikes.py         steps with spikes of loss or gradient are left out
 snapshot.py       a copy of weights and optimizer in host memory
@@ -52,9 +53,10 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
     if config.profiler is not None and config.profiler.detect_anomaly:
         hooks.append(AnomalyMode())
     if mesh.world_size > 1:
+        from kenotron.observers.same_data import SameData
         from kenotron.observers.stragglers import Stragglers
 
-        hooks.append(Stragglers())
+        hooks += [SameData(), Stragglers()]
         if not config.general.ignore_sanity_checks:
             from kenotron.observers.replicas import ReplicaCheck
 

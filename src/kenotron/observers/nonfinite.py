@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +29,6 @@ from kenotron.data.provenance import step_origins
 from kenotron.models import named_parameters
 from kenotron.observers.module_buffers import buffers_kept
 from kenotron.optim.clip import clip_gradients
-from kenotron.parallel import data as data_parallel
 from kenotron.parallel.ranks import gather
 from kenotron.parallel.shards import shard_of
 from kenotron.training.console import logger
@@ -86,7 +84,7 @@ class NonFiniteCause(Hook):
         findings = gather(finding)
         first = min((each.where for each in findings if each is not None), default=None)
         if first == GRADIENT:
-            finding = _in_backward(run) or finding
+            finding = _computed_again(run, partial(_backward_hooks, run))[1] or finding
             run.optimizer.zero_grad(set_to_none=True)
             findings = gather(finding)
         if run.mesh.is_first:
@@ -109,20 +107,6 @@ def _computed_again(run: Run, hooks: Any) -> tuple[StepResult, Finding | None]:
     loss, z_loss, grad_norm = read_numbers(*losses, norm)
     result = replace(run.last_result, lm_loss=loss, z_loss=z_loss, grad_norm=grad_norm)
     return result, found[0] if found else None
-
-
-def _in_backward(run: Run) -> Finding | None:
-    """The module, by hooks of backward; None if it is in none, or if the model does not bear these hooks."""
-    try:
-        return _computed_again(run, partial(_backward_hooks, run))[1]
-    except RuntimeError as error:  # the outputs of modules with such hooks are views that nothing may change in place
-        if "BackwardHookFunction" not in str(error):
-            raise
-        for root in run.roots:
-            data_parallel.reshard_params(root)
-        loads_of_step(run)
-        logger.warning("step %d: cannot name the module: a module modifies the output of another in place", run.step)
-        return None
 
 
 @contextmanager
@@ -156,19 +140,51 @@ def _backward_hooks(run: Run) -> Iterator[list[Finding]]:
     found: list[Finding] = []
     order = _module_order(run)
 
-    def look(name: str, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
-        if not found and _finite(grad_output) and not _finite(grad_input):
-            found.append(Finding(BACKWARD, -order.get(name, len(order)), name, _samples(run.batches)))
+    def enter(module: nn.Module, inputs: Any) -> Any:
+        return tuple(_Entrance.apply(x) if _has_gradient(x) else x for x in inputs)
+
+    def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        finite: list[bool] = []
+
+        def arrived(gradient: Tensor) -> None:
+            finite.append(_finite(gradient))
+
+        def leaves(gradient: Tensor) -> None:
+            if not found and finite and all(finite) and not _finite(gradient):
+                found.append(Finding(BACKWARD, -order.get(name, len(order)), name, _samples(run.batches)))
+
+        for tensors, see in ((output if isinstance(output, tuple) else (output,), arrived), (inputs, leaves)):
+            for tensor in filter(_has_gradient, tensors):
+                tensor.register_hook(see)
 
     named = [(name, module) for part in run.parts for name, module in part.named_modules() if name]
-    handles = [module.register_full_backward_hook(partial(look, name)) for name, module in named]
+    handles = [module.register_forward_pre_hook(enter) for _, module in named]
+    handles += [module.register_forward_hook(partial(look, name)) for name, module in named]
     try:
-        with warnings.catch_warnings():  # that tokens have no gradient
-            warnings.filterwarnings("ignore", "Full backward hook", UserWarning)
-            yield found
+        yield found
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _Entrance(torch.autograd.Function):
+    """x, by a way of its own into one module: its gradient is what this module makes, whoever else reads x.
+
+    Torch's hooks for the backward pass of modules wrap tensors in views, which nothing may change in place and a
+    pipeline's split backward may not detach.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> Any:
+        return gradient[0]
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _weights(run: Run) -> Finding | None:

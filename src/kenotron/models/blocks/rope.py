@@ -73,6 +73,8 @@ def frequencies(
     if kind == "linear":
         return [f / scaling["factor"] for f in _plain(head_dim, theta)], 1.0
     if kind == "dynamic":
+        if head_dim < 4:
+            raise InputError(f"model.model_config.rope_scaling: rope_type dynamic needs 4 channels, found {head_dim}")
         factor, longest = scaling["factor"], max(length, max_positions)
         stretch = factor * longest / max_positions - (factor - 1)
         return _plain(head_dim, theta * stretch ** (head_dim / (head_dim - 2))), 1.0

@@ -1,0 +1,133 @@
+"""Ranks that were started in different ways, on different code or with different files, are refused by name."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import kenotron
+from kenotron.cli import main
+from kenotron.config.errors import InputError
+from kenotron.launch import agreement
+from kenotron.launch.agreement import check_started_alike
+from kenotron.observers.same_data import SameData
+from support.ranks import run_ranks
+from support.tiny_run import environment, tiny_config, tiny_yaml
+
+pytestmark = pytest.mark.budget(10, reason="two ranks")
+
+
+def refusals(rank: int, folder: Path, cases: list[dict[str, Any]]) -> list[str]:
+    """What a rank says of each case, where rank 1 has what the case names and rank 0 has not."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement.socket, "gethostname", lambda: f"machine{rank}")
+        for case in cases:
+            own = case if rank else {}
+            code = own.get("code", "one")
+            patch.setattr(agreement, "_code", lambda code=code: code)
+            try:
+                check_started_alike(tiny_config(folder, *own.get("keys", [])), {"fresh": own.get("fresh", False)})
+                found.append("")
+            except InputError as error:
+                found.append(str(error))
+    return found
+
+
+def test_a_rank_that_was_started_in_another_way_is_named_on_all(tmp_path: Path) -> None:
+    cases = {
+        "parallelism.tp is 2 and not 1": {"keys": ["parallelism.tp=2"]},
+        "tokens.train_steps is 7 and not 3 (and 1 more)": {
+            "keys": ["optimizer.weight_decay=0.5", "tokens.train_steps=7"]
+        },
+        "--fresh is True and not False": {"fresh": True},
+        f"kenotron's code is {kenotron.__version__} (other) and not {kenotron.__version__} (one)": {"code": "other"},
+    }
+    found = run_ranks(2, refusals, tmp_path, [{}, *cases.values()])
+    expected = [f"rank 1 on machine1 was started in another way than rank 0: {what}" for what in cases]
+    assert found == [["", *expected]] * 2
+
+
+def data_refusal(rank: int, samples: list[int]) -> str:
+    stage = SimpleNamespace(sources=[range(samples[rank])], stage=SimpleNamespace(sources=[SimpleNamespace(label="w")]))
+    run: Any = SimpleNamespace(step=0, data=SimpleNamespace(stage_of=lambda step: stage))
+    try:
+        SameData().on_train_start(run)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_machine_with_other_files_is_named_on_all() -> None:
+    assert run_ranks(2, data_refusal, [9, 9]) == ["", ""]
+    host = socket.gethostname()
+    assert (
+        run_ranks(2, data_refusal, [50000, 9])
+        == [f"data_stages: rank 1 on {host} has 9 samples of w, and rank 0 50,000"] * 2
+    )
+
+
+def test_what_only_another_rank_finds_wrong_is_said_by_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its file is another one, on its own machine."""
+    monkeypatch.setattr("kenotron.cli.rank0.RANK0_REPORTS_WITHIN_S", 0.0)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "missing.yaml"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: rank 1 on {socket.gethostname()}: missing.yaml: no such file")
+
+
+def test_processes_of_mpirun_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each would train the whole run."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(tiny_yaml(tmp_path))])
+    assert ended.value.code == 2
+    assert "mpirun has started these processes" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("of_rank_1", "port", "code", "said"),
+    [
+        (["parallelism.tp=2", "parallelism.dp=1"], 0, 2, "was started in another way than rank 0: parallelism."),
+        (["--fresh"], 0, 2, "was started in another way than rank 0: --fresh is True and not False"),
+        ([], 1, 1, "did not find all 2 ranks at localhost:"),
+    ],
+)
+def test_two_machines_that_do_not_fit_end_in_a_line(
+    of_rank_1: list[str], port: int, code: int, said: str, tmp_path: Path
+) -> None:
+    yaml = tiny_yaml(tmp_path)
+    layout = ["parallelism.dp=2", "tokens.micro_batch_size=2", "parallelism.timeout_seconds=5"]
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        free = listener.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "localhost"}
+        variables |= {"MASTER_PORT": free + rank * port}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "kenotron", "train", str(yaml), *layout, *(of_rank_1 if rank else [])],
+                cwd=tmp_path,
+                env=environment(tmp_path) | os.environ | {name: str(value) for name, value in variables.items()},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert code in [rank.returncode for rank in ranks]
+    assert said in "".join(errors)
+    assert "Traceback" not in "".join(errors)
