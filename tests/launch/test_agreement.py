@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import kenotron
 from kenotron.cli import main
 from kenotron.config.errors import InputError
 from kenotron.launch import agreement
@@ -48,7 +47,7 @@ def test_a_rank_that_was_started_in_another_way_is_named_on_all(tmp_path: Path) 
             "keys": ["optimizer.weight_decay=0.5", "tokens.train_steps=7"]
         },
         "--fresh is True and not False": {"fresh": True},
-        f"kenotron's code is {kenotron.__version__} (other) and not {kenotron.__version__} (one)": {"code": "other"},
+        "the hash of kenotron's code is other and not one": {"code": "other"},
     }
     found = run_ranks(2, refusals, tmp_path, [{}, *cases.values()])
     expected = [f"rank 1 on machine1 was started in another way than rank 0: {what}" for what in cases]

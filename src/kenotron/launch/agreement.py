@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-import kenotron
 from kenotron.config.errors import InputError
 from kenotron.parallel.ranks import gather, run_on_rank0
 
@@ -44,7 +43,7 @@ def _different(mine: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
 def _facts(config: RankConfig, options: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
     """Names and values, as a message would have them."""
     yield "torch", torch.__version__
-    yield "kenotron's code", f"{kenotron.__version__} ({_code()})"
+    yield "the hash of kenotron's code", _code()
     yield from ((f"--{name}", value) for name, value in options.items())
     yield from _flat("", config.model_dump(mode="json", by_alias=True))
 
@@ -59,8 +58,8 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _code() -> str:
-    """A hash of the package's files."""
-    root = Path(kenotron.__file__).parent
+    """Of all files of the package."""
+    root = Path(__file__).parents[1]
     digest = xxhash.xxh3_64()
     for file in sorted(root.rglob("*.py")):
         digest.update(file.relative_to(root).as_posix().encode())
