@@ -29,7 +29,7 @@ from kenotron.training.model_parts import build_parts
 from kenotron.training.step import count_real_tokens, forward_backward
 from support.foreign_models import MODELS, folder_of, plain_config, random_model
 from support.layout_runs import prepared
-from support.tiny_run import equal_bits, losses, saved_weights, train_quietly
+from support.tiny_run import equal_bits, losses, saved_weights, train_and_listen, train_quietly
 
 PROMPTS = [[3, 14, 15], [9], [2, 6, 5, 3, 5, 8, 9]]
 
@@ -106,7 +106,8 @@ def test_a_run_from_random_weights_goes_to_transformers_and_back(
     plain = plain_config(tmp_path, {"hf": str(folders[which])}, init)
     plain["checkpoints"]["export_hf"] = True
     config = load(plain)
-    train_quietly(config)
+    _, printed = train_and_listen(config)
+    assert " convert to-hf " in printed.partition(". Next:\n")[2]
     found = losses(config)
     assert len(found) == 3
     assert all(abs(loss - 4.1) < 0.5 for loss in found)  # ln 61
@@ -404,7 +405,9 @@ def test_a_module_of_ones_own_trains_as_a_plain_loop_trains_it(user: Path) -> No
 def test_its_config_comes_back_and_its_checkpoint_decodes(user: Path) -> None:
     config = of_user(user, layers=3)
     assert load(yaml.safe_load(dump(config))) == config
-    train_quietly(config)
+    _, said = train_and_listen(config)
+    commands = [line.split()[1] for line in said.partition(". Next:\n")[2].splitlines()]
+    assert commands == ["generate", "checkpoint"]  # no export
     model = load_for_generation(user / "checkpoints", "float32").model
     assert isinstance(model, nn.Module)
     (completion,) = generate(model, None, [[3, 1, 4]], SamplingOptions(max_new_tokens=5, stop_at_eos=False))
@@ -414,7 +417,7 @@ def test_its_config_comes_back_and_its_checkpoint_decodes(user: Path) -> None:
             assert token == int(model._module[0](torch.tensor([text]))[0, -1].argmax())
         text.append(token)
     assert set(open_source(user / "checkpoints").weights) >= {"scale", "embedding.weight", "blocks.2.mix.weight"}
-    with pytest.raises(InputError, match=r"names no class of transformers: it cannot be exported"):
+    with pytest.raises(InputError, match=r"^module 'running\.Running' has no class of transformers: it cannot"):
         to_hf(user / "checkpoints", user / "exported")
 
 

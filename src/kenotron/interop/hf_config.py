@@ -29,7 +29,7 @@ from kenotron.config.errors import InputError, NotSupportedYet, nearest
 from kenotron.interop.hf_code import config_class
 from kenotron.interop.whole_config import Report, is_causal_model, one_line, whole_architecture, whole_config
 from kenotron.models.family import Family, families, family_named, family_of
-from kenotron.models.foreign import HuggingFace, HuggingFaceArchitecture
+from kenotron.models.foreign import HuggingFace, HuggingFaceArchitecture, UserModuleArchitecture
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -200,6 +200,8 @@ def hf_config(architecture: DecoderArchitecture, dtype: str, eos_token_id: int |
     """
     if isinstance(architecture, HuggingFaceArchitecture):
         return whole_config(architecture, dtype, eos_token_id)
+    if isinstance(architecture, UserModuleArchitecture):
+        raise InputError(f"module {architecture.module!r} has no class of transformers: it cannot be exported")
     family = family_of(architecture)
     if not family.hf_class:
         raise InputError(f"model family {architecture.family!r} names no class of transformers: it cannot be exported")

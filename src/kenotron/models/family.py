@@ -45,7 +45,7 @@ class Family(ABC, Generic[C]):
     hf_model_type: ClassVar[str] = ""
     """`model_type` in Hugging Face's config.json; "" without a counterpart there."""
     hf_class: ClassVar[str] = ""
-    """The class of transformers, such as LlamaForCausalLM."""
+    """The class of transformers, such as LlamaForCausalLM; "" without one: models cannot be exported."""
     hf_code: ClassVar[Mapping[str, str]] = {}
     """`auto_map` of config.json for a model that transformers does not know: "AutoConfig" and "AutoModelForCausalLM" →
     module.Class. The modules lie in a folder `hf` beside the family's file; exports bring them along."""

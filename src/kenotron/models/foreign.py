@@ -247,6 +247,7 @@ class HuggingFace(Foreign[HuggingFaceArchitecture]):
     """A causal language model of transformers, in eval mode: without dropout."""
 
     section = HuggingFaceArchitecture
+    hf_class = "AutoModelForCausalLM"
 
     def make(self, std: float | None = None) -> nn.Module:
         """`AutoModelForCausalLM.from_config`; `std` takes the place of the config's `initializer_range`."""

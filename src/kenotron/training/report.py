@@ -14,6 +14,7 @@ from kenotron.config.dotted import import_dotted
 from kenotron.config.warnings import warnings_of
 from kenotron.models import named_parameters
 from kenotron.models.decoder import Decoder
+from kenotron.models.family import family_of
 from kenotron.parallel.shards import shard_of
 from kenotron.training import console
 from kenotron.training.console import human_format, logger
@@ -135,14 +136,15 @@ def farewell(run: Run) -> None:
 
 
 def next_commands(run: Run, folder: Path) -> list[str]:
-    """Three commands for a shell in the working folder: generate, convert to Hugging Face, show the curves."""
+    """For a shell in the working folder: generate, convert to Hugging Face if it has such a model, show the curves."""
     us, path, logs = program("kenotron"), shlex.quote(str(folder)), shlex.quote(run.config.logging.log_dir)
     prompts = run.config.logging.sample_prompts
     prompt = f"--prompt {shlex.quote(prompts[0])} " if prompts else "" if run.tokenizer else "--prompt-tokens 1,2,3 "
     curves = f"{program('tensorboard')} --logdir {logs}"
+    convert = f"{us} convert to-hf {path} {shlex.quote(f'{folder}-hf')}"
     return [
         f"{us} generate {path} {prompt}--max-new-tokens 64",
-        f"{us} convert to-hf {path} {shlex.quote(f'{folder}-hf')}",
+        *([convert] if family_of(run.config.model.decoder).hf_class else []),
         curves if run.config.logging.tensorboard else f"{us} checkpoint show {path}",
     ]
 
