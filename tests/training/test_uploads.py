@@ -162,14 +162,24 @@ def test_nanotrons_section_uploads_the_checkpoints_of_a_local_folder(
     config = machine("a", *local)
     made, _ = uploader(config, URL)
     assert (made._files_at_once, made.store._parts_at_once, made.remove) == (3, 7, True)
-    train_quietly(config)
+    _, said = train_and_listen(config)
     assert complete() == [2, 4]
     assert steps_of(tmp_path / "own") == []  # remove_after_upload
+    assert f"Checkpoint: {URL}/4. Next:\n" in said
+    assert f"kenotron generate {URL}/4 --prompt" in said
+    assert f"kenotron convert to-hf {URL}/4 {tmp_path}/own/4-hf\n" in said
     shutil.rmtree(tmp_path / "own")
     config = machine("a", *local, "tokens.train_steps=6", "s3_upload.remove_after_upload=false")
-    train_quietly(config)
+    _, said = train_and_listen(config)
+    assert f"Checkpoint: {tmp_path}/own/6. Next:\n" in said
     assert losses(config) == whole
     assert steps_of(tmp_path / "own") == ["4", "6"]
+
+
+def test_where_the_last_step_was_not_saved_no_checkpoint_is_named(machine: Callable[..., Config]) -> None:
+    config = machine("a", "tokens.train_steps=3", "checkpoints.save_final_state=false")
+    _, said = train_and_listen(config)
+    assert (complete(), "Run finished at step 3 of 3" in said, "Checkpoint: " in said) == ([2], True, False)
 
 
 def test_a_store_that_fails_ends_no_run_and_the_next_start_uploads(

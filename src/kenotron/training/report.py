@@ -131,20 +131,23 @@ def farewell(run: Run) -> None:
         100 * run.data_wait_seconds / run.seconds if run.seconds else 0.0,
         log_folder(run.config),
     )
-    if folder.exists():
-        logger.info("Checkpoint: %s. Next:\n%s", folder, "\n".join(f"  {line}" for line in next_commands(run, folder)))
+    settings, url = run.config.checkpoints, run.config.upload_url
+    saved = settings.save_final_state or run.stop_reason or run.step % settings.checkpoint_interval == 0
+    where = str(folder) if folder.exists() else f"{url.rstrip('/')}/{run.step}" if url and saved else ""
+    if where:  # a URL where the local copy was removed after its upload
+        logger.info("Checkpoint: %s. Next:\n  %s", where, "\n  ".join(next_commands(run, where)))
 
 
-def next_commands(run: Run, folder: Path) -> list[str]:
+def next_commands(run: Run, where: str) -> list[str]:
     """For a shell in the working folder: generate, convert to Hugging Face if it has such a model, show the curves."""
-    us, path, logs = program("kenotron"), shlex.quote(str(folder)), shlex.quote(run.config.logging.log_dir)
+    us, path, logs = program("kenotron"), shlex.quote(where), shlex.quote(run.config.logging.log_dir)
     prompts = run.config.logging.sample_prompts
     prompt = f"--prompt {shlex.quote(prompts[0])} " if prompts else "" if run.tokenizer else "--prompt-tokens 1,2,3 "
     curves = f"{program('tensorboard')} --logdir {logs}"
-    convert = f"{us} convert to-hf {path} {shlex.quote(f'{folder}-hf')}"
+    exported = shlex.quote(str(run.config.checkpoint_folder / f"{run.step}-hf"))
     return [
         f"{us} generate {path} {prompt}--max-new-tokens 64",
-        *([convert] if family_of(run.config.model.decoder).hf_class else []),
+        *([f"{us} convert to-hf {path} {exported}"] if family_of(run.config.model.decoder).hf_class else []),
         curves if run.config.logging.tensorboard else f"{us} checkpoint show {path}",
     ]
 
