@@ -19,7 +19,7 @@ from support.tiny_run import REPOSITORY, TEXTS
 
 pytestmark = pytest.mark.budget(15, reason="each README's commands run in full, some as processes that import torch")
 
-ITERATION = re.compile(r"(?:iteration: \d+ / \d+|step \d+/\d+) \|.*")
+ITERATION = re.compile(r"(?:iteration: \d+ / \d+|validation: \d+ / \d+|step \d+/\d+) \|.*")
 
 
 def run_readme(folder: Path, root: Path, nursery: Nursery, **more: str) -> list[Finished]:
@@ -42,7 +42,7 @@ def run_readme(folder: Path, root: Path, nursery: Nursery, **more: str) -> list[
 
 def fields(line: str) -> dict[str, str]:
     """Of either form: ``iteration: 5 / 15 | lm_loss: 5.27`` or ``step 5/15 | loss 5.27``."""
-    if line.startswith("iteration: "):
+    if line.startswith(("iteration: ", "validation: ")):
         return dict(part.strip().split(": ", 1) for part in line.split(" | ") if part.strip() != "…")
     parts = [part.split() for part in line.split(" | ") if part.strip() != "…"]
     return dict(pair if pair[0].isalpha() else pair[::-1] for pair in parts)
@@ -232,4 +232,4 @@ def test_checkpoints_go_to_s3_by_their_readme(examples: Path, nursery: Nursery, 
         assert line in trained.stdout + continued.stdout
     assert [line.split()[0] for line in listed.stdout.splitlines()[1:]] == ["30", "40"]  # keep_last
     assert generated.stdout.startswith("def main(")
-    assert not list(examples.parent.glob("*/remote/**/*.safetensors"))  # remove_after_upload
+    assert not list((examples.parent / "logs").rglob("*.safetensors"))  # remove_after_upload
