@@ -10,7 +10,7 @@ import pytest
 from support.tiny_run import REPOSITORY
 
 PAGES = sorted(
-    [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("examples/*/*.md")]
+    [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("examples/**/*.md")]
     + [*REPOSITORY.glob("benchmarks/*.md")]
 )
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
