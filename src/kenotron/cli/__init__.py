@@ -64,7 +64,8 @@ def _exit_code(arguments: list[str], debug: bool) -> int:
 def _place(error: Exception) -> str:
     """``rank 5 on node12: `` where torchrun or srun has started several, and the error does not say so."""
     rank = os.environ.get("RANK", "0")
-    return "" if rank == "0" or str(error).startswith("rank ") else f"rank {rank} on {os.uname().nodename}: "
+    named = not rank.isdecimal() or rank == "0" or str(error).startswith("rank ")
+    return "" if named else f"rank {rank} on {os.uname().nodename}: "
 
 
 def _run(arguments: list[str]) -> int:
