@@ -66,7 +66,7 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if regex.fullmatch(name)]
 
 
-def modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every module that `pattern` covers."""
+def modules(model: nn.Module, *patterns: str) -> list[tuple[str, nn.Module]]:
+    """(name, module) of every module that one of `patterns` covers, pattern by pattern."""
     named = dict(model.named_modules())
-    return [(name, named[name]) for name in matching(pattern, named)]
+    return [(name, named[name]) for pattern in patterns for name in matching(pattern, named)]

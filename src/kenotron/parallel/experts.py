@@ -46,7 +46,7 @@ INSIDE = {"gate_proj.weight": Shard(1), "up_proj.weight": Shard(1), "down_proj.w
 # Tensor parallelism ---------------------------------------------------------------------------------
 
 
-def split_experts(moe: Any, settings: TensorParallelSettings, name: str = "") -> None:
+def split_experts(moe: Any, settings: TensorParallelSettings, name: str) -> None:
     """Split the `MixtureOfExperts` `moe` over tp, in place; weights keep their names.
 
     Errors (InputError): tp does not divide the width of an expert or of the shared one.
@@ -60,7 +60,7 @@ def split_experts(moe: Any, settings: TensorParallelSettings, name: str = "") ->
     moe.experts = ExpertShards(moe.experts, weights)
     for path, module in [] if shared is None else list(shared.named_children()):
         dim = 1 if path == "down_proj" else 0
-        setattr(shared, path, LocalLinear(module, settings, dim, f"{name}.shared_expert.{path}"))
+        setattr(shared, path, LocalLinear(module, settings, f"{name}.shared_expert.{path}", dim))
     if moe.shared_expert_gate is not None:
         moe.shared_expert_gate = Replicated(moe.shared_expert_gate, settings, on_shards=False, per_head=True)
     moe.equal_ranks = settings.degree
@@ -77,7 +77,7 @@ def split_experts(moe: Any, settings: TensorParallelSettings, name: str = "") ->
 class LocalLinear(nn.Module):
     """A linear without bias that computes with this rank's rows (`dim` 0) or columns (1), and sends nothing."""
 
-    def __init__(self, linear: Any, settings: TensorParallelSettings, dim: int, name: str = "") -> None:
+    def __init__(self, linear: Any, settings: TensorParallelSettings, name: str, dim: int) -> None:
         super().__init__()
         self.weight = settings.parameter(linear.weight, Shard(dim), name=name)
 
@@ -138,9 +138,8 @@ def apply(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     group = mesh.group("ep")
     if group is None:
         return
-    for pattern in plan.experts:
-        for _, moe in modules(model, pattern):
-            moe.experts = _some_of(moe.experts, mesh, group)
+    for _, moe in modules(model, *plan.experts):
+        moe.experts = _some_of(moe.experts, mesh, group)
 
 
 def _some_of(experts: Any, mesh: Mesh, group: dist.ProcessGroup) -> ExpertShards:

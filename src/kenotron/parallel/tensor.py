@@ -105,26 +105,24 @@ def apply(
     settings = TensorParallelSettings.over(
         mesh, mode=mode, asynchronous=asynchronous, recompute_allgather=recompute_allgather
     )
-    kv, on_shards, per_head = (
-        {name for p in patterns for name, _ in modules(model, p)}
-        for patterns in (plan.kv, plan.sequence, plan.per_head)
-    )
-    kinds = ((plan.column, _column_parallel), (plan.channels, ChannelParallel))
-    for pattern, parallel in ((pattern, kind) for patterns, kind in kinds for pattern in patterns):
-        for name, module in modules(model, pattern):
-            _replace(model, name, parallel(module, settings, _head_dim(model, name), name in kv, name))
-    for patterns, row in ((plan.row, RowParallelLinear), (plan.inner_row, InnerRowParallelLinear)):
-        for name, module in (each for pattern in patterns for each in modules(model, pattern)):
-            _replace(model, name, row(module, settings, _head_dim(model, name), name))
-    for pattern in plan.experts:
-        for name, module in modules(model, pattern):
-            split_experts(module, settings, name)
+    kv = {name for name, _ in modules(model, *plan.kv)}
+    on_shards = {name for name, _ in modules(model, *plan.sequence)}
+    per_head = {name for name, _ in modules(model, *plan.per_head)}
+    for name, module in modules(model, *plan.column):
+        _replace(model, name, _column_parallel(module, settings, name, _head_dim(model, name), name in kv))
+    for name, module in modules(model, *plan.channels):
+        _replace(model, name, ChannelParallel(module, settings, name, _head_dim(model, name), name in kv))
+    for name, module in modules(model, *plan.row):
+        _replace(model, name, RowParallelLinear(module, settings, name, _head_dim(model, name)))
+    for name, module in modules(model, *plan.inner_row):
+        _replace(model, name, InnerRowParallelLinear(module, settings, name, _head_dim(model, name)))
+    for name, module in modules(model, *plan.experts):
+        split_experts(module, settings, name)
     tied: dict[Any, nn.Parameter] = {}
-    for pattern in plan.vocab:
-        for name, module in modules(model, pattern):
-            vocabulary = _vocab_parallel(name, module, settings)
-            vocabulary.tie(tied.setdefault(module.weight, vocabulary.weight))
-            _replace(model, name, vocabulary)
+    for name, module in modules(model, *plan.vocab):
+        vocabulary = _vocab_parallel(module, settings, name)
+        vocabulary.tie(tied.setdefault(module.weight, vocabulary.weight))
+        _replace(model, name, vocabulary)
     for name, module in list(model.named_modules()):
         if any(not isinstance(parameter, DTensor) for parameter in module.parameters(recurse=False)):
             _check_is_a_leaf(name, module)
@@ -145,19 +143,19 @@ def _head_dim(model: nn.Module, name: str) -> int:
 
 
 def _column_parallel(
-    module: Any, settings: TensorParallelSettings, head_dim: int, kv: bool, name: str
+    module: Any, settings: TensorParallelSettings, name: str, head_dim: int, kv: bool
 ) -> ColumnParallelLinear | ColumnParallelRMSNorm | ColumnParallelEmbedding | ChannelParallel:
     if isinstance(module, Embedding):
-        return ColumnParallelEmbedding(module, settings, head_dim, kv, name)
+        return ColumnParallelEmbedding(module, settings, name, head_dim, kv)
     if not isinstance(module, RMSNorm):
-        return ColumnParallelLinear(module, settings, head_dim, kv, name)
+        return ColumnParallelLinear(module, settings, name, head_dim, kv)
     if isinstance(module, GroupRMSNorm) and module.groups > 1:  # a rank has whole groups
-        return ChannelParallel(module, settings, module.group_size, kv, name)
-    return ColumnParallelRMSNorm(module, settings, head_dim, kv, name)
+        return ChannelParallel(module, settings, name, module.group_size, kv)
+    return ColumnParallelRMSNorm(module, settings, name, head_dim, kv)
 
 
 def _vocab_parallel(
-    name: str, module: nn.Module, settings: TensorParallelSettings
+    module: nn.Module, settings: TensorParallelSettings, name: str
 ) -> VocabParallelHead | VocabParallelEmbedding:
     if isinstance(module, LMHead):
         return VocabParallelHead(module, settings, name)
@@ -192,9 +190,7 @@ class ColumnParallelLinear(nn.Module):
     all of W (it is small) and uses the rows of its head; the gradients, zero elsewhere, are summed.
     """
 
-    def __init__(
-        self, linear: Any, settings: TensorParallelSettings, head_dim: int = 1, kv: bool = False, name: str = ""
-    ) -> None:
+    def __init__(self, linear: Any, settings: TensorParallelSettings, name: str, head_dim: int, kv: bool) -> None:
         super().__init__()
         self.settings, self.rows = settings, rows_of_the_head(linear, settings, head_dim) if kv else None
         placement = Shard(0) if self.rows is None else Replicate()
@@ -228,9 +224,7 @@ class ColumnParallelRMSNorm(nn.Module):
     ranks hold (0 0 1 1) count equally often, so the mean over ranks is the mean over features all the same.
     """
 
-    def __init__(
-        self, norm: Any, settings: TensorParallelSettings, head_dim: int = 1, kv: bool = False, name: str = ""
-    ) -> None:
+    def __init__(self, norm: Any, settings: TensorParallelSettings, name: str, head_dim: int, kv: bool) -> None:
         super().__init__()
         self.settings, self.eps = settings, norm.eps
         self.rows = rows_of_the_head(norm, settings, head_dim) if kv else None
@@ -256,9 +250,7 @@ class ColumnParallelEmbedding(nn.Module):
     Key-value heads (`kv`) may be fewer than ranks: as in `ColumnParallelLinear`. In every mode a rank sees all tokens.
     """
 
-    def __init__(
-        self, embedding: Any, settings: TensorParallelSettings, head_dim: int = 1, kv: bool = False, name: str = ""
-    ) -> None:
+    def __init__(self, embedding: Any, settings: TensorParallelSettings, name: str, head_dim: int, kv: bool) -> None:
         super().__init__()
         self.columns = rows_of_the_head(embedding, settings, head_dim, dim=1) if kv else None
         placement = Shard(1) if self.columns is None else Replicate()
@@ -352,7 +344,7 @@ class RowParallelLinear(nn.Module):
     The sum is ``[tokens, out]`` on every rank, or with REDUCE_SCATTER in training this rank's ``[tokens / tp, out]``.
     """
 
-    def __init__(self, linear: Any, settings: TensorParallelSettings, head_dim: int = 1, name: str = "") -> None:
+    def __init__(self, linear: Any, settings: TensorParallelSettings, name: str, head_dim: int) -> None:
         super().__init__()
         self.settings = settings
         self.weight = settings.parameter(linear.weight, Shard(1), head_dim, name)
@@ -417,7 +409,7 @@ class _RowProduct(torch.autograd.Function):
 class _VocabParallel(nn.Module):
     """Holds ``rows / tp`` vocabulary rows: those from `first` on."""
 
-    def __init__(self, module: Any, settings: TensorParallelSettings, name: str = "") -> None:
+    def __init__(self, module: Any, settings: TensorParallelSettings, name: str) -> None:
         super().__init__()
         self.settings = settings
         self.weight = settings.parameter(module.weight, Shard(0), name=name)
@@ -458,7 +450,7 @@ class VocabParallelHead(_VocabParallel):
     Without labels (generation) the logits of the tokens in `ctx.logits_to_keep` are gathered, for every rank.
     """
 
-    def __init__(self, head: LMHead, settings: TensorParallelSettings, name: str = "") -> None:
+    def __init__(self, head: LMHead, settings: TensorParallelSettings, name: str) -> None:
         super().__init__(head, settings, name)
         self.vocab_size, self.z_loss, self.softcap = head.vocab_size, head.z_loss, head.softcap
 

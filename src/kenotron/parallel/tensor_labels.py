@@ -152,9 +152,7 @@ class ChannelParallel(OwnMaths):
     `together` neighbouring rows stay on one rank; `kv` as in `ColumnParallelLinear`.
     """
 
-    def __init__(
-        self, module: nn.Module, settings: TensorParallelSettings, together: int = 1, kv: bool = False, name: str = ""
-    ) -> None:
+    def __init__(self, module: nn.Module, settings: TensorParallelSettings, name: str, together: int, kv: bool) -> None:
         rows = rows_of_the_head(module, settings, together) if kv else None
         placement = Shard(0) if rows is None else Replicate()
         super().__init__(module, lambda parameter: settings.parameter(parameter, placement, together, name))
