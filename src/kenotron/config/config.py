@@ -130,7 +130,10 @@ def problems_of(config: Config) -> list[Problem]:
         _check_ramps,
         _check_tokenizer,
         _check_steps,
-        _check_dependent_keys,
+        _check_validation,
+        _check_checkpoints,
+        _check_uploads,
+        _check_data,
     )
     return [problem for check in checks for problem in check(config)]
 
@@ -337,44 +340,45 @@ def _check_steps(config: Config) -> Iterator[Problem]:
             f"expected at least lr_warmup_steps {schedule.lr_warmup_steps}, found {schedule.decay_start}",
         )
     if schedule.final_lr > schedule.learning_rate:
-        yield (
-            at + "min_decay_lr",
-            f"expected at most learning_rate {schedule.learning_rate}, found {schedule.final_lr}",
-        )
+        yield at + "min_decay_lr", f"expected at most learning_rate {schedule.learning_rate}, found {schedule.final_lr}"
     profiler = config.profiler
     if profiler and profiler.profiler_export_path and steps < profiler.steps:
-        yield ("profiler", f"expected tokens.train_steps of at least {profiler.steps} for the trace, found {steps}")
+        yield "profiler", f"expected tokens.train_steps of at least {profiler.steps} for the trace, found {steps}"
 
 
-def _check_dependent_keys(config: Config) -> Iterator[Problem]:
-    """Keys that have no effect without another."""
-    tokens, checkpoints = config.tokens, config.checkpoints
-    if tokens.val_samples is not None and not tokens.limit_val_batches:
+def _check_validation(config: Config) -> Iterator[Problem]:
+    if config.tokens.val_samples is not None and not config.tokens.limit_val_batches:
         yield "tokens.limit_val_batches", "expected -1 or a number above 0 with tokens.val_samples, found 0"
+
+
+def _check_checkpoints(config: Config) -> Iterator[Problem]:
+    checkpoints, folder = config.checkpoints, config.checkpoint_folder
+    local, every = checkpoints.local, checkpoints.checkpoint_interval
     if checkpoints.keep_every is not None and checkpoints.keep_last is None:
         yield "checkpoints.keep_last", "missing: checkpoints.keep_every needs it"
     if checkpoints.datastates != DataStates() and checkpoints.checkpointing_engine != "datastates":
         yield "checkpoints.checkpointing_engine", "expected datastates, whose settings checkpoints.datastates has"
-    if (local := checkpoints.local) is not None:
-        folder, every = config.checkpoint_folder, checkpoints.checkpoint_interval
-        if local.interval >= every:
-            yield (
-                "checkpoints.local.interval",
-                f"expected less than checkpoint_interval {every}, found {local.interval}",
-            )
-        if Path(local.path).absolute().is_relative_to(folder.absolute()):
-            yield "checkpoints.local.path", f"expected a folder outside of {folder}, found {local.path}"
-    remote = "://" in checkpoints.checkpoints_path
+    if local is not None and local.interval >= every:
+        yield "checkpoints.local.interval", f"expected less than checkpoint_interval {every}, found {local.interval}"
+    if local is not None and Path(local.path).absolute().is_relative_to(folder.absolute()):
+        yield "checkpoints.local.path", f"expected a folder outside of {folder}, found {local.path}"
+
+
+def _check_uploads(config: Config) -> Iterator[Problem]:
+    upload, remote = config.s3_upload, "://" in config.checkpoints.checkpoints_path
     for name in ("staging_path", "remove_after_upload"):
-        if getattr(checkpoints, name) and not remote:
+        if getattr(config.checkpoints, name) and not remote:
             yield f"checkpoints.{name}", "expected a URL as checkpoints.checkpoints_path, found a local path"
-    if config.s3_upload is not None and "://" not in config.s3_upload.upload_s3_path:
-        yield "s3_upload.upload_s3_path", f"expected a URL as s3://bucket/run, found {config.s3_upload.upload_s3_path}"
-    if config.s3_upload is not None and remote:
+    if upload is not None and "://" not in upload.upload_s3_path:
+        yield "s3_upload.upload_s3_path", f"expected a URL as s3://bucket/run, found {upload.upload_s3_path}"
+    if upload is not None and remote:
         yield "s3_upload", "expected null: checkpoints.checkpoints_path is a URL, and checkpoints are uploaded there"
+
+
+def _check_data(config: Config) -> Iterator[Problem]:
     if config.data_stages[0].data.restart:
         yield "data_stages.0.data.restart", "expected false: there is no stage before the first"
     paths = [path for dataset in config.datasets for path in paths_of(dataset)]
-    paths += [path for path in (config.upload_url, checkpoints.resume_checkpoint_path) if path is not None]
+    paths += [path for path in (config.upload_url, config.checkpoints.resume_checkpoint_path) if path is not None]
     if config.remote_data != RemoteData() and not any("://" in path or path.endswith(".json") for path in paths):
         yield "remote_data", "expected a remote path (s3://, gs://, hf://, https://), found none"
