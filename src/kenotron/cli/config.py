@@ -57,56 +57,19 @@ def _check_names(config: Config) -> None:
 
     Names of the Hugging Face hub are not looked up. Libraries are imported only where they can find an error.
     """
-    from kenotron.checkpoint.folders import newest_complete
-
-    for entry in config.general.hooks or []:
-        from kenotron.training.hooks import find_hook
-
-        find_hook(*((entry, {}) if isinstance(entry, str) else (entry.path, entry.kwargs)))
     _check_code(config)
-    if config.checkpoints.checkpointing_engine != "torch":
-        from kenotron.checkpoint.engine import find_engine
-
-        find_engine(config.checkpoints.checkpointing_engine)
-    init, architecture = config.model.init_method, config.model.architecture
-    begins = newest_complete(config.checkpoint_folder) is None  # else its own checkpoint comes before all others
-    for key, path in {
-        "tokenizer.tokenizer_name_or_path": config.tokenizer.tokenizer_name_or_path,
-        "model.init_method.path": getattr(init, "path", None) if begins else None,
-        "model.model_config.hf": getattr(architecture, "hf", None),
-        "checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path if begins else None,
-    }.items():
-        if (
-            path
-            and "://" not in path
-            and (key.startswith("checkpoints.") or is_a_path(path))
-            and not Path(path).expanduser().exists()
-        ):
-            raise no_such_path(key, path)
-    if isinstance(architecture, HFArchitecture) and Path(architecture.hf).is_dir():
-        from kenotron.interop import resolve_architecture  # which imports torch
-
-        resolve_architecture(config)
-    for dataset in config.datasets:
-        names = dataset.hf_dataset_or_datasets if isinstance(dataset, PretrainDataset | SFTDataset) else []
-        for name in [names] if isinstance(names, str) else names:
-            if is_a_path(name) and not Path(name).expanduser().exists():
-                raise no_such_path("dataset.hf_dataset_or_datasets", name)
-    restarts = any(stage.data.restart for stage in config.data_stages)
-    if restarts or any(paths_of(dataset) or isinstance(dataset, CustomSource) for dataset in config.datasets):
-        from kenotron.data.sources import DATASETS
-        from kenotron.data.stage_plan import check_files, check_paths, datasets_of  # half a second
-
-        check_paths(config)
-        check_files(config)
-        for number, stage in enumerate(config.data_stages):
-            for at, dataset in datasets_of(stage.data, number):
-                if isinstance(dataset, CustomSource):
-                    import_registered(dataset.source, f"{at}.source", DATASETS)
+    _check_paths(config)
+    _check_architecture(config)
+    _check_hub_datasets(config)
+    _check_sources(config)
 
 
 def _check_code(config: Config) -> None:
     """Errors (InputError): a dotted path to a part of training that cannot be imported, or is of another kind."""
+    for entry in config.general.hooks or []:
+        from kenotron.training.hooks import find_hook
+
+        find_hook(*((entry, {}) if isinstance(entry, str) else (entry.path, entry.kwargs)))
     if "." in (name := config.optimizer.optimizer_factory.name):
         from kenotron.optim.build import load_optimizer
 
@@ -123,6 +86,58 @@ def _check_code(config: Config) -> None:
         from kenotron.parallel.data import load_strategy
 
         load_strategy(strategy)
+    if config.checkpoints.checkpointing_engine != "torch":
+        from kenotron.checkpoint.engine import find_engine
+
+        find_engine(config.checkpoints.checkpointing_engine)
+
+
+def _check_paths(config: Config) -> None:
+    """Errors (InputError): a path of the tokenizer, the architecture or what the run begins from is not here."""
+    from kenotron.checkpoint.folders import newest_complete
+
+    begins = newest_complete(config.checkpoint_folder) is None  # else its own checkpoint comes before all others
+    for key, path in {
+        "tokenizer.tokenizer_name_or_path": config.tokenizer.tokenizer_name_or_path,
+        "model.init_method.path": getattr(config.model.init_method, "path", None) if begins else None,
+        "model.model_config.hf": getattr(config.model.architecture, "hf", None),
+        "checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path if begins else None,
+    }.items():
+        no_name = key.startswith("checkpoints.") or is_a_path(path or "")
+        if path and no_name and "://" not in path and not Path(path).expanduser().exists():
+            raise no_such_path(key, path)
+
+
+def _check_architecture(config: Config) -> None:
+    architecture = config.model.architecture
+    if isinstance(architecture, HFArchitecture) and Path(architecture.hf).is_dir():
+        from kenotron.interop import resolve_architecture  # which imports torch
+
+        resolve_architecture(config)
+
+
+def _check_hub_datasets(config: Config) -> None:
+    """Errors (InputError): a dataset of the Hugging Face hub is named by a path, which is not here."""
+    for dataset in config.datasets:
+        names = dataset.hf_dataset_or_datasets if isinstance(dataset, PretrainDataset | SFTDataset) else []
+        for name in [names] if isinstance(names, str) else names:
+            if is_a_path(name) and not Path(name).expanduser().exists():
+                raise no_such_path("dataset.hf_dataset_or_datasets", name)
+
+
+def _check_sources(config: Config) -> None:
+    """Errors (InputError): a path or file of the data, a restart of nothing, a source that cannot be imported."""
+    restarts = any(stage.data.restart for stage in config.data_stages)
+    if restarts or any(paths_of(dataset) or isinstance(dataset, CustomSource) for dataset in config.datasets):
+        from kenotron.data.sources import DATASETS
+        from kenotron.data.stage_plan import check_files, check_paths, datasets_of  # half a second
+
+        check_paths(config)
+        check_files(config)
+        for number, stage in enumerate(config.data_stages):
+            for at, dataset in datasets_of(stage.data, number):
+                if isinstance(dataset, CustomSource):
+                    import_registered(dataset.source, f"{at}.source", DATASETS)
 
 
 @app.command()
