@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 from kenotron.data.formats import TokenFile, documents_between, open_token_files, token_chunks
+from kenotron.data.formats.token_file import TokenChunk
 from kenotron.data.manifest import Json, checksums, recorded_checksums
 from kenotron.data.sources.token_folder import count_windows, window_step
 from kenotron.storage.files import release
@@ -71,33 +72,15 @@ def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | Non
     Errors (InputError): what is wrong with a file; a negative id.
     """
     files = open_token_files(path, "token files", dtype)
-    largest, beyond, first = -1, 0, None
-    lengths = _Lengths()
-    documents, windows = Duplicates(), Duplicates()
+    tokens, documents, windows = _Tokens(vocab_size), _Documents(), Duplicates()
     recorded, found = recorded_checksums(files), {}
     for file in files:
-        before = 0
         digest = xxhash.xxh3_128() if file.path in recorded else None
         for chunk in token_chunks(file, CHUNK_TOKENS):
             if digest:
                 digest.update(chunk.ids.tobytes())
-            if len(chunk.ids):
-                if chunk.ids.min() < 0:
-                    at = chunk.start + int(np.flatnonzero(chunk.ids < 0)[0])
-                    raise InputError(f"{file.path}: token {at} is negative ({file.tokens[at]})")
-                largest = max(largest, int(chunk.ids.max()))
-            if vocab_size is not None and largest >= vocab_size:
-                wrong = np.flatnonzero(chunk.ids >= vocab_size)
-                beyond += len(wrong)
-                if first is None and len(wrong):
-                    at = chunk.start + int(wrong[0])
-                    first = {"file": str(file.path), "token": at, "id": int(file.tokens[at])}
-            if chunk.ends is not None:
-                ends = chunk.ends + chunk.start
-                lengths.add(np.diff(ends, prepend=before))
-                for end in ends.tolist():
-                    documents.add(file.tokens, before, end)
-                    before = end
+            tokens.add(file, chunk)
+            documents.add(file, chunk)
         if digest and file.tokens.nbytes == file.path.stat().st_size:  # its bytes are the ids, and nothing else
             found[file.path] = digest.hexdigest()
         for start in range(0, len(file.tokens) - window + 1, window):
@@ -110,25 +93,20 @@ def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | Non
         "format": files[0].format,
         "files": len(files),
         "tokens": sum(len(file.tokens) for file in files),
-        "documents": lengths.documents if known else None,
+        "documents": documents.count if known else None,
         "dtype": ", ".join(sorted({file.tokens.dtype.name for file in files})),
         "bytes": sum(file.tokens.nbytes for file in files),
         "tokenizer": ", ".join(sorted({file.tokenizer for file in files if file.tokenizer})) or None,
-        "largest_id": largest if largest >= 0 else None,
+        "largest_id": tokens.largest if tokens.largest >= 0 else None,
         "vocab_size": vocab_size,
-        "beyond_vocab": beyond if vocab_size is not None else None,
-        "first_beyond_vocab": first,
-        "no_loss_tokens": sum(
-            len(p.loss) - int(np.count_nonzero(p.loss))
-            for f in files
-            for p in token_chunks(f, CHUNK_TOKENS)
-            if p.loss is not None
-        ),
-        "document_lengths": lengths.summary() if known and lengths.documents else None,
-        "duplicate_documents": documents.count() if known else None,
+        "beyond_vocab": tokens.beyond if vocab_size is not None else None,
+        "first_beyond_vocab": tokens.first_beyond,
+        "no_loss_tokens": tokens.without_loss,
+        "document_lengths": documents.summary() if known and documents.count else None,
+        "duplicate_documents": documents.duplicates.count() if known else None,
         "duplicate_windows": windows.count(),
         "checksums": _compared(recorded, found) if recorded else None,
-        "duplicates_exact": not (documents.halvings or windows.halvings),
+        "duplicates_exact": not (documents.duplicates.halvings or windows.halvings),
         "window": window,
     }
 
@@ -146,29 +124,65 @@ def _compared(recorded: dict[AnyPath, str], found: dict[AnyPath, str]) -> Json:
     return {"files": len(recorded), "different": different}
 
 
-class _Lengths:
-    """Shortest, mean and longest document, and how many there are in each power of two."""
+class _Tokens:
+    """The largest id, how many are `vocab_size` or more and where the first of them is, and how many have no loss."""
+
+    def __init__(self, vocab_size: int | None) -> None:
+        self.vocab_size = vocab_size
+        self.largest, self.beyond, self.without_loss = -1, 0, 0
+        self.first_beyond: Json | None = None
+
+    def add(self, file: TokenFile, chunk: TokenChunk) -> None:
+        """Errors (InputError): a negative id."""
+        if chunk.loss is not None:
+            self.without_loss += len(chunk.loss) - int(np.count_nonzero(chunk.loss))
+        if not len(chunk.ids):
+            return
+        if chunk.ids.min() < 0:
+            at = chunk.start + int(np.flatnonzero(chunk.ids < 0)[0])
+            raise InputError(f"{file.path}: token {at} is negative ({file.tokens[at]})")
+        largest = int(chunk.ids.max())
+        self.largest = max(self.largest, largest)
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            beyond = np.flatnonzero(chunk.ids >= self.vocab_size)
+            self.beyond += len(beyond)
+            if self.first_beyond is None:
+                at = chunk.start + int(beyond[0])
+                self.first_beyond = {"file": str(file.path), "token": at, "id": int(file.tokens[at])}
+
+
+class _Documents:
+    """Shortest, mean and longest document, how many there are in each power of two, and which come again."""
 
     def __init__(self) -> None:
-        self.documents = self.tokens = self.longest = 0
+        self.count = self.tokens = self.longest = 0
         self.shortest: int | None = None
         self.buckets = np.zeros(64, np.int64)
+        self.duplicates = Duplicates()
+        self._start = 0  # of the document that the next chunk goes on with
 
-    def add(self, lengths: NDArray[np.int64]) -> None:
-        if not len(lengths):
+    def add(self, file: TokenFile, chunk: TokenChunk) -> None:
+        if chunk.start == 0:
+            self._start = 0
+        if chunk.ends is None or not len(chunk.ends):
             return
-        self.documents += len(lengths)
+        ends = chunk.ends + chunk.start
+        lengths = np.diff(ends, prepend=self._start)
+        self.count += len(lengths)
         self.tokens += int(lengths.sum())
         self.longest = max(self.longest, int(lengths.max()))
         self.shortest = min(int(lengths.min()), self.longest if self.shortest is None else self.shortest)
         # frexp gives the bits of a number: 0 → 0, 1 → 1, 2..3 → 2, 4..7 → 3, …
         self.buckets += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=64)
+        for end in ends.tolist():
+            self.duplicates.add(file.tokens, self._start, end)
+            self._start = end
 
     def summary(self) -> Json:
         used = np.flatnonzero(self.buckets)
         return {
             "shortest": self.shortest,
-            "mean": self.tokens / self.documents,
+            "mean": self.tokens / self.count,
             "longest": self.longest,
             "histogram": [
                 {"from": (1 << bits) >> 1, "below": 1 << bits, "documents": int(self.buckets[bits])}
