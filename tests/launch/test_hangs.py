@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kenotron.launch import hangs
-from kenotron.launch.hangs import PendingCall, RankStatus, find_hang
+from kenotron.launch.hangs import PendingCall, RankStatus, find_hang, verdict
 
 GROUP = ("default_pg", "default")
 
@@ -67,6 +67,7 @@ CALL = PendingCall("all_reduce", "data.py:221 in finish", "0", 7)
 WAITS = RankStatus("data.py:221 in finish", True, {"0": (7, "all_reduce")}, ("0", 7, "all_reduce"))
 ELSEWHERE = RankStatus("clip.py:83 in _global_norm", True, {"0": (6, "all_reduce")}, ("1", 9, "all_reduce"))
 HANGS = RankStatus("hook.py:5 in after_step", False, {"0": (6, "all_reduce")})
+READS = RankStatus("run.py:90 in fit", False, {"0": (6, "all_reduce")}, reading="source.py:4 in read")
 HANGS_AFTER_IT = RankStatus("hook.py:5 in after_step", False, {"0": (7, "all_reduce")}, ("0", 7, "all_reduce"))
 
 
@@ -74,23 +75,46 @@ HANGS_AFTER_IT = RankStatus("hook.py:5 in after_step", False, {"0": (7, "all_red
     ("statuses", "missing", "blame"),
     [
         ([WAITS, HANGS], [1], "rank 1 did not join it"),
+        ([WAITS, None, HANGS], [1, 2], "ranks 1, 2 did not join it"),  # rank 1 did not reply
         ([WAITS, HANGS_AFTER_IT], [1], "all others wait for rank 1"),  # it has started the sum of a gradient
         ([HANGS_AFTER_IT, WAITS], [0], "all others wait for rank 0"),  # the rank that reports is the one that hangs
         ([WAITS, ELSEWHERE, HANGS_AFTER_IT], [2], "all others wait for rank 2"),  # rank 1 waits for it, too
         ([WAITS, ELSEWHERE, HANGS], [2], "rank 2 did not join it"),
         ([WAITS, ELSEWHERE], [1], "rank 1 did not join it"),
         ([WAITS, WAITS], [], "all are in a collective, but not in the same one"),
+        ([WAITS, READS], [1], "rank 1 did not join it, a data stall: it waits for its batches"),
+        ([WAITS, READS, READS], [1, 2], "ranks 1, 2 did not join it, a data stall: they wait for their batches"),
+        ([WAITS, READS, HANGS], [1, 2], "ranks 1, 2 did not join it"),
     ],
 )
 def test_the_rank_that_hangs_is_the_one_for_which_the_others_wait(
-    statuses: list[RankStatus], missing: list[int], blame: str
+    statuses: list[RankStatus | None], missing: list[int], blame: str
 ) -> None:
+    assert verdict(CALL, 0, range(len(statuses)), statuses) == (missing, blame)
+
+
+def test_a_rank_outside_of_the_group_is_missing_only_if_it_hangs() -> None:
+    assert verdict(CALL, 0, [0, 1], [WAITS, ELSEWHERE, HANGS]) == ([2], "all others wait for rank 2")
+    assert verdict(CALL, 0, [0, 1], [WAITS, ELSEWHERE, ELSEWHERE]) == ([1], "rank 1 did not join it")
+
+
+def test_a_call_without_a_number_waits_for_those_that_do_not_communicate() -> None:
+    send = PendingCall("send", "pipeline.py:9 in run")
+    assert verdict(send, 0, range(3), [WAITS, ELSEWHERE, HANGS_AFTER_IT]) == ([2], "rank 2 did not join it")
+
+
+def test_ranks_tell_their_status_through_the_store() -> None:
     store = torch.distributed.HashStore()
-    for rank, status in enumerate(statuses):
+    for rank, status in enumerate([WAITS, HANGS]):
         store.set(f"status/{rank}", json.dumps(asdict(status)))
-    hang = find_hang(store, 0, len(statuses), CALL, 5.0)
-    assert hang.missing == missing
-    assert hang.report.splitlines()[0].endswith(f": {blame}")
+    hang = find_hang(store, 0, 2, CALL, 5.0)
+    assert hang.missing == [1]
+    assert hang.report.splitlines() == [
+        "rank 0 has waited more than 5 s (parallelism.timeout_seconds) in all_reduce (number 7) of all ranks: "
+        "rank 1 did not join it",
+        "  rank 0: at data.py:221 in finish",
+        "  rank 1: at hook.py:5 in after_step; the last that it joined was all_reduce (number 6)",
+    ]
 
 
 @pytest.mark.parametrize("with_sends", [False, True])

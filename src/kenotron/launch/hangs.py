@@ -142,24 +142,36 @@ def find_hang(store: dist.Store, rank: int, size: int, call: PendingCall, timeou
     found = [RankStatus(**json.loads(store.get(key))) if store.check([key]) else None for key in keys]
 
     members = _members(call.group) or list(range(size))
-    missing = [other for other in members if other != rank and not _has_joined(call, found[other])]
-    idle = [other for other, status in enumerate(found) if status is None or not status.communicating]
+    missing, blame = verdict(call, rank, members, found)
     among = "" if call.number is None else f" (number {call.number}) of {_ranks(members, size)}"
-    blame = "all are in a collective, but not in the same one"
-    if idle and not set(idle) & set(missing):  # those that are missing wait for one of another group
-        missing = idle
-        blame = f"all others wait for {_ranks(missing)}"
-    elif missing:
-        missing = [other for other in missing if other in idle] or missing
-        blame = f"{_ranks(missing)} did not join it"
-    if missing:
-        statuses = [found[other] for other in missing]
-        if all(status is not None and status.reading is not None for status in statuses):
-            blame += f", a data stall: {'it waits for its' if len(missing) == 1 else 'they wait for their'} batches"
     limit = f"more than {timeout_seconds:g} s (parallelism.timeout_seconds)"
     lines = [f"rank {rank} has waited {limit} in {call.operation}{among}: {blame}", f"  rank {rank}: at {call.place}"]
     lines += [f"  rank {i}: {_described(status)}" for i, status in enumerate(found) if i != rank]
     return Hang(missing, "\n".join(lines))
+
+
+def verdict(
+    call: PendingCall, rank: int, members: Sequence[int], found: Sequence[RankStatus | None]
+) -> tuple[list[int], str]:
+    """The ranks for which `rank` waits in `call` of the ranks `members`, and why they are the ones.
+
+    `found` has the status of every rank of the run; None: it did not reply.
+    """
+    absent = [other for other in members if other != rank and not _has_joined(call, found[other])]
+    idle = [other for other, status in enumerate(found) if status is None or not status.communicating]
+    if idle and not set(idle) & set(absent):  # those that are absent wait for one of another group
+        return idle, f"all others wait for {_ranks(idle)}{_data_stall(idle, found)}"
+    if absent:
+        missing = [other for other in absent if other in idle] or absent
+        return missing, f"{_ranks(missing)} did not join it{_data_stall(missing, found)}"
+    return [], "all are in a collective, but not in the same one"
+
+
+def _data_stall(missing: Sequence[int], found: Sequence[RankStatus | None]) -> str:
+    """What to add if all of the ranks `missing` wait for their batches."""
+    if any((status := found[other]) is None or status.reading is None for other in missing):
+        return ""
+    return f", a data stall: {'it waits for its' if len(missing) == 1 else 'they wait for their'} batches"
 
 
 def _has_joined(call: PendingCall, status: RankStatus | None) -> bool:
