@@ -28,8 +28,8 @@ MUTANTS = [
     Mutant(
         name="only-rank-0-exports-its-shards",
         file="interop/exporting.py",
-        find="for file in list(files)[rank::ranks]:",
-        replace="for file in list(files)[rank::ranks] if rank == 0 else []:",
+        find="for file in list(plan.files)[rank::ranks]:",
+        replace="for file in list(plan.files)[rank::ranks] if rank == 0 else []:",
         why="the export of a run on several ranks lacks most of its files, and its index names them",
         tests=EXPORT,
     ),

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kenotron.checkpoint.model_files import INDEX
 from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
@@ -34,9 +34,6 @@ from kenotron.models.foreign import HuggingFaceArchitecture
 from kenotron.parallel.ranks import raise_on_any_rank, rank_and_size, run_on_rank0
 from kenotron.storage.files import publish_folder, temporary_beside
 from kenotron.text.tokenizer import end_of_text, load_tokenizer
-
-if TYPE_CHECKING:
-    import torch
 
 Progress = Callable[[int, int], None]
 GENERATION = "generation_config.json"
@@ -80,47 +77,68 @@ def to_hf(
         raise InputError(f"dtype: expected one of {known}, found {name!r}{nearest(name, WEIGHT_DTYPES)}")
     if isinstance(source.architecture, HuggingFaceArchitecture):
         return _whole(source, final, name, max_shard_size, report)
-    weights = fitted(source, _in_halves(source.architecture))
-    shapes = {parameter: tuple(value.shape) for parameter, value in skeleton(source.model).named_parameters()}
-    family = family_of(source.architecture)
-    groups = by_hf_name(family, shapes)
-    itemsize = {theirs: 4 if _dtype(theirs, family, name) == "float32" else 2 for theirs in groups}
-    of_ours = {each: math.prod(shape) // len(their_names(family, each, shape)) for each, shape in shapes.items()}
-    sizes = {theirs: sum(of_ours[each] for each in ours) * itemsize[theirs] for theirs, ours in groups.items()}
-    files = _shards(sizes, _size(max_shard_size))
+    plan = _plan(source, name, max_shard_size)
     temporary = run_on_rank0(lambda: temporary_beside(final))
-
-    def begin() -> None:
-        temporary.mkdir(parents=True)
-        _write_configs(source, temporary, name)
-        if len(files) > 1:
-            _write_index(temporary, files, sizes)
-
-    def write() -> None:
-        done, total = 0, sum(sizes.values())
-        for file in list(files)[rank::ranks]:
-            _write_shard(temporary / file, {theirs: groups[theirs] for theirs in files[file]}, weights, family, name)
-            done += sum(sizes[theirs] for theirs in files[file])
-            if progress:
-                progress(done, total)
-
-    def finish() -> None:
-        if source.tokenizer:
-            load_tokenizer(source.tokenizer).save(temporary)
-        else:
-            report(f"{source.path} has no tokenizer, so {final} has none")
-        publish_folder(temporary, final)
-
     try:
-        run_on_rank0(begin)
-        raise_on_any_rank(write)
-        run_on_rank0(finish)
+        run_on_rank0(lambda: _begin(source, plan, temporary))
+        raise_on_any_rank(lambda: _write_shards(plan, temporary, rank, ranks, progress))
+        run_on_rank0(lambda: _finish(source, temporary, final, report))
     except OSError as error:
         raise InputError(f"cannot write {final}: {error.strerror or error}") from error
     finally:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-    return Exported(final, list(files), sum(sizes.values()), name)
+    return Exported(final, list(plan.files), sum(plan.sizes.values()), name)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Their tensors: ours that each is made of, its bytes, and which are in each file."""
+
+    weights: Weights
+    family: Family[Any]
+    dtype: str
+    groups: dict[str, list[str]]
+    sizes: dict[str, int]
+    files: dict[str, list[str]]
+
+
+def _plan(source: Source, dtype: str, max_shard_size: str | int) -> _Plan:
+    weights = fitted(source, _in_halves(source.architecture))
+    shapes = {parameter: tuple(value.shape) for parameter, value in skeleton(source.model).named_parameters()}
+    family = family_of(source.architecture)
+    groups = by_hf_name(family, shapes)
+    itemsize = {theirs: 4 if _dtype(theirs, family, dtype) == "float32" else 2 for theirs in groups}
+    of_ours = {each: math.prod(shape) // len(their_names(family, each, shape)) for each, shape in shapes.items()}
+    sizes = {theirs: sum(of_ours[each] for each in ours) * itemsize[theirs] for theirs, ours in groups.items()}
+    return _Plan(weights, family, dtype, groups, sizes, _shards(sizes, _size(max_shard_size)))
+
+
+def _begin(source: Source, plan: _Plan, temporary: Path) -> None:
+    """The folder, with all files but the tensors and the tokenizer."""
+    temporary.mkdir(parents=True)
+    _write_configs(source, temporary, plan.dtype)
+    if len(plan.files) > 1:
+        _write_index(temporary, plan.files, plan.sizes)
+
+
+def _write_shards(plan: _Plan, folder: Path, rank: int, ranks: int, progress: Progress | None) -> None:
+    """The files of this rank."""
+    done, total = 0, sum(plan.sizes.values())
+    for file in list(plan.files)[rank::ranks]:
+        _write_shard(folder / file, plan, plan.files[file])
+        done += sum(plan.sizes[theirs] for theirs in plan.files[file])
+        if progress:
+            progress(done, total)
+
+
+def _finish(source: Source, temporary: Path, final: Path, report: Report) -> None:
+    """Add the tokenizer, and give the folder its name."""
+    if source.tokenizer:
+        load_tokenizer(source.tokenizer).save(temporary)
+    else:
+        report(f"{source.path} has no tokenizer, so {final} has none")
+    publish_folder(temporary, final)
 
 
 def _whole(source: Source, final: Path, dtype: str, max_shard_size: str | int, report: Report) -> Exported:
@@ -134,11 +152,7 @@ def _whole(source: Source, final: Path, dtype: str, max_shard_size: str | int, r
         try:
             write_whole(source.weights, architecture, temporary, dtype, size_limit)
             _write_configs(source, temporary, dtype)
-            if source.tokenizer:
-                load_tokenizer(source.tokenizer).save(temporary)
-            else:
-                report(f"{source.path} has no tokenizer, so {final} has none")
-            publish_folder(temporary, final)
+            _finish(source, temporary, final, report)
         except OSError as error:
             raise InputError(f"cannot write {final}: {error.strerror or error}") from error
         finally:
@@ -174,16 +188,15 @@ def _write_index(folder: Path, files: dict[str, list[str]], sizes: dict[str, int
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _write_shard(file: Path, groups: dict[str, list[str]], weights: Weights, family: Family[Any], dtype: str) -> None:
+def _write_shard(file: Path, plan: _Plan, names: list[str]) -> None:
     """One safetensors file: each of their tensors from ours of its group."""
     import torch
     from safetensors.torch import save_file
 
-    def converted(theirs: str, ours: list[str]) -> torch.Tensor:
-        target: torch.dtype = getattr(torch, _dtype(theirs, family, dtype))
-        return their_tensor(weights, family, theirs, ours).to(target).contiguous()
-
-    shard = {theirs: converted(theirs, ours) for theirs, ours in groups.items()}
+    shard = {}
+    for theirs in names:
+        target: torch.dtype = getattr(torch, _dtype(theirs, plan.family, plan.dtype))
+        shard[theirs] = their_tensor(plan.weights, plan.family, theirs, plan.groups[theirs]).to(target).contiguous()
     save_file(shard, file, metadata={"format": "pt"})
     shutil.copymode(file.with_name("config.json"), file)  # save_file makes files that only their owner reads
 
