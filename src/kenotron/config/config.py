@@ -123,8 +123,7 @@ class Config(Section):
 def problems_of(config: Config) -> list[Problem]:
     """(key, what is wrong) of keys that do not fit each other."""
     checks = (
-        _check_heads,
-        _check_experts,
+        _check_decoder,
         _check_loss,
         _check_layout,
         _check_ramps,
@@ -138,18 +137,13 @@ def problems_of(config: Config) -> list[Problem]:
     return [problem for check in checks for problem in check(config)]
 
 
-def _check_heads(config: Config) -> Iterator[Problem]:
-    model = config.model.architecture
+def _check_decoder(config: Config) -> Iterator[Problem]:
+    """What an architecture itself says of its shape, and of the axes that split it."""
+    model, tp, ep = config.model.architecture, config.parallelism.tp, config.parallelism.expert_parallel_size
     if isinstance(model, DecoderArchitecture):
         yield from ((f"model.model_config.{name}", problem) for name, problem in model.shape_problems())
-        yield from (("parallelism.tp", problem) for problem in model.tp_problems(config.parallelism.tp))
-
-
-def _check_experts(config: Config) -> Iterator[Problem]:
-    model = config.model.architecture
-    if isinstance(model, DecoderArchitecture):
-        problems = model.ep_problems(config.parallelism.expert_parallel_size)
-        yield from (("parallelism.expert_parallel_size", problem) for problem in problems)
+        yield from (("parallelism.tp", problem) for problem in model.tp_problems(tp))
+        yield from (("parallelism.expert_parallel_size", problem) for problem in model.ep_problems(ep))
 
 
 def _check_loss(config: Config) -> Iterator[Problem]:
