@@ -24,7 +24,7 @@ from kenotron.config.errors import InputError, no_such_path
 from kenotron.config.remote import is_remote
 from kenotron.data.ramps import Level, length_of_step, lengths, level_of_sample, level_of_step, levels
 from kenotron.data.source import SourceSpec
-from kenotron.data.sources import Specs, specs_of
+from kenotron.data.sources import specs_of
 from kenotron.kernels.hashing import derive_key
 
 Measure = Callable[[int, str], float]
@@ -145,25 +145,19 @@ def plan_stages(config: Config) -> list[StagePlan]:
     Errors (InputError): a restart of what no earlier stage reads; a mix file that cannot be read.
     """
     tokens, stages = config.tokens, sorted(config.data_stages, key=lambda stage: stage.start_training_step)
-    starts = [stage.start_training_step for stage in stages] + [tokens.train_steps + 1]
-    groups = [datasets_of(stage.data, number) for number, stage in enumerate(stages)]
-    parts = [
-        [(number, *part) for number, (at, section) in enumerate(group) for part in _sources_at(at, section)]
-        for group in groups
-    ]
-    labels = iter(short_labels([[spec for *_, spec in those] for those in parts]))
+    ends = [stage.start_training_step for stage in stages[1:]] + [tokens.train_steps + 1]
+    parts = [_parts_of(stage.data, number) for number, stage in enumerate(stages)]
+    labels = iter(short_labels([[part.spec for part in those] for those in parts]))
     numbers: dict[str, int] = {}
     planned: list[StagePlan] = []
-    for number, stage in enumerate(stages):
-        start, stop = starts[number], max(starts[number], min(starts[number + 1], tokens.train_steps + 1))
-        length, data, group = stage.sequence_length or tokens.sequence_length, stage.data, groups[number]
-        names = identities([spec for *_, spec in parts[number]], data.seed, length)
+    for number, (stage, those, end) in enumerate(zip(stages, parts, ends)):
+        start, length, data = stage.start_training_step, stage.sequence_length or tokens.sequence_length, stage.data
+        names = identities([part.spec for part in those], data.seed, length)
         # Shuffling depends on the position of a source in the config, not on its path: data may move.
         keys = [derive_key("order", data.seed, numbers.setdefault(name, len(numbers))) for name in names]
-        limits = [section.max_epochs if section else None for _, section in group]
         sources = tuple(
-            SourcePlan(name, next(labels), group[in_group][0], spec, key, in_group, share, limits[in_group])
-            for name, key, (in_group, share, spec) in zip(names, keys, parts[number])
+            SourcePlan(name, next(labels), part.at, part.spec, key, part.group, part.share, part.max_epochs)
+            for name, key, part in zip(names, keys, those)
         )
         earlier = {source.label for stage in planned for source in stage.sources}
         if data.restart and earlier.isdisjoint(source.label for source in sources):
@@ -175,14 +169,14 @@ def plan_stages(config: Config) -> list[StagePlan]:
                 number=number,
                 name=stage.name,
                 start=start,
-                stop=stop,
+                stop=max(start, min(end, tokens.train_steps + 1)),
                 sequence_length=length,
                 levels=levels(stage.batch_size_ramp, config.global_batch_size),
                 lengths=lengths(stage.sequence_length_ramp, length),
                 seed=data.seed,
                 workers=data.num_loading_workers,
                 sources=sources,
-                weights=tuple(section.weight if section else None for _, section in group),
+                weights=tuple(section.weight if section else None for _, section in datasets_of(data, number)),
                 temperature=data.temperature,
                 when_exhausted=data.when_exhausted,
                 restart=data.restart,
@@ -264,9 +258,25 @@ def complete_keys(at: str) -> Iterator[None]:
         raise InputError(at + str(error).removeprefix("dataset")) from error
 
 
-def _sources_at(at: str, section: PlainDataset | None) -> Specs:
-    with complete_keys(at):
-        return specs_of(section)
+@dataclass(frozen=True)
+class _Part:
+    """A source as the config alone describes it; the fields are those of `SourcePlan`."""
+
+    at: str
+    group: int
+    share: float | str
+    spec: SourceSpec
+    max_epochs: float | None
+
+
+def _parts_of(data: Data, stage: int) -> list[_Part]:
+    """The sources of all datasets of a stage."""
+    parts = []
+    for group, (at, section) in enumerate(datasets_of(data, stage)):
+        limit = section.max_epochs if section else None
+        with complete_keys(at):
+            parts += [_Part(at, group, share, spec, limit) for share, spec in specs_of(section)]
+    return parts
 
 
 def short_labels(stages: Sequence[Sequence[SourceSpec]]) -> list[str]:
