@@ -88,17 +88,17 @@ def build_run(
     data = open_data(config, start)
     engine = engine_class(config)
     run = Run(
-        config,
-        mesh,
-        device,
-        skeleton,
-        parts,
-        optimizer,
-        data,
-        list(hooks),
-        pipeline,
-        start,
-        attention,
+        config=config,
+        mesh=mesh,
+        device=device,
+        skeleton=skeleton,
+        parts=parts,
+        optimizer=optimizer,
+        data=data,
+        hooks=list(hooks),
+        pipeline=pipeline,
+        start=start,
+        attention=attention,
         engine=engine,
         local=local,
     )

@@ -63,6 +63,8 @@ class Run:
     attention: Callable[..., torch.Tensor] = attention  # `_attn_implementation`
     engine: Engine = field(kw_only=True)  # writes checkpoints
     local: LocalTier | None = None  # those of `checkpoints.local`
+
+    # Where the run is: these change from step to step, those above do not.
     step: int = 0
     stop_requested: str | None = None  # this rank's reason to stop
     waiting_for_data: bool = False
