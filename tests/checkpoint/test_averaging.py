@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_one_line(steps: list[Path], tmp_path: Path) -> Non
             "wide.* not of the same model .*intermediate_size is 32",
         ),
         ([one, other], {}, "other/checkpoints/1/tokenizer/tokenizer.json is damaged"),
-        ([steps[0], one], {}, "is not of the same model as .*: eos_token_id is 0, not 2"),
+        ([steps[0], one], {}, "holds a different model from .*: eos_token_id is 0, not 2"),
         ([steps[0], damaged], {}, f"{file.name} is damaged"),
         ([steps[0], tmp_path / "nowhere"], {}, "nowhere"),
     ]:
@@ -173,5 +173,5 @@ def test_another_tokenizer_is_another_model(tmp_path: Path) -> None:
             model_config={},
             save_tokenizer=write(name),
         )
-    with pytest.raises(InputError, match=r"b/1 is not of the same model as .*a/1: its tokenizer is another"):
+    with pytest.raises(InputError, match=r"b/1 holds a different model from .*a/1: its tokenizer is another"):
         average([tmp_path / "a", tmp_path / "b"], tmp_path / "mean")

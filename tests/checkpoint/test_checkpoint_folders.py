@@ -92,7 +92,7 @@ def test_a_step_folder_may_be_copied_and_renamed_and_still_be_named_directly(tmp
         ("root/10/model", r"model is not a checkpoint: it has no complete checkpoint$"),
         ("stale", r"stale/latest.txt names '30', which is missing; it has 10$"),
         ("garbage", r"garbage/latest.txt names 'x y', which is missing; it has 10$"),
-        ("root/30.tmp-00000000", r"it is what a killed process left of a save$"),
+        ("root/30.tmp-00000000", r"it is the unfinished save of a killed process$"),
         ("hf", r"hf is not a checkpoint: it is a Hugging Face model; `kenotron convert from-hf`"),
         ("nanotron", r"nanotron is not a checkpoint: it is a nanotron checkpoint"),
         ("broken/10", r"broken/10/manifest.json is damaged"),

@@ -224,5 +224,5 @@ def misfit_on_one(rank: int, path: Path) -> str:
 
 def test_a_shape_that_does_not_fit_on_one_rank_is_an_error_on_all(saved: Path) -> None:
     first, second = run_ranks(2, misfit_on_one, saved)
-    assert "'plain' has shape [3] there and [4] here" in second
+    assert "'plain' has shape [3] in the checkpoint and [4] in this run" in second
     assert first == f"rank 1: {second}"

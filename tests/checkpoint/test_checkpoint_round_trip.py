@@ -183,11 +183,20 @@ def test_saving_copies_no_tensor_that_is_contiguous_on_the_host(tmp_path: Path, 
     [
         ({"a.wieght": torch.ones(2, 3), "b": torch.ones(4)}, "lacks 'a.wieght'; did you mean 'a.weight'?"),
         ({"a.weight": torch.ones(2, 3)}, "has 'b', which this run does not have"),
-        ({"a.weight": torch.ones(3, 2), "b": torch.ones(4)}, "'a.weight' has shape [2, 3] there and [3, 2] here"),
-        ({"a.weight": torch.ones(6), "b": torch.ones(4)}, "'a.weight' has shape [2, 3] there and [6] here"),
-        ({"a.weight": torch.ones(2, 3).half(), "b": torch.ones(4)}, "'a.weight' is float32 there and float16 here"),
-        ({"a.weight": torch.ones(2, 3), "b": 4.0}, "'b' is a tensor there and float here"),
-        ({"a.weight": torch.ones(2, 3, device="meta"), "b": torch.ones(4)}, "no memory yet"),
+        (
+            {"a.weight": torch.ones(3, 2), "b": torch.ones(4)},
+            "'a.weight' has shape [2, 3] in the checkpoint and [3, 2] in this run",
+        ),
+        (
+            {"a.weight": torch.ones(6), "b": torch.ones(4)},
+            "'a.weight' has shape [2, 3] in the checkpoint and [6] in this run",
+        ),
+        (
+            {"a.weight": torch.ones(2, 3).half(), "b": torch.ones(4)},
+            "'a.weight' is float32 in the checkpoint and float16 in this run",
+        ),
+        ({"a.weight": torch.ones(2, 3), "b": 4.0}, "'b' is a tensor in the checkpoint and float in this run"),
+        ({"a.weight": torch.ones(2, 3, device="meta"), "b": torch.ones(4)}, "without memory"),
         ({"x": torch.ones(1), "y": torch.ones(1), "z": torch.ones(1)}, "lacks 'x' and 2 more"),
     ],
 )

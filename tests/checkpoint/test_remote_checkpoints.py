@@ -228,7 +228,7 @@ def test_who_cannot_wait_is_told_what_is_missing(tmp_path: Path, monkeypatch: py
         patch.setattr(Store, "upload", slowly)
         uploader = Uploader(tmp_path, URL)
         uploader.start()
-        assert uploader.finish(seconds=0.05) == {10: "its upload was ended"}
+        assert uploader.finish(seconds=0.05) == {10: "its upload was stopped"}
         held.set()
         uploader._thread.join(20)
     assert RemoteCheckpoints(URL).all() == []
@@ -270,7 +270,7 @@ def test_a_damaged_object_is_named(tmp_path: Path, bucket: dict[str, Any]) -> No
     file = bucket[name]
     file.seek(-1, 2)
     file.write(bytes([file.getvalue()[-1] ^ 1]))
-    expected = rf"memory:/{name} is damaged: its checksum is \w+, written was \w+"
+    expected = rf"memory:/{name} is damaged: its checksum is \w+, and was \w+ when written"
     with pytest.raises(Damaged, match=expected):
         remote.fetch(10, tmp_path / "fetched")
     assert not (tmp_path / "fetched" / "10").exists()

@@ -298,7 +298,7 @@ def test_a_full_local_folder_is_a_warning_and_training_goes_on(engine: str, tmp_
 
 def test_a_local_folder_that_cannot_be_made_is_said_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "shm").write_text("not a folder")
-    with pytest.raises(InputError, match=rf"checkpoints.local.path: cannot make {tmp_path}/shm/run-.*: "):
+    with pytest.raises(InputError, match=rf"checkpoints.local.path: cannot create {tmp_path}/shm/run-.*: "):
         train_quietly(config(tmp_path))
 
 

@@ -255,7 +255,7 @@ def test_what_arrives_damaged_is_refused(tmp_path: Path) -> None:
     record = machines.FileRecord(5, "0" * 16)
     sink = machines._Sink([(tmp_path / "weights", record)])
     sink.take(torch.zeros(5, dtype=torch.uint8))
-    assert sink.close() == f"{tmp_path}/weights has not arrived as it was sent"
+    assert sink.close() == f"{tmp_path}/weights did not arrive as it was sent"
 
 
 def test_a_part_without_files_is_copied_too(tmp_path: Path) -> None:
@@ -281,6 +281,6 @@ def pass_on_what_was_removed(rank: int, folder: Path) -> str | None:
 def test_what_arrives_is_kept_or_removed_where_the_own_part_cannot_be_read(tmp_path: Path) -> None:
     problems = run_ranks(2, pass_on_what_was_removed, tmp_path)
     assert str(problems[0]).startswith(f"cannot read {tmp_path}/0/0of2/6/weights: ")
-    assert str(problems[1]).endswith("has not arrived as it was sent")
+    assert str(problems[1]).endswith("did not arrive as it was sent")
     assert verify(tmp_path / "0" / "1of2" / "6") == []
     assert list(tmp_path.glob("*/*/*.tmp-*")) == []

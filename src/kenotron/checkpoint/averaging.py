@@ -125,7 +125,7 @@ def _check_same_model(one: _Part, other: _Part) -> None:
     """Raise InputError, which names the first difference, unless both are checkpoints of one model."""
 
     def refuse(what: str) -> None:
-        raise InputError(f"{other.path} is not of the same model as {one.path}: {what}")
+        raise InputError(f"{other.path} holds a different model from {one.path}: {what}")
 
     configs = [dict(flatten(part.model_config)) for part in (one, other)]
     for key in dict.fromkeys([*configs[0], *configs[1]]):
@@ -139,7 +139,7 @@ def _check_same_model(one: _Part, other: _Part) -> None:
         if (mine.shape, mine.dtype) != (its.shape, its.dtype):
             refuse(f"{name} is {its.dtype} {list(its.shape)}, not {mine.dtype} {list(mine.shape)}")
     if _tokenizer(one.manifest) != _tokenizer(other.manifest):
-        refuse("its tokenizer is another, so its tokens mean other text")
+        refuse("it has a different tokenizer, so its token ids mean different text")
 
 
 def _tokenizer(manifest: Manifest) -> object:

@@ -160,7 +160,7 @@ def _wrong_size(path: Path, record: FileRecord) -> str | None:
     except OSError as error:
         return f"{path} is missing" if error.errno == errno.ENOENT else f"{path} cannot be read: {error.strerror}"
     if size != record.bytes:
-        return f"{path} is damaged: {size} bytes, written were {record.bytes}"
+        return f"{path} is damaged: it has {size} bytes, and {record.bytes} were written"
     return None
 
 
@@ -170,7 +170,7 @@ def _wrong_content(path: Path, record: FileRecord) -> str | None:
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
     if found != record:
-        return f"{path} is damaged: its checksum is {found.xxh3}, written was {record.xxh3}"
+        return f"{path} is damaged: its checksum is {found.xxh3}, and was {record.xxh3} when written"
     return None
 
 
@@ -253,10 +253,10 @@ def _nearby(path: Path) -> str:
 
 def _looks_like(path: Path) -> str | None:
     if ".tmp-" in path.name:
-        return "it is what a killed process left of a save"
+        return "it is the unfinished save of a killed process"
     if (path / "checkpoint_metadata.json").exists():
-        return "it is a nanotron checkpoint; `kenotron convert from-nanotron` makes one of it"
+        return "it is a nanotron checkpoint; `kenotron convert from-nanotron` converts it"
     if (path / "config.json").exists():
-        return "it is a Hugging Face model; `kenotron convert from-hf` makes a checkpoint of it"
+        return "it is a Hugging Face model; `kenotron convert from-hf` converts it to a checkpoint"
     runs = sorted(str(latest.parent) for latest in path.glob(f"*/{LATEST}"))
     return f"it has folders of checkpoints: {', '.join(runs[:5])}" if runs else None

@@ -118,7 +118,7 @@ def _check(name: str, entry: Entry, sizes: dict[str, int]) -> None:
     width = DTYPES[entry.dtype][1]
     for chunk in entry.chunks:
         if not len(chunk.offset) == len(chunk.shape) == len(entry.shape):
-            raise ValueError(f"{name!r} has a chunk with another number of dimensions")
+            raise ValueError(f"{name!r} has a chunk with a different number of dimensions")
         for start, length, size in zip(chunk.offset, chunk.shape, entry.shape, strict=True):
             if not 0 <= start <= start + length <= size:
                 raise ValueError(f"{name!r} has a chunk beyond its shape")
@@ -128,4 +128,4 @@ def _check(name: str, entry: Entry, sizes: dict[str, int]) -> None:
         if chunk.begin < 0 or chunk.begin % width or end > sizes[chunk.file]:
             raise ValueError(f"{name!r} reaches beyond the end of {chunk.file!r}")
     if sum(math.prod(chunk.shape) for chunk in entry.chunks) != math.prod(entry.shape):
-        raise ValueError(f"the chunks of {name!r} do not make up its shape")
+        raise ValueError(f"the chunks of {name!r} do not add up to its shape")

@@ -51,7 +51,7 @@ def _clear(path: Path, final: Path, report: Report) -> None:
         path.unlink(missing_ok=True)
     elif not final.exists() and look(path, int(final.name)).manifest:
         publish(path, final)
-        report(f"finished the save of step {final.name}, which was complete but for its name")
+        report(f"finished the save of step {final.name}, which was complete except for its name")
     else:
         shutil.rmtree(path, ignore_errors=True)
         report(f"removed {path.name}, which a killed process left")

@@ -136,17 +136,17 @@ def _misfit(name: str, index: Index, value: Any) -> str | None:
 
     saved: Entry | None = index.tensors.get(name)
     if not isinstance(value, Tensor | TensorShard):
-        return f"{name!r} is a tensor there and {type(value).__name__} here" if saved else None
+        return f"{name!r} is a tensor in the checkpoint and {type(value).__name__} in this run" if saved else None
     if saved is None:
-        return f"{name!r} is the value {index.values[name]!r} there and a tensor here"
+        return f"{name!r} is the value {index.values[name]!r} in the checkpoint and a tensor in this run"
     if tuple(value.shape) != saved.shape:
-        return f"{name!r} has shape {list(saved.shape)} there and {list(value.shape)} here"
+        return f"{name!r} has shape {list(saved.shape)} in the checkpoint and {list(value.shape)} in this run"
     local = value.tensor if isinstance(value, TensorShard) else value
     dtype = str(local.dtype).removeprefix("torch.")
     if dtype != DTYPES[saved.dtype][0]:
-        return f"{name!r} is {DTYPES[saved.dtype][0]} there and {dtype} here"
+        return f"{name!r} is {DTYPES[saved.dtype][0]} in the checkpoint and {dtype} in this run"
     if local.is_meta:
-        return f"{name!r} has no memory yet (meta device) to be filled"
+        return f"{name!r} is on the meta device, without memory to load into"
     return None
 
 

@@ -214,7 +214,9 @@ class LocalTier:
             try:  # now, not after the first steps
                 self.run_folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise InputError(f"checkpoints.local.path: cannot make {self.run_folder}: {error.strerror}") from error
+                raise InputError(
+                    f"checkpoints.local.path: cannot create {self.run_folder}: {error.strerror}"
+                ) from error
             remove_leftovers(self.run_folder)
             for left in self.run_folder.glob("loading-*"):
                 shutil.rmtree(left, ignore_errors=True)

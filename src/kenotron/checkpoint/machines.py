@@ -177,7 +177,7 @@ class _Source:
         except OSError as error:
             self.problem = str(refusal("read", Path(error.filename or self.file.name), error))
         except StopIteration:
-            self.problem = f"{self.file.name} was cut"
+            self.problem = f"{self.file.name} was truncated"
 
     def close(self) -> str | None:
         """What went wrong."""
@@ -220,7 +220,7 @@ class _Sink:
     def _end(self) -> None:
         self.open.close()
         if self.file.record != self.record:
-            raise CheckpointError(f"{self.path} has not arrived as it was sent")
+            raise CheckpointError(f"{self.path} did not arrive as it was sent")
 
     def close(self) -> str | None:
         """What went wrong. Files without bytes that come last are made."""

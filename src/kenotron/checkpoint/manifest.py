@@ -103,7 +103,7 @@ def parse(data: bytes, file: Path | str) -> Manifest:
     try:
         content = _unseal(data)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged: its checksum does not fit its content") from error
+        raise CheckpointError(f"{file} is damaged: its checksum does not match its content") from error
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not the manifest of a {FORMAT}: its format is {content.get('format')!r}")
     try:
@@ -134,7 +134,7 @@ def plain(value: object, where: str) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
-                raise CheckpointError(f"{where}: key {key!r} is {type(key).__name__}; JSON knows only text as key")
+                raise CheckpointError(f"{where}: key {key!r} is {type(key).__name__}; JSON allows only text as a key")
         return {key: plain(item, f"{where}.{key}") for key, item in value.items()}
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     raise CheckpointError(f"{where} is {kind}; JSON holds None, bool, int, float, text, list and dict")

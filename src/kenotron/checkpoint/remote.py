@@ -126,7 +126,7 @@ class RemoteCheckpoints:
         return problems
 
     def _damaged(self, step: int, name: str, found: str, written: str) -> str:
-        return f"{self.store.at(f'{step}/{name}')} is damaged: its checksum is {found}, written was {written}"
+        return f"{self.store.at(f'{step}/{name}')} is damaged: its checksum is {found}, and was {written} when written"
 
     def fetch(
         self, step: int, root: Path, wanted: Callable[[str], bool] = lambda name: True, keep: bool = False
@@ -203,7 +203,7 @@ def wrong_sizes(path: str, manifest: Manifest, objects: dict[str, int]) -> str |
         if name not in objects:
             return f"{path}/{name} is missing"
         if objects[name] != record.bytes:
-            return f"{path}/{name} is damaged: {objects[name]} bytes, written were {record.bytes}"
+            return f"{path}/{name} is damaged: it has {objects[name]} bytes, and {record.bytes} were written"
     return None
 
 
@@ -280,7 +280,7 @@ def fetch_for_run(config: Config, fresh: bool, report: Report = quiet, say: Repo
     if config.upload_url is not None:
         remote = RemoteCheckpoints(config.upload_url, config.remote_data)
         if fresh and remote.holds_any():
-            raise InputError(f"--fresh: {remote.url} holds checkpoints, which stay where they are; set another path")
+            raise InputError(f"--fresh: {remote.url} holds checkpoints, which are left as they are; set another path")
         remote.store.put(".kenotron", b"")  # better known now than after the first checkpoint
         remote.store.delete(".kenotron")
         make_folder(root)

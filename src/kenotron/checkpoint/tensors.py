@@ -219,7 +219,7 @@ class MappedFiles:
                 raise CheckpointError(f"{path} is damaged: it is empty") from error
         mapped = self._maps[chunk.file]
         if chunk.begin + count * dtype.itemsize > len(mapped):
-            raise CheckpointError(f"{self.folder / chunk.file} is damaged: it was cut to {len(mapped)} bytes")
+            raise CheckpointError(f"{self.folder / chunk.file} is damaged: it was truncated to {len(mapped)} bytes")
         return torch.frombuffer(mapped, dtype=dtype, count=count, offset=chunk.begin).view(chunk.shape)
 
 

@@ -36,7 +36,7 @@ FILES_AT_ONCE = 2
 LOOK_EVERY_S = 5.0
 """Seconds between two looks into the folder: a save may become complete in the background."""
 
-ENDED = "its upload was ended"
+ENDED = "its upload was stopped"
 
 RETRY_EVERY_S = 60.0
 """Seconds between two attempts, after one in which something could not be uploaded."""
@@ -176,7 +176,9 @@ class Uploader:
     def _report_problem(self, entry: Found, error: str) -> None:
         if self.problems.get(entry.step) != error:  # the same is said once
             there, here = self.remote.url, entry.path
-            self.report(f"checkpoint {entry.step} is not in {there}: {error}; it stays in {here} and is tried again")
+            self.report(
+                f"checkpoint {entry.step} was not uploaded to {there}: {error}; it stays in {here} and is retried"
+            )
 
     def _clear_halves(self, ours: set[int]) -> None:
         """Remove what killed uploads and removals left in the store, but for the steps that this process completes."""
@@ -244,7 +246,7 @@ class Uploader:
         everything = Manifest(step, manifest.saved_at, {}, files)
         if problem := wrong_sizes(self.store.at(str(step)), everything, objects):
             self._journal.forget(step)
-            raise CheckpointError(f"{problem}, after it was sent")
+            raise CheckpointError(f"{problem}, after the upload")
         self.store.put(f"{step}/{MANIFEST}", data)
         return sent
 

@@ -256,7 +256,7 @@ class BackgroundEngine(Engine):
         self.held.close()
         if self.writer.state != COMMITTED or self._problem():
             late = (
-                "the files of other ranks did not come"
+                "the files of other ranks did not arrive"
                 if self.writer.state == WRITTEN
                 else "it was still being written"
             )
