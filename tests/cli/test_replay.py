@@ -171,7 +171,7 @@ def test_an_override_cannot_lead_a_replay_to_the_runs_own_files(
     """It trained in the run's folder, and its `keep_last: 1` removed the run's checkpoints."""
     code, _, error = replay(capsys, str(run / "checkpoints"), override.format(run=run), "--step", "3")
     assert code == 2
-    assert f"a replay has {own} of its own" in error
+    assert f"a replay sets {own} itself" in error
     assert sorted(path.name for path in (run / "checkpoints").glob("[0-9]*")) == ["4", "8", "9"]
 
 

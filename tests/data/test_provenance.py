@@ -249,7 +249,7 @@ def test_the_command_prints_lines_and_json(
     assert out.startswith(f"document {first.documents[0].document} of {first.file}: in ")
     assert any(line.startswith("step 4: sample 12, tokens ") for line in out.splitlines())
     assert run("--document", "0.ds")[0] == 2
-    assert run() == (2, "", "error: expected --step or --document, one of the two\n")
+    assert run() == (2, "", "error: expected either --step or --document\n")
     code, _, err = run("--step", "13")
     assert (code, err) == (2, "error: step 13 is not in the run: its steps are 1 to 12\n")
 

@@ -149,8 +149,8 @@ def test_an_early_end_is_said_on_stderr(shell, path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--stream", "--json"], "--stream and --json: give one of them"),
-        (["--logprobs"], "--logprobs: give --json, too: text has no place for them"),
+        (["--stream", "--json"], "--stream and --json: give only one of them"),
+        (["--logprobs"], "--logprobs: needs --json, as plain text has no place for them"),
         (["--stop", ""], "stop: expected texts, found an empty one"),
         (["--prompt-file", "nowhere.txt"], "--prompt-file: cannot read nowhere.txt: No such file or directory"),
         (["--prompt-tokens", "1,two"], "--prompt-tokens: expected ids such as 1,17,4, found '1,two'"),

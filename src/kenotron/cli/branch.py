@@ -39,7 +39,7 @@ def branch(
 
     config = load(file, report=lambda line: print(line, file=sys.stderr))
     if name in ("", config.general.run):
-        raise InputError(f"--name: expected another name than the run's own, found {name!r}")
+        raise InputError(f"--name: expected a name other than the run's own, found {name!r}")
     saved, staging = config.checkpoints.checkpoints_path.rstrip("/"), config.checkpoints.staging_path
     source = _source(config, at)
     rate = _rate(source, at)
@@ -113,5 +113,5 @@ def _checkpoint(root: Path, step: int) -> Path:
     sound = {entry.step: entry.path for entry in list_checkpoints(root) if entry.manifest}
     if step not in sound:
         steps = ", ".join(map(str, sorted(sound))) or "none"
-        raise InputError(f"--at: {root} has no checkpoint of step {step}; there are: {steps}")
+        raise InputError(f"--at: {root} has no checkpoint of step {step}; it has: {steps}")
     return sound[step]

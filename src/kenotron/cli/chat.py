@@ -21,7 +21,7 @@ from kenotron.generation.options import SamplingOptions
 def chat(
     path: options.ModelPath,
     system: Annotated[str | None, typer.Option(help="Instructions before the first turn.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens of an answer.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens in an answer.")] = 512,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,

@@ -103,7 +103,9 @@ def verify(
 def prune(
     folder: Folder,
     keep_last: Annotated[int, typer.Option(help="Number of newest checkpoints to keep.", min=1)],
-    keep_every: Annotated[int | None, typer.Option(help="Also keep every step that this divides.", min=1)] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(help="Also keep every step that is a multiple of this.", min=1)
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -138,11 +140,11 @@ def prune(
 @app.command()
 def average(
     paths: Annotated[
-        list[str], typer.Argument(metavar="CHECKPOINT...", help="Two checkpoints of a model or more; also s3://….")
+        list[str], typer.Argument(metavar="CHECKPOINT...", help="Two or more checkpoints of one model; also s3://….")
     ],
     output: Annotated[Path, typer.Option(help="New folder of checkpoints; the average keeps the highest step.")],
     weights: Annotated[
-        str | None, typer.Option(help="One for each checkpoint, such as 3,1; they are divided by their sum.")
+        str | None, typer.Option(help="One weight for each checkpoint, such as 3,1; divided by their sum.")
     ] = None,
 ) -> None:
     """Average the weights of checkpoints, or merge them: a checkpoint without optimizer state."""
@@ -163,7 +165,7 @@ def average(
 @app.command()
 def upload(
     folder: Annotated[Path, typer.Argument(help="The local folder of checkpoints.")],
-    url: Annotated[str, typer.Argument(help="Where they go: s3://bucket/folder, or another store's.")],
+    url: Annotated[str, typer.Argument(help="Where to upload them: s3://bucket/folder, or another store's URL.")],
 ) -> None:
     """Upload the complete checkpoints of a folder that a store does not have yet, as a run does."""
     if not is_remote(url):

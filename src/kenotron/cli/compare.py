@@ -99,7 +99,8 @@ def at_one_batch_size(file: Path | Config, plain: Config, overrides: Sequence[st
         return list(overrides)
     if any(override.startswith("tokens.") for override in overrides):
         raise InputError(
-            f"the other layout has a global batch of {found} sequences, this config {wanted}: they would be other runs"
+            f"the other layout has a global batch of {found} sequences, this config {wanted}: they would be "
+            "different runs"
         )
     split = same_batch_overrides(plain, other.parallelism.dp)
     print(f"The global batch stays {wanted}: {' '.join(split)}", file=sys.stderr)
@@ -118,7 +119,7 @@ def _check(plain: Config, other: Config, steps: int, picture: str | None) -> Non
     difference = same_run_difference(to_dict(plain), other)
     if difference is not None:
         key, ours, theirs = difference
-        raise InputError(f"{key}: {ours!r} and {theirs!r} are other runs; expected overrides of the layout alone")
+        raise InputError(f"{key}: {ours!r} and {theirs!r} are different runs; expected overrides of the layout alone")
     fewest = min(plain.tokens.train_steps, other.tokens.train_steps)
     if steps > fewest:
         raise InputError(f"--steps: expected at most tokens.train_steps {fewest}, found {steps}")

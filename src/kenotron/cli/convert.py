@@ -22,7 +22,7 @@ def from_hf(
     src: Annotated[str, typer.Argument(help="A Hugging Face folder, or a hub name (local cache first).")],
     dst: Annotated[Path, typer.Argument(help="New folder of checkpoints; the model becomes its checkpoint 0.")],
     family: Annotated[
-        str | None, typer.Option(help="A model family of your own to read it as, such as my_module.MyFamily.")
+        str | None, typer.Option(help="Your own model family to read it as, such as my_module.MyFamily.")
     ] = None,
 ) -> None:
     """Convert a Hugging Face model to a checkpoint."""

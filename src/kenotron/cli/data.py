@@ -100,7 +100,7 @@ def inspect(
     if first := report["first_beyond_vocab"]:
         problems.append(
             f"{first['file']}: token {first['token']} is {first['id']}, beyond the vocabulary of "
-            f"{report['vocab_size']} ({report['beyond_vocab']} such tokens); another tokenizer, or another width "
+            f"{report['vocab_size']} ({report['beyond_vocab']} such tokens); another tokenizer, or a width other "
             f"than {report['dtype']}"
         )
     if problems:

@@ -46,7 +46,7 @@ def tokenize(
         str | None, typer.Option(help="module.function(row) -> bool, text or list of texts: the documents of a row.")
     ] = None,
     repeat: Annotated[
-        str | None, typer.Option(help="module.function(row, file) -> int: how often to write a row.")
+        str | None, typer.Option(help="module.function(row, file) -> int: how many times to write a row.")
     ] = None,
     skip_bad: Annotated[bool, typer.Option(help="Skip and count rows that cannot be read.")] = False,
     executor: Annotated[
@@ -93,7 +93,7 @@ def tokenize(
         if (given := tokenize_on(cluster, inputs, tokenizer, output, options, _say)) is None:
             return
         made = given
-    left_out = f"; {made['skipped']:,} left out, which cannot be read" if made["skipped"] else ""
+    left_out = f"; {made['skipped']:,} left out because they cannot be read" if made["skipped"] else ""
     print(
         f"{output}: {counted(made['documents'], 'document')}, {made['tokens']:,} tokens of {made['dtype']} in "
         f"{counted(len(made['files']), 'file')}, from {made['bytes'] / 1e6:.1f} MB of text{left_out}"

@@ -40,7 +40,7 @@ def which(
     from kenotron.data import open_run
 
     if (step is None) == (document is None):
-        raise InputError("expected --step or --document, one of the two")
+        raise InputError("expected either --step or --document")
     run = load(config, overrides or ())
     refuse_unsupported(run)
     saved = [entry for entry in list_checkpoints(run.checkpoint_folder) if entry.problem is None]

@@ -46,7 +46,9 @@ def generate(
     stream: Annotated[
         bool, typer.Option("--stream", help="Print text as it is generated, one prompt after the other.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt and line.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per prompt, each on its own line.")
+    ] = False,
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="With --json: the logarithm of every token's probability.")
     ] = False,
@@ -65,15 +67,15 @@ def generate(
     ep: Annotated[
         int,
         typer.Option(
-            help="Of the replicas, how many share the experts of a layer; all decode the same prompts.", min=1
+            help="How many of the replicas share the experts of a layer; they decode the same prompts.", min=1
         ),
     ] = 1,
 ) -> None:
     """Continue prompts with a trained model."""
     if stream and as_json:
-        raise InputError("--stream and --json: give one of them")
+        raise InputError("--stream and --json: give only one of them")
     if logprobs and not as_json:
-        raise InputError("--logprobs: give --json, too: text has no place for them")
+        raise InputError("--logprobs: needs --json, as plain text has no place for them")
     with said_once():
         prompts = _prompts(prompt or [], prompt_file, prompt_tokens or [])
         sampling = SamplingOptions(

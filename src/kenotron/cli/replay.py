@@ -71,7 +71,7 @@ def replay(
     if differences:
         print("\n".join(differences))
         if any(": lr was " in line for line in differences):
-            print("the run went on with another schedule later: its settings at that step are not known any more")
+            print("the run later continued with another schedule: its settings at that step are no longer known")
         with open_run(read, step, lambda line: None) as data:
             print("\n".join(of_step(data, int(differences[0].split()[1].rstrip(":")))[1]))
         sys.exit(1)
@@ -96,7 +96,7 @@ def _find(checkpoints: Path, step: int) -> tuple[Config, Found | None]:
 
     found = [entry for entry in list_checkpoints(checkpoints) if entry.problem is None]
     if not found:
-        raise InputError(f"{checkpoints}: expected a run's folder of checkpoints, found no complete one")
+        raise InputError(f"{checkpoints}: expected a run's folder of checkpoints, found no complete checkpoint")
     before = sorted((entry for entry in found if entry.step < step), key=lambda entry: -entry.step)
     after = [entry for entry in found if entry.step >= step] or found[-1:]
     config = read_resolved(min(after, key=lambda entry: entry.step).path / "config.yaml")
@@ -162,7 +162,7 @@ def _config(config: Config, folder: Path, step: int, overrides: list[str], witho
         del changes["profiler"]
     for key in keys:
         if own := [each for each in (*changes, *OWN) if f"{each}.".startswith(f"{key}.") or key.startswith(f"{each}.")]:
-            raise InputError(f"override {key}: a replay has {own[0]} of its own; expected another layout, or profiler")
+            raise InputError(f"override {key}: a replay sets {own[0]} itself; expected another layout, or profiler")
     overrides = at_one_batch_size(config, config, overrides)
     return load(config, [*overrides, *(f"{key}={inline(value)}" for key, value in changes.items())])
 

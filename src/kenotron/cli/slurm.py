@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kenotron.launch.slurm.sites import Site
 
 LogDir = Annotated[Path, typer.Option("--log-dir", help="The runs' logging.log_dir.")]
-JobName = Annotated[str | None, typer.Argument(help="Number or name of a job; without one the newest.")]
+JobName = Annotated[str | None, typer.Argument(help="Number or name of a job; default: the newest.")]
 Values = Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE for the job's environment; repeatable.")]
 
 
@@ -34,7 +34,7 @@ def submit(
     overrides: Annotated[list[str] | None, typer.Argument(help="Keys by their dotted paths, as for train.")] = None,
     site: Annotated[str, typer.Option(help="Profile of the cluster: a built-in name or a YAML file.")] = "generic",
     nodes: Annotated[int | None, typer.Option(min=1, help="Default: as many as the layout needs.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="A rank each; default: the site's.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="One rank per GPU; default: the site's.")] = None,
     time: Annotated[str | None, typer.Option(help="Time limit, for example 20:00:00.")] = None,
     account: Annotated[str | None, typer.Option(help="Account to charge.")] = None,
     partition: Annotated[str | None, typer.Option(help="Partition.")] = None,
@@ -44,10 +44,10 @@ def submit(
     pre_launch: Annotated[list[str] | None, typer.Option(help="Shell line before the run; repeatable.")] = None,
     container: Annotated[str | None, typer.Option(help="Image that the ranks run in.")] = None,
     save_seconds: Annotated[int, typer.Option(min=1, help="Save and requeue this long before the limit.")] = 300,
-    chain: Annotated[int, typer.Option(min=1, help="Jobs, each after the one before, that continue the run.")] = 1,
-    array: Annotated[str | None, typer.Option(help="KEY=VALUE,VALUE,…: a job array, one run a value.")] = None,
+    chain: Annotated[int, typer.Option(min=1, help="Number of jobs that continue the run, one after the other.")] = 1,
+    array: Annotated[str | None, typer.Option(help="KEY=VALUE,VALUE,…: a job array, one run per value.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the job script.")] = False,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print the job's output as it comes.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Print the job's output as it arrives.")] = False,
 ) -> None:
     """Train a config as a job of Slurm. It saves before its time limit, is requeued, and resumes."""
     from kenotron.config import dump
@@ -92,7 +92,7 @@ def submit(
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        raise InputError(f"logging.log_dir: cannot make {folder}: {error.strerror}") from None
+        raise InputError(f"logging.log_dir: cannot create {folder}: {error.strerror}") from None
     for number, each in enumerate(configs):
         (folder / (f"config-{number}.yaml" if array else "config.yaml")).write_text(dump(each), encoding="utf-8")
     (folder / jobs.SCRIPT).write_text(script, encoding="utf-8")
@@ -123,8 +123,8 @@ def status(log_dir: LogDir = Path("logs")) -> None:
 def logs(
     job: JobName = None,
     log_dir: LogDir = Path("logs"),
-    lines: Annotated[int, typer.Option("-n", "--lines", min=1, help="Lines from the end.")] = 40,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing as the job writes.")] = False,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=1, help="Number of lines from the end.")] = 40,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing while the job writes.")] = False,
 ) -> None:
     """Print the end of a job's output."""
     from kenotron.launch.slurm import jobs
@@ -209,7 +209,7 @@ def _check_time(limit: str | int | None, save_seconds: int) -> None:
     if seconds <= save_seconds:
         raise InputError(
             f"--time: {limit} is {seconds} s, and --save-seconds {save_seconds} before its end the job is saved and "
-            f"requeued: it would never train; raise the one or lower the other"
+            f"requeued: it would never train; raise --time or lower --save-seconds"
         )
 
 
