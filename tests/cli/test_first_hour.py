@@ -208,7 +208,7 @@ def test_usual_spellings_are_taken(override: str, key: str, value: object, tmp_p
     [
         (
             ["tokens.train_steps=20", f"{LR}.lr_warmup_steps=50"],
-            f"{LR}.lr_warmup_steps is 50, tokens.train_steps only 20: the learning rate ends at 0.004 and never "
+            f"{LR}.lr_warmup_steps is 50, but tokens.train_steps only 20: the learning rate ends at 0.004 and never "
             "reaches 0.01",
         ),
         (
@@ -218,7 +218,7 @@ def test_usual_spellings_are_taken(override: str, key: str, value: object, tmp_p
                 f"{LR}.lr_decay_starting_step=9",
                 f"{LR}.min_decay_lr=0",
             ],
-            f"{LR}.lr_decay_starting_step is 9, tokens.train_steps only 9: the learning rate never decays",
+            f"{LR}.lr_decay_starting_step is 9, but tokens.train_steps only 9: the learning rate never decays",
         ),
         ([f"{LR}.learning_rate=30"], f"{LR}.learning_rate is 30: training is likely to diverge; common rates are"),
         (
@@ -226,9 +226,12 @@ def test_usual_spellings_are_taken(override: str, key: str, value: object, tmp_p
                 "data_stages=[{name: all, start_training_step: 1, data: {dataset: null}}, "
                 "{name: late, start_training_step: 5, data: {dataset: null}}]"
             ],
-            "data_stages.1.start_training_step is 5, tokens.train_steps only 3: the stage 'late' is never trained on",
+            "data_stages.1.start_training_step is 5, but tokens.train_steps only 3: the stage 'late' is never trained on",
         ),
-        (["tokens.sequence_length=64"], "tokens.sequence_length is 64, model_config.max_position_embeddings only 32:"),
+        (
+            ["tokens.sequence_length=64"],
+            "tokens.sequence_length is 64, but model_config.max_position_embeddings only 32:",
+        ),
     ],
 )
 def test_what_is_valid_but_hardly_meant_is_a_warning(overrides: list[str], line: str, tell: Tell) -> None:

@@ -140,7 +140,7 @@ def test_a_starcoder2_has_nanotrons_defaults_and_names(minimal: dict[str, Any]) 
             {"multi_query": True, "num_kv_heads": 2},
             "multi_query: means one .*; expected false with 2 key and value heads",
         ),
-        ({"layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-6}, "layer_norm_epsilon: is another name of norm_epsilon"),
+        ({"layer_norm_epsilon": 1e-5, "norm_epsilon": 1e-6}, "layer_norm_epsilon: is another name for norm_epsilon"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of num_attention_heads 16, found 3"),
         ({"intermediate_size": 0}, "intermediate_size: expected a number of at least 1, found 0"),
         ({"layer_norm_epsilo": 1.0}, "unknown key 'model.model_config.layer_norm_epsilo'; did you mean"),

@@ -325,7 +325,7 @@ def first_update_is(parent: Config, config: Config, folder: Path) -> bool:
         (["load_mode=3"], "load_mode: expected continue, model_only, .*, or a list of model, optimizer, data"),
         (
             ["resume_checkpoint_path=a", "load_mode=transfer", "load_optimizer=false"],
-            "load_mode: transfer has optimizer, and load_optimizer: false not; remove one of them",
+            "load_mode: transfer has optimizer, but load_optimizer: false; remove one of them",
         ),
         (
             ["resume_checkpoint_path=a", "load_mode=cooldown", "load_lr_scheduler=false"],

@@ -43,7 +43,7 @@ class DataStates(Section):
         16.0,
         gt=0,
     )
-    parser_threads: int = key("Threads that copy.", 2, ge=1)
+    parser_threads: int = key("Number of threads that copy.", 2, ge=1)
     pin_host_cache: bool = key(
         "Pin that memory, so that an accelerator copies to it asynchronously; no effect without one.", True
     )
@@ -92,18 +92,18 @@ class Checkpoints(Section):
         None,
     )
     load_mode: LoadMode = key(
-        "What a new run takes from resume_checkpoint_path: all of it (continue), or by name or as a list some of model "
+        "What a new run takes from resume_checkpoint_path: all (continue) or, by name or as a list, some of model "
         "(weights), optimizer (its state), data (position), scheduler (position) and step; the rest starts fresh.",
         "continue",
         mark=OURS,
     )
     load_lr_scheduler: bool = key(
-        "False: without data, scheduler and step in load_mode continue (which makes it transfer).", True
+        "False: load_mode continue leaves out data, scheduler and step (as transfer does).", True
     )
-    load_optimizer: bool = key("False: without optimizer in load_mode continue.", True)
+    load_optimizer: bool = key("False: load_mode continue leaves out the optimizer.", True)
     checkpoints_path_is_shared_file_system: bool = key(
-        "Whether all machines share the folder. A run on several needs that, and is refused if a machine does not see "
-        "what another writes there: after 15 seconds, or with true after two minutes, which slow NFS may need.",
+        "Whether all machines share the folder. A run on several needs this, and is refused if one does not see what "
+        "another writes: after 15 seconds, or with true after two minutes, which slow NFS may need.",
         False,
     )
     keep_last: int | None = key("Keep only this many of the newest checkpoints; null: keep all.", None, ge=1, mark=OURS)
@@ -117,7 +117,7 @@ class Checkpoints(Section):
         mark=OURS,
     )
     export_hf: bool = key(
-        "Write every checkpoint for Hugging Face's transformers, too: weights in model.dtype and the tokenizer, in its "
+        "Also write every checkpoint in Hugging Face's format: weights in model.dtype and the tokenizer, in its "
         "folder `hf`.",
         False,
         mark=OURS,
@@ -160,14 +160,14 @@ class Checkpoints(Section):
             raise problem("resume_checkpoint_path", "missing: checkpoints.load_mode needs it")
         for name, parts in _NANOTRON.items():
             if not getattr(self, name) and (both := sorted(parts & self._of_mode)):
-                raise problem("load_mode", f"{self.load_mode} has {both[0]}, and {name}: false not; remove one of them")
+                raise problem("load_mode", f"{self.load_mode} has {both[0]}, but {name}: false; remove one of them")
         return self
 
 
 class S3Upload(Section):
     """Where checkpoints of a local `checkpoints_path` are uploaded to."""
 
-    upload_s3_path: str = key("URL of the folder that gets the checkpoints: s3://, or another store's.")
+    upload_s3_path: str = key("URL of the folder that checkpoints are uploaded to: s3://, or another store's.")
     remove_after_upload: bool = key("As checkpoints.remove_after_upload.")
     s5cmd_numworkers: int | None = key("Files that are uploaded at once; null: 2.", None, ge=1)
     s5cmd_concurrency: int | None = key("Parts of a file that are uploaded at once, to S3; null: 5.", None, ge=1)

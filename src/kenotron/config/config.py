@@ -351,7 +351,7 @@ def _check_checkpoints(config: Config) -> Iterator[Problem]:
     if checkpoints.keep_every is not None and checkpoints.keep_last is None:
         yield "checkpoints.keep_last", "missing: checkpoints.keep_every needs it"
     if checkpoints.datastates != DataStates() and checkpoints.checkpointing_engine != "datastates":
-        yield "checkpoints.checkpointing_engine", "expected datastates, whose settings checkpoints.datastates has"
+        yield "checkpoints.checkpointing_engine", "expected datastates, which checkpoints.datastates has settings for"
     if local is not None and local.interval >= every:
         yield "checkpoints.local.interval", f"expected less than checkpoint_interval {every}, found {local.interval}"
     if local is not None and Path(local.path).absolute().is_relative_to(folder.absolute()):
@@ -364,7 +364,7 @@ def _check_uploads(config: Config) -> Iterator[Problem]:
         if getattr(config.checkpoints, name) and not remote:
             yield f"checkpoints.{name}", "expected a URL as checkpoints.checkpoints_path, found a local path"
     if upload is not None and "://" not in upload.upload_s3_path:
-        yield "s3_upload.upload_s3_path", f"expected a URL as s3://bucket/run, found {upload.upload_s3_path}"
+        yield "s3_upload.upload_s3_path", f"expected a URL (s3://bucket/run), found {upload.upload_s3_path}"
     if upload is not None and remote:
         yield "s3_upload", "expected null: checkpoints.checkpoints_path is a URL, and checkpoints are uploaded there"
 

@@ -68,7 +68,7 @@ class Dataset(Section):
         mark=OURS,
     )
     max_epochs: float | None = key(
-        "Maximum epochs over all stages, for each of its paths; null: no limit.", None, gt=0, mark=OURS
+        "Maximum number of epochs over all stages, for each of its paths; null: no limit.", None, gt=0, mark=OURS
     )
 
 
@@ -370,7 +370,7 @@ class Data(Section):
         datasets = self.dataset.mixture if isinstance(self.dataset, MixtureDataset) else [self.dataset]
         limited = any(dataset is not None and dataset.max_epochs is not None for dataset in datasets)
         if self.when_exhausted != "stop" and not limited:
-            raise problem("when_exhausted", "expected max_epochs of a dataset, and none is set")
+            raise problem("when_exhausted", "expected max_epochs to be set in a dataset")
         if sum(map(_most_sources, datasets)) == 1:
             if self.when_exhausted == "renormalise":
                 raise problem("when_exhausted", "expected stop or repeat: there is no other source")

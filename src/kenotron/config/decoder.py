@@ -97,13 +97,13 @@ class DecoderArchitecture(Section):
     )
     bos_token_id: int = key("Token that starts a generated text.", 1, ge=0)
     eos_token_id: int = key(
-        "Token that ends a text: put between documents where the tokenizer has none, stops generation.", 2, ge=0
+        "Token that ends a text: stops generation, and separates documents if the tokenizer has no such token.", 2, ge=0
     )
     hidden_act: str = key("Activation of the feed-forward (silu in a gated one: SwiGLU).", "silu")
     hidden_size: int = key("Width of the residual stream.", 4096, ge=1, le=1_000_000)
-    initializer_range: float = key("Kept for the export; init_method.std is what counts.", 0.02, mark=EXPORT)
+    initializer_range: float = key("Kept for the export; training uses init_method.std.", 0.02, mark=EXPORT)
     num_hidden_layers: int = key("Layers.", 32, ge=1, le=10_000)
-    pad_token_id: int | None = key("Padding token that the export names.", None, mark=EXPORT)
+    pad_token_id: int | None = key("Padding token, written to the export.", None, mark=EXPORT)
     tie_word_embeddings: bool = key("One matrix for the embedding and the output layer.", False)
     use_cache: bool = key("Written to the export.", True, mark=EXPORT)
     vocab_size: int = key("Rows of the embedding before padding.", 32000, ge=1, le=1_000_000_000)
@@ -117,7 +117,7 @@ class DecoderArchitecture(Section):
             return value
         for theirs, ours in cls.other_names.items():
             if theirs in value and ours in value:
-                raise problem(theirs, f"is another name of {ours}; remove one of them")
+                raise problem(theirs, f"is another name for {ours}; remove one of them")
         return {cls.other_names.get(name, name): each for name, each in value.items()}
 
     @classmethod
@@ -190,8 +190,8 @@ class AttentionArchitecture(DecoderArchitecture):
 
     intermediate_size: int = key("Width inside the feed-forward.", 11008, ge=1, le=100_000_000)
     max_position_embeddings: int = key(
-        "Context length: bounds generated texts, and the export names it (rope_scaling dynamic and yarn read it where "
-        "they name no original_max_position_embeddings).",
+        "Context length: limits generated texts, and is written to the export (rope_scaling dynamic and yarn read "
+        "it if they have no original_max_position_embeddings).",
         2048,
         ge=1,
         mark=EXPORT,

@@ -102,7 +102,7 @@ def _moe_recompute(document: Document) -> Iterator[str]:
         keys = ("parallelism", "moe_layer_recompute")
         yield document.at(
             keys,
-            "parallelism.moe_layer_recompute is ignored: recompute_layer recomputes layers with experts as others",
+            "parallelism.moe_layer_recompute is ignored: recompute_layer recomputes layers with experts, too",
         )
         del parallelism["moe_layer_recompute"]
 

@@ -62,8 +62,8 @@ class General(Section):
         True,
     )
     deterministic: bool = key(
-        "True: deterministic algorithms only, so that a run on the same GPUs has the same bits again, and an error at "
-        "an operator that has none. Slower.",
+        "True: use only deterministic algorithms, so that a rerun on the same GPUs is bitwise identical; an "
+        "operator without one is an error. Slower.",
         False,
         mark=OURS,
     )

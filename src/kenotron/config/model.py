@@ -17,8 +17,7 @@ class RandomInit(Section):
     std: float = key("Standard deviation of the initial weights.", gt=0)
     scaling_method: Annotated[Literal["NONE", "NUM_LAYERS"], upper_case("NUM_LAYERS")] = key(
         "Scale of the projections that write to the residual stream: NUM_LAYERS divides std by sqrt(2 * layers) "
-        "(a Mamba, with one branch a layer, by sqrt(layers)), "
-        "NONE does not scale (a nano's begin at zero).",
+        "(in a Mamba, with one branch per layer, by sqrt(layers)), NONE does not scale (in a nano they start at zero).",
         "NUM_LAYERS",
     )
 

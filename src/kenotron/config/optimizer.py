@@ -139,8 +139,8 @@ class LearningRateScheduler(Section):
         None,
         ge=0,
     )
-    lr_step_size: int | None = key("Steps between drops, with the style step.", None, ge=1, mark=OURS)
-    lr_step_gamma: float = key("Factor of each drop, with the style step.", 0.1, gt=0, le=1, mark=OURS)
+    lr_step_size: int | None = key("Steps between drops, for lr_decay_style step.", None, ge=1, mark=OURS)
+    lr_step_gamma: float = key("Factor of each drop, for lr_decay_style step.", 0.1, gt=0, le=1, mark=OURS)
 
     @property
     def decay_start(self) -> int:
@@ -168,10 +168,10 @@ class ParamGroup(Section):
 class Spikes(Section):
     """Steps whose loss or gradient norm is far above those before them change no weight."""
 
-    z_score: float = key("Standard deviations above the mean of the window that make a spike.", 6.0, gt=0, mark=OURS)
-    window: int = key("Steps that a step is compared with; until then none is judged.", 128, ge=2, mark=OURS)
+    z_score: float = key("A spike is this many standard deviations above the window's mean.", 6.0, gt=0, mark=OURS)
+    window: int = key("Previous steps that a step is compared with; before that many, no check.", 128, ge=2, mark=OURS)
     snapshot_every: int = key("Steps between copies of weights and optimizer in host memory.", 50, ge=1, mark=OURS)
-    max_rollbacks: int = key("Times that a run returns to one copy; then it ends.", 3, ge=0, mark=OURS)
+    max_rollbacks: int = key("How often a run returns to the same copy before it ends.", 3, ge=0, mark=OURS)
 
 
 class Optimizer(Section):
@@ -184,7 +184,7 @@ class Optimizer(Section):
         "parallelism.strategy.",
         None,
     )
-    weight_decay: float = key("Decoupled weight decay; of sgd, and by dotted path, torch's own.", ge=0)
+    weight_decay: float = key("Decoupled weight decay; sgd and optimizers by dotted path use torch's own.", ge=0)
     clip_grad: float | None = key("Maximum global gradient norm; null: no clipping.", gt=0)
     accumulate_grad_in_fp32: bool = key(
         "Keep master weights and accumulate gradients in fp32 while the model computes in model.dtype."

@@ -19,7 +19,7 @@ from kenotron.config.section import EXPORT, NO_EFFECT, OURS, RECORD, Section
 _MARKS = {
     OURS: "Not in nanotron.",
     EXPORT: "No effect on training; written to the Hugging Face export.",
-    NO_EFFECT: "Accepted so that nanotron's files load; Kénotron has nothing that they could change.",
+    NO_EFFECT: "Accepted so that nanotron's files load; they change nothing in Kénotron.",
     RECORD: "Written to the config in a checkpoint.",
 }
 _NAMES = {str: "text", int: "integer", float: "number", bool: "true, false", Any: "anything", type(None): "null"}

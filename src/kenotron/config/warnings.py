@@ -29,12 +29,12 @@ def _schedule(config: Config) -> Iterator[str]:
         yield f"{at}.learning_rate is {rate:g}: training is likely to diverge; common rates are 1e-5 to 5e-2"
     if steps < warmup and schedule.lr_warmup_style == "linear":
         yield (
-            f"{at}.lr_warmup_steps is {warmup}, tokens.train_steps only {steps}: the learning rate ends at "
+            f"{at}.lr_warmup_steps is {warmup}, but tokens.train_steps only {steps}: the learning rate ends at "
             f"{rate * steps / warmup:.3g} and never reaches {rate:g}"
         )
     elif steps <= (schedule.lr_decay_starting_step or 0) and decays:
         yield (
-            f"{at}.lr_decay_starting_step is {schedule.decay_start}, tokens.train_steps only {steps}: the learning "
+            f"{at}.lr_decay_starting_step is {schedule.decay_start}, but tokens.train_steps only {steps}: the learning "
             f"rate never decays"
         )
 
@@ -44,8 +44,8 @@ def _stages(config: Config) -> Iterator[str]:
     for number, stage in enumerate(config.data_stages):
         if stage.start_training_step > steps:
             yield (
-                f"data_stages.{number}.start_training_step is {stage.start_training_step}, tokens.train_steps only "
-                f"{steps}: the stage '{stage.name}' is never trained on"
+                f"data_stages.{number}.start_training_step is {stage.start_training_step}, but tokens.train_steps "
+                f"only {steps}: the stage '{stage.name}' is never trained on"
             )
 
 
@@ -54,6 +54,6 @@ def _length(config: Config) -> Iterator[str]:
     name, length = max(config.sequence_lengths.items(), key=lambda each: each[1])
     if isinstance(architecture, AttentionArchitecture) and length > (positions := architecture.max_position_embeddings):
         yield (
-            f"{name} is {length}, model_config.max_position_embeddings only {positions}: the model trains on all of "
-            f"it, but generation will stop at {positions} tokens"
+            f"{name} is {length}, but model_config.max_position_embeddings only {positions}: the model trains on "
+            f"all of it, but generation will stop at {positions} tokens"
         )

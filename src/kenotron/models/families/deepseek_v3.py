@@ -26,12 +26,12 @@ ATTENTION = "model.layers.*.self_attn"
 class BiasedMixtureArchitecture(MixtureArchitecture):
     """A mixture whose router has sigmoid scores, groups, and biases that balance the loads."""
 
-    n_group: int = key("Groups of neighbouring experts.", 1, ge=1)
-    topk_group: int = key("Groups that a token's experts come from.", 1, ge=1)
+    n_group: int = key("Groups that the experts are divided into.", 1, ge=1)
+    topk_group: int = key("Groups that a token's experts are chosen from.", 1, ge=1)
     norm_topk_prob: bool = key("Divide the weights of a token's experts by their sum.", True)
-    routed_scaling_factor: float = key("Multiplies the weights of a token's experts.", 1.0, gt=0)
+    routed_scaling_factor: float = key("Factor on the weights of a token's experts.", 1.0, gt=0)
     router_bias_update_rate: float = key(
-        "What a step adds to the bias of an expert with less than the mean load, and takes from one with more; 0: "
+        "What each step adds to the bias of an expert below the mean load, and subtracts from one above it; 0: "
         "nothing.",
         0.001,
         ge=0,
@@ -47,7 +47,7 @@ class BiasedMixtureArchitecture(MixtureArchitecture):
         elif self.topk_group > groups:
             yield "topk_group", f"expected at most n_group {groups}, found {self.topk_group}"
         elif self.topk_group < groups and experts == groups:
-            yield "n_group", f"expected at least two experts a group, found {groups} groups of {experts}"
+            yield "n_group", f"expected at least two experts per group, found {groups} groups of {experts}"
         elif self.topk_group < groups and 0 < (most := self.topk_group * experts // groups) < self.num_experts_per_tok:
             expected = f"expected at most the {most} experts of topk_group {self.topk_group} groups"
             yield "num_experts_per_tok", f"{expected}, found {self.num_experts_per_tok}"
@@ -74,26 +74,26 @@ class DeepseekV3Architecture(BiasedMixtureArchitecture, SparseArchitecture):
 
     family: Literal["deepseek_v3"] = key("The family's name.", "deepseek_v3", mark=OURS)
     is_deepseek_v3_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
-    attention_bias: bool = key("Biases on the projections to short vectors and on the output projection.", False)
-    q_lora_rank: int | None = key("Width of the short vector that queries are made of; null: none.", 1536, ge=1)
-    kv_lora_rank: int = key("Width of the short vector that keys and values are made of.", 512, ge=1)
-    qk_nope_head_dim: int = key("Channels of a head of queries and keys without positions.", 128, ge=1)
-    qk_rope_head_dim: int = key("Channels of a head of queries and keys with rotary positions.", 64, ge=2)
-    v_head_dim: int = key("Channels of a head of values.", 128, ge=1)
+    attention_bias: bool = key("Biases on the down-projections to latents and on the output projection.", False)
+    q_lora_rank: int | None = key("Rank of the latent that queries are projected from; null: no latent.", 1536, ge=1)
+    kv_lora_rank: int = key("Rank of the latent that keys and values are projected from.", 512, ge=1)
+    qk_nope_head_dim: int = key("Channels of a query or key head without positions.", 128, ge=1)
+    qk_rope_head_dim: int = key("Channels of a query or key head with rotary positions.", 64, ge=2)
+    v_head_dim: int = key("Channels of a value head.", 128, ge=1)
     rope_interleave: bool = key("Rotate neighbouring pairs instead of the two halves.", True)
     first_k_dense_replace: int = key("Layers at the start with a plain MLP.", 3, ge=0)
-    n_routed_experts: int = key("Experts of a layer.", 256, ge=1)
-    n_shared_experts: int = key("Width of the expert of all tokens, in widths of an expert.", 1, ge=1)
-    num_experts_per_tok: int = key("Experts that a token goes through.", 8, ge=1)
+    n_routed_experts: int = key("Experts per layer.", 256, ge=1)
+    n_shared_experts: int = key("Width of the shared expert, as a multiple of moe_intermediate_size.", 1, ge=1)
+    num_experts_per_tok: int = key("Experts per token.", 8, ge=1)
     moe_intermediate_size: int = key("Width inside an expert.", 2048, ge=1)
-    n_group: int = key("Groups of neighbouring experts.", 8, ge=1)
-    topk_group: int = key("Groups that a token's experts come from.", 4, ge=1)
-    routed_scaling_factor: float = key("Multiplies the weights of a token's experts.", 2.5, gt=0)
-    router_aux_loss_coef: float = key("Weight of the loss that balances the load of the experts.", 0.0001, ge=0)
+    n_group: int = key("Groups that the experts are divided into.", 8, ge=1)
+    topk_group: int = key("Groups that a token's experts are chosen from.", 4, ge=1)
+    routed_scaling_factor: float = key("Factor on the weights of a token's experts.", 2.5, gt=0)
+    router_aux_loss_coef: float = key("Weight of the load-balancing loss.", 0.0001, ge=0)
 
     @property
     def experts(self) -> int:
-        """Experts of a layer."""
+        """Experts per layer."""
         return self.n_routed_experts
 
     @property

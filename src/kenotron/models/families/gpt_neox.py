@@ -31,7 +31,7 @@ class GPTNeoXArchitecture(RopeArchitecture):
     layer_norm_eps: float = key("Added to the variance inside LayerNorm.", 1e-5, gt=0, mark=OURS)
     attention_bias: bool = key("Biases on the attention projections.", True)
     use_parallel_residual: bool = key("Attention and feed-forward side by side; false: in sequence.", True, mark=OURS)
-    rotary_pct: float = key("Part of a head's channels with rotary positions.", 0.25, gt=0, le=1, mark=OURS)
+    rotary_pct: float = key("Fraction of a head's channels with rotary positions.", 0.25, gt=0, le=1, mark=OURS)
 
     @property
     def rotary_factor(self) -> float:

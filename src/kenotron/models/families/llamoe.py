@@ -22,17 +22,17 @@ class LlamoeArchitecture(SparseArchitecture):
     family: Literal["llamoe"] = key("The family's name.", "llamoe", mark=OURS)
     is_llamoe_config: bool = key("Marks the family; its value changes nothing.", True)
     hidden_act: str = key("Accepted for old files: the experts compute with GELU.", "silu", mark=NO_EFFECT)
-    moe_num_experts: int = key("Experts of a layer.", 1, ge=1)
-    num_experts_per_tok: int = key("Experts that a token goes through.", 1, ge=1)
+    moe_num_experts: int = key("Experts per layer.", 1, ge=1)
+    num_experts_per_tok: int = key("Experts per token.", 1, ge=1)
     moe_capacity_factor: float = key(
         "Accepted for old files: moe_expert_capacity_factor drops tokens.", 1.0, mark=NO_EFFECT
     )
     pretraining_tp: int = key("Accepted for old files.", 1, mark=NO_EFFECT)
-    router_aux_loss_coef: float = key("Weight of the loss that balances the load of the experts.", 0.0, ge=0, mark=OURS)
+    router_aux_loss_coef: float = key("Weight of the load-balancing loss.", 0.0, ge=0, mark=OURS)
 
     @property
     def experts(self) -> int:
-        """Experts of a layer."""
+        """Experts per layer."""
         return self.moe_num_experts
 
 

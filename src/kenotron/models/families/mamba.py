@@ -47,17 +47,17 @@ class MambaStyleArchitecture(DecoderArchitecture):
     shape_keys = (*DecoderArchitecture.shape_keys, "inner_size", "state_size", "conv_kernel")
 
     hidden_act: Literal["silu", "swish"] = key("Activation after the convolution, and of the gate.", "silu")
-    conv_kernel: int = key("Tokens that the convolution before the scan sees.", 4, ge=1, mark=OURS)
-    expand: int = key("Width inside of a layer, in units of hidden_size.", 2, ge=1, mark=OURS)
+    conv_kernel: int = key("Kernel size of the convolution before the scan.", 4, ge=1, mark=OURS)
+    expand: int = key("Width inside a layer, as a multiple of hidden_size.", 2, ge=1, mark=OURS)
     layer_norm_epsilon: float = key("Added to the mean square inside RMSNorm.", 1e-5, gt=0, mark=OURS)
     use_bias: bool = key("Biases on the projections into and out of a layer.", False, mark=OURS)
     use_conv_bias: bool = key("Biases in the convolution.", True, mark=OURS)
     residual_in_fp32: bool = key("Hidden states between layers in fp32, whatever model.dtype is.", True)
     time_step_min: float = key("Smallest initial time step.", 1e-3, gt=0, mark=OURS)
     time_step_max: float = key("Largest initial time step.", 0.1, gt=0, mark=OURS)
-    time_step_floor: float = key("Initial time steps below are raised to it.", 1e-4, gt=0, mark=OURS)
+    time_step_floor: float = key("Smaller initial time steps are raised to this.", 1e-4, gt=0, mark=OURS)
     rescale_prenorm_residual: bool = key(
-        "Kept for the export; init_method.scaling_method is what counts.", False, mark=EXPORT
+        "Kept for the export; training uses init_method.scaling_method.", False, mark=EXPORT
     )
 
     @property
@@ -82,12 +82,12 @@ class MambaArchitecture(MambaStyleArchitecture):
     family: Literal["mamba"] = key("The family's name.", "mamba", mark=OURS)
     is_mamba_config: bool = key("Marks the family; its value changes nothing.", True)
     tie_word_embeddings: bool = key("One matrix for the embedding and the output layer.", True)
-    state_size: int = key("Numbers in the state of one channel.", 16, ge=1, mark=OURS)
+    state_size: int = key("State size of a channel.", 16, ge=1, mark=OURS)
     time_step_rank: int | Literal["auto"] = key(
-        "Width of the projection that time steps come from; auto: hidden_size / 16, rounded up.", "auto", mark=OURS
+        "Rank of the projection that time steps come from; auto: hidden_size / 16, rounded up.", "auto", mark=OURS
     )
     time_step_scale: float = key("Scale of that projection's initial weights.", 1.0, gt=0, mark=OURS)
-    time_step_init_scheme: Literal["random", "constant"] = key("And their distribution.", "random", mark=OURS)
+    time_step_init_scheme: Literal["random", "constant"] = key("Distribution of those weights.", "random", mark=OURS)
 
     @model_validator(mode="before")
     @classmethod
@@ -105,7 +105,7 @@ class MambaArchitecture(MambaStyleArchitecture):
         found += [(f"ssm_cfg.{theirs}", name, ssm) for theirs, name in _SSM_CFG.items() if theirs in ssm]
         for theirs, name, where in found:
             if name in value and name != theirs:
-                raise problem(theirs, f"is nanotron's name of {name}, which is there as well; remove one of them")
+                raise problem(theirs, f"is nanotron's name for {name}, which is also set; remove one of them")
             ours.pop(theirs, None)
             ours[name] = where[theirs.rpartition(".")[2]]
         return ours

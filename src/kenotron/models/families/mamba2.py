@@ -26,8 +26,8 @@ class Mamba2StyleArchitecture(MambaStyleArchitecture):
 
     head_keys: ClassVar[tuple[str, str]] = ("num_heads", "state_size")
 
-    n_groups: int = key("Groups of heads that share what they write and read (B and C).", 8, ge=1, mark=OURS)
-    chunk_size: int = key("Written to the export; the length of a chunk here is the kernel's.", 256, mark=EXPORT)
+    n_groups: int = key("Groups of heads that share B and C.", 8, ge=1, mark=OURS)
+    chunk_size: int = key("Written to the export; the kernel here has its own chunk length.", 256, mark=EXPORT)
 
     @property
     def recurrence(self) -> tuple[int, int]:
@@ -62,9 +62,9 @@ class Mamba2Architecture(Mamba2StyleArchitecture):
     is_mamba2_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
     num_heads: int = key("Heads; num_heads * head_dim = expand * hidden_size.", 128, ge=1, mark=OURS)
     head_dim: int = key("Channels of one head.", 64, ge=1, mark=OURS)
-    state_size: int = key("Numbers in the state of one channel.", 128, ge=1, mark=OURS)
+    state_size: int = key("State size of a channel.", 128, ge=1, mark=OURS)
     time_step_limit: list[float | None] = key(
-        "Bounds of time steps at work: [least, most]; null: no bound.",
+        "Bounds of time steps in the forward pass: [minimum, maximum]; null: no bound.",
         [0.0, None],
         min_length=2,
         max_length=2,

@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 class MixtureArchitecture(DecoderArchitecture):
     """A decoder with a mixture of experts in some layers."""
 
-    num_experts_per_tok: int = key("Experts that a token goes through.", 2, ge=1)
-    router_aux_loss_coef: float = key("Weight of the loss that balances the load of the experts.", 0.001, ge=0)
+    num_experts_per_tok: int = key("Experts per token.", 2, ge=1)
+    router_aux_loss_coef: float = key("Weight of the load-balancing loss.", 0.001, ge=0)
     router_aux_loss_scope: Literal["sequence", "global_batch"] = key(
-        "Where the loads of that loss are counted: in the sequence, or in the whole global batch, and then in that of "
-        "the step before.",
+        "What the load-balancing loss counts loads over: each sequence, or the whole global batch (of the previous "
+        "step).",
         "sequence",
         mark=OURS,
     )
     router_z_loss_coef: float = key("Weight of the router's z-loss, a mean over tokens.", 0.0, ge=0, mark=OURS)
     moe_expert_capacity_factor: float | None = key(
-        "Tokens of a sequence that an expert computes in training, as a multiple of tokens * num_experts_per_tok / "
-        "experts; null: all, no token is dropped.",
+        "Most tokens of a sequence that an expert computes in training, as a multiple of tokens * "
+        "num_experts_per_tok / experts; null: no limit, no token is dropped.",
         None,
         gt=0,
         mark=OURS,
@@ -154,14 +154,14 @@ class MixtralArchitecture(SparseArchitecture):
 
     family: Literal["mixtral"] = key("The family's name.", "mixtral", mark=OURS)
     is_mixtral_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
-    num_local_experts: int = key("Experts of a layer.", 8, ge=1)
+    num_local_experts: int = key("Experts per layer.", 8, ge=1)
     sliding_window: int | None = key(
         "Tokens that a token attends to, itself included; null: all before it.", None, ge=1, mark=OURS
     )
 
     @property
     def experts(self) -> int:
-        """Experts of a layer."""
+        """Experts per layer."""
         return self.num_local_experts
 
     @property

@@ -38,8 +38,8 @@ class NanoArchitecture(LlamaStyleArchitecture):
     family: Literal["nano"] = key("The family's name.", "nano", mark=OURS)
     hidden_act: str = key("Activation of the feed-forward; relu2 is the square of ReLU.", "relu2")
     value_embeddings: bool = key(
-        "Every other layer, the last among them, adds a learned vector of the token to its values, by a gate for each "
-        "head.",
+        "Every other layer, the last among them, adds a learned vector of the token to its values, through a gate "
+        "for each head.",
         False,
         mark=OURS,
     )

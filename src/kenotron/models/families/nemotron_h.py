@@ -60,22 +60,22 @@ class NemotronHArchitecture(BiasedMixtureArchitecture, AttentionArchitecture, Ma
     hidden_act: str = key("Activation of the feed-forward (mlp_hidden_act).", "relu2")  # type: ignore[assignment]
     tie_word_embeddings: Literal[False] = key("transformers has no tied head in this family.", False)
     mlp_bias: bool = key("Biases in the feed-forward.", False, mark=OURS)
-    n_routed_experts: int = key("Experts of a layer with experts.", 8, ge=1)
+    n_routed_experts: int = key("Experts in each layer with experts.", 8, ge=1)
     moe_intermediate_size: int = key("Width inside an expert.", 7688, ge=1)
-    moe_shared_expert_intermediate_size: int = key("Width inside the expert of all tokens.", 7688, ge=1, mark=OURS)
+    moe_shared_expert_intermediate_size: int = key("Width inside the shared expert.", 7688, ge=1, mark=OURS)
     free_head_dim: int | None = key(
         "Channels of an attention head; null: hidden_size / num_attention_heads.", None, ge=1, alias="head_dim"
     )
     mamba_num_heads: int = key("Heads of a Mamba-2 layer.", 128, ge=1, mark=OURS)
-    mamba_head_dim: int = key("Channels of one of them.", 64, ge=1, mark=OURS)
-    ssm_state_size: int = key("Numbers in the state of one channel.", 128, ge=1, mark=OURS)
-    time_step_min: float = key("Smallest time step, initial and at work (as in transformers).", 1e-3, gt=0, mark=OURS)
+    mamba_head_dim: int = key("Channels of a Mamba-2 head.", 64, ge=1, mark=OURS)
+    ssm_state_size: int = key("State size of a channel.", 128, ge=1, mark=OURS)
+    time_step_min: float = key("Minimum time step, initially and later (as in transformers).", 1e-3, gt=0, mark=OURS)
     residual_in_fp32: bool = key("Hidden states between layers in fp32, whatever model.dtype is.", False)
-    expand: int = key("Written to the export; heads make the width of a Mamba-2 layer.", 2, ge=1, mark=EXPORT)
+    expand: int = key("Written to the export; the heads determine the width of a Mamba-2 layer.", 2, ge=1, mark=EXPORT)
 
     @property
     def experts(self) -> int:
-        """Experts of a layer with experts."""
+        """Experts in each layer with experts."""
         return self.n_routed_experts if "E" in self.hybrid_override_pattern else 0
 
     @property

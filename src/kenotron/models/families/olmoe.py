@@ -20,14 +20,14 @@ class OlmoeArchitecture(SparseArchitecture):
     family: Literal["olmoe"] = key("The family's name.", "olmoe", mark=OURS)
     is_olmoe_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
     attention_bias: bool = key("Biases on the attention projections.", False)
-    num_experts: int = key("Experts of a layer.", 64, ge=1)
-    num_experts_per_tok: int = key("Experts that a token goes through.", 8, ge=1)
+    num_experts: int = key("Experts per layer.", 64, ge=1)
+    num_experts_per_tok: int = key("Experts per token.", 8, ge=1)
     norm_topk_prob: bool = key("Divide the weights of a token's experts by their sum.", False)
-    router_aux_loss_coef: float = key("Weight of the loss that balances the load of the experts.", 0.01, ge=0)
+    router_aux_loss_coef: float = key("Weight of the load-balancing loss.", 0.01, ge=0)
 
     @property
     def experts(self) -> int:
-        """Experts of a layer."""
+        """Experts per layer."""
         return self.num_experts
 
 

@@ -27,13 +27,13 @@ _KERNEL = "Chooses a kernel of nanotron's; the fastest is taken here anyway."
 class NanotronExperts(Section):
     """nanotron's `moe_config`: a mixture of experts in some layers, routed as in Qwen2-MoE."""
 
-    num_experts: int = key("Experts of a layer.", 8, ge=1)
-    top_k: int = key("Experts that a token goes through.", 2, ge=1)
+    num_experts: int = key("Experts per layer.", 8, ge=1)
+    top_k: int = key("Experts per token.", 2, ge=1)
     moe_intermediate_size: int = key("Width inside an expert.", 1408, ge=1)
-    enable_shared_expert: bool = key("An expert for every token, weighed by a gate.", False)
+    enable_shared_expert: bool = key("A shared expert for every token, weighted by a gate.", False)
     shared_expert_intermediate_size: int = key("Width inside the shared expert.", 5632, ge=1)
     router_aux_loss_coef: float = key(
-        "Weight of the loss that balances the load of the experts; nanotron has the key and never reads it.",
+        "Weight of the load-balancing loss; nanotron has the key and never reads it.",
         0.01,
         ge=0,
     )
@@ -58,7 +58,7 @@ class Qwen2Architecture(LlamaStyleArchitecture):
     rope_seq_len_interpolation_factor: float | None = key(_UNSERVED, None)
     flex_attention_mask: str | None = key(_UNSERVED, None)
     sliding_window_size: int | None = key(
-        "Tokens before it that a token attends to, besides itself; null: all before it.", None, ge=0
+        "Tokens that a token attends to, besides itself; null: all before it.", None, ge=0
     )
     no_rope_layer: int | None = key("N: every N-th layer has no rotary positions; null: all have.", None, ge=1)
     use_doc_masking: bool = key(_UNSERVED + " (Here: model.document_masking.)", False, alias="_use_doc_masking")
@@ -80,7 +80,7 @@ class Qwen2Architecture(LlamaStyleArchitecture):
 
     @property
     def experts(self) -> int:
-        """Experts of a layer."""
+        """Experts per layer."""
         return self.moe_config.num_experts if self.moe_config else 0
 
     @property

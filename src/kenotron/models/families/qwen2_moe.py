@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 class QwenSparseArchitecture(SparseArchitecture):
     """Which layers of a Qwen have experts, and their sizes."""
 
-    num_experts_per_tok: int = key("Experts that a token goes through.", 4, ge=1)
-    num_experts: int = key("Experts of a layer.", 60, ge=1)
+    num_experts_per_tok: int = key("Experts per token.", 4, ge=1)
+    num_experts: int = key("Experts per layer.", 60, ge=1)
     moe_intermediate_size: int = key("Width inside an expert.", 1408, ge=1)
     norm_topk_prob: bool = key("Divide the weights of a token's experts by their sum.", False)
-    decoder_sparse_step: int = key("Layers from one with experts to the next.", 1, ge=1)
-    mlp_only_layers: list[int] = key("Layers that have a plain MLP nevertheless.", [])
+    decoder_sparse_step: int = key("N: every N-th layer has experts.", 1, ge=1)
+    mlp_only_layers: list[int] = key("Layers that have a plain MLP all the same.", [])
 
     @property
     def experts(self) -> int:
-        """Experts of a layer."""
+        """Experts per layer."""
         return self.num_experts
 
     @property
@@ -45,7 +45,7 @@ class Qwen2MoeArchitecture(QwenSparseArchitecture):
     family: Literal["qwen2_moe"] = key("The family's name.", "qwen2_moe", mark=OURS)
     is_qwen2_moe_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
     qkv_bias: bool = key("Biases on the query, key and value projections.", True)
-    shared_expert_intermediate_size: int = key("Width inside the expert of all tokens.", 5632, ge=1)
+    shared_expert_intermediate_size: int = key("Width inside the shared expert.", 5632, ge=1)
 
 
 class Qwen2Moe(SparseStyle[Qwen2MoeArchitecture]):

@@ -20,8 +20,8 @@ class Qwen3MoeArchitecture(QwenSparseArchitecture):
     family: Literal["qwen3_moe"] = key("The family's name.", "qwen3_moe", mark=OURS)
     is_qwen3_moe_config: bool = key("Marks the family; its value changes nothing.", True, mark=OURS)
     attention_bias: bool = key("Biases on the attention projections.", False)
-    num_experts_per_tok: int = key("Experts that a token goes through.", 8, ge=1)
-    num_experts: int = key("Experts of a layer.", 128, ge=1)
+    num_experts_per_tok: int = key("Experts per token.", 8, ge=1)
+    num_experts: int = key("Experts per layer.", 128, ge=1)
     moe_intermediate_size: int = key("Width inside an expert.", 768, ge=1)
 
 
