@@ -114,7 +114,7 @@ def test_the_average_is_generated_from_exported_and_trained_on(steps: list[Path]
         ):
             train_quietly(again)
     own = tiny_config(tmp_path, f"checkpoints.checkpoints_path={tmp_path}/mean", "tokens.train_steps=9")
-    with pytest.raises(InputError, match=r"mean/3 is an average, which no run continues; .*load_mode: model_only"):
+    with pytest.raises(InputError, match=r"mean/3 is an average, which no run can continue; .*load_mode: model_only"):
         train_quietly(own)
 
 
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_one_line(steps: list[Path], tmp_path: Path) -> Non
         (
             [steps[0], Path(wide.checkpoints.checkpoints_path)],
             {},
-            "wide.* not of the same model .*intermediate_size is 32",
+            "wide.* holds a different model .*intermediate_size is 32",
         ),
         ([one, other], {}, "other/checkpoints/1/tokenizer/tokenizer.json is damaged"),
         ([steps[0], one], {}, "holds a different model from .*: eos_token_id is 0, not 2"),
@@ -173,5 +173,5 @@ def test_another_tokenizer_is_another_model(tmp_path: Path) -> None:
             model_config={},
             save_tokenizer=write(name),
         )
-    with pytest.raises(InputError, match=r"b/1 holds a different model from .*a/1: its tokenizer is another"):
+    with pytest.raises(InputError, match=r"b/1 holds a different model from .*a/1: it has a different tokenizer"):
         average([tmp_path / "a", tmp_path / "b"], tmp_path / "mean")

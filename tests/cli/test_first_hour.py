@@ -226,7 +226,8 @@ def test_usual_spellings_are_taken(override: str, key: str, value: object, tmp_p
                 "data_stages=[{name: all, start_training_step: 1, data: {dataset: null}}, "
                 "{name: late, start_training_step: 5, data: {dataset: null}}]"
             ],
-            "data_stages.1.start_training_step is 5, but tokens.train_steps only 3: the stage 'late' is never trained on",
+            "data_stages.1.start_training_step is 5, but tokens.train_steps only 3: the stage 'late' is never trained "
+            "on",
         ),
         (
             ["tokens.sequence_length=64"],
@@ -426,7 +427,7 @@ COMMANDS = [
     ),
     (
         ("data", "train-tokenizer", "texts.jsonl", "--vocab-size", "300", "--output", "texts.jsonl/t"),
-        "error: --output: cannot make texts.jsonl/t: Not a directory",
+        "error: --output: cannot create texts.jsonl/t: Not a directory",
     ),
     (
         ("data", "tokenize", "texts.jsonl", "--tokenizer", ".", "--output", "o"),
@@ -454,8 +455,8 @@ COMMANDS = [
     ),
     (
         ("train", "tiny.yaml", "parallelism.dp=64"),
-        "error: parallelism: 64 ranks on 2 cores, at most 8 are started here; lower a degree, or start them yourself, "
-        "with torchrun --nproc_per_node=64",
+        "error: parallelism: 64 ranks on 2 cores, but at most 8 are started here; lower a degree, or start them "
+        "yourself, with torchrun --nproc_per_node=64",
     ),
 ]
 

@@ -92,7 +92,7 @@ UPLOAD = "s3_upload={upload_s3_path: 's3://a/b', remove_after_upload: false}"
     [
         (["checkpoints.staging_path=x"], "checkpoints.staging_path: expected a URL as checkpoints.checkpoints_path"),
         (["checkpoints.remove_after_upload=true"], "checkpoints.remove_after_upload: expected a URL"),
-        ([UPLOAD, "s3_upload.upload_s3_path=b/run"], "s3_upload.upload_s3_path: expected a URL (s3://bucket/run)"),
+        ([UPLOAD, "s3_upload.upload_s3_path=b/run"], r"s3_upload.upload_s3_path: expected a URL \(s3://bucket/run\)"),
         ([UPLOAD, "checkpoints.checkpoints_path=s3://c"], "s3_upload: expected null: checkpoints.checkpoints_path is"),
     ],
 )

@@ -282,7 +282,7 @@ def test_tokenizers_that_cannot_tokenize(tmp_path: Path) -> None:
     assert opened({"a": 0, "[UNK]": 1}) == [1]
     for vocab, config, why in [
         ({"a": 0}, "{}", "cannot encode a text: WordPiece error: Missing"),
-        ({}, "{}", "tokenizer.json has no token"),
+        ({}, "{}", "tokenizer.json has no tokens"),
         ({"a": 0}, "[]", "tokenizer_config.json: expected a JSON object, found list"),
         ({"a": 0}, DEEP, "tokenizer_config.json is not JSON"),
         ({"a": 0}, '{"chat_template": {}}', "chat_template: expected text, found dict"),

@@ -128,7 +128,7 @@ def test_the_others_share_on_when_a_source_has_given_its_epochs(files: dict[str,
         share = sum(name == "c" for name, _ in between) / len(between)
         assert share == pytest.approx(1 / 3, abs=2 / len(between))
         lines = [line for line in data.describe() if "reaches" in line]
-        assert [line.split(": ")[-1] for line in lines] == ["the others share on"] * 2
+        assert [line.split(": ")[-1] for line in lines] == ["the others continue without it"] * 2
         assert data.exhausted(60) is None
 
 

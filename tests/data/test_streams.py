@@ -463,7 +463,7 @@ def test_shards_beyond_the_files_and_keys_of_the_cached_mode_are_refused(
         ("cut", r"c\.jsonl\.gz: damaged gzip file, near byte \d+"),
         ("bytes", r"b\.jsonl:2: not UTF-8"),
         ("gone", r"a\.jsonl: cannot read: No such file"),
-        ("grown", r"a\.jsonl: has changed while the run reads it"),
+        ("grown", r"a\.jsonl: changed while the run was reading it"),
         ("vocabulary", r"token \d+ is not below model\.model_config\.vocab_size = 200"),
     ],
 )

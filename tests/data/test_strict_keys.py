@@ -139,7 +139,7 @@ FOUND = {
     ),
     "arguments of what is there": (
         [{"source": "test_strict_keys.rows", "kwargs": {"n": 2}}],
-        f"{D}.kwargs: test_strict_keys.rows is a list, which is not called with any",
+        f"{D}.kwargs: test_strict_keys.rows is a list, which cannot be called with them",
     ),
     "own code": ([{"source": "test_strict_keys.Rows"}], f"{D}.source: test_strict_keys.Rows["),
     "lanes": (
@@ -185,4 +185,4 @@ def test_what_a_stream_or_a_missing_copy_leave_undone_is_told(here: Path) -> Non
             data.loader(1, 2).close()
     assert "num_loading_workers: a stream is read in order, so 1 thread reads ahead, not 3" in lines
     assert "warning: tokenizer.tokenizer_max_length cuts nothing: no stage reads text" in lines
-    assert "warning: copies (dataset_read_path) has none of the files of ds: they are read there" in lines
+    assert "warning: copies (dataset_read_path) has none of the files of ds: the originals are read" in lines

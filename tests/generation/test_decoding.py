@@ -156,7 +156,7 @@ def test_a_stop_string_ends_the_text_where_it_ends_transformers(model, tokenizer
 
 
 def test_stop_strings_need_text(model):
-    with pytest.raises(InputError, match="stop: there is no tokenizer here, so no text in which 'x' could come"):
+    with pytest.raises(InputError, match="stop: there is no tokenizer here, so no text in which 'x' could appear"):
         generate(model, None, [[1]], SamplingOptions(stop=["x"]))
 
 

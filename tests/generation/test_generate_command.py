@@ -161,7 +161,7 @@ def test_an_early_end_is_said_on_stderr(shell, path):
         (["--temperature", "-1"], "temperature: expected 0 (greedy) or more, found -1.0"),
         (["--max-new-tokens", "0"], "max_new_tokens: expected 1 or more, found 0"),
         (["--prompt-tokens", "9999"], "prompt 1: token 9999 is outside the model's vocabulary of 300"),
-        (["--dtype", "int8"], "not supported yet: generation in dtype 'int8' (there are float32, bfloat16, float16)"),
+        (["--dtype", "int8"], "not supported yet: generation in dtype 'int8' (supported: float32, bfloat16, float16)"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(shell, path, arguments, message):

@@ -60,8 +60,8 @@ PLACE = r"model-\d+-of-\d+\.safetensors"
 
 BROKEN = {
     "unknown family": (config(model_type="gemma9"), r"config\.json: model family 'gemma9'; expected one of .*llama"),
-    "unsupported rope type": (config(**ROPE), r"config\.json: rope_type 'longrope' \(there are default, linear"),
-    "unknown activation": (config(hidden_act="laplace"), r"config\.json: hidden_act 'laplace' \(there are silu"),
+    "unsupported rope type": (config(**ROPE), r"config\.json: rope_type 'longrope' \(supported: default, linear"),
+    "unknown activation": (config(hidden_act="laplace"), r"config\.json: hidden_act 'laplace' \(supported: silu"),
     "config without numbers": (
         config(hidden_size="wide"),
         r"config\.json: hidden_size: expected an integer, found 'wide'",

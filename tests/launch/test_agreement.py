@@ -50,7 +50,7 @@ def test_a_rank_that_was_started_in_another_way_is_named_on_all(tmp_path: Path) 
         "the hash of kenotron's code is other and not one": {"code": "other"},
     }
     found = run_ranks(2, refusals, tmp_path, [{}, *cases.values()])
-    expected = [f"rank 1 on machine1 was started in another way than rank 0: {what}" for what in cases]
+    expected = [f"rank 1 on machine1 was started differently from rank 0: {what}" for what in cases]
     assert found == [["", *expected]] * 2
 
 
@@ -100,8 +100,8 @@ def test_processes_of_mpirun_are_refused(
 @pytest.mark.parametrize(
     ("of_rank_1", "port", "code", "said"),
     [
-        (["parallelism.tp=2", "parallelism.dp=1"], 0, 2, "was started in another way than rank 0: parallelism."),
-        (["--fresh"], 0, 2, "was started in another way than rank 0: --fresh is True and not False"),
+        (["parallelism.tp=2", "parallelism.dp=1"], 0, 2, "was started differently from rank 0: parallelism."),
+        (["--fresh"], 0, 2, "was started differently from rank 0: --fresh is True and not False"),
         ([], 1, 1, "did not find all 2 ranks at localhost:"),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_mapped_file_that_is_cut_short_while_it_is_read_is_named(tmp_path: Pat
     assert finished.code == 1
     assert finished.stderr.splitlines()[0] == (
         "error: rank 1 was killed by SIGBUS; a memory-mapped file was cut short while it was read: "
-        f"{path}: 50000 ids of uint16 from byte 128 on end at byte 100128, the file at byte 1000"
+        f"{path}: 50000 ids of uint16 from byte 128 on end at byte 100128, but the file ends at byte 1000"
     )
     assert re.search(r"user_parts\.py.* in after_step", finished.stderr)
 

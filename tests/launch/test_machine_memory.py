@@ -34,8 +34,8 @@ V1 = {
     "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
 }
 ADVICE = (
-    "out of memory? The kernel has killed processes for that since the run began; weights, gradients and optimizer "
-    "state need 8.89e-05 of 4.66e-05 GiB a rank: try 8 times as many ranks along parallelism.tp or pp"
+    "out of memory? The kernel has killed processes for lack of it since the run began; weights, gradients and "
+    "optimizer state need 8.89e-05 of 4.66e-05 GiB a rank: try 8 times as many ranks along parallelism.tp or pp"
 )
 
 
@@ -84,7 +84,7 @@ def test_memory_is_named_as_the_cause_when_the_kernel_has_killed_for_it(
     config = tiny_config(tmp_path, "parallelism.dp=2")
     assert machine_limits.why_killed(config, 6, number) == said
     monkeypatch.setattr(machine_limits, "accelerators", lambda: 2)  # where weights are not in host memory
-    on_gpus = "out of host memory? The kernel has killed processes for that since the run began"
+    on_gpus = "out of host memory? The kernel has killed processes for lack of it since the run began"
     assert machine_limits.why_killed(config, 6, number) == (on_gpus if said == ADVICE else said)
 
 

@@ -60,7 +60,7 @@ def test_a_rank_that_is_killed_is_replaced(tmp_path: Path, nursery: Nursery) -> 
     finished = train(nursery, tmp_path, fault(tmp_path, "SIGKILL", rank=1))
     assert finished.code == 0, finished.stderr
     (line,) = replaced(finished)
-    assert re.match(r"warning: rank 1 was killed by SIGKILL; (out of memory\?.*; )?rank 1 is process ", line)
+    assert re.match(r"warning: rank 1 was killed by SIGKILL; (out of memory\?.*; )?rank 1 is now process ", line)
     assert [line[0] for line in numbers(tmp_path)] == list(range(1, STEPS + 1))
     assert "Loaded weights" in finished.stdout
     assert finished.stdout.count("Training from step") == 2
@@ -72,8 +72,8 @@ def test_a_rank_that_is_killed_is_replaced(tmp_path: Path, nursery: Nursery) -> 
     ("what", "rank", "begins"),
     [
         ("SIGKILL", 0, r"warning: rank 0 was killed by SIGKILL; (out of memory\?.*; )?rank 0 is process "),
-        ("SIGKILL", 1, r"warning: rank 1 was killed by SIGKILL; (out of memory\?.*; )?rank 1 is process "),
-        ("SIGSTOP", 1, r"warning: rank 1 was stopped \(SIGSTOP\); rank 1 is process "),
+        ("SIGKILL", 1, r"warning: rank 1 was killed by SIGKILL; (out of memory\?.*; )?rank 1 is now process "),
+        ("SIGSTOP", 1, r"warning: rank 1 was stopped \(SIGSTOP\); rank 1 is now process "),
         ("raise", 0, "warning: rank 0: RuntimeError: this hook is broken on one rank; rank 0 is process "),
         ("sleep", 1, r"warning: rank 0 has waited more than 5 s \(parallelism.timeout_seconds\) in "),
     ],

@@ -241,7 +241,7 @@ def test_sequence_parallelism_of_its_own_code_is_refused(folders: dict[str, Path
         ({"attn_pdrop": 0.2}, [], r"^not supported yet: model\.model_config\.attn_pdrop: 0\.2: training has no"),
         ({"n_layer": "two"}, [], r"^\S+config\.json: .*n_layer"),
         ({"blocks": "transformer.hh.*"}, [], r"blocks: transformers' gpt2: 'transformer\.hh\.\*' matches no mod"),
-        ({}, ["parallelism.pp=2"], r"^parallelism\.pp: expected 1: the forward pass of transformers' gpt2"),
+        ({}, ["parallelism.pp=2"], r"^parallelism\.pp: expected 1: transformers' gpt2"),
         ({}, ["parallelism.context_parallel_size=2"], r"^parallelism\.context_parallel_size: expected 1: .* gpt2"),
         ({}, ["parallelism.tp=2"], r"^parallelism\.tp: expected 1: transformers has no tensor-parallel plan for"),
         ({}, ["parallelism.expert_parallel_size=2", "parallelism.dp=2"], r"^parallelism\.expert_parallel_size: "),
@@ -417,7 +417,7 @@ def test_its_config_comes_back_and_its_checkpoint_decodes(user: Path) -> None:
             assert token == int(model._module[0](torch.tensor([text]))[0, -1].argmax())
         text.append(token)
     assert set(open_source(user / "checkpoints").weights) >= {"scale", "embedding.weight", "blocks.2.mix.weight"}
-    with pytest.raises(InputError, match=r"^module 'running\.Running' has no class of transformers: it cannot"):
+    with pytest.raises(InputError, match=r"^module 'running\.Running' has no counterpart in transformers: it cannot"):
         to_hf(user / "checkpoints", user / "exported")
 
 

@@ -94,7 +94,7 @@ def test_sgd_follows_its_formula(tiny, section, set_gradients, nesterov):
 
 
 def test_nesterov_needs_momentum(tiny, section):
-    with pytest.raises(InputError, match=r"nesterov: expected a momentum above 0 with it, found 0\.0"):
+    with pytest.raises(InputError, match=r"nesterov: needs a momentum above 0, found 0\.0"):
         build_optimizer(tiny().named_parameters(), section({"name": "sgd", "nesterov": True}))
 
 

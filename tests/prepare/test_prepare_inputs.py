@@ -16,7 +16,7 @@ from kenotron.prepare.inputs import open_input
     ("name", "options", "message"),
     [
         ("a.md", {"column": "body"}, r"--column: .*a\.md: text files have no columns; expected jsonl, parquet or"),
-        ("a.csv", {}, r"INPUT: .*a\.csv is a table of another form; write its rows as jsonl or parquet first"),
+        ("a.csv", {}, r"INPUT: .*a\.csv is a table in another format; write its rows as jsonl or parquet first"),
         (
             "a.jsonl",
             {"split": "test"},

@@ -179,7 +179,9 @@ def test_what_cannot_be_merged_is_named(sources, tmp_path):
 
 def test_a_loss_mask_of_an_earlier_file_is_not_taken_for_the_new_ones(sources, tmp_path):
     (tmp_path / "all.ds.loss").write_bytes(b"")
-    with pytest.raises(InputError, match=r"--output: .*all\.ds\.loss already exists, of an earlier all\.ds; remove it"):
+    with pytest.raises(
+        InputError, match=r"--output: .*all\.ds\.loss already exists, left by an earlier all\.ds; remove it"
+    ):
         merge(sources, tmp_path / "all.ds", report=quiet)
 
 
@@ -257,5 +259,5 @@ def test_an_index_that_is_not_sorted_far_from_its_start_is_named(tmp_path, monke
 def test_the_current_folder_is_no_output(sources, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(InputError, match=r"^--output: expected a folder that is made, found \.$"):
+    with pytest.raises(InputError, match=r"^--output: expected a folder to be created, found \.$"):
         merge(sources, Path(), report=quiet)

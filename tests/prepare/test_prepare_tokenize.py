@@ -138,7 +138,7 @@ def test_a_finished_folder_says_so_and_other_work_in_it_is_refused(corpus, token
     assert bytes_of(tmp_path / "out") == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match="files that are not of this command"):
+    with pytest.raises(InputError, match="files that this command did not write"):
         tokenize([str(folder)], tokenizer, tmp_path / "mine", SMALL, 1, quiet)
 
 
@@ -324,7 +324,7 @@ def test_from_text_to_a_merged_file_on_the_command_line(tmp_path, monkeypatch, c
         (["merge", "out", "--output", "x.npy"], "--output: expected a folder, or a file that ends in .ds"),
         (["convert", "out", "x.ds", "--to", "megatron"], "DST: expected a folder, or a file that ends in .bin"),
         (["tokenize", "nowhere/", "--tokenizer", "tok", "--output", "x"], "INPUT: no such file or folder: nowhere/"),
-        (["tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "a.jsonl/x"], "--output: cannot make a.jsonl/x"),
+        (["tokenize", "a.jsonl", "--tokenizer", "tok", "--output", "a.jsonl/x"], "--output: cannot create a.jsonl/x"),
         (["show", "out", "--sequence-length", "0"], "Invalid value for '--sequence-length'"),
     ):
         code, said = call(*arguments)

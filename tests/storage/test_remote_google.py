@@ -111,7 +111,7 @@ def test_what_is_not_there(google: Any) -> None:
     for url in ("gs://robots/nothing", "gs://nobodys/x"):
         with pytest.raises(InputError, match=f"no such file or folder: {url}"):
             open_token_files(url, "PATH")
-    with pytest.raises(InputError, match="expected a path behind gs://"):
+    with pytest.raises(InputError, match="expected a path after gs://"):
         as_path("gs://")
 
 

@@ -39,7 +39,9 @@ def test_a_checkpoints_path_that_is_a_file_is_said_in_one_line(nursery: Nursery,
     (tmp_path / "checkpoints").write_text("not a folder")
     finished = nursery.run("train", file, folder=tmp_path)
     assert finished.code == 2
-    assert finished.stderr == f"error: checkpoints.checkpoints_path: cannot make {tmp_path}/checkpoints: File exists\n"
+    assert (
+        finished.stderr == f"error: checkpoints.checkpoints_path: cannot create {tmp_path}/checkpoints: File exists\n"
+    )
     assert not (tmp_path / "logs").exists()  # said before the first step, not after the last
 
 

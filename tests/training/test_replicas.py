@@ -42,7 +42,7 @@ DP = "parallelism.dp=2 tokens.micro_batch_size=2"
 def test_a_flipped_bit_of_one_replica_ends_all_ranks_with_its_name(layout: str, tmp_path: Path) -> None:
     messages = run_ranks(2, trained, tmp_path, layout, NORM)
     assert messages[0] == messages[1]
-    assert messages[0].startswith(f"step 4: replicas differ: {NORM} on rank 1 is not that on rank 0")
+    assert messages[0].startswith(f"step 4: replicas differ: {NORM} on rank 1 differs from that on rank 0")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()) == ["2"]
 
 
@@ -59,5 +59,5 @@ def test_replicas_agree_without_a_fault(layout: str, tmp_path: Path) -> None:
 def test_the_ranks_that_differ_are_those_in_the_minority() -> None:
     block, other = ("norm", (0,), (4,)), ("rows", (2, 0), (2, 4))
     ranks = [{block: 5}, {block: 5, other: 1}, {block: 6}, {block: 5, other: 1}]
-    assert replica_difference(ranks) == "norm on rank 2 is not that on ranks 0, 1, 3"
+    assert replica_difference(ranks) == "norm on rank 2 differs from that on ranks 0, 1, 3"
     assert replica_difference(ranks[:2]) is None

@@ -388,8 +388,7 @@ class BatchSizeRamp(Section):
 
 
 class SequenceLengthRamp(Section):
-    """Sequences that grow to the length of the stage: samples are folded into shorter sequences, and no token is "
-    "lost."""
+    """Sequences that grow to the length of the stage: samples are folded into shorter ones, and no token is lost."""
 
     start: int = key("Sequence length of the first step, a divisor of that of the stage.", ge=1, mark=OURS)
     steps: int = key("Number of steps after which sequences have the full length.", ge=1, mark=OURS)

@@ -122,7 +122,7 @@ def _meta(path: Path) -> dict[str, Any] | None:
 def _read(path: Path, content: str) -> TokenCache:
     meta = _meta(path)
     if meta is None:
-        raise InputError(f"{path / 'meta.json'}: damaged token cache; delete {path} and it is made again")
+        raise InputError(f"{path / 'meta.json'}: damaged token cache; delete {path} to have it rebuilt")
     sides = {}
     for split in SPLITS:
         of = meta[split]
@@ -163,7 +163,7 @@ class _SplitWriter:
             return
         ids, lengths, ends = part.ids[np.repeat(mine, part.lengths)], part.lengths[mine], part.ends[mine]
         largest = int(ids.max()) if len(ids) else -1
-        assert largest <= np.iinfo(self.dtype).max, f"token {largest} does not fit {self.dtype}"
+        assert largest <= np.iinfo(self.dtype).max, f"token {largest} does not fit in {self.dtype}"
         _write_all(self.token_file, ids.astype(self.dtype).tobytes())
         _write_all(self.end_file, (self.side.tokens + np.cumsum(lengths))[ends].astype("<u8").tobytes())
         if self.loss_file is not None and part.loss is not None:

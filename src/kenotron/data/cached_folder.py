@@ -84,6 +84,6 @@ def map_cached_array(file: Path, dtype: np.dtype, length: int) -> NDArray:
     if size != length * dtype.itemsize:
         raise InputError(
             f"{file}: damaged token cache (expected {length * dtype.itemsize} bytes, found {size}); "
-            f"delete {file.parent} and it is made again"
+            f"delete {file.parent} to have it rebuilt"
         )
     return map_local_array(file, dtype, 0, length)

@@ -44,7 +44,7 @@ def read_json(file: AnyPath, **expected: type) -> Json | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         why = f"no key {error}" if isinstance(error, KeyError) else error
-        raise InputError(f"{file}: damaged, remove it and the work is done again: {why}") from None
+        raise InputError(f"{file}: damaged, remove it to have the work done again: {why}") from None
     return found
 
 
@@ -107,7 +107,7 @@ def refuse_other_work(folder: Path, known: Json, wanted: Json, where: str = "") 
             refuse_other_work(folder, old, new, f"{where}{key}.")
         elif old != new:
             raise InputError(
-                f"{folder} was begun with {where}{key} {_short(old)}, found {_short(new)} now; "
+                f"{folder} was started with {where}{key} {_short(old)}, found {_short(new)} now; "
                 "choose another --output, or remove the folder"
             )
 

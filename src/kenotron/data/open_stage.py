@@ -170,7 +170,8 @@ class Sources:
                     raise InputError(
                         f"{source.name} would train on tokens of {name} from {border} on, which {other} holds out "
                         "for validation; give the same path, with the same shuffle_files, in both places (each path "
-                        "of a list holds out of its own), or leave validation out (tokens.val_check_interval: -1)"
+                        "of a list holds out tokens of its own), or leave validation out "
+                        "(tokens.val_check_interval: -1)"
                     )
 
     def _splitting_files(self, stage: StagePlan) -> list[TokenSource]:

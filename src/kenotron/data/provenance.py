@@ -88,7 +88,8 @@ def _refuse_streams_alone(opened: OpenStage) -> None:
     if all(source.is_stream for source in opened.sources):
         raise InputError(
             f"{', '.join(source.name for source in opened.sources)}: a stream is shuffled while it is read, so what a "
-            "step reads of it is not known in advance; without dataset.streaming, tokenized once and kept, it is"
+            "step reads of it is not known in advance; without dataset.streaming (tokenized once and cached) it is "
+            "known"
         )
 
 

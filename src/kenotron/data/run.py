@@ -230,7 +230,7 @@ class RunData:
         lines = [f"tokenizer: {describe_tokenizer(self.tokenizer, self.settings.eos)}"]
         rows, used = self.settings.vocab_size, self.vocab_size
         if used > rows or 2 * used < rows:
-            advice = "set that or more" if used > rows else "the other rows are never trained, and have no text"
+            advice = "set that or more" if used > rows else "the other rows are never trained and have no text"
             lines.append(f"warning: model.model_config.vocab_size is {rows:,}, the tokenizer has {used:,}: {advice}")
         for stage in (stage for stage in self.stages if stage.stop > 1):  # others are over: a run took up their data
             if stage.stop <= stage.start:
@@ -259,7 +259,7 @@ class RunData:
             if step < stage.stop:
                 planned = stage.sources[source]
                 ends = mixing.end is not None and source == mixing.reached[-1][0]
-                goes_on = "it is repeated" if stage.when_exhausted == "repeat" else "the others share on"
+                goes_on = "it is repeated" if stage.when_exhausted == "repeat" else "the others continue without it"
                 then = f"the run ends after step {opened.stop - 1}" if ends else goes_on
                 yield f"{planned.label} reaches its {_epochs(planned)} at step {step}: {then}"
 
@@ -272,8 +272,8 @@ class RunData:
                     continue
                 if why := min(filter(None, (differences(source, other) for other in before)), key=len, default=None):
                     yield (
-                        f"[{stage.name}] {source.label} is read again with {' and '.join(why)}: its samples or their "
-                        "order are others, so it is read from its beginning"
+                        f"[{stage.name}] {source.label} is read again with {' and '.join(why)}: its samples or "
+                        "their order differ, so it is read from its beginning"
                     )
 
     def fingerprints(self) -> dict[str, str]:

@@ -64,7 +64,7 @@ def verdict_of(report: Report) -> Row:
     if failed:
         return "error", f"FAILED: {', '.join(failed)}."
     if not report.self_tests:
-        return "good", "No error found. Nothing was measured, and no training tried (--quick)."
+        return "good", "No error found. Nothing was measured, and training was not tried (--quick)."
     return "good", f"Training works here, on {_and([test.where for test in report.self_tests])}."
 
 

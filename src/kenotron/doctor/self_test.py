@@ -129,7 +129,7 @@ def hand_on(whole: Path, folder: Path) -> None:
     """Copy the checkpoint in the middle of a run to where another run will go on from it."""
     checkpoint = Path("checkpoints") / str(SAVED)
     if not (whole / checkpoint).is_dir():
-        raise Failed(f"no checkpoint of step {SAVED}: the run before it has failed")
+        raise Failed(f"no checkpoint of step {SAVED}: the run that should save it failed")
     shutil.copytree(whole / checkpoint, folder / checkpoint)
 
 

@@ -114,7 +114,7 @@ def generate(
     if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
         raise InputError(f"prompts: expected a list of texts and lists of token ids, found {prompts!r:.60}")
     if sampling.stop and tokenizer is None:
-        raise InputError(f"stop: there is no tokenizer here, so no text in which {sampling.stop[0]!r} could come")
+        raise InputError(f"stop: there is no tokenizer here, so no text in which {sampling.stop[0]!r} could appear")
     ranks = model if isinstance(model, ModelOnRanks) else ModelOnRanks.alone(model)
     ends = ends_of_text(tokenizer, ranks.config) if sampling.stop_at_eos else frozenset()
     rows = [_row(index, prompt, tokenizer, ranks.config, sampling) for index, prompt in enumerate(prompts)]

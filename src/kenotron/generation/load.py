@@ -162,5 +162,5 @@ def dtype_of(dtype: str | torch.dtype) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in WEIGHT_DTYPES:
-        raise NotSupportedYet(f"generation in dtype {dtype!r} (there are {', '.join(WEIGHT_DTYPES)})")
+        raise NotSupportedYet(f"generation in dtype {dtype!r} (supported: {', '.join(WEIGHT_DTYPES)})")
     return getattr(torch, dtype)

@@ -118,7 +118,7 @@ def _folder(path: Path) -> Path:
         raise InputError(f"{folder} is not a checkpoint of nanotron: it has no {METADATA}")
     version = str(read_json(folder / METADATA).get("version"))
     if version not in VERSIONS:
-        raise NotSupportedYet(f"{folder / METADATA}: version {version} (there are {', '.join(VERSIONS)})")
+        raise NotSupportedYet(f"{folder / METADATA}: version {version} (supported: {', '.join(VERSIONS)})")
     return folder
 
 
@@ -161,7 +161,7 @@ def _config(folder: Path, root: Path, report: Report) -> Config:
     except InputError as error:
         raise InputError("\n".join(f"{file}: {line}" for line in str(error).splitlines())) from None
     if not isinstance(config.model.architecture, DecoderArchitecture) or config.model.decoder.family not in FAMILIES:
-        raise NotSupportedYet(f"{file}: a model of another family than {' and '.join(FAMILIES)}")
+        raise NotSupportedYet(f"{file}: a model of a family other than {' and '.join(FAMILIES)}")
     refuse_unsupported(config)
     return config
 
@@ -171,8 +171,8 @@ def _compare_batch(config: Config, position: Position, report: Report) -> None:
     if position.samples != expected and not any(stage.batch_size_ramp for stage in config.data_stages):
         report(
             f"{position.samples} samples were consumed in {position.step} steps, and the config's global batch of "
-            f"{config.global_batch_size} makes that {expected}: the data cannot go on from there; set "
-            f"checkpoints.load_lr_scheduler: false to start them anew"
+            f"{config.global_batch_size} makes that {expected}: the data cannot continue from there; set "
+            "checkpoints.load_lr_scheduler: false to restart them"
         )
 
 
@@ -248,7 +248,7 @@ def _check(
         found = weights[name].shape
         by_vocabulary = name in (places[EMBEDDING].name, places[HEAD].name if HEAD in places else None)
         if found != shape and not (by_vocabulary and found == (padded, *shape[1:])):
-            raise InputError(f"{where}: {name} has shape {list(found)}, and its config.yaml makes it {list(shape)}")
+            raise InputError(f"{where}: {name} has shape {list(found)}, and its config.yaml says {list(shape)}")
         if found != shape:
             report(f"{where}: {name} is padded to {found[0]} rows; {vocab}, the vocabulary, are kept")
 
@@ -266,7 +266,7 @@ def _tensors(
 
     keys = optimizer.keys
     if unknown := keys - {*MOMENTS, MASTER}:
-        raise NotSupportedYet(f"{optimizer.folder}: the optimizer state {sorted(unknown)[0]!r} (there is AdamW's)")
+        raise NotSupportedYet(f"{optimizer.folder}: the optimizer state {sorted(unknown)[0]!r} (supported: AdamW's)")
     if not keys & set(MOMENTS):
         report(f"{optimizer.folder}: no optimizer state; a run that resumes from here begins with a fresh one")
     averages = sorted(keys & {"exp_avg", "exp_avg_sq"})

@@ -163,14 +163,14 @@ def _end_of_text(config: Mapping[str, Any], where: str, report: Report) -> dict[
     eos = config.get("eos_token_id")
     if isinstance(eos, list):
         if len(eos) > 1:
-            report(f"{where}: of the eos_token_id {eos} training uses the first, {eos[0]}")
+            report(f"{where}: eos_token_id is {eos}; training uses only the first, {eos[0]}")
         eos = eos[0] if eos else None
     return {} if eos is None else {"eos_token_id": eos}
 
 
 def _activation(name: str, where: str) -> str:
     if name not in ACTIVATIONS:
-        raise NotSupportedYet(f"{where}: hidden_act {name!r} (there are {', '.join(ACTIVATIONS)})")
+        raise NotSupportedYet(f"{where}: hidden_act {name!r} (supported: {', '.join(ACTIVATIONS)})")
     return name
 
 
@@ -183,7 +183,7 @@ def _rope(config: Mapping[str, Any], where: str, family: type[Family[Any]]) -> d
     old_name = rope.pop("type", "default")
     kind = rope.pop("rope_type", old_name)
     if kind not in ROPE_KEYS:
-        raise NotSupportedYet(f"{where}: rope_type {kind!r} (there are {', '.join(ROPE_KEYS)})")
+        raise NotSupportedYet(f"{where}: rope_type {kind!r} (supported: {', '.join(ROPE_KEYS)})")
     turning = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
     has_key = "rotary_pct" in family.section.model_fields
     if turning not in (None, 1, 1.0) and not has_key:
@@ -201,10 +201,12 @@ def hf_config(architecture: DecoderArchitecture, dtype: str, eos_token_id: int |
     if isinstance(architecture, HuggingFaceArchitecture):
         return whole_config(architecture, dtype, eos_token_id)
     if isinstance(architecture, UserModuleArchitecture):
-        raise InputError(f"module {architecture.module!r} has no class of transformers: it cannot be exported")
+        raise InputError(f"module {architecture.module!r} has no counterpart in transformers: it cannot be exported")
     family = family_of(architecture)
     if not family.hf_class:
-        raise InputError(f"model family {architecture.family!r} names no class of transformers: it cannot be exported")
+        raise InputError(
+            f"model family {architecture.family!r} has no counterpart in transformers: it cannot be exported"
+        )
     with one_line("model.model_config"):
         kind = config_class(family)
         plain = kind()

@@ -81,7 +81,7 @@ def from_hf(
 def _copy_tokenizer(source: Source, report: Report) -> Callable[[Path], None] | None:
     """The tokenizer's files, and `generation_config.json` beside them, so that an export has it again."""
     if source.tokenizer is None:
-        report(f"{source.path} has no tokenizer: prompts will have to be token ids")
+        report(f"{source.path} has no tokenizer: prompts must be token ids")
         return None
     tokenizer = load_tokenizer(source.tokenizer)
     if tokenizer.vocab_size > source.architecture.vocab_size:

@@ -136,7 +136,7 @@ def _weight_file(file: Path) -> tuple[RankTensor, Shape]:
         part = opened.get_slice("data")
         notes = opened.metadata() or {}
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{file} is damaged or not a file of nanotron: {error}") from None
+        raise InputError(f"{file} is damaged or not a nanotron file: {error}") from None
     shape = tuple(part.get_shape())
     whole = tuple(slice(0, size) for size in shape)
     pairs: tuple[SlicesPair, ...] = (SlicesPair(whole, whole),)
@@ -146,7 +146,7 @@ def _weight_file(file: Path) -> tuple[RankTensor, Shape]:
             unsharded = tuple(int(number) for number in re.findall(r"\d+(?=[,)])", notes["unsharded_shape"]))
             pairs = tuple(_pairs(notes["local_global_slices_pairs"], shape, unsharded))
         except (KeyError, ValueError) as error:
-            raise InputError(f"{file}: its metadata are not those of nanotron: {error}") from None
+            raise InputError(f"{file}: its metadata are not nanotron's: {error}") from None
     return RankTensor(file, shape, pairs, lambda box: part[box]), unsharded
 
 

@@ -191,7 +191,7 @@ def fitted(source: Source, wanted: DecoderArchitecture) -> Weights:
         if not have.tie_word_embeddings:
             raise InputError(
                 "model.model_config.tie_word_embeddings: true, "
-                f"but the weights in {source.path} have a head of their own"
+                f"but the weights in {source.path} have a separate output head"
             )
         stored.pop(HEAD, None)  # some files hold the shared matrix twice
     elif have.tie_word_embeddings and EMBEDDING in stored:

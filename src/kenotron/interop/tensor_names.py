@@ -53,7 +53,7 @@ def in_our_names(theirs: Weights, family: Family[Any], shapes: Mapping[str, Shap
     if not set(groups) & set(theirs):
         first = next(iter(theirs), "nothing")
         raise NotSupportedYet(
-            f"{theirs.where}: weights of something else than {family.hf_class} (the first: {first!r})"
+            f"{theirs.where}: weights of something other than {family.hf_class} (the first: {first!r})"
         )
     missing = sorted(set(groups) - set(theirs))
     unknown = set(theirs) - set(groups) - {family.hf_name(HEAD)}

@@ -30,7 +30,7 @@ def check_started_alike(config: RankConfig, options: Mapping[str, object]) -> No
     first = run_on_rank0(lambda: mine)
     found = [f"{name} is {mine.get(name)} and not {first.get(name)}" for name in _different(mine, first)]
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    place = f" on {socket.gethostname()} was started in another way than rank 0: "
+    place = f" on {socket.gethostname()} was started differently from rank 0: "
     for rank, difference in enumerate(gather(place + found[0] + more if found else None)):
         if difference:
             raise InputError(f"rank {rank}{difference}")

@@ -36,7 +36,7 @@ def started_as_rank() -> bool:
     if "RANK" not in os.environ and is_task_of_many(os.environ):
         os.environ.update(torchrun_variables(os.environ))
     if "RANK" not in os.environ and int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
-        raise InputError("mpirun has started these processes, whose variables are not read: use torchrun or srun")
+        raise InputError("mpirun started these processes, but its variables are not read: use torchrun or srun")
     return "RANK" in os.environ or "WORLD_SIZE" in os.environ
 
 
@@ -108,8 +108,8 @@ def check_cores(ranks_on_machine: int) -> None:
     most = max(MOST_RANKS_PER_CORE * cores(), 8)
     if ranks_on_machine > most:
         raise InputError(
-            f"parallelism: {ranks_on_machine} ranks on {counted(cores(), 'core')}, at most {most} are started here; "
-            f"lower a degree, or start them yourself, with torchrun --nproc_per_node={ranks_on_machine}"
+            f"parallelism: {ranks_on_machine} ranks on {counted(cores(), 'core')}, but at most {most} are started "
+            f"here; lower a degree, or start them yourself, with torchrun --nproc_per_node={ranks_on_machine}"
         )
 
 

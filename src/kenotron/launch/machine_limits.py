@@ -68,7 +68,7 @@ def why_killed(config: Config, kills_before: int | None, number: int) -> str | N
         return None
     if kills == kills_before:
         return ""
-    said = "memory? The kernel has killed processes for that since the run began"
+    said = "memory? The kernel has killed processes for lack of it since the run began"
     if accelerators():  # which have the weights: the advice is not for the host's memory
         return f"out of host {said}"
     available, count = available_memory(), config.parallelism.world_size

@@ -211,7 +211,7 @@ class ReplacedRanks:
         replaced = [rank for rank, number in enumerate(places) if number is None]
         self._begin(places)
         summary, *details = str(error).splitlines()
-        by = ", ".join(f"rank {rank} is process {self.processes[self.places[rank]].pid} now" for rank in replaced)
+        by = ", ".join(f"rank {rank} is now process {self.processes[self.places[rank]].pid}" for rank in replaced)
         _warn("\n".join([f"{summary}; {by}, and all ranks resume from the newest checkpoint", *details]))
 
     def _wait_until_left(self, why: str) -> tuple[set[int], set[int]]:
@@ -231,8 +231,8 @@ class ReplacedRanks:
                 if time.monotonic() > until + DIES_WITHIN_S:
                     named = ", ".join(str(self.processes[number].pid) for number in sorted(alive - left))
                     stuck = (
-                        f"alive {DIES_WITHIN_S:g} s after SIGKILL, as where a file server or a device does not answer: "
-                        f"process {named}"
+                        f"alive {DIES_WITHIN_S:g} s after SIGKILL, perhaps because a file server or device does not "
+                        f"answer: process {named}"
                     )
                     raise RunFailed("\n".join(filter(None, [stuck, why])))
             time.sleep(LOOK_EVERY_S)

@@ -79,7 +79,7 @@ class ForeignArchitecture(DecoderArchitecture):
 
     def pp_problems(self, pp: int) -> Iterator[str]:
         """Its forward is one function."""
-        yield f"expected 1: the forward pass of {self.title} is its own, and is not cut; found {pp}"
+        yield f"expected 1: {self.title} has its own forward pass, which cannot be split; found {pp}"
 
 
 class HuggingFaceArchitecture(ForeignArchitecture):
@@ -115,7 +115,7 @@ class HuggingFaceArchitecture(ForeignArchitecture):
         if not styles:
             yield f"expected 1: transformers has no tensor-parallel plan for {self.title}; found {tp}"
         for name, style in list(other.items())[:1]:
-            yield f"expected 1: transformers splits {name} of {self.title} as {style}, which is not served; found {tp}"
+            yield f"expected 1: transformers splits {name} of {self.title} as {style}, which is unsupported; found {tp}"
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             if (size := getattr(config, name, None)) and size % tp:
                 yield f"expected a divisor of {name} {size}, found {tp}"
@@ -197,7 +197,7 @@ class Foreign(Family[C]):
         from kenotron.models.foreign_model import ForeignModel
 
         if part is not None:
-            raise InputError(f"parallelism.pp: expected 1: the forward pass of {self.config.title} is not cut")
+            raise InputError(f"parallelism.pp: expected 1: the forward pass of {self.config.title} cannot be split")
         if vocab_multiple > 1:
             found = f"expected 1: nothing pads the vocabulary of {self.config.title}; found {vocab_multiple}"
             raise InputError(f"model.make_vocab_size_divisible_by: {found}")
@@ -229,7 +229,7 @@ class Foreign(Family[C]):
         blocks = self.config.blocks or _longest_list(module)
         if not blocks or not modules(module, blocks):
             names = [name for name, _ in module.named_modules() if name]
-            found = f"{blocks!r} matches no module" if blocks else "there is no list of modules: name them"
+            found = f"{blocks!r} matches no module" if blocks else "there is no list of modules: name the blocks"
             raise InputError(f"model.model_config.blocks: {self.config.title}: {found}{nearest(blocks or '', names)}")
         return Plan(blocks)
 

@@ -245,7 +245,7 @@ def _write(run: Run, result: StepResult, again: StepResult, findings: list[Findi
     verdict = {
         "finite": f"computed again it is finite ({now}): a transient fault, suspect the hardware",
         "the same": "computed again it is the same: not a transient fault",
-        "other numbers": f"computed again it is not finite either, but another ({now})",
+        "other numbers": f"computed again it is not finite either, but different ({now})",
     }[line["again"]]
     try:
         origins = step_origins(run.data, run.step)

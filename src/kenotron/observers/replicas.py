@@ -96,7 +96,7 @@ def replica_difference(of_ranks: Sequence[dict[Block, int]]) -> str | None:
     for (name, _, _), groups in sorted(found.items()):
         if len(groups) > 1:
             several, *others = sorted(groups.values(), key=len, reverse=True)
-            lines.append(f"{name} on {', '.join(map(_ranks, others))} is not that on {_ranks(several)}")
+            lines.append(f"{name} on {', '.join(map(_ranks, others))} differs from that on {_ranks(several)}")
     more = [f"and {counted(len(lines) - NAMED, 'other block')}"] if len(lines) > NAMED else []
     return "; ".join(lines[:NAMED] + more) or None
 

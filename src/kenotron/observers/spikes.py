@@ -112,7 +112,7 @@ class SpikeGuard(Hook):
         if self.rollbacks == self.settings.max_rollbacks:
             raise RunFailed(
                 f"step {run.step}: {what}; {IN_A_ROW} spikes in a row after {self.rollbacks} returns to the weights of "
-                f"step {back}, and optimizer.spikes.max_rollbacks allows no further one. A lower learning rate, a "
+                f"step {back}, and optimizer.spikes.max_rollbacks allows no more. A lower learning rate, a "
                 f"smaller optimizer.clip_grad or an earlier checkpoint are the usual remedies."
             )
         self.snapshot.restore(run)

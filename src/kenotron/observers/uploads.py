@@ -72,14 +72,14 @@ def finish(made: Uploader, lines: deque[str], seconds: float | None = None) -> N
     elif problems:
         steps, here, there = ", ".join(map(str, sorted(problems))), made.root, made.remote.url
         raise RunFailed(
-            f"not uploaded to {there}: checkpoint {steps} ({problems[max(problems)]}); complete in {here}, and "
+            f"not uploaded to {there}: checkpoint {steps} ({problems[max(problems)]}); complete in {here}, to be "
             f"uploaded by the next start, or by `kenotron checkpoint upload {here} {there}`"
         )
 
 
 def _say_left(made: Uploader) -> None:
     if steps := [str(entry.step) for entry in made.pending()]:
-        logger.warning("not uploaded yet: checkpoint %s in %s; the next start does it", ", ".join(steps), made.root)
+        logger.warning("not uploaded yet: checkpoint %s in %s; the next start uploads it", ", ".join(steps), made.root)
 
 
 def _log(lines: deque[str]) -> None:

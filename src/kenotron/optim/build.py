@@ -80,7 +80,7 @@ def build_optimizer(
         )
     if factory.name == "sgd":
         if factory.nesterov and not factory.momentum:
-            raise InputError(f"{FACTORY}.nesterov: expected a momentum above 0 with it, found {factory.momentum}")
+            raise InputError(f"{FACTORY}.nesterov: needs a momentum above 0, found {factory.momentum}")
         # Not fused: torch 2.13 has no fused SGD for DTensors.
         return torch.optim.SGD(groups, momentum=factory.momentum, nesterov=factory.nesterov)
     if factory.name == "muon":
@@ -175,7 +175,7 @@ def _probe(make: type[torch.optim.Optimizer], path: str, kwargs: dict[str, Any])
     parameter = nn.Parameter(torch.ones(2, 2))
     optimizer = _construct(make, path, [parameter], kwargs)
     if "lr" not in optimizer.defaults:
-        raise InputError(f"{FACTORY}.name: {path} has no 'lr', so no schedule could steer it")
+        raise InputError(f"{FACTORY}.name: {path} has no 'lr', so a schedule cannot set it")
     before = _settings(optimizer)
     for scale in (1.0, 0.5):
         parameter.grad = torch.full_like(parameter, scale)

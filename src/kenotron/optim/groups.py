@@ -122,12 +122,12 @@ def _choose_rules(patterns: list[str], names: Sequence[str]) -> dict[str, int]:
     chosen: dict[str, int] = {}
     for index, pattern in enumerate(patterns):
         if not found[index]:
-            raise InputError(f"{key}: '{pattern}' is found in no parameter's name{_nearest(pattern, names)}")
+            raise InputError(f"{key}: '{pattern}' matches no parameter's name{_nearest(pattern, names)}")
         new = found[index] - chosen.keys()
         if not new:
             raise InputError(
-                f"{key}: '{pattern}' decides nothing: patterns before it match all that it matches, "
-                "and the first match wins"
+                f"{key}: '{pattern}' has no effect: earlier patterns match all that it matches, and the first match "
+                "wins"
             )
         chosen.update(dict.fromkeys(new, index))
     return chosen

@@ -93,7 +93,7 @@ def tokenize_on(
 
             ray.shutdown()  # which prints what is left of the tasks' output: an error comes after it
     if cluster.executor == "slurm":
-        report(f"{counted(tasks, 'task')} handed to Slurm; {output}/manifest.json is written when all are done")
+        report(f"{counted(tasks, 'task')} submitted to Slurm; {output}/manifest.json is written when all are done")
         return None
     if (done := finished(work, output)) is None:
         missing = len(missing_shards(work, output))

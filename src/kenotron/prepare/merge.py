@@ -95,7 +95,7 @@ def _refuse_companions(output: Path) -> None:
     """Errors (InputError): an index or a loss mask of an earlier `output` would be taken for the new one's."""
     others = output.parent.iterdir() if output.parent.is_dir() else ()
     for left in sorted(other for other in others if other.name.startswith(f"{output.name}.")):
-        raise InputError(f"--output: {left} already exists, of an earlier {output.name}; remove it")
+        raise InputError(f"--output: {left} already exists, left by an earlier {output.name}; remove it")
 
 
 def _publish_files(scratch: Path, output: Path) -> None:
@@ -131,7 +131,7 @@ def common_keys(sources: Sequence[str | AnyPath], files: Sequence[TokenFile], st
             different.add(key)
             if strict:
                 raise InputError(
-                    f"{where}: {key} is {value!r}, but {before!r} in {first}: their tokens do not mean the same"
+                    f"{where}: {key} is {value!r}, but {before!r} in {first}: their tokens have different meanings"
                 )
 
     manifests = list(manifests_beside(files, above=[folder for folder in map(as_path, sources) if folder.is_dir()]))

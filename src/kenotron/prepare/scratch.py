@@ -22,7 +22,7 @@ def scratch_beside(output: Path, key: str = "--output") -> Iterator[Path]:
     Errors (InputError): `output` exists and is not an empty folder; what the system refuses meanwhile, a full disk.
     """
     if not output.name:
-        raise InputError(f"{key}: expected a folder that is made, found {output}")
+        raise InputError(f"{key}: expected a folder to be created, found {output}")
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise InputError(f"{key}: {output} already exists; choose another one or remove it")
     folder = output.with_name(f".{output.name}.unfinished")
@@ -33,6 +33,6 @@ def scratch_beside(output: Path, key: str = "--output") -> Iterator[Path]:
     except OSError as error:
         other = str(error.filename or folder)
         at = "" if other.startswith((str(folder), str(output))) else f"{other}: "
-        raise InputError(f"{key}: cannot make {output}: {at}{error.strerror or error}") from error
+        raise InputError(f"{key}: cannot create {output}: {at}{error.strerror or error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -137,11 +137,11 @@ def finish(work: Tokenization, output: Path) -> Json:
 def make_folder(output: Path) -> None:
     """Create the output folder. Errors (InputError): it holds other files, or cannot be created."""
     if output.is_dir() and not (output / UNFINISHED).is_dir() and any(output.iterdir()):
-        raise InputError(f"{output}: holds files that are not of this command; choose another --output")
+        raise InputError(f"{output}: holds files that this command did not write; choose another --output")
     try:
         (output / UNFINISHED).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--output: cannot make {output}: {error.strerror or error}") from None
+        raise InputError(f"--output: cannot create {output}: {error.strerror or error}") from None
 
 
 # ---- the plan ----------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def _encode_rules(tokenizer: TextTokenizer, options: TokenizeOptions) -> EncodeR
     """Both tokens spelled out, so that nothing depends on what the tokenizer adds by itself."""
     eos = tokenizer.eos_token_id if options.eos else None
     if options.eos and eos is None:
-        raise InputError(f"--eos: tokenizer {tokenizer.name} names no end-of-text token; --no-eos does without")
+        raise InputError(f"--eos: tokenizer {tokenizer.name} names no end-of-text token; use --no-eos to do without")
     bos = tokenizer.bos_token_id
     if options.bos and bos is None:
         raise InputError(f"--bos: tokenizer {tokenizer.name} names no beginning-of-text token")
@@ -207,7 +207,7 @@ def _refuse_changed(work: Tokenization) -> None:
     for name, was in work.made_by["content"].items():
         source = next(source for source in work.texts if source.name == name)
         if describe_inputs([source])[name] != was:
-            raise InputError(f"{name}: changed while it was read; remove the output folder and begin again")
+            raise InputError(f"{name}: changed while it was read; remove the output folder and start again")
 
 
 def _manifest(work: Tokenization, notes: Path) -> Json:

@@ -196,7 +196,7 @@ def as_path(path: str | AnyPath, settings: RemoteData | None = None) -> AnyPath:
     url = str(path)
     scheme, _, place = url.partition("://")
     if not place:
-        raise InputError(f"{url}: expected a path behind {scheme}://")
+        raise InputError(f"{url}: expected a path after {scheme}://")
     return storage_of(scheme)(url.rstrip("/"), settings or RemoteData())
 
 

@@ -103,7 +103,7 @@ class Store:
             stop = min(start + PART, expected[0])
             data, found = self._try(name, lambda: self._range(name, start, stop))
             if found != expected:
-                raise InputError(f"{self.at(name)}: it has changed while it was read")
+                raise InputError(f"{self.at(name)}: it changed while it was read")
             return data
 
         if expected[0] <= PART:
@@ -137,7 +137,7 @@ class Store:
             self._make_folder(name)
             self._fs.pipe_file(self.at(name), data)
             if self._fs.cat_file(self.at(name)) != data:
-                raise OSError("what was written is not what is read")
+                raise OSError("what is read back is not what was written")
 
         self._write(name, send)
 

@@ -157,7 +157,7 @@ class FileDocuments:
         """
         file, size = self.files[part], self._sizes[self.files[part]]
         if (found := _stat(file).st_size) != size:
-            raise InputError(f"{file}: has changed while the run reads it (it had {size:,} bytes, now {found:,})")
+            raise InputError(f"{file}: changed while the run was reading it (it had {size:,} bytes, now {found:,})")
         if file.suffix in JSON_SUFFIXES:
             for chunk in self.read(ByteRange(part, place, None, size)):
                 yield chunk._replace(done=place + chunk.done)
@@ -177,8 +177,8 @@ class FileDocuments:
             done = max(before, cell.row * ROW) + 1
             if before < place < done:
                 raise InputError(
-                    f"{file}: no text in it ends at place {place}, which the state of its stream names, as another "
-                    "version wrote it: start over (--fresh, or checkpoints.load_lr_scheduler: false)"
+                    f"{file}: no text in it ends at place {place}, which the saved state of its stream names "
+                    "(another version wrote it): start over (--fresh, or checkpoints.load_lr_scheduler: false)"
                 )
             if done > place:
                 yield DocumentChunk(cell.text, done, cell.last)
@@ -251,7 +251,7 @@ def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
                 f"{key}: expected text, jsonl, .gz or .zst of them, parquet or arrow, found {path}; unpack it first"
             )
         if root.suffix in TABLES:
-            raise InputError(f"{key}: {path} is a table of another form; write its rows as jsonl or parquet first")
+            raise InputError(f"{key}: {path} is a table in another format; write its rows as jsonl or parquet first")
         return [root]
     if not root.is_dir():
         raise no_such_path(key, path)
@@ -259,7 +259,7 @@ def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
     found = [file for file in below if file.suffix not in FOREIGN_SUFFIXES]
     for file in below:
         if file.suffix in FOREIGN_SUFFIXES and file.stem.endswith((*TEXT_SUFFIXES, *row_suffixes())):
-            raise InputError(f"{key}: {file} is compressed in a way that is not read here; unpack it first")
+            raise InputError(f"{key}: {file} is compressed in a format that is not supported; unpack it first")
     if not found:
         raise InputError(f"{key}: folder {path} holds no text file")
     return [file for file in found if _unpacked_name(file).endswith((*TEXT_SUFFIXES, *row_suffixes()))] or found

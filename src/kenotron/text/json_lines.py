@@ -39,7 +39,7 @@ def json_documents(
         place += len(line)
         if len(line) > LONGEST_LINE:
             place += _to_line_end(stream)
-            bad(f"{where}: a line of more than {LONGEST_LINE >> 20} MiB (at byte {place:,} it is over)")
+            bad(f"{where}: a line of more than {LONGEST_LINE >> 20} MiB (it ends at byte {place:,})")
         elif not line.isspace():
             yield from _json_row(line, where, column, file, hook, bad)
 

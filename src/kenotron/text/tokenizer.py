@@ -205,7 +205,7 @@ def _read(file: Path, folder: Path) -> TextTokenizer:
         why = first_line(error)
         raise InputError(f"tokenizer: {file} is not a tokenizer.json that `tokenizers` reads: {why}") from None
     if not backend.get_vocab_size(with_added_tokens=True):
-        raise InputError(f"tokenizer: {file} has no token")
+        raise InputError(f"tokenizer: {file} has no tokens")
     backend.no_truncation()
     backend.no_padding()
     config: dict[str, Any] = {}
@@ -234,7 +234,7 @@ def _from_transformers(name: str, revision: str | None) -> TextTokenizer:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise InputError(
-            f"tokenizer.tokenizer_name_or_path: '{name}' has no fast (tokenizers) form, which is needed here"
+            f"tokenizer.tokenizer_name_or_path: '{name}' has no fast (tokenizers) version, which is needed here"
         )
     config = {key: str(token) for key, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
     loaded = TextTokenizer(backend, config)

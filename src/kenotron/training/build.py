@@ -123,7 +123,7 @@ def open_data(config: Config, start: Start) -> RunData:
     data = open_run(start.in_run_steps(config), start.step + 1, logger.info, tokenizer)
     if config.logging.sample_prompts and data.tokenizer is None:
         data.close()
-        raise InputError("logging.sample_prompts: this run has no tokenizer to read them with; expected none")
+        raise InputError("logging.sample_prompts: this run has no tokenizer to encode them; expected none")
     return data
 
 

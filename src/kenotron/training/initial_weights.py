@@ -86,7 +86,7 @@ def _copy_from(source: WeightReader, targets: dict[str, TensorShard], path: str)
     for name, shard in targets.items():
         if source.shape(name) != shard.shape:
             raise InputError(
-                f"model.init_method.path: {name} is {list(source.shape(name))} in {path}, but the config makes it "
+                f"model.init_method.path: {name} is {list(source.shape(name))} in {path}, but the config says "
                 f"{list(shard.shape)}"
             )
         if not shard.shape:

@@ -27,7 +27,7 @@ from kenotron.training.console import logger
 from kenotron.training.start import Start, changed_stage
 
 KEY = "checkpoints.resume_checkpoint_path"
-WITHOUT = "set a checkpoints.load_mode that does without, such as model_only"
+WITHOUT = "set a checkpoints.load_mode without it, such as model_only"
 
 
 def start_elsewhere(config: Config, path: Path) -> Start:
@@ -68,7 +68,7 @@ def _check_data_position(config: Config, before: Config, start: Start) -> None:
     """Raise InputError unless the steps of the data so far had the samples that `config` gives them."""
     path, step = start.path, start.step - start.data_start
     assert path is not None
-    anew = "or start the data anew (checkpoints.load_mode: transfer)"
+    anew = "or restart the data (checkpoints.load_mode: transfer)"
     if (difference := past_stage_difference(before, config, step)) is not None:
         raise InputError(f"{KEY}: {changed_stage(loading.read_config(path), path, step, difference)}, {anew}")
     consumed = manifest.read_manifest(path).state.get("consumed_train_samples", 0)

@@ -58,8 +58,8 @@ class Start:
         saved = manifest.read_manifest(path)
         if continues and "averaged_from" in saved.state:
             raise InputError(
-                f"{path} is an average, which no run continues; set another checkpoints.checkpoints_path, and this one "
-                f"as checkpoints.resume_checkpoint_path with load_mode: model_only"
+                f"{path} is an average, which no run can continue; set another checkpoints.checkpoints_path, and "
+                f"this one as checkpoints.resume_checkpoint_path with load_mode: model_only"
             )
         defaults = {"schedule_start": 0, "data_start": 0, "durable_step": saved.step}
         starts = (saved.state.get(name, default) for name, default in defaults.items())
@@ -95,7 +95,7 @@ def own_folder(config: Config) -> Iterator[None]:
         try:  # now, not after the first thousand steps
             root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"checkpoints.checkpoints_path: cannot make {root}: {error.strerror}") from error
+            raise InputError(f"checkpoints.checkpoints_path: cannot create {root}: {error.strerror}") from error
         held.enter_context(durable.in_use(root))
 
     with ExitStack() as held:

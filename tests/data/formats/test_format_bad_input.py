@@ -191,11 +191,15 @@ DAMAGES = [
     ("megatron", remove("a.bin"), r"a\.bin: no such file"),
     ("megatron", remove("a.idx"), r"a\.bin has no a\.idx"),
     ("litdata", cut("chunk-0-1.bin", 60), r"chunk-0-1\.bin: its items are in .* ends at byte 60"),
-    ("litdata", put("chunk-0-0.bin", 0, b"\3"), r"chunk-0-0\.bin: 3 items by its byte 0, 2 by index\.json"),
+    (
+        "litdata",
+        put("chunk-0-0.bin", 0, b"\3"),
+        r"chunk-0-0\.bin: 3 items according to its byte 0, 2 according to index\.json",
+    ),
     ("litdata", put("chunk-0-1.bin", 8, b"\1"), r"chunk-0-1\.bin: item 0 \(byte 4\)"),
     ("litdata", remove("chunk-0-1.bin"), r"chunk-0-1\.bin: no such file"),
     ("litdata", cut("index.json", 40), r"index\.json: not valid JSON"),
-    ("numpy", cut("a.npy", 145), r"a\.npy: 9 ids .* end at byte 146, the file at byte 145"),
+    ("numpy", cut("a.npy", 145), r"a\.npy: 9 ids .* end at byte 146, but the file ends at byte 145"),
     ("numpy", put("a.npy", 20, b"\0"), r"a\.npy: damaged numpy header"),
 ]
 

@@ -153,7 +153,7 @@ def test_convert_is_all_or_nothing_and_hands_the_manifest_on(tmp_path: Path, mon
     full = OSError(28, "No space left on device")
     with monkeypatch.context() as patch:
         patch.setattr("kenotron.prepare.convert.write_json", Mock(side_effect=full))
-        with pytest.raises(InputError, match=r"DST: cannot make .*dst: No space left"):
+        with pytest.raises(InputError, match=r"DST: cannot create .*dst: No space left"):
             convert(tmp_path / "src", tmp_path / "dst", "megatron")
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
     convert(tmp_path / "src", tmp_path / "dst", "megatron")
@@ -166,7 +166,7 @@ def test_a_loss_mask_is_never_dropped(tmp_path: Path) -> None:
     with open_writer(tmp_path / "a.ds", "datatrove", np.dtype("uint16")) as writer:
         writer.write(*flat([[1, 2, 3]]), np.array([True, False, True]))
     for target, to in (("b.bin", "megatron"), ("b", "litdata"), ("deep/b.npy", "numpy")):
-        with pytest.raises(InputError, match=r"a\.ds\.loss: \w+ files hold no loss mask"):
+        with pytest.raises(InputError, match=r"a\.ds\.loss: \w+ files cannot hold a loss mask"):
             convert(tmp_path / "a.ds", tmp_path / target, to)
     with pytest.raises(InputError, match="no loss mask"):
         merge([str(tmp_path / "a.ds")], tmp_path / "b.bin")

@@ -82,7 +82,7 @@ def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str
         raise InputError(f"{where}: {none}; expected {EXPECTED}")
     for folder in {each.parent for each, _ in found if isinstance(each, Path)}:
         if (folder / UNFINISHED / PLAN).exists() and not (folder / MANIFEST).exists():
-            raise InputError(f"{where}: {folder} is not complete: give the same kenotron data tokenize command again")
+            raise InputError(f"{where}: {folder} is not complete: run the same kenotron data tokenize command again")
     formats = sorted({name for _, name in found})
     if len(formats) > 1:
         raise InputError(
@@ -105,7 +105,7 @@ def check_holds_loss(files: Sequence[TokenFile], format: str) -> None:
     masked = [file for file in files if file.loss is not None]
     if masked and not _writer(format).holds_loss:
         name = masked[0].loss_path or masked[0].path
-        raise InputError(f"{name}: {format} files hold no loss mask; write datatrove's .ds instead")
+        raise InputError(f"{name}: {format} files cannot hold a loss mask; write datatrove's .ds instead")
 
 
 def written_suffix(format: str, folders: bool = False) -> str:

@@ -57,7 +57,7 @@ def _index(path: AnyPath) -> tuple[dict[str, Any], list[Any]]:
     config = index.get("config") if isinstance(index, dict) else None
     chunks = index.get("chunks") if isinstance(index, dict) else None
     if not isinstance(config, dict) or not isinstance(chunks, list) or not chunks:
-        raise InputError(f"{path}: no index of litdata's: expected an object with 'config' and 'chunks'")
+        raise InputError(f"{path}: not a litdata index: expected an object with 'config' and 'chunks'")
     return config, chunks
 
 
@@ -82,13 +82,13 @@ def _chunk(index: AnyPath, number: int, chunk: Any, dtype: np.dtype) -> TokenFil
     items, tokens = chunk.get("chunk_size"), chunk.get("dim")
     if not isinstance(items, int) or not isinstance(tokens, int) or min(items, tokens) < 0:
         raise InputError(
-            f"{index}: chunks[{number}] ({name}): no chunk of tokens: chunk_size {json.dumps(items)[:20]}, dim "
+            f"{index}: chunks[{number}] ({name}): not a chunk of tokens: chunk_size {json.dumps(items)[:20]}, dim "
             f"{json.dumps(tokens)[:20]}; litdata writes both with item_loader=TokensLoader()"
         )
     path = index.with_name(name)
     found = int(map_array(path, np.dtype("<u4"), 0, 1)[0])
     if found != items:
-        raise InputError(f"{path}: {found} items by its byte 0, {items} by {index.name}")
+        raise InputError(f"{path}: {found} items according to its byte 0, {items} according to {index.name}")
     offsets = map_array(path, np.dtype("<u4"), 4, items + 1)[:].astype(np.int64)
     start = 4 * (items + 2)
     with readable(path):
@@ -96,7 +96,8 @@ def _chunk(index: AnyPath, number: int, chunk: Any, dtype: np.dtype) -> TokenFil
     if offsets[0] != start or offsets[-1] != size or size != start + tokens * dtype.itemsize:
         raise InputError(
             f"{path}: its items are in bytes {offsets[0]} to {offsets[-1]}; expected {start} to "
-            f"{start + tokens * dtype.itemsize} ({tokens} {dtype.name} by {index.name}), the file ends at byte {size}"
+            f"{start + tokens * dtype.itemsize} ({tokens} {dtype.name} according to {index.name}), but the file "
+            f"ends at byte {size}"
         )
     ends, rest = np.divmod(offsets[1:] - start, dtype.itemsize)
     wrong = np.flatnonzero((np.diff(offsets) < 0) | (rest != 0))
@@ -156,7 +157,7 @@ class LitdataWriter(TokenWriter):
         ends = np.concatenate([np.zeros(1, np.int64), *self._ends])
         start = 4 * (len(ends) + 1)
         if start + self._held * self.dtype.itemsize > LARGEST_CHUNK:
-            raise InputError(f"{self.path}: a document of 4 GiB or more fits in none of litdata's chunks")
+            raise InputError(f"{self.path}: a document of 4 GiB or more does not fit in a litdata chunk")
         name = f"chunk-0-{len(self._chunks)}.bin"
         chunk = PartialFile(self.path / name)
         header = np.concatenate([[len(ends) - 1], start + ends * self.dtype.itemsize]).astype("<u4")

@@ -83,7 +83,7 @@ def _header(index: AnyPath) -> tuple[np.dtype, int, int]:
     if version != 1:
         raise InputError(f"{index}: expected version 1 at byte 9, found {version}")
     if code not in CODES:
-        found = f"{code} ({FLOATS[code]}, no integers)" if code in FLOATS else str(code)
+        found = f"{code} ({FLOATS[code]}, not integers)" if code in FLOATS else str(code)
         raise InputError(f"{index}: expected a dtype code of {', '.join(map(str, CODES))} at byte 17, found {found}")
     expected = HEADER.size + 12 * sequences + 8 * starts
     if sequences and size == expected + sequences:

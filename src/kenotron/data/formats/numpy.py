@@ -34,7 +34,7 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
         tokens = _npy(path, where, dtype)
     elif dtype is None:
         missing = "has no numpy header" if path.suffix == SUFFIX else f"has no {path.stem}.idx (Megatron's) beside it"
-        raise InputError(f"{where}: {path} {missing}; to read it as raw ids, give their dtype (uint16 as a rule)")
+        raise InputError(f"{where}: {path} {missing}; to read it as raw ids, give their dtype (usually uint16)")
     else:
         tokens = map_array(path, dtype)
         check_width(path, tokens, where)
@@ -60,7 +60,8 @@ def _npy(path: AnyPath, where: str, dtype: np.dtype | None) -> NDArray[np.intege
     end = start + shape[0] * found.itemsize
     if end != size:
         raise InputError(
-            f"{path}: {shape[0]} ids of {found.name} from byte {start} on end at byte {end}, the file at byte {size}"
+            f"{path}: {shape[0]} ids of {found.name} from byte {start} on end at byte {end}, but the file ends at "
+            f"byte {size}"
         )
     return map_array(path, found, start)
 

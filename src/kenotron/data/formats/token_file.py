@@ -161,13 +161,13 @@ def map_array(path: AnyPath, dtype: np.dtype, offset: int = 0, count: int | None
         try:
             return map_local_array(Path(str(path)), dtype, offset, count)
         except ValueError:
-            raise InputError(f"{path}: has changed while it was opened") from None
+            raise InputError(f"{path}: changed while it was being opened") from None
         except OSError as error:
             if error.errno != errno.ENOMEM:
                 raise
             raise InputError(
                 f"{path}: cannot be mapped, this process has mapped too many files already; raise vm.max_map_count, "
-                f"or put files together by `kenotron data merge`"
+                f"or merge files with `kenotron data merge`"
             ) from None
 
 
@@ -205,8 +205,8 @@ def check_width(path: AnyPath, tokens: NDArray[np.integer], where: str) -> None:
         raise InputError(
             f"{where}: {path}: every second id is 0 when a token is read as {counted(size, 'byte')} "
             f"({tokens.dtype.name}), from byte {size} on, so it seems to have {2 * size}: give its type "
-            "(token_size_in_bytes or token_dtype in a config, --dtype or --source-dtype of a command), or, if they are "
-            "0 indeed, write a file that records it (.npy by numpy.save, a .ds with its .index)"
+            "(token_size_in_bytes or token_dtype in a config, --dtype or --source-dtype of a command), or, if those "
+            "ids really are 0, write a file that records it (.npy by numpy.save, a .ds with its .index)"
         )
 
 
@@ -309,7 +309,7 @@ class TokenWriter(ABC):
         if len(ids):
             check_range(self.path, ids, self.dtype, self.tokens)
         if loss is not None and not self.holds_loss:
-            raise InputError(f"{self.path}: this format holds no loss mask; write datatrove's .ds instead")
+            raise InputError(f"{self.path}: this format cannot hold a loss mask; write datatrove's .ds instead")
         ids, ends = (
             np.ascontiguousarray(ids, dtype=self.dtype),
             np.asarray(ends, dtype=np.uint64) + np.uint64(self.tokens),

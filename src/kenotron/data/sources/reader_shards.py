@@ -168,7 +168,7 @@ class ReaderShard:
                     f"{self.rules.texts.name}: shard {self.number} of {self.rules.shards} has no document to train on"
                 )
             if (empty := empty + 1) > EMPTY_EPOCHS:
-                raise InputError(f"{self.rules.texts.name}: shard {self.number} finds no document any more")
+                raise InputError(f"{self.rules.texts.name}: shard {self.number} finds no more documents")
             self._epoch, self._file_index, self._offset, self._drawn = self._epoch + 1, 0, 0, 0
             self._reader = self._documents()
             self._fill()

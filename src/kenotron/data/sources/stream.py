@@ -142,7 +142,8 @@ class Stream(StreamSource):
             shard = self._shards[number] = ReaderShard(self.rules, number, position)
             if (missing := emitted - position.emitted) > REPORTED_WINDOWS:
                 self._report(
-                    f"{self.name}: reader shard {number} reads {counted(missing, 'sample')} again, to where the run is"
+                    f"{self.name}: reader shard {number} rereads {counted(missing, 'sample')} to get to where the "
+                    "run is"
                 )
         while shard.position.emitted < emitted:
             shard.skip()
@@ -309,7 +310,7 @@ def cached_first_held_out(
         meta = json.loads((path / "meta.json").read_text())
         ids, ends = (np.load(path / name, mmap_mode="r") for name in ("validation.npy", "ends.npy"))
     except (OSError, ValueError, EOFError):
-        raise InputError(f"{path}: damaged token cache; delete it and it is made again") from None
+        raise InputError(f"{path}: damaged token cache; delete it to have it rebuilt") from None
     return SplitTokens(ids, ends, meta["bytes"], meta["max_id"], path=path)
 
 

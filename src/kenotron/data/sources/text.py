@@ -122,7 +122,7 @@ class TextDataset(TextSpec):
             files = [file for path in names for file in find_files(as_path(path, remote), "dataset.text_files")]
             if column != "text" and not any(map(has_rows, files)):
                 raise InputError(
-                    f"dataset.text_column_name: expected files with columns for '{column}', found text alone"
+                    f"dataset.text_column_name: expected files with columns for '{column}', found only text"
                 )
             return FileDocuments(", ".join(names), files, column, hook=hook)
         from kenotron.text.hub_datasets import HubDocuments

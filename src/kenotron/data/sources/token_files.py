@@ -320,7 +320,9 @@ def check_fit(folder: TokenFolder, wanted: TokenPath, run: RunSettings) -> None:
         _check_manifests(folder, tokenizer)
     copies = wanted.read_path and Path(wanted.read_path).expanduser()
     if copies and not any(Path(str(file.path)).is_relative_to(copies) for file in files):
-        run.report(f"warning: {copies} (dataset_read_path) has none of the files of {folder.name}: they are read there")
+        run.report(
+            f"warning: {copies} (dataset_read_path) has none of the files of {folder.name}: the originals are read"
+        )
     unknown = [str(file.path) for file in files if file.ends is None]
     if run.document_masking and wanted.return_positions and unknown:
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""

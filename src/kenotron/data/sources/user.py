@@ -175,7 +175,7 @@ def user_object(path: str, kwargs: dict[str, object], sequence_length: int, seed
     factory = import_registered(path, "dataset.source", DATASETS)
     if not callable(factory):
         if kwargs:
-            raise InputError(f"dataset.kwargs: {path} is a {type(factory).__name__}, which is not called with any")
+            raise InputError(f"dataset.kwargs: {path} is a {type(factory).__name__}, which cannot be called with them")
         return factory
     try:
         return factory(sequence_length=sequence_length, seed=seed, **kwargs)

@@ -109,7 +109,7 @@ def gpu_memory_taken(facts: Facts) -> Finding | None:
         if taken > max(total // 10, OWN_MEMORY):
             return warning(
                 f"{taken / 2**30:.1f} of {total / 2**30:.1f} GiB of GPU {number} are taken by other processes",
-                "nvidia-smi lists them; a run that has crashed may live on",
+                "nvidia-smi lists them; a crashed run may still be alive",
             )
     return None
 
@@ -148,7 +148,7 @@ def memory_errors(facts: Facts) -> Finding | None:
 def persistence_off(facts: Facts) -> Finding | None:
     if not any(gpu.persistence is False for gpu in facts.nvidia.gpus):
         return None
-    return hint("persistence mode is off: the driver is loaded anew for each start", "nvidia-smi -pm 1, as root")
+    return hint("persistence mode is off: the driver is reloaded at each start", "nvidia-smi -pm 1, as root")
 
 
 def power_capped(facts: Facts) -> Finding | None:
@@ -166,7 +166,7 @@ def narrow_pcie(facts: Facts) -> Finding | None:
         if gpu.pcie_width is not None and gpu.pcie_width_max is not None and gpu.pcie_width < gpu.pcie_width_max:
             return hint(
                 f"GPU {number} has {gpu.pcie_width} of {gpu.pcie_width_max} PCIe lanes: copies to it are slower",
-                "another slot; a riser or a dirty contact does the same",
+                "try another slot; a riser or a dirty contact has the same effect",
             )
     return None
 

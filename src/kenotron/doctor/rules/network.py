@@ -21,7 +21,7 @@ def infiniband_down(facts: Facts) -> Finding | None:
     ports = facts.network.infiniband
     if not ports or any(port.active for port in ports):
         return None
-    return warning(f"no InfiniBand port is active, {ports[0].name} neither", "ibstat; cables and the subnet manager")
+    return warning(f"no InfiniBand port is active, not even {ports[0].name}", "ibstat; cables and the subnet manager")
 
 
 def locked_memory_limited(facts: Facts) -> Finding | None:

@@ -47,7 +47,7 @@ def threads_bound(facts: Facts) -> Finding | None:
         return None
     return warning(
         f"{bound[0]}={facts.settings[bound[0]]} is inherited by all local ranks, which are bound to the same cores",
-        "unset it; bind ranks by taskset, numactl or srun --cpu-bind instead",
+        "unset it; bind ranks with taskset, numactl or srun --cpu-bind instead",
     )
 
 

@@ -95,7 +95,7 @@ def _flash_attn(facts: Facts) -> str | None:
 def _flash_3(facts: Facts) -> str | None:
     if facts.vendor == "nvidia" and facts.capability[0] != 9:
         return f"needs compute capability 9.x, found {_dotted(facts.capability)}"
-    return _flash(facts) or _missing(facts, "flash_3", "FlashAttention's folder hopper builds it")
+    return _flash(facts) or _missing(facts, "flash_3", "build it from FlashAttention's folder hopper")
 
 
 def _flash_4(facts: Facts) -> str | None:

@@ -33,7 +33,7 @@ class Rope(nn.Module):
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling, max_positions: int) -> None:
         super().__init__()
-        assert head_dim % 2 == 0, f"RoPE turns pairs of channels: expected an even head_dim, found {head_dim}"
+        assert head_dim % 2 == 0, f"RoPE rotates pairs of channels: expected an even head_dim, found {head_dim}"
         self.head_dim, self.theta, self.scaling, self.max_positions = head_dim, theta, scaling, max_positions
         self.grows = scaling_type(scaling) == "dynamic"
         # Made at first use, on the device of the positions: a meta-device build has nothing to fill.
