@@ -41,13 +41,13 @@ def load(
 
 
 def train(config: Config | str | Path | dict[str, Any], *, fresh: bool = False) -> Run | None:
-    """Train as `config` (or the YAML file of that name) says, going on from its newest checkpoint if there is one.
+    """Train as `config` (or the YAML file of that name) says, continuing from its newest checkpoint if there is one.
 
-    A layout of one rank trains in this process, and so does a rank that torchrun started: that returns the run
-    (model, metrics of the last step, data), as its checkpoint has it if all steps are done already. A layout of more
-    starts its ranks on this machine, waits for them, and returns None: what they did is in the run's log folder and
-    its checkpoints. `fresh` sets earlier checkpoints aside. Raises `kenotron.config.InputError` when the input is
-    wrong, `kenotron.config.errors.RunFailed` when a rank failed.
+    A layout of one rank trains in this process, as does a rank that torchrun started; this returns the run (model,
+    metrics of the last step, data), loaded from its checkpoint if all steps are already done. A larger layout starts
+    its ranks on this machine, waits for them, and returns None: their results are in the run's log folder and its
+    checkpoints. `fresh` sets earlier checkpoints aside. Raises `kenotron.config.InputError` when the input is wrong,
+    `kenotron.config.errors.RunFailed` when a rank failed.
     """
     from kenotron.config import Config
     from kenotron.launch import launch
@@ -101,7 +101,7 @@ def generate(
 
 
 def __getattr__(name: str) -> type[Hook]:
-    """`kn.Hook`, imported when it is first asked for: a hook of one's own derives from it."""
+    """`kn.Hook`, imported when it is first used: your own hooks derive from it."""
     if name == "Hook":
         from kenotron.training.hooks import Hook
 

@@ -238,7 +238,7 @@ def test_datastates_at_the_top_level_belongs_to_checkpoints(minimal: dict[str, A
     assert config.checkpoints.datastates.host_cache_size == 8
     assert config.checkpoints.datastates.parser_threads == 1
     assert lines == ["datastates is now checkpoints.datastates"]
-    with pytest.raises(InputError, match="checkpointing_engine: expected datastates, which checkpoints.datastates"):
+    with pytest.raises(InputError, match=r"checkpointing_engine: expected datastates, which checkpoints\.datastates"):
         load(minimal, ["checkpoints.checkpointing_engine=async"])
 
 

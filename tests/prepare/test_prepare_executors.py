@@ -94,7 +94,7 @@ def test_a_task_whose_input_is_another_is_refused(corpus: Path) -> None:
     step.run(None, 0, 2)
     with open(corpus / "corpus.jsonl", "a") as stream:
         stream.write(json.dumps({"text": "more"}) + "\n")
-    with pytest.raises(InputError, match=r"begun with content\.corpus\.jsonl"):
+    with pytest.raises(InputError, match=r"started with content\.corpus\.jsonl"):
         step.run(None, 1, 2)
 
 

@@ -125,7 +125,7 @@ def test_a_finished_folder_says_so_and_other_work_in_it_is_refused(corpus, token
     assert tokenize([str(folder)], tokenizer, tmp_path / "out", SMALL, 1, said.append) == first
     assert "done already" in said[-1]
     other = train_byte_level_bpe(["some other words"], 300)
-    with pytest.raises(InputError, match="begun with tokenizer"):
+    with pytest.raises(InputError, match="started with tokenizer"):
         tokenize([str(folder)], other, tmp_path / "out", SMALL, 1, quiet)
     with pytest.raises(InputError, match=r"with options\.eos true, found false now"):
         tokenize(
@@ -133,7 +133,7 @@ def test_a_finished_folder_says_so_and_other_work_in_it_is_refused(corpus, token
         )
     with open(folder / "a.jsonl", "a") as stream:
         stream.write('{"text": "more"}\n')
-    with pytest.raises(InputError, match="begun with content"):
+    with pytest.raises(InputError, match="started with content"):
         tokenize([str(folder)], tokenizer, tmp_path / "out", SMALL, 1, quiet)
     assert bytes_of(tmp_path / "out") == before
     (tmp_path / "mine").mkdir()
@@ -404,7 +404,7 @@ def test_what_a_stopped_command_left_is_not_taken_for_complete(tmp_path, tokeniz
         with pytest.raises(KeyboardInterrupt):
             tokenize(*arguments)
     assert (tmp_path / "out" / "00000.ds").exists()
-    with pytest.raises(InputError, match=r"^k: .*out is not complete: give the same kenotron data tokenize command"):
+    with pytest.raises(InputError, match=r"^k: .*out is not complete: run the same kenotron data tokenize command"):
         open_token_files(tmp_path / "out", "k")
     with pytest.raises(InputError, match="is not complete"):
         merge([str(tmp_path / "out")], tmp_path / "all", report=quiet)

@@ -100,7 +100,7 @@ def test_linked_folders_are_read_once(tmp_path):
 def test_a_file_packed_in_another_way_is_not_left_out_in_silence(tmp_path):
     for name in ("a.jsonl", "b.jsonl.xz"):
         (tmp_path / name).write_text("x")
-    with pytest.raises(InputError, match=r"text_files: .*b\.jsonl\.xz is compressed in a way that is not read here"):
+    with pytest.raises(InputError, match=r"text_files: .*b\.jsonl\.xz is compressed in a format that is not supported"):
         find_files(tmp_path, "text_files")
     (tmp_path / "b.jsonl.xz").rename(tmp_path / "pictures.zip")
     assert [file.name for file in find_files(tmp_path, "text_files")] == ["a.jsonl"]

@@ -55,7 +55,7 @@ def test_a_long_text_comes_in_pieces_and_a_stream_goes_on_after_any_of_them(tmp_
     assert max(len(chunk.text) for chunk in chunks) < 150
     for number, chunk in enumerate(chunks, start=1):
         assert list(texts.chunks_from(0, chunk.done)) == chunks[number:]
-    with pytest.raises(InputError, match=rf"rows\{suffix}: no text in it ends at place 12, which the state"):
+    with pytest.raises(InputError, match=rf"rows\{suffix}: no text in it ends at place 12, which the saved state"):
         list(texts.chunks_from(0, 12))  # twelve chunks read, as states told once
 
 

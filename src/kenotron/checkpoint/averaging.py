@@ -143,7 +143,7 @@ def _check_same_model(one: _Part, other: _Part) -> None:
 
 
 def _tokenizer(manifest: Manifest) -> object:
-    """What says which tokenizer a checkpoint has: the checksum of its vocabulary, or of all its files."""
+    """What identifies the tokenizer of a checkpoint: the checksum of its vocabulary, or of all its files."""
     files = manifest.below("tokenizer")
     return files.get("tokenizer/tokenizer.json", files)
 

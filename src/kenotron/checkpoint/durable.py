@@ -37,7 +37,7 @@ class FolderBusy(CheckpointError):
 
 
 class FileRecord(NamedTuple):
-    """What the manifest knows of one file: its size in bytes and its 64-bit XXH3 in hexadecimal."""
+    """What the manifest records of one file: its size in bytes and its 64-bit XXH3 in hexadecimal."""
 
     bytes: int
     xxh3: str
@@ -104,7 +104,7 @@ class HashedFile:
 
 
 def hashed_file(path: Path, size: int) -> HashedFile:
-    """The writer `python`. `size`, of what will be written, is for those that reserve room."""
+    """The writer `python`. `size`, the bytes to be written, is for writers that reserve space."""
     return HashedFile(path)
 
 
@@ -155,7 +155,7 @@ def discard(path: Path) -> None:
 
 @contextmanager
 def locked(root: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[bool]:
-    """Hold the folder's lock: meanwhile every `*.tmp-*` in `root` but the holder's own is a dead process's.
+    """Hold the folder's lock: meanwhile every `*.tmp-*` in `root` except the holder's own was left by a dead process.
 
     Yields False where the file system has no locks: leftovers are then not touched. Raises FolderBusy after
     `wait_seconds`.
@@ -169,8 +169,8 @@ def locked(root: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[bool]:
 def in_use(root: Path) -> Iterator[None]:
     """Mark `root` as one run's for as long as that run lives: two would write over each other's steps.
 
-    As `locked`, it is freed by whatever death. Raises FolderBusy at once when another run has it. The file that is
-    locked holds the run's id, and stays.
+    Like `locked`, it is released however the process dies. Raises FolderBusy at once if another run has it. The file
+    that is locked holds the run's id, and stays.
     """
     busy = f"another run is using {root}; wait until it has ended, or give this run another folder"
     with _held(root / RUN, 0.0, busy):

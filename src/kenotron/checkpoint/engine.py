@@ -51,7 +51,7 @@ class Saved:
 
 
 class Keep(NamedTuple):
-    """Which checkpoints a save leaves, as in `retention.prune`."""
+    """Which checkpoints a save keeps, as in `retention.prune`."""
 
     last: int
     every: int | None = None
@@ -67,7 +67,7 @@ class Unsaved:
 
 
 class Engine:
-    """Saves in the call, unless a subclass does otherwise. All ranks call every method; `settled`, `close` alone."""
+    """Saves in the call, unless a subclass does not. All ranks call methods together, except `settled` and `close`."""
 
     in_flight = False
     """Whether a save has begun whose outcome was not returned yet; the same on all ranks."""
@@ -100,9 +100,9 @@ class Engine:
         return []
 
     def finish_alone(self, hurried: bool) -> list[Saved | Unsaved]:
-        """Bring the save in flight to its end as far as this rank can without the others: the run fails.
+        """Finish the save in flight as far as this rank can without the others: the run fails.
 
-        `hurried`: because of another rank, and this process is ended in seconds.
+        `hurried`: because of another rank; this process will be ended within seconds.
         """
         return []
 

@@ -74,8 +74,8 @@ def look(path: Path, step: int) -> Found:
 def publish(temporary: Path, final: Path, report: Report = quiet) -> None:
     """Give a complete, synced checkpoint its name, then say so in `latest.txt`.
 
-    What had the name before steps aside, and comes back should the rename fail. A checkpoint is then deleted;
-    anything else stays, under a name that is reported. A kill between the two renames leaves the complete
+    Whatever had the name before is moved aside, and back if the rename fails. If it was a checkpoint, it is then
+    deleted; anything else stays, under a name that is reported. A kill between the two renames leaves the complete
     `temporary`, which `tidy` renames.
     """
     aside = None
@@ -208,7 +208,7 @@ def _in_order(entries: list[Found]) -> list[Found]:
 
 
 def resolve(path: Path | str) -> Path:
-    """The checkpoint that a user means: a step's folder itself, or of a folder the one that `latest.txt` names.
+    """The checkpoint that a user means: a step's folder itself, or in a folder the one that `latest.txt` names.
 
     Without that file, the one saved last.
 

@@ -35,7 +35,7 @@ def load(
     """Fill `model`, `optimizer` and `hooks` in place from the checkpoint folder `path` and return its `state`.
 
     Every rank calls it with its own tensors (DTensors or `TensorShard`s where they are split). Optimizer values that
-    are not tensors are replaced in the dict, tuples staying tuples. The files of one that is None are left unread.
+    are not tensors are replaced in the dict, tuples staying tuples. Files of a part that is None are not read.
 
     Args:
         verify: check the files' checksums first, each rank a share. False only right after `newest_complete`.

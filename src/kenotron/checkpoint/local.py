@@ -6,8 +6,8 @@
     /dev/shm/kenotron/run-3f9c0a1b5d2e7788/1of4/1050/    of several machines: the part that the ranks of machine 1 wrote
 
 A run resumes from its local checkpoint if that is ahead of the newest durable one. It is found by the run's id, which
-is new in a new folder and after --fresh; and the durable checkpoint that it follows must still be there: who removes
-1000 to go back to 500 does not want 1050. Once a newer durable one is complete, and when the run ends well, it is
+is new in a new folder and after --fresh; and the durable checkpoint that it follows must still exist: whoever removes
+1000 to go back to 500 does not want 1050. Once a newer durable one is complete, and when the run ends normally, it is
 removed.
 
 A checkpoint in parts is complete if machines of the run hold all its parts, whichever machines those are now. Each
@@ -80,7 +80,7 @@ class Loading:
 
 
 class LocalTier:
-    """The local checkpoints of a run. All ranks call every method at the same time, but `remove`.
+    """The local checkpoints of a run. All ranks call every method at the same time, except `remove`.
 
     root: where this rank saves them; those of one machine have the same. Known after `newest`.
     """
@@ -127,7 +127,7 @@ class LocalTier:
         run_on_rank0(lambda: durable.new_run_id(self.config.checkpoint_folder))
 
     def fetch(self, names: set[str]) -> None:
-        """Get those of the files `names`, which this rank reads, that its machine has not: if `newest` found parts."""
+        """If `newest` found parts, get those of the files `names`, which this rank reads, that its machine lacks."""
         if (loading := self.loading) is None:
             return
         wanted: dict[str, set[int]] = defaultdict(set)
@@ -168,7 +168,7 @@ class LocalTier:
         return True
 
     def state(self, durable_step: int) -> dict[str, int | str]:
-        """What the manifest of a local checkpoint says besides what that of a durable one does."""
+        """What the manifest of a local checkpoint says in addition to a durable one's."""
         token = run_on_rank0(lambda: secrets.token_hex(8)) if self.machines.count > 1 else ""
         return {FOLLOWS: durable_step} | ({SAVE: token} if token else {})
 
@@ -196,7 +196,7 @@ class LocalTier:
             self._remove([self.run_folder])
 
     def close(self) -> None:
-        """The run has ended well: wait for what goes on in the background, and remove all."""
+        """The run has ended normally: wait for background work, and remove everything."""
         self._wait(self.copy)
         self.remove()
         self._wait(self.removal)

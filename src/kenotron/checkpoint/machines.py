@@ -43,12 +43,12 @@ class Machines:
 
     @property
     def number(self) -> int:
-        """That of this rank's machine."""
+        """The number of this rank's machine."""
         return self.of_rank[self.rank]
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of machines."""
         return max(self.of_rank) + 1
 
     def ranks(self, machine: int) -> list[int]:

@@ -1,6 +1,6 @@
 """The manifest: one JSON file that says what a checkpoint consists of, and proves that it is complete.
 
-It is written last, so a folder without one is no checkpoint. It holds the size and the XXH3 of every other
+It is written last, so a folder without one is not a checkpoint. It holds the size and the XXH3 of every other
 file, every scalar of the run (`state`), and, as its last entry, the XXH3 of itself:
 
     {
@@ -13,8 +13,7 @@ file, every scalar of the run (`state`), and, as its last entry, the XXH3 of its
      "xxh3": "06b1..."
     }
 
-One text belongs to one content, so a manifest that was changed in any byte, be it a space, is found out by
-writing again what was read.
+Each content has exactly one text, so a change in any byte, even a space, is detected by writing what was read again.
 """
 
 from __future__ import annotations

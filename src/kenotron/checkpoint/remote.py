@@ -7,9 +7,9 @@
     <url>/30/manifest.json.incomplete    the manifest of what is being uploaded or removed; goes last
     <url>/30/model/…, optimizer/…, …
 
-A store renames nothing, so the order in which objects are written and removed is what a rename is on a disk: a process
-may be killed between any two of them, and whoever looks finds complete checkpoints only. What it leaves is known by its
-`manifest.json.incomplete`: the next upload completes or removes it (`upload.py`).
+A store cannot rename, so the order in which objects are written and removed does what a rename does on a disk: a
+process may be killed between any two of them, and readers find only complete checkpoints. What it leaves is recognized
+by its `manifest.json.incomplete`: the next upload completes or removes it (`upload.py`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RemoteCheckpoints:
         return any(MANIFEST in objects for objects in self.objects().values())
 
     def all(self) -> list[RemoteFound]:
-        """What has a manifest, oldest save first; before all, by step, what that manifest does not fit."""
+        """Steps with a manifest, oldest save first; before them, by step, those that do not match it."""
         found = [self.look(step, objects) for step, objects in self.objects().items() if MANIFEST in objects]
         return sorted(found, key=lambda entry: (entry.manifest.saved_at if entry.manifest else 0.0, entry.step))
 
@@ -210,7 +210,7 @@ def wrong_sizes(path: str, manifest: Manifest, objects: dict[str, int]) -> str |
 def beyond_retention(
     entries: Iterable[RemoteFound], keep_last: int | None, keep_every: int | None
 ) -> list[RemoteFound]:
-    """Those that retention does not keep; what is damaged counts for nothing and stays."""
+    """Those that retention does not keep; damaged ones are not counted and stay."""
     complete = {entry.step: entry for entry in entries if entry.manifest}
     by_time = sorted(complete, key=lambda step: (complete[step].manifest.saved_at, step))  # type: ignore[union-attr]
     return [complete[step] for step in superseded(by_time, keep_last, keep_every, ())] if keep_last else []
@@ -251,7 +251,7 @@ def find(url: str, settings: RemoteData | None = None) -> tuple[RemoteCheckpoint
 def local_copy(url: str, settings: RemoteData | None = None) -> Path:
     """A local copy of the checkpoint at `url`, without its optimizer's tensors, kept in the cache.
 
-    It lies in ``$KENOTRON_CACHE/checkpoints/s3/bucket/…`` and is fetched when the one in the store is another.
+    It lies in ``$KENOTRON_CACHE/checkpoints/s3/bucket/…`` and is fetched again when the one in the store differs.
     """
     checkpoints, step = find(url, settings)
     root = cache_root() / "checkpoints" / checkpoints.url.replace("://", "/")
@@ -266,7 +266,7 @@ def local_copy(url: str, settings: RemoteData | None = None) -> Path:
 
 
 def fetch_for_run(config: Config, fresh: bool, report: Report = quiet, say: Report = quiet) -> None:
-    """Fetch what a run of `config` begins from to this machine, before it looks in its folder; one process calls it.
+    """Fetch what a run of `config` starts from to this machine, before it looks in its folder; one process calls it.
 
     That is the newest checkpoint of its bucket, if it is newer than the newest intact one here; for a run that has
     none, the one that `resume_checkpoint_path` names. `report` gets a line for what is damaged, `say` for what is

@@ -37,9 +37,9 @@ def to_prune(
 ) -> list[Found]:
     """The checkpoints that retention removes, oldest first.
 
-    Kept are the `keep_last` that were saved last (None: all), every step that `keep_every` divides, the steps
-    in `protect`, and the one that `latest.txt` names. A damaged folder, and what is in `damaged`, counts for nothing
-    and is never removed: its files may be all that someone has.
+    It keeps the `keep_last` that were saved last (None: all), every multiple of `keep_every`, the steps
+    in `protect`, and the one that `latest.txt` names. A damaged folder, and what is in `damaged`, is not counted and
+    never removed: its files may be all that someone has.
     """
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:

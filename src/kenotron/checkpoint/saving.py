@@ -4,8 +4,8 @@
     <root>/30/                after the rename
     <root>/latest.txt         "30", last of all
 
-A process may be killed between any two of these lines of writing, and what is in `root` under its own name is
-whole. What was complete but not yet renamed is not lost either: the next `tidy` renames it.
+Whenever a process is killed, what is in `root` under its final name is complete. What was complete but not yet renamed
+is not lost either: the next `tidy` renames it.
 """
 
 from __future__ import annotations
@@ -168,6 +168,6 @@ def commit(temporary: Path, final: Path, state: dict[str, Any], files: dict[str,
 
 
 def _now(root: Path) -> float:
-    """Seconds since 1970, and later than every save in `root`, whatever was done to the clock."""
+    """Seconds since 1970, and later than every save in `root`, even if the clock was set back."""
     times = [entry.manifest.saved_at for entry in list_checkpoints(root) if entry.manifest]
     return max([time.time(), *(saved_at + 0.001 for saved_at in times)])

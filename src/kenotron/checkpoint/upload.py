@@ -1,4 +1,4 @@
-"""Uploading checkpoints in the background, such that a store never holds a half of one under its name.
+"""Uploading checkpoints in the background, so that a store never holds part of one under its name.
 
     uploader = Uploader(Path("checkpoints"), "s3://bucket/run", report=print)
     uploader.start()                  # a thread: uploads what is complete in the folder, the newest first
@@ -7,8 +7,8 @@
 
 What is sent, in this order (`remote.py` says why it is safe): manifest.json.incomplete, the files, manifest.json,
 latest.txt. Each object is compared with its file when it is sent. `<folder>/.uploads.json` records which version
-of an object that was: an upload that was killed goes on behind it. No error of the store ends the thread: a checkpoint
-that could not be uploaded stays on this machine and is tried again.
+of an object that was: a killed upload continues after it. No error of the store ends the thread: a checkpoint
+that could not be uploaded stays on this machine and is retried.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Uploader:
         self._thread.start()
 
     def wake(self) -> None:
-        """Something was saved: do not wait to look."""
+        """Something was saved: look at once."""
         self._wake.set()
 
     def finish(
@@ -128,7 +128,7 @@ class Uploader:
     def upload_pending(self, last: bool = True) -> None:
         """Upload what is complete in the folder and not in the store, the newest first; `problems` are set.
 
-        `last`: nothing is saved any more, so that the newest is removed as the others are.
+        `last`: no more saves follow, so the newest is removed like the others.
         """
         problems: dict[int, str] = {}
         pending = self.pending(last)
@@ -181,7 +181,7 @@ class Uploader:
             )
 
     def _clear_halves(self, ours: set[int]) -> None:
-        """Remove what killed uploads and removals left in the store, but for the steps that this process completes."""
+        """Remove what killed uploads and removals left in the store, except for steps that this process completes."""
         try:
             for step, objects in self.remote.objects().items():
                 if INCOMPLETE in objects and MANIFEST in objects:
@@ -194,7 +194,7 @@ class Uploader:
             pass
 
     def _drop(self, step: int) -> None:
-        """Remove the half of a checkpoint that is no longer here: retention removed it meanwhile, or a user."""
+        """Remove a partial checkpoint that is no longer here: retention removed it meanwhile, or a user."""
         with suppress(InputError):  # the next start does it
             names = self.store.sizes(str(step))
             if f"{step}/{INCOMPLETE}" in names and f"{step}/{MANIFEST}" not in names:
@@ -219,7 +219,7 @@ class Uploader:
             self.report(f"Uploaded {self.store.at(str(entry.step))}: {sent / 2**20:.2f}MiB in {seconds:.2f} s")
 
     def _is_there(self, step: int, data: bytes) -> bool:
-        """Whether the store has this very checkpoint. Another one of the step, or a half of one, is removed."""
+        """Whether the store has exactly this checkpoint. A different or partial one of the step is removed."""
         objects = {name.partition("/")[2]: size for name, size in self.store.sizes(str(step)).items()}
         if MANIFEST in objects:
             there = self.store.read(f"{step}/{MANIFEST}")
@@ -324,7 +324,7 @@ class Uploader:
 
 
 def _key(entry: Found | RemoteFound) -> tuple[float, int]:
-    """What tells a checkpoint from another of its step, in order of saving."""
+    """What distinguishes a checkpoint from another of its step, in order of saving."""
     assert entry.manifest is not None
     return entry.manifest.saved_at, entry.step
 

@@ -27,8 +27,8 @@ def run_train(arguments: Sequence[str] | None = None) -> None:
 def run_generate(arguments: Sequence[str] | None = None) -> None:
     """``run_generate.py --ckpt-path checkpoints/10/ --tp 2 --pp 2``: the same command in nanotron's spelling.
 
-    Works under torchrun, where dp x pp x tp must be its processes, and without. A degree of 0 is one that is not given.
-    The key-value cache is always on; ``--use-cache`` asks for what is there.
+    Works under torchrun, where dp x pp x tp must be its processes, and without. A degree of 0 counts as not given.
+    The key-value cache is always on; ``--use-cache`` changes nothing.
     """
     parser = argparse.ArgumentParser(prog="run_generate.py", description="Generate from a checkpoint.")
     parser.add_argument("--ckpt-path", required=True, help="checkpoint, or folder of checkpoints")

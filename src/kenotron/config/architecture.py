@@ -38,7 +38,7 @@ from kenotron.config.section import OURS, LocalPath, Section, by_rule, has, key
 class HFArchitecture(Section):
     """An architecture read from a Hugging Face config before the run starts; keys of its family override it.
 
-    Only then is it known which other keys there are: those of no family here are checked with it.
+    Only then is it known which other keys exist: keys of no family here are checked then.
     """
 
     hf: LocalPath = key("Folder or hub name of a Hugging Face model.", mark=OURS)
@@ -73,7 +73,7 @@ class HFArchitecture(Section):
         return {"hf": self.hf, **self.overrides}
 
     def unsupported(self) -> list[str]:
-        """What its overrides ask for and no code serves yet."""
+        """What its overrides ask for that is not implemented yet."""
         section = _section_of(self.overrides)
         known = {name: each for name, each in self.overrides.items() if name in yaml_keys(section)}
         return list(section.model_validate(known).unsupported())

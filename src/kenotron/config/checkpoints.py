@@ -138,7 +138,7 @@ class Checkpoints(Section):
     )
 
     def saves_at(self, step: int) -> bool:
-        """Whether a checkpoint is due after `step`, be it a local one."""
+        """Whether a checkpoint, durable or local, is due after `step`."""
         intervals = [self.checkpoint_interval] + ([self.local.interval] if self.local else [])
         return any(step % interval == 0 for interval in intervals)
 

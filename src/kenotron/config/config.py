@@ -68,7 +68,7 @@ class Config(Section):
 
     @property
     def checkpoint_folder(self) -> Path:
-        """The local folder of the run's checkpoints, be it where they wait for their upload."""
+        """The local folder of the run's checkpoints; with a URL, where they wait for upload."""
         return Path(self.checkpoints.staging_path or self._local_folder(self.checkpoints.checkpoints_path))
 
     @property

@@ -158,7 +158,7 @@ class DecoderArchitecture(Section):
             yield f"expected a divisor of the {self.experts} experts of a layer, found {ep}"
 
     def cp_problems(self, cp: int, tp: int, method: str, lengths: Mapping[str, int]) -> Iterator[str]:
-        """What keeps `cp` ranks from sharing sequences by `method`; `lengths`: keys of sequence lengths, and these."""
+        """What keeps `cp` ranks from sharing sequences by `method`; `lengths`: sequence lengths by key."""
         yield from ()
 
     def pp_problems(self, pp: int) -> Iterator[str]:
@@ -166,7 +166,7 @@ class DecoderArchitecture(Section):
         yield from ()
 
     def unsupported(self) -> Iterator[str]:
-        """``key: value`` of everything that is asked for here and that no code serves yet."""
+        """``key: value`` of everything that is asked for here and not implemented yet."""
         if self.hidden_act not in ACTIVATIONS:
             yield f"hidden_act: {self.hidden_act}{nearest(self.hidden_act, ACTIVATIONS)}"
         for name in self.not_served:
@@ -299,12 +299,12 @@ class RopeArchitecture(AttentionArchitecture):
 
     @property
     def rotary_factor(self) -> float:
-        """Part of a head's channels that RoPE turns."""
+        """Fraction of a head's channels that RoPE rotates."""
         return 1.0
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that RoPE turns: the first ones."""
+        """Channels of a head that RoPE rotates: the first ones."""
         return int(self.head_dim * self.rotary_factor)
 
     def uses_rope(self, layer: int) -> bool:

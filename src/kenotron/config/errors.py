@@ -51,7 +51,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def nearest_sibling(path: Path) -> str:
-    """`nearest` for the first part of `path` that does not exist; with it and the parts behind it there is a path."""
+    """`nearest` for the first part of `path` that does not exist; with it and the remaining parts the path exists."""
     whole = path = path.absolute()
     while not path.parent.exists():
         path = path.parent
@@ -68,7 +68,7 @@ def no_such_path(where: str, path: object) -> InputError:
 
 
 def is_a_path(name_or_path: str | Path) -> bool:
-    """Whether it can be no name of the hub, by its form alone."""
+    """Whether its form alone rules out a name of the hub."""
     name = str(name_or_path)
     return name.startswith(("/", ".", "~")) or name.count("/") > 1
 

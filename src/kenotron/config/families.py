@@ -1,4 +1,4 @@
-"""Model families, found by name. The built-in ones are found the way a user's are: nothing here knows one of them.
+"""Model families, found by name. The built-in ones are found the way a user's are: nothing here names one of them.
 
     model_config: {is_llama_config: true, …}              the module `llama` of kenotron.models.families
     model_config: {family: my_module.MyFamily, …}         my_module.py of yours
@@ -58,7 +58,7 @@ def _is_family_of(value: object, module: str) -> bool:
 def find_family(name: str, where: str = KEY) -> type[HasSection]:
     """The family called `name`: built in, a dotted path, or an entry point.
 
-    Errors (InputError): there is none, it cannot be imported, or it is no family. `where` is the key to blame.
+    Errors (InputError): there is none, it cannot be imported, or it is not a family. `where` is the key to blame.
     """
     if name in built_in_names():
         return built_in_family(name)

@@ -146,7 +146,7 @@ def _unknown(location: Location) -> str:
 
 
 def _space_missing(text: str, location: Location) -> str:
-    """A hint for ``train_steps:100``, which YAML takes for one word; empty if that is not the matter."""
+    """A hint for ``train_steps:100``, which YAML takes for one word; empty if that is not the problem."""
     key, colon, value = text.partition(":")
     known = bool(colon) and (key in siblings(location) or key in paths_by_name())
     return f"; write '{key}: {value}', with a space after the colon" if known else ""

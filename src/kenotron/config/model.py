@@ -78,6 +78,6 @@ class Model(Section):
 
     @property
     def decoder(self) -> DecoderArchitecture:
-        """The architecture of a model that can be built: served, and no longer a reference to Hugging Face."""
+        """The architecture of a model that can be built: supported, and no longer a reference to Hugging Face."""
         assert isinstance(self.architecture, DecoderArchitecture), "an architecture that was refused or not resolved"
         return self.architecture

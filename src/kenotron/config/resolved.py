@@ -1,4 +1,4 @@
-"""Configs that a run wrote down: complete, without older forms, overrides or places in a user's file.
+"""Configs that a run wrote: complete, without older forms, overrides or line numbers of a user's file.
 
 A checkpoint's config.yaml may be of an earlier version, whose schema had more keys (see `unserved`).
 """

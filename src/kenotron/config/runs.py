@@ -1,7 +1,7 @@
 """Whether two configs describe the same run, and the name of a run.
 
 A run that was stopped after step 10 of 15 may resume with 30 steps, on another layout or with other intervals,
-and is the same run; with another weight decay it would be another run:
+and is the same run; with another weight decay it would be a different run:
 
     >>> same_run_difference(to_dict(config), load("my.yaml", ["tokens.train_steps=30"]))
     >>> same_run_difference(to_dict(config), load("my.yaml", ["optimizer.weight_decay=0.1"]))
@@ -83,7 +83,7 @@ Difference = tuple[str, Any, Any]
 
 
 def same_run_difference(saved: dict[str, Any], config: Config, step: int | None = None) -> Difference | None:
-    """The first key that makes `config` another run than `saved`, with both values; None if it is the same run.
+    """The first key that makes `config` a different run from `saved`, with both values; None if it is the same run.
 
     `saved` is the plain data of a checkpoint's config.yaml; `step` is the step of the checkpoint, None for the last.
     """

@@ -1,6 +1,6 @@
-"""What a model family's keys ask for and no code serves: refused by name, never ignored.
+"""What a model family's keys ask for that is not implemented: refused by name, never ignored.
 
-Keys of other sections that are not served are not in the schema; `unserved` lists them.
+Unsupported keys of other sections are not in the schema; `unserved` lists them.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ HIGHEST_LEARNING_RATE = 1.0  # runs use 1e-5 to 5e-2
 
 
 def warnings_of(config: Config) -> Iterator[str]:
-    """The warnings about `config`, of which none stops a run."""
+    """The warnings about `config`, none of which stops a run."""
     yield from _schedule(config)
     yield from _stages(config)
     yield from _length(config)

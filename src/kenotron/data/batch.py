@@ -53,7 +53,7 @@ class TokenBatch:
 def fold(batch: TokenBatch, length: int) -> TokenBatch:
     """The same tokens in sequences of `length`, a divisor of theirs: ``[n, L]`` → ``[n * L / length, length]``.
 
-    A document that continues from one sequence into the next counts as another one there.
+    A document that continues from one sequence into the next counts as a new one there.
     """
     old = batch.tokens.shape[1]
     if length == old:

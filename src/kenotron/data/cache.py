@@ -112,7 +112,7 @@ def open_tokens(
 
 
 def _meta(path: Path) -> dict[str, Any] | None:
-    """What an entry says of itself; None where it is not there or not whole."""
+    """The metadata of an entry; None if it is missing or incomplete."""
     try:
         return json.loads((path / "meta.json").read_text())
     except (OSError, ValueError):

@@ -4,7 +4,7 @@
     step                train 5  train 6  ...      next() returns at once
 
 Whatever a thread raises comes out of the `next` that would have returned its batch. The threads are daemons: a read
-that hangs must keep a process that was asked to stop neither from saving nor from ending.
+that hangs must not keep a process that was asked to stop from saving or ending.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def read_json(file: AnyPath, **expected: type) -> Json | None:
 
 
 def manifests_beside(files: Iterable[TokenFile], above: Iterable[AnyPath] = ()) -> Iterator[tuple[AnyPath, Json]]:
-    """Each manifest beside `files` and in the folders `above`, with its path; what is no JSON object is another
+    """Each manifest beside `files` and in the folders `above`, with its path; what is not a JSON object is another
     program's, and left out.
 
     Errors (InputError): cannot be read.

@@ -2,8 +2,9 @@
 
 StagePlan ──open_stage──▶ OpenStage ──read(positions)──▶ TokenBatch
 
-How a stage mixes its sources depends on what the stages before it have drawn of them, and on the lengths of those with
-a limit, or with a weight by their size. `Sources` opens no more than that takes: most runs open one stage and the next.
+How a stage mixes its sources depends on what the stages before it have drawn from them, and on the lengths of those
+with a limit, or with a weight by their size. `Sources` opens no more than that requires: most runs open one stage and
+the next.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class Mixing:
 
     `weights`, `offsets` and `limits` have one entry a source. An offset is the number of samples that earlier stages
     drew, so that a source continues where it stopped; a limit (None: none) bounds the draws of all stages together.
-    What happens at a limit is `when_exhausted`: the samples end (stop), the others share on (renormalise), or nothing
+    `when_exhausted` says what happens at a limit: the samples end (stop), the others continue (renormalise), or nothing
     (repeat).
 
     `end` is the number of samples there are (None: endless), `reached` has (source, position) of each limit that is

@@ -7,8 +7,8 @@ and the other way round, the steps at which a document is seen:
 
     document 4 of code/0.ds ──▶ windows 6, 7 ──order backwards──▶ sample 40 (step 3), 212 (step 14), …
 
-Nothing of this is recorded while training: the order is arithmetic, so the past and the future of a run can be asked
-for alike, on any machine that has the data. No token is read, only the ends of documents.
+Nothing of this is recorded while training: the order is arithmetic, so the past and the future of a run can be looked
+up alike, on any machine that has the data. No token is read, only the ends of documents.
 """
 
 from __future__ import annotations

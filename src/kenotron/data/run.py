@@ -4,8 +4,8 @@
         for step, batches in enumerate(data.loader(start_step=1), start=1):     # resume: start_step=1001
             for batch in batches: ...                                           # this rank's micro-batches
 
-A step takes the next samples of its stage, as many as its global batch has: which, is arithmetic (`StagePlan`).
-Which of them a rank reads, `batch.batch_places` says: the set of samples of a step never depends on the layout.
+A step takes the next samples of its stage, as many as its global batch has; which ones is arithmetic (`StagePlan`).
+`batch.batch_places` says which of them a rank reads: the set of samples of a step never depends on the layout.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class RunData:
         """This rank's held-out batches, each with the UTF-8 bytes of its labels (0.0: unknown), and the
         number of its source among those of `held_out`.
 
-        They are those of the first stage at every step of the run, so that its numbers compare.
+        They are those of the first stage at every step of the run, so that its results are comparable.
         """
         micro = self.config.tokens.micro_batch_size
         return self.held_out().batches(self.settings.validation_samples, micro, dp_rank, dp_size)
@@ -278,7 +278,7 @@ class RunData:
 
     def fingerprints(self) -> dict[str, str]:
         """What the run reads, by content: the name of every source of text or tokenized files that is open by now → a
-        key that another content changes, and the tokenizer's under "tokenizer".
+        key that changes with the content, and the tokenizer's under "tokenizer".
         """
         found: dict[str, str] = {}
         if self.tokenizer is not None:

@@ -103,7 +103,7 @@ class TokenSource(ABC):
 
     @property
     def fingerprint(self) -> str | None:
-        """A key that other data change; None where nothing names the data (random, a user's own)."""
+        """A key that changes with the data; None where nothing identifies the data (random, a user's own)."""
         return None
 
     @property
@@ -318,7 +318,7 @@ class TextSpec(SourceSpec):
 
     @abstractmethod
     def content_key(self, run: RunSettings) -> tuple[str, str]:
-        """Its name, and a key that other documents change."""
+        """Its name, and a key that changes with the documents."""
 
     @abstractmethod
     def reserved_hash(self, run: RunSettings) -> int | None:

@@ -6,7 +6,7 @@
 
 A source that a later stage reads again (same data, seed and sequence length) continues where it stopped, so that
 nothing is read twice before everything was read once; `restart` of a stage starts over. How far a source got is
-arithmetic (`order.Mixing`); where that takes the length of a source, because of a weight or a limit, it is opened.
+arithmetic (`order.Mixing`); where that requires the length of a source, because of a weight or a limit, it is opened.
 """
 
 from __future__ import annotations

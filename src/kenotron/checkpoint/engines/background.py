@@ -5,8 +5,8 @@
 
 Weights and optimizer change in the update only, so a copy may be taken at any time between the call and the next
 `fence`, which waits for what is not copied yet (DataStates-LLM, arXiv 2406.10707). What was copied is written by a
-process of its own (`engines.writer`), which commits without the training processes: no collective runs in the
-background, and nothing is announced before it is on the disk.
+separate process (`engines.writer`), which commits without the training processes: no collective runs in the background,
+and nothing is announced before it is on the disk.
 
     engine.save(root, 10, content, keep)    # [] : step 10 is in flight
     engine.fence()                          # before the update
@@ -111,7 +111,7 @@ class BackgroundEngine(Engine):
             self.waited += time.monotonic() - started
 
     def settled(self) -> bool:
-        """Whether this rank's files are written, on a folder's first rank the checkpoint; or they will never be."""
+        """Whether this rank's files (on a folder's first rank, the checkpoint) are written, or will never be."""
         if not self.in_flight:
             return True
         if self.thread is not None and self.thread.is_alive():

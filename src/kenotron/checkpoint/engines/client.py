@@ -4,7 +4,7 @@
     writer.send("save", number, …)
     writer.wait(lambda: writer.state != WRITING)
 
-It is started once, with nothing of ours in it: no torch, no file of the training process. It ends when its connection
+It is started once and inherits nothing: no torch, no open file of the training process. It ends when its connection
 does, so also when the training process is killed.
 """
 

@@ -1,4 +1,4 @@
-"""Copies of tensors into the ring, in blocks, by threads that hold no lock of Python's meanwhile.
+"""Copies of tensors into the ring, in blocks, by threads that release the GIL meanwhile.
 
     copier.mark(tensors)       # now: what was queued on the devices so far is in the copies, what comes later is not
     copier.copy(tensors, …)    # now or later, by any thread: CPU memory by memcpy, a device's by its copy engine
@@ -26,7 +26,7 @@ SMALL_BYTES = 1 << 16
 
 
 class Copier:
-    """Copies into one ring with `threads` threads; `pin` makes the memory one that devices copy to by themselves."""
+    """Copies into one ring with `threads` threads; `pin` page-locks the memory, so that devices can copy to it."""
 
     def __init__(self, ring: Ring, threads: int, pin: bool) -> None:
         self.ring, self.threads, self.pin = ring, threads, pin

@@ -1,10 +1,10 @@
-"""The process that writes one rank's files of a checkpoint; that of a folder's first rank commits it. Without torch.
+"""The process that writes one rank's files of a checkpoint; the one of a folder's first rank commits it. No torch.
 
     every rank    ring ──▶ model/rank1.safetensors.tmp … ──▶ share-1.json: sizes and checksums, or what went wrong
     first rank    all shares ──▶ index, config, manifest (last) ──▶ rename ──▶ latest.txt ──▶ prune
 
 There are no collectives here: ranks meet in the checkpoint's temporary folder. The process runs at low priority, and
-ends when the training process does, whatever that dies of: what it leaves is a temporary folder without a manifest.
+ends when the training process does, however that dies, leaving a temporary folder without a manifest.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Server:
 
 
 def leave_problem(temporary: Path, rank: int, problem: str) -> None:
-    """Say in the folder why a rank's files will not come.
+    """Record in the folder why a rank's files will not arrive.
 
     If it is gone or the disk is full, the training processes say it to one another.
     """

@@ -3,7 +3,7 @@
     for file in open_token_files("data/fineweb", "data.dataset_folder"):
         file.tokens[:10], file.ends
 
-A folder may be nested; its files come in order of path. What a file is, its suffix says, and the file is held to it.
+A folder may be nested; its files come in order of path. A file's suffix says what it is, and its content must match.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = [
 def open_token_files(path: str | AnyPath, where: str, dtype: str | None = None) -> list[TokenFile]:
     """The token files at `path`, a file or a folder, here or on another machine, in order of path.
 
-    `dtype` is the type of the ids in files that do not tell, ``uint16`` for example. `where` names the config's key or
+    `dtype` is the type of the ids in files that do not say, ``uint16`` for example. `where` names the config's key or
     the command's argument in errors.
 
     Errors (InputError): no such file, none in the folder, files of several formats, and whatever is wrong with one.
@@ -109,7 +109,7 @@ def check_holds_loss(files: Sequence[TokenFile], format: str) -> None:
 
 
 def written_suffix(format: str, folders: bool = False) -> str:
-    """What files of `format` are called; with `folders` also litdata's, nothing. Errors (InputError): not written."""
+    """The suffix of files of `format`; with `folders` also litdata's, empty. Errors (InputError): not written."""
     known = SUFFIXES | ({"litdata": ""} if folders else {})
     if format not in known:
         raise InputError(f"--to: cannot write '{format}'; expected one of {', '.join(known)}{nearest(format, known)}")
@@ -133,7 +133,7 @@ def _module(format: str) -> ModuleType:
 
 
 def _recognised(file: AnyPath) -> tuple[AnyPath, str] | None:
-    """The file to open and its format, or None for a file that is none of tokens."""
+    """The file to open and its format, or None for a file that does not hold tokens."""
     if file.suffix == ".ds":
         return file, "datatrove"
     if file.name == "index.json":

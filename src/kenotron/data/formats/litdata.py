@@ -4,8 +4,8 @@
                       "chunks": [{"filename": "chunk-0-0.bin", "chunk_size": 3, "dim": 45, …}, …]}
     chunk-0-0.bin    items N (u32) · N + 1 byte offsets in this file (u32) · the items' ids, raw
 
-An item is a document; `dim` counts the tokens of a chunk. Each chunk is a file of its own, in the index's order. What
-is written here litdata's `StreamingDataset` reads with `item_loader=TokensLoader(block_size)`.
+An item is a document; `dim` counts the tokens of a chunk. Each chunk is a file of its own, in the index's order.
+litdata's `StreamingDataset` reads what is written here with `item_loader=TokensLoader(block_size)`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     tokens   17 4 9 2 │ 5 5 2 │ 8 2          [tokens], memory-mapped, documents end to end
     ends             4       7     9         [documents], exclusive
 
-Whatever the format, that is all there is to it; a format's own file of this folder knows how the two lie on disk.
-Opening costs no pass over the tokens, so that a folder of terabytes opens at once: sizes are held against each other,
-and an index is read where documents are asked for (`documents_between`), and checked there.
+Whatever the format, that is all there is to it; each format's file in this folder knows how the two are laid out on
+disk. Opening does not read the tokens, so that a folder of terabytes opens at once: sizes are compared with each other,
+and an index is read, and checked, where documents are asked for (`documents_between`).
 
 A file is written beside its final name, synced, and renamed: it is complete or does not exist.
 """

@@ -168,8 +168,8 @@ def _from(folder: AnyPath, path: str) -> str:
 class TokenFiles(SampleRange):
     """What is trained on, windows or rows of complete documents as `wanted` says, and the held-out windows.
 
-    What is held out are tokens, whatever a stage's sequence length and packing (`training_ends`). The cap applies to
-    training alone, so that no stage trains on what another validates on.
+    The held-out part is a range of tokens, whatever a stage's sequence length and packing (`training_ends`). The cap
+    applies to training alone, so that no stage trains on what another validates on.
     """
 
     def __init__(self, folder: TokenFolder, wanted: TokenPath, run: RunSettings) -> None:

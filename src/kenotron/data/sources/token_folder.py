@@ -162,7 +162,7 @@ class TokenFolder(TokenSource):
 
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]
-        """A key that other data change: names, sizes, types and tokenizers of the files, their heads and tails."""
+        """A key that changes with the data: names, sizes, types and tokenizers of the files, their heads and tails."""
         digest = hashlib.blake2b(digest_size=16)
         for file in self.token_files:
             digest.update(repr((file.path.name, file.format, str(file.tokens.dtype), file.tokenizer)).encode())
