@@ -109,7 +109,7 @@ def test_steps_are_computed_with_the_settings_they_had(tmp_path: Path, capsys: p
         shutil.rmtree(tmp_path / "checkpoints" / str(number))
     code, said, _ = replay(capsys, checkpoints, "--step", "5")
     assert code == 1
-    assert "the run went on with another schedule later" in said
+    assert "the run later continued with another schedule" in said
 
 
 def test_a_replay_writes_to_no_store(tmp_path: Path) -> None:

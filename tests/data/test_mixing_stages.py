@@ -305,7 +305,7 @@ def test_labels_are_as_short_as_tells_sources_apart(tmp_path: Path) -> None:
     ("data", "message"),
     [
         ({"dataset": {"tokens": "a", "max_epochs": 0}}, "max_epochs"),
-        ({"dataset": {"tokens": "a"}, "when_exhausted": "repeat"}, "expected max_epochs of a dataset"),
+        ({"dataset": {"tokens": "a"}, "when_exhausted": "repeat"}, "expected max_epochs to be set in a dataset"),
         ({"dataset": {"tokens": "a", "weight": "tokens"}}, "expected only inside a mixture"),
         ({"dataset": {"mixture": [{"weight": "bytes", "tokens": "a"}]}}, "weight"),
         ({"dataset": {"mixture": [{"weight": True, "tokens": "a"}]}}, "a number above 0, tokens or size"),

@@ -39,7 +39,7 @@ REFUSED = {
     "temperature of a list that is one text": (of({"text_files": ["a", "b"]}, temperature=2), f"{AT}.temperature: "),
     "temperature of one dataset": (of(ONE, temperature=2), f"{AT}.temperature: expected 1 with a single source"),
     "nobody shares on": (of(TOKENS | EPOCHS, when_exhausted="renormalise"), f"{AT}.when_exhausted: expected stop or"),
-    "no limit": (of(TWO, when_exhausted="repeat"), f"{AT}.when_exhausted: expected max_epochs of a dataset"),
+    "no limit": (of(TWO, when_exhausted="repeat"), f"{AT}.when_exhausted: expected max_epochs to be set in a dataset"),
     "nothing to restart": (
         of(TOKENS, restart=True),
         f"{AT}.restart: expected false: there is no stage before the first",

@@ -55,8 +55,8 @@ class TokenizerLike(Protocol):
 
 @dataclass(frozen=True)
 class Completion:
-    """`tokens` are the new ones, with the end-of-text token or those of a stop string where they came; `text` is
-    theirs, up to there. `logprobs`, if asked for: the logarithm of the model's probability of each token.
+    """`tokens` are the new ones, including an end-of-text token or those of a stop string; `text` is theirs, up to
+    there. `logprobs`, if asked for: the logarithm of the model's probability of each token.
     """
 
     prompt: str
@@ -84,7 +84,7 @@ class DecodingRow:
 
     @property
     def position(self) -> int:
-        """Where the next token will stand."""
+        """The position of the next token."""
         return len(self.prompt_tokens) + len(self.tokens)
 
 
@@ -100,11 +100,11 @@ def generate(
     """Continue every prompt, a text or a list of token ids, and return the completions in order.
 
     `stream` is called with (number of the prompt, new text) as the text comes; the pieces joined are the completion's
-    text. `model` may be one that is being trained: it is switched to eval meanwhile. Without a tokenizer, prompts are
-    ids and texts stay empty; the config's eos_token_id stops. With one, `ends_of_text` do.
+    text. `model` may be one that is being trained: it is switched to eval for that time. Without a tokenizer, prompts
+    are ids and texts stay empty; the config's eos_token_id stops. With one, `ends_of_text` do.
 
     A `ModelOnRanks` is called by all its ranks, with the same arguments but for `stream`, and all get all
-    completions. `stream` hears this replica's prompts as they come, and then what the others have made of theirs.
+    completions. `stream` gets this replica's texts as they come, and then those of the others.
 
     Errors (InputError): stop strings without a tokenizer, a prompt too long for max_position_embeddings, a token
     outside the vocabulary.

@@ -10,11 +10,11 @@ from kenotron.config.parallelism import Parallelism
 def choose_layout(
     dp: int | None, pp: int | None, tp: int | None, saved: Parallelism, processes: int | None, ep: int = 1
 ) -> Parallelism:
-    """The degrees that are given (not None), and for `processes` that torchrun has started the others.
+    """The degrees that are given (not None), and the others for the `processes` that torchrun has started.
 
-    Those are the degrees that the checkpoint was `saved` on, with as many replicas as there are processes for, where
-    that fits, else 1. `ep` of the replicas share the experts: dp is at least that. Raises InputError if the degrees
-    need another number of processes, or if ep does not divide dp.
+    The others are those that the checkpoint was `saved` on, with as many replicas as there are processes for, if that
+    fits, else 1. `ep` of the replicas share the experts: dp is at least that. Raises InputError if the degrees need
+    another number of processes, or if ep does not divide dp.
 
     >>> choose_layout(None, None, None, Parallelism(dp=4, pp=2, tp=2), 8)
     Parallelism(dp=2, pp=2, tp=2)

@@ -157,7 +157,7 @@ def _read(name: str, shard: TensorShard, rows: int | None, source: Source) -> No
 def dtype_of(dtype: str | torch.dtype) -> torch.dtype:
     """The torch dtype of a name.
 
-    Errors (InputError): one that nothing is decoded in.
+    Errors (InputError): a dtype that decoding does not support.
     """
     if isinstance(dtype, torch.dtype):
         return dtype

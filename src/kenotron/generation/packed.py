@@ -1,4 +1,4 @@
-"""Weights in oneDNN's own order: what decodes on a CPU reads each of them once a step, and most of a step is that.
+"""Weights in oneDNN's own order: decoding on a CPU reads each of them once per step, which is most of a step's time.
 
 A step multiplies a few rows by every matrix of the model. `F.linear` takes the matrix as it lies in memory, which
 costs 1.3 to 3 times the time of reading it; a matrix reordered once for such products takes little more than that

@@ -11,7 +11,7 @@ its heads, and the keys and values of these.
 
     dp 2    replica 0: prompts 0 … 3      replica 1: prompts 4 … 6      each by itself, gathered at the end
 
-One rank of a replica chooses: ranks that each drew from logits of their own could differ in a last bit, and then in
+One rank of a replica chooses: ranks that each sampled from their own logits could differ in a last bit, and then in
 how many rows are left, and wait for each other forever.
 """
 

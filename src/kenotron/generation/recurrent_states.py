@@ -1,4 +1,4 @@
-"""What a layer with a recurrent state has made of the text so far, so that a new token costs one token's work.
+"""The states of recurrent layers after the text so far, so that a new token costs one token's work.
 
 Where attention remembers every token, Mamba has a state of fixed size. Prompts of different lengths are packed end to
 end for the rest of the model; here each becomes a row of its own, so that the states of its last token are the row's:

@@ -1,10 +1,10 @@
-"""`to_hf` in a process of its own, at low priority, while the run that saved the checkpoint trains on.
+"""`to_hf` in a separate process, at low priority, while the run that saved the checkpoint trains on.
 
     export = BackgroundExport(path, path / "hf")
     export.ended                # False for a while
     export.wait()               # the bytes that were written; InputError if it failed
 
-The process reads the checkpoint's files alone. It ignores the signals that a scheduler sends to all processes.
+The process reads only the checkpoint's files. It ignores the signals that a scheduler sends to all processes.
 """
 
 from __future__ import annotations

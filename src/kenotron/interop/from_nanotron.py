@@ -1,4 +1,4 @@
-"""`kenotron convert from-nanotron`: a run of nanotron goes on here.
+"""`kenotron convert from-nanotron`: a nanotron run continues here.
 
     from_nanotron("nanotron/checkpoints", "checkpoints/mine")     # the step in latest.txt; or a step's folder
     → checkpoints/mine/<step>/: weights in fp32, AdamW's moments, the step, config.yaml

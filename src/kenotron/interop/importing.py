@@ -3,9 +3,9 @@
     from_hf("meta-llama/Llama-3.2-1B", "llama")
     → llama/latest.txt, llama/0/: model (in the dtype it came in), tokenizer, config.yaml
 
-Names are the same on both sides, so tensors go over as they are. `config.yaml` is complete, so that every
-tool of ours opens the folder; what it says on data and optimizer is a placeholder, and training starts from
-the weights by ``model.init_method: {path: llama}`` in a config of one's own. One tensor at a time is in memory.
+Names are the same on both sides, so tensors are copied as they are. `config.yaml` is complete, so that every
+tool of ours opens the folder; its data and optimizer are placeholders, and to train from the weights, set
+``model.init_method: {path: llama}`` in your own config. One tensor at a time is in memory.
 """
 
 from __future__ import annotations

@@ -160,8 +160,8 @@ def initial_tensors(
     """Weights for ``init_method: {path}``: name → tensor on the host, in the dtype it is kept in; or blocks of them.
 
     Each is read when it is asked for. `path` is a checkpoint of ours, a Hugging Face folder or a hub name.
-    With `architecture` they come as a model of it wants them: q and k in its order of RoPE's channels, with
-    or without a head of its own; and shapes are checked.
+    With `architecture` they come as a model of it needs them: q and k in its order of RoPE's channels, with or without
+    a separate head; and shapes are checked.
 
     Errors (InputError): nothing there, damaged, or of another shape than `architecture`, which is named.
     """

@@ -1,6 +1,6 @@
 """Tensors under Hugging Face's names and under ours, by what the family says (`Family.hf_name`, `hf_join`, `hf_split`).
 
-Most go over as they are. Where several of ours are one of theirs, as in GPT-NeoX:
+Most names are the same. Where several of ours are one of theirs, as in GPT-NeoX:
 
     attention.query_key_value.weight  ◀──▶  self_attn.q_proj.weight, self_attn.k_proj.weight, self_attn.v_proj.weight
 

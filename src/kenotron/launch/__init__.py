@@ -198,9 +198,9 @@ def work_on_ranks(
 
 
 def check_processes(config: HasLayout) -> None:
-    """Raise InputError if torchrun or Slurm has started another number of processes than `config`'s layout needs.
+    """Raise InputError if torchrun or Slurm has not started as many processes as `config`'s layout needs.
 
-    Or, where they are started here, if the layout needs more than this machine can run.
+    Or, if they are started here, if the layout needs more than this machine can run.
     """
     needed, ranks = config.parallelism.world_size, ranks_from_environment()
     if started_as_rank() and ranks.world_size != needed:

@@ -1,7 +1,7 @@
 """Whether all ranks were started alike: with one config, one command line, and one version of the code.
 
-On several machines each starts its own ranks, from its own copy of the YAML and its own installation. Ranks of two
-layouts would wait for each other for ever; ranks of two versions would train, each something else.
+On several machines each starts its own ranks, from its own copy of the YAML and its own installation. Ranks with
+different layouts would wait for each other forever; those with different versions would train different things.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_started_alike(config: RankConfig, options: Mapping[str, object]) -> None:
-    """Raise InputError on every rank, with the first difference to rank 0, unless there is none."""
+    """Raise InputError on every rank, with the first difference from rank 0, if there is one."""
     mine = dict(_facts(config, options))
     if len(set(gather(xxhash.xxh3_64(json.dumps(mine, default=str).encode()).hexdigest()))) == 1:
         return

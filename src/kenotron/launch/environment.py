@@ -85,7 +85,7 @@ def share_threads(ranks_on_machine: int) -> None:
 
 
 def default_variables(environment: Mapping[str, str], cuda: str | None) -> dict[str, str]:
-    """Variables that a run adds to `environment`, none that is there; `cuda`: the version that torch is built for.
+    """Variables that a run adds to `environment`, never one that is set; `cuda`: the version that torch is built for.
 
     torch reads them when it first uses a GPU or makes a process group. Segments that grow keep packed documents, whose
     tensors are of ever new sizes, from fragmenting GPU memory; torch has them for CUDA only.
@@ -104,7 +104,7 @@ def set_default_variables() -> None:
 
 
 def check_cores(ranks_on_machine: int) -> None:
-    """Raise InputError if the ranks are far more than the machine can run: each is a process of about half a GB."""
+    """Raise InputError if there are far more ranks than the machine can run: each is a process of about half a GB."""
     most = max(MOST_RANKS_PER_CORE * cores(), 8)
     if ranks_on_machine > most:
         raise InputError(

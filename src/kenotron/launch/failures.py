@@ -10,7 +10,7 @@ that the process group was started with:
     rank 1   is killed, and writes nothing
     rank 0   its thread sees that rank 1's process is gone, and writes "failure" for it
 
-Only the first failure is reported: it is never overwritten, and a rank that finds one leaves in silence (`PeerFailed`).
+Only the first failure is reported: it is never overwritten, and a rank that finds one exits silently (`PeerFailed`).
 The process that holds the store (our launcher, torchrun or rank 0) may be gone too: then the thread ends its own
 process as well, so no rank is left behind. If the machine that holds it is lost, or the network to it, calls to the
 store do not return for a quarter of an hour; a second thread, which calls nobody, ends the process after the timeout.

@@ -9,9 +9,9 @@
 
 A generation is one process group and the place of each process in it. When a rank fails, the others leave the group by
 the error that a closed connection raises, their processes stay, and in the next generation all ranks call their work
-again: training resumes from its newest complete checkpoint, as after a restart, without the seconds of one.
+again: training resumes from its newest complete checkpoint, as after a restart, but without the seconds it takes.
 
-What a new process could not help ends the run as without spares: wrong input, an error that a run means to end with,
+What a new process cannot fix ends the run as without spares: wrong input, an error that a run means to end with,
 or three faults with no new checkpoint between them.
 """
 

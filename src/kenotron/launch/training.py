@@ -1,4 +1,4 @@
-"""Training as ranks run it: with what it does not know itself, readers of Hugging Face models and observers."""
+"""Training as ranks run it: with readers of Hugging Face models and observers, which it does not import itself."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def initialize_model(
 
 
 def zero_vocabulary_padding(model: Decoder, shard_of: Callable[[Tensor], TensorShard] | None = None) -> None:
-    """Clear the rows that pad the vocabulary: no checkpoint and no other model brings them."""
+    """Clear the rows that pad the vocabulary: no checkpoint and no other model contains them."""
     from kenotron.kernels.tensor_shard import TensorShard
     from kenotron.models.initialization import zero_padding_rows
 

@@ -3,8 +3,8 @@
     tokens ── embed ── block 0 ── … ── block n ── final norm ── head ── logits, or loss
               └────── a part of it is what one pipeline stage holds ──────┘
 
-Here are: the parts of a pipeline, recomputation, weight tying, the padding of the vocabulary, the head and the compute
-dtype. What a block computes, and how it may be split, is the family's (`models.family`).
+This file has the parts of a pipeline, recomputation, weight tying, vocabulary padding, the head and the compute dtype.
+What a block computes and how it may be split is defined by the family (`models.family`).
 
 Parameters carry one set of names in every family: ``model.embed_tokens.weight``, ``model.layers.7.…``,
 ``model.norm.weight``, ``lm_head.weight``; layers keep their global numbers in every part.
@@ -151,7 +151,7 @@ class Decoder(nn.Module):
         return self.ties() if self.part.last and not self.part.first else {}
 
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """What flows from the embedding on; every product runs in it, weights stay fp32."""
+        """The dtype of activations from the embedding on; every product runs in it, weights stay fp32."""
         self.weight_dtype = dtype  # that of the weights which data parallelism gathers
         for module in (self.model, *self.model.layers.values()):
             module.compute_dtype = dtype  # type: ignore[assignment]

@@ -97,7 +97,7 @@ class Family(ABC, Generic[C]):
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """The section's `values` as found in the config.json `config`, put right where the two differ in meaning."""
+        """The section's `values` as found in the config.json `config`, corrected where the two differ in meaning."""
         return values
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Family(ABC, Generic[C]):
 def family_named(name: str, where: str = KEY) -> type[Family[Any]]:
     """The family of this name, dotted path or entry point.
 
-    Errors (InputError): there is none, or it is no `Family`. `where` is the key to blame.
+    Errors (InputError): there is none, or it is not a `Family`. `where` is the key to blame.
     """
     found = find_family(name, where)
     if not issubclass(found, Family):

@@ -122,7 +122,7 @@ class HuggingFaceArchitecture(ForeignArchitecture):
 
 
 class UserModuleArchitecture(ForeignArchitecture):
-    """A module of your own: every key goes to its constructor, besides those that only the trainer reads."""
+    """A module of your own: every key goes to its constructor, except those that only the trainer reads."""
 
     family: str = key("The family's name.", USER_MODULE, mark=OURS)
     module: str = key("Dotted path of an nn.Module, or of a function that returns one.", mark=OURS)
@@ -192,7 +192,7 @@ class Foreign(Family[C]):
     def own_model(self, vocab_multiple: int, part: ModelPart | None) -> Decoder:
         """The whole model.
 
-        Errors (InputError): it is to be cut into parts, or to have rows that pad its vocabulary.
+        Errors (InputError): it is to be split into parts, or to have rows that pad its vocabulary.
         """
         from kenotron.models.foreign_model import ForeignModel
 

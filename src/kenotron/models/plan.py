@@ -24,12 +24,12 @@ class Plan:
     `column`, `row`: linears split by output or input features; in `column` also an RMSNorm over all features of such an
     output, or an embedding beside it. `kv`: those of `column` that make key-value heads, which may be fewer than the
     ranks. `vocab`: embedding and head, split by vocabulary rows. `sequence`: modules that work on sequence shards under
-    sequence parallelism. `inner_row`: row-split linears inside a block, whose sum every rank needs whole and goes on
-    from with its own features. `channels`: modules whose every parameter has a row for each of a rank's features, and
-    that compute feature by feature (a depthwise convolution, a recurrence); there may be fewer key-value heads in them,
-    too (`kv`). `per_head`: modules with one weight for all heads, such as a norm of queries; a rank applies it to its
-    own heads, so gradients are summed over ranks. `experts`: mixtures of experts, each expert of which is split.
-    `blocks`: the unit of recomputation, compilation, FSDP wrapping and pipeline cuts.
+    sequence parallelism. `inner_row`: row-split linears inside a block, whose sum every rank needs whole, to continue
+    with its own features. `channels`: modules whose every parameter has a row for each of a rank's features, and that
+    compute feature by feature (a depthwise convolution, a recurrence); there may be fewer key-value heads in them, too
+    (`kv`). `per_head`: modules with one weight for all heads, such as a norm of queries; a rank applies it to its own
+    heads, so gradients are summed over ranks. `experts`: mixtures of experts, each expert of which is split. `blocks`:
+    the unit of recomputation, compilation, FSDP wrapping and pipeline cuts.
     """
 
     blocks: str

@@ -51,7 +51,7 @@ def parameter_groups(
     which is `"muon"` for hidden matrices and `"adamw"` for the rest. A tied parameter appears once, under
     its first name.
 
-    Raises `InputError` for a pattern that decides about no parameter.
+    Raises `InputError` for a pattern that has no effect.
     """
     parameters = _unique(named_parameters)
     names = [name for name, _ in parameters] if all_names is None else all_names

@@ -10,7 +10,7 @@ Two ranks; both hold all of the residual stream x (ALL_REDUCE), or half of its t
     `unshard_tokens`  shard  → full      all-gather              keep this rank's tokens
     `unshard_columns` columns → full     all-gather, dim 1       keep this rank's columns
 
-After `gather_tokens` every rank computes something else with all tokens (its columns), and gradients add up; after
+After `gather_tokens` every rank computes something different with all tokens (its columns), and gradients add up; after
 `unshard_tokens` all compute the same. The first two are f and g of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053,
 figure 3), the next two g and its conjugate of sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, figure
 5). A group of None means one rank: nothing to do.
@@ -46,7 +46,7 @@ in_memory: dict[str, Any] = {}
 
 
 def start_sum(x: Tensor, group: dist.ProcessGroup) -> Started:
-    """The sum of x over the ranks of `group`. x is used up: its memory may become the sum's."""
+    """The sum of x over the ranks of `group`. x is consumed: its memory may become the sum's."""
     x = x.contiguous()
     if memory := memory_of(x, group):
         return partial(memory.sum, x)
@@ -213,7 +213,7 @@ def sum_over_ranks(count: int, group: Group, device: torch.device) -> int:
 
 
 def _host_or(device: torch.device, group: Group) -> torch.device:
-    """The CPU where `group` communicates CPU tensors too: numbers that the host has and needs then pass by the device,
-    and its queue of work is not drained. Otherwise `device`.
+    """The CPU where `group` communicates CPU tensors too: numbers that the host has and needs then bypass the device,
+    whose queue of work is not drained. Otherwise `device`.
     """
     return torch.device("cpu") if "cpu" in dist.get_backend_config(group) else device

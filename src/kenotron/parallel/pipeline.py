@@ -10,8 +10,8 @@ and receive over the pp group. Everything else of a micro-batch (tokens, labels,
 has already: the data order is arithmetic. The order of the work is torch's
 (`torch.distributed.pipelining.schedules`); which rank holds which layers is `parallel.pipeline_layout`.
 
-A tied head lives on another rank than the embedding, or at least in another part. The embedding owns the weight; the
-head has a copy:
+A tied head lives on a different rank from the embedding, or at least in another part. The embedding owns the weight;
+the head has a copy:
 
     after backward   copy's gradient ──▶ added to the owner's, and forgotten: clipping and the optimizer see one weight
     after an update  owner's weight  ──▶ the copy

@@ -366,7 +366,7 @@ class RowParallelLinear(nn.Module):
 
 
 class InnerRowParallelLinear(RowParallelLinear):
-    """A row-parallel linear whose sum each rank goes on from with its own features: x ``[tokens, in / tp]`` → all.
+    """A row-parallel linear whose sum every rank needs whole: x ``[tokens, in / tp]`` → all.
 
     The sum is whole on every rank in every mode (Mamba's x_proj makes a few dozen numbers a token); its gradients are
     summed over ranks.

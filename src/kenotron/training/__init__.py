@@ -62,7 +62,7 @@ def train(
     step 0. `open_weights` opens what `model.init_method.path` names, `start_elsewhere` what `resume_checkpoint_path`
     does, `observers` are more hooks (`kenotron.observers`), `local` keeps local checkpoints. Returns the run; if its
     checkpoint has all steps already, nothing is loaded and None returned, or with `reopen` the run as it ended. Raises
-    InputError if the input is wrong, RunFailed if the run cannot go on.
+    InputError if the input is wrong, RunFailed if the run cannot continue.
     """
     from kenotron.kernels.host_memory import keep_freed_memory
     from kenotron.parallel.ranks import run_on_rank0

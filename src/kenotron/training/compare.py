@@ -12,7 +12,7 @@ SAFETY times as far from A as the farthest of them. A wrong collective goes a hu
        1   4.1271238   4.1271243    4.8e-07             8.9e-06      agrees
        1   4.1271238   4.1302110    3.1e-03             8.9e-06      differs
 
-Compared are the initial weights (equal to the bit), the gradients of step 1 before clipping, its update, loss and
+It compares the initial weights (equal to the bit), the gradients of step 1 before clipping, its update, loss and
 gradient norm of every step, and how far the weights moved in all. A small difference of an R may be luck. So
 parameters of the same kind in all layers share one bound, a bound never shrinks from step to step, and that of the
 first gradient norm comes from the gradient itself: norms are no farther apart than what they are norms of.

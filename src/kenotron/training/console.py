@@ -54,7 +54,7 @@ def start_logging(config: Config, mesh: Mesh) -> None:
 
 
 class _Stdout(logging.StreamHandler[Any]):
-    """Writes to the present `sys.stdout`, which a progress bar replaces to stay below the lines."""
+    """Writes to the current `sys.stdout`, which a progress bar replaces to stay below the lines."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -65,7 +65,7 @@ class _Stdout(logging.StreamHandler[Any]):
 
 
 class _Plain(logging.Formatter):
-    """Rank 0's messages as they are, other ranks' with rank and time; what is worse than information says so."""
+    """Rank 0's messages as they are, other ranks' with rank and time; anything above INFO shows its level."""
 
     def __init__(self, mesh: Mesh) -> None:
         rank = "" if mesh.is_first else f"%(asctime)s rank {mesh.rank('world')}: "

@@ -24,7 +24,7 @@ WORKSPACES = (":4096:8", ":16:8")  # those with which cuBLAS is reproducible, by
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Within, if it is `wanted`: deterministic algorithms of torch, cuDNN and cuBLAS; torch's settings return after.
+    """Within, if it is `wanted`: deterministic algorithms of torch, cuDNN and cuBLAS; restores torch's settings after.
 
     Raises InputError if the environment has set up cuBLAS otherwise, RunFailed at an operator that has none.
     """

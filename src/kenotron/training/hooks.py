@@ -67,7 +67,7 @@ class Hook:
         """A validation pass is complete."""
 
     def on_save(self, run: Run, path: Path) -> None:
-        """A complete checkpoint is in `path`, in checkpoints_path; in the background perhaps of an earlier step."""
+        """A complete checkpoint is in `path`, in checkpoints_path; with background saves perhaps of an earlier step."""
 
     def on_train_end(self, run: Run) -> None:
         """No more steps follow; also called when the run is stopped early, but not after an error."""
@@ -92,7 +92,7 @@ class Hook:
 def load_hook(path: str, kwargs: dict[str, object]) -> Hook:
     """The hook that the class or function at a dotted path makes of `kwargs`.
 
-    Raises InputError if `path` does not take `kwargs`, or returns no hook.
+    Raises InputError if `path` does not take `kwargs`, or does not return a hook.
     """
     hook = find_hook(path, kwargs)(**kwargs)
     if not isinstance(hook, Hook):
@@ -101,7 +101,7 @@ def load_hook(path: str, kwargs: dict[str, object]) -> Hook:
 
 
 def find_hook(path: str, kwargs: dict[str, object]) -> Callable[..., Any]:
-    """The class or function at a dotted path, not called yet. Errors as in `load_hook`, as far as they show before."""
+    """The class or function at a dotted path, not called yet. Errors as in `load_hook`, as far as they show by then."""
     make = import_dotted(path, "general.hooks")
     if not callable(make) or (isinstance(make, type) and not issubclass(make, Hook)):
         raise InputError(f"general.hooks: expected a kenotron.Hook class, or a function that returns one, at '{path}'")

@@ -41,7 +41,7 @@ class RunLog:
         """The project's name, before anything is loaded: printed by `launch`, before torch is."""
 
     def config(self, config: Config) -> None:
-        """The config with all defaults: here at level debug, the run's folder has it, and what is hardly meant."""
+        """The config with all defaults (at level debug: the run's folder has it), and what is probably not meant."""
         logger.debug("Config:\n%s", dump(config).rstrip())
         for line in warnings_of(config):
             logger.warning("%s", line)

@@ -1,4 +1,4 @@
-"""Where a new run starts that begins at another run's checkpoint: `resume_checkpoint_path` and `load_mode`.
+"""Where a new run that begins at another run's checkpoint starts: `resume_checkpoint_path` and `load_mode`.
 
 A checkpoint after step 6000 of 10,000, and what a new run of 500 steps does with it:
 
@@ -31,10 +31,10 @@ WITHOUT = "set a checkpoints.load_mode without it, such as model_only"
 
 
 def start_elsewhere(config: Config, path: Path) -> Start:
-    """The start of a new run of `config` at the checkpoint `path`; logs the hyper-parameters that are not as there.
+    """The start of a new run of `config` at the checkpoint `path`; logs the hyper-parameters that differ from it.
 
-    Raises InputError if no step is left, if the data are to go on and are others so far, or if the optimizer's state
-    is another's or missing.
+    Raises InputError if no step is left, if the data are to continue but differ so far, or if the optimizer's state is
+    another optimizer's or missing.
     """
     start = _start(config, path)
     if start.step >= start.end(config):

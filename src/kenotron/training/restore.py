@@ -73,7 +73,7 @@ def _hook_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _check_data(run: Run, saved: dict[str, str], start: Start) -> None:
-    """Refuse another tokenizer, whose token ids mean other text; log a warning for data that changed."""
+    """Refuse a different tokenizer, whose token ids mean different text; log a warning for data that changed."""
     now = run.data.fingerprints()
     for name in sorted(saved.keys() & now.keys()):
         if saved[name] == now[name] or (name != "tokenizer" and "data" not in start.loads):

@@ -43,7 +43,7 @@ REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {"mean": statistics.
 
 
 class StopWhileWaiting(BaseException):
-    """Raised where a rank waits for data when it is asked to stop; no `Exception`, which readers retry after."""
+    """Raised in a rank that is asked to stop while it waits for data; not an `Exception`, which readers would retry."""
 
 
 @dataclass

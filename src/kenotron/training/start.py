@@ -4,7 +4,7 @@ own_folder      holds `checkpoints_path` for this run
 choose_start    the newest complete checkpoint there, if this config continues its run; or `resume_checkpoint_path`,
                 which training/restart.py reads
 begin_afresh    --fresh: the run's earlier checkpoints are set aside
-run_name        the name of the run that goes on, or of a new one
+run_name        the name of the run that continues, or of a new one
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class Start:
     """Where a run begins: at step 0 (path None), or after `step` steps with what it `loads` of the checkpoint `path`.
 
-    `continues`: the checkpoint is one of this run, which goes on; else another run's, for a new one. The first steps
+    `continues`: the checkpoint is one of this run, which continues; else another run's, for a new one. The first steps
     of schedule and data are those after `schedule_start` and `data_start`: 0, unless the run is a restart.
     `durable_step`: that of `path`, or if it is a local checkpoint, of the newest in `checkpoints_path` before it.
     """
@@ -109,8 +109,8 @@ def choose_start(
     """The checkpoint to begin from; all ranks call it, rank 0 decides, and all share the reading of checksums.
 
     The newest complete checkpoint in `checkpoints_path`, or one of `local` that is ahead of it, comes first, as it is
-    the run's own; then `resume_checkpoint_path`. With `fresh` that alone (`begin_afresh`). Raises InputError if the
-    checkpoint there is of a run that this config does not continue.
+    the run's own; then `resume_checkpoint_path`. With `fresh` only the latter (`begin_afresh`). Raises InputError if
+    the checkpoint there is of a run that this config does not continue.
     """
     root = config.checkpoint_folder
 
@@ -143,9 +143,9 @@ def with_run_name(config: Config, name: str) -> Config:
 def name_before_start(config: Config, roots: Iterable[Path]) -> tuple[Config, Path]:
     """For the launcher: the config for the ranks, and the folder of their logs; the run's checkpoints are in `roots`.
 
-    A new run gets its name here, one for all ranks. One that goes on keeps its config: its ranks read the name from the
-    checkpoint, and warn if the config has another. Raises InputError if it goes on with another global batch, which is
-    what a change of the layout may cause.
+    A new run gets its name here, one for all ranks. One that continues keeps its config: its ranks read the name from
+    the checkpoint, and warn if the config has another. Raises InputError if it continues with a different global batch,
+    which a change of the layout may cause.
     """
     logs = Path(config.logging.log_dir)
     for root in roots:
@@ -227,7 +227,7 @@ def _check_same_run(config: Config, path: Path, step: int) -> None:
 
 
 def _check_batch(before: Config, config: Config, path: Path) -> None:
-    """Raise InputError, with the overrides that keep it, if the global batch is another than in the checkpoint `path`.
+    """Raise InputError, with the overrides that keep it, if the global batch differs from the checkpoint `path`'s.
 
     It is not kept without asking: a YAML's micro-batches mean the same on one process and on a thousand.
     """
@@ -244,7 +244,7 @@ def _check_batch(before: Config, config: Config, path: Path) -> None:
 
 
 def changed_stage(saved: dict[str, Any], path: Path, step: int, difference: tuple[str, Any, Any]) -> str:
-    """The message about a stage that has begun and is another in this config."""
+    """The message about a stage that has begun and differs in this config."""
     key, old, new = difference
     if key.endswith("start_training_step"):
         where = "there and not" if old else "not there but"

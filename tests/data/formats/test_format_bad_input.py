@@ -180,7 +180,7 @@ DAMAGES = [
     ("datatrove", cut("a.ds.loss", 8), r"a\.ds\.loss: 8 bytes, expected one for each of the 9"),
     ("megatron", put("a.idx", 0, b"X"), r"a\.idx: not a Megatron index: .* byte 0"),
     ("megatron", put("a.idx", 9, b"\2"), r"a\.idx: expected version 1 at byte 9, found 2"),
-    ("megatron", put("a.idx", 17, b"\7"), r"dtype code of .* at byte 17, found 7 \(float32, no integers\)"),
+    ("megatron", put("a.idx", 17, b"\7"), r"dtype code of .* at byte 17, found 7 \(float32, not integers\)"),
     ("megatron", put("a.idx", 17, b"\11"), r"at byte 17, found 9"),
     ("megatron", put("a.idx", 18, u64(2**63)), r"a\.idx: expected \d+ bytes for \d+ sequences"),
     ("megatron", put("a.idx", 34, b"\4"), r"a\.idx: sequence 1 .* byte 12 of a\.bin; expected it at byte 16"),

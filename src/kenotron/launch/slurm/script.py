@@ -1,7 +1,7 @@
-"""The job script: plain bash that one can read, change and submit by hand.
+"""The job script: plain bash that you can read, change and submit by hand.
 
 Before the time limit Slurm sends SIGUSR1 to the script, which passes it on to all ranks and, once they have saved,
-puts the job back into the queue; it keeps its number, and goes on from that checkpoint. After the failure of a node
+puts the job back into the queue; it keeps its number, and continues from that checkpoint. After the failure of a node
 Slurm requeues the job by itself.
 
 Only a site's `setup` and ``--pre-launch`` are shell; every other value is quoted.

@@ -26,7 +26,7 @@ from kenotron.models.context import Context
 class Attention(nn.Module):
     """Query, key, value and output projections around the attention function of the context.
 
-    `rotary`: whether queries and keys turn by their positions. `window`: tokens that a token attends to, itself
+    `rotary`: whether queries and keys are rotated by their positions. `window`: tokens that a token attends to, itself
     included; None: all before it. `layer` is the global number, for attention functions with memory. `q_norm`,
     `k_norm`: what normalizes queries and keys, all heads side by side. `value_embedding`: a row for every token, as
     wide as all values, that is added to them; `value_gate`, a linear with a feature for each of their heads, says how

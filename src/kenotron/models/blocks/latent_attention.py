@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads from one short vector.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads from one low-rank latent.
 
     x ─┬─ q_a_proj ─ norm ─ q_b_proj ─── q: a part without positions, a part with rope ─┐
        ├─ kv_a_proj ─ norm ─ kv_b_proj ─┬─ k: the part without positions ─┐             ├─ ctx.attention ─ o_proj
@@ -30,7 +30,7 @@ class LatentAttention(nn.Module):
     """x ``[tokens, hidden]`` → the same shape.
 
     `still`, `turning`: channels of a head of queries and keys without and with positions; `v_dim`: of one of values.
-    `q_rank`, `kv_rank`: widths of the short vectors; None: queries have none. `scale` multiplies the scores. `layer` is
+    `q_rank`, `kv_rank`: widths of the latents; None: queries have none. `scale` multiplies the scores. `layer` is
     the global number, for attention functions with memory.
     """
 

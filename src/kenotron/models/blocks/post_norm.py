@@ -1,4 +1,4 @@
-"""The block of OLMo 2: two residual branches, each with its norm behind it (Liu et al. 2022, arXiv 2111.09883).
+"""The block of OLMo 2: two residual branches, each with its norm after it (Liu et al. 2022, arXiv 2111.09883).
 
 x ──┬─ attention ─ norm ─(+)─┬─ MLP ─ norm ─(+)── x
     └────────────────────────┘└────────────┘

@@ -1,4 +1,4 @@
-"""Rotary position embedding: channel pair i turns by the angle ``position * theta ** (-2 i / head_dim)``.
+"""Rotary position embedding: channel pair i is rotated by the angle ``position * theta ** (-2 i / head_dim)``.
 
 (Su et al. 2021, arXiv 2104.09864.) With head_dim 4 and theta 10000 the two pairs turn by 1 and 0.01 radians a
 position: the first distinguishes neighbours, the second positions that are hundreds apart. `rope_scaling` stretches
@@ -28,7 +28,7 @@ RopeScaling = Mapping[str, Any] | None
 class Rope(nn.Module):
     """Angles for positions: ``[...]`` int64 → (cos, sin), each ``[..., head_dim / 2]`` fp32. No parameters.
 
-    `head_dim`: channels of a head that turn, which may be a part of them.
+    `head_dim`: channels of a head that are rotated, all or some of them.
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling, max_positions: int) -> None:

@@ -1,7 +1,7 @@
 """DeepSeek-V3 (arXiv 2412.19437): latent attention, and many small experts that are chosen by groups and biases.
 
 The first layers are dense. A token's experts come from its best groups of experts (on a cluster, from few machines),
-and the bias of an expert, which no gradient reaches, decides who is chosen and not what he weighs.
+and the bias of an expert, which no gradient reaches, affects which experts are chosen, not their weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BiasedMixtureArchitecture(MixtureArchitecture):
     )
 
     def shape_problems(self) -> Iterator[Problem]:
-        """Groups are equal, and have experts enough for a token."""
+        """Groups are equal, and have enough experts for a token."""
         yield from super().shape_problems()
         experts, groups = self.experts, self.n_group
         if experts % groups:
@@ -113,7 +113,7 @@ class DeepseekV3Architecture(BiasedMixtureArchitecture, SparseArchitecture):
 
     @property
     def rotary_dim(self) -> int:
-        """Those of them that RoPE turns: the last ones."""
+        """Those of them that RoPE rotates: the last ones."""
         return self.qk_rope_head_dim
 
     def head_dim_problems(self) -> Iterator[Problem]:
@@ -129,7 +129,7 @@ class DeepseekV3Architecture(BiasedMixtureArchitecture, SparseArchitecture):
 
 
 class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
-    """The expert of all tokens has no gate."""
+    """The shared expert has no gate."""
 
     section = DeepseekV3Architecture
     hf_model_type = "deepseek_v3"
@@ -188,7 +188,7 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """A null there is no short vector for queries; `head_dim` is a copy of qk_rope_head_dim."""
+        """A null there means no latent for queries; `head_dim` is a copy of qk_rope_head_dim."""
         values = {name: value for name, value in values.items() if name != "head_dim"}
         return values | {"q_lora_rank": config.get("q_lora_rank", 1536)}
 
@@ -197,7 +197,7 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
         return values | {"head_dim": self.config.qk_rope_head_dim, "num_nextn_predict_layers": 0}
 
     def hf_join(self, hf_name: str, parts: Sequence[Tensor]) -> Tensor:
-        """One projection to the short vector and to the keys with positions."""
+        """One projection to the latent and to the keys with positions."""
         import torch
 
         return torch.cat(list(parts))

@@ -3,7 +3,7 @@
     x ──┬─ LayerNorm ─ attention ───────────────(+)── x
         └─ LayerNorm ─ up ─ GELU ─ down ─────────┘
 
-Rotary positions turn the first quarter of a head's channels (`rotary_pct`) and leave the others as they are. Hugging
+Rotary positions rotate the first quarter of a head's channels (`rotary_pct`) and leave the others as they are. Hugging
 Face keeps queries, keys and values in one matrix, head by head: q0 k0 v0 q1 k1 v1 …
 """
 
@@ -39,7 +39,7 @@ class GPTNeoXArchitecture(RopeArchitecture):
         return self.rotary_pct
 
     def head_dim_problems(self) -> Iterator[Problem]:
-        """The channels that turn have to be pairs."""
+        """The rotated channels have to be pairs."""
         yield from super().head_dim_problems()
         turning = self.rotary_dim
         if turning % 2 or turning == 0:

@@ -16,7 +16,7 @@ Two more are options:
   values, each head's by a gate: ``v + 2 sigmoid(gate(x)) E[token]``. It costs memory, hardly a FLOP;
 * ``final_logit_softcapping: 15.0``: logits s become ``15 tanh(s / 15)`` (Gemma 2, arXiv 2408.00118).
 
-A rotation keeps lengths, so queries and keys may be normalized before RoPE: the same numbers as behind it.
+A rotation preserves lengths, so queries and keys may be normalized before RoPE, with the same result as after it.
 """
 
 from __future__ import annotations

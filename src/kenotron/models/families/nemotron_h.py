@@ -171,7 +171,7 @@ class NemotronH(Mamba2Style[NemotronHArchitecture]):
         return super().block(layer)
 
     def mixture(self) -> nn.Module:
-        """The experts of a layer, without gates, the one of all tokens, and their router."""
+        """The experts of a layer, without gates, the shared one, and their router."""
         from kenotron.models.blocks.mlp import MLP
         from kenotron.models.blocks.moe import MixtureOfExperts
 

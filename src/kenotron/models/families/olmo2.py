@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv 2501.00656): a Llama whose norms stand behind attention and MLP, and with norms of queries and keys.
+"""OLMo 2 (arXiv 2501.00656): a Llama whose norms come after attention and MLP, and with norms of queries and keys.
 
 Those two norms run over all heads at once; under tp the ranks add up their sums of squares.
 """
@@ -27,7 +27,7 @@ class Olmo2Architecture(LlamaStyleArchitecture):
 
 
 class Olmo2(LlamaStyle[Olmo2Architecture]):
-    """No norm before a branch, one behind each."""
+    """No norm before a branch, one after each."""
 
     section = Olmo2Architecture
     plan = replace(

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5, dense (arXiv 2407.10671, 2412.15115): a Llama whose query, key and value projections have biases.
 
 nanotron's Qwen2 has them only with `attention_bias`, and more keys: layers without RoPE, windows, and experts under
-`moe_config`. What of it is not served is known here and refused by name.
+`moe_config`. What is not supported of it is known here and refused by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen2 with experts (arXiv 2407.10671): many small experts, and one for every token, weighed by a gate."""
+"""Qwen2 with experts (arXiv 2407.10671): many small experts, and a shared one, weighted by a gate."""
 
 from __future__ import annotations
 
