@@ -114,7 +114,7 @@ def test_nanotrons_keys_are_read_as_those_they_mean(tmp_path: Path) -> None:
     [
         ({"ssm_cfg": {"d_sate": 8}}, r"ssm_cfg.d_sate: expected one of d_state, d_conv"),
         ({"rms_norm": False}, "rms_norm: expected true"),
-        ({"hidden_size": 32}, "d_model: is nanotron's name of hidden_size, which is there as well"),
+        ({"hidden_size": 32}, "d_model: is nanotron's name for hidden_size, which is also set"),
         ({"dtype": "bfloat16"}, r"model_config.dtype bfloat16: expected that of model.dtype"),
         ({"ssm_cfg": {"dt_min": 0.5}}, r"time_step_max: expected at least time_step_min 0.5, found 0.1"),
     ],

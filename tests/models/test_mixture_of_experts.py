@@ -377,7 +377,7 @@ def test_keys_of_deepseek_shape_its_attention(tmp_path: Path) -> None:
         ({"num_key_value_heads": 2}, "num_key_value_heads: expected null or num_attention_heads 4, found 2"),
         ({"n_group": 3}, "n_group: expected a divisor of n_routed_experts 8, found 3"),
         ({"topk_group": 5}, "topk_group: expected at most n_group 4, found 5"),
-        ({"n_group": 8}, "n_group: expected at least two experts a group, found 8 groups of 8"),
+        ({"n_group": 8}, "n_group: expected at least two experts per group, found 8 groups of 8"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok: expected at most the 4 experts of topk_group 2 groups"),
         ({"qk_rope_head_dim": 5}, "qk_rope_head_dim: expected an even number, found 5"),
         ({"first_k_dense_replace": 2}, "expected a layer with experts, found none"),

@@ -73,7 +73,7 @@ class Engine:
     """Whether a save has begun whose outcome was not returned yet; the same on all ranks."""
 
     in_background = False
-    """Whether saves go on while the run trains, so that what follows a save should, too."""
+    """Whether saves continue while the run trains, as what follows a save should, too."""
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -20,7 +20,7 @@ _TRASH = re.compile(r"\.trash-\d+-[0-9a-f]{8}")
 def tidy(root: Path | str, report: Report = quiet) -> None:
     """Clear what killed processes left in `root`: rank 0 calls it at the start, before `newest_complete`.
 
-    A save that was complete but for its rename is finished; other temporary folders and half-removed
+    A save that was complete except for its rename is finished; other temporary folders and half-removed
     checkpoints are deleted. While another process saves there, nothing is touched.
 
     Raises:

@@ -84,7 +84,7 @@ def read_config(path: Path | str) -> dict[str, Any]:
 
 
 def read_data(path: Path | str, name: str) -> bytes | None:
-    """The file `data/<name>` of the checkpoint folder `path`; None if it holds none of this name.
+    """The file `data/<name>` of the checkpoint folder `path`; None if it has no such file.
 
     Raises:
         CheckpointError: it is damaged.

@@ -277,7 +277,7 @@ class LocalTier:
         return {part: lines for part, lines in found.items() if lines}
 
     def _counts(self, part: Part, durable_one: Path | None) -> bool:
-        """Whether the run goes on from the checkpoint of `part`."""
+        """Whether the run continues from the checkpoint of `part`."""
         assert part.manifest is not None
         state, root = part.manifest.state, self.config.checkpoint_folder
         if durable_one is not None and part.step <= int(durable_one.name):
@@ -335,7 +335,7 @@ class LocalTier:
             self.warn(f"checkpoints.local.path: {describe(error)}")
 
     def _remove(self, folders: list[Path]) -> None:
-        """Rename `folders`, which takes no time, and remove their files while training goes on."""
+        """Rename `folders`, which takes no time, and remove their files while training continues."""
         self._wait(self.removal)
         trash = [folder.with_name(f".trash-{folder.name}-{secrets.token_hex(4)}") for folder in folders]
         for folder, aside in zip(folders, trash, strict=True):

@@ -251,7 +251,7 @@ def find(url: str, settings: RemoteData | None = None) -> tuple[RemoteCheckpoint
 def local_copy(url: str, settings: RemoteData | None = None) -> Path:
     """A local copy of the checkpoint at `url`, without its optimizer's tensors, kept in the cache.
 
-    It lies in ``$KENOTRON_CACHE/checkpoints/s3/bucket/…`` and is fetched again when the one in the store differs.
+    It is in ``$KENOTRON_CACHE/checkpoints/s3/bucket/…`` and is fetched again when the one in the store differs.
     """
     checkpoints, step = find(url, settings)
     root = cache_root() / "checkpoints" / checkpoints.url.replace("://", "/")

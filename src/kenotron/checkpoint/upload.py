@@ -59,7 +59,7 @@ class Uploader:
         parts_at_once: int = PARTS_AT_ONCE,
         report: Report = quiet,
     ) -> None:
-        """`remove`: local checkpoints that are uploaded are removed, but for the newest until `finish`.
+        """`remove`: local checkpoints that are uploaded are removed, except the newest until `finish`.
 
         `beside`: a folder that a checkpoint gets after it is complete (``hf``), and that is uploaded with it.
         `report` gets a line for each checkpoint that is uploaded or could not be; in the uploading thread.

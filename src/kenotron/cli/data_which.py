@@ -51,7 +51,7 @@ def which(
 
 
 def in_run_steps(config: Config, saved: Found | None) -> Config:
-    """`config` in steps of the run that has `saved` this checkpoint: a restart goes on with its parent's data."""
+    """`config` in steps of the run that has `saved` this checkpoint: a restart continues with its parent's data."""
     from kenotron.training.start import Start
 
     return config if saved is None else Start.at(saved.path, continues=True).in_run_steps(config)

@@ -1,7 +1,7 @@
 """`kenotron generate checkpoints/100 --prompt "def main("`: text from a checkpoint.
 
-Without a prompt two built-in ones are continued, and named on stderr. Prompts stand in the order of the command
-line, then those of the file. Text goes to stdout, everything else to stderr; with --json, one object a prompt and line.
+Without a prompt two built-in ones are continued, and named on stderr. Prompts come in the order of the command line,
+then those of the file. Text goes to stdout, everything else to stderr; with --json, one object a prompt and line.
 
     kenotron generate checkpoints/100 --tp 2 --pp 2        starts four local ranks; rank 0 prints
 
@@ -129,7 +129,7 @@ def _prompts(texts: list[str], file: str | None, tokens: list[str]) -> list[str 
 
 
 def _lines(file: str) -> list[str]:
-    """One prompt a line; blank lines are no prompts."""
+    """One prompt a line; blank lines are skipped."""
     name = "stdin" if file == "-" else file
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()

@@ -88,7 +88,7 @@ def replay(
 def _find(checkpoints: Path, step: int) -> tuple[Config, Found | None]:
     """The run's config at `step`, and the newest intact checkpoint before it; None where the run's start is nearer.
 
-    A run may go on with other settings: those of a step are those of the next checkpoint after it.
+    A run may continue with other settings: a step's are those of the next checkpoint after it.
     """
     from kenotron.checkpoint.folders import first_of, list_checkpoints, verify
     from kenotron.cli.checkpoint import verify_one

@@ -197,7 +197,7 @@ def _configs(file: Path, overrides: list[str], array: str | None) -> list[Config
 
 
 def _check_time(limit: str | int | None, save_seconds: int) -> None:
-    """Raise InputError for a time limit that is none of Slurm's, or leaves no time to train before the save."""
+    """Raise InputError for a time limit that Slurm does not accept, or that leaves no time to train before the save."""
     if limit is None or str(limit).upper() in ("UNLIMITED", "INFINITE", "-1", "0"):
         return
     days, dash, rest = str(limit).rpartition("-")

@@ -1,4 +1,4 @@
-"""`kenotron train my.yaml`: train, or go on where the last run of the same YAML stopped."""
+"""`kenotron train my.yaml`: train, or continue where the last run of the same YAML stopped."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class HFArchitecture(Section):
     @model_validator(mode="before")
     @classmethod
     def _gather_overrides(cls, value: Any) -> Any:
-        """In YAML the overrides stand beside `hf`; they are checked as what they are, keys of a family."""
+        """In YAML the overrides are beside `hf`; they are checked as keys of a family, which they are."""
         if not isinstance(value, dict) or "hf" not in value:
             return value
         overrides = {k: v for k, v in value.items() if k not in ("hf", "overrides")}

@@ -78,8 +78,7 @@ class Checkpoints(Section):
         mark=OURS,
     )
     remove_after_upload: bool = key(
-        "Remove local checkpoints that have been uploaded, but for the newest while the run lasts; needs a URL as "
-        "checkpoints_path.",
+        "Remove uploaded local checkpoints, except the newest while the run lasts; needs a URL as checkpoints_path.",
         False,
         mark=OURS,
     )

@@ -73,7 +73,7 @@ class Config(Section):
 
     @property
     def resume_folder(self) -> Path | None:
-        """`resume_checkpoint_path`, or where it lies once it has been fetched."""
+        """`resume_checkpoint_path`, or where it is once it has been fetched."""
         named = self.checkpoints.resume_checkpoint_path
         return None if named is None else self._local_folder(named)
 

@@ -84,7 +84,7 @@ class DecoderArchitecture(Section):
     """A family from outside of this library; its own section adds keys to these."""
 
     not_served: ClassVar[tuple[str, ...]] = ()
-    """Fields that are known from other systems; a value other than their default is refused."""
+    """Fields of other systems; a value other than their default is refused."""
     shape_keys: ClassVar[tuple[str, ...]] = ("hidden_size", "num_hidden_layers", "vocab_size")
     """What the weights of another model must agree in to be taken over."""
     other_names: ClassVar[dict[str, str]] = {}

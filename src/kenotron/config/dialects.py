@@ -191,7 +191,7 @@ def _embedding(document: Document) -> Iterator[str]:
 
 
 def resume_from_itself(document: Document) -> Iterator[str]:
-    """nanotron resumes from what this key names, or starts anew while nothing is there; here a run does so anyway."""
+    """nanotron resumes from what this key names, or starts afresh if nothing is there; here a run does so anyway."""
     at = ("checkpoints", "resume_checkpoint_path")
     own = (document.get("checkpoints", "checkpoints_path"), document.get("s3_upload", "upload_s3_path"))
     if document.get(*at) and document.get(*at) in own:

@@ -47,7 +47,7 @@ class Section(BaseModel):
     )
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Always an error: a config is made anew, so that every value of it has been checked."""
+        """Always an error: a changed config is a new one, so that all its values have been checked."""
         new = value if isinstance(value, str | int | float) else "…"
         raise AttributeError(
             f"a config is not changed in place; make a changed copy with the key's dotted path: "

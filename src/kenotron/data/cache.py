@@ -42,7 +42,7 @@ SPLITS = ("train", "validation")
 
 
 class Stopped(Exception):
-    """The run was closed while this went on in the background."""
+    """The run was closed while this was running in the background."""
 
 
 # ---- an entry ----------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def open_tokens(
 
     `chosen` are hashes of texts that are held out whatever `val_fraction` says (text/hash_split.py).
 
-    Where `stop` is set meanwhile, by another thread, this raises Stopped and leaves nothing behind.
+    If another thread sets `stop` meanwhile, this raises Stopped and leaves nothing behind.
 
     Errors (InputError): whatever `texts` finds wrong with its files; no document at all; the cache cannot be written.
     """

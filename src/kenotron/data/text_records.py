@@ -1,4 +1,4 @@
-"""The records of text behind the documents of the token cache: file and number in it, for people to look at.
+"""The text records that documents of the token cache came from: file and number in it, for people to look at.
 
     <cache>/train.tokens document 14      texts/b.jsonl record 3
 
@@ -44,7 +44,7 @@ def records(source: CachedText) -> Iterator[tuple[int, Record]]:
     """Every document of `source` that is trained on, by its number, with its record.
 
     A long record may be several documents, where chunks of it are held out. Nothing for prompts and answers. Errors
-    (InputError): the text cannot be read any more.
+    (InputError): the text can no longer be read.
     """
     texts, rules = source.texts, source.rules
     if not isinstance(texts, FileDocuments | HubDocuments):

@@ -103,7 +103,7 @@ def generate(
     text. `model` may be one that is being trained: it is switched to eval for that time. Without a tokenizer, prompts
     are ids and texts stay empty; the config's eos_token_id stops. With one, `ends_of_text` do.
 
-    A `ModelOnRanks` is called by all its ranks, with the same arguments but for `stream`, and all get all
+    A `ModelOnRanks` is called by all its ranks, with the same arguments except `stream`, and all get all
     completions. `stream` gets this replica's texts as they come, and then those of the others.
 
     Errors (InputError): stop strings without a tokenizer, a prompt too long for max_position_embeddings, a token

@@ -50,7 +50,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What was held back and will not be completed any more, replacement marks included."""
+        """What was held back and will no longer be completed, replacement marks included."""
         text = self._new_text()
         self.before, self.shown = self.shown, len(self.tokens)
         return text

@@ -28,7 +28,7 @@ class Stored(NamedTuple):
 
 
 class Weights(Mapping[str, "Tensor"]):
-    """Tensors by name; each is read anew when it is asked for, so none stays in memory by itself."""
+    """Tensors by name; each is read again whenever it is asked for, so none is kept in memory here."""
 
     def __init__(self, stored: Mapping[str, Stored], where: str) -> None:
         self._stored, self.where = dict(stored), where

@@ -1,6 +1,6 @@
 """Two orders of one head's channels, and the way between them.
 
-RoPE turns pairs of channels. In Hugging Face's Llama pair i is (i, i + head_dim / 2), in the interleaved form
+RoPE rotates pairs of channels. In Hugging Face's Llama pair i is (i, i + head_dim / 2), in the interleaved form
 (Meta's, nanotron's `rope_interleaved`) it is (2 i, 2 i + 1). Scores are sums over channels, so permuting the
 rows of q_proj and k_proj, and the weights of their norms, alike turns a model of one form into the same model of the
 other:
@@ -16,14 +16,14 @@ from torch import Tensor
 
 
 def is_rotated(name: str) -> bool:
-    """Do the rows of this parameter stand in the order of RoPE's pairs?"""
+    """Whether the rows of this parameter are in the order of RoPE's pairs."""
     return any(
         name.endswith(f".{which}_{module}") for which in "qk" for module in ("proj.weight", "proj.bias", "norm.weight")
     )
 
 
 def to_halves(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
-    """``[heads * head_dim, …]`` from the interleaved order; the first `rotary_dim` of a head's channels turn."""
+    """``[heads * head_dim, …]`` from the interleaved order; the first `rotary_dim` of a head's channels are rotated."""
     return _reordered(rows, head_dim, (rotary_dim // 2, 2))
 
 

@@ -228,7 +228,7 @@ def _status() -> RankStatus:
 def _collectives() -> list[dict[str, Any]]:
     """Collectives of this process that torch has recorded, oldest first.
 
-    One that `waits` has not ended, and none after it in its group has: NCCL leaves the parts of a batch open for ever.
+    One that `waits` has not ended, and none after it in its group has: NCCL leaves the parts of a batch open forever.
     Sends and receives are left out for the same reason, and because gloo does not record them.
     """
     entries: list[dict[str, Any]] = []

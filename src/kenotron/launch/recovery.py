@@ -54,7 +54,7 @@ def start_ranks_with_spares(
 ) -> None:
     """`local.start_ranks` with `spares` more processes, which replace ranks that fail.
 
-    `work` is called again on all ranks after a fault, and goes on where it was; `progress` is equal before and after
+    `work` is called again on all ranks after a fault, and continues where it was; `progress` is equal before and after
     faults between which nothing was saved. Raises the error that cannot be recovered from.
     """
     count = config.parallelism.world_size

@@ -65,7 +65,7 @@ def build(config: Model, tensor_parallel: int = 1, part: ModelPart | None = None
 def named_parameters(*parts: Decoder) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter of the model, or of the parts of it that this rank holds, once, under its first name.
 
-    A tied head is part of the embedding; where the two live in different parts, the head's copy is no parameter.
+    A tied head is part of the embedding; where the two live in different parts, the head's copy is not a parameter.
     """
     for part in parts:
         copies = part.tied_copies()
@@ -82,7 +82,7 @@ def named_state(*parts: Decoder) -> Iterator[tuple[str, Tensor]]:
 def materialize(model: Decoder, device: torch.device | str, trained_on: torch.device | str | None = None) -> None:
     """Give a model that was built on the meta device memory on `device`: weights undefined, buffers as they begin.
 
-    `trained_on`: where the weights lie that are trained, if not there (data parallelism brings them to `device`).
+    `trained_on`: where the trained weights are, if not there (data parallelism brings them to `device`).
     """
     import torch
 

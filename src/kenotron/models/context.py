@@ -77,7 +77,7 @@ class StatePassing(Protocol):
 class Context:
     """What every block may read, and none changes. See docs/architecture.md for the table.
 
-    Not frozen: torch 2.11 would compile blocks with experts anew for every number of documents.
+    Not frozen: torch 2.11 would recompile blocks with experts for every number of documents.
     """
 
     shape: tuple[int, int]

@@ -35,7 +35,7 @@ C = TypeVar("C", bound=DecoderArchitecture)
 
 
 class Family(ABC, Generic[C]):
-    """Made anew for every model that is built, from its section `config`."""
+    """Created for every model that is built, from its section `config`."""
 
     section: ClassVar[type[DecoderArchitecture]]
     """The keys of `model.model_config`."""
@@ -48,7 +48,7 @@ class Family(ABC, Generic[C]):
     """The class of transformers, such as LlamaForCausalLM; "" without one: models cannot be exported."""
     hf_code: ClassVar[Mapping[str, str]] = {}
     """`auto_map` of config.json for a model that transformers does not know: "AutoConfig" and "AutoModelForCausalLM" →
-    module.Class. The modules lie in a folder `hf` beside the family's file; exports bring them along."""
+    module.Class. The modules are in a folder `hf` beside the family's file; exports bring them along."""
     hf_keys: ClassVar[Mapping[str, str]] = {}
     """Keys of the section whose name in config.json is another one."""
     hf_fixed: ClassVar[Mapping[str, Any]] = {}
@@ -56,7 +56,7 @@ class Family(ABC, Generic[C]):
     hf_names: ClassVar[Mapping[str, str]] = {}
     """Parts of parameter names → what they are called there, applied in order."""
     hf_unread: ClassVar[tuple[str, ...]] = ()
-    """Ends of names of tensors there that are no weights, such as the masks that old versions saved."""
+    """Ends of names of tensors there that are not weights, such as the masks that old versions saved."""
 
     hf_fp32: ClassVar[tuple[str, ...]] = ()
     """Ends of names of tensors there that exports keep in fp32, whatever their dtype."""

@@ -140,7 +140,7 @@ class ForeignModel(Decoder):
 
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
-        """What forward writes into saved buffers is undone afterwards: it is no training step."""
+        """What forward writes into saved buffers is undone afterwards: it is not a training step."""
         before = [(name, buffer, buffer.clone()) for name, buffer in self.saved_buffers().items()]
         try:
             yield
@@ -200,7 +200,7 @@ class ForeignModel(Decoder):
             return {name: parameter.detach() for name, parameter in self.foreign.make(std).named_parameters()}
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """An estimate: two for every weight of a matrix that is no lookup, and attention of the model's width.
+        """An estimate: two for every weight of a matrix that is not a lookup, and attention of the model's width.
 
         Experts count as if every token went through all of them. 0 where modules inside count themselves.
         """

@@ -140,7 +140,7 @@ def ulysses_attention(
     q ``[sequences, heads, local_length, head_dim]``; k, v the same with kv_heads, a divisor of heads. A rank holds the
     `cp_schedule.contiguous` part of every sequence; heads must be a multiple of the ranks. Key-value heads that the
     ranks do not divide are repeated until they do: each rank gets what its query heads read. Returns q's shape. Each
-    rank computes with `local`, and without a group this is no more than that.
+    rank computes with `local`, and without a group that is all.
     """
     borders = Borders(cu_seqlens, document_starts)
     if group is None or group.size() == 1:

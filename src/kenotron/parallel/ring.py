@@ -148,7 +148,7 @@ class UnderWay(NamedTuple):
 
 
 def send_on(x: Tensor, group: dist.ProcessGroup, tag: int) -> UnderWay:
-    """Start to send x to the next rank of `group` and to receive the previous rank's; computing goes on meanwhile."""
+    """Start to send x to the next rank of `group` and to receive the previous rank's; computation goes on."""
     rank, degree = group.rank(), group.size()
     received = torch.empty_like(x)
     send = dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=(rank + 1) % degree)

@@ -119,7 +119,7 @@ class OwnMaths(nn.Module):
         return functional_call(self._maths[0], tensors | dict(self.named_buffers()), args, kwargs)
 
     def train(self, mode: bool = True) -> OwnMaths:
-        """Training mode also for the module that computes, which is no child of this one."""
+        """Training mode also for the module that computes, which is not a child of this one."""
         self._maths[0].train(mode)
         return super().train(mode)
 

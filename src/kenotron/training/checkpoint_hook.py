@@ -88,7 +88,7 @@ class CheckpointHook(Hook):
         self._announce(run, outcomes)
 
     def _save_local(self, run: Run, local: LocalTier) -> None:
-        """Training waits for no save before this one, and goes on if it fails."""
+        """Save locally, unless an earlier save is still in flight; training continues if it fails."""
         if run.engine.in_flight or not local.ready():
             logger.info("No local checkpoint of step %d: the last save is still in flight", run.step)
             return

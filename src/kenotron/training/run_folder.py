@@ -36,7 +36,7 @@ def make_log_folder(config: Config) -> None:
 def open_log_folder(config: Config, continues: bool) -> None:
     """Write the resolved config to the folder; metrics of another run there are renamed.
 
-    `continues`: the run goes on from a checkpoint of its own. Raises InputError if the folder cannot be written.
+    `continues`: the run continues from its own checkpoint. Raises InputError if the folder cannot be written.
     """
     folder = log_folder(config)
     try:

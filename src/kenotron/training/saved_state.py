@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
 
 TENSOR = "kenotron.tensor"
-"""In the JSON state of a hook, the one key of what stands for a tensor; its value is the tensor's name."""
+"""In the JSON state of a hook, the only key of a tensor's placeholder; its value is the tensor's name."""
 
 
 def model_tensors(*parts: Decoder, copy_buffers: bool = False) -> dict[str, TensorShard]:

@@ -70,7 +70,7 @@ class Start:
         return self.schedule_start + config.tokens.train_steps
 
     def in_run_steps(self, config: Config) -> Config:
-        """`config` with stages that begin and end at steps of the run: at negative ones if it goes on with old data."""
+        """`config` with stages that begin and end at steps of the run: at negative ones if old data continue."""
         stages = [
             stage.model_copy(update={"start_training_step": stage.start_training_step + self.data_start})
             for stage in config.data_stages

@@ -275,7 +275,7 @@ class TokenWriter(ABC):
         with open_writer(path, "datatrove", np.dtype("uint16")) as writer:
             writer.write(ids, lengths)
 
-    A format's subclass says how chunks lie on disk. Leaving the block by an error leaves nothing behind.
+    A format's subclass says how chunks lie on disk. If an error ends the block, nothing is left behind.
     """
 
     holds_loss = False
@@ -340,7 +340,7 @@ class TokenWriter(ABC):
 
 
 def check_range(path: AnyPath, ids: NDArray[np.integer], dtype: np.dtype, start: int) -> None:
-    """Errors (InputError): an id of `ids` ``[tokens]``, not empty, from token `start` on, is none of `dtype`'s."""
+    """Errors (InputError): an id of `ids` ``[tokens]``, not empty, from token `start` on, does not fit `dtype`."""
     if ids.min() < 0:
         at = int(ids.argmin())
         raise InputError(f"{path}: token {start + at} is negative ({ids[at]})")

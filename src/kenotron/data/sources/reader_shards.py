@@ -83,7 +83,7 @@ BEGINNING = ShardState(0, 0, 0, 0, 0, (), np.empty(0, np.uint32), np.empty(0, np
 
 
 class ShardPosition(NamedTuple):
-    """How far a shard is: `after` windows behind a state."""
+    """How far a shard is: `after` windows past a state."""
 
     state: ShardState
     after: int

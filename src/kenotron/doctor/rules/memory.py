@@ -104,7 +104,7 @@ def slow_disk(facts: Facts) -> Finding | None:
     return hint(
         f"the folder's disk writes {speed / 1e6:.0f} MB/s: saving 1B parameters with AdamW takes "
         f"{BYTES_PER_PARAMETER * 1e9 / speed / 60:.0f} minutes",
-        "another disk, or checkpoints.checkpointing_engine: async, with which training goes on meanwhile",
+        "another disk, or checkpoints.checkpointing_engine: async, with which training continues during a save",
     )
 
 

@@ -1,7 +1,7 @@
 """A linear layer and an embedding: weights in fp32, products in the dtype of what flows through.
 
 A weight is the fp32 master that the optimizer updates; `forward` rounds it to x's dtype where it is used, and autograd
-brings its gradient back in fp32. In an fp32 run the cast is no operation at all; under FSDP2, which hands out
+brings its gradient back in fp32. In an fp32 run the cast does nothing; under FSDP2, which hands out
 weights in the compute dtype already, neither.
 
 Nothing here touches torch's global generator.

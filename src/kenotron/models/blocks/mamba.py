@@ -4,7 +4,7 @@
               │                             └─ x_proj ─ dt, B, C ───┘      │
               └─ in_proj_z ───────────────────────────────── silu ─────────┘
 
-Every channel is a recurrence of its own; x_proj alone mixes channels, so a tensor-parallel rank holds some channels and
+Every channel is a separate recurrence; only x_proj mixes channels, so a tensor-parallel rank holds some channels and
 sums what its part of x_proj makes of them with the other ranks. Channel counts are those of the local weights.
 """
 
@@ -87,7 +87,7 @@ class CausalConv(nn.Module):
 
 
 class TimeSteps(Linear):
-    """How far each channel's clock goes on at a token: softplus of a low-rank projection, in fp32."""
+    """The time step of each channel at a token: softplus of a low-rank projection, in fp32."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[tokens, rank]`` → ``[tokens, channels]``."""

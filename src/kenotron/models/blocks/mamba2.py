@@ -6,7 +6,7 @@
               ├─ in_proj_dt ──────────────────┘         │
               └─ in_proj_z ──────────────────── silu ───┘
 
-No projection reads the output of the convolution, so nothing is sent inside of the layer under tensor parallelism. A
+No projection reads the output of the convolution, so nothing is sent inside the layer under tensor parallelism. A
 rank holds some heads and the groups whose B and C they read; one group that all heads share is on every rank. Head
 counts are those of the local weights.
 """
@@ -28,7 +28,7 @@ from kenotron.models.context import Context, StatePassing
 
 
 class HeadTimeSteps(nn.Module):
-    """How far each head's clock goes on at a token: softplus(x + bias), in fp32, kept within `limit`."""
+    """The time step of each head at a token: softplus(x + bias), in fp32, kept within `limit`."""
 
     def __init__(self, heads: int, limit: tuple[float, float]) -> None:
         super().__init__()

@@ -44,11 +44,11 @@ class Routing:
 
     `top_k` experts a token; with `normalize` its weights are divided by their sum, and then multiplied by `scale`.
     `balance`, `z`: coefficients of the two losses. Experts lie in `groups` of neighbours, and a token's come from the
-    `top_groups` whose two best scores have the largest sums. `biased`: experts are chosen by score plus a bias of
-    their own, and weighed by the score alone. `bias_rate`: what a step of training adds to the biases of experts with
-    less than the mean load, and takes from those of the others (`training.expert_loads`). `over_global_batch`: the
-    balance loss takes loads of the previous step's global batch, not those of the sequence. `capacity`: slots that an
-    expert computes of a sequence in training, as a multiple of an even share; None: all.
+    `top_groups` whose two best scores have the largest sums. `biased`: experts are chosen by score plus a bias of their
+    own, and weighted by the score alone. `bias_rate`: what a training step adds to the biases of experts with less than
+    the mean load, and subtracts from the others' (`training.expert_loads`). `over_global_batch`: the balance loss takes
+    loads of the previous step's global batch, not those of the sequence. `capacity`: slots that an expert computes of a
+    sequence in training, as a multiple of an even share; None: all.
     """
 
     top_k: int
@@ -68,7 +68,7 @@ class Routing:
 class Router(nn.Module):
     """x ``[tokens, hidden]`` → (experts ``[tokens, k]`` int64, weights ``[tokens, k]`` fp32, logits, scores).
 
-    Logits and scores ``[tokens, experts]`` fp32. The bias is no weight: no gradient reaches it.
+    Logits and scores ``[tokens, experts]`` fp32. The bias is not a weight: no gradient reaches it.
     """
 
     def __init__(self, hidden_size: int, experts: int, routing: Routing) -> None:
@@ -130,7 +130,7 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """x ``[tokens, hidden]`` → the same shape.
 
-    `shared`: an expert that sees every token; `shared_gate`: a linear to one number, whose sigmoid weighs it. Experts
+    `shared`: an expert that sees every token; `shared_gate`: a linear to one number, whose sigmoid weights it. Experts
     that are not `gated` are ``down(act(up(x)))``.
     """
 

@@ -40,7 +40,7 @@ class HeadRMSNorm(RMSNorm):
 
 
 class PlainRMSNorm(nn.Module):
-    """RMSNorm without a weight, of every `width` neighbouring features by itself: x ``[tokens, features]`` → the same.
+    """RMSNorm without a weight, of every `width` neighbouring features separately: x ``[tokens, features]`` → the same.
 
     With the width of a head it works on the heads that a rank holds, however many.
     """

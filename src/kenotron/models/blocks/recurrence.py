@@ -1,9 +1,8 @@
 """What layers with a recurrent state share: where documents begin, and the state that generation keeps between tokens.
 
-In training tokens fold into sequences by ``ctx.shape``, states begin at zero, and a document that begins inside of a
-sequence resets them. In generation ``ctx.states`` folds instead: each text is a row of its own,
-and its state goes on from where the last step left it. Where ranks share sequences, ``ctx.passing`` brings what the
-ranks before have.
+In training tokens fold into sequences by ``ctx.shape``, states begin at zero, and a document that begins inside a
+sequence resets them. In generation ``ctx.states`` folds instead: each text is a row of its own, and its state continues
+from where the last step left it. Where ranks share sequences, ``ctx.passing`` brings what the ranks before have.
 """
 
 from __future__ import annotations

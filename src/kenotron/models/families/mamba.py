@@ -3,8 +3,8 @@
     tokens ── embed ──┬─ norm ─ convolution, selective scan, gate ─(+)─ … ── norm ── head ── loss
                       └────────────────────────────────────────────┘
 
-Names are Hugging Face's, but for what is stored joined there: in_proj is in_proj_x over in_proj_z here. nanotron's keys
-(d_model, ssm_cfg, …) are read as the ones they mean.
+Names are Hugging Face's, except for what is stored joined there: in_proj is in_proj_x over in_proj_z here. nanotron's
+keys (d_model, ssm_cfg, …) are read as the ones they mean.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class MambaStyleArchitecture(DecoderArchitecture):
 
     @property
     def inner_size(self) -> int:
-        """Channels inside of a layer."""
+        """Channels inside a layer."""
         return self.expand * self.hidden_size
 
     def shape_problems(self) -> Iterator[Problem]:
-        """Initial time steps that are no range."""
+        """Initial time steps that are not a range."""
         if self.time_step_max < self.time_step_min:
             yield "time_step_max", f"expected at least time_step_min {self.time_step_min}, found {self.time_step_max}"
 
@@ -174,7 +174,7 @@ class MambaStyle(Family[C]):
 
 
 class Mamba(MambaStyle[MambaArchitecture]):
-    """Channels are split over tp; x_proj, which mixes them, is summed inside of the layer."""
+    """Channels are split over tp; x_proj, which mixes them, is summed inside the layer."""
 
     section = MambaArchitecture
     plan = Plan(

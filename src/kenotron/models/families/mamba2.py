@@ -1,7 +1,7 @@
 """Mamba-2 (Dao & Gu 2024, arXiv 2405.21060): Mamba with heads of one decay each, so that its scan is matrix products.
 
-Names are Hugging Face's, but for what is stored joined there: in_proj is z, x, B, C and dt, conv1d is x, B and C, one
-above the other.
+Names are Hugging Face's, except for what is stored joined there: in_proj is z, x, B, C and dt, conv1d is x, B and C,
+one above the other.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Mamba2StyleArchitecture(MambaStyleArchitecture):
 
     @property
     def limit(self) -> tuple[float, float]:
-        """Bounds of time steps at work."""
+        """Bounds of time steps in the forward pass."""
         return 0.0, math.inf
 
     def shape_problems(self) -> Iterator[Problem]:
-        """Heads that do not fall into groups."""
+        """Heads that do not divide into groups."""
         yield from super().shape_problems()
         if self.recurrence[0] % self.n_groups:
             found = f"found {self.n_groups}"
@@ -72,7 +72,7 @@ class Mamba2Architecture(Mamba2StyleArchitecture):
     )
 
     def shape_problems(self) -> Iterator[Problem]:
-        """Heads that do not fill the width, or do not fall into groups."""
+        """Heads that do not fill the width, or do not divide into groups."""
         yield from super().shape_problems()
         if self.num_heads * self.head_dim != self.inner_size:
             yield (
@@ -150,7 +150,7 @@ class Mamba2(Mamba2Style[Mamba2Architecture]):
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """An infinite bound of time steps is no bound."""
+        """An infinite bound of time steps means no bound."""
         given = config.get("time_step_limit") or (0.0, math.inf)
         bounds = [float(each["__float__"]) if isinstance(each, dict) else each for each in given]
         return values | {"time_step_limit": [None if each is None or math.isinf(each) else each for each in bounds]}

@@ -43,5 +43,5 @@ class Mistral(LlamaStyle[MistralArchitecture]):
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """A null there is no window, and not this section's default; a missing key means 4096."""
+        """A null there means no window, not this section's default; a missing key means 4096."""
         return values | {"sliding_window": config.get("sliding_window", 4096)}

@@ -119,7 +119,7 @@ class SparseStyle(LlamaStyle[S]):
         return self.config.routing()
 
     def shared_expert(self) -> tuple[nn.Module | None, nn.Module | None]:
-        """(an expert for every token, the linear whose sigmoid weighs it), where the family has them."""
+        """(the shared expert, the linear whose sigmoid weights it), where the family has them."""
         return None, None
 
     def block(self, layer: int) -> nn.Module:
@@ -185,6 +185,6 @@ class Mixtral(SparseStyle[MixtralArchitecture]):
 
     @classmethod
     def from_hf(cls, values: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        """A null there is no window; a config.json without rms_norm_eps means 1e-5."""
+        """A null there means no window; a config.json without rms_norm_eps means 1e-5."""
         window, eps = config.get("sliding_window"), config.get("rms_norm_eps", 1e-5)
         return values | {"sliding_window": window, "rms_norm_eps": eps}

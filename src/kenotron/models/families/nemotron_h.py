@@ -90,7 +90,7 @@ class NemotronHArchitecture(BiasedMixtureArchitecture, AttentionArchitecture, Ma
 
     @property
     def inner_size(self) -> int:
-        """Channels inside of a Mamba-2 layer."""
+        """Channels inside a Mamba-2 layer."""
         return self.mamba_num_heads * self.mamba_head_dim
 
     def head_dim_problems(self) -> Iterator[Problem]:
