@@ -329,7 +329,7 @@ def first_update_is(parent: Config, config: Config, folder: Path) -> bool:
         ),
         (
             ["resume_checkpoint_path=a", "load_mode=cooldown", "load_lr_scheduler=false"],
-            "load_mode: cooldown has data, and load_lr_scheduler: false not; remove one of them",
+            "load_mode: cooldown has data, but load_lr_scheduler: false; remove one of them",
         ),
     ],
 )

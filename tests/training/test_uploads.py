@@ -215,7 +215,7 @@ def test_a_store_that_cannot_be_used_is_known_before_the_first_step(
         with pytest.raises(InputError, match=rf"{URL}/\.kenotron: cannot be written \(PermissionError: Access"):
             train_quietly(machine("a"))
     train_quietly(machine("a"))
-    with pytest.raises(InputError, match=f"--fresh: {URL} holds checkpoints, which stay where they are"):
+    with pytest.raises(InputError, match=f"--fresh: {URL} holds checkpoints, which are left as they are"):
         train_quietly(machine("b"), fresh=True)
 
 
@@ -244,7 +244,9 @@ def test_a_store_of_another_run_is_refused_before_anything_in_it_changes(
     other = local_run(tmp_path / "b")
     train_quietly(other)
     before = {name: file.getvalue() for name, file in bucket.items()}
-    message = f"{URL} holds the checkpoints of another run than .*; name another URL, or if it is the same run, copy"
+    message = (
+        f"{URL} holds the checkpoints of a different run from .*; name another URL, or if it is the same run, copy"
+    )
     with pytest.raises(InputError, match=message):
         train_quietly(local_run(tmp_path / "b", UPLOADED, "checkpoints.keep_last=1", "tokens.train_steps=8"))
     capsys.readouterr()

@@ -313,7 +313,7 @@ def check_same_run(remote: RemoteCheckpoints, root: Path, known: str | None) -> 
     two_ids = there and known
     if there != known and remote.holds_any() and _holds_any(root) and (two_ids or not _has_one_of(remote, root)):
         same = f", or if it is the same run, copy {remote.store.at(RUN)} to {root / RUN}" if there else ""
-        raise InputError(f"{remote.url} holds the checkpoints of another run than {root}; name another URL{same}")
+        raise InputError(f"{remote.url} holds the checkpoints of a different run from {root}; name another URL{same}")
     if there and there != known and remote.holds_any():
         (root / RUN).write_text(there)
     elif (here := run_id(root)) is not None and here != there:

@@ -273,7 +273,7 @@ class AttentionArchitecture(DecoderArchitecture):
                 )
 
     def unsupported(self) -> Iterator[str]:
-        """The same, and what is a method of context parallelism here."""
+        """The base class's, and values that are context-parallel methods here."""
         name = self.attn_implementation
         if method := RING_ATTENTION.get(name):
             yield f"_attn_implementation: {name} (set parallelism.context_parallel_method: {method})"

@@ -121,7 +121,7 @@ class TokenSource(ABC):
         yield from ()
 
     def training_ends(self) -> Sequence[tuple[str, str, int]]:
-        """Of every file whose last tokens are held out: its real path, its name, and the tokens before these."""
+        """For every file whose last tokens are held out: its real path, its name, and the tokens before them."""
         return ()
 
     def joined(self, others: Sequence[TokenSource]) -> tuple[TokenSource, Int64] | None:
@@ -168,7 +168,7 @@ class SampleRange(TokenSource):
 
     @property
     def fingerprint(self) -> str | None:
-        """That of the complete source."""
+        """The fingerprint of the complete source."""
         return self.whole.fingerprint
 
     def read(self, indices: Int64, document_ids: bool = True) -> Samples:

@@ -77,7 +77,7 @@ def records_of(source: CachedText, documents: Collection[int]) -> dict[int, Reco
 
 
 def records_of_step(data: RunData, step: int, origins: Sequence[SampleOrigin]) -> dict[tuple[str, int], Record]:
-    """Of the documents in `origins`, those of `step`, the records: by file of the cache and number in it."""
+    """The records of the documents in `origins`, those of `step`: by file of the cache and number in it."""
     wanted: dict[str, set[int]] = defaultdict(set)
     for origin in origins:
         for each in origin.documents or ():

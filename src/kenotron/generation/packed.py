@@ -89,7 +89,7 @@ class PackedLinear(nn.Module):
 
     @staticmethod
     def grouped(x: Tensor, *linears: PackedLinear) -> tuple[Tensor, ...]:
-        """As of `Linear`."""
+        """See `Linear.grouped`."""
         first = linears[0]
         if not first.widths:
             first._take(linears)

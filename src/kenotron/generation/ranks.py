@@ -100,7 +100,7 @@ class ModelOnRanks:
         return rank_of_stage(self.pipeline.engine, self.pipeline.pp, self.pipeline.count - 1)
 
     def share(self, prompts: Sequence[T]) -> Sequence[T]:
-        """Those that this rank's replica decodes: consecutive ones, none where there are fewer than replicas."""
+        """The prompts that this rank's replica decodes: consecutive ones, none where there are fewer than replicas."""
         if self.lockstep:
             return prompts
         rank, degree = self.mesh.rank("batch"), self.mesh.degree("batch")

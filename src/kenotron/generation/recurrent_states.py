@@ -52,7 +52,7 @@ class RecurrentStates:
         return x.new_zeros(rows * longest, x.shape[1]).index_copy_(0, self._slots, x).view(rows, longest, -1)
 
     def unfold(self, x: Tensor) -> Tensor:
-        """The other way round."""
+        """The inverse of `fold`."""
         return x.flatten(0, 1) if self._slots is None else x.flatten(0, 1)[self._slots]
 
     def recall(self, layer: int) -> State | None:

@@ -58,7 +58,7 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _code() -> str:
-    """Of all files of the package."""
+    """A hash of all files of the package."""
     root = Path(__file__).parents[1]
     digest = xxhash.xxh3_64()
     for file in sorted(root.rglob("*.py")):

@@ -49,7 +49,7 @@ class RecurrentStates(Protocol):
         ...
 
     def unfold(self, x: Tensor) -> Tensor:
-        """The other way round."""
+        """The inverse of `fold`."""
         ...
 
     def recall(self, layer: int) -> tuple[Tensor, ...] | None:

@@ -101,7 +101,7 @@ class Family(ABC, Generic[C]):
         return values
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The other way round: `values` of config.json."""
+        """The inverse of `from_hf`: `values` of config.json."""
         return values
 
     def hf_name(self, name: str) -> str:
@@ -115,7 +115,7 @@ class Family(ABC, Generic[C]):
         raise NotImplementedError(f"{type(self).__name__} does not say how {hf_name} is joined")
 
     def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """The other way round."""
+        """The inverse of `hf_join`."""
         raise NotImplementedError(f"{type(self).__name__} does not say how {hf_name} is split")
 
 

@@ -100,7 +100,7 @@ class HuggingFaceArchitecture(ForeignArchitecture):
         return "dynamic" in rope or "longrope" in rope
 
     def transformers_config(self) -> PretrainedConfig:
-        """The same for transformers."""
+        """The config as transformers' own object."""
         from transformers import CONFIG_MAPPING
 
         return CONFIG_MAPPING[self.hf_config["model_type"]].from_dict(deepcopy(self.hf_config))
@@ -168,7 +168,7 @@ class UserModuleArchitecture(ForeignArchitecture):
         return self.module
 
     def arguments(self) -> dict[str, Any]:
-        """Those of the constructor."""
+        """The constructor's keyword arguments."""
         own, taken = ForeignArchitecture.model_fields, self._parameters()
         return {name: value for name, value in self.given.items() if name in taken or name not in own}
 
@@ -182,11 +182,11 @@ class Foreign(Family[C]):
     plan = Plan(blocks="*")  # of a model: `plan_of`
 
     def block(self, layer: int) -> nn.Module:
-        """None is built by itself."""
+        """No block is built by itself."""
         raise NotImplementedError(f"{type(self).__name__} is built as a whole")
 
     def final_norm(self) -> nn.Module:
-        """None either."""
+        """Nor is the final norm."""
         raise NotImplementedError(f"{type(self).__name__} is built as a whole")
 
     def own_model(self, vocab_multiple: int, part: ModelPart | None) -> Decoder:
@@ -269,7 +269,7 @@ class HuggingFace(Foreign[HuggingFaceArchitecture]):
         return logits
 
     def has_cache(self, module: nn.Module, padded: bool) -> bool:
-        """Of keys and values alone, all turned by the same angles; with padding, where positions can be given.
+        """Only for keys and values, all rotated by the same angles; with padding, where positions can be given.
 
         States of recurrent layers would see the padding, and where angles follow the length of a text (dynamic NTK,
         LongRoPE) cached keys would keep those of a shorter one.
@@ -284,7 +284,7 @@ class HuggingFace(Foreign[HuggingFaceArchitecture]):
     def cached_logits(
         self, module: nn.Module, tokens: Tensor, mask: Tensor, cache: Cache | None
     ) -> tuple[Tensor, Cache]:
-        """As of `Foreign`: a call of transformers' `generate`."""
+        """As in `Foreign`: what a step of transformers' `generate` calls."""
         keys: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
         parameters = inspect.signature(module.forward).parameters
         if "position_ids" in parameters:

@@ -82,12 +82,12 @@ class WholeTexts:
         self.lengths = torch.tensor([len(each) for each in prompts], device=self.tokens.device)
 
     def append(self, tokens: Tensor) -> None:
-        """As of `CachedTexts`."""
+        """As in `CachedTexts`."""
         self.tokens, self.lengths = F.pad(self.tokens, (0, 1)), self.lengths + 1
         self.tokens.scatter_(1, self.lengths[:, None] - 1, tokens[:, None])
 
     def next_logits(self, model: ForeignModel) -> Tensor:
-        """As of `CachedTexts`."""
+        """As in `CachedTexts`."""
         rows, longest = self.tokens.shape
         positions = torch.arange(longest, device=self.tokens.device).repeat(rows)
         logits = model.logits(self.tokens, Context((rows, longest), positions, attention), model.compute_dtype)

@@ -77,7 +77,7 @@ class ForeignModel(Decoder):
                 )
 
     def forward(self, tokens: Tensor, ctx: Context, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """As of `Decoder`. Raises InputError where documents are packed and the module does not keep them apart."""
+        """As in `Decoder`. Raises InputError where documents are packed and the module does not keep them apart."""
         if ctx.states is not None:
             return next_logits(self, tokens, ctx)
         if ctx.has_documents and not self.separates_documents:
@@ -135,7 +135,7 @@ class ForeignModel(Decoder):
             self._set_buffer(name, value.to(device, copy=True))
 
     def saved_buffers(self) -> dict[str, Tensor]:
-        """Those of the module's state_dict; forward may write them, in place or by assignment."""
+        """The buffers in the module's state_dict; forward may write them, in place or by assignment."""
         return {name: self.get_buffer(name) for name in self._saved}
 
     @contextmanager
@@ -160,7 +160,7 @@ class ForeignModel(Decoder):
                 setattr(self.get_submodule(parent), leaf, self.get_parameter(owner))
 
     def ties(self) -> dict[str, str]:
-        """As of `Decoder`."""
+        """As in `Decoder`."""
         return {name: owner for owner, *copies in self._tied for name in copies}
 
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
@@ -168,7 +168,7 @@ class ForeignModel(Decoder):
         self.compute_dtype, self.weight_dtype = dtype, torch.float32
 
     def set_recompute(self, recompute: bool) -> None:
-        """As of `Decoder`: whole blocks."""
+        """As in `Decoder`: whole blocks."""
         for _, block in modules(self, self.plan.blocks) if recompute else ():
             block.forward = partial(  # type: ignore[method-assign]
                 checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False

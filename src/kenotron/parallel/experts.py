@@ -87,11 +87,11 @@ class LocalLinear(nn.Module):
 
     @staticmethod
     def grouped(x: Tensor, *linears: LocalLinear) -> tuple[Tensor, ...]:
-        """As of `models.blocks.linear.Linear`."""
+        """See `models.blocks.linear.Linear.grouped`."""
         return tuple(each(x) for each in linears)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Those of the full matrix: its DTensor has the full shape."""
+        """FLOPs of the full matrix: its DTensor has the full shape."""
         return 2.0 * self.weight.numel()
 
 
@@ -114,7 +114,7 @@ class ExpertShards(nn.Module):
             self.get_submodule(owner).register_parameter(leaf, weight)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """As of `Experts`."""
+        """As in `Experts`."""
         tensors = {path: local_part(parameter) for path, parameter in self.named_parameters()}
 
         def compute(x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

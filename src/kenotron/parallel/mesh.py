@@ -129,7 +129,7 @@ class Mesh:
         return self._submeshes[name]
 
     def expert_axes(self, *names: str) -> DeviceMesh | None:
-        """Those axes of `expert_mesh`, or None if one of them is of degree 1."""
+        """The axes `names` of `expert_mesh`, or None if one of them has degree 1."""
         if self.expert_mesh is None or not set(names) <= set(self.expert_mesh.mesh_dim_names or ()):
             return None
         return self.expert_mesh[names if len(names) > 1 else names[0]]

@@ -213,7 +213,7 @@ class ColumnParallelLinear(nn.Module):
         return _ColumnProducts.apply(x, settings.group, *how, *weights, *biases)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Those of the full matrix: its DTensor has the full shape."""
+        """FLOPs of the full matrix: its DTensor has the full shape."""
         return 2.0 * self.weight.numel()
 
 
@@ -361,7 +361,7 @@ class RowParallelLinear(nn.Module):
         return y + local_part(self.bias, partial=sequence).to(x.dtype)  # once, after the sum
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Those of the full matrix: its DTensor has the full shape."""
+        """FLOPs of the full matrix: its DTensor has the full shape."""
         return 2.0 * self.weight.numel()
 
 
@@ -480,5 +480,5 @@ class VocabParallelHead(_VocabParallel):
         )
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Those of the full head, without the rows that pad the vocabulary."""
+        """FLOPs of the full head, without the rows that pad the vocabulary."""
         return 2.0 * self.vocab_size * self.weight.shape[1]

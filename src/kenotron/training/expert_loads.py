@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ExpertLoads(NamedTuple):
-    """Of one step, over all ranks: slots ``[layers, experts]``; ``[3]``: balance loss, z-loss, dropped slots."""
+    """Loads in one step, over all ranks: slots ``[layers, experts]``; ``[3]``: balance loss, z-loss, dropped slots."""
 
     slots: Tensor
     totals: Tensor

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class NanotronLog(RunLog):
-    """The same in the lines of nanotron's log, in its order."""
+    """The run's log in the lines of nanotron's log, in its order."""
 
     always_local = True
 

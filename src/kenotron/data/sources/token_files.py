@@ -195,7 +195,7 @@ class TokenFiles(SampleRange):
         return f"{self.folder.fingerprint} best_fit" if isinstance(self.whole, PackedRows) else self.folder.fingerprint
 
     def training_ends(self) -> Sequence[tuple[str, str, int]]:
-        """Of every file its real path, its name, and the tokens before the held-out ones."""
+        """For every file its real path, its name, and the tokens before the held-out ones."""
         return [(_real(file), str(file.path), end) for file, end in zip(self.folder.token_files, self._ends)]
 
     def joined(self, others: Sequence[TokenSource]) -> tuple[TokenSource, Int64] | None:
@@ -286,7 +286,7 @@ def _local_copy(file: TokenFile, folder: Any, copies: Path) -> TokenFile:
 
 
 def training_ends(folder: TokenFolder, length: int, val_fraction: float) -> list[int]:
-    """Of each file the tokens before the held-out part, the last `tokens.val_fraction` of the windows of all files.
+    """For each file the tokens before the held-out part, the last `tokens.val_fraction` of the windows of all files.
 
     They are windows of the first stage's `length`, from which every validation reads.
     """

@@ -62,12 +62,12 @@ class UserRange(SampleRange):
         self.bytes_per_token = whole.bytes_per_token
 
     def measure(self, unit: str) -> int:
-        """That of the complete source where it has a rule of its own; samples are counted without those held out."""
+        """The measure of the complete source where it has its own rule; samples are counted without those held out."""
         own = type(self.whole).measure is not TokenSource.measure
         return self.whole.measure(unit) if own else super().measure(unit)
 
     def describe(self) -> str:
-        """As of the complete source where it has a line of its own."""
+        """The line of the complete source, where it has its own."""
         own = type(self.whole).describe is not TokenSource.describe
         return self.whole.describe() if own else super().describe()
 

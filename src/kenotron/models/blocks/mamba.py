@@ -46,7 +46,7 @@ class MambaBlock(nn.Module):
 
 
 class AttentionBranch(MambaBlock):
-    """The same around attention, for hybrids: ``x + attention(norm(x))``."""
+    """The residual branch around attention, for hybrids: ``x + attention(norm(x))``."""
 
     def mix(self, x: Tensor, positions: Any, ctx: Context) -> Tensor:
         """x ``[tokens, hidden]``."""
@@ -55,7 +55,7 @@ class AttentionBranch(MambaBlock):
 
 
 class MLPBranch(MambaBlock):
-    """And around a feed-forward: ``x + mlp(norm(x))``."""
+    """The residual branch around a feed-forward: ``x + mlp(norm(x))``."""
 
     def mix(self, x: Tensor, positions: Any, ctx: Context) -> Tensor:
         """x ``[tokens, hidden]``."""

@@ -199,7 +199,7 @@ class MixtureOfExperts(nn.Module):
         return (experts, weights) if kept is None else (experts.where(kept, count), weights * kept)
 
     def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """Of the experts that a token goes through, and the router; the shared expert's modules count themselves."""
+        """FLOPs of a token's experts and of the router; the shared expert's modules count themselves."""
         of_an_expert = sum(matrix[0].numel() for matrix in self.experts.parameters())
         return 2.0 * (of_an_expert * self.routing.top_k + self.gate.weight.numel())
 

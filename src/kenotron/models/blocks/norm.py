@@ -35,7 +35,7 @@ class HeadRMSNorm(RMSNorm):
     """RMSNorm of every head by itself: x ``[tokens, heads * head_dim]`` → the same shape; one weight for all heads."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the heads that this rank holds: their number is x's."""
+        """Normalizes the heads that this rank holds: their number is x's."""
         return super().forward(x.unflatten(-1, (-1, self.weight.shape[0]))).flatten(-2)
 
 
@@ -62,7 +62,7 @@ class GroupRMSNorm(RMSNorm):
         self.groups, self.group_size = groups, features // groups
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the groups that this rank holds: their number is x's. Statistics in fp32."""
+        """Normalizes the groups that this rank holds: their number is x's. Statistics in fp32."""
         wide = x.float().unflatten(-1, (-1, self.group_size))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return wide.flatten(-2).to(x.dtype) * self.weight.to(x.dtype)

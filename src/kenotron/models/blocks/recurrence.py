@@ -21,7 +21,7 @@ def fold(x: Tensor, ctx: Context) -> Tensor:
 
 
 def unfold(x: Tensor, ctx: Context) -> Tensor:
-    """The other way round."""
+    """The inverse of `fold`."""
     return x.flatten(0, 1) if ctx.states is None else ctx.states.unfold(x)
 
 

@@ -103,7 +103,7 @@ class DeepseekV3Architecture(BiasedMixtureArchitecture, SparseArchitecture):
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """Those after the dense ones."""
+        """The layers after the dense ones."""
         return tuple(range(self.first_k_dense_replace, self.num_hidden_layers))
 
     @property
@@ -113,7 +113,7 @@ class DeepseekV3Architecture(BiasedMixtureArchitecture, SparseArchitecture):
 
     @property
     def rotary_dim(self) -> int:
-        """Those of them that RoPE rotates: the last ones."""
+        """Channels of a head that RoPE rotates: the last ones."""
         return self.qk_rope_head_dim
 
     def head_dim_problems(self) -> Iterator[Problem]:
@@ -193,7 +193,7 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
         return values | {"q_lora_rank": config.get("q_lora_rank", 1536)}
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
-        """The same, and no layers for further tokens."""
+        """The inverse of `from_hf`, and no layers for further tokens."""
         return values | {"head_dim": self.config.qk_rope_head_dim, "num_nextn_predict_layers": 0}
 
     def hf_join(self, hf_name: str, parts: Sequence[Tensor]) -> Tensor:
@@ -203,5 +203,5 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
         return torch.cat(list(parts))
 
     def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """The other way round."""
+        """The inverse of `hf_join`."""
         return tensor.split((self.config.kv_lora_rank, self.config.qk_rope_head_dim))

@@ -113,6 +113,6 @@ class GPTNeoX(Family[GPTNeoXArchitecture]):
         return torch.stack([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 2)
 
     def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """The other way round."""
+        """The inverse of `hf_join`."""
         heads = tensor.unflatten(0, (self.config.num_attention_heads, 3, -1))
         return [part.flatten(0, 1) for part in heads.unbind(1)]

@@ -199,7 +199,7 @@ class Mamba(MambaStyle[MambaArchitecture]):
         return self.mamba_block(MambaMixer(*widths, layer, bias=config.use_bias, conv_bias=config.use_conv_bias))
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
-        """And the projection to time steps by its own keys."""
+        """The rules above, and the projection to time steps by its own keys."""
         from kenotron.models.blocks.mamba_init import uniform
 
         bound = self.config.rank**-0.5 * self.config.time_step_scale

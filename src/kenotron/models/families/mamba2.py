@@ -134,7 +134,7 @@ class Mamba2Style(MambaStyle[D]):
         return self.mamba_block(mixer)
 
     def hf_split(self, hf_name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """By the widths of the parts."""
+        """Splits by the widths of the parts."""
         config = self.config
         heads, state_size = config.recurrence
         convolved = (config.inner_size, config.n_groups * state_size, config.n_groups * state_size)
@@ -156,5 +156,5 @@ class Mamba2(Mamba2Style[Mamba2Architecture]):
         return values | {"time_step_limit": [None if each is None or math.isinf(each) else each for each in bounds]}
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
-        """And the other way round."""
+        """The inverse of `from_hf`."""
         return values | {"time_step_limit": list(self.config.limit)}

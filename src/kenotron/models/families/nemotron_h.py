@@ -197,6 +197,6 @@ class NemotronH(Mamba2Style[NemotronHArchitecture]):
         return values | {"hidden_act": config.get("mlp_hidden_act", "relu2")}
 
     def to_hf(self, values: dict[str, Any]) -> dict[str, Any]:
-        """And the other way round."""
+        """The inverse of `from_hf`."""
         activation = values.pop("hidden_act")
         return values | {"mlp_hidden_act": activation, "head_dim": self.config.head_dim}
