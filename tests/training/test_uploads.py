@@ -253,7 +253,7 @@ def test_a_store_of_another_run_is_refused_before_anything_in_it_changes(
     with pytest.raises(SystemExit) as ended:
         main(["checkpoint", "upload", str(other.checkpoint_folder), URL])
     assert ended.value.code
-    assert "another run" in capsys.readouterr().err
+    assert "a different run" in capsys.readouterr().err
     assert {name: file.getvalue() for name, file in bucket.items()} == before
     own = other.checkpoint_folder / ".run"
     own.unlink()  # as of a folder whose files were copied by `*`, or of an average
