@@ -2,6 +2,7 @@
 
 import io
 import json
+import socket
 import runpy
 import sys
 from pathlib import Path
@@ -249,16 +250,17 @@ def test_context_parallelism_is_no_option_of_generation(shell, path):
     assert err.startswith("error: No such option: --cp")
 
 
-def test_degrees_that_do_not_make_torchruns_processes_are_told_once_with_the_arithmetic(shell, path, monkeypatch):
+def test_degrees_that_do_not_make_torchruns_processes_are_refused_with_the_arithmetic(shell, path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(rank0, "RANK0_REPORTS_WITHIN_S", 0.0)  # rank 1 waits for rank 0 to be reported by torchrun
+    monkeypatch.setattr(rank0, "RANK0_REPORTS_WITHIN_S", 0.0)  # within which torchrun ends rank 1
     said = []
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         code, _, err = shell("--ckpt-path", path, "--tp", 2, "--pp", 2, command=run_generate)
         assert code == 2
         said.append(err)
-    assert said == ["error: --dp 1 x --pp 2 x --tp 2 needs 4 processes, but 2 were started\n", ""]
+    message = "--dp 1 x --pp 2 x --tp 2 needs 4 processes, but 2 were started\n"
+    assert said == [f"error: {message}", f"error: rank 1 on {socket.gethostname()}: {message}"]
 
 
 # On local ranks ---------------------------------------------------------------------------------
