@@ -2,8 +2,8 @@
 
 import io
 import json
-import socket
 import runpy
+import socket
 import sys
 from pathlib import Path
 
