@@ -114,6 +114,8 @@ def test_prune_of_links_removes_the_links(root: Path) -> None:
 def test_verify_names_what_a_step_without_manifest_lacks(root: Path) -> None:
     (root / "20" / "manifest.json").unlink()
     assert run("verify", root / "20")[0] == 1
+    job = root.rename(root.with_name("123456"))
+    assert f"{job / '30'} is intact" in run("verify", job)[1]
 
 
 def test_what_is_not_uploaded_is_named(root: Path) -> None:

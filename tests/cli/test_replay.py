@@ -175,6 +175,11 @@ def test_an_override_cannot_lead_a_replay_to_the_runs_own_files(
     assert sorted(path.name for path in (run / "checkpoints").glob("[0-9]*")) == ["4", "8", "9"]
 
 
+def test_anomaly_mode_is_the_same_layout(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said, _ = replay(capsys, str(run / "checkpoints"), "profiler={detect_anomaly: true}", "--step", "5")
+    assert (code, said.splitlines()[-1]) == (0, "steps 5 to 5: every number is equal")
+
+
 def test_a_damaged_checkpoint_is_not_begun_at(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
     weights = next((tmp_path / "checkpoints" / "8" / "model").glob("*.safetensors"))

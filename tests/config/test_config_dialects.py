@@ -248,6 +248,10 @@ def test_the_embedding_has_its_name_of_here(minimal: dict[str, Any]) -> None:
     config, lines = upgraded(minimal)
     assert config.optimizer.weight_decay_exclude_named_params == [".*norm.*", ".*embed_tokens.*"]
     assert lines == ["optimizer.weight_decay_exclude_named_params: token_embedding is now embed_tokens"]
+    minimal["optimizer"]["weight_decay_exclude_named_params"] = [".*token_embedding.*"]
+    minimal["model"]["model_config"] = {"module": "torch.nn.Identity", "args": {}, "vocab_size": 5}
+    config, lines = upgraded(minimal)
+    assert (config.optimizer.weight_decay_exclude_named_params, lines) == ([".*token_embedding.*"], [])
 
 
 @pytest.mark.parametrize("own", ["checkpoints", "s3://bucket/run"])

@@ -49,7 +49,8 @@ def test_a_rank_that_was_started_in_another_way_is_named_on_all(tmp_path: Path) 
         "--fresh is True and not False": {"fresh": True},
         "the hash of kenotron's code is other and not one": {"code": "other"},
     }
-    found = run_ranks(2, refusals, tmp_path, [{}, *cases.values()])
+    places = {"keys": ["general.run=other", f"logging.log_dir={tmp_path}/other"]}  # rank 0's are those of all
+    found = run_ranks(2, refusals, tmp_path, [places, *cases.values()])
     expected = [f"rank 1 on machine1 was started differently from rank 0: {what}" for what in cases]
     assert found == [["", *expected]] * 2
 

@@ -275,6 +275,19 @@ def test_a_folder_without_an_id_that_has_a_checkpoint_of_the_store_is_of_its_run
     assert (copied / ".run").read_text() == RemoteCheckpoints(URL).store.read(".run").decode()
 
 
+def test_a_store_without_an_id_gets_that_of_its_run(machine: Callable[..., Config]) -> None:
+    """`--fresh` removes the store's id; the run may be killed when its first upload is no longer here."""
+    config = machine("a")
+    train_quietly(config)
+    remote = RemoteCheckpoints(URL)
+    own = remote.store.read(".run").decode()
+    remote.store.delete(".run")
+    remote.remove(4, remote.manifest(4)[0])
+    shutil.rmtree(config.checkpoint_folder / "2")
+    check_same_run(remote, config.checkpoint_folder, own)
+    assert remote.store.read(".run").decode() == own
+
+
 def test_a_run_goes_on_with_its_store_from_either_side(tmp_path: Path, whole: list[float]) -> None:
     """A local run gets a store, another machine takes it up, and so does the first again."""
     train_quietly(local_run(tmp_path / "a", "tokens.train_steps=2", "checkpoints.checkpoint_interval=1"))

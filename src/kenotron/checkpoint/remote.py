@@ -310,8 +310,8 @@ def check_same_run(remote: RemoteCheckpoints, root: Path, known: str | None) -> 
     there = ""
     with suppress(FileNotFoundError):
         there = remote.store.read(RUN).decode()
-    two_ids = there and known
-    if there != known and remote.holds_any() and _holds_any(root) and (two_ids or not _has_one_of(remote, root)):
+    differs = bool(there) and there != known if known else not _has_one_of(remote, root)
+    if differs and remote.holds_any() and _holds_any(root):
         same = f", or if it is the same run, copy {remote.store.at(RUN)} to {root / RUN}" if there else ""
         raise InputError(f"{remote.url} holds the checkpoints of a different run from {root}; name another URL{same}")
     if there and there != known and remote.holds_any():

@@ -224,8 +224,8 @@ def _all_in(place: str) -> Sequence[Entry]:
 def _local_checks(path: Path) -> dict[str, Check]:
     from kenotron.checkpoint.folders import verify as verify_checkpoint
 
-    is_one = (path / MANIFEST).exists() or (path.name.isdigit() and path.is_dir())
-    paths = [path] if is_one else [entry.path for entry in _all_in(str(path))]
+    unfinished = path.name.isdigit() and path.is_dir() and not list_checkpoints(path)
+    paths = [path] if unfinished or (path / MANIFEST).exists() else [entry.path for entry in _all_in(str(path))]
     return {str(each): partial(verify_checkpoint, each) for each in paths}
 
 

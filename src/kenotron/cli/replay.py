@@ -65,7 +65,8 @@ def replay(
         if os.environ.get("RANK", "0") != "0":
             return
         found = _metrics(Path(again.logging.log_dir) / again.general.run / "metrics.jsonl")
-    rounding = ROUNDING[again.model.dtype] if overrides else 0.0
+    other_layout = any(not override.startswith("profiler") for override in overrides or ())
+    rounding = ROUNDING[again.model.dtype] if other_layout else 0.0
     steps = range(first, step if without else step + 1)
     compared, differences = _compare(logged, found, steps, rounding)
     if differences:

@@ -183,6 +183,9 @@ def _datastates(document: Document) -> Iterator[str]:
 
 def _embedding(document: Document) -> Iterator[str]:
     """The one parameter that nanotron's published configs name: that of SmolLM3."""
+    keys = document.get("model", "model_config")
+    if isinstance(keys, dict) and {"family", "hf", "module"} & keys.keys():  # whose names are others
+        return
     patterns = document.get(*(at := ("optimizer", "weight_decay_exclude_named_params")))
     for i, pattern in enumerate(patterns if isinstance(patterns, list) else ()):
         if "token_embedding" in str(pattern):

@@ -289,6 +289,8 @@ def start_process_group(device: torch.device, timeout_seconds: float, store: dis
     except ValueError as error:  # MASTER_ADDR or MASTER_PORT is missing
         raise InputError(f"RANK and WORLD_SIZE are set, but torch cannot find the other ranks: {error}") from None
     except dist.DistError as error:
+        if store is not None:
+            raise
         raise RunFailed(
             f"rank {ranks.rank} on {socket.gethostname()} did not find all {ranks.world_size} ranks at {where} "
             "(MASTER_ADDR:MASTER_PORT): a wrong address, a port in use, or a machine that did not start; "

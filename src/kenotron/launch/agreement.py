@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from kenotron.launch import RankConfig
 
 
+# What rank 0 decides for all: the name and the folders of a run, the prompts of a generation.
+OF_RANK_0 = ("general.run", "logging.log_dir", "checkpoints.checkpoints_path", "prompts", "built_in")
+
+
 def check_started_alike(config: RankConfig, options: Mapping[str, object]) -> None:
     """Raise InputError on every rank, with the first difference from rank 0, if there is one."""
     mine = dict(_facts(config, options))
@@ -45,7 +49,9 @@ def _facts(config: RankConfig, options: Mapping[str, object]) -> Iterator[tuple[
     yield "torch", torch.__version__
     yield "the hash of kenotron's code", _code()
     yield from ((f"--{name}", value) for name, value in options.items())
-    yield from _flat("", config.model_dump(mode="json", by_alias=True))
+    for name, value in _flat("", config.model_dump(mode="json", by_alias=True)):
+        if not name.startswith(OF_RANK_0):
+            yield name, value
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from kenotron.config.errors import InputError
 from kenotron.data.provenance import step_origins
@@ -153,9 +154,10 @@ def _backward_hooks(run: Run) -> Iterator[list[Finding]]:
             if not found and finite and all(finite) and not _finite(gradient):
                 found.append(Finding(BACKWARD, -order.get(name, len(order)), name, _samples(run.batches)))
 
-        for tensors, see in ((output if isinstance(output, tuple) else (output,), arrived), (inputs, leaves)):
-            for tensor in filter(_has_gradient, tensors):
-                tensor.register_hook(see)
+        for values, see in ((tree_leaves(output), arrived), (inputs, leaves)):
+            for tensor in filter(_has_gradient, values):
+                if not tensor.is_leaf:  # a parameter would keep the hook
+                    tensor.register_hook(see)
 
     named = [(name, module) for part in run.parts for name, module in part.named_modules() if name]
     handles = [module.register_forward_pre_hook(enter) for _, module in named]
