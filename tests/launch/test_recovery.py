@@ -71,10 +71,10 @@ def test_a_rank_that_is_killed_is_replaced(tmp_path: Path, nursery: Nursery) -> 
 @pytest.mark.parametrize(
     ("what", "rank", "begins"),
     [
-        ("SIGKILL", 0, r"warning: rank 0 was killed by SIGKILL; (out of memory\?.*; )?rank 0 is process "),
+        ("SIGKILL", 0, r"warning: rank 0 was killed by SIGKILL; (out of memory\?.*; )?rank 0 is now process "),
         ("SIGKILL", 1, r"warning: rank 1 was killed by SIGKILL; (out of memory\?.*; )?rank 1 is now process "),
         ("SIGSTOP", 1, r"warning: rank 1 was stopped \(SIGSTOP\); rank 1 is now process "),
-        ("raise", 0, "warning: rank 0: RuntimeError: this hook is broken on one rank; rank 0 is process "),
+        ("raise", 0, "warning: rank 0: RuntimeError: this hook is broken on one rank; rank 0 is now process "),
         ("sleep", 1, r"warning: rank 0 has waited more than 5 s \(parallelism.timeout_seconds\) in "),
     ],
 )
