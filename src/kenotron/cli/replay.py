@@ -60,9 +60,11 @@ def replay(
         if start is not None:
             _link(start.path, Path(again.checkpoints.checkpoints_path))
         first = start.step + 1 if start else 1
-        print(f"computing {counted(step + 1 - first, 'step')} from {start.path if start else 'the start'}", flush=True)
+        if _on_rank_0():
+            where = start.path if start else "the start"
+            print(f"computing {counted(step + 1 - first, 'step')} from {where}", flush=True)
         launch(again)
-        if os.environ.get("RANK", "0") != "0":
+        if not _on_rank_0():
             return
         found = _metrics(Path(again.logging.log_dir) / again.general.run / "metrics.jsonl")
     other_layout = any(not override.startswith("profiler") for override in overrides or ())
@@ -102,14 +104,19 @@ def _find(checkpoints: Path, step: int) -> tuple[Config, Found | None]:
     after = [entry for entry in found if entry.step >= step] or found[-1:]
     config = read_resolved(min(after, key=lambda entry: entry.step).path / "config.yaml")
     for entry in before:
-        on_rank_0 = os.environ.get("RANK", "0") == "0"  # whose start is that of all
-        problems = verify_one(str(entry.path), partial(verify, entry.path), show_progress=True) if on_rank_0 else []
+        check = partial(verify, entry.path)
+        problems = verify_one(str(entry.path), check, show_progress=True) if _on_rank_0() else []
         if not problems:
             return config, entry
         print(f"warning: skipping checkpoint {entry.step}: {first_of(problems)}", file=sys.stderr)
     if config.checkpoints.resume_checkpoint_path is not None:
         raise InputError(f"{checkpoints}: no intact checkpoint before step {step}; the oldest is {found[0].step}")
     return config, None
+
+
+def _on_rank_0() -> bool:
+    """Whether this process speaks, and chooses the start, for all that torchrun or srun has started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _documents(config: Config, step: int, without: list[str]) -> list[str]:
