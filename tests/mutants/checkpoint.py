@@ -163,8 +163,8 @@ MUTANTS = [
     Mutant(
         name="retention-counts-damaged-checkpoints",
         file="checkpoint/retention.py",
-        find="    complete = {entry.step: entry for entry in list_checkpoints(root) if entry.manifest}\n",
-        replace="    complete = {entry.step: entry for entry in list_checkpoints(root)[::-1]}\n",
+        find="[entry for entry in list_checkpoints(root) if entry.manifest and entry.step not in damaged]",
+        replace="list_checkpoints(root)[::-1]",
         why="a damaged checkpoint counts as one of keep_last, and the last good one goes",
         tests=FOLDERS,
     ),

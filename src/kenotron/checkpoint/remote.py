@@ -310,11 +310,11 @@ def check_same_run(remote: RemoteCheckpoints, root: Path, known: str | None) -> 
     there = ""
     with suppress(FileNotFoundError):
         there = remote.store.read(RUN).decode()
-    differs = bool(there) and there != known if known else not _has_one_of(remote, root)
-    if differs and remote.holds_any() and _holds_any(root):
+    others = there != known and remote.holds_any()
+    if others and _holds_any(root) and (there if known else not _has_one_of(remote, root)):
         same = f", or if it is the same run, copy {remote.store.at(RUN)} to {root / RUN}" if there else ""
         raise InputError(f"{remote.url} holds the checkpoints of a different run from {root}; name another URL{same}")
-    if there and there != known and remote.holds_any():
+    if there and others:
         (root / RUN).write_text(there)
     elif (here := run_id(root)) is not None and here != there:
         remote.store.put(RUN, here.encode())

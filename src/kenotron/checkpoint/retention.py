@@ -50,8 +50,8 @@ def to_prune(
     latest = Path(root) / LATEST
     if latest.exists() and (text := latest.read_text(errors="replace").strip()).isdigit():
         kept.add(int(text))
-    complete = {entry.step: entry for entry in list_checkpoints(root) if entry.manifest}
-    complete = {step: entry for step, entry in complete.items() if step not in damaged}
+    sound = [entry for entry in list_checkpoints(root) if entry.manifest and entry.step not in damaged]
+    complete = {entry.step: entry for entry in sound}
     return [complete[step] for step in superseded(list(complete), keep_last, keep_every, kept)]
 
 

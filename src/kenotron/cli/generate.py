@@ -11,7 +11,6 @@ given are those of the checkpoint if they fit the number of processes.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +18,7 @@ from typing import Annotated
 import typer
 
 from kenotron.cli import sampling_options as options
-from kenotron.cli.rank0 import said_once
+from kenotron.cli.rank0 import on_rank_0, said_once
 from kenotron.cli.remote import model_at_hand
 from kenotron.config.errors import InputError
 from kenotron.generation.options import SamplingOptions
@@ -123,8 +122,7 @@ def _processes() -> int | None:
 def _prompts(texts: list[str], file: str | None, tokens: list[str]) -> list[str | list[int]]:
     """All prompts in order; the built-in ones if the command names none."""
     given = bool(texts or file or tokens)
-    first = os.environ.get("RANK", "0") == "0"  # the others get its prompts: there is one stdin
-    lines = _lines(file) if file and first else []
+    lines = _lines(file) if file and on_rank_0() else []  # the others get its prompts: there is one stdin
     return [*texts, *lines, *(_ids(text) for text in tokens)] if given else list(BUILT_IN_PROMPTS)
 
 

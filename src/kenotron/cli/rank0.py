@@ -1,4 +1,4 @@
-"""Input that is wrong on every rank is reported by one."""
+"""What is the same on all ranks is done by one: above all, reporting input that is wrong."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 RANK0_REPORTS_WITHIN_S = 10.0  # modules may take this long to import on a rank of a loaded machine
+
+
+def on_rank_0() -> bool:
+    """Whether this process is alone, or speaks and reads for all that torchrun or srun has started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager

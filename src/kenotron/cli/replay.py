@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kenotron.cli.rank0 import on_rank_0
 from kenotron.config.errors import InputError, counted
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from kenotron.config import Config
 
 COMPARED = ("lm_loss", "grad_norm", "state_hash", "lr")
-OWN = ("general.run", "tokens.train_steps")  # keys that a replay has as the run, besides those that it changes
+OWN = ("general.run", "tokens.train_steps")  # a replay needs the run's values of these
 ROUNDING = {"float32": 1e-4, "bfloat16": 2e-2}  # of a loss or norm on another layout
 
 
@@ -60,11 +61,11 @@ def replay(
         if start is not None:
             _link(start.path, Path(again.checkpoints.checkpoints_path))
         first = start.step + 1 if start else 1
-        if _on_rank_0():
+        if on_rank_0():
             where = start.path if start else "the start"
             print(f"computing {counted(step + 1 - first, 'step')} from {where}", flush=True)
         launch(again)
-        if not _on_rank_0():
+        if not on_rank_0():
             return
         found = _metrics(Path(again.logging.log_dir) / again.general.run / "metrics.jsonl")
     other_layout = any(not override.startswith("profiler") for override in overrides or ())
@@ -105,18 +106,13 @@ def _find(checkpoints: Path, step: int) -> tuple[Config, Found | None]:
     config = read_resolved(min(after, key=lambda entry: entry.step).path / "config.yaml")
     for entry in before:
         check = partial(verify, entry.path)
-        problems = verify_one(str(entry.path), check, show_progress=True) if _on_rank_0() else []
+        problems = verify_one(str(entry.path), check, show_progress=True) if on_rank_0() else []
         if not problems:
             return config, entry
         print(f"warning: skipping checkpoint {entry.step}: {first_of(problems)}", file=sys.stderr)
     if config.checkpoints.resume_checkpoint_path is not None:
         raise InputError(f"{checkpoints}: no intact checkpoint before step {step}; the oldest is {found[0].step}")
     return config, None
-
-
-def _on_rank_0() -> bool:
-    """Whether this process speaks, and chooses the start, for all that torchrun or srun has started."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _documents(config: Config, step: int, without: list[str]) -> list[str]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kenotron.cli.rank0 import said_once
+from kenotron.cli.rank0 import on_rank_0, said_once
 
 
 def train(
@@ -37,5 +36,5 @@ def train(
 
 
 def _say(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # what is said of the file is the same on every rank
+    if on_rank_0():  # what is said of the file is the same on every rank
         print(line, file=sys.stderr)

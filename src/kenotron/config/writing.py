@@ -12,7 +12,7 @@ The YAML loads to an equal config.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -79,7 +79,11 @@ def flatten(value: object, path: str = "") -> Iterator[tuple[str, object]]:
 
 def diff(a: Config, b: Config) -> list[tuple[str, object, object]]:
     """Every dotted path whose value differs, with both values (`ABSENT` if a side does not have the key)."""
-    left, right = dict(flatten(to_dict(a))), dict(flatten(to_dict(b)))
+    return differences(dict(flatten(to_dict(a))), dict(flatten(to_dict(b))))
+
+
+def differences(left: Mapping[str, object], right: Mapping[str, object]) -> list[tuple[str, object, object]]:
+    """As `diff`, of values by their names."""
     return [
         (path, left.get(path, ABSENT), right.get(path, ABSENT))
         for path in dict.fromkeys([*left, *right])

@@ -233,12 +233,9 @@ def work_as_rank(
 
     `watch` makes what watches the other ranks, from `parallelism.timeout_seconds` (None: `failures.Watch`).
     """
-    from math import gcd
-
     from kenotron.launch.failures import Watch
     from kenotron.parallel.device import best_device
     from kenotron.parallel.mesh import axes, build_mesh
-    from kenotron.parallel.ranks import gather
     from kenotron.parallel.shared_memory import collectives_in_memory
     from kenotron.parallel.torch_internals import set_timeout_of_all_groups
 
@@ -250,11 +247,12 @@ def work_as_rank(
     timeout = config.parallelism.timeout_seconds
     start_process_group(device, timeout + TORCH_WAITS_LONGER_S, store)
     with (watch or Watch)(timeout):
+        on_every_machine = ranks.local_world_size
         if not started_by_kenotron():
-            from kenotron.launch.agreement import check_started_alike
+            from kenotron.launch.agreement import check_started_alike, ranks_on_every_machine
 
             check_started_alike(config, options)
-        on_every_machine = gcd(*gather(ranks.local_world_size))
+            on_every_machine = ranks_on_every_machine(ranks)
         mesh = build_mesh(axes(config, on_every_machine), ranks.world_size, device.type)
         set_timeout_of_all_groups(timeout + TORCH_WAITS_LONGER_S)
         with collectives_in_memory(mesh) if device.type == "cpu" else nullcontext():

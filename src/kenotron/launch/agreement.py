@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator, Mapping
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,12 @@ import torch
 import xxhash
 
 from kenotron.config.errors import InputError
+from kenotron.config.writing import differences, flatten
 from kenotron.parallel.ranks import gather, run_on_rank0
 
 if TYPE_CHECKING:
     from kenotron.launch import RankConfig
+    from kenotron.launch.environment import Ranks
 
 
 # What rank 0 decides for all: the name and the folders of a run, the prompts of a generation.
@@ -32,7 +35,7 @@ def check_started_alike(config: RankConfig, options: Mapping[str, object]) -> No
     if len(set(gather(xxhash.xxh3_64(json.dumps(mine, default=str).encode()).hexdigest()))) == 1:
         return
     first = run_on_rank0(lambda: mine)
-    found = [f"{name} is {mine.get(name)} and not {first.get(name)}" for name in _different(mine, first)]
+    found = [f"{name} is {here} and not {there}" for name, there, here in differences(first, mine)]
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     place = f" on {socket.gethostname()} was started differently from rank 0: "
     for rank, difference in enumerate(gather(place + found[0] + more if found else None)):
@@ -40,8 +43,9 @@ def check_started_alike(config: RankConfig, options: Mapping[str, object]) -> No
             raise InputError(f"rank {rank}{difference}")
 
 
-def _different(mine: Mapping[str, Any], first: Mapping[str, Any]) -> list[str]:
-    return [name for name in {**first, **mine} if mine.get(name) != first.get(name)]
+def ranks_on_every_machine(ranks: Ranks) -> int:
+    """The size of the largest blocks of consecutive ranks that machines, perhaps of unequal numbers, are made of."""
+    return gcd(*gather(ranks.local_world_size))
 
 
 def _facts(config: RankConfig, options: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
@@ -49,18 +53,9 @@ def _facts(config: RankConfig, options: Mapping[str, object]) -> Iterator[tuple[
     yield "torch", torch.__version__
     yield "the hash of kenotron's code", _code()
     yield from ((f"--{name}", value) for name, value in options.items())
-    for name, value in _flat("", config.model_dump(mode="json", by_alias=True)):
+    for name, value in flatten(config.model_dump(mode="json", by_alias=True)):
         if not name.startswith(OF_RANK_0):
             yield name, value
-
-
-def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """``{"a": {"b": [1, 2]}}`` as a.b.0 and a.b.1."""
-    if not isinstance(value, dict | list) or not value:
-        yield path, value
-        return
-    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from _flat(f"{path}.{key}" if path else str(key), part)
 
 
 def _code() -> str:
