@@ -39,7 +39,7 @@ class Mutant:
     def patched(self, root: Path = ROOT) -> str:
         """The whole text of the file with the bug in it.
 
-        Errors (DoesNotApply): no such file, or `find` is not there exactly once.
+        Raises DoesNotApply: no such file, or `find` is not there exactly once.
         """
         path = root / SOURCE / self.file
         if not path.is_file():
@@ -57,7 +57,7 @@ class Mutant:
     def in_this_process(self, root: Path = ROOT) -> Iterator[None]:
         """The bug in the functions of the loaded module, wherever they have been imported to, until the end.
 
-        Errors (DoesNotApply): besides those of `patched`, the bug is outside of the functions and methods of the file.
+        Raises DoesNotApply: besides those of `patched`, the bug is outside of the functions and methods of the file.
         """
         module = importlib.import_module("kenotron." + self.file.removesuffix(".py").replace("/", "."))
         before, after = (_functions(text) for text in ((root / SOURCE / self.file).read_text(), self.patched(root)))

@@ -235,7 +235,7 @@ class _Sink:
 
 
 class _FolderSink(_Sink):
-    """A checkpoint that arrives: it gets its name `target` once it is complete, unless it is there already."""
+    """A checkpoint that arrives: it gets its name `target` once it is complete, unless that exists."""
 
     def __init__(self, target: Path, text: bytes) -> None:
         self.target, self.temporary, self.text = target, temporary_beside(target), text

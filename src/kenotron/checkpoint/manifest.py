@@ -98,7 +98,7 @@ def read_manifest(path: Path | str) -> Manifest:
 
 
 def parse(data: bytes, file: Path | str) -> Manifest:
-    """The manifest whose text is `data`; `file` is where it was read. Errors as in `read_manifest`."""
+    """The manifest whose text is `data`; `file` is where it was read. Raises as `read_manifest`."""
     try:
         content = _unseal(data)
     except (ValueError, RecursionError) as error:

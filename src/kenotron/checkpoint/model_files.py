@@ -32,7 +32,7 @@ class Found(NamedTuple):
 def find_model(path: str | Path) -> Found:
     """What `path` names: a step's folder, a folder of steps, a Hugging Face model's folder or hub name.
 
-    Errors (InputError): nothing there; the message names what is near.
+    Raises InputError if the path is missing; the message names the nearest.
     """
     if not isinstance(path, str | Path):
         raise InputError(f"path: expected a checkpoint or a Hugging Face model, by its path, found {path!r:.60}")

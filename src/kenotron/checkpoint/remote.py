@@ -184,7 +184,7 @@ class RemoteCheckpoints:
         self.store.delete(f"{step}/{INCOMPLETE}")
 
     def newest_named(self) -> int:
-        """The step that `latest.txt` names, if it is complete, else the one saved last. Errors: CheckpointError."""
+        """The step that `latest.txt` names, if it is complete, else the one saved last. Raises CheckpointError."""
         found = self.all()
         steps = [entry.step for entry in found if entry.manifest]
         if not steps:

@@ -53,7 +53,7 @@ def check(file: File, overrides: Overrides = None) -> None:
 
 
 def _check_names(config: Config) -> None:
-    """Errors (InputError): a dotted path that cannot be imported, a path that is not here; nothing is opened.
+    """Raises InputError: a dotted path that cannot be imported, a missing path; nothing is opened.
 
     Names of the Hugging Face hub are not looked up. Libraries are imported only where they can find an error.
     """
@@ -65,7 +65,7 @@ def _check_names(config: Config) -> None:
 
 
 def _check_code(config: Config) -> None:
-    """Errors (InputError): a dotted path to a part of training that cannot be imported, or is of another kind."""
+    """Raises InputError: a dotted path to a part of training that cannot be imported, or is of another kind."""
     for entry in config.general.hooks or []:
         from kenotron.training.hooks import find_hook
 
@@ -93,7 +93,7 @@ def _check_code(config: Config) -> None:
 
 
 def _check_paths(config: Config) -> None:
-    """Errors (InputError): a path of the tokenizer, the architecture or what the run begins from is not here."""
+    """Raises InputError: a missing path of the tokenizer, the architecture or what the run begins from."""
     from kenotron.checkpoint.folders import newest_complete
 
     begins = newest_complete(config.checkpoint_folder) is None  # else its own checkpoint comes before all others
@@ -117,7 +117,7 @@ def _check_architecture(config: Config) -> None:
 
 
 def _check_hub_datasets(config: Config) -> None:
-    """Errors (InputError): a dataset of the Hugging Face hub is named by a path, which is not here."""
+    """Raises InputError: a dataset of the Hugging Face hub is named by a missing path."""
     for dataset in config.datasets:
         names = dataset.hf_dataset_or_datasets if isinstance(dataset, PretrainDataset | SFTDataset) else []
         for name in [names] if isinstance(names, str) else names:
@@ -126,7 +126,7 @@ def _check_hub_datasets(config: Config) -> None:
 
 
 def _check_sources(config: Config) -> None:
-    """Errors (InputError): a path or file of the data, a restart of nothing, a source that cannot be imported."""
+    """Raises InputError: a path or file of the data, a restart of nothing, a source that cannot be imported."""
     restarts = any(stage.data.restart for stage in config.data_stages)
     if restarts or any(paths_of(dataset) or isinstance(dataset, CustomSource) for dataset in config.datasets):
         from kenotron.data.sources import DATASETS

@@ -133,7 +133,7 @@ def convert(
 
 
 def on_this_machine(output: Path, name: str) -> None:
-    """Errors (InputError): `output` is a URL, which `Path` has made a folder called `s3:` of."""
+    """Raises InputError: `output` is a URL, which `Path` has made a folder called `s3:` of."""
     if output.parts and output.parts[0].endswith(":"):
         url = f"{output.parts[0]}//{'/'.join(output.parts[1:])}"
         raise InputError(f"{name}: expected a local path, found {url}; only inputs may be remote")

@@ -9,7 +9,7 @@ from kenotron.config.remote import is_remote
 
 
 def at_hand(path: str) -> Path:
-    """The local path of a command's argument; a checkpoint in a store is fetched first. Errors (InputError)."""
+    """The local path of a command's argument; a checkpoint in a store is fetched first. Raises InputError."""
     if not is_remote(path):
         return Path(path)
     from kenotron.checkpoint.remote import local_copy

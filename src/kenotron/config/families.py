@@ -58,7 +58,7 @@ def _is_family_of(value: object, module: str) -> bool:
 def find_family(name: str, where: str = KEY) -> type[HasSection]:
     """The family called `name`: built in, a dotted path, or an entry point.
 
-    Errors (InputError): there is none, it cannot be imported, or it is not a family. `where` is the key to blame.
+    Raises InputError: missing, cannot be imported, or not a family. `where` is the key to blame.
     """
     if name in built_in_names():
         return built_in_family(name)

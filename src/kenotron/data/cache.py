@@ -96,7 +96,7 @@ def open_tokens(
 
     If another thread sets `stop` meanwhile, this raises Stopped and leaves nothing behind.
 
-    Errors (InputError): whatever `texts` finds wrong with its files; no document at all; the cache cannot be written.
+    Raises InputError: whatever `texts` finds wrong with its files; no document at all; the cache cannot be written.
     """
     content = texts.content_hash() if overwrite else content_hash(texts)
     recipe = f"tokens {FORMAT} {content} {tokenizer.hash} {rules.eos} {rules.max_tokens} {val_fraction!r}"

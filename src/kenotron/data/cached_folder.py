@@ -79,7 +79,7 @@ def writable(folder: Path) -> Iterator[None]:
 
 
 def map_cached_array(file: Path, dtype: np.dtype, length: int) -> NDArray:
-    """An array of a cache entry. Errors (InputError): the file has another length."""
+    """An array of a cache entry. Raises InputError: the file has another length."""
     size = file.stat().st_size if file.exists() else -1
     if size != length * dtype.itemsize:
         raise InputError(

@@ -31,7 +31,7 @@ Json: TypeAlias = dict[str, Any]
 def read_json(file: AnyPath, **expected: type) -> Json | None:
     """The object in `file`; None where there is no such file. `expected`: keys that it must have, and their types.
 
-    Errors (InputError): damaged.
+    Raises InputError: damaged.
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -52,7 +52,7 @@ def manifests_beside(files: Iterable[TokenFile], above: Iterable[AnyPath] = ()) 
     """Each manifest beside `files` and in the folders `above`, with its path; what is not a JSON object is another
     program's, and left out.
 
-    Errors (InputError): cannot be read.
+    Raises InputError: cannot be read.
     """
     names = ((file.path, name) for file in files for name in (MANIFEST, f"{file.path.name}.{MANIFEST}"))
     beside = (path.with_name(name) for path, name in names)
@@ -98,7 +98,7 @@ def checksums(files: Iterable[AnyPath]) -> dict[str, str]:
 
 
 def refuse_other_work(folder: Path, known: Json, wanted: Json, where: str = "") -> None:
-    """Errors (InputError): `known` and `wanted` say how `folder` was and would be made, and differ: the first key."""
+    """Raises InputError: `known` and `wanted` say how `folder` was and would be made, and differ: the first key."""
     for key in [*wanted, *(key for key in known if key not in wanted)]:
         old, new = known.get(key), wanted.get(key)
         if isinstance(old, dict) and isinstance(new, dict) and old.get("hash", old) == new.get("hash", new):

@@ -101,7 +101,7 @@ class Sources:
     def source(self, stage: StagePlan, number: int) -> TokenSource:
         """Source `number` of a stage; a stream that another stage reads is the same one.
 
-        Errors (InputError): whatever is wrong with it; not one sample.
+        Raises InputError: invalid data; not one sample.
         """
         place = stage.number, number
         if place in self._open:  # without waiting for what another thread opens

@@ -69,7 +69,7 @@ class SampleOrigin:
 def step_origins(data: RunData, step: int) -> list[SampleOrigin]:
     """The samples of the global batch of `step` (from 1), in their order.
 
-    Errors (InputError): no such step in the run; all of it is of streams.
+    Raises InputError: no such step in the run; all of it is of streams.
     """
     opened = data.stage_of(step)
     _refuse_streams_alone(opened)
@@ -128,7 +128,7 @@ class Sighting:
 def document_sightings(data: RunData, file: str, document: int) -> list[Sighting]:
     """Every sample of the run, in order, that holds a part of this document of `file`, as `step_origins` names it.
 
-    Streams are left out. Errors (InputError): no such file, or no such document in it; ends of documents are not known.
+    Streams are left out. Raises InputError: no such file, or no such document in it; ends of documents are not known.
     """
     found: list[Sighting] = []
     known: set[str] = set()

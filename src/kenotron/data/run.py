@@ -195,7 +195,7 @@ class RunData:
     def held_out(self) -> HeldOut:
         """The held-out samples of the first stage.
 
-        Errors (InputError): there is none.
+        Raises InputError if there is none.
         """
         opened = self._open(0).result()
         sources = [source for source in opened.sources if len(source.held_out)]
@@ -343,7 +343,7 @@ def open_run(
     `report` gets one line of text at a time. A run that continues passes the `tokenizer_folder` of its checkpoint: the
     tokenizer is that one, not trained or loaded by name again (a missing folder changes nothing).
 
-    Errors (InputError): whatever is wrong with the data, in one line; nothing held out for a run that validates.
+    Raises InputError: invalid data, in one line; nothing held out for a run that validates.
     """
     stages, settings = plan_stages(config), run_settings(config, report)
     tokenizer = tokenizer_of(config, settings, stages, tokenizer_folder)
@@ -397,7 +397,7 @@ def tokenizer_of(
     A run that continues passes the `folder` its tokenizer was saved in: it is loaded from there, even if the data or
     its first source have changed since. A missing folder means that the run had none, and changes nothing.
 
-    Errors (InputError): not found; hub unreachable. Where all data are tokens, a name of the hub that cannot be loaded
+    Raises InputError: not found; hub unreachable. Where all data are tokens, a name of the hub that cannot be loaded
     is only warned of: nanotron's files name one in any case.
     """
     section = config.tokenizer

@@ -93,7 +93,7 @@ class TokenSource(ABC):
     def read(self, indices: Int64, document_ids: bool = True) -> Samples:
         """The samples `indices` ``[n]``; without `document_ids` these are not needed.
 
-        Errors (InputError): whatever is wrong with the data, with the file and the offset in it.
+        Raises InputError for data that are wrong, with the file and the offset in it.
         """
 
     @property
@@ -222,7 +222,7 @@ class StreamSource(TokenSource):
 
     @abstractmethod
     def restore(self, step: int, samples: int, shard: int, state: bytes, where: str) -> None:
-        """Continue `shard` from a state of `states`. Errors (InputError, with the file `where`): another stream's."""
+        """Continue `shard` from a state of `states`. Raises InputError, with the file `where`: another stream's."""
 
 
 # ---- before it is opened -----------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ class SourceSpec(ABC):
 
     @abstractmethod
     def open(self, opening: Opening) -> TokenSource:
-        """Open it. Errors (InputError): whatever is wrong with it."""
+        """Open it. Raises InputError if that fails."""
 
     def paths(self) -> tuple[str, Sequence[str]]:
         """The files and folders that have to exist before the run starts, under the key that names them."""

@@ -142,7 +142,7 @@ class StagePlan:
 def plan_stages(config: Config) -> list[StagePlan]:
     """The stages of `config` in order of their start.
 
-    Errors (InputError): a restart of what no earlier stage reads; a mix file that cannot be read.
+    Raises InputError: a restart of what no earlier stage reads; a mix file that cannot be read.
     """
     tokens, stages = config.tokens, sorted(config.data_stages, key=lambda stage: stage.start_training_step)
     ends = [stage.start_training_step for stage in stages[1:]] + [tokens.train_steps + 1]
@@ -188,7 +188,7 @@ def plan_stages(config: Config) -> list[StagePlan]:
 def check_paths(config: Config, step: int | None = None) -> None:
     """Check that the paths on this machine that the stage of `step` reads exist: at once, as nothing is opened.
 
-    None: those of all stages. Errors (InputError): one does not; those of `plan_stages`.
+    None: those of all stages. Raises InputError: one does not; those of `plan_stages`.
     """
     stages = [stage for stage in plan_stages(config) if step is None or stage.start <= step < stage.stop]
     for source in (source for stage in stages for source in stage.sources):
@@ -202,7 +202,7 @@ def check_paths(config: Config, step: int | None = None) -> None:
 def check_files(config: Config) -> None:
     """List and open the files on this machine that any stage reads, and read none of their text or tokens.
 
-    Errors (InputError): a folder without any, a damaged file; those of `plan_stages`.
+    Raises InputError: a folder without any, a damaged file; those of `plan_stages`.
     """
     for source in (source for stage in plan_stages(config) for source in stage.sources):
         if not any(is_remote(path) for path in source.spec.paths()[1]):

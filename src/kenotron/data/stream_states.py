@@ -42,7 +42,7 @@ class RunStreams:
     def restore(self, step: int, read: Callable[[str], bytes | None], dp_rank: int, dp_size: int) -> None:
         """Continue the reader shards of this rank where `step` left them; `read` returns a state by its name.
 
-        Errors (InputError): a state is missing, or another stream's.
+        Raises InputError: a state is missing, or another stream's.
         """
         for number, key, stream, drawn in self._read_from(step):
             for shard in self._shards_read(key, stream, drawn, dp_rank, dp_size):

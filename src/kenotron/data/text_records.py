@@ -43,8 +43,8 @@ class Record(NamedTuple):
 def records(source: CachedText) -> Iterator[tuple[int, Record]]:
     """Every document of `source` that is trained on, by its number, with its record.
 
-    A long record may be several documents, where chunks of it are held out. Nothing for prompts and answers. Errors
-    (InputError): the text can no longer be read.
+    A long record may be several documents, where chunks of it are held out. Nothing for prompts and answers. Raises
+    InputError if the text can no longer be read.
     """
     texts, rules = source.texts, source.rules
     if not isinstance(texts, FileDocuments | HubDocuments):
@@ -95,7 +95,7 @@ def records_of_step(data: RunData, step: int, origins: Sequence[SampleOrigin]) -
 def documents_of(data: RunData, record: Record) -> list[tuple[str, int]]:
     """The documents of the cache that `record` became: file and number; empty: no cached text of the run has its file.
 
-    Errors (InputError): one has the file, and trains on no such record.
+    Raises InputError: one has the file, and trains on no such record.
     """
     opened = [source for stage in data.stages if stage.steps for source in data.stage_of(stage.start).sources]
     texts = {file: text for file, text in _cached(opened).items() if record.file in part_names(text.texts)}

@@ -18,7 +18,7 @@ TRAINING_CHARACTERS = 200_000_000
 def trained_tokenizer(sources: Sequence[SourcePlan], vocab_size: int, run: RunSettings) -> TextTokenizer:
     """A byte-level BPE trained on the documents of `sources` that are not held out; kept by their content.
 
-    Errors (InputError): a source that cannot be read.
+    Raises InputError: a source that cannot be read.
     """
     specs, keys = [], []
     for source in sources:

@@ -56,7 +56,7 @@ class Chat:
         """The model's answer to `text`; both are added to the conversation.
 
         `stream` is called with the answer piece by piece.
-        Errors (InputError): a conversation too long for the model; it stays as it was.
+        Raises InputError: a conversation too long for the model; it stays as it was.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = library_ids(self.tokenizer.backend, [self._text(messages, prompt=True)], special=False)

@@ -106,7 +106,7 @@ def generate(
     A `ModelOnRanks` is called by all its ranks, with the same arguments except `stream`, and all get all
     completions. `stream` gets this replica's texts as they come, and then those of the others.
 
-    Errors (InputError): stop strings without a tokenizer, a prompt too long for max_position_embeddings, a token
+    Raises InputError: stop strings without a tokenizer, a prompt too long for max_position_embeddings, a token
     outside the vocabulary.
     """
     if not isinstance(batch_size, int) or batch_size < 1:

@@ -64,7 +64,7 @@ def load_for_generation(
     `dtype` None is the config's `model.dtype`; `device` None the accelerator, or the CPU where there is none. With a
     `mesh` of axes pp, dp_replicate, tp and ep every rank calls this; replicas along dp_replicate share out the prompts,
     or decode the same ones where ep of them share the experts.
-    Errors (InputError): nothing at `path` (names what is near), not a checkpoint, damaged, not a family that
+    Raises InputError: nothing at `path` (names what is near), not a checkpoint, damaged, not a family that
     can decode, or of a shape that the mesh does not divide.
     """
     mesh = mesh or Mesh()
@@ -157,7 +157,7 @@ def _read(name: str, shard: TensorShard, rows: int | None, source: Source) -> No
 def dtype_of(dtype: str | torch.dtype) -> torch.dtype:
     """The torch dtype of a name.
 
-    Errors (InputError): a dtype that decoding does not support.
+    Raises InputError: a dtype that decoding does not support.
     """
     if isinstance(dtype, torch.dtype):
         return dtype

@@ -54,7 +54,7 @@ class Request(Section):
 def decode_on_ranks(request: Request, mesh: Mesh, device: torch.device) -> None:
     """Continue the prompts of `request` on every rank of the mesh; rank 0 prints.
 
-    Errors (InputError): text without a tokenizer, and those of `load_for_generation` and `generate`.
+    Raises InputError: text without a tokenizer, and those of `load_for_generation` and `generate`.
     """
     prompts = run_on_rank0(lambda: request.prompts)
     model, tokenizer, _ = load_for_generation(request.path, request.dtype, device, mesh)

@@ -63,7 +63,7 @@ def to_hf(
 
     `dtype` None is the config's `model.dtype`. `verify` False: the checkpoint's checksums were compared already.
     `progress(done, total)` counts bytes.
-    Errors (InputError): no checkpoint at `src` or a damaged one, `dst` not empty, an unknown dtype or size,
+    Raises InputError: no checkpoint at `src` or a damaged one, `dst` not empty, an unknown dtype or size,
     disk full.
     """
     final = Path(dst).expanduser()

@@ -68,7 +68,7 @@ def from_nanotron(
     """Write the nanotron checkpoint `src`, a step's folder or the folder of steps, as checkpoint `<dst>/<step>`.
 
     `report` is called with a line for what is left out; `progress(done, total)` counts tensors as they are written.
-    Errors (InputError): no checkpoint of nanotron 1.4 or 1.5 at `src`, of another family than Llama and Qwen2, damaged,
+    Raises InputError: no checkpoint of nanotron 1.4 or 1.5 at `src`, of another family than Llama and Qwen2, damaged,
     a tensor missing, left over or of another shape than the config says; `dst` holds checkpoints already. Nothing is
     written then.
     """

@@ -23,7 +23,7 @@ from kenotron.models.family import Family
 def code_files(family: Family[Any] | type[Family[Any]]) -> list[Path]:
     """The files that an export of this family brings along, in the folder ``hf`` beside the family's own.
 
-    Errors (InputError): one is not there.
+    Raises InputError for a missing one.
     """
     folder = Path(inspect.getfile(type(family))).parent / "hf"
     files = [folder / f"{module}.py" for module in sorted({each.split(".")[0] for each in family.hf_code.values()})]

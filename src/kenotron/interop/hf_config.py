@@ -196,7 +196,7 @@ def _rope(config: Mapping[str, Any], where: str, family: type[Family[Any]]) -> d
 def hf_config(architecture: DecoderArchitecture, dtype: str, eos_token_id: int | list[int]) -> PretrainedConfig:
     """The architecture as a config of the installed version of transformers, which knows how it is written.
 
-    Errors (InputError): the family has no counterpart there, or not for these values.
+    Raises InputError: the family has no counterpart in transformers, or not for these values.
     """
     if isinstance(architecture, HuggingFaceArchitecture):
         return whole_config(architecture, dtype, eos_token_id)

@@ -45,7 +45,7 @@ def from_hf(
     `family`: one of yours to try besides the built-in ones, by its dotted path. `report` is called with a line for
     every choice that was made; `progress(done, total)` counts tensors as they are
     read.
-    Errors (InputError): nothing at `src`, hub unreachable, not a supported model, `dst` holds checkpoints
+    Raises InputError: nothing at `src`, hub unreachable, not a supported model, `dst` holds checkpoints
     already.
     """
     root = Path(dst).expanduser()

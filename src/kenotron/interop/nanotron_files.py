@@ -105,7 +105,7 @@ class Merged:
 def read_weights(folder: Path) -> dict[str, Merged]:
     """nanotron's name → tensor, of all files below `<folder>/model`; only headers are read.
 
-    Errors (InputError): no files, one that is damaged, or slices that do not make up a tensor; NotSupportedYet:
+    Raises InputError: no files, one that is damaged, or slices that do not make up a tensor; NotSupportedYet:
     weights of experts, or files of the DataStates engine.
     """
     root = folder / "model"

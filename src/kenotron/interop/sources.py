@@ -62,7 +62,7 @@ def open_source(path: str | Path, *, report: Report = quiet, verify: bool = True
     """Open a checkpoint of ours (a step, or the folder of steps) or a Hugging Face model, by folder or hub name.
 
     `family`: one to try for Hugging Face's besides the built-in ones.
-    Errors (InputError): nothing there, not a checkpoint, damaged (`verify`: checksums are compared now), not supported.
+    Raises InputError: missing, not a checkpoint, damaged (`verify`: checksums are compared now), not supported.
     """
     found = find_model(path)
     return checkpoint_source(found.folder, verify) if found.ours else hf_source(path, report, family)
@@ -128,7 +128,7 @@ def hf_architecture(
 ) -> DecoderArchitecture:
     """The architecture of ``model_config: {hf: source, …overrides}``. Only `config.json` is read.
 
-    Errors (InputError): nothing there, hub unreachable, a family or a setting that is not supported.
+    Raises InputError: missing, hub unreachable, a family or a setting that is not supported.
     """
     file = find_config(source)
     return architecture_from_hf(read_json(file), str(file), report, overrides)
@@ -137,7 +137,7 @@ def hf_architecture(
 def resolve_architecture(config: Config) -> Config:
     """``model_config: {hf: …}`` replaced by the architecture of the Hugging Face model that it names.
 
-    Errors (InputError): those of `hf_architecture`, and of a layout that the architecture does not allow.
+    Raises InputError: those of `hf_architecture`, and of a layout that the architecture does not allow.
     """
     architecture, layout = config.model.architecture, config.parallelism
     if not isinstance(architecture, HFArchitecture):
@@ -163,7 +163,7 @@ def initial_tensors(
     With `architecture` they come as a model of it needs them: q and k in its order of RoPE's channels, with or without
     a separate head; and shapes are checked.
 
-    Errors (InputError): nothing there, damaged, or of another shape than `architecture`, which is named.
+    Raises InputError: missing, damaged, or of another shape than `architecture`, which is named.
     """
     family = None if architecture is None else architecture.family
     source = open_source(path, report=report, verify=verify, family=family)

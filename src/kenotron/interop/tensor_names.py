@@ -46,7 +46,7 @@ def their_names(family: Family[Any], name: str, shape: Shape) -> list[str]:
 def in_our_names(theirs: Weights, family: Family[Any], shapes: Mapping[str, Shape]) -> Weights:
     """Their tensors as ours; `shapes` are those of our model's parameters.
 
-    Errors: the files lack a tensor (InputError), or hold one that the model does not have (NotSupportedYet). A tied
+    Raises InputError for a tensor that the files lack, NotSupportedYet for one that the model does not have. A tied
     head may be there twice.
     """
     groups = by_hf_name(family, shapes)

@@ -28,7 +28,7 @@ def whole_architecture(
 ) -> HuggingFaceArchitecture:
     """The section of the model that a `config.json` describes; `overrides` are keys of it, and `blocks`.
 
-    Errors (InputError): no causal model, a key that its config does not have, a value that it does not take.
+    Raises InputError: no causal model, a key that its config does not have, a value that it does not take.
     """
     from transformers import CONFIG_MAPPING
 

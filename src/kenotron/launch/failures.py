@@ -63,7 +63,7 @@ class Watch:
     """Watches the other ranks during a run: ``with Watch(timeout_seconds): train(…)``.
 
     An exception that leaves the block is written into the store; `PeerFailed` is raised instead if another rank's
-    failure is there already. `timeout_seconds` is how long a collective may wait before it counts as a hang.
+    failure exists already. `timeout_seconds` is how long a collective may wait before it counts as a hang.
 
     Where ranks are replaced (`recovery`), `report_hang` receives the ranks that hang and the report about them, and
     `release` makes this rank's collectives raise, so that it leaves them; `leave_within_s` is longer, and

@@ -59,7 +59,7 @@ class Family(ABC, Generic[C]):
     """Ends of names of tensors there that are not weights, such as the masks that old versions saved."""
 
     hf_fp32: ClassVar[tuple[str, ...]] = ()
-    """Ends of names of tensors there that exports keep in fp32, whatever their dtype."""
+    """Ends of the names of transformers' tensors that exports keep in fp32, whatever their dtype."""
 
     def __init__(self, config: C) -> None:
         self.config = config
@@ -122,7 +122,7 @@ class Family(ABC, Generic[C]):
 def family_named(name: str, where: str = KEY) -> type[Family[Any]]:
     """The family of this name, dotted path or entry point.
 
-    Errors (InputError): there is none, or it is not a `Family`. `where` is the key to blame.
+    Raises InputError: missing, or not a `Family`. `where` is the key to blame.
     """
     found = find_family(name, where)
     if not issubclass(found, Family):

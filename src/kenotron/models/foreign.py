@@ -192,7 +192,7 @@ class Foreign(Family[C]):
     def own_model(self, vocab_multiple: int, part: ModelPart | None) -> Decoder:
         """The whole model.
 
-        Errors (InputError): it is to be split into parts, or to have rows that pad its vocabulary.
+        Raises InputError: it is to be split into parts, or to have rows that pad its vocabulary.
         """
         from kenotron.models.foreign_model import ForeignModel
 

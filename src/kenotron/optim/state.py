@@ -8,7 +8,7 @@
 The tensors are the optimizer's own, not copies: what loads in place (torch.distributed.checkpoint) needs
 nothing else. Numbers that an optimizer keeps beside its tensors appear as 0-dim tensors.
 
-Hyper-parameters are not here. Learning rate, betas and weight decay come from the config at every start, so
+Hyper-parameters are not part of it. Learning rate, betas and weight decay come from the config at every start, so
 an edited config is never overruled by an old checkpoint.
 
 To resume: build the optimizer, `init_state`, fill what `state_tensors` shows, `load_state_tensors`.

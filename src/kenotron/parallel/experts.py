@@ -49,7 +49,7 @@ INSIDE = {"gate_proj.weight": Shard(1), "up_proj.weight": Shard(1), "down_proj.w
 def split_experts(moe: Any, settings: TensorParallelSettings, name: str) -> None:
     """Split the `MixtureOfExperts` `moe` over tp, in place; weights keep their names.
 
-    Errors (InputError): tp does not divide the width of an expert or of the shared one.
+    Raises InputError: tp does not divide the width of an expert or of the shared one.
     """
     group, shared = settings.group, moe.shared_expert
     weights = {

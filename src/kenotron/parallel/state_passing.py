@@ -34,7 +34,7 @@ class StatesOfRanks:
     def inputs_before(self, x: Tensor, count: int) -> Tensor:
         """The last `count` rows of what the rank before has in the place of x ``[sequences, length, features]``.
 
-        Zeros on the first rank. Errors (InputError): a rank has fewer tokens.
+        Zeros on the first rank. Raises InputError: a rank has fewer tokens.
         """
         if x.shape[1] < count:
             raise InputError(

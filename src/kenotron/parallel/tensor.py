@@ -97,7 +97,7 @@ def apply(
     products before and after a collective hide it (`parallel.fused`). `recompute_allgather`: REDUCE_SCATTER keeps the
     input of column layers as the rank's own tokens and gathers it again in backward, instead of keeping all of it.
 
-    Errors (InputError): a weight, or the heads in it, that tp does not divide; a module that has no parallel version.
+    Raises InputError: a weight, or the heads in it, that tp does not divide; a module that has no parallel version.
     """
     if mesh.degree("tp") == 1:
         return

@@ -51,7 +51,7 @@ def convert(
 
     `dtype` of the ids is the source's where the format holds it, else the narrowest. Returns what was written.
 
-    Errors (InputError): what is wrong with a source file; a type too narrow; a file that is there already; a loss mask
+    Raises InputError: an invalid source file; a type too narrow; a file that exists; a loss mask
     for a format that has none.
     """
     suffix = written_suffix(to, folders=True)

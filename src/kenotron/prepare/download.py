@@ -57,7 +57,7 @@ class ResolvedFile:
 def fetch(requirements: Iterable[RequiredFile], report: Report) -> list[ResolvedFile]:
     """Resolve every requirement; `report` gets a line before each that may take long.
 
-    Errors (InputError): one line for each requirement that cannot be resolved, after all others were.
+    Raises InputError: one line for each requirement that cannot be resolved, after all others were.
     """
     found, problems = [], []
     for required in dict.fromkeys(requirements):
@@ -84,7 +84,7 @@ def fetch(requirements: Iterable[RequiredFile], report: Report) -> list[Resolved
 def data_requirements(config: Config) -> Iterator[RequiredFile]:
     """What the tokenizer and the data of `config` require.
 
-    Errors (InputError): a mix file of token paths that cannot be read.
+    Raises InputError: a mix file of token paths that cannot be read.
     """
     name = config.tokenizer.tokenizer_name_or_path
     if name:

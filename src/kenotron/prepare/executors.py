@@ -67,7 +67,7 @@ def tokenize_on(
 ) -> Json | None:
     """As `tokenize.tokenize`, by datatrove's tasks; None where they go on without this process.
 
-    Datatrove's logs lie in ``<output>.logs``. Errors (InputError): whatever is wrong with the inputs or the cluster's
+    Datatrove's logs lie in ``<output>.logs``. Raises InputError for what is wrong with the inputs or the cluster's
     options; a shard that was not made.
     """
     _check(cluster)

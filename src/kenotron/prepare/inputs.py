@@ -47,7 +47,7 @@ def open_input(
 ) -> DocumentSource:
     """The texts of a file, a folder of files, a folder that `datasets` saved, or a dataset of the Hugging Face hub.
 
-    Errors (InputError): nothing of that name; a column of files without rows; split or config name of files.
+    Raises InputError: nothing of that name; a column of files without rows; split or config name of files.
     """
     path = Path(name).expanduser()
     saved = not is_remote(name) and any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json"))

@@ -69,7 +69,7 @@ class Duplicates:
 def inspect(path: str | AnyPath, dtype: str | None = None, vocab_size: int | None = None, window: int = 2048) -> Json:
     """A report on the token files at `path`; ids from `vocab_size` on are counted, windows are of `window` tokens.
 
-    Errors (InputError): what is wrong with a file; a negative id.
+    Raises InputError: an invalid file; a negative id.
     """
     files = open_token_files(path, "token files", dtype)
     tokens, documents, windows = _Tokens(vocab_size), _Documents(), Duplicates()
@@ -133,7 +133,7 @@ class _Tokens:
         self.first_beyond: Json | None = None
 
     def add(self, file: TokenFile, chunk: TokenChunk) -> None:
-        """Errors (InputError): a negative id."""
+        """Raises InputError: a negative id."""
         if chunk.loss is not None:
             self.without_loss += len(chunk.loss) - int(np.count_nonzero(chunk.loss))
         if not len(chunk.ids):
@@ -213,7 +213,7 @@ def starts_of_documents(files: Sequence[TokenFile], count: int, length: int) -> 
 def sample_at(files: Sequence[TokenFile], sequence_length: int, sample: int) -> Json:
     """Window `sample` in file order: its file, first token, ``sequence_length + 1`` ids, and ends of documents in it.
 
-    Errors (InputError): there is no such sample.
+    Raises InputError if there is no such sample.
     """
     left = sample
     for file in files:

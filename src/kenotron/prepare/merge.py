@@ -53,7 +53,7 @@ def merge(
     """Write the documents of `sources` (files or folders) to `output`: a file where it has a format's suffix, else a
     folder of files of at most `max_tokens` tokens each (a longer document has a file of its own); the manifest.
 
-    Errors (InputError): `output` is there already; sources of different tokenizers; document ends not known.
+    Raises InputError: `output` exists; sources of different tokenizers; document ends not known.
     """
     files = [file for source in sources for file in open_token_files(source, "SRC")]
     for file in files:
@@ -92,7 +92,7 @@ def merge(
 
 
 def _refuse_companions(output: Path) -> None:
-    """Errors (InputError): an index or a loss mask of an earlier `output` would be taken for the new one's."""
+    """Raises InputError: an index or a loss mask of an earlier `output` would be taken for the new one's."""
     others = output.parent.iterdir() if output.parent.is_dir() else ()
     for left in sorted(other for other in others if other.name.startswith(f"{output.name}.")):
         raise InputError(f"--output: {left} already exists, left by an earlier {output.name}; remove it")
@@ -120,7 +120,7 @@ def _dtype(files: Sequence[TokenFile], format: str) -> np.dtype:
 def common_keys(sources: Sequence[str | AnyPath], files: Sequence[TokenFile], strict: bool = True) -> Json:
     """What all sources say of their tokenizer: by its hash where all of `files` have one, else by its name.
 
-    Errors (InputError): they differ; without `strict`, what differs is left out.
+    Raises InputError: they differ; without `strict`, what differs is left out.
     """
     known: dict[str, tuple[Any, str]] = {}
     different: set[str] = set()

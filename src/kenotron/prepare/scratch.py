@@ -19,7 +19,7 @@ from kenotron.config.errors import InputError
 def scratch_beside(output: Path, key: str = "--output") -> Iterator[Path]:
     """A hidden folder beside `output`, for the caller to publish; removed at the end.
 
-    Errors (InputError): `output` exists and is not an empty folder; what the system refuses meanwhile, a full disk.
+    Raises InputError: `output` exists and is not an empty folder; what the system refuses meanwhile, a full disk.
     """
     if not output.name:
         raise InputError(f"{key}: expected a folder to be created, found {output}")

@@ -72,7 +72,7 @@ def tokenize(
 ) -> Json:
     """Fill the folder `output`, or what is missing of it, by `workers` processes; the manifest.
 
-    Errors (InputError): whatever is wrong with the inputs; `output` holds other work.
+    Raises InputError: invalid inputs; `output` holds other work.
     """
     work = Tokenization.plan(inputs, tokenizer, output, options)
     if (done := finished(work, output)) is not None:
@@ -102,7 +102,7 @@ def lock_output(output: Path, report: Report) -> AbstractContextManager[bool]:
 
 
 def finished(work: Tokenization, output: Path) -> Json | None:
-    """The manifest, if there is one. Errors (InputError): it is of other work."""
+    """The manifest, if there is one. Raises InputError if it is of other work."""
     done = read_json(output / MANIFEST, made_by=dict)
     if done is not None:
         refuse_other_work(output, done["made_by"], work.made_by)
@@ -110,7 +110,7 @@ def finished(work: Tokenization, output: Path) -> Json | None:
 
 
 def begin(work: Tokenization, output: Path) -> None:
-    """Leave the plan in `output`. Errors (InputError): other work was begun there."""
+    """Leave the plan in `output`. Raises InputError if other work was begun there."""
     plan = output / UNFINISHED / PLAN
     begun = read_json(plan, options=dict)
     if begun is not None:
@@ -135,7 +135,7 @@ def finish(work: Tokenization, output: Path) -> Json:
 
 
 def make_folder(output: Path) -> None:
-    """Create the output folder. Errors (InputError): it holds other files, or cannot be created."""
+    """Create the output folder. Raises InputError: it holds other files, or cannot be created."""
     if output.is_dir() and not (output / UNFINISHED).is_dir() and any(output.iterdir()):
         raise InputError(f"{output}: holds files that this command did not write; choose another --output")
     try:
@@ -164,7 +164,7 @@ class Tokenization:
     def plan(
         cls, inputs: Sequence[str], tokenizer: TextTokenizer, output: Path, options: TokenizeOptions
     ) -> Tokenization:
-        """Plan the shards from names and sizes. Errors (InputError): whatever is wrong with the inputs."""
+        """Plan the shards from names and sizes. Raises InputError for invalid inputs."""
         rules = _encode_rules(tokenizer, options)
         hook = row_hook(options.column, options.filter, options.repeat)
         texts = [

@@ -56,7 +56,7 @@ class BlockStore:
             return False
 
     def read(self, name: str, size: int, start: int, stop: int) -> bytes | None:
-        """Bytes [start, stop) of a block of `size` bytes; None where it is not here, or damaged."""
+        """Bytes [start, stop) of a block of `size` bytes; None where it is missing or damaged."""
         try:
             descriptor = os.open(self._place(name), os.O_RDONLY)
         except OSError:
@@ -92,7 +92,7 @@ class BlockStore:
     def mapped_file(self, name: str, size: int, fill: Callable[[BinaryIO], None], url: str) -> NDArray[np.uint8]:
         """A complete file ``[size]``, mapped; if it is not in the cache, `fill` writes it, in one process at a time.
 
-        Errors (InputError): it is larger than the cap.
+        Raises InputError: it is larger than the cap.
         """
         if size == 0:
             return np.empty(0, np.uint8)

@@ -51,7 +51,7 @@ VERSIONS = (
 def filesystem(url: str, part_tries: int = 1) -> AbstractFileSystem:
     """fsspec's file system for `url`, one per process and protocol. S3's sends every part up to `part_tries` times.
 
-    Errors (InputError): no such protocol; its driver is not installed; the network is forbidden.
+    Raises InputError: no such protocol; its driver is not installed; the network is forbidden.
     """
     protocol, _, rest = url.partition("://")
     if "@" in rest.split("/")[0]:

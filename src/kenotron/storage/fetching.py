@@ -72,7 +72,7 @@ class Block(NamedTuple):
 
 
 def file_info(url: str, settings: RemoteData) -> FileInfo:
-    """The driver's current `info` of a file or folder. Errors: FileNotFoundError; InputError as in `with_retries`."""
+    """The driver's current `info` of a file or folder. Raises FileNotFoundError; InputError as in `with_retries`."""
     fs = filesystem(url)
     return with_retries(url, settings.tries, lambda: fs.info(url), opening=True)
 
@@ -80,7 +80,7 @@ def file_info(url: str, settings: RemoteData) -> FileInfo:
 def with_retries(what: str, tries: int, read: Callable[[], T], opening: bool = False, doing: str = "read") -> T:
     """``read()``, tried up to `tries` times with growing waits.
 
-    Errors (InputError): `what`, that it cannot be `doing` (a participle) and the driver's message, after the last try
+    Raises InputError: `what`, that it cannot be `doing` (a participle) and the driver's message, after the last try
     or at once if a retry cannot help. When `opening`, a host that is not known is such a case: the URL is mistyped, or
     this machine is offline.
     """
@@ -210,7 +210,7 @@ def read_block(block: Block, start: int, stop: int) -> bytes:
 
 
 def _fetch(block: Block) -> bytes:
-    """Errors (InputError): every try failed, or the file is another one by now."""
+    """Raises InputError: every try failed, or the file is another one by now."""
     file = block.file
     fs, expected = filesystem(file.url), block.stop - block.start
     where = f"{file.url}, bytes {block.start}-{block.stop - 1}"

@@ -186,7 +186,7 @@ def locked(file: Path, timeout: float | None = None, on_wait: Callable[[], None]
     """Hold the kernel's lock on `file`, which is created; yields False where the file system has no locks.
 
     The kernel frees the lock when its process dies, so nothing is guessed from process ids or clocks. `on_wait` is
-    called once if another process holds it. Errors: TimeoutError after `timeout` seconds (None: wait without limit).
+    called once if another process holds it. Raises TimeoutError after `timeout` seconds (None: wait without limit).
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -228,7 +228,7 @@ def _lock(descriptor: int, file: Path, timeout: float | None, on_wait: Callable[
 def map_local_array(path: Path, dtype: np.dtype, offset: int, count: int) -> NDArray:
     """`count` items of `dtype` from byte `offset` of a file on, memory-mapped read-only; a small array is read.
 
-    Errors: OSError; ValueError if the file ends before.
+    Raises OSError; ValueError if the file ends before.
     """
     import numpy as np
 

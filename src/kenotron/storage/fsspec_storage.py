@@ -45,7 +45,7 @@ class FsspecPath(RemotePath):
     listing: Listing | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Errors (InputError): no such scheme; its driver is not installed."""
+        """Raises InputError: no such scheme; its driver is not installed."""
         filesystem(self.url)
 
     def stat(self) -> RemoteStat:
@@ -96,7 +96,7 @@ class FsspecPath(RemotePath):
         return io.BufferedReader(_Stream(self.file()), 1 << 17)
 
     def map_array(self, dtype: np.dtype, offset: int, count: int, download: bool) -> RemoteArray | NDArray:
-        """A `BlockArray`, or with `download` a mapped local copy. Errors (InputError): larger than the cache."""
+        """A `BlockArray`, or with `download` a mapped local copy. Raises InputError: larger than the cache."""
         if download:
             return _downloaded_array(self.file(), dtype, offset, count)
         return BlockArray(self, dtype, offset, count)

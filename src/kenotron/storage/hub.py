@@ -45,7 +45,7 @@ def hub_file(repo: str, file: str, revision: str | None, key: str, optional: boo
     """Local path of a file of the model repository `repo`; None if there is no such file in it.
 
     `key` names the config key in errors. With `optional`, None also when the hub cannot be asked.
-    Errors (InputError): no such repository or revision, hub unreachable or forbidden.
+    Raises InputError: no such repository or revision, hub unreachable or forbidden.
     """
     configure_hub()
     import huggingface_hub as hub

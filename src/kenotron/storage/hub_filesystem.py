@@ -21,7 +21,7 @@ class HubFileSystem(HfFileSystem):
     """Always asks the hub, once, and reads no more than it is asked for."""
 
     def resolve_path(self, path: str, revision: str | None = None) -> Any:
-        """The repository, revision and path of a URL. Errors (InputError): no such repository or revision."""
+        """The repository, revision and path of a URL. Raises InputError: no such repository or revision."""
         try:
             return super().resolve_path(path, revision)
         except FileNotFoundError as error:

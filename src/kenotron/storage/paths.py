@@ -59,7 +59,7 @@ class RemoteArray(ABC):
 
     @abstractmethod
     def read(self, start: int, stop: int, fetched: Fetched) -> NDArray:
-        """Items [start, stop), from `fetched` as far as it holds them. Errors (InputError): they cannot be read."""
+        """Items [start, stop), from `fetched` as far as it holds them. Raises InputError: they cannot be read."""
 
     @property
     def itemsize(self) -> int:
@@ -151,7 +151,7 @@ class RemotePath(ABC):
 
     @abstractmethod
     def stat(self) -> RemoteStat:
-        """Errors: FileNotFoundError; InputError if the storage cannot be reached."""
+        """Raises FileNotFoundError; InputError if the storage cannot be reached."""
 
     @abstractmethod
     def is_file(self) -> bool:
@@ -187,7 +187,7 @@ AnyPath: TypeAlias = Path | RemotePath
 
 
 def as_path(path: str | AnyPath, settings: RemoteData | None = None) -> AnyPath:
-    """The path that a string names; `~` is the home folder. Errors (InputError): no such scheme, or its driver is not
+    """The path that a string names; `~` is the home folder. Raises InputError: no such scheme, or its driver is not
     installed."""
     if isinstance(path, RemotePath):
         return path
@@ -202,7 +202,7 @@ def as_path(path: str | AnyPath, settings: RemoteData | None = None) -> AnyPath:
 
 def walk(folder: AnyPath) -> Iterator[AnyPath]:
     """Every file below `folder`, links followed, a folder that is linked twice only once, hidden folders left out:
-    they hold unfinished work. Errors (InputError): a folder that cannot be read.
+    they hold unfinished work. Raises InputError: a folder that cannot be read.
     """
     if isinstance(folder, RemotePath):
         yield from folder.walk()

@@ -50,7 +50,7 @@ class Store:
     """The objects below `url`, by their names behind it."""
 
     def __init__(self, url: str, settings: RemoteData | None = None, parts_at_once: int = PARTS_AT_ONCE) -> None:
-        """Errors (InputError): no such protocol; its driver is not installed."""
+        """Raises InputError: no such protocol; its driver is not installed."""
         self.url = url.rstrip("/")
         self._tries = (settings or RemoteData()).tries
         self._parts_at_once = parts_at_once
@@ -71,7 +71,7 @@ class Store:
     # ---- reading ----
 
     def sizes(self, below: str = "") -> dict[str, int]:
-        """Name and bytes of every object, or of those in the folder `below`. Errors (InputError)."""
+        """Name and bytes of every object, or of those in the folder `below`. Raises InputError."""
         fs, folder = self._fs, self.at(below)
         try:
             found = self._try(below, lambda: fs.find(folder, detail=True), "listed")
@@ -82,11 +82,11 @@ class Store:
         return {name.removeprefix(root): info["size"] or 0 for name, info in files.items()}
 
     def read(self, name: str) -> bytes:
-        """A small object. Errors: FileNotFoundError; InputError."""
+        """A small object. Raises FileNotFoundError; InputError."""
         return self._try(name, lambda: self._fs.cat_file(self.at(name)))
 
     def version(self, name: str) -> tuple[int, str] | None:
-        """Bytes and version of an object; None if there is none. Errors (InputError)."""
+        """Bytes and version of an object; None if there is none. Raises InputError."""
         try:
             info = self._try(name, lambda: self._info(name))
         except FileNotFoundError:
@@ -94,7 +94,7 @@ class Store:
         return info["size"], version_of(info)
 
     def stream(self, name: str) -> Iterator[bytes]:
-        """The bytes of an object in pieces, some fetched ahead. Errors: FileNotFoundError; InputError."""
+        """The bytes of an object in pieces, some fetched ahead. Raises FileNotFoundError; InputError."""
         expected = self.version(name)
         if expected is None:
             raise FileNotFoundError(self.at(name))
@@ -131,7 +131,7 @@ class Store:
     # ---- writing ----
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a small object, and read it back. Errors (InputError)."""
+        """Write a small object, and read it back. Raises InputError."""
 
         def send() -> None:
             self._make_folder(name)
@@ -144,7 +144,7 @@ class Store:
     def upload(self, name: str, file: Path, sent: Sent = lambda count: None) -> str:
         """Write a file, and compare the object with it; returns its version.
 
-        `sent` is called with the bytes of the file that have been sent so far. Errors: FileNotFoundError, the file is
+        `sent` is called with the bytes of the file that have been sent so far. Raises FileNotFoundError, the file is
         gone; InputError, which names the object.
         """
 
@@ -169,7 +169,7 @@ class Store:
             raise
 
     def delete(self, name: str) -> None:
-        """Remove an object; none there is no error. Errors (InputError)."""
+        """Remove an object, if it exists. Raises InputError."""
         with suppress(FileNotFoundError):
             self._try(name, lambda: self._fs.rm_file(self.at(name)), "removed")
 

@@ -14,7 +14,7 @@ DAMAGE = (gzip.BadGzipFile, zlib.error, EOFError)
 
 
 def decompressed(raw: IO[bytes], suffix: str) -> IO[bytes]:
-    """The content of a file that is compressed by its suffix, as a stream. Errors: `DAMAGE`."""
+    """The content of a file that is compressed by its suffix, as a stream. Raises `DAMAGE`."""
     if suffix == ".gz":
         return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
     return io.BufferedReader(_Zstd(raw), 1 << 17) if suffix == ".zst" else raw  # type: ignore[return-value]

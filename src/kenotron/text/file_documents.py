@@ -130,7 +130,7 @@ class FileDocuments:
                 yield ByteRange(part, 0, None, whole)
 
     def read(self, byte_range: ByteRange) -> Iterator[DocumentChunk]:
-        """The documents of a range. Errors (InputError): not readable, damaged."""
+        """The documents of a range. Raises InputError: not readable, damaged."""
         file = self.files[byte_range.part]
         if (rows := row_reader(file.suffix)) is not None:
             start, stop = byte_range.start, byte_range.stop
@@ -153,7 +153,7 @@ class FileDocuments:
         """The chunks of a file from `place` on, which is `done` of the chunk before: a byte of an unpacked jsonl file,
         a row and its chunks of a table, else the number of a chunk.
 
-        Errors (InputError): besides those of reading, the file has another size than when it was opened first.
+        Raises InputError: besides those of reading, the file has another size than when it was opened first.
         """
         file, size = self.files[part], self._sizes[self.files[part]]
         if (found := _stat(file).st_size) != size:

@@ -128,7 +128,7 @@ class HubDocuments:
         return len(self._shards)
 
     def chunks_from(self, part: int, place: int) -> Iterator[DocumentChunk]:
-        """The rows of a shard from row `place` on. Errors (InputError): not readable, no text in the column."""
+        """The rows of a shard from row `place` on. Raises InputError: not readable, no text in the column."""
         rows = self._shards[part]
         if hasattr(rows, "select"):
             for number, text in self._texts_of(rows.select(range(place, len(rows)))):
@@ -219,7 +219,7 @@ def load_rows(name: str, config_name: str | None, split: str, streaming: bool = 
     repository, which comes from the local caches where the hub cannot be asked. With `streaming`, what is not on this
     machine as rows already is a `datasets.IterableDataset`.
 
-    Errors (InputError): not there, no such configuration or split, hub unreachable.
+    Raises InputError: missing, no such configuration or split, hub unreachable.
     """
     configure_hub()
     import datasets

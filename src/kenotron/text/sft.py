@@ -79,7 +79,7 @@ class SftDocuments:
 
     `rows` opens the dataset with a hook for its rows. Rows without an answer are left out and counted in `skipped`.
 
-    Errors (InputError): a column is missing or holds something else; messages without a chat template; a template that
+    Raises InputError: a column is missing or holds something else; messages without a chat template; a template that
     does not mark the answers.
     """
 

@@ -318,7 +318,7 @@ class _PageReads:
     def expect(self, group: pq.RowGroupMetaData, column: str | None) -> int:
         """The row group that is read next (all columns if `column` is None): how many of its rows to decode at once.
 
-        Errors (_PageTooLarge): a page that is read through the buffer may be too large.
+        Raises _PageTooLarge: a page that is read through the buffer may be too large.
         """
         self._largest = largest = largest_page()
         step, self._chunks = _rows_at_once(group.total_byte_size, group.num_rows), []
@@ -339,7 +339,7 @@ class _PageReads:
         return max(step, 1)
 
     def read(self, size: int = -1) -> bytes:
-        """As a file's. Errors (_PageTooLarge, _Stopped)."""
+        """As a file's. Raises _PageTooLarge, _Stopped."""
         if self.stopped:
             raise _Stopped
         if size > READ_BYTES and self._chunks:

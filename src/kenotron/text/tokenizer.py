@@ -5,7 +5,7 @@
     tokenizer.decode([4299, 1388])    'def main'
 
 A name is a folder, a tokenizer.json, or a Hugging Face repository; a repository is looked up in the local hub cache
-first, and only what is not there is asked of the hub (never, when one of HF_HUB_OFFLINE, HF_DATASETS_OFFLINE,
+first, and only what is missing is asked of the hub (never, when one of HF_HUB_OFFLINE, HF_DATASETS_OFFLINE,
 TRANSFORMERS_OFFLINE is set). `transformers`, a second to import, comes in only where there is no tokenizer.json.
 """
 
@@ -129,7 +129,7 @@ class TextTokenizer:
 def library_ids(backend: tokenizers.Tokenizer, texts: Sequence[str], special: bool) -> list[list[int]]:
     """Ids of every text, with `special` also what the tokenizer puts around a text by itself.
 
-    Errors (InputError): a text that the tokenizer has no ids for.
+    Raises InputError: a text that the tokenizer has no ids for.
     """
     with encoding_errors():
         return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=special)]
@@ -162,7 +162,7 @@ def end_of_text(tokenizer: HasEndOfText | None, architecture: Any) -> int:
 def load_tokenizer(name_or_path: str | Path, revision: str | None = None) -> TextTokenizer:
     """Load from a folder, a tokenizer.json, or a Hugging Face repository.
 
-    Errors (InputError): nothing there, not readable, hub unreachable.
+    Raises InputError: missing, not readable, hub unreachable.
     """
     if is_remote(name_or_path):
         raise InputError(

@@ -101,7 +101,7 @@ def load_hook(path: str, kwargs: dict[str, object]) -> Hook:
 
 
 def find_hook(path: str, kwargs: dict[str, object]) -> Callable[..., Any]:
-    """The class or function at a dotted path, not called yet. Errors as in `load_hook`, as far as they show by then."""
+    """The class or function at a dotted path, not called yet. Raises as `load_hook`, as far as they show by then."""
     make = import_dotted(path, "general.hooks")
     if not callable(make) or (isinstance(make, type) and not issubclass(make, Hook)):
         raise InputError(f"general.hooks: expected a kenotron.Hook class, or a function that returns one, at '{path}'")

@@ -240,7 +240,7 @@ def memory_fields(run: Run) -> dict[str, int]:
 
 
 def logged_step(folder: Path, step: int) -> dict[str, float]:
-    """The metrics of `step` in the log folder of a run; none if they are not there."""
+    """The metrics of `step` in the log folder of a run; empty if the step is missing."""
     path = folder / "metrics.jsonl"
     for line in reversed(path.read_text().splitlines() if path.exists() else []):
         with contextlib.suppress(json.JSONDecodeError, KeyError):

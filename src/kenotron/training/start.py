@@ -247,7 +247,7 @@ def changed_stage(saved: dict[str, Any], path: Path, step: int, difference: tupl
     """The message about a stage that has begun and differs in this config."""
     key, old, new = difference
     if key.endswith("start_training_step"):
-        where = "there and not" if old else "not there but"
+        where = "in the run and not" if old else "not in the run but"
         what = f"{key}: a stage begins at step {old or new} {where} in this config"
     else:
         stages = sorted(saved["data_stages"], key=lambda stage: stage["start_training_step"])

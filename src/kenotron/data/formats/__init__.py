@@ -59,7 +59,7 @@ def open_token_files(path: str | AnyPath, where: str, dtype: str | None = None) 
     `dtype` is the type of the ids in files that do not say, ``uint16`` for example. `where` names the config's key or
     the command's argument in errors.
 
-    Errors (InputError): no such file, none in the folder, files of several formats, and whatever is wrong with one.
+    Raises InputError: no such file, none in the folder, files of several formats, an invalid file.
     """
     given = integer_dtype(dtype, where) if dtype else None
     return [
@@ -70,7 +70,7 @@ def open_token_files(path: str | AnyPath, where: str, dtype: str | None = None) 
 def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str]]:
     """The token files at `path` and their formats, in order of path; nothing is opened.
 
-    Errors (InputError): no such file or folder, none in it, files of several formats.
+    Raises InputError: no such file or folder, none in it, files of several formats.
     """
     path = as_path(path)
     if not path.exists():
@@ -94,7 +94,7 @@ def find_token_files(path: str | AnyPath, where: str) -> list[tuple[AnyPath, str
 def open_writer(path: Path, format: str, dtype: np.dtype, tokenizer: str | None = None) -> TokenWriter:
     """A writer of one file of `format`, whose suffix is added to `path` where it is missing, or of litdata's folder.
 
-    Errors (InputError): an unknown format, or one that cannot hold `dtype`; the folder cannot be written.
+    Raises InputError: an unknown format, or one that cannot hold `dtype`; the folder cannot be written.
     """
     suffix = written_suffix(format, folders=True)
     return _writer(format)(path if path.suffix == suffix else path.with_name(path.name + suffix), dtype, tokenizer)
@@ -109,7 +109,7 @@ def check_holds_loss(files: Sequence[TokenFile], format: str) -> None:
 
 
 def written_suffix(format: str, folders: bool = False) -> str:
-    """The suffix of files of `format`; with `folders` also litdata's, empty. Errors (InputError): not written."""
+    """The suffix of files of `format`; with `folders` also litdata's, empty. Raises InputError: not written."""
     known = SUFFIXES | ({"litdata": ""} if folders else {})
     if format not in known:
         raise InputError(f"--to: cannot write '{format}'; expected one of {', '.join(known)}{nearest(format, known)}")
@@ -117,7 +117,7 @@ def written_suffix(format: str, folders: bool = False) -> str:
 
 
 def is_file_of(path: Path, format: str, key: str) -> bool:
-    """Whether `path` names one file of `format`, not a folder. Errors (InputError): a file of another format."""
+    """Whether `path` names one file of `format`, not a folder. Raises InputError: a file of another format."""
     suffix = written_suffix(format)
     if path.suffix in SUFFIXES.values() and path.suffix != suffix:
         raise InputError(f"{key}: expected a folder, or a file that ends in {suffix} ({format}), found {path}")

@@ -35,7 +35,7 @@ WIDTHS: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
     """The tokens of one `.ds` and of the files beside it.
 
-    Errors (InputError): a size, width or count that contradicts another, an index that is not sorted.
+    Raises InputError: a size, width or count that contradicts another, an index that is not sorted.
     """
     metadata = _metadata(_beside(path, "metadata"))
     index = _beside(path, "index")

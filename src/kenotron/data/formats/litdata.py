@@ -35,7 +35,7 @@ DTYPES = {"no_header_tensor": TENSORS, "no_header_numpy": ARRAYS}
 def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
     """The chunks of one folder; `path` is its index.json.
 
-    Errors (InputError): compressed or encrypted chunks, chunks of other things than tokens, a chunk whose header
+    Raises InputError: compressed or encrypted chunks, chunks of other things than tokens, a chunk whose header
     contradicts the index or its size.
     """
     config, chunks = _index(path)

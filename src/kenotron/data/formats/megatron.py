@@ -35,7 +35,7 @@ BLOCK = 1 << 20
 def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
     """The tokens of one pair of `.bin` and `.idx`. Takes 8 bytes of memory a document.
 
-    Errors (InputError): a missing or different magic, version or dtype code; sizes that contradict each other;
+    Raises InputError: a missing or different magic, version or dtype code; sizes that contradict each other;
     sequences that do not lie end to end; documents that are not sorted.
     """
     index = path.with_suffix(".idx")

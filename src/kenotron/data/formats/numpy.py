@@ -26,7 +26,7 @@ HEADER_BYTES = 128
 def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
     """The tokens of one `.npy` or raw file.
 
-    Errors (InputError): no header and no dtype; a header that numpy cannot read; not a one-dimensional integer array.
+    Raises InputError: no header and no dtype; a header that numpy cannot read; not a one-dimensional integer array.
     """
     with readable(path), path.open("rb") as file:
         has_header = file.read(len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX

@@ -68,7 +68,7 @@ class TokenChunk(NamedTuple):
 def documents_between(file: TokenFile, start: int, stop: int) -> NDArray[np.int64]:
     """The ends of documents that lie in tokens ``(start, stop]``, ascending; none where documents are not known.
 
-    Errors (InputError): the index is not sorted there.
+    Raises InputError: the index is not sorted there.
     """
     if file.ends is None:
         return np.empty(0, dtype=np.int64)
@@ -82,7 +82,7 @@ def documents_between(file: TokenFile, start: int, stop: int) -> NDArray[np.int6
 def checked_loss(file: TokenFile, start: int, stop: int) -> NDArray[np.bool_] | None:
     """Whether tokens [start, stop) carry a loss; None: all do.
 
-    Errors (InputError): a byte that is neither 0 nor 1.
+    Raises InputError: a byte that is neither 0 nor 1.
     """
     if file.loss is None:
         return None
@@ -92,7 +92,7 @@ def checked_loss(file: TokenFile, start: int, stop: int) -> NDArray[np.bool_] | 
 
 
 def check_loss(file: TokenFile, start: int, loss: NDArray[np.bool_]) -> None:
-    """Errors (InputError): one of the bytes of `loss`, those of the tokens from `start` on, is neither 0 nor 1."""
+    """Raises InputError: one of the bytes of `loss`, those of the tokens from `start` on, is neither 0 nor 1."""
     found = loss.view(np.uint8)
     if len(found) and found.max() > 1:
         at = int(np.flatnonzero(found > 1)[0])
@@ -103,7 +103,7 @@ def check_loss(file: TokenFile, start: int, loss: NDArray[np.bool_]) -> None:
 def token_chunks(file: TokenFile, size: int) -> Iterator[TokenChunk]:
     """The whole file in chunks of at most `size` tokens, with its documents, empty ones too.
 
-    Errors (InputError): the index is not sorted.
+    Raises InputError: the index is not sorted.
     """
     done = 0
     for start in range(0, max(len(file.tokens), 1), size):
@@ -140,7 +140,7 @@ def map_array(path: AnyPath, dtype: np.dtype, offset: int = 0, count: int | None
 
     Of a remote file a `RemoteArray`, which is read by blocks; with `whole` the file is downloaded now, and mapped.
 
-    Errors (InputError): the file is not there, too short, or ends within an item.
+    Raises InputError: the file is missing, too short, or ends within an item.
     """
     with readable(path):
         size = path.stat().st_size
@@ -174,7 +174,7 @@ def map_array(path: AnyPath, dtype: np.dtype, offset: int = 0, count: int | None
 def check_ends(path: AnyPath, ends: NDArray[np.uint64], tokens: int, token_path: AnyPath) -> None:
     """The index's last end must be the number of tokens, and its first ends must ascend.
 
-    Errors (InputError): name the file and the byte of the entry that is wrong.
+    Raises InputError: name the file and the byte of the entry that is wrong.
     """
     last = int(ends[-1]) if len(ends) else 0
     if last != tokens:
@@ -228,7 +228,7 @@ def integer_dtype(name: str, where: str) -> np.dtype:
 class PartialFile:
     """A file that is written as ``<path>.partial`` and gets its name when it is complete (`storage.AtomicFile`).
 
-    Errors (InputError): the system refuses to create or write it.
+    Raises InputError: the system refuses to create or write it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -292,7 +292,7 @@ class TokenWriter(ABC):
     ) -> None:
         """Append whole documents: `ids` ``[tokens]`` end to end, `lengths` ``[documents]``, `loss` ``[tokens]``.
 
-        Errors (InputError): an id that the dtype cannot hold; a loss in a format that has none; the disk is full.
+        Raises InputError: an id that the dtype cannot hold; a loss in a format that has none; the disk is full.
         """
         ends, done = np.cumsum(lengths), 0
         for start in range(0, max(len(ids), 1), TOKENS_AT_ONCE):  # `ids` may be mapped, and larger than memory
@@ -340,7 +340,7 @@ class TokenWriter(ABC):
 
 
 def check_range(path: AnyPath, ids: NDArray[np.integer], dtype: np.dtype, start: int) -> None:
-    """Errors (InputError): an id of `ids` ``[tokens]``, not empty, from token `start` on, does not fit `dtype`."""
+    """Raises InputError: an id of `ids` ``[tokens]``, not empty, from token `start` on, does not fit `dtype`."""
     if ids.min() < 0:
         at = int(ids.argmin())
         raise InputError(f"{path}: token {start + at} is negative ({ids[at]})")

@@ -43,6 +43,6 @@ KINDS: dict[type, str] = {
 
 
 def specs_of(section: PlainDataset | None) -> Specs:
-    """The sources of a dataset of the config. Errors (InputError): a mix file that cannot be read."""
+    """The sources of a dataset of the config. Raises InputError: a mix file that cannot be read."""
     specs: Callable[[PlainDataset | None], Specs] = import_registered(KINDS[type(section)], "dataset", DATASETS)
     return specs(section)

@@ -178,7 +178,7 @@ def open_plan(
 ) -> PackingPlan:
     """The plan for these files, from the cache, or made now and kept; for `keep_rest` see `cut_long`.
 
-    Errors (InputError): the ends of a file's documents are unknown, or not in order; the cache cannot be written.
+    Raises InputError: the ends of a file's documents are unknown, or not in order; the cache cannot be written.
     """
     digest = xxhash.xxh3_128(f"packing {FORMAT} {sequence_length} {keep_rest}".encode())
     for part in parts:

@@ -245,7 +245,7 @@ def to_bytes(position: ShardPosition, facts: dict[str, object]) -> bytes:
 
 
 def from_bytes(data: bytes, facts: dict[str, object], where: str) -> ShardPosition:
-    """What `to_bytes` wrote. Errors (InputError, with `where`): no such state, or one of another stream."""
+    """What `to_bytes` wrote. Raises InputError, with `where`: no such state, or one of another stream."""
     try:
         saved = json.loads(gzip.decompress(data))
         position = _checked(saved["state"], saved["after"])

@@ -324,7 +324,7 @@ def open_stream(
 ) -> Stream:
     """Open a stream. Held-out documents are read only for the first stage of a run that validates.
 
-    Errors (InputError): more reader shards than files; how much validation reads is not set.
+    Raises InputError: more reader shards than files; how much validation reads is not set.
     """
     run, length = opening.run, opening.sequence_length
     stream = opening.opened

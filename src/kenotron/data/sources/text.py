@@ -104,7 +104,7 @@ class TextDataset(TextSpec):
         """The documents. Prompts and answers are examples (text/sft.py); how conversations are written, the
         `tokenizer` says.
 
-        Errors (InputError): nothing there, not readable, the hub cannot be reached.
+        Raises InputError: missing, not readable, hub unreachable.
         """
         section = self.section
         if not isinstance(section, SFTDataset | SFTFiles):

@@ -88,7 +88,7 @@ class TokenPath(SourceSpec):
 
 
 def specs(section: TokenFilesDataset) -> list[tuple[float | str, TokenPath]]:
-    """The sources of the key `tokens`. Errors (InputError): a mix file that cannot be read."""
+    """The sources of the key `tokens`. Raises InputError: a mix file that cannot be read."""
     paths = section.tokens
     if isinstance(paths, str) and paths.endswith(".json"):
         paths = read_mix(as_path(paths))
@@ -228,7 +228,7 @@ def open_folder(
 ) -> TokenFolder:
     """The samples of one path; `seed` is for `shuffle_files`, `vocab_size` the model's, `remote` for other machines.
 
-    Errors (InputError): whatever `formats.open_token_files` finds wrong; another format, width or vocabulary than
+    Raises InputError: whatever `formats.open_token_files` finds wrong; another format, width or vocabulary than
     the config names; a local copy of another size.
     """
     root = as_path(wanted.path, remote)
@@ -313,7 +313,7 @@ def _documents_before(file: TokenFile, end: int) -> TokenFile:
 def check_fit(folder: TokenFolder, wanted: TokenPath, run: RunSettings) -> None:
     """Warn, in one line each, of other names of tokenizers, and of documents to be masked whose ends are unknown.
 
-    Errors (InputError): tokens too narrow for the run's tokenizer; a manifest beside them with another one's hash.
+    Raises InputError: tokens too narrow for the run's tokenizer; a manifest beside them with another one's hash.
     """
     files, tokenizer = folder.token_files, run.tokenizer
     if tokenizer is not None:

@@ -123,7 +123,7 @@ class TokenFolder(TokenSource):
         return Samples(rows, self._documents(origin) if document_ids else None, self._loss_mask(origin), origin)
 
     def check(self, number: int, start: int, ids: NDArray[np.integer]) -> None:
-        """Errors (InputError): file `number` has changed; one of `ids`, its tokens from `start` on, is too large; its
+        """Raises InputError: file `number` has changed; one of `ids`, its tokens from `start` on, is too large; its
         loss mask does not hold booleans there."""
         self._check_unchanged(number)
         checked_loss(self.token_files[number], start, start + len(ids))

@@ -170,7 +170,7 @@ def user_object(path: str, kwargs: dict[str, object], sequence_length: int, seed
     """What the class or function at `path` (dotted, or an entry point) returns, called with `sequence_length`, `seed`
     and the config's `kwargs`.
 
-    Errors (InputError): no such name, and whatever the call raises.
+    Raises InputError for an unknown name, and what the call raises.
     """
     factory = import_registered(path, "dataset.source", DATASETS)
     if not callable(factory):
