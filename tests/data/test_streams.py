@@ -252,7 +252,7 @@ def test_the_buffer_shuffles_within_its_size_and_anew_in_every_epoch() -> None:
 @pytest.fixture
 def config_of(folder: Path, tokenizer: TextTokenizer) -> Callable[..., Config]:
     def made(buffer: int = 10, shards: int = 1, **changes: Any) -> Config:
-        dataset = {"text_files": str(folder), "streaming": {"shuffle_buffer": buffer, "lanes": shards}}
+        dataset = {"text_files": str(folder), "streaming": {"shuffle_buffer": buffer, "reader_shards": shards}}
         given = {"limit_val_batches": 1, "train_steps": 12, "tokenizer__tokenizer_name_or_path": str(tokenizer.folder)}
         return run_config(dataset, **given | changes)
 
@@ -312,12 +312,12 @@ def test_aligned_shards_are_read_by_one_rank_each(config_of: Callable[..., Confi
         with open_run(config, report=said.append) as data, data.loader(1, 4, rank, 2) as loader:
             list(loader)
             names = data.streams.states(3)
-            assert names.keys() == {f"stream-0-lane-{shard}.json.gz" for shard in own}
+            assert names.keys() == {f"stream-0-shard-{shard}.json.gz" for shard in own}
     assert not any("several ranks" in line for line in said)
     with open_run(config_of(shards=1), report=said.append) as data, data.loader(1, 4, 0, 2) as loader:
         list(loader)
     (line,) = [line for line in said if "several ranks" in line]
-    assert "with data_stages.0.data.dataset.streaming.lanes = 4" in line
+    assert "with data_stages.0.data.dataset.streaming.reader_shards = 4" in line
 
 
 def test_going_back_reads_again_what_was_read(config_of: Callable[..., Config]) -> None:
@@ -328,7 +328,7 @@ def test_going_back_reads_again_what_was_read(config_of: Callable[..., Config]) 
 
 def test_mixtures_and_stages_go_on_with_the_same_stream(folder: Path, tmp_path: Path, tokenizer: TextTokenizer) -> None:
     other = shutil.copytree(folder, tmp_path / "other")
-    a = {"text_files": str(folder), "streaming": {"shuffle_buffer": 5, "lanes": 2}}
+    a = {"text_files": str(folder), "streaming": {"shuffle_buffer": 5, "reader_shards": 2}}
     b = {"text_files": str(other), "streaming": {"shuffle_buffer": 1}}
     mixture = {"mixture": [{"weight": 3} | a, {"weight": 1} | b]}
     named = {"tokenizer__tokenizer_name_or_path": str(tokenizer.folder)}
@@ -353,7 +353,7 @@ def test_a_stream_goes_on_behind_a_stage_that_reads_others(
 ) -> None:
     """Its state is in the checkpoints of the stage between, though nothing reads it there; batches are made ahead."""
     other = {"text_files": str(shutil.copytree(folder, tmp_path / "other")), "streaming": {"shuffle_buffer": 1}}
-    first = {"text_files": str(folder), "streaming": {"shuffle_buffer": 5, "lanes": 2}}
+    first = {"text_files": str(folder), "streaming": {"shuffle_buffer": 5, "reader_shards": 2}}
     named = {"tokenizer__tokenizer_name_or_path": str(tokenizer.folder)}
     config = run_config(first, other, {"dataset": first, "start": 13}, train_steps=16, limit_val_batches=1, **named)
     with open_run(config, report=quiet) as data:
@@ -436,11 +436,11 @@ def test_states_of_other_streams_are_refused(folder: Path, config_of: Callable[.
         with open_run(config, step + 1, report=quiet) as data, pytest.raises(InputError, match=match):
             data.streams.restore(step, states.get, 0, 1)
 
-    refused(config, r"^data/stream-0-lane-0\.json\.gz: missing in the checkpoint of step 2", {})
+    refused(config, r"^data/stream-0-shard-0\.json\.gz: missing in the checkpoint of step 2", {})
     refused(config, "expected a reader shard after 6 samples, found 4", step=3)
     refused(config_of(shards=2, buffer=11), "shuffle_buffer is 10 there and 11 in this run")
     swapped = dict(zip(states, reversed(states.values())))
-    refused(config, "lane is 1 there and 0 in this run", swapped)
+    refused(config, "shard is 1 there and 0 in this run", swapped)
     refused(config, "not the state of a stream", dict.fromkeys(states, b"rubbish"))
     with (folder / "a.jsonl").open("a") as file:
         file.write(json.dumps({"text": "one more"}) + "\n")
@@ -450,7 +450,7 @@ def test_states_of_other_streams_are_refused(folder: Path, config_of: Callable[.
 def test_shards_beyond_the_files_and_keys_of_the_cached_mode_are_refused(
     folder: Path, tokenizer: TextTokenizer
 ) -> None:
-    with pytest.raises(InputError, match=r"^dataset\.streaming\.lanes: .*found 7 for the 6 files of"):
+    with pytest.raises(InputError, match=r"^dataset\.streaming\.reader_shards: .*found 7 for the 6 files of"):
         stream_of(texts_of(folder), tokenizer, shards=7)
     hub = {"hf_dataset_or_datasets": "a/b", "streaming": {}}
     with pytest.raises(InputError, match="dataset_overwrite_cache"):

@@ -142,9 +142,9 @@ FOUND = {
         f"{D}.kwargs: test_strict_keys.rows is a list, which cannot be called with them",
     ),
     "own code": ([{"source": "test_strict_keys.Rows"}], f"{D}.source: test_strict_keys.Rows["),
-    "lanes": (
-        [{"text_files": "a.txt", "streaming": {"lanes": 2}}],
-        f"{D}.streaming.lanes: expected at most one reader shard",
+    "reader_shards": (
+        [{"text_files": "a.txt", "streaming": {"reader_shards": 2}}],
+        f"{D}.streaming.reader_shards: expected at most one reader shard",
     ),
     "ends": ([{"tokens": "ids.npy", "packing": "best_fit"}], f"{D}.packing: best_fit needs the ends of documents"),
     "a later stage": ([DS, {"source": "no.such"}], "data_stages.1.data.dataset.source: "),

@@ -54,7 +54,7 @@ TEXTS = [str(REPOSITORY / name) for name in ("README.md", "CHANGELOG.md", "CONTR
 STREAM = (
     "tokenizer.train={vocab_size: 300}",
     f"data_stages=[{{name: text, start_training_step: 1, data: {{dataset: {{text_files: {TEXTS}, "
-    "streaming: {shuffle_buffer: 5, lanes: 4}}}}]",
+    "streaming: {shuffle_buffer: 5, reader_shards: 4}}}}]",
     EPSILON,  # texts have rare tokens
 )
 PATTERN = "hybrid_override_pattern"

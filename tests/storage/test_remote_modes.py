@@ -24,7 +24,7 @@ from support.data_runs import run_config
 
 Upload = Callable[[Path, str], str]
 
-STREAM = {"shuffle_buffer": 20, "lanes": 2}
+STREAM = {"shuffle_buffer": 20, "reader_shards": 2}
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "packed texts": ("text_files", {"packing": "best_fit"}),
     "streamed texts": ("text_files", {"streaming": STREAM}),

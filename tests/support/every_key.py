@@ -496,7 +496,7 @@ ROWS: dict[str, Row] = {
     "EmbeddedCorpus.streaming": Row(tokens, STREAM[-1], (f"{DATASET}={{corpus: python-stdlib}}", *TEXT[1:])),
     "PretrainDataset.streaming": Row(tokens, STREAM[-1], HUB),
     "Streaming.shuffle_buffer": Row(tokens, f"{DATASET}.streaming.shuffle_buffer=30", STREAM),
-    "Streaming.lanes": Row(tokens, f"{DATASET}.streaming.lanes=2", STREAMS),
+    "Streaming.reader_shards": Row(tokens, f"{DATASET}.streaming.reader_shards=2", STREAMS),
     "TextFiles.weight": share("text_files: '{folder}/a.jsonl'", *TEXT[1:]),
     "TextFiles.max_epochs": limit(TEXT),
     "SFTDataset.max_epochs": limit(SFT, 0.05),

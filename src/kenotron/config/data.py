@@ -86,7 +86,7 @@ class Streaming(Section):
     shuffle_buffer: int = key(
         "Size of the shuffle buffer of a reader shard, in documents; 1: file order.", 10_000, ge=1, mark=OURS
     )
-    lanes: int = key(
+    reader_shards: int = key(
         "Number of reader shards, each with its own files; at most the number of files.", 1, ge=1, mark=OURS
     )
 

@@ -1,6 +1,6 @@
 """The streams of one run: their states after a step, and which rank reads which of their reader shards.
 
-    states(step)   ─▶ stream-0-lane-0.json.gz, stream-0-lane-1.json.gz, …   beside a checkpoint's weights
+    states(step)   ─▶ stream-0-shard-0.json.gz, stream-0-shard-1.json.gz, …   beside a checkpoint's weights
     restore(step)  ◀─ the reader shards that a rank reads from there on, on any layout
 
 Which samples of an indexed source come next is arithmetic; a stream's state has to be saved and restored.
@@ -36,7 +36,7 @@ class RunStreams:
         found: dict[str, Callable[[], bytes]] = {}
         for number, _, stream, drawn in self._read_from(step):
             for shard, state in stream.states(step, drawn).items():
-                found[f"stream-{number}-lane-{shard}.json.gz"] = state
+                found[f"stream-{number}-shard-{shard}.json.gz"] = state
         return found
 
     def restore(self, step: int, read: Callable[[str], bytes | None], dp_rank: int, dp_size: int) -> None:
@@ -46,7 +46,7 @@ class RunStreams:
         """
         for number, key, stream, drawn in self._read_from(step):
             for shard in self._shards_read(key, stream, drawn, dp_rank, dp_size):
-                name = f"stream-{number}-lane-{shard}.json.gz"
+                name = f"stream-{number}-shard-{shard}.json.gz"
                 if not stream.emitted_by(shard, drawn):
                     continue
                 if (state := read(name)) is None:
@@ -67,7 +67,7 @@ class RunStreams:
             if sum(map(len, read)) > stream.shards:
                 yield (
                     f"{stream.name}: several ranks read and tokenize the same reader shards; with "
-                    f"{planned.at}.streaming.lanes = {self.micro_batch_size * dp_size} (micro batch x dp, "
+                    f"{planned.at}.streaming.reader_shards = {self.micro_batch_size * dp_size} (micro batch x dp, "
                     f"now {stream.shards}) and no mixture every rank reads a part of its own"
                 )
 

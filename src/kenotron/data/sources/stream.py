@@ -72,7 +72,7 @@ class Stream(StreamSource):
     ) -> None:
         if shards > texts.parts:
             raise InputError(
-                f"dataset.streaming.lanes: expected at most one reader shard per file; found {shards} for the "
+                f"dataset.streaming.reader_shards: expected at most one reader shard per file; found {shards} for the "
                 f"{counted(texts.parts, 'file')} of {texts.name}"
             )
         self.name, self.texts, self.shards, self._report = texts.name, texts, shards, report
@@ -97,7 +97,7 @@ class Stream(StreamSource):
             "sequence_length": sequence_length,
             "seed": seed,
             "shuffle_buffer": shuffle_buffer,
-            "lanes": shards,
+            "reader_shards": shards,
             **({"chosen": sorted(reserved)} if reserved else {}),
         }
         self._shards: dict[int, ReaderShard] = {}
@@ -170,14 +170,14 @@ class Stream(StreamSource):
             last = max((known for known in self._positions if known <= step), default=step)
             positions = dict(self._positions.get(last, {}))
         return {
-            shard: partial(to_bytes, position, self._facts | {"lane": shard})
+            shard: partial(to_bytes, position, self._facts | {"shard": shard})
             for shard, position in positions.items()
             if position.emitted == self.emitted_by(shard, samples)
         }
 
     def restore(self, step: int, samples: int, shard: int, state: bytes, where: str) -> None:
         """Continue `shard` from `state`."""
-        position = from_bytes(state, self._facts | {"lane": shard}, where)
+        position = from_bytes(state, self._facts | {"shard": shard}, where)
         if position.emitted != (expected := self.emitted_by(shard, samples)):
             raise InputError(f"{where}: expected a reader shard after {expected:,} samples, found {position.emitted:,}")
         if (largest := int(position.state.ids.max(initial=0))) >= self.encode.vocab_size:
@@ -337,7 +337,7 @@ def open_stream(
             vocab_size=run.vocab_size,
             seed=opening.order_key,
             shuffle_buffer=settings.shuffle_buffer,
-            shards=settings.lanes,
+            shards=settings.reader_shards,
             val_fraction=run.val_fraction,
             reserved=opening.reserved,
             report=run.report,
