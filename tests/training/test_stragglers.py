@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from kenotron.observers.stragglers import Pace, slow_ranks
+from kenotron.observers.stragglers import RankPace, slow_ranks
 from support.nursery import Nursery
 from support.tiny_run import tiny_yaml
 
 HOOKS = "general.hooks=[{path: kenotron.observers.stragglers.Stragglers, kwargs: {every: 3}}"
 
 
-def paces(*seconds: float | None, waited: tuple[float, ...] = ()) -> list[Pace]:
-    return [Pace(f"node{rank}", s, waited[rank] if waited else 0.0) for rank, s in enumerate(seconds)]
+def paces(*seconds: float | None, waited: tuple[float, ...] = ()) -> list[RankPace]:
+    return [RankPace(f"node{rank}", s, waited[rank] if waited else 0.0) for rank, s in enumerate(seconds)]
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def paces(*seconds: float | None, waited: tuple[float, ...] = ()) -> list[Pace]:
         (paces(None, 1.0, 1.2), []),
     ],
 )
-def test_which_ranks_are_slow(ranks: list[Pace], found: list[int]) -> None:
+def test_which_ranks_are_slow(ranks: list[RankPace], found: list[int]) -> None:
     assert sorted(slow_ranks(ranks)) == found
 
 

@@ -36,7 +36,7 @@ def quiet(line: str) -> None:
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointFolder:
     """A step's folder. `manifest` is None when `problem` says why it cannot be a complete checkpoint."""
 
     step: int
@@ -45,7 +45,7 @@ class Found:
     problem: str | None
 
 
-def list_checkpoints(root: Path | str) -> list[Found]:
+def list_checkpoints(root: Path | str) -> list[CheckpointFolder]:
     """The step folders in `root`, oldest save first; before all, by step, those without a sound manifest.
 
     Looks at manifests and file sizes; checksums are `verify`'s.
@@ -57,18 +57,18 @@ def list_checkpoints(root: Path | str) -> list[Found]:
     return sorted(found, key=lambda entry: (entry.manifest.saved_at if entry.manifest else 0.0, entry.step))
 
 
-def look(path: Path, step: int) -> Found:
+def look(path: Path, step: int) -> CheckpointFolder:
     """What is in the folder `path`, which should hold `step`."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return Found(step, path, None, str(error))
+        return CheckpointFolder(step, path, None, str(error))
     if manifest.step != step:
-        return Found(step, path, None, f"{path} holds step {manifest.step}: it was renamed")
+        return CheckpointFolder(step, path, None, f"{path} holds step {manifest.step}: it was renamed")
     for name, record in manifest.files.items():
         if problem := _wrong_size(path / name, record):
-            return Found(step, path, None, problem)
-    return Found(step, path, manifest, None)
+            return CheckpointFolder(step, path, None, problem)
+    return CheckpointFolder(step, path, manifest, None)
 
 
 def publish(temporary: Path, final: Path, report: Report = quiet) -> None:
@@ -194,11 +194,11 @@ def first_of(problems: list[str]) -> str:
     return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 
-def _files(entry: Found) -> dict[str, FileRecord]:
+def _files(entry: CheckpointFolder) -> dict[str, FileRecord]:
     return entry.manifest.files if entry.manifest else {}
 
 
-def _in_order(entries: list[Found]) -> list[Found]:
+def _in_order(entries: list[CheckpointFolder]) -> list[CheckpointFolder]:
     """By time of saving; a folder without a readable manifest is placed by its step."""
     complete = [entry for entry in entries if entry.manifest]
     for entry in sorted((entry for entry in entries if not entry.manifest), key=lambda entry: entry.step):

@@ -1,6 +1,6 @@
 """Where a model's files are: our checkpoint, a Hugging Face folder, or a hub name. Nothing here imports torch.
 
-find_model("checkpoints")                         # Found(folder=PosixPath('checkpoints/20'), ours=True)
+find_model("checkpoints")                         # ModelFolder(folder=PosixPath('checkpoints/20'), ours=True)
 find_model("HuggingFaceTB/SmolLM2-135M")          # config.json is fetched, local cache first: ours=False
 locate("HuggingFaceTB/SmolLM2-135M")              # the folder, with weights and tokenizer fetched
 """
@@ -22,14 +22,14 @@ SINGLE = "model.safetensors"
 HUB = "no such folder here"  # so each of the hub's errors begins
 
 
-class Found(NamedTuple):
+class ModelFolder(NamedTuple):
     """The folder of a checkpoint of ours, or the one that holds a Hugging Face model's `config.json`."""
 
     folder: Path
     ours: bool
 
 
-def find_model(path: str | Path) -> Found:
+def find_model(path: str | Path) -> ModelFolder:
     """What `path` names: a step's folder, a folder of steps, a Hugging Face model's folder or hub name.
 
     Raises InputError if the path is missing; the message names the nearest.
@@ -39,10 +39,10 @@ def find_model(path: str | Path) -> Found:
     folder = Path(path).expanduser()
     ours = (folder / MANIFEST).exists() or (folder / folders.LATEST).exists()
     if not ours and (folder / "config.json").is_file():
-        return Found(folder, ours=False)
+        return ModelFolder(folder, ours=False)
     if not ours and is_hub_name(path):
-        return Found(_find_in_hub(path), ours=False)
-    return Found(folders.resolve(folder), ours=True)
+        return ModelFolder(_find_in_hub(path), ours=False)
+    return ModelFolder(folders.resolve(folder), ours=True)
 
 
 def _find_in_hub(path: str | Path) -> Path:

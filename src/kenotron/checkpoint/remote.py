@@ -48,8 +48,8 @@ class Damaged(CheckpointError):
 
 
 @dataclass(frozen=True)
-class RemoteFound:
-    """A checkpoint in a store; as `folders.Found`, with its URL."""
+class RemoteCheckpoint:
+    """A checkpoint in a store; as `folders.CheckpointFolder`, with its URL."""
 
     step: int
     path: str
@@ -77,23 +77,23 @@ class RemoteCheckpoints:
         """Whether there is a checkpoint, sound or not."""
         return any(MANIFEST in objects for objects in self.objects().values())
 
-    def all(self) -> list[RemoteFound]:
+    def all(self) -> list[RemoteCheckpoint]:
         """Steps with a manifest, oldest save first; before them, by step, those that do not match it."""
         found = [self.look(step, objects) for step, objects in self.objects().items() if MANIFEST in objects]
         return sorted(found, key=lambda entry: (entry.manifest.saved_at if entry.manifest else 0.0, entry.step))
 
-    def look(self, step: int, objects: dict[str, int]) -> RemoteFound:
+    def look(self, step: int, objects: dict[str, int]) -> RemoteCheckpoint:
         """What a step is whose folder has these objects, a manifest among them."""
         path = self.store.at(str(step))
         try:
             _, manifest = self.manifest(step)
         except CheckpointError as error:
-            return RemoteFound(step, path, None, str(error))
+            return RemoteCheckpoint(step, path, None, str(error))
         if manifest.step != step:
-            return RemoteFound(step, path, None, f"{path} holds step {manifest.step}: it was renamed")
+            return RemoteCheckpoint(step, path, None, f"{path} holds step {manifest.step}: it was renamed")
         if problem := wrong_sizes(path, manifest, objects):
-            return RemoteFound(step, path, None, problem)
-        return RemoteFound(step, path, manifest, None)
+            return RemoteCheckpoint(step, path, None, problem)
+        return RemoteCheckpoint(step, path, manifest, None)
 
     def manifest(self, step: int, name: str = MANIFEST) -> tuple[bytes, Manifest]:
         """The manifest of `step`, as bytes and read. Raises CheckpointError if there is none or it is damaged."""
@@ -208,8 +208,8 @@ def wrong_sizes(path: str, manifest: Manifest, objects: dict[str, int]) -> str |
 
 
 def beyond_retention(
-    entries: Iterable[RemoteFound], keep_last: int | None, keep_every: int | None
-) -> list[RemoteFound]:
+    entries: Iterable[RemoteCheckpoint], keep_last: int | None, keep_every: int | None
+) -> list[RemoteCheckpoint]:
     """Those that retention does not keep; damaged ones are not counted and stay."""
     complete = {entry.step: entry for entry in entries if entry.manifest}
     by_time = sorted(complete, key=lambda step: (complete[step].manifest.saved_at, step))  # type: ignore[union-attr]

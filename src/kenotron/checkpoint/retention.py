@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from kenotron.checkpoint.durable import discard
-from kenotron.checkpoint.folders import LATEST, Found, list_checkpoints
+from kenotron.checkpoint.folders import LATEST, CheckpointFolder, list_checkpoints
 from kenotron.config.errors import CheckpointError
 
 
@@ -34,7 +34,7 @@ def to_prune(
     keep_every: int | None = None,
     protect: Iterable[int] = (),
     damaged: Collection[int] = (),
-) -> list[Found]:
+) -> list[CheckpointFolder]:
     """The checkpoints that retention removes, oldest first.
 
     It keeps the `keep_last` that were saved last (None: all), every multiple of `keep_every`, the steps

@@ -21,9 +21,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kenotron.checkpoint.durable import FileRecord, discard, hash_file
-from kenotron.checkpoint.folders import LATEST, Found, Report, list_checkpoints, quiet
+from kenotron.checkpoint.folders import LATEST, CheckpointFolder, Report, list_checkpoints, quiet
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, parse
-from kenotron.checkpoint.remote import INCOMPLETE, RemoteCheckpoints, RemoteFound, beyond_retention, wrong_sizes
+from kenotron.checkpoint.remote import INCOMPLETE, RemoteCheckpoint, RemoteCheckpoints, beyond_retention, wrong_sizes
 from kenotron.config.errors import CheckpointError, InputError
 from kenotron.config.remote import RemoteData
 from kenotron.parallel.ranks import describe
@@ -73,7 +73,7 @@ class Uploader:
         self.problems: dict[int, str] = {}  # step → why it is not uploaded
         self._uploaded: set[tuple[float, int]] = set()
         self._cleared = False
-        self._seen: dict[int, RemoteFound] = {}  # what is complete in the store
+        self._seen: dict[int, RemoteCheckpoint] = {}  # what is complete in the store
         self._journal = _Journal(root / JOURNAL, self.remote.url)
         self._sent: dict[str, int] = {}
         self._wake, self._last, self._closing = threading.Event(), False, False
@@ -152,7 +152,7 @@ class Uploader:
         if self.remove:
             self._remove_local(last)
 
-    def pending(self, last: bool = True) -> list[Found]:
+    def pending(self, last: bool = True) -> list[CheckpointFolder]:
         """The complete checkpoints in the folder that are not known to be in the store, oldest save first."""
         found = [entry for entry in list_checkpoints(self.root) if entry.manifest]
         while found and self.beside and not last and not (found[-1].path / self.beside).is_dir():
@@ -173,7 +173,7 @@ class Uploader:
         finally:
             self.protected.discard(step)
 
-    def _report_problem(self, entry: Found, error: str) -> None:
+    def _report_problem(self, entry: CheckpointFolder, error: str) -> None:
         if self.problems.get(entry.step) != error:  # the same is said once
             there, here = self.remote.url, entry.path
             self.report(
@@ -202,7 +202,7 @@ class Uploader:
 
     # ---- one checkpoint ----
 
-    def _upload(self, entry: Found) -> None:
+    def _upload(self, entry: CheckpointFolder) -> None:
         started, manifest = time.perf_counter(), entry.manifest
         assert manifest is not None
         data = (entry.path / MANIFEST).read_bytes()
@@ -231,7 +231,7 @@ class Uploader:
             self.remote.remove(step, None)
         return False
 
-    def _send_all(self, entry: Found, manifest: Manifest, data: bytes) -> int:
+    def _send_all(self, entry: CheckpointFolder, manifest: Manifest, data: bytes) -> int:
         """Send a checkpoint's objects in the order that keeps the store whole; returns bytes sent."""
         step, files = entry.step, dict(manifest.files)
         if self.beside:
@@ -250,7 +250,7 @@ class Uploader:
         self.store.put(f"{step}/{MANIFEST}", data)
         return sent
 
-    def _send_files(self, entry: Found, files: dict[str, FileRecord]) -> int:
+    def _send_files(self, entry: CheckpointFolder, files: dict[str, FileRecord]) -> int:
         """Send those that are not in the store yet, some at once; returns bytes sent. Raises the first error."""
         left, sent, errors = iter(sorted(files.items())), [0], list[BaseException]()
         lock = threading.Lock()
@@ -278,7 +278,7 @@ class Uploader:
             raise errors[0]
         return sent[0]
 
-    def _send_file(self, entry: Found, name: str, record: FileRecord) -> int:
+    def _send_file(self, entry: CheckpointFolder, name: str, record: FileRecord) -> int:
         place = f"{entry.step}/{name}"
         known = self._journal.version(place, record)
         if known is not None and self.store.version(place) == (record.bytes, known):
@@ -323,7 +323,7 @@ class Uploader:
                     discard(entry.path)
 
 
-def _key(entry: Found | RemoteFound) -> tuple[float, int]:
+def _key(entry: CheckpointFolder | RemoteCheckpoint) -> tuple[float, int]:
     """What distinguishes a checkpoint from another of its step, in order of saving."""
     assert entry.manifest is not None
     return entry.manifest.saved_at, entry.step

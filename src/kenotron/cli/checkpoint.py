@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from kenotron.checkpoint.durable import discard
-from kenotron.checkpoint.folders import Found, list_checkpoints, resolve
+from kenotron.checkpoint.folders import CheckpointFolder, list_checkpoints, resolve
 from kenotron.checkpoint.index import DTYPES, Index, read_index
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from kenotron.checkpoint.retention import to_prune
@@ -32,9 +32,9 @@ from kenotron.config.errors import CheckpointError, InputError, byte_size, count
 from kenotron.config.remote import is_remote
 
 if TYPE_CHECKING:
-    from kenotron.checkpoint.remote import RemoteFound
+    from kenotron.checkpoint.remote import RemoteCheckpoint
 
-Entry: TypeAlias = "Found | RemoteFound"
+Entry: TypeAlias = "CheckpointFolder | RemoteCheckpoint"
 Check: TypeAlias = Callable[..., list[str]]
 
 app = typer.Typer(no_args_is_help=True, help="List, verify, prune, upload and average checkpoints.")
@@ -115,9 +115,11 @@ def prune(
     found = _all_in(folder)
     doomed: Sequence[Entry]
     if is_remote(folder):
-        from kenotron.checkpoint.remote import RemoteCheckpoints, RemoteFound, beyond_retention
+        from kenotron.checkpoint.remote import RemoteCheckpoint, RemoteCheckpoints, beyond_retention
 
-        doomed = beyond_retention((entry for entry in found if isinstance(entry, RemoteFound)), keep_last, keep_every)
+        doomed = beyond_retention(
+            (entry for entry in found if isinstance(entry, RemoteCheckpoint)), keep_last, keep_every
+        )
         if not dry_run:
             remote = RemoteCheckpoints(folder)
             for step in [entry.step for entry in doomed]:

@@ -19,7 +19,7 @@ from kenotron.cli.data import app
 from kenotron.config.errors import InputError, counted
 
 if TYPE_CHECKING:
-    from kenotron.checkpoint.folders import Found
+    from kenotron.checkpoint.folders import CheckpointFolder
     from kenotron.config import Config
     from kenotron.data import RunData
     from kenotron.data.provenance import SampleOrigin
@@ -50,7 +50,7 @@ def which(
     print(json.dumps(record, indent=2) if as_json else "\n".join(lines))
 
 
-def in_run_steps(config: Config, saved: Found | None) -> Config:
+def in_run_steps(config: Config, saved: CheckpointFolder | None) -> Config:
     """`config` in steps of the run that has `saved` this checkpoint: a restart continues with its parent's data."""
     from kenotron.training.start import Start
 

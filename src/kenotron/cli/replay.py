@@ -23,7 +23,7 @@ from kenotron.cli.rank0 import on_rank_0
 from kenotron.config.errors import InputError, counted
 
 if TYPE_CHECKING:
-    from kenotron.checkpoint.folders import Found
+    from kenotron.checkpoint.folders import CheckpointFolder
     from kenotron.config import Config
 
 COMPARED = ("lm_loss", "grad_norm", "state_hash", "lr")
@@ -89,7 +89,7 @@ def replay(
         print(f"steps {first} to {steps[-1]}: {verdict}{some}")
 
 
-def _find(checkpoints: Path, step: int) -> tuple[Config, Found | None]:
+def _find(checkpoints: Path, step: int) -> tuple[Config, CheckpointFolder | None]:
     """The run's config at `step`, and the newest intact checkpoint before it; None where the run's start is nearer.
 
     A run may continue with other settings: a step's are those of the next checkpoint after it.

@@ -98,7 +98,7 @@ def submit(
     (folder / jobs.SCRIPT).write_text(script, encoding="utf-8")
     log = str(folder / ("{id}_0.log" if array else "{id}.log"))
     metrics = [Path(each.logging.log_dir).absolute() / each.general.run / "metrics.jsonl" for each in configs]
-    submitted: list[jobs.Record] = []
+    submitted: list[jobs.JobRecord] = []
     for _ in range(chain):
         submitted.append(jobs.submit(folder, name, log, metrics, submitted[-1].id if submitted else None))
         where = f"{counted(job.nodes, 'node')} x {counted(job.tasks_per_node, 'rank')}"

@@ -50,7 +50,7 @@ PLACES = ("in the weight {}", "in forward, in the output of {}", "in backward, i
 
 
 @dataclass(frozen=True)
-class Finding:
+class FirstNonFinite:
     """The first place of one rank: `order` counts modules or parameters of the whole model in the order of the pass."""
 
     where: int
@@ -95,7 +95,7 @@ class NonFiniteCause(Hook):
 # ---- the step again ------------------------------------------------------------------------------------------
 
 
-def _computed_again(run: Run, hooks: Any) -> tuple[StepResult, Finding | None]:
+def _computed_again(run: Run, hooks: Any) -> tuple[StepResult, FirstNonFinite | None]:
     """Loss and gradient norm of the last step, computed once more, and what `hooks` found; `.grad` is kept."""
     assert run.last_result is not None
     # Compiled blocks would pass over the hooks.
@@ -111,9 +111,9 @@ def _computed_again(run: Run, hooks: Any) -> tuple[StepResult, Finding | None]:
 
 
 @contextmanager
-def _forward_hooks(run: Run) -> Iterator[list[Finding]]:
+def _forward_hooks(run: Run) -> Iterator[list[FirstNonFinite]]:
     """Looks at the outputs of all modules."""
-    found: list[Finding] = []
+    found: list[FirstNonFinite] = []
     order, micro_batch = _module_order(run), -1
 
     def begins(module: nn.Module, inputs: Any) -> None:
@@ -124,7 +124,7 @@ def _forward_hooks(run: Run) -> Iterator[list[Finding]]:
         if not found and not _finite(output):
             alone = run.pipeline is None
             batches = run.batches[micro_batch : micro_batch + 1] if alone else run.batches
-            found.append(Finding(FORWARD, order.get(name, len(order)), name, _samples(batches)))
+            found.append(FirstNonFinite(FORWARD, order.get(name, len(order)), name, _samples(batches)))
 
     handles = [run.model.register_forward_pre_hook(begins)]
     handles += [m.register_forward_hook(partial(look, name)) for part in run.parts for name, m in part.named_modules()]
@@ -136,9 +136,9 @@ def _forward_hooks(run: Run) -> Iterator[list[Finding]]:
 
 
 @contextmanager
-def _backward_hooks(run: Run) -> Iterator[list[Finding]]:
+def _backward_hooks(run: Run) -> Iterator[list[FirstNonFinite]]:
     """Looks for a module that makes finite gradients of its output non-finite ones of its input."""
-    found: list[Finding] = []
+    found: list[FirstNonFinite] = []
     order = _module_order(run)
 
     def enter(module: nn.Module, inputs: Any) -> Any:
@@ -152,7 +152,7 @@ def _backward_hooks(run: Run) -> Iterator[list[Finding]]:
 
         def leaves(gradient: Tensor) -> None:
             if not found and finite and all(finite) and not _finite(gradient):
-                found.append(Finding(BACKWARD, -order.get(name, len(order)), name, _samples(run.batches)))
+                found.append(FirstNonFinite(BACKWARD, -order.get(name, len(order)), name, _samples(run.batches)))
 
         for values, see in ((tree_leaves(output), arrived), (inputs, leaves)):
             for tensor in filter(_has_gradient, values):
@@ -189,19 +189,19 @@ def _has_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _weights(run: Run) -> Finding | None:
+def _weights(run: Run) -> FirstNonFinite | None:
     """The first weight of this rank that is not finite."""
     for order, (name, parameter) in enumerate(named_parameters(*run.parts)):
         if not _finite(shard_of(parameter.detach()).tensor):
-            return Finding(WEIGHT, order, name, ())
+            return FirstNonFinite(WEIGHT, order, name, ())
     return None
 
 
-def _gradients(run: Run) -> Finding | None:
+def _gradients(run: Run) -> FirstNonFinite | None:
     """The last weight of this rank, the first in backward, whose gradient is not finite."""
     for order, (name, parameter) in reversed(list(enumerate(named_parameters(*run.parts)))):
         if parameter.grad is not None and not _finite(shard_of(parameter.grad).tensor):
-            return Finding(GRADIENT, -order, name, _samples(run.batches))
+            return FirstNonFinite(GRADIENT, -order, name, _samples(run.batches))
     return None
 
 
@@ -223,7 +223,7 @@ def _finite(value: Any) -> bool:
 # ---- the report ----------------------------------------------------------------------------------------------
 
 
-def _write(run: Run, result: StepResult, again: StepResult, findings: list[Finding | None]) -> None:
+def _write(run: Run, result: StepResult, again: StepResult, findings: list[FirstNonFinite | None]) -> None:
     """Log where it came from, and write the line of `nonfinite_steps.jsonl`."""
     known = [(each.where, each.order) for each in findings if each is not None]
     ranks = [rank for rank, each in enumerate(findings) if each is not None and (each.where, each.order) == min(known)]

@@ -39,7 +39,7 @@ PRODUCTS = 16
 
 
 @dataclass(frozen=True)
-class Pace:
+class RankPace:
     """Of one rank: its machine, the seconds of its products (None: not timed), and the share of time that it waited."""
 
     host: str
@@ -70,7 +70,7 @@ class Stragglers(Hook):
         if run.step % self.every:
             return
         waited = self.waited / max(time.monotonic() - self.since, 1e-6)
-        paces = gather(Pace(self.host, self.products.seconds() if self.products else None, waited))
+        paces = gather(RankPace(self.host, self.products.seconds() if self.products else None, waited))
         self.waited, self.since = 0.0, time.monotonic()
         found = slow_ranks(paces)
         self.slow_for = {rank: self.slow_for.get(rank, 0) + 1 for rank in found}
@@ -81,7 +81,7 @@ class Stragglers(Hook):
                     logger.warning("all ranks wait for a slow one: %s %s", where, what)
 
 
-def slow_ranks(paces: Sequence[Pace]) -> dict[int, str]:
+def slow_ranks(paces: Sequence[RankPace]) -> dict[int, str]:
     """Ranks that take much longer than most, or wait much more for their batches, and in words how much."""
     usual = statistics.median_low([pace.seconds for pace in paces if pace.seconds is not None] or [0.0])
     usual_wait = statistics.median_low(pace.waited for pace in paces)

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved
-from kenotron.checkpoint.engines.client import COMMITTED, FAILED, WRITING, WRITTEN, GivenUp, Stream, WriterProcess
-from kenotron.checkpoint.engines.plan import Parts, Plan, key_of, make_plan
+from kenotron.checkpoint.engines.client import COMMITTED, FAILED, WRITING, WRITTEN, GivenUp, SaveStream, WriterProcess
+from kenotron.checkpoint.engines.plan import Parts, RankPlan, key_of, make_plan
 from kenotron.checkpoint.engines.staging import Copier
 from kenotron.checkpoint.engines.writer import leave_problem
 from kenotron.checkpoint.folders import quiet
@@ -56,11 +56,11 @@ class BackgroundEngine(Engine):
         super().__init__(config)
         self.lazy, self.most_bytes, self.threads, self.pin = lazy, most_bytes, threads, pin
         self.writer = WriterProcess()
-        self.plan: Plan | None = None
+        self.plan: RankPlan | None = None
         self.copier: Copier | None = None
         self.tokenizer: dict[str, bytes] | None = None
         self.thread: threading.Thread | None = None
-        self.stream: Stream | None = None
+        self.stream: SaveStream | None = None
         self.problem: str | None = None  # of the copies
         self.ranks = [0]  # that save into the same folder as this one
         self.held = ExitStack()  # of the first: the folder's lock, and the temporary folder until it has its name
@@ -159,7 +159,7 @@ class BackgroundEngine(Engine):
 
     # ---- before a save -----------------------------------------------------------------------------------------
 
-    def _planned(self, parts: Parts) -> Plan:
+    def _planned(self, parts: Parts) -> RankPlan:
         """The plan for `parts`, on the writer's side too, and memory for it."""
         key = key_of(parts)
         if not self.writer.alive:
@@ -212,14 +212,14 @@ class BackgroundEngine(Engine):
     def _copy(self, tensors: list[Tensor]) -> None:
         assert self.copier is not None
         self.copier.mark(tensors)
-        self.stream = Stream(self.writer, self.copier.ring, sum(map(_bytes, tensors)))
+        self.stream = SaveStream(self.writer, self.copier.ring, sum(map(_bytes, tensors)))
         if not self.lazy:
             self._copy_all(tensors, self.stream)
         else:
             self.thread = threading.Thread(target=self._copy_all, args=(tensors, self.stream), daemon=True)
             self.thread.start()
 
-    def _copy_all(self, tensors: list[Tensor], stream: Stream) -> None:
+    def _copy_all(self, tensors: list[Tensor], stream: SaveStream) -> None:
         assert self.copier is not None
         try:
             self.copier.copy(tensors, stream)

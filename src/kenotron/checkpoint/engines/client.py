@@ -130,7 +130,7 @@ class GivenUp(Exception):
     """The save has failed, or is given up: no further copy is needed."""
 
 
-class Stream:
+class SaveStream:
     """One save's bytes on their way through the ring: `total` of them."""
 
     def __init__(self, writer: WriterProcess, ring: Ring, total: int) -> None:

@@ -35,7 +35,7 @@ class FilePlan:
 
 
 @dataclass
-class Plan:
+class RankPlan:
     """This rank's files. `indexes`: on rank 0, the content of each ``index.json``."""
 
     key: Hashable
@@ -52,9 +52,9 @@ def key_of(parts: Parts) -> Hashable:
     return tuple((folder, tuple(map(_key_of, tensors.items()))) for folder, tensors in parts.items())
 
 
-def make_plan(parts: Parts, key: Hashable) -> Plan:
+def make_plan(parts: Parts, key: Hashable) -> RankPlan:
     """Plan with the other ranks. Raises CheckpointError for a dtype or a value that cannot be saved."""
-    plan = Plan(key)
+    plan = RankPlan(key)
     for folder, tensors in parts.items():
         write_through_dcp(_Listener(folder, plan), tensors)
     return plan
@@ -74,7 +74,7 @@ def _tensor(shard: TensorShard) -> Tensor:
 class _Listener(Writer):
     """Takes down what a `Writer` would write."""
 
-    def __init__(self, folder: str, plan: Plan) -> None:
+    def __init__(self, folder: str, plan: RankPlan) -> None:
         super().__init__(Path(folder))
         self.plan = plan
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kenotron.checkpoint.engines.client import BLOCK_BYTES, Stream
+from kenotron.checkpoint.engines.client import BLOCK_BYTES, SaveStream
 from kenotron.checkpoint.engines.ring import Ring
 
 SMALL_BYTES = 1 << 16
@@ -41,7 +41,7 @@ class Copier:
                 self.streams[device] = _SideStream(device, self.target if self.pin else None)
             self.streams[device].mark()
 
-    def copy(self, tensors: Sequence[Tensor], stream: Stream) -> None:
+    def copy(self, tensors: Sequence[Tensor], stream: SaveStream) -> None:
         """Copy `tensors` one after another, waiting where the ring is full. Raises GivenUp."""
         position = 0
         pending: deque[tuple[Future[None], int]] = deque()

@@ -25,7 +25,7 @@ SCRIPT = "job.sbatch"
 
 
 @dataclass(frozen=True)
-class Record:
+class JobRecord:
     """A job that was submitted. `log` is the file of its output, `metrics` what the run writes, of each array task."""
 
     id: str
@@ -35,30 +35,30 @@ class Record:
     metrics: list[str]
 
 
-def submit(folder: Path, name: str, log: str, metrics: Sequence[Path], after: str | None = None) -> Record:
+def submit(folder: Path, name: str, log: str, metrics: Sequence[Path], after: str | None = None) -> JobRecord:
     """Submit `folder`'s script, after the end of job `after`, and record it.
 
     `log` has ``{id}`` for the number of the job. Raises InputError where Slurm refuses it, in Slurm's words.
     """
     order = ["sbatch", "--parsable"] + ([f"--dependency=afterany:{after}"] if after else [])
     number = _slurm([*order, str(folder / SCRIPT)]).split(";")[0].strip()
-    record = Record(number, name, str(folder), log.format(id=number), [str(path) for path in metrics])
+    record = JobRecord(number, name, str(folder), log.format(id=number), [str(path) for path in metrics])
     replace_file(folder / (f"job-{number}.json" if after else RECORD), json.dumps(asdict(record), indent=2).encode())
     return record
 
 
-def records(logs: Path) -> list[Record]:
+def records(logs: Path) -> list[JobRecord]:
     """The jobs submitted with `logs` as `logging.log_dir`, the newest last."""
     found = []
     for path in (logs / "slurm").glob("**/job*.json"):
         try:
-            found.append(Record(**json.loads(path.read_text())))
+            found.append(JobRecord(**json.loads(path.read_text())))
         except (ValueError, TypeError):  # a disk was full
             print(f"warning: skipping {path}: it is not a record of a job", file=sys.stderr)
     return sorted(found, key=lambda record: int(record.id))
 
 
-def find(logs: Path, job: str | None) -> Record:
+def find(logs: Path, job: str | None) -> JobRecord:
     """The job of a number or name, the newest without one; of a chain the last. Raises InputError that names what there
     is.
     """
@@ -72,12 +72,12 @@ def find(logs: Path, job: str | None) -> Record:
     return fitting[-1]
 
 
-def chain_of(logs: Path, record: Record) -> list[Record]:
+def chain_of(logs: Path, record: JobRecord) -> list[JobRecord]:
     """The jobs that were submitted together as a chain, in order; one that was submitted alone."""
     return [each for each in records(logs) if each.folder == record.folder]
 
 
-def states(found: Sequence[Record]) -> list[str]:
+def states(found: Sequence[JobRecord]) -> list[str]:
     """Slurm's word for each job's state, with how long it has run and its limit, or why it waits.
 
     Slurm is asked once for what is queued or runs and once for what has ended, however many jobs there are.
@@ -96,7 +96,7 @@ def states(found: Sequence[Record]) -> list[str]:
     return [known.get(record.id, "ended") for record in found]
 
 
-def cancel(found: Sequence[Record]) -> None:
+def cancel(found: Sequence[JobRecord]) -> None:
     """Cancel jobs: their ranks get SIGTERM, and save if Slurm leaves them the time (its KillWait)."""
     _slurm(["scancel", *(["--quiet"] if len(found) > 1 else []), *(record.id for record in found)])  # some have ended
 
