@@ -268,10 +268,15 @@ def test_sample_prompts_without_a_tokenizer_are_refused_in_one_line(tmp_path: Pa
 def test_the_profiler_writes_its_trace_for_the_steps_it_names(tmp_path: Path) -> None:
     keys = "profiler_export_path: %s, wait: 1, warmup: 1, active: 2, repeat: 1, skip_first: 1" % (tmp_path / "traces")
     config = tiny_config(
-        tmp_path, f"profiler={{{keys}, export_chrome_trace: true, with_stack: false}}", "tokens.train_steps=6"
+        tmp_path,
+        f"profiler={{{keys}, export_chrome_trace: true, with_stack: false}}",
+        "tokens.train_steps=6",
+        "general.run=traced_%date",
     )
-    _, said = train_and_listen(config)
+    run, said = train_and_listen(config)
     (folder,) = (tmp_path / "traces").iterdir()
+    assert run is not None
+    assert folder.name == run.config.general.run  # with the date filled in
     (chrome,) = folder.glob("chrome_trace_step_*.json")
     (board,) = folder.glob("*.pt.trace.json")
     assert said.count(f"Wrote the profiler's trace to {folder}") == 1

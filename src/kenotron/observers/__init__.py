@@ -93,5 +93,5 @@ def _of_the_first_rank(config: Config) -> list[Hook]:
     if config.general.benchmark_csv_path is not None:
         hooks.append(Benchmark(Path(config.general.benchmark_csv_path)))
     if config.profiler is not None and config.profiler.profiler_export_path is not None:
-        hooks.append(ProfilerHook(Path(config.profiler.profiler_export_path) / (config.general.run or "run")))
+        hooks.append(ProfilerHook())
     return hooks

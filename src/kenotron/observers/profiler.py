@@ -24,8 +24,7 @@ class ProfilerHook(Hook):
 
     priority = 50
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self) -> None:
         self.profile: Any = None
         self.written = False
 
@@ -35,6 +34,8 @@ class ProfilerHook(Hook):
 
         settings = run.config.profiler
         assert settings is not None
+        assert settings.profiler_export_path is not None
+        self.folder = Path(settings.profiler_export_path) / run.config.general.run
         self.folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's tracer reports its own start and stop on stderr
         write_tensorboard = tensorboard_trace_handler(str(self.folder))
