@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kenotron.config import Config, InputError, dump, load, to_dict
+from kenotron.config.warnings import warnings_of
 from kenotron.config.writing import flatten
 from support.config_strategies import configs, plain
 
@@ -36,6 +37,21 @@ def test_each_error_has_one_line_with_file_and_line(minimal: dict[str, Any], wri
         f"{at('std')}: model.init_method.std: expected a number, found 'wide'",
         f"{at('train_steps')}: tokens.train_steps: expected an integer, found 'abc'",
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        ([], []),
+        (["tokens.val_check_interval=5", "tokens.limit_val_batches=1"], []),
+        (["tokens.val_check_interval=5"], ["tokens.val_check_interval is 5, limit_val_batches 0: without both, it"]),
+        (["tokens.limit_val_batches=-1"], ["tokens.val_check_interval is -1, limit_val_batches -1: without both, it"]),
+    ],
+)
+def test_half_of_the_keys_of_validation_is_a_warning(
+    minimal: dict[str, Any], overrides: list[str], lines: list[str]
+) -> None:
+    assert [line.removesuffix(" never validates") for line in warnings_of(load(minimal, overrides))] == lines
 
 
 def test_a_misspelt_required_key_is_one_error_not_two(minimal: dict[str, Any]) -> None:

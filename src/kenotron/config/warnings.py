@@ -19,6 +19,9 @@ def warnings_of(config: Config) -> Iterator[str]:
     yield from _schedule(config)
     yield from _stages(config)
     yield from _length(config)
+    interval, batches = config.tokens.val_check_interval, config.tokens.limit_val_batches
+    if (interval > 0) != (batches != 0):
+        yield f"tokens.val_check_interval is {interval}, limit_val_batches {batches}: without both, it never validates"
 
 
 def _schedule(config: Config) -> Iterator[str]:
