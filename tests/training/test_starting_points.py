@@ -237,6 +237,34 @@ def test_weights_of_a_hugging_face_folder_start_a_run(earlier: Any, tmp_path: Pa
     assert largest_difference(saved_weights(tmp_path / "checkpoints" / "0"), saved_weights(at_4)) == 0
 
 
+def test_settings_that_the_weights_were_not_trained_with_are_warned_of(earlier: Any, tmp_path: Path) -> None:
+    """No shape shows them, and nothing fails: the loss is only higher than it should be."""
+    from kenotron.interop import to_hf
+
+    at_4 = Path(earlier.checkpoints.checkpoints_path) / "4"
+    to_hf(at_4, tmp_path / "hf", dtype="float32")
+    changed = "model.model_config.rope_theta=5e5", "model.model_config.z_loss_enabled=true", "tokens.train_steps=5"
+    for number, source in enumerate(
+        (
+            f"model.init_method={{path: '{tmp_path / 'hf'}'}}",
+            f"model.init_method={{path: '{at_4}'}}",
+            f"checkpoints.resume_checkpoint_path={at_4}",
+        )
+    ):
+        (tmp_path / str(number)).mkdir()
+        _, said = train_and_listen(tiny_config(tmp_path / str(number), RATES, source, *changed))
+        lines = [line for line in said.splitlines() if "were trained with" in line]
+        (path,) = {tmp_path / "hf", at_4} & {Path(word) for word in lines[0].split()}
+        assert lines == [
+            f"warning: model.model_config.rope_theta is 500000.0, but the weights in {path} were trained with 10000.0"
+        ]
+
+
+def test_weights_in_their_own_settings_are_not_warned_of(earlier: Any, tmp_path: Path) -> None:
+    _, said = train_and_listen(start_from(earlier, tmp_path))
+    assert "were trained with" not in said
+
+
 def test_an_imported_hugging_face_checkpoint_is_trained_on(earlier: Any, tmp_path: Path) -> None:
     """It holds weights and no optimizer: the run starts there with fresh moments, at step 0."""
     from kenotron.interop import from_hf, to_hf

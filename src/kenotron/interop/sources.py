@@ -22,6 +22,7 @@ from kenotron.config.errors import InputError
 from kenotron.config.model import WEIGHT_DTYPES, Model
 from kenotron.config.parallelism import Parallelism
 from kenotron.config.resolved import read_resolved
+from kenotron.config.weight_settings import changed_settings
 from kenotron.interop.hf_config import Report, architecture_from_hf, quiet
 from kenotron.interop.hf_weights import Box, Stored, Weights, hf_weights
 from kenotron.interop.rope_layout import is_rotated, to_halves, to_interleaved
@@ -161,13 +162,18 @@ def initial_tensors(
 
     Each is read when it is asked for. `path` is a checkpoint of ours, a Hugging Face folder or a hub name.
     With `architecture` they come as a model of it needs them: q and k in its order of RoPE's channels, with or without
-    a separate head; and shapes are checked.
+    a separate head; shapes are checked, and other settings that differ are reported.
 
     Raises InputError: missing, damaged, or of another shape than `architecture`, which is named.
     """
     family = None if architecture is None else architecture.family
     source = open_source(path, report=report, verify=verify, family=family)
-    return source.weights if architecture is None else fitted(source, architecture)
+    if architecture is None:
+        return source.weights
+    weights = fitted(source, architecture)
+    for line in changed_settings(source.architecture, architecture, source.path):
+        report(line)
+    return weights
 
 
 def fitted(source: Source, wanted: DecoderArchitecture) -> Weights:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from kenotron.checkpoint.local import LocalTier
     from kenotron.config import Config
+    from kenotron.config.decoder import DecoderArchitecture
+    from kenotron.interop.hf_weights import Weights
     from kenotron.parallel.mesh import Mesh
     from kenotron.training.run import Run
 
@@ -42,7 +44,7 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
             device,
             fresh=fresh,
             reopen=reopen,
-            open_weights=interop.initial_tensors,
+            open_weights=open_weights,
             start_elsewhere=restart.start_elsewhere,
             observers=observers(config, mesh),
             local=local,
@@ -54,6 +56,13 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
         rest[0].start()
         finish(*rest)
     return run
+
+
+def open_weights(path: str, architecture: DecoderArchitecture, *, verify: bool = True) -> Weights:
+    """`interop.initial_tensors`, which warns the first time: rank 0 verifies the weights before all ranks read them."""
+    if verify:
+        return interop.initial_tensors(path, architecture, report=logger.warning)
+    return interop.initial_tensors(path, architecture, verify=False)
 
 
 def local_tier(config: Config, ranks: Ranks) -> LocalTier | None:
@@ -103,4 +112,4 @@ def fetch_checkpoints(config: Config, fresh: bool) -> None:
 def record(config: Config, mesh: Mesh, device: torch.device, *, steps: int, seed: int, folder: str) -> None:
     """`kenotron.training.compare.record`, the architecture resolved first."""
     config = run_on_rank0(lambda: interop.resolve_architecture(config))
-    compare.record(config, mesh, device, steps=steps, seed=seed, folder=folder, open_weights=interop.initial_tensors)
+    compare.record(config, mesh, device, steps=steps, seed=seed, folder=folder, open_weights=open_weights)

@@ -21,6 +21,7 @@ from kenotron.config import Config
 from kenotron.config.errors import InputError
 from kenotron.config.resolved import read_resolved
 from kenotron.config.runs import past_stage_difference
+from kenotron.config.weight_settings import changed_settings
 from kenotron.config.writing import diff
 from kenotron.data.stage_plan import plan_stages
 from kenotron.training.console import logger
@@ -33,6 +34,8 @@ WITHOUT = "set a checkpoints.load_mode without it, such as model_only"
 def start_elsewhere(config: Config, path: Path) -> Start:
     """The start of a new run of `config` at the checkpoint `path`; logs the hyper-parameters that differ from it.
 
+    Warns of settings of the model that its weights were trained with and `config` changes.
+
     Raises InputError if no step is left, if the data are to continue but differ so far, or if the optimizer's state is
     another optimizer's or missing.
     """
@@ -42,8 +45,11 @@ def start_elsewhere(config: Config, path: Path) -> Start:
             f"{KEY}: {path} is at step {start.step} and tokens.train_steps is {config.tokens.train_steps}, so no step "
             f"is left; raise tokens.train_steps, or start at step 0 (checkpoints.load_mode: transfer)"
         )
-    if (path / "config.yaml").exists() and start.loads & {"optimizer", "data"}:
+    if (path / "config.yaml").exists() and start.loads & {"model", "optimizer", "data"}:
         before = read_resolved(path / "config.yaml")
+        if "model" in start.loads:
+            for line in changed_settings(before.model.decoder, config.model.decoder, path):
+                logger.warning(line)
         if "data" in start.loads:
             _check_data_position(config, before, start)
         if "optimizer" in start.loads:
