@@ -95,6 +95,7 @@ def test_a_step_folder_may_be_copied_and_renamed_and_still_be_named_directly(tmp
         ("root/30.tmp-00000000", r"it is the unfinished save of a killed process$"),
         ("hf", r"hf is not a checkpoint: it is a Hugging Face model; `kenotron convert from-hf`"),
         ("nanotron", r"nanotron is not a checkpoint: it is a nanotron checkpoint"),
+        ("of_nanotron", r"latest.txt names '10', it is a nanotron checkpoint; `kenotron convert from-nanotron`"),
         ("broken/10", r"broken/10/manifest.json is damaged"),
     ],
 )
@@ -112,6 +113,8 @@ def test_an_argument_that_is_no_checkpoint_is_answered_with_what_is_there(
         (tmp_path / folder).mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
     (tmp_path / "nanotron" / "checkpoint_metadata.json").write_text("{}")
+    shutil.copytree(tmp_path / "nanotron", tmp_path / "of_nanotron" / "10")
+    (tmp_path / "of_nanotron" / "latest.txt").write_text("10")
     with pytest.raises(CheckpointError, match=message) as error:
         resolve(tmp_path / argument)
     assert "\n" not in str(error.value)

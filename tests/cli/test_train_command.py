@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from kenotron.cli.nanotron_scripts import run_train
 from support.nursery import Nursery
 from support.tiny_run import KENOTRON, REPOSITORY, command, environment, tiny_dict, tiny_yaml, write_texts
 
@@ -89,6 +90,25 @@ def test_run_train_takes_the_seeds_spelling_and_overrides(tmp_path: Path, nurser
     assert (process.returncode, process.stderr) == (0, "")
     assert (tmp_path / "checkpoints" / "latest.txt").read_text().strip() == "5"
     assert "start_iteration_step: 3 " in process.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "the following arguments are required: --config-file"),
+        (["my.yaml"], "the following arguments are required: --config-file"),
+        (
+            ["--config-file", "my.yaml", "--sanity-check-dataloader-interval", "5"],
+            "--sanity-check-dataloader-interval is not supported: `kenotron data which my.yaml --step N` prints "
+            "samples",
+        ),
+    ],
+)
+def test_run_train_names_its_own_flags(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_train(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"run_train.py: error: {line}\n")
 
 
 def test_the_same_command_twice_continues_and_then_says_it_is_finished(tmp_path: Path, nursery: Nursery) -> None:

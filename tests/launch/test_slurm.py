@@ -358,7 +358,8 @@ def test_nanotrons_flags_make_a_config_that_loads_and_a_job(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = "--run pretrain --model 1b --dp 4 --tp 2 --gpus_per_node 8 --partition hopper --time_limit 20:00:00"
-    more = ["--extra_env", "NCCL_DEBUG=WARN; A=b c", "--pre_launch_commands", "module load cuda", "--email", "a@b.c"]
+    more = ["--extra_env", "export NCCL_DEBUG=WARN; A='b c'\nexport B=1 C=2", "--email", "a@b.c"]
+    more += ["--pre_launch_commands", "module load cuda"]
     with pytest.raises(SystemExit) as ended:
         slurm_launcher([*given.split(), *more, "--steps", "123", "--dry-run"])
     assert ended.value.code == 0
@@ -369,7 +370,10 @@ def test_nanotrons_flags_make_a_config_that_loads_and_a_job(
         "#SBATCH --time=20:00:00",
         "#SBATCH --gres=gpu:8",
         "#SBATCH --mail-user=a@b.c",
+        "export NCCL_DEBUG=WARN",
         "export A='b c'",
+        "export B=1",
+        "export C=2",
         "module load cuda",
     ):
         assert line in script.splitlines()

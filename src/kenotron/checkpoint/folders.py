@@ -62,7 +62,7 @@ def look(path: Path, step: int) -> CheckpointFolder:
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return CheckpointFolder(step, path, None, str(error))
+        return CheckpointFolder(step, path, None, _looks_like(path) or str(error))
     if manifest.step != step:
         return CheckpointFolder(step, path, None, f"{path} holds step {manifest.step}: it was renamed")
     for name, record in manifest.files.items():
@@ -181,7 +181,7 @@ def newest_complete(root: Path | str, report: Report = quiet) -> Path | None:
     all call it, each reads its share, and all return the same. Ranks must see one file system.
     """
     for entry in reversed(_in_order(run_on_rank0(lambda: list_checkpoints(root)))):
-        problems = [entry.problem] if entry.problem else check_together(entry.path, _files(entry))
+        problems = check_together(entry.path, entry.manifest.files) if entry.manifest else [str(entry.problem)]
         if not problems:
             return entry.path
         if rank_and_size()[0] == 0:
@@ -192,10 +192,6 @@ def newest_complete(root: Path | str, report: Report = quiet) -> Path | None:
 def first_of(problems: list[str]) -> str:
     """The first of `problems`, and how many more there are."""
     return problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
-
-
-def _files(entry: CheckpointFolder) -> dict[str, FileRecord]:
-    return entry.manifest.files if entry.manifest else {}
 
 
 def _in_order(entries: list[CheckpointFolder]) -> list[CheckpointFolder]:

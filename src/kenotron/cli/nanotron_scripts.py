@@ -11,17 +11,17 @@ from kenotron.cli import main
 
 def run_train(arguments: Sequence[str] | None = None) -> None:
     """``run_train.py --config-file my.yaml [path=value …]``: the same command in nanotron's spelling and log format."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    translated: list[str] = []
-    while given:
-        argument = given.pop(0)
-        if argument.startswith("--config-file="):
-            translated.insert(0, argument.split("=", 1)[1])
-        elif argument == "--config-file" and given:
-            translated.insert(0, given.pop(0))
-        else:
-            translated.append(argument)
-    main(["train", "--nanotron", *translated])
+    parser = argparse.ArgumentParser(
+        prog="run_train.py",
+        description="Train a config: `kenotron train`, with nanotron's log. Further arguments are passed on to it.",
+    )
+    parser.add_argument("--config-file", required=True, help="the YAML file of the run")
+    interval = "--sanity-check-dataloader-interval"
+    parser.add_argument(interval, help="not supported: `kenotron data which --step N` prints what a step reads")
+    given, rest = parser.parse_known_args(arguments)
+    if given.sanity_check_dataloader_interval is not None:
+        parser.error(f"{interval} is not supported: `kenotron data which {given.config_file} --step N` prints samples")
+    main(["train", "--nanotron", given.config_file, *rest])
 
 
 def run_generate(arguments: Sequence[str] | None = None) -> None:

@@ -7,6 +7,7 @@ python slurm_launcher.py --run pretrain --config my.yaml --partition hopper --dr
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -175,8 +176,8 @@ def submit_arguments(given: Sequence[str]) -> list[str]:
         arguments += ["--sbatch", f"mail-user={flags.email}", "--sbatch", "mail-type=BEGIN,END,FAIL"]
     if flags.tmp_dir:
         arguments += ["--env", f"TMPDIR={flags.tmp_dir}"]
-    for pair in filter(None, flags.extra_env.replace("export ", "").split(";")):
-        arguments += ["--env", pair.strip()]
+    for pair in shlex.split(flags.extra_env.replace(";", " ")):  # `export A=1; export B=2`, on one line or several
+        arguments += ["--env", pair] if pair != "export" else []
     if flags.pre_launch_commands:
         arguments += ["--pre-launch", flags.pre_launch_commands]
     return arguments + (["--dry-run"] if flags.dry_run else []) + (["--follow"] if flags.show_logs else [])
