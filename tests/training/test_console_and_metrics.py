@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from kenotron.config import InputError, load
 from kenotron.training.console import human_format
 from kenotron.training.metrics import drop_later_steps
+from support.pages import files, read_page
 from support.tiny_run import metrics, text_overrides, tiny_config, train_and_listen, train_quietly
 
 PREFIX = re.compile(r"^\d\d/\d\d/\d{4} \d\d:\d\d:\d\d \[(DEBUG|INFO|WARNING|ERROR)\|DP=0\|PP=0\|TP=0\]: ")
@@ -434,6 +437,33 @@ def test_the_page_on_metrics_has_every_field(watched) -> None:
 
     page = (REPOSITORY / "docs" / "metrics.md").read_text()
     assert [name for step in metrics(watched[0]) for name in step if f"`{name}`" not in page] == []
+
+
+WANDB = """
+calls = []
+def init(**given):
+    calls.append(given)
+    return __import__("wandb")
+def log(line, step):
+    calls.append((step, line))
+def finish():
+    calls.append("finished")
+"""
+
+
+def test_the_hook_of_the_page_sends_every_line_to_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for the package of Weights & Biases, which keeps what it is given."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in {**files(read_page("metrics.md")), "wandb.py": WANDB}.items():
+        (tmp_path / name).write_text(text)
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    config = tiny_config(tmp_path, "general.hooks=[my_tracker.Tracker]")
+    train_quietly(config)
+    start, *lines, end = importlib.import_module("wandb").calls
+    assert (start["project"], start["id"]) == ("tests", config.general.run)
+    assert start["config"]["tokens"]["train_steps"] == 3
+    assert lines == [(line["iteration"], line) for line in metrics(config)]
+    assert end == "finished"
 
 
 def test_the_project_is_in_tensorboards_text(watched) -> None:
