@@ -173,9 +173,15 @@ def test_decoding_with_its_cache_is_generate_of_transformers(which: str, folders
     mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in prompts])
     expected = theirs.generate(padded, attention_mask=mask, max_new_tokens=9, do_sample=False, eos_token_id=None)
     wanted = [tokens[longest:] for tokens in expected.tolist()]
-    sampling = SamplingOptions(max_new_tokens=9, stop_at_eos=False)
-    assert [one.tokens for one in generate(model, None, prompts, sampling)] == wanted
+    sampling = SamplingOptions(max_new_tokens=9, stop_at_eos=False, logprobs=True)
+    found = generate(model, None, prompts, sampling)
+    assert [one.tokens for one in found] == wanted
     assert passes == [(3, longest), *[(3, 1)] * 8]
+    for prompt, one in zip(prompts, found):  # in float32, as was asked for: bfloat16 finds the same tokens
+        with torch.no_grad():
+            after = theirs(torch.tensor([prompt + one.tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        exact = after.gather(1, torch.tensor(one.tokens)[:, None])[:, 0].tolist()
+        assert one.logprobs == pytest.approx(exact, abs=1e-5)
     # Texts that end, at a token that some of them have, leave the batch.
     passes.clear()
     model.config = model.config.model_copy(update={"eos_token_id": wanted[0][0]})
