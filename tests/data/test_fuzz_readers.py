@@ -219,6 +219,7 @@ def test_states_of_streams(damage: Callable, inside: bool) -> None:
     [
         ('"ids": [0', '"ids": [-1'),
         ("[4, 9]", "[9, 4]"),
+        ("[4, 9]", "[4, 10]"),
         ('["a", "b"]', '"ab"'),
         ('"drawn": 3', '"drawn": null'),
         ('"place": 2', f'"place": {2**70}'),

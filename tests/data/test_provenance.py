@@ -164,6 +164,7 @@ def test_documents_of_cached_text_are_those_of_their_records(
                 assert text in whole
         assert records_of(source, [3, 5]) == {3: found[3][1], 5: found[5][1]}
         origins = step_origins(data, 1)
+        assert {(each.sample, each.source) for each in origins} == {(n, source.name) for n in range(len(origins))}
         of_step = records_of_step(data, 1, origins)
         assert of_step
         (file, document), record = next(iter(of_step.items()))

@@ -85,6 +85,8 @@ def test_a_width_that_nothing_tells_is_asked_for_where_it_may_be_another(tmp_pat
     read_all({"dataset_folder": str(tmp_path)})
     with pytest.raises(InputError, match="nothing says whether a token has 2 or 4 bytes"):
         opened({"dataset_folder": str(tmp_path)}, arch__vocab_size=1 << 17)
+    write_ds(tmp_path / "a.ds", counting(0, LENGTHS), 2, tokenizer=None)  # its index tells
+    opened({"dataset_folder": str(tmp_path)}, arch__vocab_size=1 << 17).close()
 
 
 def test_another_tokenizer_is_told_by_name_once_for_a_folder(folder: Path, tmp_path: Path) -> None:
