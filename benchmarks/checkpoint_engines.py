@@ -41,6 +41,7 @@ from kenotron.training.build import build_run
 from kenotron.training.checkpoint_hook import save
 from kenotron.training.run import Run, close
 from kenotron.training.step import train_step
+from process_memory import tree_mib
 from slow_disk import RATE
 
 WAYS = ("none", "dcp", "torch", "async", "datastates", "export")
@@ -160,10 +161,10 @@ def measure(arguments: argparse.Namespace, folder: Path) -> None:
         if arguments.disk_steps is not None:
             os.environ[RATE] = str(size / (arguments.disk_steps * plain))
         for way in ways:  # plans, memory, imports
-            before = memory()
+            before = tree_mib(os.getpid())
             engines[way] = make_engine(ENGINES[way], config, arguments.cache) if way in ENGINES else None
             first[way] = a_round(way, run, engines[way], folder, Times())
-            times[way].memory = memory() - before
+            times[way].memory = tree_mib(os.getpid()) - before
         for _ in range(arguments.rounds):
             for way in ways:
                 a_round(way, run, engines[way], folder, times[way])
@@ -181,18 +182,6 @@ def make_engine(name: str, config: kn.config.Config, cache: float) -> Engine:  #
     """The engine `name`, with `cache` GiB if it is datastates."""
     settings = [f"checkpoints.datastates={{host_cache_size: {cache}}}"] if name == "datastates" else []
     return find_engine(name)(kn.load(config, [f"checkpoints.checkpointing_engine={name}", *settings]))
-
-
-def memory(process: int | None = None) -> float:
-    """MiB of this process and those that it has started, what they share counted once."""
-    folder = Path(f"/proc/{process or os.getpid()}")
-    try:
-        lines = (folder / "smaps_rollup").read_text().splitlines()
-        children = [int(child) for each in folder.glob("task/*/children") for child in each.read_text().split()]
-    except OSError:  # it has ended
-        return 0.0
-    own = next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 2**10
-    return own + sum(map(memory, children))
 
 
 class Saving:

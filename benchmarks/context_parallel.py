@@ -30,7 +30,7 @@ Documents = tuple[int, ...] | None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=6)

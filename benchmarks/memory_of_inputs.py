@@ -29,6 +29,7 @@ from kenotron.data.formats import FORMATS, open_writer
 from kenotron.text.file_documents import python_stdlib
 from kenotron.text.json_lines import LONGEST_LINE
 from kenotron.text.tokenizer import train_byte_level_bpe
+from process_memory import tree_mib
 
 BAR = 1024
 """MiB."""
@@ -172,16 +173,9 @@ def cases(folder: Path, inputs: Inputs, tokenizer: str) -> Iterator[Case]:
     """A name, and what makes the inputs and gives the command. `out` is an empty place."""
     out = str(folder / "out")
     texts = [
-        *("line.txt", "line.txt.gz", "line.txt.zst", "solid.txt.zst", "longest.jsonl", "wide.jsonl", "line.jsonl"),
-        *(
-            "line.jsonl.gz",
-            "line.jsonl.zst",
-            "cell.parquet",
-            "books.parquet",
-            "rows.parquet",
-            "cell.arrow",
-            "rows.arrow",
-        ),
+        *("line.txt", "line.txt.gz", "line.txt.zst", "solid.txt.zst", "longest.jsonl", "wide.jsonl"),
+        *("line.jsonl", "line.jsonl.gz", "line.jsonl.zst"),
+        *("cell.parquet", "books.parquet", "rows.parquet", "cell.arrow", "rows.arrow"),
     ]
     for text in texts:
         options = ["--tokenizer", tokenizer, "--output", out, "--workers", "2"]
@@ -237,39 +231,19 @@ def cases(folder: Path, inputs: Inputs, tokenizer: str) -> Iterator[Case]:
 
 def measure(command: list[str], environment: dict[str, str]) -> tuple[float, float, int, str]:
     """Peak MiB of the process and its descendants, seconds, exit code, last line of its errors."""
-    began, peak = time.monotonic(), 0
+    began, peak = time.monotonic(), 0.0
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
         while child.poll() is None:
-            peak = max(peak, sum(map(_pss, _tree(child.pid))))
+            peak = max(peak, tree_mib(child.pid))
             time.sleep(0.02)
         errors.seek(0)
         lines = errors.read().strip().splitlines()
-    return peak / 1024, time.monotonic() - began, child.returncode, lines[-1] if lines else ""
-
-
-def _tree(process: int) -> Iterator[int]:
-    yield process
-    try:
-        for thread in Path(f"/proc/{process}/task").iterdir():
-            for child in (thread / "children").read_text().split():
-                yield from _tree(int(child))
-    except OSError:  # it has ended
-        return
-
-
-def _pss(process: int) -> int:
-    try:
-        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1])
-    except OSError:
-        pass
-    return 0
+    return peak, time.monotonic() - began, child.returncode, lines[-1] if lines else ""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--gigabytes", type=float, default=2)
     parser.add_argument("--folder", type=Path, help="where inputs are kept for the next time")

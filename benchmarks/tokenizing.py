@@ -86,7 +86,7 @@ def command(way: str, corpus: Path, tokenizer: Path, output: Path, workers: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=40)
     parser.add_argument("--workers", type=int, default=2)
     given = parser.parse_args()

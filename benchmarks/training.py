@@ -4,8 +4,9 @@
     python benchmarks/training.py --sizes 17M --precisions bf16 --threads 1 --rounds 3
     python benchmarks/training.py --device cuda --sizes 135M
 
-Makes `.venv-bench` with the peers on the first call. Prints a table a row, writes `benchmarks/results/<device>.json`,
-and draws it with `--picture docs/benchmarks.png`. docs/benchmarks.md says how it measures.
+Makes `.venv-bench` with the peers on the first call. Prints a table for each row, writes
+`benchmarks/results/<device>.json`, and draws it with `--picture docs/benchmarks.png`. docs/benchmarks.md describes the
+method; tables.py writes the numbers into that page.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile-cache", type=Path, help="keep compiled code here (default: compile afresh)")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/<device>.json")
     parser.add_argument("--picture", type=Path, help="draw the numbers into this PNG")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="also profile two steps of each contender")
     arguments = parser.parse_args()
     arguments.output = arguments.output or HERE / "results" / f"{arguments.device}.json"
     return arguments
@@ -90,7 +92,7 @@ def rows(arguments: argparse.Namespace) -> list[Work]:
 
 
 def measure(work: Work, arguments: argparse.Namespace, python: Path, scratch: Path) -> dict[str, Any]:
-    """One row: start everybody in turn, prove that the work is the same, race."""
+    """One row: start the contenders in turn, let them race, and check that they did the same work."""
     label = f"{work.name} {work.precision}, {work.threads} thread{'s' if work.threads > 1 else ''}"
     print(f"\n{label}: {work.parameters / 1e6:.1f}M parameters, {work.tokens} tokens a step", flush=True)
     folder = scratch / f"{work.name}-{work.precision}-{work.threads}"
@@ -115,6 +117,8 @@ def measure(work: Work, arguments: argparse.Namespace, python: Path, scratch: Pa
             if name in failures:
                 print(f"  {name}: {failures[name]}", flush=True)
         race(contenders, arguments.rounds, lambda text: print(text, flush=True))
+        if arguments.profile:
+            profile(contenders, arguments.profile / folder.name)
     finally:
         for contender in contenders:
             contender.close()
@@ -129,8 +133,16 @@ def measure(work: Work, arguments: argparse.Namespace, python: Path, scratch: Pa
     }
 
 
+def profile(contenders: list[Contender], folder: Path) -> None:
+    """Tables of the operations of two steps, a file for each contender."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for contender in contenders:
+        contender.ask(f"profile {folder.resolve() / contender.name.replace(' ', '-')}")
+    print(f"  profiles: {folder}", flush=True)
+
+
 def verdicts(numbers: dict[str, Any], precision: str) -> list[dict[str, Any]]:
-    """The bars: ours against the best of the peers. `rounds` is the span of the ratio over the rounds."""
+    """The bars: ours against the best of the peers. `rounds`: least, median and greatest ratio of the rounds."""
     peers = [name for name in PEERS if name in numbers]
     ours = [name for name in OURS if name in numbers]
     if not peers or not ours:

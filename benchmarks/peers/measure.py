@@ -8,14 +8,13 @@ Memory of a step is read in two ways, both at the end-of-step point where no gra
 * **resident memory**: after `malloc_trim`, the kernel's high-water mark is reset, and read again after one step.
   Includes what libraries allocate behind torch's back, and page granularity.
 
-From either, the parent subtracts 16 bytes a parameter: weights, gradients and both AdamW moments in fp32.
+From the live tensors the parent subtracts 16 bytes a parameter: weights, gradients and both AdamW moments in fp32.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,21 +33,18 @@ class Memory:
             torch.cuda.reset_peak_memory_stats()
         elif sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-        self.result["rss_between"] = _status("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
 
     def after_step(self, left: int) -> None:
         if left == 1:
-            self.result["rss_peak"] = _status("VmHWM")
+            self.result["rss_peak"] = peak_resident()
             self.held = held_bytes()
             self.profiler = torch.profiler.profile(
                 activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
             )
             if not self.cuda:
                 self.profiler.start()
-            return
-        self.result["held"] = self.held
-        if self.cuda:
+        elif self.cuda:
             self.result["live_peak"] = torch.cuda.max_memory_allocated()
         else:
             self.profiler.stop()
@@ -56,10 +52,11 @@ class Memory:
 
 
 class Profile:
-    """One step to settle, two under the profiler; a table by self time and a trace."""
+    """One step to warm up, two under the profiler; tables of operations by self time, also by shape of their inputs."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.result = path, {}
+        self.path = path
+        self.result: dict[str, Any] = {}
         self.profiler = torch.profiler.profile(record_shapes=True)
 
     def after_step(self, left: int) -> None:
@@ -67,13 +64,10 @@ class Profile:
             self.profiler.start()
         elif left == 0:
             self.profiler.stop()
-            averages = self.profiler.key_averages()
-            table = averages.table(sort_by="self_cpu_time_total", row_limit=60, max_name_column_width=90)
-            self.path.with_suffix(".txt").write_text(table)
-            by_shape = self.profiler.key_averages(group_by_input_shape=True)
-            table = by_shape.table(sort_by="self_cpu_time_total", row_limit=60, max_name_column_width=60)
-            self.path.with_suffix(".shapes.txt").write_text(table)
-            self.result = {"operations": {a.key: [a.self_cpu_time_total / 2e6, a.count / 2] for a in averages}}
+            for suffix, by_shape in ((".txt", False), (".shapes.txt", True)):
+                operations = self.profiler.key_averages(group_by_input_shape=by_shape)
+                table = operations.table(sort_by="self_cpu_time_total", row_limit=60, max_name_column_width=90)
+                self.path.with_suffix(suffix).write_text(table)
 
 
 def held_bytes() -> int:
@@ -104,8 +98,8 @@ def _peak_of(profiler: torch.profiler.profile) -> int:
     return peak
 
 
-def _status(field: str) -> int:
-    """Bytes of a field of /proc/self/status; 0 where there is none."""
+def peak_resident() -> int:
+    """The kernel's high-water mark of this process, in bytes; 0 where /proc does not give it."""
     status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if os.path.exists(status) else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":")), 0)
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)

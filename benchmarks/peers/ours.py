@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from work import Work
 from worker import Job, Pace
 
@@ -77,30 +78,33 @@ def configure(work: Work, compiled: bool) -> Config:
     return load(settings)
 
 
-def build_run(config: Config, mesh: Mesh) -> Run:
-    """Model, first weights and optimizer as the trainer makes them on this rank of a CPU layout; no data."""
+def build_run(config: Config, mesh: Mesh, device: str = "cpu", weights: dict[str, Tensor] | None = None) -> Run:
+    """What the trainer builds on this rank, without data. `weights`: whole tensors, in place of the initial ones."""
     keep_freed_memory()  # as `training.train` does
-    device = torch.device("cpu")
-    parts, pipeline = build_parts(config, mesh, device)
-    fill_weights(parts, config.model.init_method, config.general.seed)
+    parts, pipeline = build_parts(config, mesh, torch.device(device))
+    if weights is None:
+        fill_weights(parts, config.model.init_method, config.general.seed)
+    else:
+        with torch.no_grad():
+            for name, parameter in named_parameters(*parts):
+                shard_of(parameter).tensor.copy_(weights.pop(name))
     optimizer = build_optimizer(named_parameters(*parts), config.optimizer)
-    engine = Engine(config)
-    return Run(config, mesh, device, parts[0], parts, optimizer, data=None, pipeline=pipeline, engine=engine)  # type: ignore
+    return Run(  # type: ignore[arg-type]
+        config,
+        mesh,
+        torch.device(device),
+        parts[0],
+        parts,
+        optimizer,
+        data=None,
+        pipeline=pipeline,
+        engine=Engine(config),
+    )
 
 
 def train(job: Job, pace: Pace) -> None:
-    keep_freed_memory()  # as `training.train` does
-    device = torch.device(job.work.device)
-    config = configure(job.work, job.compiled)
-    mesh = build_mesh({}, 1, device.type)
-    parts, _ = build_parts(config, mesh, device)
-    (model,) = parts
-    weights = job.weights()
-    with torch.no_grad():
-        for name, parameter in named_parameters(model):
-            shard_of(parameter).tensor.copy_(weights.pop(name))
-    optimizer = build_optimizer(named_parameters(model), config.optimizer)
-    run = Run(config, mesh, device, parts[0], parts, optimizer, data=None, engine=Engine(config))  # type: ignore
+    device = job.work.device
+    run = build_run(configure(job.work, job.compiled), build_mesh({}, 1, device), device, job.weights())
     for batch in job.batches():
         tokens = batch.numpy()
         sample_ids = np.arange(run.step * len(tokens), (run.step + 1) * len(tokens))

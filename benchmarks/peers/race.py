@@ -2,8 +2,8 @@
 
     for each round:  matmuls · transformers · Trainer · litgpt · … · kenotron compiled      a few steps each
 
-Turns seconds apart see the same machine; whatever else runs on it hits all of them alike. Which contender goes first
-moves on by one each round. A ratio is taken within each round, so drift over minutes cancels.
+Turns are seconds apart, so other work on the machine slows all of them alike. The order rotates by one each round. A
+ratio is taken within each round, so drift over minutes cancels.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from typing import Any
 from work import Work
 
 WORKER = Path(__file__).with_name("worker.py")
-LIMIT_SECONDS = 1800
 
 
 @dataclass
 class Contender:
-    """A worker process and what it has said so far."""
+    """A worker process and its answers so far."""
 
     name: str
     process: subprocess.Popen[str]
@@ -116,10 +115,6 @@ def result(contender: Contender, work: Work, ceiling: Contender | None) -> dict[
     if ceiling is not None:
         numbers["ceiling_share"] = min(ceiling.step_seconds) / best
     if contender.memory:
-        memory = contender.memory
-        gradients = work.state_bytes // 4
-        numbers["activation_bytes"] = memory["live_peak"] - work.state_bytes
-        numbers["held_bytes"] = memory["held"]
-        numbers["rss_peak_bytes"] = memory["rss_peak"]
-        numbers["rss_step_bytes"] = memory["rss_peak"] - memory["rss_between"] - gradients
+        numbers["activation_bytes"] = contender.memory["live_peak"] - work.state_bytes
+        numbers["rss_peak_bytes"] = contender.memory["rss_peak"]
     return numbers

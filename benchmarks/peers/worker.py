@@ -3,13 +3,12 @@
     python worker.py kenotron-compiled FOLDER
 
 Commands come as lines on stdin, answers go as JSON lines to the original stdout; whatever a contender prints goes to
-stderr. Pacing sits at the one place that every training loop has, the end of a step: :class:`Pace` is called there and
-blocks until the parent wants more, so that the real loops run (also those that we cannot call step by step, such as
-`Trainer.train`) and the parent can let contenders take turns.
+stderr. Every training loop calls :class:`Pace` at the end of a step, which blocks until the parent asks for more steps.
+So the real loops run, even one that cannot be called step by step (`Trainer.train`), and contenders can take turns.
 
-    steps 8      run 8 steps                   → {"seconds": 3.1, "cpu_seconds": 3.0, "loss": 8.9}
-    memory       two steps, measured           → {"live_peak": ..., "rss_peak": ...}
-    profile F    three steps, the last two under torch.profiler; table and trace to files F.txt, F.json
+    steps 8      run 8 steps                   → {"seconds": 3.1, "loss": 8.9}
+    memory       two steps, measured           → {"live_peak": ..., "rss_peak": ..., "seconds": ..., "loss": ...}
+    profile F    three steps, the last two under torch.profiler; tables in the files F.txt and F.shapes.txt
     quit
 """
 
@@ -76,7 +75,7 @@ class Pace:
 
     def __init__(self, work: Work, answers: Any) -> None:
         self.work, self.answers = work, answers
-        self.left, self.begin, self.cpu_begin = 1, time.perf_counter(), time.process_time()
+        self.left, self.begin = 1, time.perf_counter()
         self.measurement: Any = None
 
     def __call__(self, loss: Tensor | None) -> None:
@@ -86,10 +85,7 @@ class Pace:
         if self.left:
             return
         self._synchronize()
-        answer: dict[str, Any] = {
-            "seconds": time.perf_counter() - self.begin,
-            "cpu_seconds": time.process_time() - self.cpu_begin,
-        }
+        answer: dict[str, Any] = {"seconds": time.perf_counter() - self.begin}
         if self.measurement is not None:
             answer |= self.measurement.result
         answer["loss"] = None if loss is None else float(loss)
@@ -113,7 +109,7 @@ class Pace:
         else:
             raise ValueError(f"unknown command {command!r}")
         self._synchronize()
-        self.begin, self.cpu_begin = time.perf_counter(), time.process_time()
+        self.begin = time.perf_counter()
 
     def _synchronize(self) -> None:
         if self.work.device != "cpu":
