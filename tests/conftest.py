@@ -6,7 +6,7 @@ With `pytest -n` a file goes to one worker, and all layouts to two: each of them
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ hypothesis.settings.load_profile("quick")
 
 if TYPE_CHECKING:
     from support.nursery import Nursery
+    from support.tiny_run import Shell
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -94,6 +95,20 @@ def group_of_one() -> Iterator[None]:
     # torch knows how DTensors move by mesh, and the next test's equal mesh has groups of its own
     _redistribute._gen_transform_infos.cache_clear()
     _clear_sharding_prop_cache()
+
+
+@pytest.fixture
+def shell(capfd: pytest.CaptureFixture[str]) -> Shell:
+    """Exit code, stdout and stderr of `kenotron <arguments>`, called in this process."""
+    from kenotron.cli import main
+
+    def run(*arguments: object, command: Callable[[list[str]], None] = main) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            command([str(argument) for argument in arguments])
+        assert isinstance(ended.value.code, int | None)
+        return ended.value.code or 0, *capfd.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="session")

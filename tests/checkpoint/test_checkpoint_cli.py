@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kenotron.cli.checkpoint import app
 from kenotron.config.errors import InputError
-from support.checkpoint_states import save_step
+from support.checkpoint_states import run_command, save_step
 
 
 @pytest.fixture
@@ -23,23 +23,16 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if isinstance(result.exception, InputError):
-        raise result.exception
-    return result.exit_code, result.stdout
-
-
 def test_list_prints_a_line_a_checkpoint(root: Path) -> None:
     (root / "20" / "config.yaml").unlink()
-    code, text = run("list", root)
+    code, text = run_command("list", root)
     assert code == 0
     lines = [line.split() for line in text.splitlines()]
     assert lines[0] == ["step", "saved", "size", "state"]
     assert {line[0] for line in lines[1:]} == {"10", "20", "30"}
     assert [line[-1] for line in lines if line[0] == "30"] == ["complete"]
     assert [line[-3:] for line in lines if line[0] == "20"] == [[str(root / "20" / "config.yaml"), "is", "missing"]]
-    code, text = run("list", root, "--json")
+    code, text = run_command("list", root, "--json")
     found = {entry["step"]: entry for entry in json.loads(text)}
     assert found[10]["problem"] is None
     assert found[10]["bytes"] > 8000
@@ -47,7 +40,7 @@ def test_list_prints_a_line_a_checkpoint(root: Path) -> None:
 
 
 def test_show_prints_tensors_with_their_sizes(root: Path) -> None:
-    code, text = run("show", root)
+    code, text = run_command("show", root)
     assert code == 0
     assert f"checkpoint 30 in {root / '30'}" in text
     assert f"config: {root / '30' / 'config.yaml'}" in text
@@ -55,7 +48,7 @@ def test_show_prints_tensors_with_their_sizes(root: Path) -> None:
     assert "model: 3 tensors, 10.4 kB; 0 values" in text  # 64*32*4 + 32*32*2 + 32*4 bytes
     (line,) = (line for line in text.splitlines() if "q_proj.weight " in line and "exp_avg" not in line)
     assert line.split() == ["model.layers.0.self_attn.q_proj.weight", "[32,", "32]", "bfloat16", "2.05", "kB", "1"]
-    code, text = run("show", root / "10", "--json")
+    code, text = run_command("show", root / "10", "--json")
     content = json.loads(text)
     assert content["step"] == 10
     assert content["tensors"]["model"]["model.norm.weight"] == {"shape": [32], "dtype": "float32", "bytes": 128}
@@ -64,38 +57,38 @@ def test_show_prints_tensors_with_their_sizes(root: Path) -> None:
 
 
 def test_verify_exits_with_1_and_names_the_file(root: Path) -> None:
-    assert run("verify", root) == (0, "".join(f"{root / str(step)} is intact\n" for step in (10, 20, 30)))
+    assert run_command("verify", root) == (0, "".join(f"{root / str(step)} is intact\n" for step in (10, 20, 30)))
     file = root / "20" / "model" / "rank0.safetensors"
     data = bytearray(file.read_bytes())
     data[3000] ^= 4
     file.write_bytes(data)
-    code, text = run("verify", root)
+    code, text = run_command("verify", root)
     assert code == 1
     assert f"{file} is damaged" in text
     assert f"{root / '30'} is intact" in text
-    assert run("verify", root / "10")[0] == 0
-    code, text = run("verify", root / "20", "--json")
+    assert run_command("verify", root / "10")[0] == 0
+    code, text = run_command("verify", root / "20", "--json")
     assert code == 1
     assert [str(file) in line for line in json.loads(text)[str(root / "20")]] == [True]
 
 
 def test_prune_says_what_it_would_remove_and_then_removes_it(root: Path) -> None:
-    code, text = run("prune", root, "--keep-last", 1, "--keep-every", 20, "--dry-run")
+    code, text = run_command("prune", root, "--keep-last", 1, "--keep-every", 20, "--dry-run")
     assert code == 0
     assert f"would remove {root / '10'}" in text
     assert (root / "10").exists()
-    code, text = run("prune", root, "--keep-last", 1, "--keep-every", 20, "--json")
+    code, text = run_command("prune", root, "--keep-last", 1, "--keep-every", 20, "--json")
     assert json.loads(text)["removed"] == [str(root / "10")]
     assert sorted(path.name for path in root.iterdir()) == [".lock", "20", "30", "latest.txt"]
-    assert run("prune", root, "--keep-last", 0)[0] == 2
-    assert run("prune", root)[0] == 2
+    assert run_command("prune", root, "--keep-last", 0)[0] == 2
+    assert run_command("prune", root)[0] == 2
 
 
 def test_prune_counts_no_checkpoint_whose_contents_are_damaged(root: Path) -> None:
     """It kept the newest, which could not be read, and removed the only ones that could."""
     data = next((root / "30" / "model").glob("*.safetensors"))
     data.write_bytes(data.read_bytes()[:-1] + b"?")
-    code, text = run("prune", root, "--keep-last", 1)
+    code, text = run_command("prune", root, "--keep-last", 1)
     assert code == 0
     assert text.splitlines()[0] == f"removed {root / '10'}"
     assert sorted(path.name for path in root.glob("[0-9]*")) == ["20", "30"]
@@ -106,16 +99,16 @@ def test_prune_of_links_removes_the_links(root: Path) -> None:
     linked.mkdir()
     for step in ("10", "20", "30"):
         (linked / step).symlink_to(root / step)
-    assert run("prune", linked, "--keep-last", 1)[0] == 0
+    assert run_command("prune", linked, "--keep-last", 1)[0] == 0
     assert sorted(path.name for path in linked.iterdir()) == ["30"]
-    assert run("verify", root)[0] == 0
+    assert run_command("verify", root)[0] == 0
 
 
 def test_verify_names_what_a_step_without_manifest_lacks(root: Path) -> None:
     (root / "20" / "manifest.json").unlink()
-    assert run("verify", root / "20")[0] == 1
+    assert run_command("verify", root / "20")[0] == 1
     job = root.rename(root.with_name("123456"))
-    assert f"{job / '30'} is intact" in run("verify", job)[1]
+    assert f"{job / '30'} is intact" in run_command("verify", job)[1]
 
 
 def test_what_is_not_uploaded_is_named(root: Path) -> None:
@@ -138,7 +131,7 @@ def test_what_is_not_uploaded_is_named(root: Path) -> None:
 def test_a_wrong_path_is_an_input_error(root: Path, monkeypatch: pytest.MonkeyPatch, arguments, message: str) -> None:
     monkeypatch.chdir(root.parent)
     with pytest.raises(InputError, match=message.replace("?", r"\?")):
-        run(*arguments)
+        run_command(*arguments)
 
 
 def test_on_a_terminal_it_draws_a_table(root: Path) -> None:

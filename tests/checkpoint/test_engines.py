@@ -31,7 +31,7 @@ from kenotron.parallel.ranks import rank_and_size
 from kenotron.storage.native import find_compiler
 from support.checkpoint_states import load_and_compare, moments, weights, write_tokenizer
 from support.ranks import run_ranks
-from support.tiny_run import environment, tiny_config
+from support.tiny_run import environment, slow_copies, tiny_config
 
 ROWS = 3000  # of the largest tensor: 384 kB
 SMALL_RING = "datastates with a small ring"  # of 64 KiB
@@ -184,16 +184,6 @@ def test_nothing_is_announced_before_it_is_on_the_disk(tmp_path: Path, make: Mak
     assert saved.path == newest_complete(tmp_path) == tmp_path / "2"
     assert engine.settled()
     assert not engine.in_flight
-
-
-def slow_copies(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    plain = staging.Copier.copy
-
-    def copy(self: staging.Copier, *given: Any) -> None:
-        time.sleep(seconds)
-        plain(self, *given)
-
-    monkeypatch.setattr(staging.Copier, "copy", copy)
 
 
 def test_the_fence_waits_for_copies_that_have_not_begun(

@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from typer.testing import CliRunner
 
 from kenotron.checkpoint.manifest import read_manifest
 from kenotron.checkpoint.remote import INCOMPLETE, Damaged, RemoteCheckpoints, find, local_copy
 from kenotron.checkpoint.upload import Uploader
-from kenotron.cli.checkpoint import app
 from kenotron.config import InputError
 from kenotron.config.errors import CheckpointError
 from kenotron.storage import fetching
 from kenotron.storage.stores import Store
-from support.checkpoint_states import load_and_compare, save_step
+from support.checkpoint_states import load_and_compare, run_command, save_step
 
 URL = "memory://robots/run"
 
@@ -311,35 +309,28 @@ def test_bytes_are_fetched_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert load_and_compare(RemoteCheckpoints(URL).fetch(10, tmp_path / "fetched")) == 10
 
 
-def run(*arguments: object) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if isinstance(result.exception, InputError):
-        raise result.exception
-    return result.exit_code, result.stdout
-
-
 def test_commands_take_urls(tmp_path: Path, bucket: dict[str, Any]) -> None:
     for step in (10, 20, 30):
         save_step(tmp_path, step)
-    lines = run("upload", tmp_path, URL)[1].splitlines()
+    lines = run_command("upload", tmp_path, URL)[1].splitlines()
     assert [line.split(":")[1] for line in lines[:3]] == [f"//robots/run/{step}" for step in (30, 20, 10)]
-    assert run("upload", tmp_path, URL) == (0, f"{URL} has every complete checkpoint of {tmp_path}\n")
-    lines = run("list", URL)[1].splitlines()
+    assert run_command("upload", tmp_path, URL) == (0, f"{URL} has every complete checkpoint of {tmp_path}\n")
+    lines = run_command("list", URL)[1].splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["10", "20", "30"]
-    assert f"checkpoint 20 in {tmp_path}/cache/checkpoints/memory/robots/run/20" in run("show", f"{URL}/20")[1]
-    assert json.loads(run("show", URL, "--json")[1])["step"] == 30
-    assert run("verify", URL) == (0, "".join(f"{URL}/{step} is intact\n" for step in (10, 20, 30)))
+    assert f"checkpoint 20 in {tmp_path}/cache/checkpoints/memory/robots/run/20" in run_command("show", f"{URL}/20")[1]
+    assert json.loads(run_command("show", URL, "--json")[1])["step"] == 30
+    assert run_command("verify", URL) == (0, "".join(f"{URL}/{step} is intact\n" for step in (10, 20, 30)))
     name = next(name for name in bucket if "/20/optimizer" in name and name.endswith(".safetensors"))
     bucket[name].seek(-1, 2)
     bucket[name].write(bytes([bucket[name].getvalue()[-1] ^ 1]))
-    code, text = run("verify", f"{URL}/20")
+    code, text = run_command("verify", f"{URL}/20")
     assert (code, text.split(":")[0]) == (1, "memory")
     assert "is damaged: its checksum is" in text
-    assert run("prune", URL, "--keep-last", 1, "--dry-run")[1].splitlines()[0] == f"would remove {URL}/10"
-    assert run("prune", URL, "--keep-last", 1)[1].splitlines()[:2] == [f"removed {URL}/10", f"removed {URL}/20"]
+    assert run_command("prune", URL, "--keep-last", 1, "--dry-run")[1].splitlines()[0] == f"would remove {URL}/10"
+    assert run_command("prune", URL, "--keep-last", 1)[1].splitlines()[:2] == [f"removed {URL}/10", f"removed {URL}/20"]
     assert {name.split("/")[3] for name in bucket} == {"30", "latest.txt"}
     for url in ("memory://robots/empty", "hf://robots/run"):
         with pytest.raises(CheckpointError, match=url):
-            run("show", url)
+            run_command("show", url)
     with pytest.raises(CheckpointError, match="memory://robots/empty holds no checkpoints"):
-        run("list", "memory://robots/empty")
+        run_command("list", "memory://robots/empty")

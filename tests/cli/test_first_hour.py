@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kenotron as kn
-from kenotron.cli import main
 from kenotron.config.errors import InputError, RunFailed, nearest_sibling
 from support.tiny_run import (
+    Shell,
     environment,
     metrics,
     text_overrides,
@@ -26,25 +25,16 @@ from support.tiny_run import (
     write_texts,
 )
 
-Tell = Callable[..., tuple[int, str, str]]
-
 
 @pytest.fixture
-def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tell:
+def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell) -> Shell:
     """``kenotron <arguments>`` in a folder with `tiny.yaml` and `texts.jsonl`: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     tiny_yaml(tmp_path)
     write_texts(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        code = ended.value.code
-        return (code if isinstance(code, int) else 0, *capsys.readouterr())
-
-    return call
+    return shell
 
 
 STAGE = "data_stages.0.data.dataset"
@@ -163,7 +153,7 @@ REFUSED += [
 
 
 @pytest.mark.parametrize(("override", "line"), REFUSED, ids=[override for override, _ in REFUSED])
-def test_config_check_refuses_in_one_line(override: str, line: str, tell: Tell) -> None:
+def test_config_check_refuses_in_one_line(override: str, line: str, tell: Shell) -> None:
     more = ["tokenizer.tokenizer_name_or_path=gpt2"] if "hf_dataset" in override or "text.jsonl" in override else []
     code, _, stderr = tell("config", "check", "tiny.yaml", override, *more)
     assert code == 2
@@ -172,7 +162,7 @@ def test_config_check_refuses_in_one_line(override: str, line: str, tell: Tell) 
     assert line in stderr
 
 
-def test_config_check_names_a_folder_without_text(tell: Tell, tmp_path: Path) -> None:
+def test_config_check_names_a_folder_without_text(tell: Shell, tmp_path: Path) -> None:
     (tmp_path / "texts" / "of" / "mine").mkdir(parents=True)
     text = (
         f"{STAGE}={{text_files: texts}}",
@@ -235,7 +225,7 @@ def test_usual_spellings_are_taken(override: str, key: str, value: object, tmp_p
         ),
     ],
 )
-def test_what_is_valid_but_hardly_meant_is_a_warning(overrides: list[str], line: str, tell: Tell) -> None:
+def test_what_is_valid_but_hardly_meant_is_a_warning(overrides: list[str], line: str, tell: Shell) -> None:
     code, stdout, stderr = tell("config", "check", "tiny.yaml", *overrides)
     assert code == 0
     assert ": valid: " in stdout
@@ -250,7 +240,7 @@ def test_a_run_logs_the_same_warnings(tmp_path: Path) -> None:
     assert "the learning rate ends at 0.75 and never reaches 1.5" in said
 
 
-def test_modules_are_found_beside_the_yaml_file(tell: Tell, tmp_path: Path) -> None:
+def test_modules_are_found_beside_the_yaml_file(tell: Shell, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     folder.mkdir()
     tiny_yaml(folder)
@@ -259,7 +249,7 @@ def test_modules_are_found_beside_the_yaml_file(tell: Tell, tmp_path: Path) -> N
     assert tell("train", "runs/tiny.yaml", "general.hooks=[beside_the_yaml.Mine]", "tokens.train_steps=1")[0] == 0
 
 
-def test_a_module_that_is_no_python_is_one_line_with_its_place(tell: Tell, tmp_path: Path) -> None:
+def test_a_module_that_is_no_python_is_one_line_with_its_place(tell: Shell, tmp_path: Path) -> None:
     (tmp_path / "unfinished.py").write_text("import kenotron as kn\nclass Mine(kn.Hook:\n    pass\n")
     code, _, stderr = tell("config", "check", "tiny.yaml", "general.hooks=[unfinished.Mine]")
     assert code == 2
@@ -463,7 +453,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize(("arguments", "line"), COMMANDS, ids=[" ".join(arguments) for arguments, _ in COMMANDS])
 def test_a_wrong_command_is_one_line(
-    arguments: tuple[str, ...], line: str, tell: Tell, monkeypatch: pytest.MonkeyPatch
+    arguments: tuple[str, ...], line: str, tell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kenotron.launch.environment.cores", lambda: 2)
     code, _, stderr = tell(*arguments)
@@ -510,14 +500,14 @@ for arguments in (
     ]
 
 
-def test_a_rank_that_is_no_number_is_reported(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_no_number_is_reported(tell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "zero")
     code, _, stderr = tell("train", "tiny.yaml")
     assert code == 2
     assert stderr.startswith("error: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE: expected integers, found zero, 1")
 
 
-def test_the_version_and_the_bare_command(tell: Tell) -> None:
+def test_the_version_and_the_bare_command(tell: Shell) -> None:
     assert tell("--version") == (0, f"kenotron {kn.__version__}\n", "")
     code, stdout, stderr = tell()
     assert (code, stderr) == (2, "")
@@ -526,14 +516,14 @@ def test_the_version_and_the_bare_command(tell: Tell) -> None:
     assert (code, stderr) == (2, "")
 
 
-def test_the_shell_completes_commands(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shell_completes_commands(tell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_KENOTRON_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", "kenotron gen")
     monkeypatch.setenv("COMP_CWORD", "1")
     assert tell()[1].split() == ["generate"]
 
 
-def test_a_lost_latest_txt_costs_nothing_and_unnamed_prompts_are_named(tell: Tell, tmp_path: Path) -> None:
+def test_a_lost_latest_txt_costs_nothing_and_unnamed_prompts_are_named(tell: Shell, tmp_path: Path) -> None:
     train_quietly(tiny_config(tmp_path, *text_overrides(tmp_path), "tokens.train_steps=1"))
     (tmp_path / "checkpoints" / "latest.txt").unlink()
     code, stdout, stderr = tell("generate", "checkpoints", "--max-new-tokens", "2")
@@ -542,7 +532,7 @@ def test_a_lost_latest_txt_costs_nothing_and_unnamed_prompts_are_named(tell: Tel
     assert stdout.startswith("The future of AI is")
 
 
-def test_a_folder_of_runs_and_a_misspelt_folder_are_named(tell: Tell, tmp_path: Path) -> None:
+def test_a_folder_of_runs_and_a_misspelt_folder_are_named(tell: Shell, tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "mine").mkdir(parents=True)
     (tmp_path / "checkpoints" / "mine" / "latest.txt").write_text("10")
     assert tell("generate", "checkpoints") == (
@@ -574,7 +564,7 @@ def test_a_run_too_short_for_its_trace_says_so(tmp_path: Path) -> None:
 # ---- a machine without a network ---------------------------------------------------------------------------
 
 
-def test_a_url_of_an_unknown_host_is_not_tried_again(tell: Tell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_of_an_unknown_host_is_not_tried_again(tell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kenotron.storage.fetching.time.sleep", pytest.fail)
     code, _, stderr = tell("data", "inspect", "https://nowhere.invalid/a.ds")
     assert code == 2
@@ -583,7 +573,7 @@ def test_a_url_of_an_unknown_host_is_not_tried_again(tell: Tell, monkeypatch: py
 
 
 def test_a_mistyped_input_is_answered_without_asking_an_unreachable_hub_again(
-    tell: Tell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))

@@ -13,7 +13,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kenotron.cli import main
 from kenotron.cli.replay import _config
 from kenotron.config.errors import InputError
 from kenotron.data import open_run
@@ -27,7 +26,7 @@ from kenotron.training.build import build_run
 from kenotron.training.run import close
 from kenotron.training.step import train_step
 from support.nursery import Nursery
-from support.tiny_run import text_overrides, tiny_config, tiny_yaml, train_quietly
+from support.tiny_run import Shell, text_overrides, tiny_config, tiny_yaml, train_quietly
 from support.written_tokens import write_ds
 
 pytestmark = pytest.mark.budget(10, reason="trains a run and parts of it again")
@@ -73,25 +72,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def replay(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["replay", *arguments])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, *capsys.readouterr()
-
-
 @pytest.mark.parametrize(("step", "first"), [(7, 5), (9, 9), (3, 1)])
-def test_steps_computed_again_are_equal_bit_by_bit(
-    step: int, first: int, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_computed_again_are_equal_bit_by_bit(step: int, first: int, run: Path, shell: Shell) -> None:
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()}
-    code, said, error = replay(capsys, str(run / "checkpoints"), "--step", str(step))
+    code, said, error = shell("replay", run / "checkpoints", "--step", step)
     assert (code, error) == (0, "")
     assert said.endswith(f"steps {first} to {step}: every number is equal\n")
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_steps_are_computed_with_the_settings_they_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_are_computed_with_the_settings_they_had(tmp_path: Path, shell: Shell) -> None:
     """A run of six steps that went on to nine, with another learning rate after the sixth."""
     decay = (
         "checkpoints.checkpoint_interval=3",
@@ -102,12 +92,12 @@ def test_steps_are_computed_with_the_settings_they_had(tmp_path: Path, capsys: p
     train_quietly(tiny_config(tmp_path, "tokens.train_steps=9", *decay))
     checkpoints = str(tmp_path / "checkpoints")
     for step, first in ((8, 7), (5, 4)):
-        code, said, _ = replay(capsys, checkpoints, "--step", str(step))
+        code, said, _ = shell("replay", checkpoints, "--step", step)
         assert said.endswith(f"steps {first} to {step}: every number is equal\n")
         assert code == 0
     for number in (3, 6):
         shutil.rmtree(tmp_path / "checkpoints" / str(number))
-    code, said, _ = replay(capsys, checkpoints, "--step", "5")
+    code, said, _ = shell("replay", checkpoints, "--step", "5")
     assert code == 1
     assert "the run later continued with another schedule" in said
 
@@ -132,22 +122,20 @@ def test_a_replay_writes_to_no_store(tmp_path: Path) -> None:
     assert found.profiler is not None
 
 
-def test_another_layout_agrees_up_to_rounding(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_layout_agrees_up_to_rounding(run: Path, shell: Shell) -> None:
     accumulated = ("tokens.micro_batch_size=1", "tokens.batch_accumulation_per_replica=4")
-    code, said, _ = replay(capsys, str(run / "checkpoints"), *accumulated, "--step", "6")
+    code, said, _ = shell("replay", run / "checkpoints", *accumulated, "--step", "6")
     assert code == 0
     assert said.endswith("steps 5 to 6: equal up to rounding\n")
 
 
-def test_where_numbers_first_differ_is_named_with_the_documents_of_that_step(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_where_numbers_first_differ_is_named_with_the_documents_of_that_step(run: Path, shell: Shell) -> None:
     path = run / "logs" / "tiny" / "metrics.jsonl"
     text = path.read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     lines[5]["state_hash"] += 1  # as if a bit had flipped in step 6
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    code, said, _ = replay(capsys, str(run / "checkpoints"), "--step", "7")
+    code, said, _ = shell("replay", run / "checkpoints", "--step", "7")
     path.write_text(text)
     assert code == 1
     assert f"step 6: state_hash was {lines[5]['state_hash']} and is {lines[5]['state_hash'] - 1}" in said
@@ -166,64 +154,60 @@ def test_where_numbers_first_differ_is_named_with_the_documents_of_that_step(
     ],
 )
 def test_an_override_cannot_lead_a_replay_to_the_runs_own_files(
-    override: str, own: str, run: Path, capsys: pytest.CaptureFixture[str]
+    override: str, own: str, run: Path, shell: Shell
 ) -> None:
     """It trained in the run's folder, and its `keep_last: 1` removed the run's checkpoints."""
-    code, _, error = replay(capsys, str(run / "checkpoints"), override.format(run=run), "--step", "3")
+    code, _, error = shell("replay", run / "checkpoints", override.format(run=run), "--step", "3")
     assert code == 2
     assert f"a replay sets {own} itself" in error
     assert sorted(path.name for path in (run / "checkpoints").glob("[0-9]*")) == ["4", "8", "9"]
 
 
-def test_anomaly_mode_is_the_same_layout(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said, _ = replay(capsys, str(run / "checkpoints"), "profiler={detect_anomaly: true}", "--step", "5")
+def test_anomaly_mode_is_the_same_layout(run: Path, shell: Shell) -> None:
+    code, said, _ = shell("replay", run / "checkpoints", "profiler={detect_anomaly: true}", "--step", "5")
     assert (code, said.splitlines()[-1]) == (0, "steps 5 to 5: every number is equal")
 
 
-def test_a_damaged_checkpoint_is_not_begun_at(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_not_begun_at(run: Path, tmp_path: Path, shell: Shell) -> None:
     shutil.copytree(run / "checkpoints", tmp_path / "checkpoints")
     weights = next((tmp_path / "checkpoints" / "8" / "model").glob("*.safetensors"))
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    code, said, error = replay(capsys, str(tmp_path / "checkpoints"), "--step", "9")
+    code, said, error = shell("replay", tmp_path / "checkpoints", "--step", "9")
     assert code == 0
     assert "warning: skipping checkpoint 8: " in error
     assert "checkpoints/4\n" in said
     assert said.endswith("steps 5 to 9: every number is equal\n")
 
 
-def test_steps_that_the_log_lacks_are_not_called_equal(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_that_the_log_lacks_are_not_called_equal(run: Path, tmp_path: Path, shell: Shell) -> None:
     lines = (run / "logs" / "tiny" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_text("5\n" + lines[6])
     arguments = (str(run / "checkpoints"), "--step", "7", "--log-dir", str(tmp_path))
-    code, said, _ = replay(capsys, *arguments)
+    code, said, _ = shell("replay", *arguments)
     assert code == 0
     assert said.endswith("steps 5 to 7: every number is equal; the log has 1 of these 3 steps\n")
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 7, "loss": 1.0}\n')
-    code, said, error = replay(capsys, *arguments)
+    code, said, error = shell("replay", *arguments)
     assert code == 2
     assert "expected lm_loss, grad_norm, state_hash, lr of steps 5 to 7, found none of them" in error
 
 
-def test_a_step_that_was_not_logged_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, error = replay(capsys, str(run / "checkpoints"), "--step", "10")
+def test_a_step_that_was_not_logged_is_refused(run: Path, shell: Shell) -> None:
+    code, _, error = shell("replay", run / "checkpoints", "--step", "10")
     assert code == 2
     assert "--step: expected a step of the log, which has 1 to 9, found 10" in error
-    assert replay(capsys, str(run), "--step", "1")[0] == 2
+    assert shell("replay", run, "--step", "1")[0] == 2
 
 
-def test_a_file_of_yaml_is_not_taken_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, error = replay(capsys, str(tiny_yaml(tmp_path)), "--step", "1")
+def test_a_file_of_yaml_is_not_taken_for_a_run(tmp_path: Path, shell: Shell) -> None:
+    code, _, error = shell("replay", tiny_yaml(tmp_path), "--step", "1")
     assert code == 2
     assert "expected a run's folder of checkpoints" in error
 
 
-def test_a_step_without_a_document_is_the_step_with_its_labels_masked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_without_a_document_is_the_step_with_its_labels_masked(tmp_path: Path, shell: Shell) -> None:
     """Document 7 alone has token 63; the reference masks that label and knows nothing of documents."""
     rng = np.random.default_rng(1)
     documents = [[63] * 30 if number == 7 else rng.integers(0, 62, 20).tolist() for number in range(40)]
@@ -240,16 +224,16 @@ def test_a_step_without_a_document_is_the_step_with_its_labels_masked(
         result = train_step(run, batches)
     (name,) = {origin.file for origin in step_origins(run.data, step)}
     close(run)
-    code, said, _ = replay(capsys, str(tmp_path / "checkpoints"), "--step", str(step), "--without", f"{name}:7")
+    code, said, _ = shell("replay", tmp_path / "checkpoints", "--step", step, "--without", f"{name}:7")
     assert code == 0
     assert f"and is {result.lm_loss!r} without these documents" in said
     assert f"and is {result.grad_norm!r} without these documents" in said
-    code, _, error = replay(capsys, str(tmp_path / "checkpoints"), "--step", str(step), "--without", f"{name}:99")
+    code, _, error = shell("replay", tmp_path / "checkpoints", "--step", step, "--without", f"{name}:99")
     assert (code, error.startswith(f"error: --without: the step has no label of {name}:99")) == (2, True)
 
 
 @pytest.mark.slow
-def test_documents_of_cached_text_go_by_their_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documents_of_cached_text_go_by_their_records(tmp_path: Path, shell: Shell) -> None:
     config = tiny_config(tmp_path, *text_overrides(tmp_path), "tokens.train_steps=3")
     train_quietly(config)
     with open_run(config, 1, lambda line: None) as data:
@@ -260,8 +244,7 @@ def test_documents_of_cached_text_go_by_their_records(tmp_path: Path, capsys: py
     record, document = next((r, d) for r, d in documents.items() if _has_label(origins, d))
     assert record.startswith(f"{tmp_path}/texts.jsonl:")
     said = [
-        replay(capsys, str(tmp_path / "checkpoints"), "--step", "2", "--without", name)[1]
-        for name in (record, document)
+        shell("replay", tmp_path / "checkpoints", "--step", "2", "--without", name)[1] for name in (record, document)
     ]
     assert "without these documents" in said[0]
     assert said[0] == said[1]

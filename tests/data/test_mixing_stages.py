@@ -21,14 +21,10 @@ from kenotron.data.order import counts, huffman
 from kenotron.data.provenance import step_origins
 from kenotron.data.sources import token_files
 from kenotron.data.stage_plan import plan_stages
-from support.data_runs import run_config, write_texts
+from support.data_runs import quiet, run_config, write_texts
 
 L = 8
 BATCH = 4
-
-
-def quiet(line: str) -> None:
-    return None
 
 
 def config_of(*stages: Any, **changes: Any) -> Config:

@@ -16,15 +16,11 @@ from kenotron.data.cache import SplitTokens
 from kenotron.data.provenance import document_sightings, step_origins
 from kenotron.data.sources import packed_rows as packing
 from kenotron.data.sources.packed_rows import PackedRows, best_fit_decreasing, open_plan, pack, packed_rows
-from support.data_runs import run_config, write_texts
+from support.data_runs import quiet, run_config, write_texts
 from support.written_tokens import counting, write_ds
 
 L = 8
 LENGTHS = (5, 30, 1, 12, 40, 7, 9, 25, 2, 3, 8, 8, 4)
-
-
-def quiet(line: str) -> None:
-    return None
 
 
 def naive_bins(lengths: list[int], capacity: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,12 @@ from kenotron.data.provenance import document_ranges, document_sightings, step_o
 from kenotron.data.sources.text import CachedText
 from kenotron.data.text_records import documents_of, records, records_of, records_of_step
 from kenotron.text.file_documents import FileDocuments
-from support.data_runs import run_config, write_texts
+from support.data_runs import quiet, run_config, write_texts
+from support.tiny_run import Shell
 from support.written_tokens import counting, write_ds
 
 L = 8
 LENGTHS = (5, 30, 1, 12, 40, 7, 60, 25)
-
-
-def quiet(line: str) -> None:
-    return None
 
 
 def config_of(dataset: Any, **changes: Any) -> Any:
@@ -214,21 +212,13 @@ def test_samples_without_a_file_are_told_by_their_number() -> None:
         assert NO_LOSS not in batch.labels
 
 
-def test_the_command_prints_lines_and_json(
-    mixed: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_lines_and_json(mixed: dict[str, Any], tmp_path: Path, shell: Shell) -> None:
     config = config_of(mixed)
     (tmp_path / "my.yaml").write_text(dump(config))
     assert yaml.safe_load(dump(config))
     with open_run(config, 1, quiet) as data:
         expected = step_origins(data, 4)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(["data", "which", str(tmp_path / "my.yaml"), *arguments])
-        said = capsys.readouterr()
-        return int(caught.value.code or 0), said.out, said.err
-
+    run = partial(shell, "data", "which", tmp_path / "my.yaml")
     code, out, err = run("--step", "4", "--json")
     assert (code, err) == (0, "")
     told = json.loads(out)
@@ -255,17 +245,15 @@ def test_the_command_prints_lines_and_json(
     assert (code, err) == (2, "error: step 13 is not in the run: its steps are 1 to 12\n")
 
 
-def test_beside_a_stream_the_other_sources_are_told(mixed, tmp_path, monkeypatch, capsys) -> None:
+def test_beside_a_stream_the_other_sources_are_told(mixed, tmp_path, monkeypatch, shell) -> None:
     monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
     stream = {"text_files": str(write_texts(tmp_path / "texts", 8)), "streaming": {"shuffle_buffer": 2}}
-    path = str(tmp_path / "run.yaml")
+    path = tmp_path / "run.yaml"
 
     def which(dataset: Any, *arguments: str) -> tuple[int, str, str]:
         config = config_of(dataset, val_samples=4, tokenizer__train={"vocab_size": 300})
-        Path(path).write_text(dump(config))
-        with pytest.raises(SystemExit) as ended:
-            main(["data", "which", path, *arguments])
-        return ended.value.code, *capsys.readouterr()
+        path.write_text(dump(config))
+        return shell("data", "which", path, *arguments)
 
     both = {"mixture": [{"weight": 1} | mixed, {"weight": 1} | stream]}
     code, out, _ = which(both, "--step", "2", "--json")

@@ -17,7 +17,7 @@ from kenotron.data.batch import fold, make_batch
 from kenotron.data.provenance import step_origins
 from kenotron.data.ramps import lengths, levels
 from kenotron.data.stage_plan import StagePlan
-from support.data_runs import run_config
+from support.data_runs import quiet, run_config
 from support.written_tokens import counting, write_ds
 
 
@@ -118,10 +118,6 @@ def test_a_folded_batch_is_every_short_row_by_itself(n: int, short: int, masking
 
 
 # ---- a run -------------------------------------------------------------------------------------------------
-
-
-def quiet(line: str) -> None:
-    return None
 
 
 @given(

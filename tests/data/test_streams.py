@@ -32,7 +32,7 @@ from kenotron.text.file_documents import FileDocuments, find_files
 from kenotron.text.hash_split import is_held_out, threshold_of_fraction
 from kenotron.text.hub_datasets import HubDocuments
 from kenotron.text.tokenizer import TextTokenizer, load_tokenizer, train_byte_level_bpe
-from support.data_runs import run_config
+from support.data_runs import quiet, run_config
 
 LENGTH = 32
 FRACTION = 0.2
@@ -257,9 +257,6 @@ def config_of(folder: Path, tokenizer: TextTokenizer) -> Callable[..., Config]:
         return run_config(dataset, **given | changes)
 
     return made
-
-
-def quiet(line: str) -> None: ...
 
 
 def steps_of(data: RunData, steps: Any, rank: int = 0, size: int = 1) -> dict[int, list[TokenBatch]]:

@@ -17,7 +17,7 @@ from kenotron.data.cache import EncodeRules, open_tokens
 from kenotron.text.file_documents import FileDocuments, find_files
 from kenotron.text.hash_split import is_held_out, text_hash, threshold_of_fraction
 from kenotron.text.tokenizer import TextTokenizer, train_byte_level_bpe
-from support.data_runs import write_texts
+from support.data_runs import quiet, write_texts
 
 RULES = EncodeRules(eos=0, max_tokens=None)
 
@@ -36,10 +36,6 @@ def folder(tmp_path, monkeypatch):
 
 def texts_in(folder):
     return FileDocuments("texts", find_files(folder, "text_files"))
-
-
-def quiet(line):
-    return None
 
 
 def test_it_holds_every_document_with_its_end_on_the_side_of_its_hash(folder, tokenizer):

@@ -14,18 +14,10 @@ from pydantic import TypeAdapter
 
 from doctor.test_rules import LAPTOP, SERVER
 from kenotron import doctor
-from kenotron.cli import main
 from kenotron.doctor.facts import Facts, Report, SelfTest, Speed, Torch
 from kenotron.doctor.report import as_json, page
 from kenotron.doctor.rules import findings
-from support.tiny_run import command
-
-
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", *arguments])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, *capsys.readouterr()
+from support.tiny_run import Shell, command
 
 
 def report_of(facts: Facts, *tests: SelfTest) -> Report:
@@ -42,10 +34,8 @@ def torch_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("torch_in_this_process")
-def test_the_json_object_has_every_field_of_a_report_and_no_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, text, error = call(capsys, "--quick", "--json", "--folder", str(tmp_path))
+def test_the_json_object_has_every_field_of_a_report_and_no_other(tmp_path: Path, shell: Shell) -> None:
+    code, text, error = shell("doctor", "--quick", "--json", "--folder", tmp_path)
     report = TypeAdapter(Report).validate_json(text, strict=True)
     assert json.loads(as_json(report)) == json.loads(text)  # a key that is no field would be lost on the way
     assert (report.version, report.self_tests, report.facts.speeds, error) == (1, [], [], "")
@@ -57,20 +47,20 @@ def test_the_json_object_has_every_field_of_a_report_and_no_other(
 
 @pytest.mark.usefixtures("torch_in_this_process")
 def test_a_torch_that_cannot_be_imported_is_the_page_s_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(function: Any, **options: Any) -> dict[str, Any]:
         raise doctor.Failed("was killed by SIGILL")
 
     monkeypatch.setattr(doctor, "call_limited", broken)
-    code, text, _ = call(capsys, "--quick", "--folder", str(tmp_path))
+    code, text, _ = shell("doctor", "--quick", "--folder", tmp_path)
     assert code == 1
     assert "importing torch fails: was killed by SIGILL" in text
     assert text.endswith("FAILED: torch-does-not-import.\n")
 
 
-def test_a_folder_that_is_not_there_is_wrong_input(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, error = call(capsys, "--folder", "no/such/folder")
+def test_a_folder_that_is_not_there_is_wrong_input(shell: Shell) -> None:
+    code, _, error = shell("doctor", "--folder", "no/such/folder")
     assert (code, error.count("\n")) == (2, 1)
     assert "--folder" in error
 

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from kenotron.cli import main
 from kenotron.config.errors import InputError
 from kenotron.generation import SamplingOptions
 from kenotron.generation.chat import Chat
@@ -72,17 +71,15 @@ def test_a_template_that_refuses_is_named(tmp_path):
         Chat(loaded.model, loaded.tokenizer, system="x")
 
 
-def test_the_command_reads_turns_from_a_pipe_and_prints_answers(path, capfd, monkeypatch):
+def test_the_command_reads_turns_from_a_pipe_and_prints_answers(path, shell, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n\nreturn the mat\n"))
     options = ["--system", "Be brief.", "--max-new-tokens", "12", "--temperature", "0.8", "--top-p", "0.9"]
-    with pytest.raises(SystemExit) as exit_:
-        main(["chat", str(path), *options])
-    said = capfd.readouterr()
-    assert (exit_.value.code or 0, said.err) == (0, "")
+    code, out, err = shell("chat", path, *options)
+    assert (code, err) == (0, "")
     loaded = load_for_generation(path)
     chat = Chat(loaded.model, loaded.tokenizer, system="Be brief.")
     drawn = SamplingOptions(max_new_tokens=12, temperature=0.8, top_p=0.9)
-    assert said.out == "".join(chat.reply(text, drawn).text + "\n" for text in ("the cat", "return the mat"))
+    assert out == "".join(chat.reply(text, drawn).text + "\n" for text in ("the cat", "return the mat"))
 
 
 @pytest.mark.parametrize(
@@ -93,11 +90,9 @@ def test_the_command_reads_turns_from_a_pipe_and_prints_answers(path, capfd, mon
     ],
     ids=["no tokenizer", "no template"],
 )
-def test_without_a_template_there_is_one_clear_line(tokenizer, message, tmp_path, capfd):
+def test_without_a_template_there_is_one_clear_line(tokenizer, message, tmp_path, shell):
     path = save_ours(our_model(tmp_path), tmp_path / "c", tokenizer)
-    with pytest.raises(SystemExit) as exit_:
-        main(["chat", str(path)])
-    said = capfd.readouterr()
-    assert (exit_.value.code, said.out) == (2, "")
-    assert message in said.err
-    assert len(said.err.splitlines()) == 1
+    code, out, err = shell("chat", path)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kenotron as kn
-from kenotron.cli import main, rank0
+from kenotron.cli import rank0
 from kenotron.cli.generate import BUILT_IN_PROMPTS
 from kenotron.cli.nanotron_scripts import run_generate
 from kenotron.config import InputError
@@ -34,19 +34,6 @@ def path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def loaded(path):
     return load_for_generation(path)
-
-
-@pytest.fixture
-def shell(capfd):
-    """Exit code, stdout and stderr of a command."""
-
-    def run(*arguments, command=main):
-        with pytest.raises(SystemExit) as exit_:
-            command([str(argument) for argument in arguments])
-        said = capfd.readouterr()
-        return exit_.value.code or 0, said.out, said.err
-
-    return run
 
 
 def test_without_a_prompt_two_built_in_ones_are_continued(shell, path, loaded):

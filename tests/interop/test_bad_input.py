@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kenotron.cli import main
 from kenotron.config.errors import InputError
 from support.tiny_llamas import hf_llama, save_hf, small_tokenizer
 from support.tiny_run import tiny_config, train_quietly
@@ -96,16 +95,14 @@ BROKEN = {
 
 @pytest.mark.parametrize("command", ["convert from-hf", "generate"])
 @pytest.mark.parametrize("broken", BROKEN)
-def test_one_line_names_what_is_wrong_and_nothing_is_written(broken, command, folder, tmp_path, capfd):
+def test_one_line_names_what_is_wrong_and_nothing_is_written(broken, command, folder, tmp_path, shell):
     break_it, message = BROKEN[broken]
     break_it(folder)
-    more = [str(tmp_path / "ours")] if command == "convert from-hf" else ["--prompt", "def", "--max-new-tokens", "2"]
-    with pytest.raises(SystemExit) as exit_:
-        main([*command.split(), str(folder), *more])
-    said = capfd.readouterr()
-    assert (exit_.value.code, said.out) == (2, "")
-    assert len(said.err.splitlines()) == 1, said.err
-    assert re.search(message, said.err)
+    more = [tmp_path / "ours"] if command == "convert from-hf" else ["--prompt", "def", "--max-new-tokens", 2]
+    code, out, err = shell(*command.split(), folder, *more)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1, err
+    assert re.search(message, err)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
@@ -122,16 +119,13 @@ def test_a_run_that_starts_from_it_ends_before_its_first_step(broken, folder, tm
     assert not list((tmp_path / "run").glob("checkpoints/*/*"))
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_named_where_a_token_would_have_no_row(model, tmp_path, capfd):
+def test_a_tokenizer_with_more_tokens_than_the_model_is_named_where_a_token_would_have_no_row(model, tmp_path, shell):
     folder = save_hf(hf_llama(vocab_size=290), tmp_path / "hf", small_tokenizer())
-    with pytest.raises(SystemExit):
-        main(["convert", "from-hf", str(folder), str(tmp_path / "ours")])
-    assert "the tokenizer has 300 tokens, the model only 290" in capfd.readouterr().err
-    with pytest.raises(SystemExit) as exit_:
-        main(["generate", str(folder), "--prompt", small_tokenizer().decode([299])])
-    said = capfd.readouterr()
-    assert (exit_.value.code, said.out) == (2, "")
-    assert said.err == "error: prompt 1: token 299 is outside the model's vocabulary of 290\n"
+    _, _, err = shell("convert", "from-hf", folder, tmp_path / "ours")
+    assert "the tokenizer has 300 tokens, the model only 290" in err
+    code, out, err = shell("generate", folder, "--prompt", small_tokenizer().decode([299]))
+    assert (code, out) == (2, "")
+    assert err == "error: prompt 1: token 299 is outside the model's vocabulary of 290\n"
     keys = ["tokenizer={train: {vocab_size: 300}}", "model.model_config.vocab_size=290"]
     with pytest.raises(InputError, match=r"tokenizer\.train\.vocab_size: expected at most the model's vocab_size 290"):
         tiny_config(tmp_path / "run", *keys)

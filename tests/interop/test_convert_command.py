@@ -4,23 +4,9 @@ import shlex
 
 import pytest
 
-from kenotron.cli import main
 from support.nanotron_files import write_nanotron
 from support.tiny_llamas import hf_llama, our_model, save_hf, save_ours, small_tokenizer
 from support.tiny_run import tiny_config, tiny_dict, train_quietly, weights
-
-
-@pytest.fixture
-def shell(capfd):
-    """Exit code, stdout and stderr of a command."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as exit_:
-            main([str(argument) for argument in arguments])
-        said = capfd.readouterr()
-        return exit_.value.code or 0, said.out, said.err
-
-    return run
 
 
 def test_to_hf_says_what_was_written_and_proposes_a_command_that_works(shell, tmp_path):

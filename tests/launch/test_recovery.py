@@ -15,7 +15,7 @@ from chaos import run as chaos
 from kenotron.config.errors import RunFailed
 from kenotron.launch import launch, recovery
 from support.nursery import Finished, Nursery
-from support.tiny_run import metrics, tiny_config, tiny_yaml, train_quietly
+from support.tiny_run import numbers, tiny_config, tiny_yaml, train_quietly
 
 pytestmark = pytest.mark.budget(25, reason="three processes and more, each of which imports torch for 3 s")
 
@@ -26,7 +26,6 @@ OVERRIDES = (
     f"tokens.train_steps={STEPS}",
     "checkpoints.checkpoint_interval=3",
 )
-NUMBERS = ("iteration", "lm_loss", "grad_norm", "consumed_tokens", "state_hash")
 
 
 def train(nursery: Nursery, folder: Path, *overrides: str, spares: int = 1) -> Finished:
@@ -36,10 +35,6 @@ def train(nursery: Nursery, folder: Path, *overrides: str, spares: int = 1) -> F
 def fault(folder: Path, what: str, rank: int, step: int = 5, once: bool = True) -> str:
     arguments = f"what: {what}, rank: {rank}, step: {step}" + (f", once: {folder / 'happened'}" if once else "")
     return f"general.hooks=[{{path: support.user_parts.OnRank, kwargs: {{{arguments}}}}}]"
-
-
-def numbers(folder: Path) -> list[list[object]]:
-    return [[line[name] for name in NUMBERS] for line in metrics(tiny_config(folder))]
 
 
 @pytest.fixture(scope="module")

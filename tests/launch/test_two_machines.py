@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from support.tiny_run import REPOSITORY, losses, metrics, tiny_config, tiny_yaml, train_quietly
+from support.tiny_run import REPOSITORY, losses, metrics, numbers, tiny_config, tiny_yaml, train_quietly
 from support.two_machines import Machines, available, two_machines
 
 missing = available()
@@ -35,7 +35,6 @@ OVERRIDES = (
     f"parallelism.timeout_seconds={TIMEOUT_S}",
 )
 SLOWLY = "general.hooks=[{path: support.user_parts.SlowStep, kwargs: {seconds: 0.2}}]"
-NUMBERS = ("iteration", "lm_loss", "grad_norm", "lr", "consumed_tokens", "state_hash")
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +63,6 @@ def errors(folder: Path, number: int) -> list[str]:
 def complete(started: list[subprocess.Popen[str]], folder: Path) -> None:
     codes = [process.wait(timeout=300) for process in started]
     assert codes == [0, 0], said(folder, 1) + said(folder, 2)
-
-
-def numbers(folder: Path) -> list[list[object]]:
-    return [[line[name] for name in NUMBERS] for line in metrics(tiny_config(folder))]
 
 
 def wait(condition: Callable[[], bool], seconds: float, folder: Path) -> None:

@@ -16,7 +16,7 @@ from kenotron.parallel import data, tensor
 from kenotron.parallel.mesh import Mesh, build_mesh
 from kenotron.parallel.shards import shard_of
 from support.layout_runs import Problem, prepared
-from support.ranks import ROUNDING, run_ranks
+from support.ranks import ROUNDING, relative_error, run_ranks
 
 SEQUENCES, LENGTH, VOCAB = 4, 16, 50
 TOKENS = SEQUENCES * LENGTH
@@ -73,10 +73,6 @@ def tensor_parallel_rank(rank: int, tied: bool) -> tuple[float, dict[str, torch.
     model = small_llama(tied)
     tensor.apply(model, model.plan, mesh)
     return step(model, slice(None))
-
-
-def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -30,7 +30,7 @@ from kenotron.parallel.pipeline_layout import bubble, parts, split_layers, stage
 from kenotron.parallel.shards import shard_of
 from kenotron.training.initial_weights import fill_weights
 from kenotron.training.model_parts import build_parts
-from support.ranks import ROUNDING, run_ranks
+from support.ranks import ROUNDING, relative_error, run_ranks
 from support.tiny_run import tiny_dict
 
 CPU = torch.device("cpu")
@@ -145,10 +145,6 @@ def assemble(results: Sequence[tuple[torch.Tensor, Pieces]]) -> tuple[torch.Tens
                 target = target.narrow(dim, begin, size)
             target.copy_(block)
     return torch.stack([total for total, _ in results]).sum(0), whole
-
-
-def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 def same(

@@ -26,7 +26,7 @@ from kenotron.parallel import data, fused, tensor
 from kenotron.parallel.collectives import unshard_tokens
 from kenotron.parallel.mesh import build_mesh
 from kenotron.parallel.shards import shard_of
-from support.ranks import ROUNDING, run_ranks
+from support.ranks import ROUNDING, relative_error, run_ranks
 
 SEQUENCES, LENGTH = 4, 16
 TOKENS = SEQUENCES * LENGTH
@@ -202,10 +202,6 @@ def split_rank(rank: int, case: Case) -> Outcome:
     model, mesh = split_model(case)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     return step(case, model, mesh)
-
-
-def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 def check(case: Case, gradient_limit: float = ROUNDING, loss_limit: float = ROUNDING) -> None:

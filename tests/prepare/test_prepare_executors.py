@@ -16,6 +16,7 @@ from kenotron.config.errors import InputError
 from kenotron.prepare.executors import Cluster, ShardTokenizer, tokenize_on
 from kenotron.prepare.tokenize import TokenizeOptions, tokenize
 from kenotron.text.tokenizer import load_tokenizer, train_byte_level_bpe
+from support.data_runs import bytes_of
 
 OPTIONS = TokenizeOptions(shard_megabytes=0.002, shuffle_documents=True)
 
@@ -46,10 +47,6 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made = tokenize(["corpus.jsonl"], load_tokenizer("tokenizer"), tmp_path / "plain", OPTIONS, 1, lambda line: None)
     assert len(made["files"]) == 5
     return tmp_path
-
-
-def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
 def run_on(cluster: Cluster, output: str) -> dict | None:

@@ -6,9 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,6 +18,7 @@ from kenotron.config.errors import InputError
 from kenotron.prepare.download import RequiredFile, data_requirements, fetch
 from support.data_runs import run_config, write_texts
 from support.hub_cache import COMMIT, DATASET, TOKENIZER, make_tokenizer_repository
+from support.local_server import LocalServer, QuietHandler
 
 HUB_DATA = {"hf_dataset_or_datasets": DATASET}
 
@@ -70,7 +69,7 @@ def test_a_hub_that_cannot_be_reached_is_reported_for_each_requirement(config: P
     assert "127.0.0.1" in errors[1]
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(QuietHandler):
     """A hub with one model repository, ``someone/words``: its files by name."""
 
     files: ClassVar[dict[str, bytes]] = {}
@@ -100,9 +99,6 @@ class Hub(BaseHTTPRequestHandler):
         if with_body:
             self.wfile.write(body)
 
-    def log_message(self, *arguments: object) -> None:
-        pass
-
 
 @pytest.mark.slow
 def test_files_of_a_hub_are_downloaded_and_then_no_hub_is_needed(tmp_path: Path) -> None:
@@ -113,11 +109,8 @@ def test_files_of_a_hub_are_downloaded_and_then_no_hub_is_needed(tmp_path: Path)
     made = run_config({"text_files": "texts"}, tokenizer__tokenizer_name_or_path="someone/words")
     config.write_text(yaml.safe_dump(made.model_dump(mode="json", by_alias=True, exclude_none=True)))
     home = str(tmp_path / "home")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        endpoint = f"http://127.0.0.1:{server.server_port}"
-        first = command(tmp_path, str(config), HF_HOME=home, HF_ENDPOINT=endpoint)
-        server.shutdown()
+    with LocalServer(Hub) as server:
+        first = command(tmp_path, str(config), HF_HOME=home, HF_ENDPOINT=server.url)
     size = sum(map(len, Hub.files.values()))
     assert first.returncode == 0, first.stderr
     assert first.stdout.startswith(

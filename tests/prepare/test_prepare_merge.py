@@ -16,6 +16,7 @@ from kenotron.data.formats import open_token_files, open_writer
 from kenotron.prepare import shuffle as shuffle_module
 from kenotron.prepare.merge import merge
 from kenotron.prepare.shuffle import DocumentShuffle
+from support.data_runs import quiet
 
 
 def write(path, documents, losses=None, dtype="uint16", tokenizer="t"):
@@ -38,10 +39,6 @@ def read(path):
 def made_documents(count, first):
     """No two are equal."""
     return [[first + number] + [7] * (number % 5) for number in range(count)]
-
-
-def quiet(line):
-    pass
 
 
 @pytest.fixture

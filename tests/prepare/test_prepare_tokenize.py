@@ -18,6 +18,7 @@ from kenotron.prepare.merge import merge
 from kenotron.prepare.tokenize import TokenizeOptions, tokenize
 from kenotron.text.file_documents import FileDocuments
 from kenotron.text.tokenizer import TextTokenizer, load_tokenizer, train_byte_level_bpe
+from support.data_runs import bytes_of, quiet
 
 WORDS = ["alpha", "beta", "gamma", "été", "漢字", "x1", "🙂", "the", "of", "and", "1234"]
 
@@ -77,14 +78,6 @@ def written(folder: Path, dtype="<u2"):
         assert ends[-1] == len(ids)
         documents += [part.tolist() for part in np.split(ids, ends[:-1])]
     return documents
-
-
-def bytes_of(folder: Path):
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
-
-
-def quiet(line):
-    pass
 
 
 SMALL = TokenizeOptions(shard_megabytes=0.002)

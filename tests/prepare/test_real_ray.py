@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kenotron.text.tokenizer import train_byte_level_bpe
+from support.data_runs import bytes_of
 from support.tiny_run import KENOTRON, REPOSITORY, environment
 
 pytestmark = [
@@ -66,10 +67,6 @@ def corpus(tmp_path: Path) -> Path:
 def tokenized(folder: Path, output: str, *executor: str, **more: str) -> subprocess.CompletedProcess[str]:
     line = [*KENOTRON, "data", "tokenize", CORPUS, *OPTIONS, "--output", output, *executor]
     return subprocess.run(line, cwd=folder, env=settings(**more), capture_output=True, text=True, timeout=300)
-
-
-def bytes_of(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["cluster", "no cluster"])

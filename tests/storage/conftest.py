@@ -6,7 +6,7 @@ import http.client
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import boto3
@@ -16,36 +16,26 @@ from moto.server import ThreadedMotoServer
 
 from kenotron.storage import drivers, fetching
 from kenotron.storage.blocks import block_store
+from support.local_server import LocalServer, QuietHandler
 
 
-class Proxy(ThreadingHTTPServer):
+class Proxy(LocalServer):
     """Passes requests on. `breaks(handler)` may answer in place of the server, and returns whether it did."""
 
-    daemon_threads = True
-
     def __init__(self, port: int, at_once: int = 64) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.port, self.latency = port, 0.0
         self.breaks: Callable[[BaseHTTPRequestHandler], bool] = lambda handler: False
         self.reads: list[str] = []
         self.at_once = threading.Semaphore(at_once)
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        super().__init__(_Handler)
 
     def mend(self) -> None:
         """Whole and fast again."""
         self.latency, self.breaks = 0.0, lambda handler: False
         self.reads.clear()
 
-    def handle_error(self, *_: object) -> None:
-        """A client that went away is no error."""
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(QuietHandler):
     server: Proxy
 
     def do_GET(self) -> None:
@@ -72,18 +62,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @pytest.fixture(scope="session")
 def proxy() -> Iterator[Proxy]:
     moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     moto.start()
-    made = Proxy(moto.get_host_and_port()[1])
-    yield made
-    made.shutdown()
-    made.server_close()
+    with Proxy(moto.get_host_and_port()[1]) as made:
+        yield made
     moto.stop()
 
 

@@ -31,10 +31,8 @@ Push = Callable[[Path, str], str]
 
 @pytest.fixture(scope="module")
 def _server() -> Iterator[Hub]:
-    made = Hub()
-    yield made
-    made.shutdown()
-    made.server_close()
+    with Hub() as made:
+        yield made
 
 
 @pytest.fixture

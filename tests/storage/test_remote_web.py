@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,32 +18,25 @@ from kenotron.data.formats import open_token_files
 from kenotron.storage import drivers, fetching
 from kenotron.text.file_documents import FileDocuments, find_files
 from support.data_runs import run_config
+from support.local_server import LocalServer, QuietHandler
 from support.written_tokens import write_ds
 
 IDS = np.random.default_rng(0).integers(0, 500, 20_000).astype("<u2")
 
 
-class Web(ThreadingHTTPServer):
+class Web(LocalServer):
     """Serves `files`; a name in `moved` is answered with another. What else it can do is said in `manners`."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.files: dict[str, bytes] = {}
         self.moved: dict[str, str] = {}
         self.manners = {"ranges", "etag"}
         self.status = 0  # what every request is answered with
         self.reads: list[str] = []
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-
-    def handle_error(self, *_: object) -> None:
-        pass
+        super().__init__(_Handler)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(QuietHandler):
     server: Web
 
     def do_GET(self) -> None:
@@ -79,16 +70,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @pytest.fixture(scope="module")
 def _server() -> Iterator[Web]:
-    made = Web()
-    yield made
-    made.shutdown()
-    made.server_close()
+    with Web() as made:
+        yield made
 
 
 @pytest.fixture

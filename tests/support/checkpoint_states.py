@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typer.testing import CliRunner
 
 from kenotron.checkpoint.durable import hash_file
 from kenotron.checkpoint.engine import Saved
 from kenotron.checkpoint.loading import load
 from kenotron.checkpoint.manifest import Manifest, read_manifest, render
 from kenotron.checkpoint.saving import save
+from kenotron.cli.checkpoint import app
+from kenotron.config import InputError
 
 
 def weights(step: int, rows: int = 64) -> dict[str, Any]:
@@ -27,6 +30,14 @@ def moments(step: int, rows: int = 64) -> dict[str, Any]:
     tensors = {f"state.{name}.exp_avg": value.float() * 0.5 for name, value in weights(step, rows).items()}
     values = {"param_groups.model.norm.weight.lr": step * 1e-4, "param_groups.model.norm.weight.betas": (0.9, 0.95)}
     return {**tensors, "state.model.norm.weight.step": torch.tensor(float(step)), **values}
+
+
+def run_command(*arguments: object) -> tuple[int, str]:
+    """Exit code and stdout of `kenotron checkpoint <arguments>`, called in this process; its InputError is raised."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if isinstance(result.exception, InputError):
+        raise result.exception
+    return result.exit_code, result.stdout
 
 
 def save_step(root: Path, step: int, rows: int = 64, seed: int | None = None, **kwargs: Any) -> Saved:

@@ -88,6 +88,11 @@ def write_texts(folder: Path, count: int = 40, words: int = 60, seed: int = 0, a
     return folder
 
 
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    """Name of each file in `folder` → its content."""
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+
+
 def quiet(line: str) -> None:
     """What a run that says nothing reports to."""
 

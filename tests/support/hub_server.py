@@ -10,31 +10,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from support.local_server import LocalServer, QuietHandler
 
 LARGE = (".ds", ".npy", ".parquet")
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(LocalServer):
     """`push` makes a commit; `token` is what reading a repository takes; `breaks` is as in `conftest.Proxy`."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories: dict[str, dict[str, dict[str, bytes]]] = {}  # name -> revision -> path -> bytes
         self.tokens: dict[str, str] = {}
         self.blobs: dict[str, bytes] = {}
         self.mend()
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        super().__init__(_Handler)
 
     def mend(self) -> None:
         self.reads: list[str] = []
@@ -49,12 +43,8 @@ class Hub(ThreadingHTTPServer):
         revisions["main"] = revisions[commit] = tree
         return commit
 
-    def handle_error(self, *_: object) -> None:
-        pass
 
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(QuietHandler):
     server: Hub
 
     def do_GET(self) -> None:
@@ -154,9 +144,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 def _blob(path: str, data: bytes) -> str:

@@ -127,6 +127,11 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any
 atexit.register(_pool.close)
 
 
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of `expected`."""
+    return ((found - expected).norm() / expected.norm()).item()
+
+
 class OneDeviceGloo(distributed_c10d.ProcessGroupGloo):
     """Gloo's process group on a network device that all groups of a rank share.
 

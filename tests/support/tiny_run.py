@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 os.environ["KENOTRON_DEVICE"] = "cpu"  # the same tests on a machine with an accelerator
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+Shell = Callable[..., tuple[int, str, str]]  # the fixture `shell`
 KENOTRON = [sys.executable, "-c", "from kenotron.cli import main; main()"]
 
 
@@ -118,14 +120,14 @@ def train_and_listen(config: Config, **options: Any) -> tuple[Run | None, str]:
     return run, said.getvalue()
 
 
-def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that begin when the next step is long at its update."""
+def slow_copies(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.1) -> None:
+    """Copies that begin so late that the next step has reached its update."""
     from kenotron.checkpoint.engines import staging
 
     plain = staging.Copier.copy
 
     def copy(self: staging.Copier, *given: Any) -> None:
-        time.sleep(0.1)
+        time.sleep(seconds)
         plain(self, *given)
 
     monkeypatch.setattr(staging.Copier, "copy", copy)
@@ -135,6 +137,12 @@ def metrics(config: Config) -> list[dict[str, Any]]:
     """The objects of metrics.jsonl."""
     folder = Path(config.logging.log_dir) / config.general.run
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(folder: Path) -> list[list[Any]]:
+    """What two equal runs in `tiny_config` folders have in common: a list for each line of metrics.jsonl."""
+    names = ("iteration", "lm_loss", "grad_norm", "lr", "consumed_tokens", "state_hash")
+    return [[line[name] for name in names] for line in metrics(tiny_config(folder))]
 
 
 def losses(config: Config) -> list[float]:

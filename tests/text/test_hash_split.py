@@ -15,7 +15,7 @@ from kenotron.text.documents import DocumentChunk
 from kenotron.text.file_documents import FileDocuments, find_files
 from kenotron.text.hash_split import hash_threshold, is_held_out, text_hash, threshold_of_fraction
 from kenotron.text.tokenizer import TextTokenizer, train_byte_level_bpe
-from support.data_runs import run_config, write_texts
+from support.data_runs import quiet, run_config, write_texts
 
 RULES = EncodeRules(eos=0, max_tokens=None)
 
@@ -29,10 +29,6 @@ def tokenizer():
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
     return write_texts(tmp_path / "texts")
-
-
-def quiet(line):
-    return None
 
 
 @given(st.lists(st.text(), min_size=1), st.floats(1e-9, 0.5))

@@ -18,7 +18,7 @@ from kenotron.text.documents import DocumentSource, RowHook
 from kenotron.text.file_documents import FileDocuments
 from kenotron.text.sft import Columns, Example, SftDocuments, chat_segments, encode_examples
 from kenotron.text.tokenizer import TextTokenizer, load_tokenizer, train_byte_level_bpe
-from support.data_runs import run_config, write_texts
+from support.data_runs import quiet, run_config, write_texts
 
 PAIRS = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}"} for a in range(8) for b in range(8)]
 CHAT = [
@@ -36,10 +36,6 @@ CHATML = (
 PLAIN = CHATML.replace("[[", "").replace("]]", "")
 TAGGED = CHATML.replace("[[", "{% generation %}").replace("]]", "{% endgeneration %}")
 END = "<|im_end|>"
-
-
-def quiet(line: str) -> None:
-    return None
 
 
 def write_tokenizer(folder: Path, template: str | None = PLAIN, trimmed: bool = True) -> Path:

@@ -28,6 +28,7 @@ from support.tiny_run import (
     equal_bits,
     losses,
     metrics,
+    numbers,
     saved_weights,
     tiny_config,
     tiny_yaml,
@@ -36,7 +37,6 @@ from support.tiny_run import (
 )
 
 STEPS = 8
-NUMBERS = ("iteration", "lm_loss", "grad_norm", "lr", "consumed_tokens", "state_hash")
 
 
 def keys(folder: Path, durable: int = 4, local: int = 1) -> tuple[str, ...]:
@@ -69,10 +69,6 @@ def local_steps(folder: Path) -> list[int]:
 
 def durable_steps(folder: Path) -> list[int]:
     return [entry.step for entry in list_checkpoints(folder / "checkpoints")]
-
-
-def numbers(folder: Path) -> list[list[Any]]:
-    return [[line[name] for name in NUMBERS] for line in metrics(tiny_config(folder))]
 
 
 def flip_a_byte(checkpoint: Path) -> Path:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kenotron.cli import main
 from kenotron.data.formats import open_token_files, open_writer
 from kenotron.prepare.inspect import Duplicates
+from support.tiny_run import Shell
 
 DOCS = [[1, 2, 3], [4, 5], [1, 2, 3], [9, 9, 9, 9, 9]]
 IDS = [1, 2, 3, 4, 5, 1, 2, 3, 9, 9, 9, 9, 9]
@@ -23,33 +23,24 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        main(["data", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    return int(ended.value.code or 0), out, err
-
-
-def test_show_disjoint_windows_of_ds_and_overlapping_ones_elsewhere(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = call(capsys, "show", corpus, "--sequence-length", 3, "--sample", 1, "--json")
+def test_show_disjoint_windows_of_ds_and_overlapping_ones_elsewhere(corpus: Path, tmp_path: Path, shell: Shell) -> None:
+    code, out, _ = shell("data", "show", corpus, "--sequence-length", 3, "--sample", 1, "--json")
     assert code == 0
     assert json.loads(out)["tokens"] == IDS[4:8]
     assert json.loads(out)["document_ends"] == [1, 4]
-    assert call(capsys, "convert", corpus, tmp_path / "out", "--to", "megatron")[0] == 0
-    code, out, _ = call(capsys, "show", tmp_path / "out", "--sequence-length", 3, "--sample", 1, "--json")
+    assert shell("data", "convert", corpus, tmp_path / "out", "--to", "megatron")[0] == 0
+    code, out, _ = shell("data", "show", tmp_path / "out", "--sequence-length", 3, "--sample", 1, "--json")
     assert json.loads(out)["tokens"] == IDS[3:7]
-    code, _, err = call(capsys, "show", corpus, "--sequence-length", 3, "--sample", 3)
+    code, _, err = shell("data", "show", corpus, "--sequence-length", 3, "--sample", 3)
     assert code == 2
     assert "--sample: expected 0 to 2, found 3" in err
-    code, _, err = call(capsys, "show", corpus, "--sequence-length", 13)
+    code, _, err = shell("data", "show", corpus, "--sequence-length", 13)
     assert code == 2
     assert "no file holds 14 tokens" in err
 
 
-def test_inspect_counts(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys, "inspect", corpus, "--window", 2, "--json")
+def test_inspect_counts(corpus: Path, shell: Shell) -> None:
+    code, out, _ = shell("data", "inspect", corpus, "--window", 2, "--json")
     assert code == 0
     report = json.loads(out)
     expected = {"tokens": 13, "documents": 4, "dtype": "uint16", "format": "datatrove", "files": 1, "tokenizer": "gpt2"}
@@ -60,20 +51,20 @@ def test_inspect_counts(corpus: Path, capsys: pytest.CaptureFixture[str]) -> Non
     lengths = report["document_lengths"]
     assert (lengths["shortest"], lengths["mean"], lengths["longest"]) == (2, 13 / 4, 5)
     assert [(b["from"], b["below"], b["documents"]) for b in lengths["histogram"]] == [(2, 4, 3), (4, 8, 1)]
-    code, out, _ = call(capsys, "inspect", corpus)
+    code, out, _ = shell("data", "inspect", corpus)
     assert code == 0
     assert "█" in out
 
 
-def test_inspect_tells_an_id_beyond_the_vocabulary(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = call(capsys, "inspect", corpus, "--vocab-size", 9)
+def test_inspect_tells_an_id_beyond_the_vocabulary(corpus: Path, shell: Shell) -> None:
+    code, _, err = shell("data", "inspect", corpus, "--vocab-size", 9)
     assert code == 2
     assert "a.ds: token 8 is 9, beyond the vocabulary of 9 (5 such tokens)" in err
-    assert call(capsys, "inspect", corpus, "--vocab-size", 10)[0] == 0
+    assert shell("data", "inspect", corpus, "--vocab-size", 10)[0] == 0
 
 
-def test_convert_says_what_it_cannot_keep(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys, "convert", corpus / "a.ds", tmp_path / "b.npy", "--to", "numpy", "--dtype", "int64")
+def test_convert_says_what_it_cannot_keep(corpus: Path, tmp_path: Path, shell: Shell) -> None:
+    code, out, _ = shell("data", "convert", corpus / "a.ds", tmp_path / "b.npy", "--to", "numpy", "--dtype", "int64")
     assert code == 0
     assert "13 tokens, ends of documents not kept, int64" in out
     assert np.load(tmp_path / "b.npy").tolist() == IDS
