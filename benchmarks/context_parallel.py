@@ -5,8 +5,8 @@
 
 Time is forward and backward of one layer's attention (no projections), the best of some rounds in which all take turns:
 one rank while the others wait, every rank for itself (two cores are seldom twice as fast as one), and the methods, for
-which 1 / ranks is perfect. On a machine that is not quiet, read processor time. Work is the scores that the busiest
-rank computes over the mean.
+which 1 / ranks is perfect. On a busy machine compare processor times. Work is the number of attention scores that the
+busiest rank computes, divided by the mean.
 """
 
 from __future__ import annotations

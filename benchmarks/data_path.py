@@ -30,8 +30,7 @@ from kenotron.data.stage_plan import StagePlan
 from kenotron.kernels.hashing import derive_key
 
 TOKENS = 64 * 2**20
-DOCUMENT = 700
-"""Tokens of a document in the made file."""
+DOCUMENT = 700  # tokens of a document
 BAR = 20e6
 SECONDS = 1.5
 

@@ -2,9 +2,9 @@
 
     python benchmarks/data_wait.py                 # 40 steps of the 5-layer model of `kenotron init`'s text-folder
 
-The text is Python's standard library as jsonl, a document a file, with the tokenizer trained on it; one loader thread.
-As a stream it is one reader shard with a buffer of 1000 documents. What the first step waits for counts. The bars are shares of
-the steps' time: 0.5% cached, 5% streamed.
+The text is Python's standard library as JSON lines, one document for each file, with the tokenizer trained on it; one
+loader thread. The stream has one reader shard and a shuffle buffer of 1000 documents. The wait of the first step is
+included. The bars are shares of the steps' time: 0.5% cached, 5% streamed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Peak memory of everything that reads or writes data, on inputs of which one document, line or cell is all there is.
+"""Peak memory of everything that reads or writes data, when a single document, line or cell is the whole input.
 
     python benchmarks/memory_of_inputs.py [--only inspect] [--gigabytes 2] [--folder BIG]    an hour, 12 GB of disk
 
-Each command runs in processes of its own, two workers where it has workers. What counts is the largest sum, looked at
-every 20 ms, of the proportional set sizes (Linux's PSS: shared pages once, pages of mapped files too) of all of them.
-The bar is 1 GiB, whatever the input; a command that refuses its input says so in one line, within the same bar.
+Each command runs in processes of its own, two workers if it has workers. The peak is the largest sum, sampled every
+20 ms, of the proportional set sizes of all of them (Linux's PSS, which counts shared pages once and includes pages of
+mapped files). The bar is 1 GiB, whatever the input; a command that refuses its input says so in one line, within the
+same bar.
 """
 
 from __future__ import annotations
@@ -31,8 +32,7 @@ from kenotron.text.json_lines import LONGEST_LINE
 from kenotron.text.tokenizer import train_byte_level_bpe
 from process_memory import tree_mib
 
-BAR = 1024
-"""MiB."""
+BAR = 1024  # MiB
 
 SHOWN = ["--sequence-length", "2048", "--sample", "7", "--json"]
 CLI = [sys.executable, "-c", "from kenotron.cli import main; main()"]

@@ -2,9 +2,9 @@
 
     python benchmarks/optimizers.py [--threads 1] [--rounds 7]
 
-The model is the bench's first size: hidden 384, 6 layers, intermediate 1024, vocabulary 8192, untied. All candidates
-take turns in every round, so that a busy machine slows them alike; each shows its best round, and that over the
-first line's.
+The model has the weights of training.py's 17M: hidden 384, 6 layers, intermediate 1024, vocabulary 8192, untied. All
+candidates take turns in every round, so that a busy machine slows them alike; each line has the best round, and its
+ratio to that of the first line.
 """
 
 from __future__ import annotations

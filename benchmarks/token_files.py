@@ -9,7 +9,7 @@ collator that stacks them and makes a mask of the inputs and one of the labels. 
 epoch, built once (in Python here; nanotron compiles that loop, so the ratio without it is printed too):
 
     ours >= 50 M tokens/s, and >= 3 x nanotron's algorithm over an epoch
-    opening 10^11 tokens (a sparse file) to the first batch <= 1 s and <= 200 MB, at sample 0 as at the last
+    opening 10^11 tokens (a sparse file) and reading a batch <= 1 s and <= 200 MB, at the first step and near the last
 """
 
 from __future__ import annotations

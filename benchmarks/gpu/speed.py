@@ -4,9 +4,9 @@
     python benchmarks/gpu/speed.py --minutes 20 --only "llama-3.2-1b 4096"
     python benchmarks/gpu/speed.py --device cpu --miniature           the same on a CPU, with tiny shapes
 
-A turn is a process: one contender builds one case, warms up and is timed (contender.py). In a round everybody has one
-turn in every case, and the first moves on by one each round. The numbers are written after each turn, so a run that is
-cut keeps what it has. Who ran out of memory or time has no further turns, and a row that says so.
+A turn is a process: one contender builds one case, warms up and is timed (contender.py). In a round each contender has
+one turn in every case, and the order rotates by one each round. The numbers are written after each turn, so a run that
+is interrupted keeps its results. A contender that runs out of memory or time gets no further turns; its row says so.
 
     round 1   llama-3.2-1b 4096: kenotron, kenotron compiled, …, transformers    mixtral …: kenotron, …
     round 2   llama-3.2-1b 4096: kenotron compiled, …, transformers, kenotron    …
@@ -112,7 +112,7 @@ def play(record: dict[str, Any], number: int, arguments: argparse.Namespace, dea
                 row["problem"] = answer["problem"]
             else:
                 row["turns"].append(answer)
-            print(f"round {number + 1}  {case}, {row['contender']}: {table.said(row)}", flush=True)
+            print(f"round {number + 1}  {case}, {row['contender']}: {table.summary(row)}", flush=True)
             table.write(record, arguments.output)
     return True
 

@@ -39,8 +39,8 @@ def speeds(row: dict[str, Any]) -> tuple[float, float]:
     return row["tokens"] / min(seconds), row["tokens"] / statistics.median(seconds)
 
 
-def said(row: dict[str, Any]) -> str:
-    """A row in a line."""
+def summary(row: dict[str, Any]) -> str:
+    """The speed of a row's last turn, or its problem."""
     return row["problem"] if "problem" in row else f"{row['tokens'] / row['turns'][-1]['seconds']:,.0f} tokens/s"
 
 
