@@ -287,7 +287,7 @@ def test_a_stage_behind_the_last_step_is_told(files: dict[str, str]) -> None:
         assert data.describe()[-1] == "[stage 1] from step 50 on: not reached, the run has 12 steps"
 
 
-def test_labels_are_as_short_as_tells_sources_apart(tmp_path: Path) -> None:
+def test_labels_are_as_short_as_tells_sources_apart() -> None:
     def labels(*paths: str) -> list[str]:
         return [s.label for s in plan_stages(config_of({"tokens": list(paths)}))[0].sources]
 

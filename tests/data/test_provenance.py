@@ -42,7 +42,7 @@ def mixed(tmp_path: Path) -> dict[str, Any]:
     return {"tokens": {str(tmp_path / "a"): 3, str(tmp_path / "b.npy"): 1}}
 
 
-def test_the_tokens_that_are_named_are_those_that_the_step_reads(mixed: dict[str, Any], tmp_path: Path) -> None:
+def test_the_tokens_that_are_named_are_those_that_the_step_reads(mixed: dict[str, Any]) -> None:
     lengths = {"0.ds": LENGTHS, "1.ds": LENGTHS[::-1]}
     with open_run(config_of(mixed), 1, quiet) as data:
         for step in (1, 5, 12):

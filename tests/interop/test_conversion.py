@@ -273,7 +273,7 @@ def test_tensors_that_the_config_does_not_describe_are_named(hf_folder, tmp_path
     assert not (tmp_path / "ours").exists()
 
 
-def test_a_full_folder_is_never_written_into(ours, hf_folder, tmp_path):
+def test_a_full_folder_is_never_written_into(ours, hf_folder):
     with pytest.raises(InputError, match="is not an empty folder; name a new one"):
         to_hf(ours, hf_folder)
     with pytest.raises(InputError, match="holds checkpoints already"):

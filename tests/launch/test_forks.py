@@ -81,7 +81,7 @@ def test_copies_end_with_the_server(server: ForkServer) -> None:
         server.start(2)
 
 
-def test_a_server_that_cannot_start_is_an_error(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_is_an_error() -> None:
     server = ForkServer([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ))
     with pytest.raises(RunFailed, match="ended with exit code 3"):
         server.start(0)

@@ -211,7 +211,7 @@ def test_a_shard_is_filled_with_the_bits_of_the_whole(distribution: Any, monkeyp
 # ---- maths -------------------------------------------------------------------------------------------------
 
 
-def test_bounds_of_time_steps_are_those_of_transformers(tmp_path: Path) -> None:
+def test_bounds_of_time_steps_are_those_of_transformers() -> None:
     config = AutoConfig.for_model("mamba2", **SHAPES | HEADS | {"time_step_limit": [0.3, 0.8]})
     theirs = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

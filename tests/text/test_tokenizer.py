@@ -100,7 +100,7 @@ def test_training_twice_gives_the_same_tokenizer():
     assert train_byte_level_bpe(texts, 290).hash == train_byte_level_bpe(texts, 290).hash
 
 
-def test_a_trained_tokenizer_has_the_asked_size_and_never_meets_the_unknown(tmp_path):
+def test_a_trained_tokenizer_has_the_asked_size_and_never_meets_the_unknown():
     texts = (f"word{n} other{n * 7} thing" for n in range(500))
     tokenizer = train_byte_level_bpe(texts, 600)
     assert tokenizer.vocab_size == 600
@@ -154,7 +154,7 @@ def test_a_vocabulary_below_the_bytes_is_an_error():
         train_byte_level_bpe(["text"], 100)
 
 
-def test_a_fork_after_tokenizing_gives_no_warning(tmp_path):
+def test_a_fork_after_tokenizing_gives_no_warning():
     """`tokenizers` warns in a child forked after its threads ran, unless their use was settled before."""
     code = """
 import os, sys
