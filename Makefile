@@ -62,7 +62,7 @@ soak: $(VENV)/.installed-test  ## 1,000 kills of six runs on several layouts, wh
 lint: $(VENV)/.installed-dev  ## formatting, lint, types, layering, generated docs
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files --show-diff-on-failure
 
-bench: $(VENV)/.installed-dev  ## measure against the peers, on this machine, in one run
+bench: setup  ## measure against the peers, on this machine, in one run
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/layouts.py
 	$(BIN)/python benchmarks/zero_memory.py

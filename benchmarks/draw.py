@@ -25,6 +25,9 @@ ORDER = (
     "Trainer",
     "transformers compiled",
     "transformers",
+    "lingua compiled",
+    "lingua",
+    "picotron",
 )
 
 
