@@ -16,6 +16,7 @@ MODULES = {"process_memory.py", "slow_disk.py"}  # which scripts import
 NEEDED = {"draw.py": "matplotlib", "litdata_reading.py": "litdata"}
 
 
+@pytest.mark.budget(10, reason="imports torch, and transformers' models")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_what_a_script_imports_exists(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if script.name in NEEDED:
