@@ -312,7 +312,7 @@ def test_a_module_under_fsdp2_at_degree_one_goes_on_bit_by_bit(
     assert_continues(tmp_path, shard, (lambda model: model) if back_to_plain else shard)
 
 
-def test_importing_the_room_imports_no_torch() -> None:
+def test_importing_the_checkpoint_package_imports_no_torch() -> None:
     code = "import sys, kenotron.checkpoint, kenotron.cli.checkpoint; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

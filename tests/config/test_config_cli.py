@@ -62,7 +62,7 @@ def test_show_prints_a_config_that_loads_to_the_same(path: Path, comments: list[
     assert ("# Optimizer steps of the whole run." in shown) == bool(comments)
 
 
-def test_upgraded_keys_are_told_on_stderr_not_in_the_output(path: Path) -> None:
+def test_upgraded_keys_are_reported_on_stderr_not_in_the_output(path: Path) -> None:
     path.write_text(path.read_text().replace("  dp: 1\n", "  dp: 1\n  moe_layer_recompute: false\n", 1))
     result = runner.invoke(command.app, ["show", str(path)])
     assert "moe_layer_recompute is ignored" in result.stderr
@@ -109,7 +109,7 @@ def fresh(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_the_config_room_and_its_commands_leave_heavy_libraries_alone(path: Path) -> None:
+def test_the_config_package_and_its_commands_leave_heavy_libraries_alone(path: Path) -> None:
     code = (
         "import sys; from kenotron.cli.config import app; import kenotron.cli.init\n"
         f"app(['check', {str(path)!r}], standalone_mode=False)\n"

@@ -59,7 +59,7 @@ def test_a_misspelt_required_key_is_one_error_not_two(minimal: dict[str, Any]) -
     assert message(minimal) == "unknown key 'tokens.train_step'; did you mean 'train_steps'?"
 
 
-def test_a_key_in_the_wrong_section_is_told_where_it_belongs(minimal: dict[str, Any]) -> None:
+def test_a_key_in_the_wrong_section_is_reported_with_the_right_one(minimal: dict[str, Any]) -> None:
     minimal["general"]["sequence_length"] = 3
     assert message(minimal) == "unknown key 'general.sequence_length'; did you mean 'tokens.sequence_length'?"
 
@@ -217,7 +217,7 @@ def test_a_layout_is_checked_before_anything_starts(
         ("sequence_length_ramp={start: 256, steps: 9}", "sequence length 256 below it, found 256"),
     ],
 )
-def test_a_ramp_that_does_not_come_out_is_told_with_its_arithmetic(
+def test_a_ramp_that_does_not_come_out_is_reported_with_its_arithmetic(
     minimal: dict[str, Any], stage: str, expected: str
 ) -> None:
     layout = (

@@ -90,7 +90,7 @@ def test_a_run_may_change_its_length_layout_and_what_it_reports(minimal: dict[st
         (["checkpoints.resume_checkpoint_path=another"], ("checkpoints.resume_checkpoint_path", None, "another")),
     ],
 )
-def test_another_run_is_told_by_its_first_other_key(
+def test_another_run_is_reported_by_its_first_other_key(
     minimal: dict[str, Any], overrides: list[str], difference: tuple[str, Any, Any]
 ) -> None:
     text = ["data_stages.0.data.dataset={text_files: a}", "tokenizer.tokenizer_name_or_path=t"]

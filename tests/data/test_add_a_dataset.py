@@ -135,7 +135,9 @@ def failure(dataset: dict) -> str:
     return str(caught.value)
 
 
-def test_names_that_are_not_registered_twice_or_broken_are_told(beside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_not_registered_twice_or_broken_are_reported(
+    beside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     line = failure({"source": "file-bites"})
     expected = "expected a dotted path such as my_module.name, or a name that"
     assert line.startswith(f"data_stages.0.data.dataset.source: {expected}")

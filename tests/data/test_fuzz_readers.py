@@ -1,4 +1,4 @@
-"""Every reader of the data room under damage: what comes out is right, or one line by InputError; never anything else.
+"""Every reader of the data package under damage: what comes out is right, or is one line by InputError; nothing else.
 
 A good file is made, a few of its bytes are changed, cut, doubled or set to the largest numbers, and it is read to its
 end. Time and memory stay small whatever a header claims: a claim is held against the size of the file before it is
@@ -303,7 +303,7 @@ def test_a_worker_whose_tokenizer_fails_tells_why() -> None:
 # ---- what is cached ----------------------------------------------------------------------------------------
 
 
-def test_a_damaged_cache_is_told_or_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_cache_is_reported_or_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an entry of tokenized text any file is cut short or gone: the run reads the same tokens, or says so."""
     monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.jsonl").write_bytes(lines_of([f"word {n} " * 20 for n in range(30)]))

@@ -136,7 +136,7 @@ def test_when_all_have_given_their_epochs_the_run_ends(files: dict[str, str]) ->
         assert sorted(read(data, range(1, 8))) == [("a", i) for i in range(19)] + [("c", i) for i in range(9)]
 
 
-def test_a_source_that_repeats_is_told_and_goes_on(files: dict[str, str]) -> None:
+def test_a_source_that_repeats_is_reported_and_goes_on(files: dict[str, str]) -> None:
     limited = mixture(files, a=(1, 1), b=1)
     with (
         opened(config_of(limited, train_steps=40, data__when_exhausted="repeat", **VAL)) as data,
@@ -265,7 +265,7 @@ def test_a_resumed_run_does_not_wait_for_its_next_stage(files: dict[str, str], m
     assert said == [None, 1, 2, 2]
 
 
-def test_a_source_that_comes_again_with_other_windows_is_told(files: dict[str, str]) -> None:
+def test_a_source_that_comes_again_with_other_windows_is_reported(files: dict[str, str]) -> None:
     alone = {"tokens": files["b"]}
     config = config_of(alone, {"dataset": alone, "start": 7, "length": 4}, train_steps=12, **VAL)
     with opened(config) as data:
@@ -280,7 +280,7 @@ def test_a_source_that_comes_again_with_other_windows_is_told(files: dict[str, s
         assert [line for line in data.describe() if "is read again with dtype uint16, not None" in line]
 
 
-def test_a_stage_behind_the_last_step_is_told(files: dict[str, str]) -> None:
+def test_a_stage_behind_the_last_step_is_reported(files: dict[str, str]) -> None:
     alone = {"tokens": files["b"]}
     config = config_of(alone, {"dataset": {"tokens": "nowhere"}, "start": 50}, train_steps=12, **VAL)
     with opened(config) as data:

@@ -181,7 +181,7 @@ def test_places_do_not_depend_on_what_is_asked_with_them(positions):
         assert (source[0], index[0]) == (together[0][n], together[1][n])
 
 
-def test_blocks_join_without_a_seam():
+def test_blocks_join_without_a_gap():
     order = Order([10**6], [5], Mixing([1.0]))
     across = order.locate(np.arange(BLOCK - 3, BLOCK + 3))[1]
     one_by_one = [int(order.locate(np.array([i]))[1][0]) for i in range(BLOCK - 3, BLOCK + 3)]
@@ -279,7 +279,7 @@ def test_samples_are_found_and_placed_alike_across_phases(policy):
         assert (source == s).sum() <= limits[s] - order.mixing.offsets[s]
 
 
-def test_a_source_that_repeats_is_told_and_not_limited():
+def test_a_source_that_repeats_is_reported_and_not_limited():
     mixing = Mixing([1.0, 1.0], limits=[10, None], when_exhausted="repeat")
     assert mixing.end is None
     assert mixing.reached == [(0, position_of(mixing.phases[0].tree, 0, 10))]

@@ -196,7 +196,7 @@ def test_texts_are_packed_and_validated_as_before(tmp_path: Path) -> None:
         assert "packed best-fit" in source.describe()
 
 
-def test_what_packed_steps_read_is_told_in_both_directions(folder: str) -> None:
+def test_what_packed_steps_read_is_reported_in_both_directions(folder: str) -> None:
     dataset = {"tokens": folder, "packing": "best_fit"}
     expected: dict[tuple[str, int], list[tuple[int, int, int, int]]] = {}
     with open_run(config_of(dataset, val_fraction=0.2, model__document_masking=True), 1, quiet) as data:

@@ -202,7 +202,7 @@ def test_long_files_that_are_one_document_are_one_record(tmp_path: Path, monkeyp
             assert text == Path(record.file).read_text()
 
 
-def test_samples_without_a_file_are_told_by_their_number() -> None:
+def test_samples_without_a_file_are_reported_by_their_number() -> None:
     with open_run(config_of(None), 1, quiet) as data:
         (first, *_) = step_origins(data, 3)
         batch = data.batch(3)[0]
@@ -245,7 +245,7 @@ def test_the_command_prints_lines_and_json(mixed: dict[str, Any], tmp_path: Path
     assert (code, err) == (2, "error: step 13 is not in the run: its steps are 1 to 12\n")
 
 
-def test_beside_a_stream_the_other_sources_are_told(mixed, tmp_path, monkeypatch, shell) -> None:
+def test_beside_a_stream_the_other_sources_are_reported(mixed, tmp_path, monkeypatch, shell) -> None:
     monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
     stream = {"text_files": str(write_texts(tmp_path / "texts", 8)), "streaming": {"shuffle_buffer": 2}}
     path = tmp_path / "run.yaml"

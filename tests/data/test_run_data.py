@@ -153,7 +153,7 @@ def test_the_next_stage_is_opened_before_its_turn(texts, other_texts, monkeypatc
         assert seen == [(0, True), (1, False)]
 
 
-def test_what_is_wrong_with_the_next_stage_is_told_long_before_it(texts, tmp_path):
+def test_what_is_wrong_with_the_next_stage_is_reported_long_before_it(texts, tmp_path):
     def start_and_wait_in_step_1():
         with opened({"text_files": str(texts)}, {"text_files": str(tmp_path / "missing")}) as data:
             for _ in range(1200):  # a minute, on a machine that is busy

@@ -175,7 +175,7 @@ def test_a_stage_that_restarts_what_nobody_read_is_refused(here: Path, capsys: p
     assert (ended.value.code, capsys.readouterr().err) == (2, f"error: {message}\n")
 
 
-def test_what_a_stream_or_a_missing_copy_leave_undone_is_told(here: Path) -> None:
+def test_what_a_stream_or_a_missing_copy_leave_undone_is_reported(here: Path) -> None:
     lines: list[str] = []
     stream = run_config({"text_files": "a.txt", "streaming": {}}, data__num_loading_workers=3, val_check_interval=-1)
     copies = run_config({"dataset_folder": "ds", "dataset_read_path": "copies"})

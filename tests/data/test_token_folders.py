@@ -298,7 +298,7 @@ def test_without_return_positions_a_window_is_one_document(folder: Path) -> None
         assert (first.labels == first.tokens + 1).all()
 
 
-def test_files_that_do_not_tell_their_documents_are_told_where_documents_are_masked(folder: Path) -> None:
+def test_files_without_document_ends_are_reported_where_documents_are_masked(folder: Path) -> None:
     os.remove(folder / "b" / "a.ds.index")
     for masking in (False, True):
         said: list[str] = []

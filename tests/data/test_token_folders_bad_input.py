@@ -74,7 +74,7 @@ def test_another_width_than_the_metadatas_is_named(folder: Path) -> None:
         opened({"dataset_folder": str(folder), "token_size_in_bytes": 4})
 
 
-def test_a_width_that_nothing_tells_is_asked_for_where_it_may_be_another(tmp_path: Path) -> None:
+def test_an_unknown_width_is_asked_for_where_it_may_be_another(tmp_path: Path) -> None:
     file = write_ds(tmp_path / "a.ds", counting(0, LENGTHS), 4, tokenizer=None)
     os.remove(f"{file}.index")
     with pytest.raises(InputError, match=r"every second id is 0.*seems to have 4.*token_size_in_bytes"):
@@ -89,7 +89,7 @@ def test_a_width_that_nothing_tells_is_asked_for_where_it_may_be_another(tmp_pat
     opened({"dataset_folder": str(tmp_path)}, arch__vocab_size=1 << 17).close()
 
 
-def test_another_tokenizer_is_told_by_name_once_for_a_folder(folder: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_is_reported_by_name_once_for_a_folder(folder: Path, tmp_path: Path) -> None:
     from kenotron.text.tokenizer import train_byte_level_bpe
 
     train_byte_level_bpe(["some words"], 300).save(tmp_path / "words")
@@ -228,7 +228,7 @@ def test_small_files_take_no_map_of_their_own(tmp_path: Path) -> None:
     assert [int(file.tokens[0]) for file in files] == list(range(200))
 
 
-def test_too_many_maps_are_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_maps_are_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kenotron.data.formats import open_token_files
 
     def no_more(*_: Any, **__: Any) -> None:

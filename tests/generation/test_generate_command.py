@@ -282,6 +282,6 @@ def test_two_replicas_share_out_the_prompts_of_stdin_and_rank_0_prints_all(shell
 
 
 @pytest.mark.slow
-def test_what_is_wrong_on_all_ranks_is_told_once(shell, path):
+def test_what_is_wrong_on_all_ranks_is_reported_once(shell, path):
     message = "top_p: changes nothing at temperature 0, which is greedy; set a temperature, such as 1.0"
     assert shell("generate", path, "--pp", 2, "--top-p", 0.9) == (2, "", f"error: {message}\n")

@@ -170,7 +170,7 @@ STRATEGY = "parallelism.strategy=support.user_parts"
 
 
 @pytest.mark.slow
-def test_the_command_tells_the_verdict_by_its_exit_code(tmp_path: Path, nursery: Nursery) -> None:
+def test_the_command_gives_the_verdict_by_its_exit_code(tmp_path: Path, nursery: Nursery) -> None:
     file = tiny_yaml(tmp_path)
     layout = ("parallelism.recompute_layer=true", f"{STRATEGY}.halves_a_gradient")
     wrong = nursery.run("compare", file, *layout, "--steps", "2", "--dtype", "bfloat16", folder=tmp_path)

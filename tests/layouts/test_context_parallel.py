@@ -273,7 +273,7 @@ def test_pieces_that_share_no_document_are_skipped() -> None:
             assert earlier_blocks(zigzag(32, 4, rank), zigzag(32, 4, source), 1, 32, whole_chunks) == []
 
 
-def test_a_length_that_does_not_divide_and_too_few_heads_are_told_by_their_key() -> None:
+def test_a_length_that_does_not_divide_and_too_few_heads_are_reported_by_their_key() -> None:
     with pytest.raises(InputError, match=r"context_parallel_size: ring cuts a sequence into 4 chunks; .* found 10"):
         context.local_chunks(10, 2, 0, "ring")
     for message in run_ranks(2, too_few_heads_rank):

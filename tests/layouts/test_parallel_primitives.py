@@ -1,4 +1,4 @@
-"""The seams carry parallelism: on two ranks, by data or by tensor, gradients at step 1 are one process's."""
+"""The primitives of parallelism: on two ranks, by data or by tensor, gradients at step 1 are one process's."""
 
 from __future__ import annotations
 

@@ -562,7 +562,7 @@ def warn_of(config: Config) -> None:
     pipeline.warn_of_idle_ranks(config.parallelism, config.tokens.batch_accumulation_per_replica, config.model.compile)
 
 
-def test_a_pipe_that_is_not_full_is_told_with_its_bubble(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pipe_that_is_not_full_is_reported_with_its_bubble(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kenotron"):
         warn_of(config_of("parallelism.pp=2", "tokens.batch_accumulation_per_replica=8"))
         assert not caplog.records

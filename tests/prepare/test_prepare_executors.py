@@ -208,7 +208,7 @@ def test_ray_actors_write_the_plain_command_s_bytes(corpus: Path, monkeypatch: p
         (Cluster("ray"), r"--executor ray: ray is not installed"),
     ],
 )
-def test_a_cluster_that_is_not_there_is_told_before_anything_is_written(
+def test_a_cluster_that_is_not_there_is_reported_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster: Cluster, message: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))

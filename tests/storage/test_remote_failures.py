@@ -123,7 +123,7 @@ def test_a_server_that_dies_is_named(server: Any, tokens: Any, tries: int, monke
 
 
 @pytest.mark.parametrize("status", [403, 404])
-def test_what_no_retry_mends_is_told_at_once(server: Any, tokens: Any, status: int) -> None:
+def test_what_no_retry_mends_is_reported_at_once(server: Any, tokens: Any, status: int) -> None:
     url, _ = tokens
     array = opened(url, cache_gb=1e-6)  # smaller than the block: nothing is kept
     server.breaks = failing(10**6, status)

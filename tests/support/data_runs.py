@@ -1,4 +1,4 @@
-"""Small configs and texts for the tests of the data room."""
+"""Small configs and texts for the tests of the data package."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def test_a_long_row_comes_in_pieces_that_are_one_document(tmp_path, monkeypatch)
         assert max(len(chunk.text) for chunk in chunks) <= 100
 
 
-def test_an_arrow_file_whose_texts_lie_outside_of_it_is_told(tmp_path):
+def test_an_arrow_file_whose_texts_lie_outside_of_it_is_reported(tmp_path):
     """Reading them would end the process."""
     import numpy as np
     from pyarrow import Table, ipc

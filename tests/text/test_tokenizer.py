@@ -178,7 +178,7 @@ print(os.waitpid(child, 0)[1])
     assert result.stderr == ""
 
 
-def test_importing_the_data_room_imports_no_torch_and_no_hugging_face_library():
+def test_importing_the_data_package_imports_no_torch_and_no_hugging_face_library():
     code = "import kenotron.data, sys; print([m for m in ('torch', 'datasets', 'transformers') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout == "[]\n"

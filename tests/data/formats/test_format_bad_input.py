@@ -229,7 +229,7 @@ def test_litdata_that_holds_other_things_is_refused_by_name(tmp_path: Path, conf
         open_token_files(tmp_path, "PATH")
 
 
-def test_what_is_not_there_is_told(tmp_path: Path) -> None:
+def test_what_is_not_there_is_reported(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"data.dataset_folder: no token file in"):
         open_token_files(tmp_path, "data.dataset_folder")
     (tmp_path / "corpus").mkdir()

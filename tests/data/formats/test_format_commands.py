@@ -56,7 +56,7 @@ def test_inspect_counts(corpus: Path, shell: Shell) -> None:
     assert "█" in out
 
 
-def test_inspect_tells_an_id_beyond_the_vocabulary(corpus: Path, shell: Shell) -> None:
+def test_inspect_reports_an_id_beyond_the_vocabulary(corpus: Path, shell: Shell) -> None:
     code, _, err = shell("data", "inspect", corpus, "--vocab-size", 9)
     assert code == 2
     assert "a.ds: token 8 is 9, beyond the vocabulary of 9 (5 such tokens)" in err
