@@ -378,6 +378,7 @@ def test_what_is_shown_is_the_number_to_three_digits(number: float) -> None:
 def test_steps_that_will_be_done_again_are_dropped_with_a_line_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"iteration": k, "lm_loss": k / 7}) + "\n" for k in range(1, 6)) + '{"iterat')
+    (tmp_path / "metrics.jsonl.tmp-00000000").touch()  # of a start that was killed while it did this
     drop_later_steps(path, 3)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"iteration": k, "lm_loss": k / 7} for k in (1, 2, 3)

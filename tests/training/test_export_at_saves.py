@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,26 @@ def test_an_export_that_fails_ends_the_run_behind_its_checkpoint_and_the_next_st
     for step in ("2", "3"):
         path = tmp_path / "checkpoints" / step
         assert equal_bits(exported(path / "hf"), saved_weights(path))
+
+
+def test_an_export_is_made_up_for_also_where_a_local_checkpoint_is_newer_and_where_the_run_had_ended(
+    tmp_path: Path,
+) -> None:
+    local = f"checkpoints.local={{path: {tmp_path}/local, interval: 1}}"
+    keys = (EXPORT, "checkpoints.checkpoint_interval=2", "tokens.train_steps=4", local)
+    dies = "general.hooks=[{path: support.user_parts.OnRank, kwargs: {what: raise, rank: 0, step: 4}}]"
+    with pytest.raises(RuntimeError, match="this hook is broken"):
+        train_quietly(tiny_config(tmp_path, *keys, dies))
+    second = tmp_path / "checkpoints" / "2"
+    shutil.rmtree(second / "hf")  # the process was killed before it was complete
+    _, said = train_and_listen(tiny_config(tmp_path, *keys))
+    assert "Training from step 4 " in said  # the local checkpoint is that of step 3
+    assert equal_bits(exported(second / "hf"), saved_weights(second))
+    last = tmp_path / "checkpoints" / "4"
+    shutil.rmtree(last / "hf")
+    _, said = train_and_listen(tiny_config(tmp_path, *keys))
+    assert said.index("is finished") < said.index(f"Exported to {last}/hf")
+    assert equal_bits(exported(last / "hf"), saved_weights(last))
 
 
 def test_what_transformers_has_no_class_for_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -128,6 +128,8 @@ def test_the_newest_local_checkpoint_is_kept_until_a_durable_one_is_newer(tmp_pa
     run: Any = train_quietly(config(tmp_path, seen, local=1, durable=4))
     (hook,) = [hook for hook in run.hooks if isinstance(hook, Looks)]
     assert hook.seen == [[1], [2], [3], [], [5], [6], [7], []]  # the last step is saved at the end
+    assert "is finished" in train_and_listen(config(tmp_path, local=1, durable=4))[1]
+    assert [*(tmp_path / "shm").iterdir()] == []
 
 
 class Looks(kn.Hook):

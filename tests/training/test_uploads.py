@@ -15,8 +15,9 @@ from kenotron.checkpoint.remote import RemoteCheckpoints, check_same_run, fetch_
 from kenotron.cli import main
 from kenotron.config import Config, InputError, dump, load
 from kenotron.config.errors import CheckpointError, RunFailed
-from kenotron.observers.uploads import uploader
+from kenotron.observers.uploads import STOPPED_WAIT_S, uploader
 from kenotron.storage import fetching
+from kenotron.training import Hook
 from support.tiny_run import equal_bits, losses, saved_weights, tiny_config, train_and_listen, train_quietly
 
 URL = "memory://robots/run"
@@ -202,6 +203,22 @@ def test_a_store_that_fails_ends_no_run_and_the_next_start_uploads(
     monkeypatch.setattr(MemoryFileSystem, "put_file", put)
     train_quietly(config)  # finished before: nothing is trained, and the rest is uploaded
     assert complete() == [2, 4]
+
+
+class StopsAtOnce(Hook):
+    """Stops the run before its first step."""
+
+    def on_train_start(self, run: Any) -> None:
+        run.stop("SIGTERM")
+
+
+def test_a_run_that_is_stopped_before_its_first_step_waits_as_briefly_as_later(
+    machine: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float | None] = []
+    monkeypatch.setattr("kenotron.observers.uploads.finish", lambda made, lines, seconds=None: waits.append(seconds))
+    train_quietly(machine("a", f"general.hooks=[{__name__}.StopsAtOnce]"))
+    assert waits == [STOPPED_WAIT_S]
 
 
 def test_a_store_that_cannot_be_used_is_known_before_the_first_step(

@@ -15,6 +15,7 @@ from kenotron.observers import observers
 from kenotron.parallel.ranks import gather, rank_and_size, run_on_rank0, wait_for_all
 from kenotron.training import compare, restart
 from kenotron.training.console import logger
+from kenotron.training.start import own_folder
 
 if TYPE_CHECKING:
     import torch
@@ -49,13 +50,26 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
             observers=observers(config, mesh),
             local=local,
         )
-    if mesh.is_first and config.upload_url is not None and (run is None or run.last_result is None):
+    if run is None or (run.finished and run.last_result is None):
+        _finish_last(config, mesh, local)
+    return run
+
+
+def _finish_last(config: Config, mesh: Mesh, local: LocalTier | None) -> None:
+    """What follows the last checkpoint of a run that had ended before, unless that is done. All ranks call it."""
+    if local is not None:
+        local.close()
+    if config.checkpoints.export_hf:
+        from kenotron.observers.export import export_last
+
+        with own_folder(config):
+            export_last(config)
+    if mesh.is_first and config.upload_url is not None:
         from kenotron.observers.uploads import finish, uploader
 
-        rest = uploader(config, config.upload_url)  # the run was finished before; its uploads may not be
+        rest = uploader(config, config.upload_url)
         rest[0].start()
         finish(*rest)
-    return run
 
 
 def open_weights(path: str, architecture: DecoderArchitecture, *, verify: bool = True) -> Weights:

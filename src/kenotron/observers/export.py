@@ -3,8 +3,8 @@
     checkpoints/100/model/, optimizer/, manifest.json, …       the checkpoint: complete before the export begins
     checkpoints/100/hf/config.json, model.safetensors, …       renamed to this when it is complete
 
-A process that is killed between the two leaves a checkpoint without its export; the run that resumes from it writes it.
-Retention removes both together.
+A process that is killed between the two leaves a checkpoint without its export; the run that resumes from it writes it,
+and if it was the last one, the next start. Retention removes both together.
 
 With an engine that saves in the background, the export is written in the background, too, by a process of its own:
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron import interop
+from kenotron.checkpoint.folders import list_checkpoints
 from kenotron.config.errors import InputError, RunFailed
 from kenotron.interop.background import BackgroundExport
 from kenotron.interop.hf_config import hf_config
@@ -29,6 +30,7 @@ from kenotron.training.console import logger, mebibytes
 from kenotron.training.hooks import Hook
 
 if TYPE_CHECKING:
+    from kenotron.config import Config
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
@@ -55,14 +57,14 @@ class ExportHook(Hook):
             run_on_rank0(check)  # transformers takes seconds to import: no other rank needs it
         except InputError as error:
             raise InputError(f"checkpoints.export_hf: {error}") from None
-        path = run.config.checkpoint_folder / str(run.step)
+        path = run.config.checkpoint_folder / str(run.start.durable_step)  # local checkpoints have no export
         if run_on_rank0(lambda: path.is_dir() and not (path / FOLDER).is_dir()):
             self.on_save(run, path)
 
     def on_save(self, run: Run, path: Path) -> None:
         """Write `<path>/hf`, or begin to. Raises RunFailed if it cannot be written; the checkpoint is complete then."""
         if not run.engine.in_background:
-            self._export(path)
+            export_now(path)
         elif run.mesh.is_first:
             self._settle(run)
             remove_leftovers(path / FOLDER)
@@ -84,16 +86,6 @@ class ExportHook(Hook):
         if self.background is not None:
             self.background.stop()
 
-    def _export(self, path: Path) -> None:
-        """In the call, on all ranks: each writes some of the files."""
-        started = time.perf_counter()
-        try:
-            run_on_rank0(lambda: remove_leftovers(path / FOLDER))
-            written = interop.to_hf(path, path / FOLDER, verify=False)
-        except InputError as error:
-            raise RunFailed(_failed(path, error)) from error
-        _say_exported(written.path, written.bytes, started)
-
     def _settle(self, run: Run) -> str | None:
         """On rank 0: wait for the export in flight, and log what became of it; its problem, if it has one."""
         export, self.background = self.background, None
@@ -107,6 +99,28 @@ class ExportHook(Hook):
         finally:
             run.protected_steps.discard(int(export.source.name))
         return None
+
+
+def export_now(path: Path) -> None:
+    """Write `<path>/hf` in the call, on all ranks: each writes some of the files. Raises RunFailed."""
+    started = time.perf_counter()
+    try:
+        run_on_rank0(lambda: remove_leftovers(path / FOLDER))
+        written = interop.to_hf(path, path / FOLDER, verify=False)
+    except InputError as error:
+        raise RunFailed(_failed(path, error)) from error
+    _say_exported(written.path, written.bytes, started)
+
+
+def export_last(config: Config) -> None:
+    """Export the last checkpoint of a run that has ended, unless that is done; all ranks call it. Raises RunFailed."""
+
+    def missing() -> list[Path]:
+        last = list_checkpoints(config.checkpoint_folder)[-1:]
+        return [entry.path for entry in last if not (entry.path / FOLDER).is_dir()]
+
+    for path in run_on_rank0(missing):
+        export_now(path)
 
 
 def _failed(path: Path, error: InputError) -> str:

@@ -24,7 +24,7 @@ from kenotron.config.errors import RunFailed
 from kenotron.models import flops_per_token
 from kenotron.models.plan import modules
 from kenotron.parallel import device as devices
-from kenotron.storage.files import replace_file
+from kenotron.storage.files import remove_leftovers, replace_file
 from kenotron.training.hooks import Hook
 from kenotron.training.report import run_log
 
@@ -253,11 +253,10 @@ def drop_later_steps(path: Path, step: int) -> None:
     """Delete the lines of steps after `step`, which are done again: a killed run may have logged more than it saved."""
     if not path.exists():
         return
+    remove_leftovers(path)  # a run may have been killed here, too
     kept = []
     for line in path.read_text().splitlines():
-        try:
+        with contextlib.suppress(json.JSONDecodeError, KeyError):  # the last line of a killed run may be cut short
             if json.loads(line)["iteration"] <= step:
                 kept.append(line)
-        except (json.JSONDecodeError, KeyError):
-            continue  # the last line of a killed run may be cut short
     replace_file(path, "".join(line + "\n" for line in kept).encode())
