@@ -232,6 +232,17 @@ def test_text_that_did_not_change_is_no_warning(tmp_path: Path) -> None:
     assert "has changed since" not in said
 
 
+def test_text_that_two_stages_read_in_two_ways_has_not_changed(tmp_path: Path) -> None:
+    """A run that resumes in the second stage opens that one alone."""
+    texts = tmp_path / "texts.jsonl"
+    packed = f"{{name: b, start_training_step: 2, data: {{dataset: {{text_files: {texts}, packing: best_fit}}}}}}"
+    stages = f"data_stages=[{{name: a, start_training_step: 1, data: {{dataset: {{text_files: {texts}}}}}}}, {packed}]"
+    train_quietly(tiny_config(tmp_path, *text_overrides(tmp_path), stages))
+    _, said = train_and_listen(tiny_config(tmp_path, *text_overrides(tmp_path), stages, "tokens.train_steps=6"))
+    assert "Training from step 4 " in said
+    assert "has changed since" not in said
+
+
 def test_another_tokenizer_under_the_same_name_is_another_run(tmp_path: Path) -> None:
     import shutil
 

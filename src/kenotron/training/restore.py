@@ -76,7 +76,7 @@ def _check_data(run: Run, saved: dict[str, str], start: Start) -> None:
     """Refuse a different tokenizer, whose token ids mean different text; log a warning for data that changed."""
     now = run.data.fingerprints()
     for name in sorted(saved.keys() & now.keys()):
-        if saved[name] == now[name] or (name != "tokenizer" and "data" not in start.loads):
+        if now[name] in saved.values() or (name != "tokenizer" and "data" not in start.loads):
             continue
         if name == "tokenizer" and start.continues:
             assert run.tokenizer is not None
