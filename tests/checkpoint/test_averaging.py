@@ -72,22 +72,25 @@ def test_the_weights_are_the_mean_in_float64(
 
 def test_the_mean_of_bfloat16_is_rounded_once(tmp_path: Path) -> None:
     tensors = torch.randn(3, 100, generator=torch.Generator().manual_seed(0)).bfloat16()
-    for name, tensor in zip("abc", tensors):
+    for step, (name, tensor) in enumerate(zip("abc", tensors)):
         saving.save(
             tmp_path / name,
-            1,
-            model={"w": tensor, "scalar": tensor[0]},
+            step,
+            model={"w": tensor, "scalar": tensor[0], "seen": torch.tensor([7 * step])},
             optimizer=None,
-            state={},
+            state={"hooks": {"spikes": {"seen": step}}},
             config_yaml="{}",
             model_config={},
         )
-    found = saved_weights(average([tmp_path / name for name in "abc"], tmp_path / "mean").path)
+    path = average([tmp_path / name for name in "abc"], tmp_path / "mean").path
+    found = saved_weights(path)
     exact = sum(tensor.double() / 3 for tensor in tensors)
     assert isinstance(exact, torch.Tensor)
     assert equal_bits({"w": found["w"].float()}, {"w": exact.bfloat16().float()})
     assert found["scalar"].dtype == torch.bfloat16
     assert float(found["scalar"]) == float(found["w"][0])
+    assert found["seen"].tolist() == [14]  # a counter: the newest one's
+    assert manifest.read_manifest(path).state["hooks"] == {}  # of another course of the loss
 
 
 def test_the_average_is_generated_from_exported_and_trained_on(steps: list[Path], tmp_path: Path) -> None:

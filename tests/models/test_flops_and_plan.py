@@ -12,6 +12,7 @@ from kenotron.models import flops_per_token, named_parameters
 from kenotron.models.blocks.rope import Rope
 from kenotron.models.decoder import Decoder
 from kenotron.models.families.llama import Llama, LlamaArchitecture
+from kenotron.models.families.mistral import MistralArchitecture
 from kenotron.models.part import ModelPart
 from kenotron.models.plan import matching, modules
 from kenotron.parallel import tensor
@@ -60,6 +61,14 @@ def test_a_causal_mask_halves_the_square_and_nothing_else() -> None:
     square = 5 * 2 * 2 * 256 * 96
     model = meta_llama(GROUPED)
     assert flops_per_token(model, 256, causal=True) == by_hand(GROUPED, 256) - square / 2
+
+
+@pytest.mark.parametrize("window", [1, 100, 255, 256, 1000])
+def test_a_window_costs_the_keys_that_its_queries_see(window: int) -> None:
+    with torch.device("meta"):
+        model = Decoder(MistralArchitecture(**GROUPED, sliding_window=window))
+    seen = sum(min(query + 1, window) for query in range(256)) / 256 if window < 256 else 256 / 2
+    assert flops_per_token(model, 256, causal=True) == pytest.approx(by_hand(GROUPED, 0) + 5 * 2 * 2 * seen * 96)
 
 
 def test_padding_of_the_vocabulary_costs_nothing() -> None:
