@@ -241,7 +241,7 @@ def _documents(name: str, parts: Sequence[TokenArrays]) -> Iterator[tuple[Int64,
         for first, block in _blocks(part):
             ends = np.asarray(block, dtype=np.int64)
             lengths = np.diff(ends, prepend=last)
-            if (lengths < 0).any() or (len(ends) and ends[-1] > len(part.tokens)):
+            if (lengths < 0).any() or ends[-1] > len(part.tokens):
                 raise InputError(f"{name}: the ends of its documents are not in order (near document {first})")
             waiting.append((base + ends - lengths, lengths))
             last, held = int(ends[-1]), held + len(ends)

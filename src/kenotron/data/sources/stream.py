@@ -153,7 +153,7 @@ class Stream(StreamSource):
 
     def emitted_by(self, shard: int, samples: int) -> int:
         """How many of the first `samples` come from `shard`."""
-        return max(0, -(-(samples - shard) // self.shards))
+        return -(-(samples - shard) // self.shards)
 
     def advance(self, step: int, samples: int, used: Int64) -> None:
         """Advance the shards of the samples `used` to the end of `step`, and note all positions."""
