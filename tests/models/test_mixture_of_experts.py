@@ -165,6 +165,17 @@ def test_a_perfectly_balanced_router_has_a_balance_loss_of_its_coefficient() -> 
     assert float(moe.router_totals[0]) == pytest.approx(0.5 * SEQUENCES / 8)
 
 
+def test_a_token_that_no_expert_scores_passes_without_a_nan() -> None:
+    moe, ctx = block(Routing(2, normalize=True, scores="sigmoid", balance=0.5)), inputs()[1]
+    moe.gate.weight.data.fill_(-100.0)
+    x = torch.ones(SEQUENCES * LENGTH, HIDDEN, requires_grad=True)
+    y = moe(x, ctx)  # sigmoid(-1200) is 0 in fp32
+    y.sum().backward()
+    assert not y.any()
+    assert not moe.router_totals[0]
+    assert all(each.grad.isfinite().all() for each in (x, *moe.parameters()))  # type: ignore[union-attr]
+
+
 def test_the_router_decides_in_fp32_whatever_flows_through() -> None:
     moe, (x, _) = block(Routing(1)).eval(), inputs()
     moe.gate.weight.data[1] = moe.gate.weight.data[0] * (1 + 1e-4)  # equal in bf16

@@ -238,7 +238,7 @@ def router_losses(
     count = logits.shape[-1]
     everywhere = chosen if ctx.sum_over_sequence is None else ctx.sum_over_sequence(chosen.clone())
     tokens = everywhere[0].sum() / routing.top_k  # of a sequence
-    probabilities = scores if routing.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
+    probabilities = scores if routing.scores == "softmax" else scores / (scores.sum(-1, keepdim=True) + 1e-20)
     means = probabilities.view(*ctx.shape, count).sum(1) / tokens
     slots = previous[None] if routing.over_global_batch else everywhere
     balance = count * (slots / slots.sum(1, keepdim=True).clamp(min=1) * means).sum()
