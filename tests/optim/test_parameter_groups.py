@@ -75,6 +75,7 @@ def test_the_first_pattern_that_matches_wins(tiny, section):
         param_groups=[
             {"pattern": r"layers\.0\.", "learning_rate_scale": 0.5},
             {"pattern": "up_proj", "learning_rate_scale": 2.0, "weight_decay": 0.3},
+            {"pattern": r"model\.norm", "weight_decay": 0.0},
         ]
     )
     groups = parameter_groups(model.named_parameters(), config)
@@ -84,7 +85,7 @@ def test_the_first_pattern_that_matches_wins(tiny, section):
     assert decay["model.layers.0.up_proj.weight"] == 0.1
     assert scale["model.layers.1.up_proj.weight"] == 2.0
     assert decay["model.layers.1.up_proj.weight"] == 0.3
-    assert scale["model.norm.weight"] == 1.0
+    assert (scale["model.norm.weight"], decay["model.norm.weight"]) == (1.0, 0.0)
     assert settings_by_name(model, groups, "lr")["model.layers.1.up_proj.weight"] == pytest.approx(2e-2)
 
 
