@@ -15,7 +15,7 @@ from kenotron.data.held_out_texts import bits_per_byte, compression_baselines, v
 from kenotron.data.loader import Prefetcher
 from kenotron.data.stage_plan import check_paths
 from kenotron.text.hash_split import is_held_out, text_hash, threshold_of_fraction
-from kenotron.text.tokenizer import train_byte_level_bpe
+from kenotron.text.tokenizer import TextTokenizer, train_byte_level_bpe
 from support.data_runs import opened, quiet, rows, run_config, write_texts
 
 
@@ -53,6 +53,17 @@ def test_an_epoch_trains_on_every_token_once(texts):
         batch = stage.read(np.arange(count), np.arange(count), False)
         wanted = source.cache.train.tokens[1 : count * 32 + 1]
         assert sorted(batch.labels.reshape(-1).tolist()) == sorted(wanted.tolist())
+
+
+@pytest.mark.parametrize("streaming", [{}, {"streaming": {}}], ids=["cached", "stream"])
+def test_bytes_are_counted_by_their_mean_where_those_of_a_token_are_unknown(streaming, texts, monkeypatch):
+    def held_out_bytes():
+        with opened({"text_files": str(texts)} | streaming, val_samples=1000) as data:
+            return sum(size for _, size, _ in data.validation())
+
+    exact = held_out_bytes()
+    monkeypatch.setattr(TextTokenizer, "token_bytes", lambda self: None)
+    assert held_out_bytes() == pytest.approx(exact, rel=0.01)
 
 
 def test_the_samples_of_a_step_are_the_same_on_every_layout(texts, other_texts):
