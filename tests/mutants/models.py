@@ -11,6 +11,22 @@ LOSS = ("kernels/test_linear_cross_entropy.py",)
 
 MUTANTS = [
     Mutant(
+        name="a-token-that-no-expert-scores-has-no-balance",
+        file="models/blocks/moe.py",
+        find="scores / (scores.sum(-1, keepdim=True) + 1e-20)",
+        replace="scores / scores.sum(-1, keepdim=True)",
+        why="where the sigmoids of a token are all 0 the balance loss is not a number, and the step is skipped",
+        tests=(f"{EXPERTS}::test_a_token_that_no_expert_scores_passes_without_a_nan",),
+    ),
+    Mutant(
+        name="a-foreign-model-decodes-in-bfloat16",
+        file="models/foreign_model.py",
+        find="        dtype = dtype or self.compute_dtype\n",
+        replace="",
+        why="a float32 model of transformers decodes with its cache in autocast's default dtype",
+        tests=("models/test_foreign_models.py::test_decoding_with_its_cache_is_generate_of_transformers",),
+    ),
+    Mutant(
         name="the-bias-of-an-expert-weighs-it",
         file="models/blocks/moe.py",
         find="weights = scores.gather(-1, experts)",
