@@ -276,6 +276,11 @@ def test_a_store_of_another_run_is_refused_before_anything_in_it_changes(
     own.unlink()  # as of a folder whose files were copied by `*`, or of an average
     with pytest.raises(InputError, match=message):
         check_same_run(RemoteCheckpoints(URL), other.checkpoint_folder, None)
+    third = local_run(tmp_path / "c", "tokens.train_steps=1")  # no step of it is in the store
+    train_quietly(third)
+    (third.checkpoint_folder / ".run").unlink()
+    with pytest.raises(InputError, match=message):
+        check_same_run(RemoteCheckpoints(URL), third.checkpoint_folder, None)
     own.write_bytes(before["/robots/run/.run"])  # as the message says
     train_quietly(local_run(tmp_path / "b", UPLOADED, "tokens.train_steps=6"))
     assert complete() == [2, 4, 6]
