@@ -154,3 +154,11 @@ def test_the_writer_of_the_page_times_its_files(engine: str, tmp_path: Path) -> 
     timed = sorted(str(path.parent.name) for path in root.rglob("rank0.safetensors.seconds"))
     assert timed == ["model", "optimizer"]
     assert verify(newest_complete(root)) == []
+
+
+def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, data = os.write, data_of(3_000_001)  # three blocks of `HashedFile`
+    monkeypatch.setattr(os, "write", lambda file, block: write(file, block[: max(1, len(block) // 3)]))
+    record = write_in_parts("python", tmp_path / "file", data, len(data), len(data))
+    assert record == (len(data), xxhash.xxh3_64(data).hexdigest())
+    assert (tmp_path / "file").read_bytes() == data
