@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from kenotron.kernels.attention import attention
@@ -13,6 +14,7 @@ from kenotron.models import Context, initialize_model, materialize
 from kenotron.models.decoder import Decoder
 from kenotron.models.families.llama import LlamaArchitecture
 from kenotron.parallel import data, tensor
+from kenotron.parallel.collectives import copy_to
 from kenotron.parallel.mesh import Mesh, build_mesh
 from kenotron.parallel.shards import shard_of
 from support.layout_runs import Problem, prepared
@@ -123,3 +125,18 @@ def test_on_one_rank_nothing_is_wrapped(dtype: str, tmp_path: Path) -> None:
         assert all(type(parameter) is torch.nn.Parameter for parameter in run.model.parameters())
         assert {parameter.dtype for parameter in run.model.parameters()} == {torch.float32}
         assert not hasattr(run.model, "gradient_buckets")
+
+
+def gradients_beside_a_copy(rank: int) -> list[list[float]]:
+    x, z = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+    upstream = torch.full((3,), rank + 1.0)
+    (z + copy_to(x, dist.group.WORLD)).backward(upstream)
+    assert x.grad is not None
+    assert z.grad is not None
+    return [x.grad.tolist(), z.grad.tolist(), upstream.tolist()]
+
+
+def test_the_sum_of_a_copys_gradients_leaves_those_beside_it_alone() -> None:
+    """Autograd gives both terms of a sum one tensor."""
+    for rank, found in enumerate(run_ranks(2, gradients_beside_a_copy)):
+        assert found == [[3.0] * 3, [rank + 1.0] * 3, [rank + 1.0] * 3]

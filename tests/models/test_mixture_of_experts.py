@@ -315,6 +315,14 @@ def test_a_balance_loss_over_the_global_batch_takes_its_loads_in_the_next_step(t
                 hook.remove()
 
 
+def test_after_validation_the_router_learns_to_balance_as_before(tmp_path: Path) -> None:
+    validated = ("tokens.val_check_interval=1", "tokens.limit_val_batches=1")
+    config = load(sparse_run(tmp_path, router_aux_loss_coef=1.0), ["tokens.train_steps=3", *validated])
+    train_quietly(config)
+    assert all(step["router_balance_loss"] > 0.5 for step in metrics(config))
+    assert len(metrics(config)) == 3
+
+
 def test_those_loads_survive_a_restart(tmp_path: Path) -> None:
     keys = {"router_aux_loss_coef": 1.0, "router_aux_loss_scope": "global_batch", "moe_expert_capacity_factor": 0.8}
     logged = ["tokens.train_steps=4", "logging.expert_loads=true"]
