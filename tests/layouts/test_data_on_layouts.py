@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from test_matrix import expect_the_same
 
+from kenotron.observers.validation import validate
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
-from kenotron.training.validation import validate
 from support.hub_cache import make_tokenizer_repository
 from support.layout_runs import Problem, prepared, steps, train_alone, train_on_layout
 from support.ranks import run_ranks

@@ -90,7 +90,7 @@ MUTANTS = [
     ),
     Mutant(
         name="validation-tokens-summed-over-cp",
-        file="training/validation.py",
+        file="observers/validation.py",
         find='run.mesh.represents("batch", within="loss")',
         replace='run.mesh.represents("gradient", within="loss")',
         why="cp ranks count the same tokens: val_loss is halved at cp 2 (it survived once)",
@@ -100,7 +100,7 @@ MUTANTS = [
     ),
     Mutant(
         name="the-z-loss-in-the-validation-loss",
-        file="training/validation.py",
+        file="observers/validation.py",
         find="losses[source] += found[0] - found[1]",
         replace="losses[source] += found[0]",
         why="val_loss of a run with z-loss cannot be compared with anything",

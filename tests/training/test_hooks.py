@@ -263,7 +263,7 @@ def test_a_run_asked_to_stop_saves_without_validating_first(tmp_path: Path) -> N
 def test_a_validation_under_way_gives_way_to_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import signal
 
-    from kenotron.training import validation
+    from kenotron.observers import validation
 
     to_device, batches = validation.to_device, []
 

@@ -19,10 +19,10 @@ from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, resolve_architecture, to_hf
 from kenotron.observers import observers
 from kenotron.observers.snapshot import Snapshot
+from kenotron.observers.validation import evaluate, evaluating
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.training import train
 from kenotron.training.step import to_device, train_step
-from kenotron.training.validation import evaluate, evaluating
 from support.foreign_models import plain_config, random_model
 from support.layout_runs import prepared
 from support.ranks import run_ranks

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kenotron.config import InputError
+from kenotron.observers.validation import evaluate
 from kenotron.training.step import to_device
-from kenotron.training.validation import evaluate
 from support.tiny_run import metrics, text_overrides, tiny_config, train_and_listen, train_quietly, write_texts
 
 LIMITED = "data_stages.0.data.dataset={source: support.user_parts.counting, max_epochs: 0.01, kwargs: {rows: 1100}}"

@@ -1,6 +1,7 @@
 """Hooks that watch a run: `observers` makes those that a config asks for.
 
 signals.py        SIGTERM, SIGUSR1 and Ctrl-C ask the run to stop
+validation.py     the loss on held-out documents
 data_stall.py     a step that waits long for its batches
 stragglers.py     a rank that is slower than the others
 nonfinite.py      where NaN or infinity comes from
@@ -39,6 +40,7 @@ from kenotron.observers.profiler import AnomalyMode, ProfilerHook
 from kenotron.observers.progress import Pace, Progress
 from kenotron.observers.signals import Signals
 from kenotron.observers.state_hash import StateHash
+from kenotron.observers.validation import Validation
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -79,6 +81,8 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
         hooks.append(ExpertLoad())
     if config.checkpoints.export_hf:
         hooks.append(ExportHook())
+    if config.tokens.validates:
+        hooks.append(Validation())
     return [*hooks, *_of_the_first_rank(config)] if mesh.is_first else hooks
 
 

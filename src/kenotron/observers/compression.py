@@ -9,8 +9,8 @@ from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
 
 if TYPE_CHECKING:
+    from kenotron.training.metrics import ValidationResult
     from kenotron.training.run import Run
-    from kenotron.training.validation import ValidationResult
 
 
 class Compressors(Hook):

@@ -28,7 +28,6 @@ from kenotron.training.restore import restore
 from kenotron.training.run import Run, close
 from kenotron.training.run_folder import log_folder
 from kenotron.training.start import Start
-from kenotron.training.validation import Validation
 
 if TYPE_CHECKING:
     from kenotron.checkpoint.local import LocalTier
@@ -133,8 +132,6 @@ def build_hooks(config: Config, mesh: Mesh, observers: Sequence[Hook] = ()) -> l
     What only writes is on the first rank; what computes or decides is on all.
     """
     hooks: list[Hook] = [NonFiniteGuard(), CheckpointHook(), *observers]
-    if config.tokens.validates:
-        hooks.append(Validation())
     if mesh.is_first:
         hooks.append(Metrics(log_folder(config)))
     for entry in config.general.hooks or []:

@@ -36,9 +36,9 @@ from kenotron.config.errors import InputError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kenotron.training.metrics import ValidationResult
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
-    from kenotron.training.validation import ValidationResult
 
 
 class Hook:

@@ -16,7 +16,7 @@ import contextlib
 import json
 import math
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from kenotron.models import Decoder
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
-    from kenotron.training.validation import ValidationResult
 
 MEMORY_STEPS = 4  # the first steps, and the one after a save, show memory and disk
 
@@ -59,6 +58,36 @@ class FlopsPerToken:
         if recompute:  # the blocks' forward a second time; embedding and head only once
             again = sum(flops_per_token(block, length, causal=False) for _, block in modules(model, model.plan.blocks))
         return cls(3 * forward, flops_per_token(model, length, causal=True) / forward, 1 + again / (3 * forward))
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """`loss` in nats a token; `bytes` of UTF-8 text in the `tokens` (0 when unknown).
+
+    `sources` has the same of each source, where there are several.
+    """
+
+    loss: float
+    tokens: int
+    bytes: float
+    seconds: float
+    sources: dict[str, ValidationResult] = field(default_factory=dict)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits of loss per byte of UTF-8 text; None where the number of bytes is unknown."""
+        return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
+
+    def metrics(self) -> dict[str, float]:
+        """Fields of ``metrics.jsonl``."""
+        fields = {"val_loss": self.loss, "val_tokens": float(self.tokens), "val_seconds": self.seconds}
+        if self.bits_per_byte is not None:
+            fields["val_bits_per_byte"] = self.bits_per_byte
+        for label, one in self.sources.items():
+            fields[f"val_loss/{label}"] = one.loss
+            if one.bits_per_byte is not None:
+                fields[f"val_bits_per_byte/{label}"] = one.bits_per_byte
+        return fields
 
 
 class Metrics(Hook):

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,41 +23,12 @@ from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import all_reduce
 from kenotron.training.console import human_format, logger
 from kenotron.training.hooks import Hook
+from kenotron.training.metrics import ValidationResult
 from kenotron.training.step import to_device
 
 if TYPE_CHECKING:
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
-
-
-@dataclass(frozen=True)
-class ValidationResult:
-    """`loss` in nats a token; `bytes` of UTF-8 text in the `tokens` (0 when unknown).
-
-    `sources` has the same of each source, where there are several.
-    """
-
-    loss: float
-    tokens: int
-    bytes: float
-    seconds: float
-    sources: dict[str, ValidationResult] = field(default_factory=dict)
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """Bits of loss per byte of UTF-8 text; None where the number of bytes is unknown."""
-        return self.loss * self.tokens / math.log(2) / self.bytes if self.bytes else None
-
-    def metrics(self) -> dict[str, float]:
-        """Fields of ``metrics.jsonl``."""
-        fields = {"val_loss": self.loss, "val_tokens": float(self.tokens), "val_seconds": self.seconds}
-        if self.bits_per_byte is not None:
-            fields["val_bits_per_byte"] = self.bits_per_byte
-        for label, one in self.sources.items():
-            fields[f"val_loss/{label}"] = one.loss
-            if one.bits_per_byte is not None:
-                fields[f"val_bits_per_byte/{label}"] = one.bits_per_byte
-        return fields
 
 
 class Validation(Hook):
