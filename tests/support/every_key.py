@@ -220,6 +220,7 @@ DATASET = "data_stages.0.data.dataset"
 FACTORY = "optimizer.optimizer_factory"
 SCHEDULE = "optimizer.learning_rate_scheduler."
 VALIDATION = ("tokens.val_check_interval=3", "tokens.limit_val_batches=3")
+OWN_VALIDATION = "tokens.val_datasets=[{source: support.user_parts.counting}]"
 TEXT = (
     f"{DATASET}={{text_files: '{{folder}}/a.jsonl'}}",
     "tokenizer={train: {vocab_size: 300}}",
@@ -383,6 +384,7 @@ ROWS: dict[str, Row] = {
     "Tokens.val_check_interval": Row(metric("val_loss"), "tokens.val_check_interval=2", VALIDATION),
     "Tokens.limit_val_batches": Row(metric("val_tokens"), "tokens.limit_val_batches=2", VALIDATION),
     "Tokens.val_samples": Row(metric("val_tokens"), "tokens.val_samples=3", VALIDATION),
+    "Tokens.val_datasets": Row(metric("val_loss"), OWN_VALIDATION, VALIDATION),
     "Tokens.val_fraction": Row(
         metric("val_tokens"),
         "tokens.val_fraction=0.5",

@@ -130,14 +130,13 @@ def _check_sources(config: Config) -> None:
     restarts = any(stage.data.restart for stage in config.data_stages)
     if restarts or any(paths_of(dataset) or isinstance(dataset, CustomSource) for dataset in config.datasets):
         from kenotron.data.sources import DATASETS
-        from kenotron.data.stage_plan import check_files, check_paths, datasets_of  # half a second
+        from kenotron.data.stage_plan import all_datasets_of, check_files, check_paths  # half a second
 
         check_paths(config)
         check_files(config)
-        for number, stage in enumerate(config.data_stages):
-            for at, dataset in datasets_of(stage.data, number):
-                if isinstance(dataset, CustomSource):
-                    import_registered(dataset.source, f"{at}.source", DATASETS)
+        for at, dataset in all_datasets_of(config):
+            if isinstance(dataset, CustomSource):
+                import_registered(dataset.source, f"{at}.source", DATASETS)
 
 
 @app.command()

@@ -10,7 +10,15 @@ from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from kenotron.config.checkpoints import Checkpoints, DataStates, S3Upload
-from kenotron.config.data import SFT_DATASETS, TEXT_DATASETS, DataStage, MixtureDataset, PlainDataset, paths_of
+from kenotron.config.data import (
+    ONLY_TRAINING,
+    SFT_DATASETS,
+    TEXT_DATASETS,
+    DataStage,
+    MixtureDataset,
+    PlainDataset,
+    paths_of,
+)
 from kenotron.config.decoder import DecoderArchitecture, Problem
 from kenotron.config.errors import nearest
 from kenotron.config.general import General
@@ -103,9 +111,10 @@ class Config(Section):
 
     @property
     def datasets(self) -> list[PlainDataset | None]:
-        """The datasets of all stages, with mixtures expanded."""
+        """The datasets of all stages, with mixtures expanded, and those to validate on."""
         found = [stage.data.dataset for stage in self.data_stages]
-        return [part for each in found for part in (each.mixture if isinstance(each, MixtureDataset) else [each])]
+        parts = [part for each in found for part in (each.mixture if isinstance(each, MixtureDataset) else [each])]
+        return [*parts, *(self.tokens.val_datasets or ())]
 
     @property
     def zero_stage(self) -> int | str:
@@ -314,6 +323,10 @@ def _check_tokenizer(config: Config) -> Iterator[Problem]:
                 "expected tokenizer_name_or_path instead: a tokenizer cannot be trained on fine-tuning data",
             )
         first = False
+    if tokenizer.tokenizer_name_or_path is tokenizer.train is None:
+        for number, dataset in enumerate(config.tokens.val_datasets or ()):
+            if isinstance(dataset, TEXT_DATASETS):
+                yield "tokenizer.tokenizer_name_or_path", f"missing: tokens.val_datasets.{number} is text"
     architecture = config.model.architecture
     entries = tokenizer.train.vocab_size if tokenizer.train else 0
     if isinstance(architecture, DecoderArchitecture) and entries > architecture.vocab_size:
@@ -343,6 +356,14 @@ def _check_steps(config: Config) -> Iterator[Problem]:
 def _check_validation(config: Config) -> Iterator[Problem]:
     if config.tokens.val_samples is not None and not config.tokens.limit_val_batches:
         yield "tokens.limit_val_batches", "expected -1 or a number above 0 with tokens.val_samples, found 0"
+    for number, dataset in enumerate(config.tokens.val_datasets or ()):
+        at, fields = f"tokens.val_datasets.{number}", type(dataset).model_fields
+        names = ONLY_TRAINING if isinstance(dataset, SFT_DATASETS) else (*ONLY_TRAINING, "packing")
+        for name in (name for name in names if name in fields and getattr(dataset, name) != fields[name].default):
+            yield f"{at}.{name}", "has no effect: validation reads all of a dataset, once and in order; remove it"
+        for name in ("text_files", "tokens"):
+            if isinstance(getattr(dataset, name, None), dict):
+                yield f"{at}.{name}", "expected a path or a list, found a map: shares have no effect in validation"
 
 
 def _check_checkpoints(config: Config) -> Iterator[Problem]:

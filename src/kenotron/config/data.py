@@ -319,6 +319,8 @@ AnyDataset = Annotated[
 # Those whose text this run tokenizes.
 SFT_DATASETS = (SFTDataset, SFTFiles)
 TEXT_DATASETS = (PretrainDataset, EmbeddedCorpus, TextFiles, *SFT_DATASETS)
+# Keys that say how much of a dataset is trained on, and in which order.
+ONLY_TRAINING = ("weight", "max_epochs", "streaming", "dataset_weights", "dataset_max_tokens", "shuffle_files")
 
 
 def paths_of(dataset: PlainDataset | None) -> list[str]:

@@ -32,6 +32,7 @@ _FREE = (
     "tokens.val_check_interval",
     "tokens.limit_val_batches",
     "tokens.val_samples",
+    "tokens.val_datasets*",
     "logging.*",
     "remote_data.*",
     "profiler*",

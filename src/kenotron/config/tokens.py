@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
+from kenotron.config.data import PlainDataset
 from kenotron.config.section import OURS, Section, key
 
 
@@ -47,6 +48,12 @@ class Tokens(Section):
         0.005,
         gt=0,
         lt=1,
+        mark=OURS,
+    )
+    val_datasets: list[PlainDataset] | None = key(
+        "Datasets that are validated on, all of each, instead of what is held out of the first stage; null: that.",
+        None,
+        min_length=1,
         mark=OURS,
     )
 

@@ -20,7 +20,7 @@ def warnings_of(config: Config) -> Iterator[str]:
     yield from _stages(config)
     yield from _length(config)
     interval, batches = config.tokens.val_check_interval, config.tokens.limit_val_batches
-    if (interval > 0) != (batches != 0):
+    if not config.tokens.validates and (interval > 0 or batches != 0 or config.tokens.val_datasets):
         yield f"tokens.val_check_interval is {interval}, limit_val_batches {batches}: without both, it never validates"
 
 

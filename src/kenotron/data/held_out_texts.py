@@ -12,6 +12,7 @@ import io
 import lzma
 import tarfile
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from kenotron.data.run import RunData
 from kenotron.data.source import TextSpec
@@ -22,11 +23,13 @@ BASELINE_LIMIT = 64 * 2**20
 
 
 def validation_texts(data: RunData) -> Iterator[str]:
-    """The held-out documents of the first stage as text."""
-    for source in data.stages[0].sources:
+    """The documents that validation reads as text."""
+    own = bool(data.config.tokens.val_datasets)  # of which all are validated on
+    settings = replace(data.settings, val_fraction=1.0) if own else data.settings
+    for source, _ in data.validated:
         if isinstance(source.spec, TextSpec):
             with complete_keys(source.at):
-                yield from source.spec.held_out_texts(data.settings, data.sources.reserved)
+                yield from source.spec.held_out_texts(settings, frozenset() if own else data.sources.reserved)
 
 
 def compression_baselines(data: RunData) -> dict[str, float]:
@@ -34,8 +37,8 @@ def compression_baselines(data: RunData) -> dict[str, float]:
 
     Empty where it reads no text, only a part of it, or more than is compressed in a minute.
     """
-    limit, samples, first = data.settings.validation_samples, len(data.held_out()), data.stages[0]
-    sizes = [data.sources.source(first, number).held_out_text_bytes for number in range(len(first.sources))]
+    limit, samples = data.settings.validation_samples, len(data.held_out())
+    sizes = [source.held_out_text_bytes for _, source in data.validated]
     cut = (limit is not None and limit < samples) or data.settings.max_document_tokens is not None
     if cut or None in sizes or sum(size for size in sizes if size) > BASELINE_LIMIT:
         return {}

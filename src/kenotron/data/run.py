@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from weakref import WeakSet
 
@@ -26,8 +27,8 @@ from kenotron.data.batch import Int64, TokenBatch, batch_places, fold
 from kenotron.data.held_out_batches import HeldOut
 from kenotron.data.loader import Prefetcher
 from kenotron.data.open_stage import OpenStage, Sources, open_stage
-from kenotron.data.source import RunSettings, StreamSource, TextSpec
-from kenotron.data.stage_plan import SourcePlan, StagePlan, differences, plan_stages
+from kenotron.data.source import Opening, RunSettings, StreamSource, TextSpec, TokenSource
+from kenotron.data.stage_plan import SourcePlan, StagePlan, complete_keys, differences, plan_stages, plan_validation
 from kenotron.data.stream_states import RunStreams
 from kenotron.text.progress import Report
 from kenotron.text.tokenizer import TextTokenizer, end_of_text, load_tokenizer
@@ -187,18 +188,18 @@ class RunData:
         """This rank's held-out batches, each with the UTF-8 bytes of its labels (0.0: unknown), and the
         number of its source among those of `held_out`.
 
-        They are those of the first stage at every step of the run, so that its results are comparable.
+        They are the same at every step of the run, so that its results are comparable.
         """
         micro = self.config.tokens.micro_batch_size
         return self.held_out().batches(self.settings.validation_samples, micro, dp_rank, dp_size)
 
     def held_out(self) -> HeldOut:
-        """The held-out samples of the first stage.
+        """The samples of `tokens.val_datasets`, or without them those that are held out of the first stage.
 
         Raises InputError if there is none.
         """
-        opened = self._open(0).result()
-        sources = [source for source in opened.sources if len(source.held_out)]
+        plans, opened = zip(*self.validated)
+        sources = [source for source in opened if len(source.held_out)]
         if not sources:
             raise InputError(
                 "no document is left for validation (tokens.val_check_interval): give two documents or more, raise "
@@ -208,12 +209,23 @@ class RunData:
         all_text = None not in means  # bytes of a part of the tokens would say nothing of all
         return HeldOut(
             sources=[source.held_out for source in sources],
-            labels=[s.label for s, source in zip(opened.stage.sources, opened.sources) if len(source.held_out)],
-            sequence_length=opened.stage.sequence_length,
+            labels=[plan.label for plan, source in zip(plans, opened) if len(source.held_out)],
+            sequence_length=self.settings.first_sequence_length,
             token_bytes=self._token_bytes() if all_text else None,
             bytes_per_token=[mean or 0.0 for mean in means] if all_text else [0.0] * len(sources),
-            document_masking=self._masks_documents(opened),
+            document_masking=self.config.model.document_masking or any(each.masks_documents for each in opened),
         )
+
+    @cached_property
+    def validated(self) -> list[tuple[SourcePlan, TokenSource]]:
+        """The sources whose `held_out` is validated on: of `tokens.val_datasets`, opened with all held out."""
+        found = []
+        settings = replace(self.settings, val_fraction=1.0)
+        for plan in plan_validation(self.config):
+            with complete_keys(plan.at):
+                opening = Opening(settings, plan.at, settings.first_sequence_length, self.stages[0].seed, 0, True)
+                found.append((plan, plan.spec.open(opening)))
+        return found or list(zip(self.stages[0].sources, self._open(0).result().sources))
 
     def _token_bytes(self) -> Int64 | None:
         table = self.tokenizer.token_bytes() if self.tokenizer else None
@@ -249,6 +261,8 @@ class RunData:
             for weight, source in zip(mixing.weights, opened.sources):
                 lines.append(f"{head}: {weight / total:.2%} {source.describe()}")
             lines += [f"[{stage.name}] {line}" for line in self._limits(opened)]
+        if self.config.tokens.validates and self.config.tokens.val_datasets:
+            lines += [f"[validation] {each.name}: {len(each.held_out):,} samples" for _, each in self.validated]
         return [*lines, *self._begun_anew()]
 
     def _limits(self, opened: OpenStage) -> Iterator[str]:
@@ -377,7 +391,7 @@ def run_settings(config: Config, report: Report) -> RunSettings:
         eos=end_of_text(None, architecture),
         seed=config.general.seed,
         val_fraction=tokens.val_fraction,
-        validates=tokens.validates,
+        validates=tokens.validates and tokens.val_datasets is None,
         validation_samples=min((limit for limit in limits if limit is not None and limit > 0), default=None),
         first_sequence_length=next(iter(config.sequence_lengths.values())),
         document_masking=config.model.document_masking,
@@ -401,7 +415,8 @@ def tokenizer_of(
     is only warned of: nanotron's files name one in any case.
     """
     section = config.tokenizer
-    has_text = any(isinstance(source.spec, TextSpec) for stage in stages for source in stage.sources)
+    sources = [*(source for stage in stages for source in stage.sources), *plan_validation(config)]
+    has_text = any(isinstance(source.spec, TextSpec) for source in sources)
     if section.tokenizer_max_length is not None and not has_text:
         run.report("warning: tokenizer.tokenizer_max_length cuts nothing: no stage reads text")
     if folder is not None and folder.is_dir():

@@ -233,7 +233,8 @@ class RunSettings:
     """What opening a source takes from its run.
 
     `seed` is general.seed, `eos` the id that ends documents, `first_sequence_length` the first stage's: validation
-    reads at most `validation_samples` (None: all) of it. `max_document_tokens`: tokenizer.tokenizer_max_length.
+    reads at most `validation_samples` (None: all) of it, if it `validates` on what stages hold out.
+    `max_document_tokens`: tokenizer.tokenizer_max_length.
     """
 
     vocab_size: int

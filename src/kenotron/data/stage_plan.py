@@ -12,7 +12,7 @@ arithmetic (`order.Mixing`); where that requires the length of a source, because
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,7 +146,7 @@ def plan_stages(config: Config) -> list[StagePlan]:
     """
     tokens, stages = config.tokens, sorted(config.data_stages, key=lambda stage: stage.start_training_step)
     ends = [stage.start_training_step for stage in stages[1:]] + [tokens.train_steps + 1]
-    parts = [_parts_of(stage.data, number) for number, stage in enumerate(stages)]
+    parts = [_parts_of(datasets_of(stage.data, number)) for number, stage in enumerate(stages)]
     labels = iter(short_labels([[part.spec for part in those] for those in parts]))
     numbers: dict[str, int] = {}
     planned: list[StagePlan] = []
@@ -185,13 +185,23 @@ def plan_stages(config: Config) -> list[StagePlan]:
     return planned
 
 
+def plan_validation(config: Config) -> list[SourcePlan]:
+    """The sources of `tokens.val_datasets`.
+
+    Raises InputError: a mix file that cannot be read.
+    """
+    parts = _parts_of(val_datasets_of(config))
+    labels = short_labels([[part.spec for part in parts]])
+    return [SourcePlan("", label, part.at, part.spec, 0, part.group, 1.0, None) for label, part in zip(labels, parts)]
+
+
 def check_paths(config: Config, step: int | None = None) -> None:
     """Check that the paths on this machine that the stage of `step` reads exist: at once, as nothing is opened.
 
     None: those of all stages. Raises InputError: one does not; those of `plan_stages`.
     """
     stages = [stage for stage in plan_stages(config) if step is None or stage.start <= step < stage.stop]
-    for source in (source for stage in stages for source in stage.sources):
+    for source in [*(source for stage in stages for source in stage.sources), *plan_validation(config)]:
         key, paths = source.spec.paths()
         with complete_keys(source.at):
             for path in paths:
@@ -204,7 +214,8 @@ def check_files(config: Config) -> None:
 
     Raises InputError: a folder without any, a damaged file; those of `plan_stages`.
     """
-    for source in (source for stage in plan_stages(config) for source in stage.sources):
+    sources = [source for stage in plan_stages(config) for source in stage.sources]
+    for source in sources + plan_validation(config):
         if not any(is_remote(path) for path in source.spec.paths()[1]):
             with complete_keys(source.at):
                 source.spec.check_files()
@@ -247,6 +258,17 @@ def datasets_of(data: Data, stage: int) -> list[tuple[str, PlainDataset | None]]
     return [(at, data.dataset)]
 
 
+def val_datasets_of(config: Config) -> list[tuple[str, PlainDataset | None]]:
+    """The datasets of `tokens.val_datasets`, each with its complete key."""
+    return [(f"tokens.val_datasets.{number}", each) for number, each in enumerate(config.tokens.val_datasets or ())]
+
+
+def all_datasets_of(config: Config) -> list[tuple[str, PlainDataset | None]]:
+    """The datasets of all stages and those to validate on, each with its complete key."""
+    stages = [each for number, stage in enumerate(config.data_stages) for each in datasets_of(stage.data, number)]
+    return stages + val_datasets_of(config)
+
+
 @contextmanager
 def complete_keys(at: str) -> Iterator[None]:
     """In errors that begin with ``dataset.some_key``, ``dataset`` is replaced by the dataset's complete key `at`."""
@@ -269,10 +291,10 @@ class _Part:
     max_epochs: float | None
 
 
-def _parts_of(data: Data, stage: int) -> list[_Part]:
-    """The sources of all datasets of a stage."""
+def _parts_of(datasets: Iterable[tuple[str, PlainDataset | None]]) -> list[_Part]:
+    """The sources of datasets, each of which comes with its complete key."""
     parts = []
-    for group, (at, section) in enumerate(datasets_of(data, stage)):
+    for group, (at, section) in enumerate(datasets):
         limit = section.max_epochs if section else None
         with complete_keys(at):
             parts += [_Part(at, group, share, spec, limit) for share, spec in specs_of(section)]

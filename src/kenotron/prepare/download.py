@@ -23,7 +23,7 @@ from kenotron.config.data import CustomSource, PlainDataset, PretrainDataset, SF
 from kenotron.config.errors import InputError, no_such_path
 from kenotron.config.remote import is_remote
 from kenotron.data.sources import specs_of
-from kenotron.data.stage_plan import complete_keys, datasets_of
+from kenotron.data.stage_plan import all_datasets_of, complete_keys
 from kenotron.storage.hub import cached_revision, offline_variable, unreachable
 from kenotron.storage.paths import RemotePath, as_path
 from kenotron.text.progress import Report
@@ -90,10 +90,9 @@ def data_requirements(config: Config) -> Iterator[RequiredFile]:
     if name:
         download = partial(_tokenizer, name, config.tokenizer.tokenizer_revision)
         yield RequiredFile("tokenizer", name, "tokenizer.tokenizer_name_or_path", download)
-    for number, stage in enumerate(config.data_stages):
-        for key, dataset in datasets_of(stage.data, number):
-            with complete_keys(key):
-                yield from _dataset_requirements(dataset, key)
+    for key, dataset in all_datasets_of(config):
+        with complete_keys(key):
+            yield from _dataset_requirements(dataset, key)
 
 
 def _dataset_requirements(dataset: PlainDataset | None, key: str) -> Iterator[RequiredFile]:
