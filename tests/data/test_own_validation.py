@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.data_runs import opened, rows, run_config, write_texts
 
 from kenotron.config.errors import InputError
 from kenotron.config.warnings import warnings_of
@@ -17,6 +16,7 @@ from kenotron.data import RunData
 from kenotron.data.held_out_texts import compression_baselines
 from kenotron.data.stage_plan import check_paths
 from kenotron.prepare.download import data_requirements
+from support.data_runs import opened, rows, run_config, write_texts
 
 LENGTH = 32
 
