@@ -223,12 +223,16 @@ def test_a_hook_by_its_python_path_in_the_working_folder(tmp_path: Path, monkeyp
     assert run.stop_reason == "loss 4"
 
 
-def test_a_function_that_returns_a_hook_will_do_and_anything_else_is_refused() -> None:
+def test_a_function_that_returns_a_hook_will_do_and_anything_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(load_hook("support.user_parts.Poison", {"steps": [1]}), Hook)
     with pytest.raises(InputError, match=r"general\.hooks: support\.user_parts\.counting made a list"):
         load_hook("support.user_parts.counting", {"sequence_length": 4, "seed": 0})
     with pytest.raises(InputError, match=r"cannot be called with .*missing a required argument: 'steps'"):
         load_hook("support.user_parts.Poison", {"step": 1})
+    misspelt = type("Misspelt", (Hook,), {"after_stepp": lambda self, run, result: None, "_on_own": None})
+    monkeypatch.setattr("support.user_parts.Misspelt", misspelt, raising=False)
+    with pytest.raises(InputError, match=r"Misspelt\.after_stepp is never called: .* did you mean 'after_step'"):
+        load_hook("support.user_parts.Misspelt", {})
 
 
 def test_the_plan_of_a_run_that_goes_on_tells_what_is_left(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kenotron.config.dotted import import_dotted
-from kenotron.config.errors import InputError
+from kenotron.config.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -105,6 +105,10 @@ def find_hook(path: str, kwargs: dict[str, object]) -> Callable[..., Any]:
     make = import_dotted(path, "general.hooks")
     if not callable(make) or (isinstance(make, type) and not issubclass(make, Hook)):
         raise InputError(f"general.hooks: expected a kenotron.Hook class, or a function that returns one, at '{path}'")
+    for name in dir(make) if isinstance(make, type) else ():
+        if name.startswith(("on_", "before_", "after_", "accepts_")) and not hasattr(Hook, name):
+            near = nearest(name, vars(Hook))
+            raise InputError(f"general.hooks: {path}.{name} is never called: kenotron.Hook has no such method{near}")
     try:
         inspect.signature(make).bind(**kwargs)
     except TypeError as error:
