@@ -265,6 +265,16 @@ def test_weights_in_their_own_settings_are_not_warned_of(earlier: Any, tmp_path:
     assert "were trained with" not in said
 
 
+def test_checkpoints_of_nanotron_are_not_taken_for_none(tmp_path: Path) -> None:
+    """The run would start at step 0 in the folder of one that is far ahead."""
+    config = tiny_config(tmp_path)
+    (config.checkpoint_folder / "4").mkdir(parents=True)
+    (config.checkpoint_folder / "4" / "checkpoint_metadata.json").write_text("{}")
+    with pytest.raises(InputError, match=r"^checkpoints\.checkpoints_path: .* holds checkpoints of nanotron"):
+        choose_start(config, fresh=False)
+    assert choose_start(config, fresh=True).path is None
+
+
 def test_an_imported_hugging_face_checkpoint_is_trained_on(earlier: Any, tmp_path: Path) -> None:
     """It holds weights and no optimizer: the run starts there with fresh moments, at step 0."""
     from kenotron.interop import from_hf, to_hf

@@ -117,8 +117,18 @@ def choose_start(
     run_on_rank0(lambda: leftovers.tidy(root, logger.warning))
     durable_one = None if fresh else folders.newest_complete(root, logger.warning)
     newest = (local.newest(durable_one) if local is not None and not fresh else None) or durable_one
+    if newest is None and not fresh:
+        run_on_rank0(lambda: _refuse_nanotron(root))
     start = run_on_rank0(lambda: _start_at(config, newest, start_elsewhere))
     return start if newest is None else replace(start, path=newest)  # local ones may have other names on other ranks
+
+
+def _refuse_nanotron(root: Path) -> None:
+    if any(root.glob("*/checkpoint_metadata.json")):
+        raise InputError(
+            f"checkpoints.checkpoints_path: {root} holds checkpoints of nanotron, which no run continues; convert them "
+            "(`kenotron convert from-nanotron`), set another path, or start at step 0 with --fresh, which keeps them"
+        )
 
 
 def begin_afresh(config: Config, local: LocalTier | None) -> None:
