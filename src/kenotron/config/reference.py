@@ -85,6 +85,9 @@ def _tables(section: type[Section], path: str, shown: dict[type[Section], str]) 
         yield "| any key of its family | | | Kénotron | Replaces the value of the Hugging Face config. |"
     yield ""
     for row in keys:
+        if row.name == "val_datasets":  # the keys of datasets are expected where training data are described
+            yield from (f"### `{row.path}.<i>`", "", "See `data_stages.<i>.data.dataset`.", "")
+            continue
         inner = list(sections(row.field.annotation))
         for below, tag, each in inner:
             variant = f" {tag}" if len(inner) > 1 and tag else ""
