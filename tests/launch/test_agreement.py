@@ -55,9 +55,12 @@ def test_a_rank_that_was_started_in_another_way_is_named_on_all(tmp_path: Path) 
     assert found == [["", *expected]] * 2
 
 
-def data_refusal(rank: int, samples: list[int]) -> str:
-    stage = SimpleNamespace(sources=[range(samples[rank])], stage=SimpleNamespace(sources=[SimpleNamespace(label="w")]))
-    run: Any = SimpleNamespace(step=0, data=SimpleNamespace(stage_of=lambda step: stage))
+def data_refusal(rank: int, samples: list[int], held_out: list[int]) -> str:
+    plan = SimpleNamespace(label="w")
+    stage = SimpleNamespace(sources=[range(samples[rank])], stage=SimpleNamespace(sources=[plan]))
+    validated = [(plan, SimpleNamespace(held_out=range(held_out[rank])))]
+    data = SimpleNamespace(stage_of=lambda step: stage, validated=validated)
+    run: Any = SimpleNamespace(step=0, data=data, config=SimpleNamespace(tokens=SimpleNamespace(validates=True)))
     try:
         SameData().on_train_start(run)
     except InputError as error:
@@ -66,12 +69,12 @@ def data_refusal(rank: int, samples: list[int]) -> str:
 
 
 def test_a_machine_with_other_files_is_named_on_all() -> None:
-    assert run_ranks(2, data_refusal, [9, 9]) == ["", ""]
-    host = socket.gethostname()
-    assert (
-        run_ranks(2, data_refusal, [50000, 9])
-        == [f"data_stages: rank 1 on {host} has 9 samples of w, and rank 0 50,000"] * 2
-    )
+    assert run_ranks(2, data_refusal, [9, 9], [4, 4]) == ["", ""]
+    rank_1 = f"rank 1 on {socket.gethostname()} has"
+    cut = f"data_stages: {rank_1} 9 samples of w, and rank 0 50,000"
+    assert run_ranks(2, data_refusal, [50000, 9], [4, 4]) == [cut] * 2
+    other = f"validation: {rank_1} 5 samples of w, and rank 0 4"
+    assert run_ranks(2, data_refusal, [9, 9], [4, 5]) == [other] * 2
 
 
 def test_what_only_another_rank_finds_wrong_is_said_by_it(

@@ -22,14 +22,15 @@ class SameData(Hook):
     """See the module; on all ranks."""
 
     def on_train_start(self, run: Run) -> None:
-        """Compare the sources of the stage that comes first."""
+        """Compare the sources of the stage that comes first, and those of validation."""
         stage = run.data.stage_of(run.step + 1)
-        counts = [len(source) for source in stage.sources]
-        labels = [source.label for source in stage.stage.sources]
-        found = gather((socket.gethostname(), counts))
+        own = [("data_stages", each.label, len(source)) for each, source in zip(stage.stage.sources, stage.sources)]
+        if run.config.tokens.validates:
+            own += [("validation", each.label, len(source.held_out)) for each, source in run.data.validated]
+        found = gather((socket.gethostname(), [count for _, _, count in own]))
         for rank, (machine, theirs) in enumerate(found):
-            for label, one, first in zip(labels, theirs, found[0][1], strict=True):
+            for (key, label, _), one, first in zip(own, theirs, found[0][1], strict=True):
                 if one != first:
                     raise InputError(
-                        f"data_stages: rank {rank} on {machine} has {one:,} samples of {label}, and rank 0 {first:,}"
+                        f"{key}: rank {rank} on {machine} has {one:,} samples of {label}, and rank 0 {first:,}"
                     )
