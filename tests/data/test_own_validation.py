@@ -103,5 +103,12 @@ def test_missing_paths_tokenizers_and_intervals_are_reported(texts: Any, tmp_pat
     np.save(tmp_path / "own.npy", np.arange(1000, dtype=np.uint16) % 400)
     with pytest.raises(InputError, match=r"tokenizer_name_or_path: missing: tokens\.val_datasets\.0 is text"):
         run_config({"tokens": str(tmp_path / "own.npy")}, val_datasets=[texts])
+    np.save(tmp_path / "short.npy", np.arange(LENGTH, dtype=np.uint16))
+    message = r"^tokens\.val_datasets\.0: .*short\.npy has less than a sequence to validate on: 32 tokens"
+    with (
+        pytest.raises(InputError, match=message),
+        opened(texts, val_datasets=[{"tokens": str(tmp_path / "short.npy")}]),
+    ):
+        pass
     never = run_config(texts, val_datasets=[texts], val_check_interval=-1, limit_val_batches=0)
     assert any("it never validates" in line for line in warnings_of(never))

@@ -51,7 +51,7 @@ class Tokens(Section):
         mark=OURS,
     )
     val_datasets: list[PlainDataset] | None = key(
-        "Datasets that are validated on, all of each, instead of what is held out of the first stage; null: that.",
+        "Datasets to validate on, all of each; null: what is held out of the first stage.",
         None,
         min_length=1,
         mark=OURS,

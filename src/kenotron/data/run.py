@@ -218,13 +218,18 @@ class RunData:
 
     @cached_property
     def validated(self) -> list[tuple[SourcePlan, TokenSource]]:
-        """The sources whose `held_out` is validated on: of `tokens.val_datasets`, opened with all held out."""
+        """The sources whose `held_out` is validated on: of `tokens.val_datasets`, opened with all of it held out, or
+        without them those of the first stage.
+        """
         found = []
         settings = replace(self.settings, val_fraction=1.0)
         for plan in plan_validation(self.config):
             with complete_keys(plan.at):
                 opening = Opening(settings, plan.at, settings.first_sequence_length, self.stages[0].seed, 0, True)
-                found.append((plan, plan.spec.open(opening)))
+                source = plan.spec.open(opening)
+            if not len(source.held_out):
+                raise InputError(f"{plan.at}: {source.name} has less than a sequence to validate on: {source.found()}")
+            found.append((plan, source))
         return found or list(zip(self.stages[0].sources, self._open(0).result().sources))
 
     def _token_bytes(self) -> Int64 | None:
