@@ -27,6 +27,7 @@ from kenotron.parallel.ranks import gather, raise_on_any_rank, rank_and_size, ra
 from kenotron.storage.files import sync_folder
 
 LATEST = "latest.txt"
+NANOTRON_METADATA = "checkpoint_metadata.json"  # in every checkpoint of nanotron
 Report = Callable[[str], None]
 Progress = Callable[[int, int], None]
 
@@ -250,7 +251,7 @@ def _nearby(path: Path) -> str:
 def _looks_like(path: Path) -> str | None:
     if ".tmp-" in path.name:
         return "it is the unfinished save of a killed process"
-    if (path / "checkpoint_metadata.json").exists():
+    if (path / NANOTRON_METADATA).exists():
         return "it is a nanotron checkpoint; `kenotron convert from-nanotron` converts it"
     if (path / "config.json").exists():
         return "it is a Hugging Face model; `kenotron convert from-hf` converts it to a checkpoint"

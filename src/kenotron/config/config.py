@@ -323,7 +323,7 @@ def _check_tokenizer(config: Config) -> Iterator[Problem]:
                 "expected tokenizer_name_or_path instead: a tokenizer cannot be trained on fine-tuning data",
             )
         first = False
-    if tokenizer.tokenizer_name_or_path is tokenizer.train is None:
+    if not tokenizer.tokenizer_name_or_path and not tokenizer.train:
         for number, dataset in enumerate(config.tokens.val_datasets or ()):
             if isinstance(dataset, TEXT_DATASETS):
                 yield "tokenizer.tokenizer_name_or_path", f"missing: tokens.val_datasets.{number} is text"

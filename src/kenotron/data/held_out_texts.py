@@ -12,7 +12,6 @@ import io
 import lzma
 import tarfile
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from kenotron.data.run import RunData
 from kenotron.data.source import TextSpec
@@ -24,12 +23,10 @@ BASELINE_LIMIT = 64 * 2**20
 
 def validation_texts(data: RunData) -> Iterator[str]:
     """The documents that validation reads as text."""
-    own = bool(data.config.tokens.val_datasets)  # of which all are validated on
-    settings = replace(data.settings, val_fraction=1.0) if own else data.settings
     for source, _ in data.validated:
         if isinstance(source.spec, TextSpec):
             with complete_keys(source.at):
-                yield from source.spec.held_out_texts(settings, frozenset() if own else data.sources.reserved)
+                yield from source.spec.held_out_texts(data.validation_settings, data.sources.reserved)
 
 
 def compression_baselines(data: RunData) -> dict[str, float]:

@@ -28,7 +28,15 @@ from kenotron.data.held_out_batches import HeldOut
 from kenotron.data.loader import Prefetcher
 from kenotron.data.open_stage import OpenStage, Sources, open_stage
 from kenotron.data.source import Opening, RunSettings, StreamSource, TextSpec, TokenSource
-from kenotron.data.stage_plan import SourcePlan, StagePlan, complete_keys, differences, plan_stages, plan_validation
+from kenotron.data.stage_plan import (
+    SourcePlan,
+    StagePlan,
+    all_sources,
+    complete_keys,
+    differences,
+    plan_stages,
+    plan_validation,
+)
 from kenotron.data.stream_states import RunStreams
 from kenotron.text.progress import Report
 from kenotron.text.tokenizer import TextTokenizer, end_of_text, load_tokenizer
@@ -50,6 +58,8 @@ class RunData:
         self._stop, self._lock = threading.Event(), threading.Lock()
         self._opened: dict[int, Future[OpenStage]] = {}
         self.settings = replace(settings, stop=self._stop)
+        own = config.tokens.val_datasets is not None
+        self.validation_settings = replace(self.settings, val_fraction=1.0) if own else self.settings
         self.sources = Sources(self.settings, stages)
         self.streams = RunStreams(stages, self.sources, config.tokens.micro_batch_size)
         self._asked = 0  # the step up to which blocks of remote files were asked for
@@ -114,7 +124,7 @@ class RunData:
         if (why := self.exhausted(step)) is not None:
             raise InputError(f"step {step} is not in the run: {why}")
         positions = opened.stage.samples_before(step) + in_batch
-        masking = self._masks_documents(opened)
+        masking = self.config.model.document_masking or opened.masks_documents
         batch = opened.read(positions, self.samples_before(step) + in_batch, masking)
         for number, source in enumerate(opened.sources):
             if isinstance(source, StreamSource):
@@ -122,9 +132,6 @@ class RunData:
                 source.advance(step, drawn, opened.drawn(positions, number))
         length = opened.stage.length_at(step)
         return [fold(batch[first : first + micro], length) for first in range(0, len(positions), micro)]
-
-    def _masks_documents(self, opened: OpenStage) -> bool:
-        return self.config.model.document_masking or opened.masks_documents
 
     def stage_of(self, step: int) -> OpenStage:
         """The stage that `step` belongs to, open."""
@@ -222,11 +229,18 @@ class RunData:
         without them those of the first stage.
         """
         found = []
-        settings = replace(self.settings, val_fraction=1.0)
         for plan in plan_validation(self.config):
             with complete_keys(plan.at):
-                opening = Opening(settings, plan.at, settings.first_sequence_length, self.stages[0].seed, 0, True)
-                source = plan.spec.open(opening)
+                source = plan.spec.open(
+                    Opening(
+                        run=self.validation_settings,
+                        at=plan.at,
+                        sequence_length=self.settings.first_sequence_length,
+                        seed=self.stages[0].seed,
+                        order_key=plan.key,
+                        first_stage=True,
+                    )
+                )
             if not len(source.held_out):
                 raise InputError(f"{plan.at}: {source.name} has less than a sequence to validate on: {source.found()}")
             found.append((plan, source))
@@ -420,8 +434,7 @@ def tokenizer_of(
     is only warned of: nanotron's files name one in any case.
     """
     section = config.tokenizer
-    sources = [*(source for stage in stages for source in stage.sources), *plan_validation(config)]
-    has_text = any(isinstance(source.spec, TextSpec) for source in sources)
+    has_text = any(isinstance(source.spec, TextSpec) for source in all_sources(config, stages))
     if section.tokenizer_max_length is not None and not has_text:
         run.report("warning: tokenizer.tokenizer_max_length cuts nothing: no stage reads text")
     if folder is not None and folder.is_dir():

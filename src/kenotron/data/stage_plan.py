@@ -192,7 +192,17 @@ def plan_validation(config: Config) -> list[SourcePlan]:
     """
     parts = _parts_of(val_datasets_of(config))
     labels = short_labels([[part.spec for part in parts]])
-    return [SourcePlan("", label, part.at, part.spec, 0, part.group, 1.0, None) for label, part in zip(labels, parts)]
+    return [
+        SourcePlan(
+            name="", label=label, at=part.at, spec=part.spec, key=0, group=part.group, share=part.share, max_epochs=None
+        )
+        for label, part in zip(labels, parts)
+    ]
+
+
+def all_sources(config: Config, stages: Iterable[StagePlan]) -> list[SourcePlan]:
+    """The sources of `stages`, and those of `tokens.val_datasets`."""
+    return [source for stage in stages for source in stage.sources] + plan_validation(config)
 
 
 def check_paths(config: Config, step: int | None = None) -> None:
@@ -201,7 +211,7 @@ def check_paths(config: Config, step: int | None = None) -> None:
     None: those of all stages. Raises InputError: one does not; those of `plan_stages`.
     """
     stages = [stage for stage in plan_stages(config) if step is None or stage.start <= step < stage.stop]
-    for source in [*(source for stage in stages for source in stage.sources), *plan_validation(config)]:
+    for source in all_sources(config, stages):
         key, paths = source.spec.paths()
         with complete_keys(source.at):
             for path in paths:
@@ -214,8 +224,7 @@ def check_files(config: Config) -> None:
 
     Raises InputError: a folder without any, a damaged file; those of `plan_stages`.
     """
-    sources = [source for stage in plan_stages(config) for source in stage.sources]
-    for source in sources + plan_validation(config):
+    for source in all_sources(config, plan_stages(config)):
         if not any(is_remote(path) for path in source.spec.paths()[1]):
             with complete_keys(source.at):
                 source.spec.check_files()

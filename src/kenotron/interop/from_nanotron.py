@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from kenotron.checkpoint import engine, folders, saving
+from kenotron.checkpoint.folders import NANOTRON_METADATA
 from kenotron.checkpoint.model_files import read_json
 from kenotron.config import Config, dump, load
 from kenotron.config.decoder import AttentionArchitecture, DecoderArchitecture
@@ -105,8 +106,6 @@ def from_nanotron(
 
 # ---- what the files say of the run -----------------------------------------------------------------------------
 
-METADATA = "checkpoint_metadata.json"
-
 
 def _folder(path: Path) -> Path:
     """The step's folder: `path` itself, or the one that its `latest.txt` names."""
@@ -114,16 +113,16 @@ def _folder(path: Path) -> Path:
         raise no_such_path("SRC", path)
     latest = path / "latest.txt"
     folder = path / latest.read_text(encoding="utf-8").strip() if latest.is_file() else path
-    if not (folder / METADATA).is_file():
-        raise InputError(f"{folder} is not a checkpoint of nanotron: it has no {METADATA}")
-    version = str(read_json(folder / METADATA).get("version"))
+    if not (folder / NANOTRON_METADATA).is_file():
+        raise InputError(f"{folder} is not a checkpoint of nanotron: it has no {NANOTRON_METADATA}")
+    version = str(read_json(folder / NANOTRON_METADATA).get("version"))
     if version not in VERSIONS:
-        raise NotSupportedYet(f"{folder / METADATA}: version {version} (supported: {', '.join(VERSIONS)})")
+        raise NotSupportedYet(f"{folder / NANOTRON_METADATA}: version {version} (supported: {', '.join(VERSIONS)})")
     return folder
 
 
 def _position(folder: Path) -> Position:
-    file = folder / METADATA
+    file = folder / NANOTRON_METADATA
     metas = read_json(file).get("metas")
     if not isinstance(metas, dict):
         raise InputError(f"{file}: expected the key metas")

@@ -124,7 +124,7 @@ def choose_start(
 
 
 def _refuse_nanotron(root: Path) -> None:
-    if any(root.glob("*/checkpoint_metadata.json")):
+    if any(root.glob(f"*/{folders.NANOTRON_METADATA}")):
         raise InputError(
             f"checkpoints.checkpoints_path: {root} holds checkpoints of nanotron, which no run continues; convert them "
             "(`kenotron convert from-nanotron`), set another path, or start at step 0 with --fresh, which keeps them"
