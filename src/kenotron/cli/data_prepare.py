@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ import typer
 
 from kenotron.cli.data import app, on_this_machine, options_named
 from kenotron.config.errors import InputError, counted, nearest
+from kenotron.launch.environment import cores
 
 Inputs = Annotated[
     list[str], typer.Argument(metavar="INPUT...", help="text, jsonl(.gz), parquet, arrow files; folders; HF datasets.")
@@ -86,10 +86,11 @@ def tokenize(
         for name, value in {"--tasks": tasks, "--partition": partition, "--time": time, "--sbatch": sbatch}.items():
             if value:
                 raise InputError(f"{name}: expected only with --executor")
-        made = work(inputs, load_tokenizer(tokenizer), output, options, workers or len(os.sched_getaffinity(0)), _say)
+        made = work(inputs, load_tokenizer(tokenizer), output, options, workers or cores(), _say)
     else:
         tokenize_on = _executors().tokenize_on
-        cluster = _executors().Cluster(executor, tasks, workers, partition, time, _pairs(sbatch or [], "--sbatch"))
+        at_once = workers or (cores() if executor == "local" else 0)
+        cluster = _executors().Cluster(executor, tasks, at_once, partition, time, _pairs(sbatch or [], "--sbatch"))
         if (given := tokenize_on(cluster, inputs, tokenizer, output, options, _say)) is None:
             return
         made = given

@@ -46,7 +46,7 @@ FAILED = "failed"  # the folder of the logs where a task that fails says why
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where tasks run. `tasks` 0: one a shard; `workers`: tasks at once, 0: all, here one a core."""
+    """Where tasks run. `tasks` 0: one a shard; `workers`: tasks at once, 0: all."""
 
     executor: str
     tasks: int = 0
@@ -183,7 +183,7 @@ def _executor(cluster: Cluster, step: PipelineStep, tasks: int, logs: Path) -> P
     """Finished tasks are recognized by their shards, not by datatrove's completion files."""
     common: dict[str, Any] = {"pipeline": [step], "tasks": tasks, "logging_dir": str(logs), "skip_completed": False}
     if cluster.executor == "local":
-        return LocalPipelineExecutor(workers=min(cluster.workers or len(os.sched_getaffinity(0)), tasks), **common)
+        return LocalPipelineExecutor(workers=min(cluster.workers or tasks, tasks), **common)
     if cluster.executor == "slurm":
         return SlurmPipelineExecutor(
             workers=cluster.workers or -1,

@@ -176,9 +176,10 @@ def load_tokenizer(name_or_path: str | Path, revision: str | None = None) -> Tex
         if (path / "tokenizer.json").is_file():
             return _read(path / "tokenizer.json", path)
         if not any((path / name).is_file() for name in TOKENIZER_FILES):
+            near = f"; did you mean {path}/tokenizer?" if (path / "tokenizer" / "tokenizer.json").is_file() else ""
             raise InputError(
                 f"tokenizer.tokenizer_name_or_path: the folder {path} has no tokenizer; expected tokenizer.json, or "
-                f"other files that `transformers` reads, in it"
+                f"other files that `transformers` reads, in it{near}"
             )
         return _from_transformers(str(path), None)
     if is_a_path(name_or_path):
