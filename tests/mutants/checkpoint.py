@@ -243,8 +243,8 @@ MUTANTS = [
     Mutant(
         name="resharding-reads-from-the-chunks-start",
         file="checkpoint/tensors.py",
-        find="source = source.narrow(dimension, start, length)",
-        replace="source = source.narrow(dimension, 0, length)",
+        find="block[here].copy_(files.view(entry, chunk)[there])",
+        replace="block[here].copy_(files.view(entry, chunk)[tuple(slice(s.stop - s.start) for s in there)])",
         why="on another layout every rank loads the first rows of each chunk that it meets",
         tests=RANKS,
     ),

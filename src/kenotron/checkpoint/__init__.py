@@ -19,6 +19,6 @@ reading.py, averaging.py, model_files.py    for tools, in one process
 local.py, machines.py         frequent checkpoints on the machines' own disks
 remote.py, upload.py          in a bucket: downloads and uploads, loaded where a config has a URL
 
-Tensors go through `torch.distributed.checkpoint`; everything else is JSON or YAML; nothing is a pickle.
-Neither torch nor DCP is imported before a tensor is touched.
+`torch.distributed.checkpoint` (DCP) plans which rank writes what; everything but tensors is JSON or YAML; nothing is a
+pickle. Neither torch nor DCP is imported before a tensor is touched.
 """

@@ -2,8 +2,8 @@
 
     state = load("checkpoints/10", model=dict(module.named_parameters()), optimizer=flat_optimizer_state)
 
-The tensors are filled in place, on whatever layout they have now: DCP reads from the saved chunks what each
-rank needs. Tools that want plain tensors use `reading.read_tensors`.
+The tensors are filled in place, on whatever layout they have now: each rank reads from the saved chunks what it
+needs. Tools that want plain tensors use `reading.read_tensors`.
 """
 
 from __future__ import annotations
@@ -58,13 +58,16 @@ def load(
         for folder, tensors in parts.items():
             _check_fit(path / folder, indexes[folder], tensors, on_all_ranks[folder])
 
+    def fill() -> None:
+        for folder, tensors in parts.items():
+            fill_tensors(path / folder, indexes[folder], tensors)
+
     raise_on_any_rank(check)
     from kenotron.checkpoint.tensors import files_read, fill_tensors
 
     if fetch is not None:
         fetch({f"{part}/{name}" for part in parts for name in files_read(indexes[part], parts[part])})
-    for folder, tensors in parts.items():
-        fill_tensors(path / folder, indexes[folder], tensors)
+    raise_on_any_rank(fill)
     return manifest.state
 
 

@@ -69,21 +69,10 @@ def block_reader(
 
 
 def _block(files: MappedFiles, entry: Entry, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """The elements of a tensor from `offset` on, `shape` of them, put together from the chunks that have them."""
     import torch
 
-    from kenotron.checkpoint.tensors import torch_dtype
+    from kenotron.checkpoint.tensors import copy_block, torch_dtype
 
     block = torch.empty(tuple(shape), dtype=torch_dtype(entry.dtype))
-    for chunk in entry.chunks:
-        spans = [
-            (max(start, begin), min(start + size, begin + length))
-            for start, size, begin, length in zip(offset, shape, chunk.offset, chunk.shape, strict=True)
-        ]
-        if all(first < last for first, last in spans):
-            here, there = (
-                tuple(slice(first - origin, last - origin) for (first, last), origin in zip(spans, origins))
-                for origins in (offset, chunk.offset)
-            )
-            block[here].copy_(files.view(entry, chunk)[there])
+    copy_block(files, entry, offset, block)
     return block

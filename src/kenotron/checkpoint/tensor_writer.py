@@ -12,6 +12,7 @@ import io
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -36,10 +38,10 @@ from kenotron.checkpoint.durable import FileRecord, hashed_file, write_file
 from kenotron.checkpoint.file_writer import OpenFile
 from kenotron.checkpoint.index import DTYPES, INDEX, Chunk, Entry, Index
 from kenotron.checkpoint.manifest import plain
-from kenotron.checkpoint.tensors import box_of, shards, through_dcp
+from kenotron.checkpoint.tensors import shards
 from kenotron.config.errors import CheckpointError
 from kenotron.kernels.tensor_shard import TensorShard
-from kenotron.parallel.ranks import gather_at, rank_and_size
+from kenotron.parallel.ranks import describe, gather_at, rank_and_size
 
 ALIGNMENT = 8
 
@@ -58,10 +60,21 @@ def write_tensors(folder: Path, tensors: dict[str, Any], open_file: OpenFile = h
 
 
 def write_through_dcp(writer: Writer, pieces: dict[str, Any]) -> None:
-    """Have DCP plan which rank writes which of `pieces` (of `shards`) and call `writer` so. All ranks call it."""
-    through_dcp(
-        lambda: dcp.save(pieces, storage_writer=writer, planner=_SavePlanner(), no_dist=rank_and_size()[1] == 1)
-    )
+    """Have DCP plan which rank writes which of `pieces` (of `shards`) and call `writer` so. All ranks call it.
+
+    DCP's own exception, which is no `Exception`, is replaced by what was raised inside.
+    """
+    alone = rank_and_size()[1] == 1
+    try:
+        with warnings.catch_warnings():
+            # "torch.distributed is disabled, ... assuming the intent is to save in a single process": it is.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(pieces, storage_writer=writer, planner=_SavePlanner(), no_dist=alone)
+    except CheckpointException as failure:
+        rank, (error, _) = min(failure.failures.items())
+        if not isinstance(error, Exception) or alone:
+            raise error from None
+        raise CheckpointError(f"rank {rank}: {describe(error)}") from error
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -91,7 +104,7 @@ def _write_item(name: str, value: Any) -> WriteItem | None:
         return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
     if value.tensor.numel() == 0 and 0 not in value.shape:
         return None
-    box = box_of(value)
+    box = ChunkStorageMetadata(torch.Size(value.offset), value.tensor.shape)
     properties = TensorProperties.create_from_tensor(value.tensor)
     return WriteItem(
         MetadataIndex(name, box.offsets),

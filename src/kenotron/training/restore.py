@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kenotron.checkpoint import loading, manifest
+from kenotron.checkpoint.tensors import torch_dtype
 from kenotron.config.errors import InputError
 from kenotron.models import named_parameters
 from kenotron.optim.state import init_state, load_state_tensors, state_tensors
@@ -65,8 +66,6 @@ def restore(run: Run, start: Start) -> None:
 
 def _hook_tensors(path: Path) -> dict[str, Tensor]:
     """A tensor to fill for each that hooks saved, whole on every rank."""
-    from kenotron.checkpoint.tensors import torch_dtype  # which imports DCP
-
     saved = manifest.read_manifest(path)
     entries = loading.open_index(path / "hooks", saved).tensors if saved.below("hooks") else {}
     return {name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) for name, entry in entries.items()}
