@@ -117,7 +117,8 @@ def zero_vocabulary_padding(model: Decoder, shard_of: Callable[[Tensor], TensorS
 
 
 def flops_per_token(model: nn.Module, sequence_length: int, causal: bool) -> float:
-    """FLOPs of one token's forward pass: the sum over the modules that have a method of this name.
+    """FLOPs of one token's forward pass: the sum over the modules that have a method of this name, as all with a matrix
+    product do (by the field's convention only those count).
 
     `causal` False counts the whole attention square (nanotron, PaLM appendix B), True only the half that a
     causal mask keeps. Training costs three times this: backward needs two products for each forward one.

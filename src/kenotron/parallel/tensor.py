@@ -239,10 +239,6 @@ class ColumnParallelRMSNorm(nn.Module):
         scale = torch.rsqrt(squares / (x.shape[-1] * group.size()) + self.eps)
         return (wide * scale * rows_here(self.weight, self.rows)).to(x.dtype)
 
-    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """As RMSNorm's."""
-        return 0.0
-
 
 class ColumnParallelEmbedding(nn.Module):
     """Holds ``width / tp`` columns of every row: tokens ``[tokens]`` → ``[tokens, width / tp]``, without a collective.
@@ -261,10 +257,6 @@ class ColumnParallelEmbedding(nn.Module):
         if self.columns is None:
             return F.embedding(tokens, local_part(self.weight))
         return F.embedding(tokens, local_part(self.weight, partial=True))[:, self.columns]
-
-    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """A lookup costs none."""
-        return 0.0
 
 
 class _ColumnProducts(torch.autograd.Function):
@@ -438,10 +430,6 @@ class VocabParallelEmbedding(_VocabParallel):
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
         leave = scatter_tokens if self.settings.sequence and self.training else reduce_from
         return leave(rows, self.settings.group)
-
-    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """A lookup costs none."""
-        return 0.0
 
 
 class VocabParallelHead(_VocabParallel):

@@ -60,7 +60,3 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens ``[tokens]`` int64 → ``[tokens, hidden]`` in fp32."""
         return F.embedding(tokens, self.weight)
-
-    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of one token's forward pass."""
-        return 0.0

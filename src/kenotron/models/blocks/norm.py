@@ -26,10 +26,6 @@ class RMSNorm(nn.Module):
         """Computed in x's dtype but for the statistics."""
         return rms_norm(x, self.weight.to(x.dtype), self.eps)
 
-    def flops_per_token(self, sequence_length: int, causal: bool) -> float:
-        """FLOPs of one token's forward pass."""
-        return 0.0  # by the field's convention only matrix products count
-
 
 class HeadRMSNorm(RMSNorm):
     """RMSNorm of every head by itself: x ``[tokens, heads * head_dim]`` → the same shape; one weight for all heads."""
