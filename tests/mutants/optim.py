@@ -138,9 +138,9 @@ MUTANTS = [
     Mutant(
         name="resume-forgets-the-moments",
         file="optim/state.py",
-        find="    return target.copy_(_like(source, target))\n",
-        replace="    return target\n",
-        why="a checkpoint's moments are read and never reach the optimizer: a loss bump that warm-up hides",
+        find="    if isinstance(value, Tensor):\n        return value\n",
+        replace="    if isinstance(value, Tensor):\n        return value.clone()\n",
+        why="a checkpoint's moments are read into copies and never reach the optimizer: a loss bump that warm-up hides",
         tests=("optim/test_optimizer_state.py",),
     ),
     Mutant(

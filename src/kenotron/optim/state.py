@@ -5,13 +5,13 @@
      "state.model.norm.weight.exp_avg": tensor([...]),
      "state.model.norm.weight.exp_avg_sq": tensor([...]), ...}
 
-The tensors are the optimizer's own, not copies: what loads in place (torch.distributed.checkpoint) needs
-nothing else. Numbers that an optimizer keeps beside its tensors appear as 0-dim tensors.
+The tensors are the optimizer's own, not copies: what loads in place needs nothing else. Numbers that an optimizer keeps
+beside its tensors appear as 0-dim tensors.
 
 Hyper-parameters are not part of it. Learning rate, betas and weight decay come from the config at every start, so
 an edited config is never overruled by an old checkpoint.
 
-To resume: build the optimizer, `init_state`, fill what `state_tensors` shows, `load_state_tensors`.
+To resume: build the optimizer, `init_state`, fill what `state_tensors` shows, `load_numbers`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kenotron.config.errors import InputError, nearest
+from kenotron.config.errors import InputError
 
 
 def _well_known(optimizer: torch.optim.Optimizer) -> bool:
@@ -86,27 +86,16 @@ def state_tensors(named_parameters: Named, optimizer: torch.optim.Optimizer) -> 
     }
 
 
-@torch.no_grad()
-def load_state_tensors(named_parameters: Named, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Puts `tensors`, named as by `state_tensors`, into the optimizer's state, in place.
+def load_numbers(named_parameters: Named, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    """Give the optimizer the numbers among `tensors`, which `state_tensors` has shown and a load has filled.
 
-    The optimizer must have state (`init_state`). Plain tensors and DTensors may stand for one another;
-    shapes are logical ones. Raises `InputError` for the first name that is missing, unknown or of another
-    shape.
+    The others are its own.
     """
-    parameters = list(named_parameters)
-    current = state_tensors(parameters, optimizer)
-    missing = [name for name in current if name not in tensors]
-    unknown = [name for name in tensors if name not in current]
-    if missing:
-        raise InputError(f"optimizer state: expected '{missing[0]}', found none{nearest(missing[0], unknown)}")
-    if unknown:
-        raise InputError(f"optimizer state: '{unknown[0]}' belongs to no parameter of this optimizer")
-    for name, parameter in parameters:
+    for name, parameter in named_parameters:
         state = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            if value is not None:
-                state[key] = _filled(value, tensors[f"state.{name}.{key}"], f"{name}.{key}")
+            if value is not None and not isinstance(value, Tensor):
+                state[key] = type(value)(tensors[f"state.{name}.{key}"].item())
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:
@@ -117,26 +106,3 @@ def _as_tensor(name: str, value: Any) -> Tensor:
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float64)
     raise InputError(f"optimizer state: {name} is a {type(value).__name__}, and only tensors and numbers can be saved")
-
-
-def _filled(target: Any, source: Tensor, name: str) -> Any:
-    """`target` with the value of `source`: a tensor keeps its storage, a number its type."""
-    if not isinstance(target, Tensor):
-        return type(target)(source.item())
-    if target.shape != source.shape:
-        raise InputError(f"optimizer state: {name}: expected shape {tuple(target.shape)}, found {tuple(source.shape)}")
-    if target is source:
-        return target
-    return target.copy_(_like(source, target))
-
-
-def _like(source: Tensor, target: Tensor) -> Tensor:
-    """`source` as a plain tensor or as a DTensor on `target`'s mesh, whichever `target` is."""
-    mesh = getattr(target, "device_mesh", None)
-    if mesh is None:
-        return source.full_tensor() if hasattr(source, "full_tensor") else source
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if isinstance(source, DTensor):
-        source = source.full_tensor()
-    return distribute_tensor(source.to(target.device), mesh, target.placements)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from kenotron.checkpoint import loading, manifest
 from kenotron.checkpoint.tensors import torch_dtype
 from kenotron.config.errors import InputError
 from kenotron.models import named_parameters
-from kenotron.optim.state import init_state, load_state_tensors, state_tensors
+from kenotron.optim.state import init_state, load_numbers, state_tensors
 from kenotron.parallel.ranks import raise_on_any_rank, run_on_rank0
 from kenotron.training.console import logger
 from kenotron.training.saved_state import load_hook_states, model_tensors, optimizer_tensors
@@ -49,7 +49,7 @@ def restore(run: Run, start: Start) -> None:
     )
     run_on_rank0(lambda: _check_data(run, state.get("data", {}), start))
     if moments is not None:
-        load_state_tensors(named_parameters(*run.parts), run.optimizer, moments)
+        load_numbers(named_parameters(*run.parts), run.optimizer, moments)
     if run.pipeline is not None:
         run.pipeline.share_tied_weights()
     run.step = start.step
