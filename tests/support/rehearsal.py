@@ -27,7 +27,6 @@ from kenotron.kernels.attention import attention as sdpa
 from kenotron.kernels.attentions.choice import by_documents
 from kenotron.kernels.attentions.packed import torch_flash
 from kenotron.models import build, named_parameters
-from kenotron.optim import build as build_module
 from kenotron.optim.build import build_optimizer
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
 from kenotron.training.initial_weights import fill_weights
@@ -69,7 +68,6 @@ def _run(config: Config, mesh: Mesh, device: torch.device) -> Run:
         skeleton = build(config.model)
     parts, pipeline = build_parts(config, mesh, device)
     fill_weights(parts, config.model.init_method, config.general.seed)
-    build_module._fused_is_available = lambda groups: True
     names = [name for name, _ in named_parameters(skeleton)]
     optimizer = build_optimizer(named_parameters(*parts), config.optimizer, all_names=names, padded=False)
     engine = cast(Any, SimpleNamespace(fence=lambda: None))

@@ -76,7 +76,7 @@ def build_optimizer(
             groups,
             betas=(factory.adam_beta1, factory.adam_beta2),
             eps=factory.adam_eps,
-            fused=factory.torch_adam_is_fused and _fused_is_available(groups),
+            fused=factory.torch_adam_is_fused,
         )
     if factory.name == "sgd":
         if factory.nesterov and not factory.momentum:
@@ -91,17 +91,10 @@ def build_optimizer(
             ns_steps=factory.muon_ns_steps,
             betas=(factory.adam_beta1, factory.adam_beta2),
             eps=factory.adam_eps,
-            fused=factory.torch_adam_is_fused and _fused_is_available(groups),
+            fused=factory.torch_adam_is_fused,
         )
         return optimizer
     return _build_custom(groups, factory.name, factory.kwargs, padded)
-
-
-def _fused_is_available(groups: list[dict[str, Any]]) -> bool:
-    """Whether torch has fused kernels for every parameter's device and dtype."""
-    devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    dtypes = [parameter.is_floating_point() for group in groups for parameter in group["params"]]
-    return devices <= {"cpu", "cuda", "mps", "xpu", "hpu"} and all(dtypes)
 
 
 def _build_custom(
