@@ -27,9 +27,9 @@ import yaml
 
 import kenotron as kn
 from kenotron.data.formats import FORMATS, open_writer
+from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.file_documents import python_stdlib
 from kenotron.text.json_lines import LONGEST_LINE
-from kenotron.text.tokenizer import train_byte_level_bpe
 from process_memory import tree_mib
 
 BAR = 1024  # MiB

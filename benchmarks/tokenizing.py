@@ -22,8 +22,8 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
+from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.file_documents import python_stdlib
-from kenotron.text.tokenizer import train_byte_level_bpe
 
 WAYS = ("kenotron", "datasets", "datatrove")
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from kenotron.data.formats import open_writer
-from kenotron.text.tokenizer import TextTokenizer, train_byte_level_bpe
+from kenotron.text.byte_level_bpe import train_byte_level_bpe
+from kenotron.text.tokenizer import TextTokenizer
 
 FOLDER = Path("tokens")
 PACKAGES = ("json", "email", "http", "logging", "unittest")

@@ -14,8 +14,9 @@ from kenotron.data import NO_LOSS, open_run
 from kenotron.data.held_out_texts import bits_per_byte, compression_baselines, validation_texts
 from kenotron.data.loader import Prefetcher
 from kenotron.data.stage_plan import check_paths
+from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.hash_split import is_held_out, text_hash, threshold_of_fraction
-from kenotron.text.tokenizer import TextTokenizer, train_byte_level_bpe
+from kenotron.text.tokenizer import TextTokenizer
 from support.data_runs import opened, quiet, rows, run_config, write_texts
 
 

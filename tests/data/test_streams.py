@@ -26,12 +26,13 @@ from kenotron.data.sources import stream as stream_module
 from kenotron.data.sources.reader_shards import ReaderShard, ShardRules, epoch_order, from_bytes, to_bytes
 from kenotron.data.sources.stream import DocumentEncoder, Stream
 from kenotron.kernels.hashing import derive_key, hash64
+from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.documents import DocumentChunk
 from kenotron.text.encode import EncodeRules
 from kenotron.text.file_documents import FileDocuments, find_files
 from kenotron.text.hash_split import is_held_out, threshold_of_fraction
 from kenotron.text.hub_datasets import HubDocuments
-from kenotron.text.tokenizer import TextTokenizer, load_tokenizer, train_byte_level_bpe
+from kenotron.text.tokenizer import TextTokenizer, load_tokenizer
 from support.data_runs import quiet, run_config
 
 LENGTH = 32

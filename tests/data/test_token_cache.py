@@ -14,9 +14,10 @@ import tokenizers
 from kenotron.config.errors import InputError
 from kenotron.data import cache
 from kenotron.data.cache import EncodeRules, open_tokens
+from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.file_documents import FileDocuments, find_files
 from kenotron.text.hash_split import is_held_out, text_hash, threshold_of_fraction
-from kenotron.text.tokenizer import TextTokenizer, train_byte_level_bpe
+from kenotron.text.tokenizer import TextTokenizer
 from support.data_runs import quiet, write_texts
 
 RULES = EncodeRules(eos=0, max_tokens=None)

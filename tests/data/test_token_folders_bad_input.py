@@ -90,7 +90,7 @@ def test_an_unknown_width_is_asked_for_where_it_may_be_another(tmp_path: Path) -
 
 
 def test_another_tokenizer_is_reported_by_name_once_for_a_folder(folder: Path, tmp_path: Path) -> None:
-    from kenotron.text.tokenizer import train_byte_level_bpe
+    from kenotron.text.byte_level_bpe import train_byte_level_bpe
 
     train_byte_level_bpe(["some words"], 300).save(tmp_path / "words")
     run = {"tokenizer__tokenizer_name_or_path": str(tmp_path / "words")}
@@ -109,7 +109,8 @@ def test_another_tokenizer_than_the_manifests_is_refused_whatever_its_name(tmp_p
     """The metadata of both folders name a folder `tokenizer`."""
     from kenotron.prepare.merge import merge
     from kenotron.prepare.tokenize import TokenizeOptions, tokenize
-    from kenotron.text.tokenizer import load_tokenizer, train_byte_level_bpe
+    from kenotron.text.byte_level_bpe import train_byte_level_bpe
+    from kenotron.text.tokenizer import load_tokenizer
 
     for name, text in (("a", "some words"), ("b", "other text")):
         train_byte_level_bpe([text], 258).save(tmp_path / name / "tokenizer")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kenotron.prepare.tokenize import TokenizeOptions, tokenize
-from kenotron.text.tokenizer import load_tokenizer, train_byte_level_bpe
+from kenotron.text.byte_level_bpe import train_byte_level_bpe
+from kenotron.text.tokenizer import load_tokenizer
 from support.hub_cache import made_documents, offline_environment
 from support.nursery import Nursery
 from support.tiny_llamas import hf_llama, save_hf, small_tokenizer

@@ -15,7 +15,8 @@ import pytest
 from kenotron.config.errors import InputError
 from kenotron.prepare.executors import Cluster, ShardTokenizer, tokenize_on
 from kenotron.prepare.tokenize import TokenizeOptions, tokenize
-from kenotron.text.tokenizer import load_tokenizer, train_byte_level_bpe
+from kenotron.text.byte_level_bpe import train_byte_level_bpe
+from kenotron.text.tokenizer import load_tokenizer
 from support.data_runs import bytes_of
 
 OPTIONS = TokenizeOptions(shard_megabytes=0.002, shuffle_documents=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kenotron.cli import main
-from kenotron.text.tokenizer import train_byte_level_bpe
+from kenotron.text.byte_level_bpe import train_byte_level_bpe
 
 WRONG = {
     "tokenizer": (

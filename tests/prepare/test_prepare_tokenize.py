@@ -18,8 +18,9 @@ from kenotron.data.formats import open_token_files
 from kenotron.prepare import inputs as inputs_module
 from kenotron.prepare.merge import merge
 from kenotron.prepare.tokenize import TokenizeOptions, tokenize
+from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.file_documents import FileDocuments
-from kenotron.text.tokenizer import TextTokenizer, load_tokenizer, train_byte_level_bpe
+from kenotron.text.tokenizer import TextTokenizer, load_tokenizer
 from support.data_runs import bytes_of, quiet
 
 WORDS = ["alpha", "beta", "gamma", "été", "漢字", "x1", "🙂", "the", "of", "and", "1234"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kenotron.text.tokenizer import train_byte_level_bpe
+from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from support.data_runs import bytes_of
 from support.tiny_run import KENOTRON, REPOSITORY, environment
 

@@ -19,7 +19,8 @@ from kenotron.cli import main
 from kenotron.config import Config, InputError
 from kenotron.data import open_run
 from kenotron.storage import fetching
-from kenotron.text.tokenizer import load_tokenizer, train_byte_level_bpe
+from kenotron.text.byte_level_bpe import train_byte_level_bpe
+from kenotron.text.tokenizer import load_tokenizer
 from support.data_runs import run_config
 
 Upload = Callable[[Path, str], str]

@@ -16,7 +16,8 @@ from kenotron.config import dump, load
 from kenotron.kernels.attention import attention
 from kenotron.models import Context, build, initialize_model, materialize, named_parameters
 from kenotron.models.decoder import Decoder
-from kenotron.text.tokenizer import TextTokenizer, train_byte_level_bpe
+from kenotron.text.byte_level_bpe import train_byte_level_bpe
+from kenotron.text.tokenizer import TextTokenizer
 
 SHAPES = {
     "vocab_size": 300,

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from kenotron.text import pretoken_cache as words_module
+from kenotron.text.byte_level_bpe import SPLIT_PATTERN, train_byte_level_bpe
 from kenotron.text.file_documents import python_stdlib
 from kenotron.text.pretoken_cache import CachedBPE
-from kenotron.text.tokenizer import SPLIT_PATTERN, train_byte_level_bpe
 
 TEXTS = [chunk.text[:3000] for _, chunk in zip(range(60), python_stdlib().documents())]
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from kenotron.config.errors import InputError
 from kenotron.data import NO_LOSS, open_run
 from kenotron.data.held_out_texts import compression_baselines
+from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.documents import DocumentSource, RowHook
 from kenotron.text.file_documents import FileDocuments
 from kenotron.text.sft import Columns, Example, SftDocuments, chat_segments, encode_examples
-from kenotron.text.tokenizer import TextTokenizer, load_tokenizer, train_byte_level_bpe
+from kenotron.text.tokenizer import TextTokenizer, load_tokenizer
 from support.data_runs import quiet, run_config, write_texts
 
 PAIRS = [{"prompt": f"{a} + {b} =", "completion": f" {a + b}"} for a in range(8) for b in range(8)]

@@ -10,7 +10,7 @@ import pytest
 from kenotron.config.errors import InputError
 from kenotron.data import TextTokenizer, load_tokenizer, open_run
 from kenotron.data.held_out_texts import validation_texts
-from kenotron.text.tokenizer import END_OF_TEXT, train_byte_level_bpe
+from kenotron.text.byte_level_bpe import END_OF_TEXT, train_byte_level_bpe
 from support.data_runs import run_config, write_texts
 
 TEXTS = [
@@ -160,7 +160,7 @@ def test_a_fork_after_tokenizing_gives_no_warning():
 import os, sys
 from kenotron.text.encode import EncodeRules, encode_documents
 from kenotron.text.hash_split import AssignedChunk
-from kenotron.text.tokenizer import train_byte_level_bpe
+from kenotron.text.byte_level_bpe import train_byte_level_bpe
 tokenizer = train_byte_level_bpe(["some words here"] * 9, 270)
 chunks = [AssignedChunk("some words", 1, False, True, True)] * 50
 list(encode_documents(chunks, tokenizer.to_json(), EncodeRules(0, None), 1))

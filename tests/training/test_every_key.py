@@ -59,7 +59,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             write_ds(folder / name / f"{file}.ds", np.split(ids, range(7, 1200, 7)), tokenizer=None)
     # No upper byte is 0: that would be noticed where they are read as single bytes.
     np.random.default_rng(2).integers(256, 320, 3000).astype("<u2").tofile(folder / "raw.bin")
-    from kenotron.text.tokenizer import train_byte_level_bpe
+    from kenotron.text.byte_level_bpe import train_byte_level_bpe
 
     train_byte_level_bpe(TEXTS, 300).save(folder / "letters")
     (folder / "words").symlink_to(make_tokenizer_repository(folder / "hub home", "robot/words"))

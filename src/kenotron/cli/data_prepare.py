@@ -145,7 +145,7 @@ def train_tokenizer(
     from kenotron.prepare.inputs import first_texts, open_input
     from kenotron.prepare.scratch import scratch_beside
     from kenotron.storage.files import publish_folder
-    from kenotron.text.tokenizer import train_byte_level_bpe
+    from kenotron.text.byte_level_bpe import train_byte_level_bpe
 
     on_this_machine(output, "--output")
     texts = [open_input(name, column, split, config_name) for name in inputs]

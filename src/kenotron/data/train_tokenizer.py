@@ -9,7 +9,8 @@ from pathlib import Path
 from kenotron.data.cached_folder import cache_entry, cached_folder
 from kenotron.data.source import RunSettings, TextSpec
 from kenotron.data.stage_plan import SourcePlan, complete_keys
-from kenotron.text.tokenizer import SPLIT_PATTERN, TextTokenizer, load_tokenizer, train_byte_level_bpe
+from kenotron.text.byte_level_bpe import SPLIT_PATTERN, train_byte_level_bpe
+from kenotron.text.tokenizer import TextTokenizer, load_tokenizer
 
 TRAINING_CHARACTERS = 200_000_000
 """Most text that a tokenizer is trained on; more changes little and costs memory."""

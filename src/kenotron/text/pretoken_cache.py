@@ -23,7 +23,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from kenotron.text.tokenizer import SPLIT_PATTERN, library_ids
+from kenotron.text.byte_level_bpe import SPLIT_PATTERN
+from kenotron.text.tokenizer import library_ids
 
 if TYPE_CHECKING:
     import tokenizers

@@ -30,8 +30,6 @@ from kenotron.storage.hub import configure_hub, first_line, hub_file
 if TYPE_CHECKING:
     import tokenizers
 
-END_OF_TEXT = "<|endoftext|>"
-
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -41,13 +39,6 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "vocab.json",
     "merges.txt",
-)
-
-# Words take one leading blank or mark (`_name`, `.name`), numbers are cut in threes, and a run of blank lines with
-# the indentation of the next line stays in one chunk, which matters for code. (The split of Llama 3 and of cl100k.)
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -241,36 +232,6 @@ def _from_transformers(name: str, revision: str | None) -> TextTokenizer:
     loaded = TextTokenizer(backend, config)
     loaded.name = name
     return loaded
-
-
-def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens, the first of which ends documents.
-
-    Sennrich et al. 2016 (arXiv 1508.07909) on bytes as in GPT-2; no text is out of vocabulary.
-    """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    if vocab_size < 257:
-        raise InputError(f"tokenizer.train.vocab_size: at least 257 (256 bytes and end of text), found {vocab_size}")
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
-        [
-            pre_tokenizers.Split(tokenizers.Regex(SPLIT_PATTERN), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    with all_cores():
-        backend.train_from_iterator(texts, trainer)
-    config = {"eos_token": END_OF_TEXT, "clean_up_tokenization_spaces": False}
-    return TextTokenizer(backend, config)
 
 
 def quiet_parallelism() -> None:
