@@ -18,14 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
-from kenotron.storage.files import (
-    cache_root,
-    locked,
-    map_local_array,
-    publish_folder,
-    remove_leftovers,
-    temporary_beside,
-)
+from kenotron.storage.arrays import map_local_array
+from kenotron.storage.files import cache_root, locked, publish_folder, remove_leftovers, temporary_beside
 from kenotron.text.progress import Report
 
 PROCESS_START = time.time()

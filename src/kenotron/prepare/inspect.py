@@ -18,7 +18,7 @@ from kenotron.data.formats import TokenFile, documents_between, open_token_files
 from kenotron.data.formats.token_file import TokenChunk
 from kenotron.data.manifest import Json, checksums, recorded_checksums
 from kenotron.data.sources.token_folder import count_windows, window_step
-from kenotron.storage.files import release
+from kenotron.storage.arrays import release
 from kenotron.storage.paths import AnyPath
 
 CHUNK_TOKENS = 1 << 20

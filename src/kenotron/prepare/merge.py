@@ -31,7 +31,8 @@ from kenotron.data.manifest import MANIFEST, Json, checksums, manifests_beside, 
 from kenotron.prepare.scratch import scratch_beside
 from kenotron.prepare.shuffle import DocumentShuffle, Loss, some_documents
 from kenotron.prepare.tokenize import FORMATS
-from kenotron.storage.files import publish_folder, release, sync_folder
+from kenotron.storage.arrays import release
+from kenotron.storage.files import publish_folder, sync_folder
 from kenotron.storage.paths import AnyPath, as_path
 from kenotron.text.progress import Report, progress
 

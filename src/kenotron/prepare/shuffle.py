@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.data.formats.token_file import TOKENS_AT_ONCE
-from kenotron.storage.files import map_local_array, release
+from kenotron.storage.arrays import map_local_array, release
 
 BUCKET_TOKENS = 1 << 24
 MOST_BUCKETS = 256

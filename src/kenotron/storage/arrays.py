@@ -1,18 +1,25 @@
-"""Many slices of arrays at once, some of which may be in remote files (`paths.RemoteArray`).
+"""Arrays in files: mapped from those on this machine; many slices at once, of remote ones, too (`paths.RemoteArray`).
 
+map_local_array(path, dtype, 0, count)   an array that is read when it is indexed
 read_rows(arrays, starts, rows)          the parts of a whole batch are fetched in parallel
 fetch_ahead(arrays, starts, lengths)     the same, without waiting
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.storage.paths import RemoteArray
+
+SMALL_ARRAY = 4096
+"""Bytes up to which an array is read instead of mapped: the kernel allows some 65,000 mappings per process."""
 
 ROWS_AT_ONCE = 64
 """Rows whose parts are fetched in parallel, and held in memory."""
@@ -45,3 +52,28 @@ def fetch_ahead(arrays: Sequence[Array], starts: Sequence[int], lengths: Sequenc
         if isinstance(array, RemoteArray):
             fetched.update(array.fetch(start, start + length))
     return list(fetched.values())
+
+
+def map_local_array(path: Path, dtype: np.dtype, offset: int, count: int) -> NDArray:
+    """`count` items of `dtype` from byte `offset` of a file on, memory-mapped read-only; a small array is read.
+
+    Raises OSError; ValueError if the file ends before.
+    """
+    if count == 0:  # an empty range cannot be mapped
+        return np.empty(0, dtype)
+    if count * dtype.itemsize <= SMALL_ARRAY:
+        found = np.fromfile(path, dtype, count, offset=offset)
+        if len(found) < count:
+            raise ValueError(f"{path}: ends before byte {offset + count * dtype.itemsize}")
+        return found
+    # A plain view: np.memmap's own slicing is several times slower.
+    return np.asarray(np.memmap(path, dtype, "r", offset=offset, shape=(count,)))
+
+
+def release(array: NDArray) -> None:
+    """Drop the pages of a mapped array from this process's memory; the next read loads them again."""
+    base: object = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+        base.madvise(mmap.MADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""Files on this machine: atomic and durable writes, locks, and arrays mapped from them. One implementation of each.
+"""Files on this machine: atomic and durable writes, and locks. One implementation of each.
 
     with AtomicFile(folder / "a.ds") as file:      # written as a.ds.tmp-3f9c0a1b, synced, renamed
         file.write(b"...")
@@ -14,7 +14,6 @@ know what they were doing and for whom.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import secrets
 import shutil
@@ -23,14 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # where arrays are mapped numpy is loaded; `kenotron --help` has no time for it
-    import numpy as np
-    from numpy.typing import NDArray
-
-SMALL_ARRAY = 4096
-"""Bytes up to which an array is read instead of mapped: the kernel allows some 65,000 mappings per process."""
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of a file system without locks."""
@@ -220,35 +211,3 @@ def _lock(descriptor: int, file: Path, timeout: float | None, on_wait: Callable[
             if error.errno in NO_LOCKS:
                 return False
             raise
-
-
-# ---- arrays ------------------------------------------------------------------------------------------------
-
-
-def map_local_array(path: Path, dtype: np.dtype, offset: int, count: int) -> NDArray:
-    """`count` items of `dtype` from byte `offset` of a file on, memory-mapped read-only; a small array is read.
-
-    Raises OSError; ValueError if the file ends before.
-    """
-    import numpy as np
-
-    if count == 0:  # an empty range cannot be mapped
-        return np.empty(0, dtype)
-    if count * dtype.itemsize <= SMALL_ARRAY:
-        found = np.fromfile(path, dtype, count, offset=offset)
-        if len(found) < count:
-            raise ValueError(f"{path}: ends before byte {offset + count * dtype.itemsize}")
-        return found
-    # A plain view: np.memmap's own slicing is several times slower.
-    return np.asarray(np.memmap(path, dtype, "r", offset=offset, shape=(count,)))
-
-
-def release(array: NDArray) -> None:
-    """Drop the pages of a mapped array from this process's memory; the next read loads them again."""
-    import numpy as np
-
-    base: object = array
-    while isinstance(base, np.ndarray):
-        base = base.base
-    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        base.madvise(mmap.MADV_DONTNEED)

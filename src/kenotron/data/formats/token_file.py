@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, counted, nearest
-from kenotron.storage.files import AtomicFile, map_local_array, release
+from kenotron.storage.arrays import map_local_array, release
+from kenotron.storage.files import AtomicFile
 from kenotron.storage.paths import AnyPath, RemotePath
 
 CHECKED_AT_OPEN = 1 << 16
