@@ -123,9 +123,10 @@ class Mesh:
         if self.device_mesh is None or not larger:
             return None
         if name not in self._submeshes:
-            self._submeshes[name] = (
-                self.device_mesh[larger[0]] if len(larger) == 1 else _flatten(self.device_mesh, larger)
-            )
+            from kenotron.parallel.torch_internals import flatten
+
+            whole = self.device_mesh
+            self._submeshes[name] = whole[larger[0]] if len(larger) == 1 else flatten(whole, larger)
         return self._submeshes[name]
 
     def expert_axes(self, *names: str) -> DeviceMesh | None:
@@ -155,12 +156,6 @@ class Mesh:
     def is_first(self) -> bool:
         """Whether this is rank 0 of the run: the one that logs and writes files."""
         return self.rank("world") == 0
-
-
-def _flatten(device_mesh: DeviceMesh, axes: tuple[str, ...]) -> DeviceMesh:
-    from kenotron.parallel.torch_internals import flatten
-
-    return flatten(device_mesh, axes)
 
 
 def axes(config: HasLayout, ranks_on_machine: int = 1) -> dict[str, int]:

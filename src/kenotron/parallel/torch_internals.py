@@ -1,8 +1,6 @@
 """What the library needs of torch's private names: process groups, the flight recorder, flattened meshes.
 
-Everything here can move with a torch release. No other file names it, and `check` says which name is missing:
-
-    RuntimeError: torch 2.14.0 has no DeviceMesh._flatten, which kenotron/parallel/torch_internals.py uses
+Everything here can move with a torch release. No other file names it, and a test lists it (tests/layouts/test_mesh.py).
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
@@ -20,48 +17,21 @@ from torch.distributed import distributed_c10d
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-NAMES = {
-    "torch.distributed.distributed_c10d": ("_get_default_store", "_world"),
-    "torch.distributed.distributed_c10d._world": ("pg_map", "pg_names"),
-    "torch.distributed.device_mesh.DeviceMesh": ("_concatenate", "_flatten"),
-}
-
-
-def check() -> None:
-    """Raise `RuntimeError` for the first private name of torch that this file uses and this torch does not have."""
-    import torch.distributed.device_mesh
-
-    for path, names in NAMES.items():
-        owner: Any = torch
-        for part in path.split(".")[1:]:
-            owner = _get(owner, part)
-        for name in names:
-            _get(owner, name)
-
-
-def _get(owner: Any, name: str) -> Any:
-    if not hasattr(owner, name):
-        title = getattr(owner, "__name__", type(owner).__name__)
-        raise RuntimeError(
-            f"torch {torch.__version__} has no {title}.{name}, which kenotron/parallel/torch_internals.py uses"
-        )
-    return getattr(owner, name)
-
 
 def default_store() -> dist.Store:
     """The key-value store through which the ranks of the default process group found each other."""
-    return _get(distributed_c10d, "_get_default_store")()
+    return distributed_c10d._get_default_store()
 
 
 def process_groups() -> Mapping[str, dist.ProcessGroup]:
     """Every process group that this rank belongs to, by torch's name for it."""
-    return {name: group for group, name in _get(_get(distributed_c10d, "_world"), "pg_names").items()}
+    return {name: group for group, name in distributed_c10d._world.pg_names.items()}
 
 
 def set_timeout_of_all_groups(seconds: float) -> None:
     """Set the timeout of every group made so far; torch gives a new group its own default of 10 or 30 minutes."""
-    set_timeout = getattr(dist, "set_timeout", None) or _get(distributed_c10d, "_set_pg_timeout")  # before torch 2.14
-    for group in list(_get(_get(distributed_c10d, "_world"), "pg_map")):
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.14
+    for group in list(distributed_c10d._world.pg_map):
         set_timeout(timedelta(seconds=seconds), group)
 
 
@@ -73,9 +43,9 @@ def flight_recorder_dumps() -> list[dict[str, Any]]:
 
 def flatten(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
     """One mesh axis that runs through all of `axes` in row-major order. Every rank of `mesh` calls it alike."""
-    return _get(mesh[tuple(axes)], "_flatten")("_x_".join(axes))
+    return mesh[tuple(axes)]._flatten("_x_".join(axes))
 
 
 def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """One mesh with the axes of all `meshes`, which are cut from the same larger mesh."""
-    return _get(type(meshes[0]), "_concatenate")(list(meshes))
+    return type(meshes[0])._concatenate(list(meshes))
