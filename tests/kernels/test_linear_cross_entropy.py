@@ -131,12 +131,7 @@ def test_very_large_logits_stay_finite():
     check(x, w, labels, 65, scale=0.02)
 
 
-def test_another_ignored_label_and_another_upstream_gradient():
-    x, w, labels = problem()
-    labels[labels == -100] = 3
-    loss, _ = linear_cross_entropy(x, w, labels, scale=1.0, valid_rows=65, ignore_index=3)
-    expected, _ = formula(x.double(), w.double(), torch.where(labels == 3, -100, labels), 1.0, 0.0, 65)
-    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-6, atol=0)
+def test_another_upstream_gradient():
     check(*problem(), 65, upstream=0.37, scale=0.02, z_loss=1e-3)
 
 

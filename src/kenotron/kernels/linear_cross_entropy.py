@@ -34,6 +34,7 @@ from kenotron.kernels.fused import fused
 from kenotron.kernels.products import on_onednn, rows_by_matrix, rows_by_rows, write_rows_by_rows
 from kenotron.kernels.shortcuts import reads_are_free
 
+IGNORED = -100  # the label of a token without loss
 BLOCK_BYTES = 1 << 20  # rows of one elementwise pass on CPU: half of a core's second-level cache
 
 
@@ -57,7 +58,6 @@ def linear_cross_entropy(
     scale: float,
     z_loss: float = 0.0,
     valid_rows: int | None = None,
-    ignore_index: int = -100,
     chunk_bytes: int | None = None,
     softcap: float | None = None,
     ranks: VocabularyRanks | None = None,
@@ -65,7 +65,7 @@ def linear_cross_entropy(
     """``scale * sum over real tokens of (lse - logit[label] + z_loss * lse**2)`` and its z part, detached: fp32.
 
     hidden ``[tokens, H]`` and weight ``[V, H]`` in one dtype, that of the matrix products; labels ``[tokens]``
-    int64, `ignore_index` where there is no loss. Rows of `weight` from `valid_rows` on pad the vocabulary and are
+    int64, -100 where there is no loss. Rows of `weight` from `valid_rows` on pad the vocabulary and are
     never predicted. `chunk_bytes` is the budget for one chunk's logits, counted in fp32; None is the measured choice.
     `softcap`: bound of the logits' absolute values; None: there is none.
 
@@ -75,14 +75,13 @@ def linear_cross_entropy(
     needs_gradient = torch.is_grad_enabled()
     rows = weight.shape[0] if valid_rows is None else valid_rows
     if ranks is not None:
-        known = (labels >= 0) & (labels < rows) | (labels == ignore_index)
+        known = (labels >= 0) & (labels < rows) | (labels == IGNORED)
         torch._assert_async(known.all(), "a label outside the vocabulary")  # no rank would miss it
         rows = min(max(rows - ranks.first, 0), weight.shape[0])
     options = _Options(
         scale,
         z_loss,
         rows,
-        ignore_index,
         _tokens_in_chunk(hidden, weight.shape[0], chunk_bytes),
         needs_gradient and hidden.requires_grad,
         needs_gradient and weight.requires_grad,
@@ -97,7 +96,6 @@ class _Options:
     scale: float
     z_loss: float
     rows: int
-    ignore_index: int
     chunk: int
     for_hidden: bool
     for_weight: bool
@@ -182,7 +180,7 @@ def _exponentials_(logits: Tensor, labels: Tensor, options: _Options) -> tuple[T
     Returns the chunk's (cross-entropy sum, z-loss sum) ``[2]`` and the factors ``[n, 1]`` (with the scale; 0 for
     tokens without loss) that make E the gradient of the logits, all fp32.
     """
-    ranks, real = options.ranks, labels != options.ignore_index
+    ranks, real = options.ranks, labels != IGNORED
     if ranks is None:
         here, index = real, torch.where(real, labels, 0)
     else:

@@ -18,12 +18,12 @@ import torch
 
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
+from kenotron.kernels.linear_cross_entropy import IGNORED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TokenLoss = Callable[["Tensor", "Tensor"], "Tensor"]
-IGNORED = -100  # the label of a token without loss
 
 
 def load_loss(path: str | None) -> TokenLoss | None:

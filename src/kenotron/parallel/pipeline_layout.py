@@ -59,11 +59,11 @@ def rank_of_stage(engine: str, pp: int, stage: int) -> int:
     return stage % pp
 
 
-def split_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[int]:
+def split_layers(costs: Sequence[float], stages: int, last: float = 0.0) -> list[int]:
     """How many consecutive layers each stage gets, at least one: the dearest stage as cheap as it can be.
 
-    `costs` of the layers, `first` and `last` of what comes before and after them on the end stages. Among splits with
-    the same dearest stage the evenest one (least sum of squares), so that no stage but the dearest waits for nothing.
+    `costs` of the layers, `last` of what comes after them on the last stage. Among splits with the same dearest stage
+    the evenest one (least sum of squares), so that no stage but the dearest waits for nothing.
 
     >>> split_layers([1, 1, 1, 1, 1, 1], 2, last=2)
     [4, 2]
@@ -73,8 +73,7 @@ def split_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, las
     sums = list(accumulate(costs, initial=0.0))
 
     def cost(stage: int, begin: int, end: int) -> float:
-        ends = (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
-        return sums[end] - sums[begin] + ends
+        return sums[end] - sums[begin] + (last if stage == stages - 1 else 0.0)
 
     # best[end]: (dearest stage, sum of squares, counts) of the layers before `end` on the stages so far
     best = {0: (0.0, 0.0, [])}  # type: dict[int, tuple[float, float, list[int]]]
