@@ -14,6 +14,7 @@ know what they were doing and for whom.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -187,10 +188,6 @@ def locked(file: Path, timeout: float | None = None, on_wait: Callable[[], None]
 
 
 def _lock(descriptor: int, file: Path, timeout: float | None, on_wait: Callable[[], None] | None) -> bool:
-    try:
-        import fcntl
-    except ImportError:  # a system without such locks
-        return False
     deadline = None if timeout is None else time.monotonic() + timeout
     flags = fcntl.LOCK_EX | fcntl.LOCK_NB
     while True:
