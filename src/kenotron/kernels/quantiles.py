@@ -11,7 +11,7 @@ and a number becomes a normal by looking it up:
 Octaves keep the tail exact: each segment is 1/256 as wide as u is small, so the straight line is within 1e-6
 of the true quantile from the middle out to 8.2 sigma (u = 2**-54), the last there is.
 
-Numpy only. `normal_array` is the reference for `kernels.random.fill_normal_`.
+Numpy only; `kernels.random` looks numbers up in it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
-
-from kenotron.kernels.hashing import hash64_array
 
 Floats = NDArray[np.float64]
 
@@ -100,13 +98,3 @@ def table() -> tuple[Floats, Floats]:
     values = normal_quantile(knots)
     slopes = (values[1:] - values[:-1]) / (knots[1:] - knots[:-1])
     return values[:-1] - slopes * knots[:-1], slopes
-
-
-def normal_array(key: int, counters: NDArray[np.integer]) -> NDArray[np.float32]:
-    """A standard normal for each counter of stream `key`: float32, the bits of `kernels.random.fill_normal_`."""
-    bits = hash64_array(key, counters)
-    u = ((bits & np.uint64((1 << 52) - 1)).astype(np.float64) + 0.5) * 2.0**-53
-    rows = (u.view(np.int64) >> DROPPED_BITS) - FIRST_ROW
-    intercepts, slopes = table()
-    lower_half = intercepts[rows] + slopes[rows] * u
-    return np.where(bits >> np.uint64(63), -lower_half, lower_half).astype(np.float32)

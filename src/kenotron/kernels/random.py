@@ -8,7 +8,7 @@ Element i of a stream is a function of (key, i), never of who asks or in what or
 Everything is int64 arithmetic (which wraps), a table look-up and float64 +, x, so nothing depends on a
 device's maths library (see `kernels.hashing` and `kernels.quantiles`, the same in numpy). The float64 product
 and sum are two separate operations on purpose: a fused multiply-add would round once instead of twice.
-Torch's generators are never touched. A device without float64 (Apple's) gets its numbers from the CPU.
+Torch's generators are never touched.
 
 Work goes chunk by chunk through buffers that fit a CPU core's cache.
 """
@@ -62,7 +62,7 @@ def _table(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def normal_at(key: int, counters: Tensor) -> Tensor:
-    """A standard normal for each counter: float64 (`quantiles.normal_array` before it rounds to float32)."""
+    """A standard normal for each counter: float64, by the table of `quantiles`."""
     intercepts, slopes = _table(counters.device)
     bits = hash_counters(key, counters)
     u = (bits & ((1 << 52) - 1)).to(torch.float64).add_(0.5).mul_(2.0**-53)
@@ -81,8 +81,6 @@ def fill_normal_(out: Tensor, key: int, start: int = 0, std: float = 1.0) -> Ten
     """
     if not out.is_contiguous():
         raise ValueError(f"expected a contiguous tensor, got strides {out.stride()} for shape {tuple(out.shape)}")
-    if out.device.type == "mps":  # no float64 there
-        return out.detach().copy_(fill_normal_(torch.empty_like(out, device="cpu"), key, start, std))
     flat = out.detach().view(-1)
     chunk = _chunk(out.device)
     counters = torch.arange(start, start + min(chunk, flat.numel()), dtype=torch.int64, device=out.device)
@@ -104,9 +102,8 @@ def fill_normal_shard_(
         raise ValueError(f"shard {tuple(shard.shape)}, shape {tuple(shape)}, offset {tuple(offset)}: ranks differ")
     if any(o + s > n or o < 0 for o, s, n in zip(offset, shard.shape, shape)):
         raise ValueError(f"shard {tuple(shard.shape)} at {tuple(offset)} leaves the tensor {tuple(shape)}")
-    block = shard.detach() if shard.device.type != "mps" else torch.empty_like(shard, device="cpu")
-    _fill_block_(block, key, list(shape), list(offset), 0, std)
-    return shard if block.device == shard.device else shard.detach().copy_(block)
+    _fill_block_(shard.detach(), key, list(shape), list(offset), 0, std)
+    return shard
 
 
 def _fill_block_(block: Tensor, key: int, shape: list[int], offset: list[int], start: int, std: float) -> None:
