@@ -48,7 +48,7 @@ from kenotron.storage.files import replace_file
 FOREVER = timedelta(days=365)
 LEAST_LEAK_BYTES = 256 << 20
 CPU = torch.device("cpu")
-TRAINING = ("training.build", "parallel.data", "parallel.tensor", "parallel.pipeline", "checkpoint.tensors")
+TRAINING = ("training.build", "parallel.data", "parallel.tensor", "parallel.pipeline", "checkpoint.tensor_writer")
 
 
 def main() -> None:
