@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kenotron.config.errors import InputError
-from kenotron.kernels import fused
+from kenotron.kernels import mamba_packages
 from kenotron.kernels.attention import Borders
 from kenotron.kernels.attentions import choice
 from kenotron.kernels.attentions.masked import eager
@@ -85,8 +85,8 @@ def test_mamba_by_packages_equals_the_plain_one_in_float64(
     name: str, documents: bool, goes_on: bool, length: int, dtype: str, gpu_only: torch.device
 ) -> None:
     given = (name, length, documents, goes_on, getattr(torch, dtype))
-    if fused.packaged(name, torch.empty(1, 2, dtype=given[-1], device=gpu_only)) is None:
-        pytest.skip(f"{fused.PACKAGES[name][0]} is not installed")
+    if mamba_packages.packaged(name, torch.empty(1, 2, dtype=given[-1], device=gpu_only)) is None:
+        pytest.skip(f"{mamba_packages.PACKAGES[name][1]} is not installed")
     found = mamba_cases.everything(*given, device=gpu_only)
     exact = mamba_cases.everything(*given, wide=True, device=gpu_only)
     assert mamba_cases.largest_error(found, exact) < MAMBA[dtype]

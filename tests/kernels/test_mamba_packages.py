@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from kenotron.config.errors import InputError
-from kenotron.kernels import fused
+from kenotron.kernels import mamba_packages
 from kenotron.kernels.causal_conv import causal_conv
 from kenotron.kernels.selective_scan import selective_scan
 from support import mamba_on_cpu
@@ -137,18 +137,18 @@ def on_a_gpu(dtype: torch.dtype = torch.bfloat16, shape: tuple[int, ...] = (2, 5
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """The modules that seem to be installed: at first those of both packages."""
-    modules = {module for module, _ in fused.PACKAGES.values()}
-    monkeypatch.setattr(fused, "find_spec", lambda module: module if module in modules else None)
-    for name, (_, path) in fused.PACKAGES.items():
+    modules = {module for _, module, _ in mamba_packages.PACKAGES.values()}
+    monkeypatch.setattr(mamba_packages, "find_spec", lambda module: module if module in modules else None)
+    for name, (_, _, path) in mamba_packages.PACKAGES.items():
         where, _, function = path.rpartition(".")
         module = ModuleType(where)
         setattr(module, function, mamba_on_cpu.KERNELS[name])
         monkeypatch.setitem(sys.modules, where, module)
-    monkeypatch.setattr(fused.logger, "propagate", True)
+    monkeypatch.setattr(mamba_packages.logger, "propagate", True)
     monkeypatch.delenv("KENOTRON_KERNELS", raising=False)
-    fused._from_package.cache_clear()
+    mamba_packages._from_package.cache_clear()
     yield modules
-    fused._from_package.cache_clear()
+    mamba_packages._from_package.cache_clear()
 
 
 def test_on_a_gpu_the_functions_of_installed_packages_are_found_and_logged_once(
@@ -156,23 +156,23 @@ def test_on_a_gpu_the_functions_of_installed_packages_are_found_and_logged_once(
 ) -> None:
     caplog.set_level(logging.INFO, "kenotron")
     for name in [*KINDS, *KINDS]:
-        kernel = fused.packaged(name, on_a_gpu())
+        kernel = mamba_packages.packaged(name, on_a_gpu())
         assert kernel is not None
         assert kernel.args == (mamba_on_cpu.KERNELS[name],)
-    assert caplog.messages == [f"Kernel of {name}: {fused.PACKAGES[name][1]}" for name in KINDS]
+    assert caplog.messages == [f"Kernel of {name}: {mamba_packages.PACKAGES[name][2]}" for name in KINDS]
 
 
 def test_where_torch_computes(installed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     name = "selective_scan"
-    assert fused.packaged(name, torch.ones(2, 5, 8)) is None
-    assert fused.packaged(name, on_a_gpu(torch.float64)) is None
-    assert fused.packaged(name, on_a_gpu(shape=(2, 1, 8))) is None
+    assert mamba_packages.packaged(name, torch.ones(2, 5, 8)) is None
+    assert mamba_packages.packaged(name, on_a_gpu(torch.float64)) is None
+    assert mamba_packages.packaged(name, on_a_gpu(shape=(2, 1, 8))) is None
     with monkeypatch.context() as patch:
         patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-        assert fused.packaged(name, on_a_gpu()) is None
+        assert mamba_packages.packaged(name, on_a_gpu()) is None
     for chosen, used in (("torch", False), ("triton", True)):
         monkeypatch.setenv("KENOTRON_KERNELS", chosen)
-        assert (fused.packaged(name, on_a_gpu()) is not None) == used
+        assert (mamba_packages.packaged(name, on_a_gpu()) is not None) == used
 
 
 def test_what_is_missing_or_broken_is_logged(
@@ -180,9 +180,9 @@ def test_what_is_missing_or_broken_is_logged(
 ) -> None:
     caplog.set_level(logging.INFO, "kenotron")
     installed.remove("selective_scan_cuda")  # mamba_ssm builds it only where MAMBA_KEEP_CUDA_BUILD=TRUE asks for it
-    assert fused.packaged("selective_scan", on_a_gpu()) is None
+    assert mamba_packages.packaged("selective_scan", on_a_gpu()) is None
     said = "Kernel of selective_scan: torch; selective_scan_cuda is not installed (pip install 'kenotron[mamba]')"
     assert caplog.messages == [said]
     monkeypatch.setitem(sys.modules, "causal_conv1d", None)
     with pytest.raises(InputError, match=r"KENOTRON_KERNELS=torch does without causal_conv1d: cannot import"):
-        fused.packaged("causal_conv", on_a_gpu())
+        mamba_packages.packaged("causal_conv", on_a_gpu())

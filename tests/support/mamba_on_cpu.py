@@ -2,7 +2,7 @@
 
     calls = mamba_on_cpu.install(monkeypatch)
     …
-    calls                       # ["causal_conv", "selective_scan", …], by the names in `kernels.fused.PACKAGES`
+    calls                       # ["causal_conv", "selective_scan", …], by the names in `mamba_packages.PACKAGES`
 
 Each has the signature of the package's own (mamba_ssm 2.3.2, causal_conv1d 1.6.1) and computes token by token, in
 float64, by the definition, after checking what the package's Python and C++ check. What it does with documents and

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kenotron.kernels.fused import packaged
+from kenotron.kernels.mamba_packages import packaged
 
 
 def causal_conv(

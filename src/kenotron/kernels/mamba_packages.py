@@ -10,19 +10,26 @@ document 0, and goes on in the tokens that no document's start separates from it
     starts      0 0 1 0 1        1 0 0 1 0
     numbers     0 0 1 1 2        1 1 1 2 2        the state before is forgotten at once
 
-`kernels.fused` finds the packages and passes their functions in (`kernel`): nothing is imported here.
+`packaged` finds the packages when they are first needed, and passes their functions in (`kernel`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kenotron.config.dotted import import_dotted
+from kenotron.kernels.fused import KEY, chosen, suits
+
 Kernel = Callable[..., Any]
+logger = logging.getLogger("kenotron")
 CHUNK = 256  # tokens of a chunk in mamba_ssm's own Mamba-2, and in the published models
 
 
@@ -88,3 +95,41 @@ class _WithoutGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         raise RuntimeError("mamba_ssm's selective_scan_fn has no gradient of the last state: use scan_by_chunks")
+
+
+# name → the function here, the module with the code for CUDA, the package's function
+PACKAGES: dict[str, tuple[Kernel, str, str]] = {
+    "causal_conv": (causal_conv, "causal_conv1d_cuda", "causal_conv1d.causal_conv1d_fn"),
+    "selective_scan": (
+        selective_scan,
+        "selective_scan_cuda",
+        "mamba_ssm.ops.selective_scan_interface.selective_scan_fn",
+    ),
+    "state_space_dual": (
+        state_space_dual,
+        "mamba_ssm",
+        "mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined",
+    ),
+}
+
+
+def packaged(name: str, x: Tensor) -> Kernel | None:
+    """The function `name` of `PACKAGES` if it is to compute with x ``[sequences, length, …]``, else None.
+
+    Single tokens, as in generation, gain nothing; with deterministic algorithms it is None, because backward adds in
+    any order. Raises InputError if a package is installed and cannot be imported.
+    """
+    if x.device.type != "cuda" or not suits(x) or x.shape[1] == 1 or torch.are_deterministic_algorithms_enabled():
+        return None
+    return None if chosen() == "torch" else _from_package(name)
+
+
+@cache
+def _from_package(name: str) -> Kernel | None:
+    function, module, path = PACKAGES[name]
+    if find_spec(module) is None:
+        logger.info("Kernel of %s: torch; %s is not installed (pip install 'kenotron[mamba]')", name, module)
+        return None
+    theirs = import_dotted(path, f"{KEY}=torch does without {path.partition('.')[0]}")
+    logger.info("Kernel of %s: %s", name, path)
+    return partial(function, theirs)

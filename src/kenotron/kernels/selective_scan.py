@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kenotron.kernels.fused import packaged
+from kenotron.kernels.mamba_packages import packaged
 
 # Tokens of a chunk. Milliseconds forward and backward of 1024 tokens, 1536 channels, 16 states (fp32, 2 cores that
 # other processes used too): chunks of 8, 16, 32, 64, 128, 256 take 224, 194, 169, 400, 456, 481.

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kenotron.kernels.fused import packaged
+from kenotron.kernels.mamba_packages import packaged
 
 # Tokens of a chunk. Milliseconds of CPU time, forward and backward of 1024 tokens, 24 heads of 64, 128 states (fp32, 1
 # thread): chunks of 16, 32, 64, 128, 256 take 230, 133, 111, 156, 268.
