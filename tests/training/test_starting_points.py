@@ -12,7 +12,8 @@ import torch
 
 from kenotron.checkpoint.local import run_folders
 from kenotron.config import InputError
-from kenotron.training.start import choose_start, name_before_start
+from kenotron.launch.training import name_before_start
+from kenotron.training.start import choose_start
 from support.tiny_run import (
     equal_bits,
     largest_difference,

@@ -78,7 +78,7 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False, spares:
     refuse_unsupported(config)
     config = _with_experts_among_dp(config)
     _print_first_line(config)
-    from kenotron.launch.training import fetch_checkpoints, train
+    from kenotron.launch.training import fetch_checkpoints, name_before_start, train
 
     if spares and started_as_rank():
         raise InputError(
@@ -92,7 +92,6 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False, spares:
     from kenotron.checkpoint.local import run_folders
     from kenotron.launch import machine_limits
     from kenotron.launch.machine_memory import out_of_memory_kills
-    from kenotron.training.start import name_before_start
 
     fetch_checkpoints(config, fresh)
     config, logs = name_before_start(config, () if fresh else run_folders(config))

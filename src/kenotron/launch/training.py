@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron import interop, training
+from kenotron.checkpoint import folders
 from kenotron.config.errors import InputError
+from kenotron.config.resolved import read_resolved
 from kenotron.launch.environment import Ranks, ranks_from_environment
 from kenotron.launch.machine_limits import machine_limits
 from kenotron.launch.shared_folder import check_shared
@@ -15,7 +19,7 @@ from kenotron.observers import observers
 from kenotron.parallel.ranks import gather, rank_and_size, run_on_rank0, wait_for_all
 from kenotron.training import compare, restart
 from kenotron.training.console import logger
-from kenotron.training.start import own_folder
+from kenotron.training.start import check_batch, own_folder, run_name, with_run_name
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +96,26 @@ def local_tier(config: Config, ranks: Ranks) -> LocalTier | None:
         of_rank = machine_of_each(gather((socket.gethostname(), ranks.local_rank)))
     machines = Machines(of_rank, rank, config.parallelism.timeout_seconds)
     return LocalTier(config, machines, logger.warning, logger.info)
+
+
+def name_before_start(config: Config, roots: Iterable[Path]) -> tuple[Config, Path]:
+    """The config for the ranks, and the folder of their logs; the run's checkpoints are in `roots`.
+
+    A new run gets its name here, one for all ranks. One that continues keeps its config: its ranks read the name from
+    the checkpoint, and warn if the config has another. Raises InputError if it continues with a different global batch,
+    which a change of the layout may cause.
+    """
+    logs = Path(config.logging.log_dir)
+    for root in roots:
+        try:
+            continued = folders.resolve(root)
+            before = read_resolved(continued / "config.yaml")
+        except InputError:
+            continue  # no run yet, or none that can be read, which the ranks report
+        check_batch(before, config, continued)
+        return config, logs / before.general.run / "ranks"
+    name = run_name(config, None)
+    return with_run_name(config, name), logs / name / "ranks"
 
 
 def fetch_checkpoints(config: Config, fresh: bool) -> None:

@@ -24,14 +24,12 @@ from kenotron.checkpoint import durable, folders, leftovers, loading, manifest
 from kenotron.config import ABSENT, Config, fill_run_name, same_run_difference
 from kenotron.config.checkpoints import LOAD_MODES
 from kenotron.config.errors import InputError
-from kenotron.config.resolved import read_resolved, resolved
+from kenotron.config.resolved import resolved
 from kenotron.config.runs import edited_stages, same_batch_overrides
 from kenotron.parallel.ranks import run_on_rank0
 from kenotron.training.console import logger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from kenotron.checkpoint.local import LocalTier
 
 
@@ -150,26 +148,6 @@ def with_run_name(config: Config, name: str) -> Config:
     return config.model_copy(update={"general": config.general.model_copy(update={"run": name})})
 
 
-def name_before_start(config: Config, roots: Iterable[Path]) -> tuple[Config, Path]:
-    """For the launcher: the config for the ranks, and the folder of their logs; the run's checkpoints are in `roots`.
-
-    A new run gets its name here, one for all ranks. One that continues keeps its config: its ranks read the name from
-    the checkpoint, and warn if the config has another. Raises InputError if it continues with a different global batch,
-    which a change of the layout may cause.
-    """
-    logs = Path(config.logging.log_dir)
-    for root in roots:
-        try:
-            continued = folders.resolve(root)
-            before = read_resolved(continued / "config.yaml")
-        except InputError:
-            continue  # no run yet, or none that can be read, which the ranks report
-        _check_batch(before, config, continued)
-        return config, logs / before.general.run / "ranks"
-    name = run_name(config, None)
-    return with_run_name(config, name), logs / name / "ranks"
-
-
 # ---- the run's own checkpoint --------------------------------------------------------------------------------
 
 
@@ -208,7 +186,7 @@ def _check_same_run(config: Config, path: Path, step: int) -> None:
     """
     saved = loading.read_config(path)
     try:
-        _check_batch(resolved(saved), config, path)
+        check_batch(resolved(saved), config, path)
         difference = same_run_difference(saved, config, step)
     except ValidationError as error:
         first = error.errors()[0]
@@ -236,7 +214,7 @@ def _check_same_run(config: Config, path: Path, step: int) -> None:
         logger.warning("general.run: a run that continues keeps its name: %s, not %s", name, config.general.run)
 
 
-def _check_batch(before: Config, config: Config, path: Path) -> None:
+def check_batch(before: Config, config: Config, path: Path) -> None:
     """Raise InputError, with the overrides that keep it, if the global batch differs from the checkpoint `path`'s.
 
     It is not kept without asking: a YAML's micro-batches mean the same on one process and on a thousand.
