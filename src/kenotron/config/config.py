@@ -15,7 +15,6 @@ from kenotron.config.data import (
     SFT_DATASETS,
     TEXT_DATASETS,
     DataStage,
-    MixtureDataset,
     PlainDataset,
     paths_of,
 )
@@ -112,9 +111,8 @@ class Config(Section):
     @property
     def datasets(self) -> list[PlainDataset | None]:
         """The datasets of all stages, with mixtures expanded, and those to validate on."""
-        found = [stage.data.dataset for stage in self.data_stages]
-        parts = [part for each in found for part in (each.mixture if isinstance(each, MixtureDataset) else [each])]
-        return [*parts, *(self.tokens.val_datasets or ())]
+        of_stages = [dataset for stage in self.data_stages for dataset in stage.data.datasets]
+        return [*of_stages, *(self.tokens.val_datasets or ())]
 
     @property
     def zero_stage(self) -> int | str:
@@ -304,29 +302,24 @@ def _check_ramps(config: Config) -> Iterator[Problem]:
 
 
 def _check_tokenizer(config: Config) -> Iterator[Problem]:
-    tokenizer, first = config.tokenizer, True
-    for stage in config.data_stages:
-        dataset = stage.data.dataset
-        parts = dataset.mixture if isinstance(dataset, MixtureDataset) else [dataset]
-        texts = [part for part in parts if isinstance(part, TEXT_DATASETS)]
-        if texts and not tokenizer.tokenizer_name_or_path and not tokenizer.train:
-            yield (
-                "tokenizer.tokenizer_name_or_path",
-                f"missing: the stage '{stage.name}' reads text (set it, or tokenizer.train)",
-            )
-            return
-        if first and tokenizer.train and not texts:
-            yield "tokenizer.train", f"expected the first stage, '{stage.name}', to read text to train on"
-        if first and tokenizer.train and any(isinstance(part, SFT_DATASETS) for part in parts):
+    tokenizer, first = config.tokenizer, config.data_stages[0]
+    if tokenizer.train:
+        if not any(isinstance(dataset, TEXT_DATASETS) for dataset in first.data.datasets):
+            yield "tokenizer.train", f"expected the first stage, '{first.name}', to read text to train on"
+        if any(isinstance(dataset, SFT_DATASETS) for dataset in first.data.datasets):
             yield (
                 "tokenizer.train",
                 "expected tokenizer_name_or_path instead: a tokenizer cannot be trained on fine-tuning data",
             )
-        first = False
-    if not tokenizer.tokenizer_name_or_path and not tokenizer.train:
+    elif not tokenizer.tokenizer_name_or_path:
+        at = "tokenizer.tokenizer_name_or_path"
+        for stage in config.data_stages:
+            if any(isinstance(dataset, TEXT_DATASETS) for dataset in stage.data.datasets):
+                yield at, f"missing: the stage '{stage.name}' reads text (set it, or tokenizer.train)"
+                return
         for number, dataset in enumerate(config.tokens.val_datasets or ()):
             if isinstance(dataset, TEXT_DATASETS):
-                yield "tokenizer.tokenizer_name_or_path", f"missing: tokens.val_datasets.{number} is text"
+                yield at, f"missing: tokens.val_datasets.{number} is text"
     architecture = config.model.architecture
     entries = tokenizer.train.vocab_size if tokenizer.train else 0
     if isinstance(architecture, DecoderArchitecture) and entries > architecture.vocab_size:

@@ -365,15 +365,19 @@ class Data(Section):
         "Read every source from its beginning, even if an earlier stage has read part of it.", False, mark=OURS
     )
 
+    @property
+    def datasets(self) -> list[PlainDataset | None]:
+        """The datasets of its mixture, or the one that it has."""
+        return [*self.dataset.mixture] if isinstance(self.dataset, MixtureDataset) else [self.dataset]
+
     @model_validator(mode="after")
     def _nothing_without_effect(self) -> Self:
         if isinstance(self.dataset, Dataset) and self.dataset.weight is not None:
             raise problem("dataset.weight", "expected only inside a mixture")
-        datasets = self.dataset.mixture if isinstance(self.dataset, MixtureDataset) else [self.dataset]
-        limited = any(dataset is not None and dataset.max_epochs is not None for dataset in datasets)
+        limited = any(dataset is not None and dataset.max_epochs is not None for dataset in self.datasets)
         if self.when_exhausted != "stop" and not limited:
             raise problem("when_exhausted", "expected max_epochs to be set in a dataset")
-        if sum(map(_most_sources, datasets)) == 1:
+        if sum(map(_most_sources, self.datasets)) == 1:
             if self.when_exhausted == "renormalise":
                 raise problem("when_exhausted", "expected stop or repeat: there is no other source")
             if self.temperature != 1:
