@@ -4,7 +4,7 @@ mesh.py               the axes, declared once; groups, degrees and ranks by name
 device.py             accelerator or CPU: which, how much memory, how fast; copies to it
 data.py               data parallelism and ZeRO: gradient buckets, or FSDP2
 tensor.py             tensor and sequence parallelism: column, row and vocabulary layers
-collectives.py        its collectives as autograd functions; sums of numbers that the host has
+collectives.py        collectives as autograd functions; sums of numbers that the host has
 shared_memory.py      the same and gradient sums between ranks of one machine, on CPUs
 fused.py              products that overlap with their collective, on GPUs
 tensor_labels.py      what its modules share: their ranks, and the part of a weight that a rank holds

@@ -1,4 +1,4 @@
-"""The collectives of tensor parallelism, each with its conjugate on the way back, visible in the autograd graph.
+"""Collectives that gradients flow through, each with its conjugate on the way back, visible in the autograd graph.
 
 Two ranks; both hold all of the residual stream x (ALL_REDUCE), or half of its tokens each (REDUCE_SCATTER):
 
@@ -9,11 +9,12 @@ Two ranks; both hold all of the residual stream x (ALL_REDUCE), or half of its t
     `scatter_tokens`  summands → shard   reduce-scatter          all-gather
     `unshard_tokens`  shard  → full      all-gather              keep this rank's tokens
     `unshard_columns` columns → full     all-gather, dim 1       keep this rank's columns
+    `exchange_rows`   rows → rows        all-to-all              the same, the other way
 
 After `gather_tokens` every rank computes something different with all tokens (its columns), and gradients add up; after
 `unshard_tokens` all compute the same. The first two are f and g of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053,
 figure 3), the next two g and its conjugate of sequence parallelism (Korthikanti et al. 2022, arXiv 2205.05198, figure
-5). A group of None means one rank: nothing to do.
+5); the last serves Ulysses and the experts. A group of None means one rank: nothing to do.
 
 Below them, `start_sum`, `start_gather` and `start_reduce_scatter` return at once, and `finish` waits for what they
 started: computation between the two overlaps with the communication. They are operators that torch.compile traces
@@ -26,7 +27,7 @@ sum of a gradient, amid backward, would wait for a rank that waits for this one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -155,6 +156,19 @@ class _Unshard(torch.autograd.Function):
         return grad[0].chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()], None, None
 
 
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        received = x.new_empty(sum(receive), *x.shape[1:])
+        dist.all_to_all_single(received, x.contiguous(), list(receive), list(send), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> Any:
+        return _ExchangeRows.apply(grad[0], ctx.receive, ctx.send, ctx.group), None, None, None
+
+
 def copy_to(x: Tensor, group: Group) -> Tensor:
     """Identity; the gradients of all ranks of `group` are summed on the way back."""
     return x if group is None else _CopyTo.apply(x, group)
@@ -183,6 +197,11 @@ def unshard_tokens(x: Tensor, group: Group) -> Tensor:
 def unshard_columns(x: Tensor, group: Group) -> Tensor:
     """x ``[tokens, columns / ranks]`` → ``[tokens, columns]``, with which every rank computes the same."""
     return x if group is None else _Unshard.apply(x, group, 1)
+
+
+def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """x's rows, the first ``send[0]`` for rank 0, … → the rows from each rank, ``receive[r]`` of rank r."""
+    return _ExchangeRows.apply(x, send, receive, group)
 
 
 def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

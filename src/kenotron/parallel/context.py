@@ -35,7 +35,7 @@ from kenotron.config.errors import InputError
 from kenotron.config.parallelism import CONTIGUOUS_METHODS
 from kenotron.kernels.attention import Borders, attention
 from kenotron.models import Context, MicroBatch
-from kenotron.parallel.collectives import Group, all_reduce
+from kenotron.parallel.collectives import Group, all_reduce, exchange_rows
 from kenotron.parallel.cp_schedule import Chunks, contiguous, zigzag
 from kenotron.parallel.ring import allgather_attention, ring_attention
 from kenotron.parallel.state_passing import StatesOfRanks
@@ -154,35 +154,14 @@ def ulysses_attention(
     copies = lcm(kv_heads, ranks) // kv_heads
     if copies > 1:
         k, v = k.repeat_interleave(copies, dim=1), v.repeat_interleave(copies, dim=1)
+    one_each = [1] * ranks
     by_rank = [x.unflatten(1, (ranks, -1)).movedim(1, 0) for x in (q, k, v)]  # [ranks, sequences, some heads, ...]
-    mine = _AllToAll.apply(torch.cat(by_rank, dim=2), group)
-    whole = mine.movedim(0, 2).flatten(
-        2, 3
-    )  # the ranks' tokens side by side: [sequences, some heads, length, head_dim]
+    mine = exchange_rows(torch.cat(by_rank, dim=2), one_each, one_each, group)
+    whole = mine.movedim(0, 2).flatten(2, 3)  # the ranks' tokens side by side: [sequences, some heads, length, ...]
     q, k, v = whole.split([x.shape[2] for x in by_rank], dim=1)
     out = local(q, k, v, borders, scale=scale, window=window)
-    back = _AllToAll.apply(out.unflatten(2, (ranks, -1)).movedim(2, 0), group)
+    back = exchange_rows(out.unflatten(2, (ranks, -1)).movedim(2, 0), one_each, one_each, group)
     return back.movedim(0, 1).flatten(1, 2)
-
-
-class _AllToAll(torch.autograd.Function):
-    """x ``[ranks, ...]``: x[i] is sent to rank i, what rank i sends becomes row i. Its own inverse and transpose."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return _all_to_all(upstream[0], ctx.group), None
-
-
-def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=group)
-    return received
 
 
 def no_attention(*args: Any, **kwargs: Any) -> Tensor:

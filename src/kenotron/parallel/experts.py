@@ -21,7 +21,7 @@ is left to sum are the replicas of its rank, `mesh.group("expert_replicas")`, wh
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +34,7 @@ from kenotron.kernels.experts import slots_by_expert
 from kenotron.kernels.products import linear
 from kenotron.kernels.token_slots import Collect, Spread
 from kenotron.models.plan import Plan, modules
-from kenotron.parallel.collectives import copy_to, gather_tokens, reduce_from, scatter_tokens
+from kenotron.parallel.collectives import copy_to, exchange_rows, gather_tokens, reduce_from, scatter_tokens
 from kenotron.parallel.tensor_labels import Replicated, TensorParallelSettings, local_part
 
 if TYPE_CHECKING:
@@ -179,28 +179,7 @@ def exchange(
     send, receive = torch.stack((counts, arriving)).view(2, ranks, here).sum(2).tolist()
     order = order[: sum(send)]
     local = torch.arange(here, device=x.device).repeat(ranks).repeat_interleave(arriving, output_size=sum(receive))
-    rows = _SendRows.apply(Spread.apply(x, order, slots), send, receive, group)
-    row_weights = _SendRows.apply(weights.reshape(-1, 1).index_select(0, order), send, receive, group)
+    rows = exchange_rows(Spread.apply(x, order, slots), send, receive, group)
+    row_weights = exchange_rows(weights.reshape(-1, 1).index_select(0, order), send, receive, group)
     y = compute(rows, local[:, None], row_weights)
-    return Collect.apply(_SendRows.apply(y, receive, send, group), order, x.shape[0], slots)
-
-
-class _SendRows(torch.autograd.Function):
-    """Rows for each rank → rows from each rank, `send` and `receive` of them; gradients go the other way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return _send_rows(rows, send, receive, group)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Any:
-        return _send_rows(upstream[0], ctx.receive, ctx.send, ctx.group), None, None, None
-
-
-def _send_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    received = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
-    return received
+    return Collect.apply(exchange_rows(y, receive, send, group), order, x.shape[0], slots)
