@@ -37,6 +37,10 @@ class Documents(Protocol):
     def cu_seqlens(self) -> tuple[int, ...] | None:
         """Document borders in flat tokens, ``(0, ..., sequences * length)``; None: one document a sequence."""
 
+    @property
+    def document_starts(self) -> Tensor | None:
+        """The same on the device, as `attentions.documents` makes them; None: not made yet."""
+
 
 class Borders(NamedTuple):
     """Documents for a caller that has no context."""

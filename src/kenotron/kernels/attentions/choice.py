@@ -23,7 +23,8 @@ from torch import Tensor
 from kenotron.config.decoder import AttentionArchitecture
 from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import InputError
-from kenotron.kernels.attentions.documents import PackedDocuments, has_documents
+from kenotron.kernels.attention import Documents
+from kenotron.kernels.attentions.documents import has_documents
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -201,7 +202,7 @@ def by_documents(whole: Callable[..., Tensor], packed: Callable[..., Tensor]) ->
     if whole is packed:
         return whole
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, ctx: PackedDocuments, *args: Any, **options: Any) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, ctx: Documents, *args: Any, **options: Any) -> Tensor:
         return (packed if has_documents(ctx) else whole)(q, k, v, ctx, *args, **options)
 
     return attend

@@ -11,7 +11,6 @@ Two sequences of 4 tokens, the second of two documents:
 from __future__ import annotations
 
 from itertools import accumulate, chain
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,20 +18,12 @@ from torch import Tensor
 from kenotron.kernels.attention import Documents, document_lengths
 
 
-class PackedDocuments(Documents, Protocol):
-    """What attention over packed documents reads of the models' context."""
-
-    @property
-    def document_starts(self) -> Tensor | None:
-        """The borders on the device, as `document_starts` makes them; None: not made yet."""
-
-
-def has_documents(ctx: PackedDocuments) -> bool:
+def has_documents(ctx: Documents) -> bool:
     """Whether there are borders. The tensor comes first: compiled code must not look at the host integers."""
     return ctx.document_starts is not None or ctx.cu_seqlens is not None
 
 
-def document_starts(ctx: PackedDocuments, sequences: int, length: int, device: torch.device) -> Tensor:
+def document_starts(ctx: Documents, sequences: int, length: int, device: torch.device) -> Tensor:
     """Where every document begins in the flat tokens, and the end: int32 ``[documents + 1]`` on `device`.
 
     A sequence begins a document. Code that is compiled reads the tensor that `ctx` brings: host integers would be

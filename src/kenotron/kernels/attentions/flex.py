@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from kenotron.kernels.attentions.documents import PackedDocuments, document_numbers, document_starts
+from kenotron.kernels.attention import Documents
+from kenotron.kernels.attentions.documents import document_numbers, document_starts
 
 
 def flex(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ctx: PackedDocuments,
+    ctx: Documents,
     layer: int = 0,
     scale: float | None = None,
     window: int | None = None,

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kenotron.kernels.attentions.documents import PackedDocuments, document_numbers, document_starts, has_documents
+from kenotron.kernels.attention import Documents
+from kenotron.kernels.attentions.documents import document_numbers, document_starts, has_documents
 
 
-def visible(q: Tensor, ctx: PackedDocuments, window: int | None) -> Tensor:
+def visible(q: Tensor, ctx: Documents, window: int | None) -> Tensor:
     """Which keys each query sees, bool ``[sequences or 1, 1, length, length]``, for q as in `kernels.attention`."""
     sequences, _, length, _ = q.shape
     places = torch.arange(length, device=q.device)
@@ -36,7 +37,7 @@ def sdpa_with_mask(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ctx: PackedDocuments,
+    ctx: Documents,
     layer: int = 0,
     scale: float | None = None,
     window: int | None = None,
@@ -51,7 +52,7 @@ def eager(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ctx: PackedDocuments,
+    ctx: Documents,
     layer: int = 0,
     scale: float | None = None,
     window: int | None = None,

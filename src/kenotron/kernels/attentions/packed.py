@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from kenotron.kernels.attentions.documents import PackedDocuments, document_starts
+from kenotron.kernels.attention import Documents
+from kenotron.kernels.attentions.documents import document_starts
 from kenotron.kernels.blockwise_attention import unit_stride
 
 # torch 2.11 computes with fewer heads of keys than of queries, too, and has no flag for it.
@@ -29,7 +30,7 @@ def torch_flash(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ctx: PackedDocuments,
+    ctx: Documents,
     layer: int = 0,
     scale: float | None = None,
     window: int | None = None,
@@ -50,7 +51,7 @@ def flash_attn_package(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ctx: PackedDocuments,
+    ctx: Documents,
     layer: int = 0,
     scale: float | None = None,
     window: int | None = None,
@@ -79,9 +80,7 @@ def activate(version: str) -> None:
     activate_flash_attention_impl(version)
 
 
-def _flat(
-    kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, ctx: PackedDocuments, window: int | None
-) -> Tensor:
+def _flat(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, ctx: Documents, window: int | None) -> Tensor:
     sequences, _, length, _ = q.shape
     starts = document_starts(ctx, sequences, length, q.device)
     # Of a window, kernels count the tokens to the left: the query itself is one more.
