@@ -61,8 +61,9 @@ def attention(
     """Causal attention within each document of each sequence.
 
     q ``[sequences, heads, length, head_dim]``, k and v the same with kv_heads, a divisor of heads; any strides.
-    Returns q's shape. `scale` is ``head_dim ** -0.5`` unless given; `layer` is for functions with memory. `window`: a
-    query sees itself and the ``window - 1`` tokens before it; None: all before it.
+    Returns q's shape. `scale` is ``head_dim ** -0.5`` unless given. `window`: a query sees itself and the
+    ``window - 1`` tokens before it; None: all before it. `layer`, the calling one's global number, is for functions
+    with memory.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if ctx.cu_seqlens is None:

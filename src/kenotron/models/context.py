@@ -22,25 +22,6 @@ if TYPE_CHECKING:
     from kenotron.models.token_loss import TokenLoss
 
 
-class AttentionFunction(Protocol):
-    """Causal attention: q ``[sequences, heads, length, head_dim]``, k and v with kv_heads; returns q's shape.
-
-    `layer` is the calling layer's global number, for functions with memory (a KV cache). `scale` multiplies
-    the scores; None means ``head_dim ** -0.5``. `window`: tokens that a query attends to, itself included; None: all.
-    """
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        ctx: Context,
-        layer: int,
-        scale: float | None = None,
-        window: int | None = None,
-    ) -> Tensor: ...
-
-
 class RecurrentStates(Protocol):
     """What generation keeps of layers with a recurrent state, such as Mamba's, between two calls."""
 
@@ -82,7 +63,7 @@ class Context:
 
     shape: tuple[int, int]
     positions: Tensor
-    attention: AttentionFunction | Callable[..., Tensor]
+    attention: Callable[..., Tensor]  # with the arguments of `kernels.attention.attention`
     cu_seqlens: tuple[int, ...] | None = None
     document_starts: Tensor | None = None  # the same on the device, int32, for kernels and compiled code
     sample_ids: Tensor | None = None
