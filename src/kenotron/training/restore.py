@@ -53,8 +53,9 @@ def restore(run: Run, start: Start) -> None:
     if run.pipeline is not None:
         run.pipeline.share_tied_weights()
     run.step = start.step
-    if "data" in start.loads:
-        _restore_streams(run, start.path)
+    if "data" in start.loads and run.data.streams:
+        read, mesh = partial(loading.read_data, path), run.mesh
+        raise_on_any_rank(lambda: run.data.streams.restore(run.step, read, mesh.rank("batch"), mesh.degree("batch")))
     if "step" in start.loads:
         load_hook_states(run.hooks, state.get("hooks", {}), hooks)  # an imported checkpoint has none
     step = manifest.read_manifest(start.path).step
@@ -84,9 +85,3 @@ def _check_data(run: Run, saved: dict[str, str], start: Start) -> None:
                 f"{saved[name]}), which is in {start.path}/tokenizer; put that one back, or start over with --fresh"
             )
         logger.warning("%s has changed since %s was saved: the run continues with the new content", name, start.path)
-
-
-def _restore_streams(run: Run, path: Path) -> None:
-    if run.data.streams:
-        read, mesh = partial(loading.read_data, path), run.mesh
-        raise_on_any_rank(lambda: run.data.streams.restore(run.step, read, mesh.rank("batch"), mesh.degree("batch")))
