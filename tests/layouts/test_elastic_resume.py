@@ -211,12 +211,13 @@ def ranks_of(problem: str, layout: str) -> int:
 
 
 PAIRS = [
-    ("tied", "pp=2 engine=1f1b", "tp=2 mode=REDUCE_SCATTER"),
+    ("tied", "tp=2 mode=REDUCE_SCATTER", "pp=2 engine=1f1b"),
     ("muon", "dp=2 zero=3", "dp=2 zero=0"),
     ("sgd", "dp=2 zero=3 cp=2", "pp=2 engine=interleaved_1f1b accum=4"),
     ("streamed", "dp=2 zero=1", "dp=4 zero=2"),
 ]
 MORE_PAIRS = [
+    ("tied", "pp=2 engine=1f1b", "tp=2 mode=REDUCE_SCATTER"),
     ("plain", "tp=4", "dp=4 shard=2 zero=hybrid"),
     ("plain", "", "dp=2 zero=3"),
     ("plain", "dp=2 zero=1", ""),

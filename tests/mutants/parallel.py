@@ -29,12 +29,28 @@ MUTANTS = [
         tests=("layouts/test_mamba_on_layouts.py",),
     ),
     Mutant(
+        name="a-state-is-not-carried-through-a-rank",
+        file="parallel/state_passing.py",
+        find="torch.where(here, factor * state + new, state)",
+        replace="torch.where(here, factor + new, state)",
+        why="the third rank and later ones begin with a number in the place of what the first ranks left",
+        tests=("layouts/test_mamba_on_layouts.py",),
+    ),
+    Mutant(
         name="a-sum-inside-of-a-layer-hears-one-rank",
         file="parallel/tensor.py",
         find="copy_to(_RowProduct.apply(x, local_part(self.weight).to(x.dtype), group, False, False), group)",
         replace="_RowProduct.apply(x, local_part(self.weight).to(x.dtype), group, False, False)",
         why="every rank goes on from Mamba's x_proj with its own channels, and only its own gradient comes back",
         tests=("layouts/test_mamba_on_layouts.py",),
+    ),
+    Mutant(
+        name="a-resumed-last-stage-has-no-copy-of-a-tied-weight",
+        file="training/restore.py",
+        find="        run.pipeline.share_tied_weights()\n",
+        replace="        pass\n",
+        why="a checkpoint has a tied weight once: the step after it is computed with what its copy happens to hold",
+        tests=("layouts/test_elastic_resume.py::test_a_run_saved_under_one_layout_goes_on_under_another",),
     ),
     Mutant(
         name="fsdp-divide-factor-on-the-root-only",
