@@ -29,7 +29,7 @@ def on_rank_1(what: str, *overrides: str) -> tuple[str, ...]:
 
 def train(nursery: Nursery, folder: Path, *overrides: str) -> tuple[Finished, float]:
     """What came of it, and the seconds from the second step to the end."""
-    finished = nursery.run("train", tiny_yaml(folder), *overrides, folder=folder)
+    finished = nursery.run("train", tiny_yaml(folder), *overrides, folder=folder, fork_ranks=True)
     return finished, time.time() - (folder / "logs" / "tiny" / "metrics.jsonl").stat().st_mtime
 
 
@@ -147,7 +147,7 @@ def test_wrong_input_that_every_rank_finds_is_reported_once_and_is_exit_code_2(
     tmp_path: Path, nursery: Nursery
 ) -> None:
     hook = "general.hooks=[support.user_parts.WrongInput]"
-    finished = nursery.run("train", tiny_yaml(tmp_path), *TWO, hook, folder=tmp_path)
+    finished = nursery.run("train", tiny_yaml(tmp_path), *TWO, hook, folder=tmp_path, fork_ranks=True)
     assert (finished.code, finished.stderr) == (
         2,
         "error: general.hooks: expected another one, found this one\n",

@@ -10,6 +10,8 @@ milliseconds instead of seconds.
 
 `die_at=n` makes a child kill itself (SIGKILL) at its n-th file-system event below its folder: opening a file to write,
 making, renaming or removing something. So every moment of a save can be hit, and hit again.
+
+`fork_ranks=True`: the ranks that the child starts are its forks, where the command starts interpreters.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -81,9 +84,17 @@ class Nursery:
         self.process.stdin.close()
         self.process.wait(timeout=60)
 
-    def start(self, *arguments: str | Path, folder: Path, die_at: int = 0, env: dict[str, str] | None = None) -> Child:
+    def start(
+        self,
+        *arguments: str | Path,
+        folder: Path,
+        die_at: int = 0,
+        env: dict[str, str] | None = None,
+        fork_ranks: bool = False,
+    ) -> Child:
         """``kenotron <arguments>`` in `folder`; its output goes to stdout.txt and stderr.txt there."""
-        request = {"arguments": [str(a) for a in arguments], "folder": str(folder), "die_at": die_at, "env": env or {}}
+        options = {"folder": str(folder), "die_at": die_at, "env": env or {}, "fork_ranks": fork_ranks}
+        request = {"arguments": [str(a) for a in arguments], **options}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
@@ -128,6 +139,10 @@ def live(request: dict[str, Any]) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if request["die_at"]:
             sys.addaudithook(_Fuse(request["folder"], request["die_at"]))
+        if request["fork_ranks"]:
+            from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+            subprocess_handler.Popen = _Rank  # type: ignore[misc, assignment]
         main(request["arguments"])
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
@@ -156,6 +171,55 @@ class _Fuse:
             self.left -= 1
             if self.left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Rank:
+    """What torch's launcher uses of a Popen of ``python -P -m kenotron.launch.rank FOLDER``: a fork that runs it."""
+
+    def __init__(
+        self, args: tuple[str, ...], env: dict[str, str], stdout: Any, stderr: Any, start_new_session: bool
+    ) -> None:
+        assert args[1:-1] == ("-P", "-m", "kenotron.launch.rank"), args
+        assert start_new_session
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _live_as_rank(args[-1], env, stdout, stderr)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> None:
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("rank", timeout)
+            time.sleep(0.01)
+
+
+def _live_as_rank(folder: str, env: dict[str, str], stdout: Any, stderr: Any) -> None:
+    from kenotron.launch import rank
+
+    code = 1
+    try:
+        os.setsid()
+        os.environ.clear()
+        os.environ.update(env)
+        for number, file in ((1, stdout), (2, stderr)):
+            if file is not None:
+                os.dup2(file.fileno(), number)
+        for name in ("SIGTERM", "SIGUSR1"):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = [rank.__file__, folder]
+        rank.main()
+        code = 0
+    finally:
+        os._exit(code)
 
 
 if __name__ == "__main__":
