@@ -9,6 +9,14 @@ RESUME = "training/test_exact_resume.py"
 
 MUTANTS = [
     Mutant(
+        name="weights-read-other-texts-with-another-tokenizer",
+        file="training/build.py",
+        find='start.path / "tokenizer" if start.path and "model" in start.loads and config.tokenizer.train else None',
+        replace="None",
+        why="a tokenizer is trained anew on the new run's texts, and every token of the loaded weights means another",
+        tests=("training/test_restart_modes.py::test_a_trained_tokenizer_follows_the_weights_to_other_texts",),
+    ),
+    Mutant(
         name="loss-scaled-by-local-token-counts",
         file="training/step.py",
         find='    return sum_over_ranks(local, run.mesh.group("batch"), run.device)\n',

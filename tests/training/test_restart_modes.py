@@ -234,8 +234,8 @@ def test_a_restart_of_a_restart_takes_up_its_positions(parent: Config, seen: See
 
 
 @pytest.mark.parametrize("mode", ["model_data", "transfer"])
-def test_streams_and_trained_tokenizers_follow_their_parts(mode: str, seen: Seen, tmp_path: Path) -> None:
-    """The position of a stream is state; the tokenizer belongs to the weights."""
+def test_streams_follow_the_data(mode: str, seen: Seen, tmp_path: Path) -> None:
+    """The position of a stream is state."""
     (tmp_path / "parent").mkdir()
     text = [
         *text_overrides(tmp_path / "parent"),
@@ -248,8 +248,22 @@ def test_streams_and_trained_tokenizers_follow_their_parts(mode: str, seen: Seen
     config = tiny_config(tmp_path / "new", *RUN[2:], *text, source, f"checkpoints.load_mode={mode}")
     train_quietly(config)
     assert seen.samples[:3] == (read[4:7] if mode == "model_data" else read[:3])
-    files = [checkpoint / "tokenizer" / "tokenizer.json" for checkpoint in map(checkpoint_of, (parent, config))]
-    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_trained_tokenizer_follows_the_weights_to_other_texts(tmp_path: Path) -> None:
+    """One trained on what the new run reads would give their tokens another meaning."""
+
+    def tokenizer_after(name: str, *overrides: str) -> Path:
+        config = tiny_config(tmp_path / name, "tokens.train_steps=1", *text_overrides(tmp_path), *overrides)
+        train_quietly(config)
+        return checkpoint_of(config, 1) / "tokenizer" / "tokenizer.json"
+
+    trained = tokenizer_after("parent")
+    (tmp_path / "others.jsonl").write_text('{"text": "tomorrow and tomorrow and tomorrow"}\n' * 200)
+    others = f"data_stages.0.data.dataset={{text_files: {tmp_path}/others.jsonl}}"
+    weights = (f"checkpoints.resume_checkpoint_path={trained.parents[1]}", "checkpoints.load_mode=transfer")
+    assert tokenizer_after("new", others, *weights).read_bytes() == trained.read_bytes()
+    assert tokenizer_after("alone", others).read_bytes() != trained.read_bytes()
 
 
 # ---- whose hyper-parameters --------------------------------------------------------------------------------
