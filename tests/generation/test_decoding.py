@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -336,6 +337,22 @@ def test_broken_weights_stop_the_text_and_say_why(folder):
         model.model.norm.weight[3] = float("nan")
     [completion] = generate(model, None, [[1, 2]], SamplingOptions(max_new_tokens=NEW))
     assert (completion.tokens, completion.stopped_by) == ([], "non_finite_logits")
+
+
+def test_attention_is_not_cudnns_which_compiles_for_each_length_of_keys(model, monkeypatch):
+    plain, enabled = F.scaled_dot_product_attention, []
+
+    def recorded(*tensors, **options):
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return plain(*tensors, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    generate(model, None, prompts_of([5, 3]), SamplingOptions(max_new_tokens=3))
+    assert before
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert set(enabled) == {False}  # of prompts, and of single tokens
+    assert len(enabled) > 2 * model.config.num_hidden_layers
 
 
 def test_a_model_in_training_is_left_in_training_without_gradients(folder):

@@ -14,8 +14,8 @@ One loop for all layouts: with tp and pp every rank of a replica runs it on the 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -121,7 +121,7 @@ def generate(
     mine = ranks.share(rows)
     # Dynamic RoPE turns by angles that depend on the longest text of a batch: only alone is a row itself.
     together = 1 if ranks.config.depends_on_longest else batch_size
-    with ranks.evaluating(), _without_gradients(ranks.parts):
+    with ranks.evaluating(), _without_gradients(ranks.parts), _without_cudnn():
         for first in range(0, len(mine), together):
             _complete(ranks, mine[first : first + together], sampling, ends, stream)
     done = ranks.gather([_completion(row, sampling.logprobs) for row in mine])
@@ -139,6 +139,20 @@ def _without_gradients(parts: Sequence[Decoder]) -> AbstractContextManager[objec
     """
     trained = any(parameter.requires_grad for part in parts for parameter in part.parameters())
     return torch.no_grad() if trained else torch.inference_mode()
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Within, torch's attention is not cuDNN's, its first choice in half precision on Hopper and Blackwell (CUDA 13).
+
+    That compiles for each length of keys, and here every token has another.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _complete(
