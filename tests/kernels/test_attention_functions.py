@@ -170,7 +170,7 @@ def test_on_an_nvidia_gpu_packed_documents_and_windows_are_one_launch():
     assert picked(H100) == "sdpa"
     assert picked(H100, documents=True) == picked(H100, window=True) == "flash"
     assert picked(H100, documents=True, softcap=True) == "flex_attention"
-    assert picked(H100, softcap=True, installed=frozenset({"flash_attn", "varlen"})) == "flash_attn"
+    assert picked(H100, softcap=True, installed=frozenset({"flash_attn"})) == "flash_attn"
     assert picked(H100, documents=True, capability=(7, 5)) == "flex_attention"
     assert picked(H100, documents=True, dtype="float32") == "flex_attention"
     assert picked(H100, documents=True, head_dim=264) == picked(H100, documents=True, head_dim=20) == "flex_attention"
@@ -200,7 +200,6 @@ def test_no_choice_on_a_gpu_loops_over_documents(name, documents):
         ("flash_attention_4", H100._replace(dtype="float32"), "needs model.dtype bfloat16, found float32"),
         ("flex_attention", choice.Facts("cpu"), "flex_attention has no backward on a CPU"),
         ("sdpa", H100._replace(softcap=True), "sdpa has no softcap; expected one of auto, flash_attention_2, flex"),
-        ("flash_attention_4", H100._replace(installed=frozenset({"flash_4"})), "lacks"),
     ],
 )
 def test_what_is_missing_is_said_in_one_line(name, facts, said):
@@ -218,11 +217,26 @@ def test_flash_attention_3_and_4_take_the_place_of_torchs_own(monkeypatch, flash
 
     activated = []
     monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", activated.append)
-    chosen = choice.choose(name, H100._replace(installed=frozenset({"varlen", "flash_3", "flash_4"})))
+    chosen = choice.choose(name, H100._replace(installed=frozenset({"flash_3", "flash_4"})))
     assert choice.load(chosen) is flash.attention
     assert activated == [version]
 
 
+@pytest.mark.parametrize("lacks", [None, "triton", "gcc and clang", "Python.h"])
+def test_flex_is_offered_where_triton_can_compile(lacks, monkeypatch, tmp_path):
+    (tmp_path / "Python.h").touch()
+    headers = tmp_path / "nothing" if lacks == "Python.h" else tmp_path
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(choice.shutil, "which", lambda name: None if lacks == "gcc and clang" else f"/bin/{name}")
+    monkeypatch.setattr(choice.sysconfig, "get_paths", lambda: {"include": str(headers)})
+    monkeypatch.setattr(choice, "find_spec", lambda name: None if name != "triton" or lacks == "triton" else "found")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    facts = choice.facts_of(torch.device("cuda"))._replace(documents=True)  # in fp32: no flash attention
+    assert choice.choose("auto", facts) == ("flex_attention" if lacks is None else "sdpa_with_mask")
+    if lacks is not None:
+        with pytest.raises(choice.InputError, match=r"needs triton, gcc or clang, and Python.h; not all"):
+            choice.choose("flex_attention", facts)
+
+
 def test_this_machine_is_described():
     assert choice.facts_of(torch.device("cpu")) == choice.Facts("cpu")
-    assert choice._varlen_has_windows()

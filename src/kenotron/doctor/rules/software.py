@@ -69,9 +69,15 @@ def triton_missing(facts: Facts) -> Finding | None:
 
 def no_compiler(facts: Facts) -> Finding | None:
     software = facts.software
-    if facts.torch.accelerators or not software.system or (software.compiler and software.python_headers):
+    if not software.system or (software.compiler and software.python_headers):
         return None
     missing = "a C++ compiler" if software.compiler is None else "Python.h"
+    if facts.torch.accelerators:
+        return warning(
+            f"{missing} is missing, and Triton compiles with both: model.compile: true, _attn_implementation: "
+            "flex_attention and KENOTRON_KERNELS=triton fail on the GPU",
+            "install g++ or clang, and Python's headers (python3-dev)",
+        )
     return hint(
         f"{missing} is missing: model.compile: true cannot build kernels for the CPU",
         "install g++ or clang, and Python's headers (python3-dev), or leave model.compile off",

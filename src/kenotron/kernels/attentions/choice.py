@@ -12,9 +12,11 @@ hidden come before those that mask it. No GPU has measured it yet.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Callable
 from importlib.util import find_spec
-from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,7 +40,7 @@ OWN_BLOCKS = ("ring", "allgather")  # methods of context parallelism that comput
 class Facts(NamedTuple):
     """What the choice depends on. `vendor`: cpu, nvidia or amd; `capability` is NVIDIA's.
 
-    `installed`: packages of `PACKAGES`, `triton`, and `varlen` where this torch has it with windows.
+    `installed`: packages of `PACKAGES`, and `triton` if it can compile.
     """
 
     vendor: str
@@ -48,7 +50,7 @@ class Facts(NamedTuple):
     documents: bool = False
     window: bool = False
     softcap: bool = False
-    installed: frozenset[str] = frozenset({"varlen", "triton"})
+    installed: frozenset[str] = frozenset({"triton"})
 
 
 class Implementation(NamedTuple):
@@ -71,8 +73,6 @@ def _no_softcap(facts: Facts) -> str | None:
 def _flash(facts: Facts) -> str | None:
     if facts.vendor != "nvidia":
         return f"needs an NVIDIA GPU, found {facts.vendor}"
-    if "varlen" not in facts.installed:
-        return "needs torch.nn.attention.varlen with windows, which this torch lacks"
     return _flash_kernel(facts) or _no_softcap(facts)
 
 
@@ -110,7 +110,7 @@ def _flex(facts: Facts) -> str | None:
         return "has no backward on a CPU"
     if facts.head_dim < 16:
         return f"needs heads of at least 16 channels, found {facts.head_dim}"
-    return None if "triton" in facts.installed else "needs the package triton, which is not installed"
+    return None if "triton" in facts.installed else "needs triton, gcc or clang, and Python.h; not all are here"
 
 
 def _missing(facts: Facts, name: str, remedy: str) -> str | None:
@@ -214,8 +214,15 @@ def facts_of(device: torch.device) -> Facts:
         return Facts("cpu")
     vendor = "amd" if torch.version.hip else "nvidia"
     capability = torch.cuda.get_device_capability(device) if vendor == "nvidia" else (0, 0)
-    found = {name for name, module in {**PACKAGES, "triton": "triton"}.items() if _is_installed(module)}
-    return Facts(vendor, capability, installed=frozenset(found | ({"varlen"} if _varlen_has_windows() else set())))
+    found = {name for name, module in PACKAGES.items() if _is_installed(module)}
+    return Facts(vendor, capability, installed=frozenset(found | ({"triton"} if _triton_compiles() else set())))
+
+
+def _triton_compiles() -> bool:
+    """Whether Triton is installed, and what it compiles with."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    return compiler is not None and os.path.exists(headers) and _is_installed("triton")
 
 
 def _is_installed(module: str) -> bool:
@@ -223,11 +230,3 @@ def _is_installed(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # not even the package around it
         return False
-
-
-def _varlen_has_windows() -> bool:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return {"window_size", "scale"} <= signature(varlen_attn).parameters.keys()
