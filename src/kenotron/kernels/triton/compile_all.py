@@ -9,8 +9,11 @@ It shows that kernels compile and fit, not that they are fast or right: numbers 
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
+from tempfile import NamedTemporaryFile
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -26,23 +29,35 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 SHARED_MEMORY = 64 << 10  # bytes of a block on the smallest of them, AMD's
+SPILLED = 64  # bytes of a thread's registers; more of them cost time (some compilers put a few there)
 
 
 def compile_all() -> Iterator[tuple[str, str, str, bytes]]:
     """(kernel, target, kind of binary, binary) of all variants. Raises what Triton raises where one fails."""
     for module in (cross_entropy, experts, rms_norm, rope, swiglu):
-        for kernel, types, constants in module.VARIANTS:
+        for kernel, types, constants, *options in module.VARIANTS:
             names = kernel.arg_names
             signature = {**dict(zip(names, types)), **dict.fromkeys(constants, "constexpr")}
             assert list(signature) == names, f"{kernel}: a type for each of {names}"
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
             for name, target in TARGETS.items():
-                compiled = triton.compile(source, target=target)
-                assert compiled.metadata.shared <= SHARED_MEMORY, (
-                    f"{kernel} on {name}: {compiled.metadata.shared} bytes"
-                )
+                compiled = triton.compile(source, target=target, options=dict(*options))
                 kind = "cubin" if target.backend == "cuda" else "hsaco"
-                yield f"{module.__name__.rpartition('.')[2]}.{kernel.__name__}", name, kind, compiled.asm[kind]
+                binary, shared = compiled.asm[kind], compiled.metadata.shared
+                assert shared <= SHARED_MEMORY, f"{kernel} {constants} on {name}: {shared} bytes"
+                spilled = _stack(binary) if kind == "cubin" else 0
+                assert spilled <= SPILLED, f"{kernel} {constants} on {name}: {spilled} bytes of registers spilled"
+                yield f"{module.__name__.rpartition('.')[2]}.{kernel.__name__}", name, kind, binary
+
+
+def _stack(cubin: bytes) -> int:
+    """Bytes of memory that a thread has for what does not fit into registers."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return max(map(int, re.findall(r"STACK:(\d+)", found)))
 
 
 if __name__ == "__main__":

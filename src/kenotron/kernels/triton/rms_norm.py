@@ -1,7 +1,7 @@
 """RMSNorm in one launch forward and one backward; formulas and reference in `kernels.rms_norm`.
 
 Forward: a program for each row. Backward: a program for each group of rows, which keeps the group's sum of dweight in
-registers; the sums of the groups are added at the end. The number of groups is fixed, so the order of sums is, too.
+registers; the sums of the groups are added at the end. Their number depends on shapes alone, so the order of sums does.
 
     rows 0 … 5, 2 groups       program 0: rows 0 2 4       program 1: rows 1 3 5       dweight = sum 0 + sum 1
 """
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GROUPS = 256  # programs of the backward: enough to fill today's GPUs
+GROUPS, WIDE = 256, 4096  # programs of the backward for rows of 4096: enough to fill today's GPUs
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -29,7 +29,8 @@ class _RMSNorm(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         y, r = torch.empty_like(rows), torch.empty(len(rows), dtype=torch.float32, device=x.device)
         hidden = rows.shape[1]
-        forward_kernel[(len(rows),)](rows, weight, y, r, hidden, eps, BLOCK=triton.next_power_of_2(hidden))
+        block = triton.next_power_of_2(hidden)
+        forward_kernel[(len(rows),)](rows, weight, y, r, hidden, eps, BLOCK=block, num_warps=_warps(block))
         ctx.save_for_backward(rows, weight, r)
         return y.view(x.shape)
 
@@ -38,12 +39,17 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, r = ctx.saved_tensors
         dy = upstream[0].reshape(x.shape).contiguous()
         count, hidden = x.shape
-        groups = min(GROUPS, count)
+        block = triton.next_power_of_2(hidden)
+        groups = min(GROUPS * max(1, WIDE // block), count)
         dx = torch.empty_like(x)
         sums = torch.empty(groups, hidden, dtype=torch.float32, device=x.device)
-        block = triton.next_power_of_2(hidden)
-        backward_kernel[(groups,)](dy, x, weight, r, dx, sums, count, hidden, BLOCK=block)
+        backward_kernel[(groups,)](dy, x, weight, r, dx, sums, count, hidden, BLOCK=block, num_warps=_warps(block))
         return dx.view(upstream[0].shape), sums.sum(0).to(weight.dtype), None
+
+
+def _warps(block: int) -> int:
+    """Such that a thread has 16 numbers of a row: the backward keeps four of each in registers."""
+    return min(16, max(1, block // 512))
 
 
 @triton.jit
@@ -77,8 +83,12 @@ def backward_kernel(dy, x, weight, r, dx, sums, rows, hidden, BLOCK: tl.constexp
     tl.store(sums + group.to(tl.int64) * hidden + at, total, mask=inside)
 
 
-# (kernel, arguments' types, constants): what `compile_all` compiles ahead of time.
+# (kernel, arguments' types, constants, options): what `compile_all` compiles ahead of time.
 VARIANTS = [
-    (forward_kernel, ("*bf16", "*bf16", "*bf16", "*fp32", "i32", "fp32"), {"BLOCK": 4096}),
-    (backward_kernel, ("*bf16", "*bf16", "*bf16", "*fp32", "*bf16", "*fp32", "i32", "i32"), {"BLOCK": 4096}),
+    (kernel, types, {"BLOCK": block}, {"num_warps": _warps(block)})
+    for kernel, types in (
+        (forward_kernel, ("*bf16", "*bf16", "*bf16", "*fp32", "i32", "fp32")),
+        (backward_kernel, ("*bf16", "*bf16", "*bf16", "*fp32", "*bf16", "*fp32", "i32", "i32")),
+    )
+    for block in (128, 4096, 8192)
 ]
