@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import time
 from pathlib import Path
@@ -92,6 +93,17 @@ def test_a_last_save_that_fails_in_the_background_fails_the_run(tmp_path: Path) 
     with pytest.raises(RunFailed, match=r"step 4: cannot write .*earlier checkpoints are as they were"):
         train_quietly(full_disk(tmp_path, 4, 4))
     assert newest_complete(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "3"
+
+
+def test_a_last_save_that_cannot_even_begin_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has failed when `save` returns, so no save is in flight at the end of the run."""
+
+    def begin(folder: Path, *_: Any) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    monkeypatch.setattr("kenotron.checkpoint.engines.background.begin_folder", begin)
+    with pytest.raises(RunFailed, match=r"step 3: .*No space left on device.*earlier checkpoints are as they were"):
+        train_quietly(engine_config(tmp_path, "datastates"))
 
 
 def test_a_run_that_fails_completes_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ class CheckpointHook(Hook):
         self.saved_step: int | None = None
         self.last_step_skipped = False
         self.durable_step = 0  # of the newest checkpoint in checkpoints_path
+        self.problem: str | None = None  # why the last save there failed
 
     def on_train_start(self, run: Run) -> None:
         """Save the initial state, if the config asks for it."""
@@ -66,10 +67,9 @@ class CheckpointHook(Hook):
         at_the_end = run.config.checkpoints.save_final_state or run.stop_reason is not None
         if at_the_end and self.saved_step != run.step:
             self._save(run)
-        outcomes = run.engine.collect()
-        self._announce(run, outcomes)
-        if lost := [each.problem for each in outcomes if isinstance(each, Unsaved) and not _is_local(run, each)]:
-            raise RunFailed(f"step {self.saved_step}: {lost[0]}; earlier checkpoints are as they were")
+        self._announce(run, run.engine.collect())
+        if self.problem is not None:
+            raise RunFailed(f"step {self.saved_step}: {self.problem}; earlier checkpoints are as they were")
         if run.local is not None:
             run.local.close()
 
@@ -106,13 +106,14 @@ class CheckpointHook(Hook):
             is_local = _is_local(run, outcome)
             _log(run, outcome, is_local)
             if isinstance(outcome, Unsaved):
+                self.problem = self.problem if is_local else outcome.problem
                 continue
             step = int(outcome.path.name)
             if is_local:
                 if run.local is not None and not alone:
                     run.local.saved(step)
                 continue
-            self.durable_step = step
+            self.durable_step, self.problem = step, None
             if run.local is not None:
                 run.local.remove()
             for hook in () if alone else run.hooks:
