@@ -9,12 +9,15 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.config import InputError, load
+from kenotron.config.errors import RunFailed
+from kenotron.training import Hook
 from kenotron.training.console import human_format
 from kenotron.training.metrics import drop_later_steps
 from support.pages import files, read_page
@@ -397,6 +400,20 @@ def test_a_resumed_run_has_every_step_once_in_metrics_and_tensorboard(tmp_path: 
     events = EventAccumulator(str(tmp_path / "logs" / "tiny" / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("lm_loss")] == [1, 2, 3, 4, 5]
+
+
+class TakesTheName(Hook):
+    """Puts a file where TensorBoard's folder will be."""
+
+    def on_train_start(self, run: Any) -> None:
+        Path(run.config.logging.log_dir, "tiny", "tensorboard").write_text("not a folder")
+
+
+def test_tensorboard_files_that_cannot_be_written_end_the_run_with_a_line_that_names_them(tmp_path: Path) -> None:
+    hook = "general.hooks=[training.test_console_and_metrics.TakesTheName]"
+    folder = tmp_path / "logs" / "tiny" / "tensorboard"
+    with pytest.raises(RunFailed, match=f"^{folder}: cannot write the metrics of step 1: .*free space there"):
+        train_quietly(tiny_config(tmp_path, "logging.tensorboard=true", hook))
 
 
 def test_without_a_terminal_the_time_left_is_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,16 +135,18 @@ class Metrics(Hook):
         self.validation = {}
         run.last_metrics = raw
         assert self.file is not None
+        path = self.file.name
         try:
             self.file.write(json.dumps({name: _json_number(value) for name, value in raw.items()}) + "\n")
+            path = f"{self.folder}/tensorboard"
+            if run.config.logging.tensorboard:
+                self._tensorboard(run, raw)
         except OSError as error:
-            path, self.file = self.file.name, None  # closing it would write the line again
+            self.file = self.writer = None  # closing them would write again
             raise RunFailed(
                 f"{path}: cannot write the metrics of step {run.step}: {error.strerror}; free space there, or set "
                 f"another logging.log_dir, and start the same command again: it resumes from the newest checkpoint"
             ) from error
-        if run.config.logging.tensorboard:
-            self._tensorboard(run, raw)
         interval = run.config.logging.iteration_step_info_interval
         if (run.step - 1) % interval == 0 or run.finished:
             on_console = {name: value for name, value in recorded.items() if name not in run.off_console}
