@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import kenotron as kn
 from kenotron.checkpoint.local import run_folders
 from kenotron.config import InputError
 from kenotron.launch.training import name_before_start
@@ -317,16 +318,21 @@ def test_fresh_also_sets_aside_what_a_killed_save_left_almost_done(tmp_path: Pat
     assert "Training from step 1 to 3: " in said
 
 
-def test_with_every_checkpoint_damaged_the_run_says_so_and_starts_over(tmp_path: Path) -> None:
+def test_with_every_checkpoint_damaged_the_run_is_refused_and_starts_over_only_when_told_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A new run would replace them one by one, and a queue would have begun it with nobody looking."""
     config = tiny_config(tmp_path, "checkpoints.checkpoint_interval=1")
     final = weights(train_quietly(config))
     for step in (1, 2, 3):
         victim = next((tmp_path / "checkpoints" / str(step) / "model").glob("*.safetensors"))
         victim.write_bytes(victim.read_bytes()[:-1])
-    run, said = train_and_listen(config)
-    assert run is not None
+    with pytest.raises(InputError, match=r"checkpoints is intact, .* step 0 with --fresh"):
+        kn.train(config)
+    said = capsys.readouterr().out
     for step in (1, 2, 3):
-        assert any(f"checkpoints/{step}" in line for line in said.splitlines() if line.startswith("warning: "))
-    assert "Training from step 1 to 3: " in said
-    assert equal_bits(weights(run), final)
-    assert equal_bits(saved_weights(tmp_path / "checkpoints" / "3"), final)
+        assert f"warning: skipping checkpoint {step}: {tmp_path}/checkpoints/{step}/model" in said
+    assert len(losses(config)) == 3  # nor are the metrics set aside
+    assert equal_bits(weights(train_quietly(config, fresh=True)), final)
+    (kept,) = (tmp_path / "checkpoints").glob("replaced-*")
+    assert steps_saved(kept) == [1, 2, 3]

@@ -115,6 +115,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(
     assert RemoteCheckpoints(URL).verify(6) == []  # sent again, whole
 
 
+def test_with_every_checkpoint_of_the_store_damaged_none_is_replaced(
+    machine: Callable[..., Config], bucket: dict[str, Any]
+) -> None:
+    train_quietly(machine("a", "tokens.train_steps=6"))
+    for name in [name for name in bucket if "/model/" in name and name.endswith(".safetensors")]:
+        bucket[name].seek(-1, 2)
+        bucket[name].write(bytes([bucket[name].getvalue()[-1] ^ 1]))
+    before = sorted(bucket)
+    with pytest.raises(InputError, match=f"^no checkpoint at {URL} is intact, as warned above"):
+        train_quietly(machine("b", "tokens.train_steps=6"))
+    assert sorted(bucket) == before
+
+
 def test_local_damage_is_mended_from_the_store(machine: Callable[..., Config], whole: list[float]) -> None:
     config = machine("a")
     train_quietly(config)

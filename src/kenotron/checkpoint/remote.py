@@ -332,7 +332,8 @@ def _fetch_newest(remote: RemoteCheckpoints, root: Path, report: Report, say: Re
     tidy(root, report)
     saved = [entry for entry in reversed(list_checkpoints(root)) if entry.manifest]
     here = next((entry.manifest for entry in saved if not verify_local(entry.path)), None)  # the newest intact one
-    for entry in reversed(remote.all()):
+    found = remote.all()
+    for entry in reversed(found):
         if entry.manifest is None:
             report(f"skipping checkpoint {entry.step}: {entry.problem}")
             continue
@@ -345,6 +346,8 @@ def _fetch_newest(remote: RemoteCheckpoints, root: Path, report: Report, say: Re
             report(f"skipping checkpoint {entry.step}: {error}")
         else:
             return True
+    if here is None and found:  # a new run's checkpoints would replace them
+        raise InputError(f"no checkpoint at {remote.url} is intact, as warned above; restore one, or set another path")
     return here is not None
 
 

@@ -116,16 +116,21 @@ def choose_start(
     durable_one = None if fresh else folders.newest_complete(root, logger.warning)
     newest = (local.newest(durable_one) if local is not None and not fresh else None) or durable_one
     if newest is None and not fresh:
-        run_on_rank0(lambda: _refuse_nanotron(root))
+        run_on_rank0(lambda: _refuse_unusable(root))
     start = run_on_rank0(lambda: _start_at(config, newest, start_elsewhere))
     return start if newest is None else replace(start, path=newest)  # local ones may have other names on other ranks
 
 
-def _refuse_nanotron(root: Path) -> None:
+def _refuse_unusable(root: Path) -> None:
     if any(root.glob(f"*/{folders.NANOTRON_METADATA}")):
         raise InputError(
             f"checkpoints.checkpoints_path: {root} holds checkpoints of nanotron, which no run continues; convert them "
             "(`kenotron convert from-nanotron`), set another path, or start at step 0 with --fresh, which keeps them"
+        )
+    if folders.list_checkpoints(root):
+        raise InputError(
+            f"checkpoints.checkpoints_path: no checkpoint in {root} is intact, as warned above; restore one, set "
+            "another path, or start at step 0 with --fresh, which keeps them"
         )
 
 
