@@ -11,10 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from kenotron.cli import main
-from kenotron.config.errors import InputError
-from kenotron.launch import agreement
+from kenotron.config.errors import InputError, RunFailed
+from kenotron.launch import agreement, start_process_group
 from kenotron.launch.agreement import check_started_alike
 from kenotron.observers.same_data import SameData
 from support.ranks import run_ranks
@@ -98,6 +100,19 @@ def test_processes_of_mpirun_are_refused(
         main(["train", str(tiny_yaml(tmp_path))])
     assert ended.value.code == 2
     assert "mpirun started these processes" in capsys.readouterr().err
+
+
+def test_a_network_interface_that_does_not_exist_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gloo raises a RuntimeError, of which torch makes no error of its own."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    for name, value in {**variables, "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "nosuch0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(RunFailed, match=r"^rank 0 on .* a wrong address or network interface, .*nosuch0$"):
+        start_process_group(torch.device("cpu"), 60)
 
 
 @pytest.mark.slow

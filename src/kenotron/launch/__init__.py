@@ -285,13 +285,13 @@ def start_process_group(device: torch.device, timeout_seconds: float, store: dis
             dist.init_process_group(backend(device), timeout=timeout, store=store, rank=rank, world_size=size)
     except ValueError as error:  # MASTER_ADDR or MASTER_PORT is missing
         raise InputError(f"RANK and WORLD_SIZE are set, but torch cannot find the other ranks: {error}") from None
-    except dist.DistError as error:
+    except RuntimeError as error:  # DistError, and what gloo raises when it connects the ranks
         if store is not None:
             raise
         raise RunFailed(
             f"rank {ranks.rank} on {socket.gethostname()} did not find all {ranks.world_size} ranks at {where} "
-            "(MASTER_ADDR:MASTER_PORT): a wrong address, a port in use, or a machine that did not start; "
-            f"{first_line(error)}"
+            "(MASTER_ADDR:MASTER_PORT): a wrong address or network interface, a port in use, or a machine that did not "
+            f"start; {first_line(error)}"
         ) from None
     atexit.register(leave)
 
