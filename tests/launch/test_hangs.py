@@ -117,6 +117,21 @@ def test_ranks_tell_their_status_through_the_store() -> None:
     ]
 
 
+def test_a_thousand_ranks_at_one_place_are_one_line_of_the_report() -> None:
+    store = torch.distributed.HashStore()
+    for rank in range(1024):
+        store.set(f"status/{rank}", json.dumps(asdict(HANGS if rank in (7, 8, 100) else WAITS)))
+    hang = find_hang(store, 0, 1024, CALL, 5.0)
+    assert hang.missing == [7, 8, 100]
+    lines = hang.report.splitlines()
+    assert lines[0].endswith("of all ranks: ranks 7, 8, 100 did not join it")
+    assert [line.split(":")[0] for line in lines[1:]] == [
+        "  rank 0",
+        "  ranks 1-6, 9-99, 101-1023",
+        "  ranks 7, 8, 100",
+    ]
+
+
 @pytest.mark.parametrize("with_sends", [False, True])
 def test_a_collective_beside_sends_waits_whatever_ended_last(monkeypatch: pytest.MonkeyPatch, with_sends: bool) -> None:
     """NCCL numbers sends and receives by themselves, and its last completed number may be one of theirs."""

@@ -1,8 +1,8 @@
 """One rank fails: all end within seconds, and only the failure that came first is reported.
 
 Ranks wait for each other in every step, so one that is gone leaves the others waiting, or with an error about a
-closed connection, which is not the cause. Every rank therefore has a thread that looks twice a second into the store
-that the process group was started with:
+closed connection, which is not the cause. Every rank therefore has a thread that looks into the store that the
+process group was started with, twice a second (with thousands of ranks less often: they share it):
 
     rank 1   raises ──▶ writes "failure" into the store, shows its error, exits
     rank 0   waits in all_reduce; its thread reads "failure" ──▶ 2 seconds to leave by itself, then the process ends
@@ -42,6 +42,7 @@ from kenotron.parallel.shared_memory import abandon
 from kenotron.parallel.torch_internals import default_store
 
 LOOK_EVERY_S = 0.5
+RANKS_LOOKING_PER_S = 2048  # into the one store of a run: those of a larger one look less often
 LEAVE_WITHIN_S = 2.0
 CAUSE_WITHIN_S = 5.0  # how long an error about a connection waits for the failure that explains it
 
@@ -83,18 +84,20 @@ class Watch:
         self.report_hang = report_hang
         self.release = release
         self.leave_within_s = leave_within_s
-        self.look_every_s = look_every_s
+        self.look_every_s = max(look_every_s, self.size / RANKS_LOOKING_PER_S)
         self.store = _store(self.rank)
         self.found: Failure | None = None
         self.over = threading.Event()
-        self.neighbours: dict[int, int] = {}  # rank → process id, on this machine
-        self.unknown = set(range(self.size)) - {self.rank}  # ranks whose process id is not in the store yet
+        self.on_machine = f"on/{_machine()}"
+        self.known = 0  # ranks of this machine whose process id is known, in the order in which they came
+        self.neighbours: dict[int, int] = {}  # rank → process id, of those that are alive
         self.answered = True  # the store, since the second thread looked last
         names = {"kenotron-watch": self._look_until_over, "kenotron-store-watch": self._end_without_store}
         self.threads = [threading.Thread(target=look, name=name, daemon=True) for name, look in names.items()]
 
     def __enter__(self) -> Self:
-        self.store.set(f"process/{self.rank}", f"{os.getpid()} {_machine()}")
+        number = self.store.add(self.on_machine, 1)
+        self.store.set(f"{self.on_machine}/{number}", f"{self.rank} {os.getpid()}")
         for thread in self.threads:
             thread.start()
         return self
@@ -122,21 +125,23 @@ class Watch:
         if hangs.is_timeout(error):
             return self._report_hang(hangs.call_that_raised(error))
         if comes_from_another_rank(error):
-            until = time.monotonic() + CAUSE_WITHIN_S
-            while self._read() is None and time.monotonic() < until:
-                time.sleep(LOOK_EVERY_S / 5)
+            self._wait_for_failure(CAUSE_WITHIN_S)
         if self._write(Failure(self.rank, in_a_line(error))):
             return None
         assert self.found is not None
         return self.found.as_seen_by_others()
 
     def _report_hang(self, call: hangs.PendingCall) -> Exception:
-        hang = hangs.find_hang(self.store, self.rank, self.size, call, self.timeout_seconds)
-        first = self._write(Failure(self.rank, hang.report))
-        if first and self.report_hang is not None:
+        within = hangs.STATUS_WITHIN_S + self.look_every_s
+        if self.store.add("hang", 1) > 1:  # all time out, and one asks all: N² calls would keep the store busy for long
+            self._wait_for_failure(2 * within)
+        hang = None
+        if self._read() is None:
+            hang = hangs.find_hang(self.store, self.rank, self.size, call, self.timeout_seconds, within)
+        if hang is not None and self._write(Failure(self.rank, hang.report)):
+            if self.report_hang is None:
+                return RunFailed(hang.report)
             self.report_hang(hang.missing or [self.rank], hang.report)
-        elif first:
-            return RunFailed(hang.report)
         assert self.found is not None
         return self.found.as_seen_by_others()
 
@@ -151,6 +156,12 @@ class Watch:
         if self.found is None and self.store.check(["failure"]):
             self.found = Failure(**json.loads(self.store.get("failure")))
         return self.found
+
+    def _wait_for_failure(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self._read() is None and time.monotonic() < until:
+            hangs.reply_with_status(self.store, self.rank)
+            time.sleep(max(LOOK_EVERY_S, self.look_every_s) / 5)
 
     def _keep_store(self) -> None:
         """Where rank 0 itself holds the store (no torchrun, no launcher), it stays until the others are done."""
@@ -196,12 +207,12 @@ class Watch:
         return None
 
     def _find_dead_ranks(self) -> None:
-        for rank in sorted(self.unknown):
-            if self.store.check([f"process/{rank}"]):
-                process, machine = self.store.get(f"process/{rank}").decode().split(" ", 1)
-                self.unknown.discard(rank)
-                if machine == _machine():
-                    self.neighbours[rank] = int(process)
+        """Of this machine: to ask the store for every rank of the run would be N² calls of N ranks."""
+        there = self.store.add(self.on_machine, 0)
+        while self.known < there and self.store.check([key := f"{self.on_machine}/{self.known + 1}"]):
+            rank, process_id = map(int, self.store.get(key).split())
+            self.neighbours[rank] = process_id
+            self.known += 1
         for rank, process_id in list(self.neighbours.items()):
             if _alive(process_id):
                 continue

@@ -131,11 +131,16 @@ def reply_with_status(store: dist.Store, rank: int) -> None:
         store.set(f"status/{rank}", json.dumps(asdict(_status())))
 
 
-def find_hang(store: dist.Store, rank: int, size: int, call: PendingCall, timeout_seconds: float) -> Hang:
-    """Ask all ranks for their status: which did not join `call`, and a report with a summary and a line for each."""
+def find_hang(
+    store: dist.Store, rank: int, size: int, call: PendingCall, timeout_seconds: float, within: float = STATUS_WITHIN_S
+) -> Hang:
+    """Ask all ranks for their status: which did not join `call`, and a report with a summary and the place of each.
+
+    Ranks that do not reply `within` seconds are reported so.
+    """
     store.set("status/asked", str(rank))
     reply_with_status(store, rank)
-    until = time.monotonic() + STATUS_WITHIN_S
+    until = time.monotonic() + within
     keys = [f"status/{other}" for other in range(size)]
     while not store.check(keys) and time.monotonic() < until:
         time.sleep(0.1)
@@ -146,7 +151,11 @@ def find_hang(store: dist.Store, rank: int, size: int, call: PendingCall, timeou
     among = "" if call.number is None else f" (number {call.number}) of {_ranks(members, size)}"
     limit = f"more than {timeout_seconds:g} s (parallelism.timeout_seconds)"
     lines = [f"rank {rank} has waited {limit} in {call.operation}{among}: {blame}", f"  rank {rank}: at {call.place}"]
-    lines += [f"  rank {i}: {_described(status)}" for i, status in enumerate(found) if i != rank]
+    places: dict[str, list[int]] = {}  # of a thousand ranks most are at the same one
+    for other, status in enumerate(found):
+        if other != rank:
+            places.setdefault(_described(status), []).append(other)
+    lines += [f"  {_ranks(ranks)}: {place}" for place, ranks in places.items()]
     return Hang(missing, "\n".join(lines))
 
 
@@ -198,10 +207,15 @@ def _described(status: RankStatus | None) -> str:
 
 
 def _ranks(ranks: Sequence[int], size: int | None = None) -> str:
-    """``rank 1``, ``ranks 1, 3``, ``all ranks``."""
+    """``rank 1``, ``ranks 1, 3-7``, ``all ranks``."""
     if len(ranks) == size:
         return "all ranks"
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+    those = set(ranks)
+    firsts, lasts = ([rank for rank in ranks if rank + step not in those] for step in (-1, 1))
+    parts: list[str] = []
+    for first, last in zip(firsts, lasts, strict=True):
+        parts += [f"{first}-{last}"] if last > first + 1 else map(str, range(first, last + 1))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"
 
 
 def _members(group: str | None) -> list[int]:
