@@ -197,6 +197,14 @@ def test_a_run_adds_variables_that_the_user_has_not_set() -> None:
         assert share.default_variables({name: "backend:cudaMallocAsync"}, cuda="13.0") == recorder
 
 
+def test_gloo_connects_many_ranks_only_where_they_communicate() -> None:
+    """Otherwise each of N ranks reads the addresses of all from one store, 8 N bytes each, when a group is made."""
+    lazy = {"TORCH_GLOO_LAZY_INIT": "1"}
+    assert share.default_variables({"WORLD_SIZE": "1024"}, cuda=None).items() >= lazy.items()
+    assert "TORCH_GLOO_LAZY_INIT" not in share.default_variables({"WORLD_SIZE": "8"}, cuda=None)
+    assert "TORCH_GLOO_LAZY_INIT" not in share.default_variables({"WORLD_SIZE": "1024"} | lazy, cuda=None)
+
+
 @pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="torch 2.11 does not show them")
 def test_the_allocator_reads_its_variable_when_it_is_first_used_not_on_import() -> None:
     """What is added after torch is imported counts. torch's allocator settings are the same object in every build."""

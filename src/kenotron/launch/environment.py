@@ -18,6 +18,7 @@ from kenotron.launch.slurm.ranks import is_task_of_many, torchrun_variables
 
 MOST_RANKS_PER_CORE = 4  # 8 ranks of a small model on a laptop's 2 cores are slow and useful, 64 are a mistake
 PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+MANY_RANKS = 128  # from which on gloo connects only those that communicate
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # two names of one variable, the second deprecated
 
 
@@ -88,9 +89,13 @@ def default_variables(environment: Mapping[str, str], cuda: str | None) -> dict[
     """Variables that a run adds to `environment`, never one that is set; `cuda`: the version that torch is built for.
 
     torch reads them when it first uses a GPU or makes a process group. Segments that grow keep packed documents, whose
-    tensors are of ever new sizes, from fragmenting GPU memory; torch has them for CUDA only.
+    tensors are of ever new sizes, from fragmenting GPU memory; torch has them for CUDA only. Gloo would connect every
+    rank of a group to every other when the group is made, by way of the one store of the run: a million reads of 8 kB
+    for 1,024 ranks, and a thousand sockets in each of them.
     """
     found = {"TORCH_FR_BUFFER_SIZE": "2000"}  # torch's flight recorder, which `hangs` reads
+    if int(environment.get("WORLD_SIZE", "1")) >= MANY_RANKS:
+        found["TORCH_GLOO_LAZY_INIT"] = "1"
     if cuda is not None and not any(name in environment for name in ALLOCATOR):
         found[ALLOCATOR[0]] = "expandable_segments:True"
     return {name: value for name, value in found.items() if name not in environment}
