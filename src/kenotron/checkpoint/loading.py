@@ -9,6 +9,8 @@ needs. Tools that want plain tensors use `reading.read_tensors`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +53,7 @@ def load(
     if verify:
         raise_if_damaged(check_together(path, manifest.below(*parts)))
     indexes = raise_on_any_rank(lambda: {folder: open_index(path / folder, manifest) for folder in parts})
-    named = gather({folder: list(tensors) for folder, tensors in parts.items()})
-    on_all_ranks = {folder: {name for names in named for name in names[folder]} for folder in parts}
+    on_all_ranks = {folder: _on_any_rank(indexes[folder], tensors) for folder, tensors in parts.items()}
 
     def check() -> None:
         for folder, tensors in parts.items():
@@ -118,11 +119,18 @@ def raise_if_damaged(problems: list[str]) -> None:
         raise CheckpointError(first_of(problems))
 
 
+def _on_any_rank(index: Index, tensors: dict[str, Any]) -> set[str]:
+    """Which of the index's names any rank has: a bit for each is gathered, and not a megabyte of names."""
+    names = sorted({*index.tensors, *index.values})
+    bits = reduce(or_, gather(int("0" + "".join("01"[name in tensors] for name in names), 2)))
+    return {name for name, bit in zip(names, f"{bits:0{len(names)}b}", strict=False) if bit == "1"}
+
+
 def _check_fit(folder: Path, index: Index, tensors: dict[str, Any], names: set[str]) -> None:
-    """Raise unless the index holds just `names` (all ranks'), and `tensors` (this rank's) in their shapes."""
-    known = [*index.tensors, *index.values]
-    missing = sorted(names.difference(known))
-    extra = sorted(set(known) - names)
+    """Raise unless the index has this rank's `tensors` in their shapes, and just the `names` of all ranks."""
+    known = {*index.tensors, *index.values}
+    missing = sorted(tensors.keys() - known)
+    extra = sorted(known - names)
     if missing:
         raise CheckpointError(f"{folder} lacks {missing[0]!r}{_more(missing)}{nearest(missing[0], extra)}")
     if extra:

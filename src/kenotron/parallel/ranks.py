@@ -29,7 +29,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def gather(value: T) -> list[T]:
-    """Every rank's `value`, in order of rank, on every rank."""
+    """Every rank's `value`, in order of rank, on every rank: a small one, as a run may have thousands of ranks."""
     _, size = rank_and_size()
     if size == 1:
         return [value]
@@ -61,7 +61,14 @@ def raise_on_any_rank(work: Callable[[], T]) -> T:
 
 def run_on_rank0(work: Callable[[], T]) -> T:
     """Run `work` on rank 0 alone; every rank gets its result, or its error."""
-    return run_on_first([0], work)
+    rank, size = rank_and_size()
+    result = raise_on_any_rank(lambda: work() if rank == 0 else None)
+    if size > 1:
+        import torch.distributed as dist
+
+        dist.broadcast_object_list(results := [result])  # what is gathered takes its memory for every rank
+        return results[0]  # type: ignore[return-value]
+    return result  # type: ignore[return-value]
 
 
 def gather_at(place: str, value: T) -> list[T]:
@@ -75,7 +82,7 @@ def ranks_with(place: str) -> list[int]:
 
 
 def run_on_first(ranks: list[int], work: Callable[[], T]) -> T:
-    """Run `work` on the first of `ranks`; each of them gets its result. An error anywhere is raised on all ranks.
+    """Run `work` on the first of `ranks`; each of them gets its small result. An error anywhere is raised on all ranks.
 
     All ranks call it, each with those it works with.
     """
@@ -115,7 +122,7 @@ def wait_for_all() -> None:
     store = default_store()
     mine = store.add(f"kenotron/arrivals/{dist.get_rank()}", 1)
     store.add(f"kenotron/arrivals/of/{mine}", 1)
-    pause = LOOK_EVERY_S / 64
+    pause, longest = LOOK_EVERY_S / 64, max(LOOK_EVERY_S, dist.get_world_size() / 2048)  # all ask one store
     while store.add(f"kenotron/arrivals/of/{mine}", 0) < dist.get_world_size():
         time.sleep(pause)
-        pause = min(2 * pause, LOOK_EVERY_S)
+        pause = min(2 * pause, longest)

@@ -1,0 +1,78 @@
+"""What ranks gather from each other is small: each of N ranks holds N times as much, and N may be thousands."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kenotron.checkpoint.folders import newest_complete
+from kenotron.checkpoint.loading import load
+from kenotron.checkpoint.saving import save
+from kenotron.config.errors import CheckpointError
+from kenotron.parallel.ranks import run_on_rank0
+from support.ranks import run_ranks
+
+TENSORS = 500
+SMALL = 1000  # bytes: the names of the tensors have 20,000
+
+
+def tensors(value: float) -> dict[str, Any]:
+    return {f"model.layers.{number}.self_attn.q_proj.weight": torch.full((2,), value) for number in range(TENSORS)}
+
+
+def resume(rank: int, root: Path) -> tuple[int, int]:
+    """The bytes of the largest object that this rank gives to a gather or a scatter, and how many it gives."""
+    sizes = []
+
+    def recorded(name: str, position: int) -> Any:
+        original = getattr(dist, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            sizes.append(len(pickle.dumps(arguments[position])))
+            return original(*arguments, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, position in (("all_gather_object", 1), ("gather_object", 0), ("scatter_object_list", 1)):
+            patch.setattr(dist, name, recorded(name, position))
+        text = run_on_rank0(lambda: "a large result" * 1000)
+        path = newest_complete(root)
+        assert path is not None
+        found = tensors(0.0)
+        load(path, model=found, optimizer=None, verify=False)
+    assert text == "a large result" * 1000
+    assert all(value.tolist() == [1.0, 1.0] for value in found.values())
+    return max(sizes), len(sizes)
+
+
+def test_a_run_that_resumes_gathers_neither_manifests_nor_names_nor_plans(tmp_path: Path) -> None:
+    state = {"a large state": "x" * 10_000}
+    save(tmp_path, 10, model=tensors(1.0), optimizer=None, state=state, config_yaml="", model_config={})
+    for most, calls in run_ranks(2, resume, tmp_path):
+        assert most < SMALL
+        assert calls > 3
+
+
+def names_of_stage(rank: int, root: Path, dropped: int) -> str | None:
+    """Every rank has the tensors of a stage; those of `dropped` no rank has."""
+    every = list(tensors(0.0).items())
+    mine = dict(every[rank * 250 : (rank + 1) * 250 - dropped * rank])
+    try:
+        load(root / "10", model=mine, optimizer=None)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def test_stages_together_must_have_all_names_of_a_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 10, model=tensors(1.0), optimizer=None, state={}, config_yaml="", model_config={})
+    assert run_ranks(2, names_of_stage, tmp_path, 0) == [None, None]
+    for message in run_ranks(2, names_of_stage, tmp_path, 3):
+        assert message is not None
+        assert "has 'model.layers.497.self_attn.q_proj.weight' and 2 more, which this run does not have" in message
