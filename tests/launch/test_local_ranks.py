@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -195,6 +196,18 @@ def test_a_run_adds_variables_that_the_user_has_not_set() -> None:
     assert share.default_variables({"TORCH_FR_BUFFER_SIZE": "0"}, cuda="13.0") == grows
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         assert share.default_variables({name: "backend:cudaMallocAsync"}, cuda="13.0") == recorder
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS refuses an unlimited number of open files")
+def test_a_run_may_open_as_many_files_as_the_system_allows() -> None:
+    """Tokens in a thousand files are a thousand open files; a shell often allows 1,024."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+    try:
+        share.open_more_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_gloo_connects_many_ranks_only_where_they_communicate() -> None:

@@ -43,7 +43,7 @@ from kenotron.launch.environment import (
     device_number,
     end_with_parent,
     ranks_from_environment,
-    set_default_variables,
+    set_defaults,
     share_threads,
     started_as_rank,
     started_by_kenotron,
@@ -216,7 +216,7 @@ def _work_alone(config: RankConfig, work: Callable[..., T], options: dict[str, o
     from kenotron.parallel.device import best_device
     from kenotron.parallel.mesh import axes, build_mesh
 
-    set_default_variables()
+    set_defaults()
     device = best_device()
     return work(config, build_mesh(axes(config), 1, device.type), device, **options)
 
@@ -241,7 +241,7 @@ def work_as_rank(
     ranks = ranks_from_environment()
     number = device_number(ranks)
     share_threads(ranks.local_world_size)
-    set_default_variables()
+    set_defaults()
     device = best_device(number)
     timeout = config.parallelism.timeout_seconds
     start_process_group(device, timeout + TORCH_WAITS_LONGER_S, store)

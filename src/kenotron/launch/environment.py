@@ -101,11 +101,23 @@ def default_variables(environment: Mapping[str, str], cuda: str | None) -> dict[
     return {name: value for name, value in found.items() if name not in environment}
 
 
-def set_default_variables() -> None:
-    """Call before torch uses a device."""
+def set_defaults() -> None:
+    """Set variables, and let this process open as many files as the system allows. Call before torch uses a device."""
     import torch
 
     os.environ.update(default_variables(os.environ, torch.version.cuda))
+    open_more_files()
+
+
+def open_more_files() -> None:
+    """Raise the soft limit of open files, often 1,024, to the hard one: each token file is one, and each connection."""
+    try:
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ImportError, OSError, ValueError):  # Windows; macOS refuses infinity
+        pass
 
 
 def check_cores(ranks_on_machine: int) -> None:
