@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import named_state
 from kenotron.models.decoder import Decoder
+from kenotron.parallel.ranks import run_on_rank0
 from kenotron.parallel.shards import shard_of
 from kenotron.training.hooks import Hook
 
@@ -57,14 +58,14 @@ def _without_padding(name: str, tensor: Tensor, model: Decoder) -> TensorShard:
 
 
 def manifest_state(run: Run) -> dict[str, Any]:
-    """The JSON values of `run` in a checkpoint's manifest: counters, data fingerprints."""
+    """The JSON values of `run` in a checkpoint's manifest: counters, data fingerprints. All ranks call it."""
     return {
         "step": run.step,
         "consumed_tokens": run.consumed_tokens,
         "consumed_train_samples": run.consumed_samples,
         "schedule_start": run.start.schedule_start,
         "data_start": run.start.data_start,
-        "data": run.data.fingerprints(),
+        "data": run_on_rank0(run.data.fingerprints),  # which reads of every file: once, and not on a thousand ranks
     }
 
 
