@@ -5,12 +5,12 @@ With `pytest -n` a file goes to one worker, and all layouts to two: each of them
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hypothesis
 import pytest
 
 from support import budget
@@ -20,17 +20,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # `make test` tries the same few examples each time, `make slow` many new ones (--hypothesis-profile=thorough).
 # No deadline: how long an example takes says more about the machine's other work than about the code.
-UNTIMED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], print_blob=True)
-hypothesis.settings.register_profile("quick", UNTIMED, max_examples=20, derandomize=True, database=None)
-hypothesis.settings.register_profile("thorough", UNTIMED, max_examples=100)
-hypothesis.settings.register_profile("fuzz", UNTIMED, max_examples=int(os.environ.get("EXAMPLES", "1000")))
-hypothesis.settings.load_profile("quick")
+with contextlib.suppress(ModuleNotFoundError):  # tests/gpu needs nothing of the extra `test` but pytest
+    from hypothesis import HealthCheck, settings
+
+    untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+    settings.register_profile("quick", untimed, max_examples=20, derandomize=True, database=None)
+    settings.register_profile("thorough", untimed, max_examples=100)
+    settings.register_profile("fuzz", untimed, max_examples=int(os.environ.get("EXAMPLES", "1000")))
+    settings.load_profile("quick")
 
 if TYPE_CHECKING:
     from support.nursery import Nursery
     from support.tiny_run import Shell
 
 
+@pytest.hookimpl(optionalhook=True)  # there is none without xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Deal out files, with tests/layouts as two of about the same length; the largest go first."""
     from xdist.scheduler import LoadFileScheduling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,15 @@ def test_turns_rotate_a_failure_ends_a_row_and_the_budget_keeps_what_there_is(
     assert [[turn["seconds"] for turn in row["turns"]] for row in kept] == [[1.5, 5.5], [], [3.5, 4.5, 6.5]]
     assert kept[1]["problem"] == "out of memory"
     assert speed.table.speeds(kept[2]) == (8 / 3.5, 8 / 4.5)
+
+
+def test_the_tests_of_a_gpu_need_pytest_and_nothing_more_than_a_run_does() -> None:
+    """A machine with a GPU has often no network: tests/conftest.py asks neither for hypothesis nor for xdist."""
+    blocked = "import sys; sys.modules['hypothesis'] = sys.modules['xdist'] = None; import pytest; pytest.main()"
+    command = [sys.executable, "-c", blocked, "--collect-only", "tests/gpu/test_runs_on_a_gpu.py"]
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p no:cacheprovider"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert "test_memory_and_utilization_are_measured" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
 
 
 @pytest.mark.slow
