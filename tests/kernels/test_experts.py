@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kenotron.kernels import products
@@ -98,6 +99,26 @@ def test_a_gradient_without_strides_is_taken() -> None:
     (x, weights, *matrices), choice = problem(6, 3, 2, torch.float32)
     expert_mlp(x, choice, weights, *matrices).sum().backward()
     assert x.grad is not None
+
+
+def test_an_idle_expert_has_a_gradient_of_zeros_where_the_gpus_kernel_leaves_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on Blackwell, pytorch/pytorch#172439: a group without rows keeps what was in the memory of its product."""
+    plain = F.grouped_mm
+
+    def grouped_mm(x: Tensor, matrices: Tensor, *, offs: Tensor) -> Tensor:
+        y = plain(x, matrices, offs=offs)
+        empty = offs.diff(prepend=offs.new_zeros(1)) == 0
+        return y.masked_fill(empty[:, None, None], torch.nan) if y.dim() == 3 else y
+
+    (x, weights, *matrices), choice = problem(9, 4, 2, torch.float32)
+    expected = torch.autograd.grad(expert_mlp_plain(x, choice, weights, *matrices).sum(), (x, weights, *matrices))
+    monkeypatch.setattr(F, "grouped_mm", grouped_mm)
+    monkeypatch.setattr("kenotron.kernels.experts.reads_are_free", lambda sizes: False)
+    found = torch.autograd.grad(expert_mlp(x, choice, weights, *matrices).sum(), (x, weights, *matrices))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected))
+    assert all(torch.equal(gradient[-1], torch.zeros_like(gradient[-1])) for gradient in found[2:])  # the idle one's
 
 
 def test_an_idle_expert_has_a_gradient_of_zeros() -> None:

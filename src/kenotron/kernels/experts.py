@@ -143,8 +143,7 @@ def _gate_and_weigh_backward(d: Tensor, g: Tensor, u: Tensor | None, w: Tensor, 
 
 
 def _in_triton(name: str, g: Tensor, u: Tensor | None, act: str) -> Callable[..., Any] | None:
-    gated = u is not None and ACTIVATIONS[act].plain is F.silu
-    return fused(f"experts.{name}", g) if gated else None
+    return fused(f"experts.{name}", g) if u is not None and ACTIVATIONS[act].plain is F.silu else None
 
 
 class _Groups:
@@ -154,6 +153,8 @@ class _Groups:
         self.on_host = reads_are_free(sizes)  # `grouped_mm` takes them from the device
         self.sizes: list[int] = sizes.tolist() if self.on_host else []
         self.ends = None if self.on_host else sizes.cumsum(0).to(torch.int32)
+        zeros = sizes.is_cuda and torch.cuda.get_device_capability() == (9, 0)  # else torch's issue 172439: any number
+        self.empty = None if zeros else (sizes == 0)[:, None, None]
 
     def rows_by_matrix(self, x: Tensor, matrices: Tensor, onto: Tensor | None = None) -> Tensor:
         """x ``[rows, in]``, matrices ``[groups, out, in]`` → x_i M_i^T, ``[rows, out]``; `onto`: added to it."""
@@ -171,7 +172,8 @@ class _Groups:
     def rows_by_rows(self, y: Tensor, x: Tensor) -> Tensor:
         """y ``[rows, out]``, x ``[rows, in]`` → y_i^T x_i, ``[groups, out, in]``; zeros for a group without rows."""
         if not self.on_host:
-            return F.grouped_mm(y.t(), x, offs=self.ends)
+            found = F.grouped_mm(y.t(), x, offs=self.ends)
+            return found if self.empty is None else found.masked_fill_(self.empty, 0)
         found = x.new_empty(len(self.sizes), y.shape[1], x.shape[1])
         for y_i, x_i, product in zip(y.split(self.sizes), x.split(self.sizes), found.unbind()):
             rows_by_rows(y_i, x_i, out=product) if len(x_i) else product.zero_()
