@@ -1,6 +1,7 @@
 """Folders in, folders out: shards, ties, tokenizers, and clear words for what cannot be converted."""
 
 import json
+import resource
 import shutil
 import weakref
 from unittest.mock import Mock
@@ -297,6 +298,19 @@ def test_an_export_that_fails_leaves_nothing(ours, tmp_path, monkeypatch):
     monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(InputError, match=r"cannot write .*out: No space left on device"):
         to_hf(ours, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_disk_that_is_full_within_the_weights_is_a_line(ours, tmp_path):
+    """What safetensors raises then is no OSError."""
+    size = max(path.stat().st_size for path in (ours / "model").iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
+    try:
+        with pytest.raises(InputError, match=r"cannot write .*out: .*File too large"):
+            to_hf(ours, tmp_path / "out", dtype="float32")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.glob("out*"))
 
 

@@ -66,6 +66,8 @@ def to_hf(
     Raises InputError: no checkpoint at `src` or a damaged one, `dst` not empty, an unknown dtype or size,
     disk full.
     """
+    from safetensors import SafetensorError
+
     final = Path(dst).expanduser()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise InputError(f"{final} exists and is not an empty folder; name a new one")
@@ -83,8 +85,8 @@ def to_hf(
         run_on_rank0(lambda: _begin(source, plan, temporary))
         raise_on_any_rank(lambda: _write_shards(plan, temporary, rank, ranks, progress))
         run_on_rank0(lambda: _finish(source, temporary, final, report))
-    except OSError as error:
-        raise InputError(f"cannot write {final}: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:  # safetensors wraps those of the operating system
+        raise InputError(f"cannot write {final}: {getattr(error, 'strerror', None) or error}") from error
     finally:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -143,6 +145,8 @@ def _finish(source: Source, temporary: Path, final: Path, report: Report) -> Non
 
 def _whole(source: Source, final: Path, dtype: str, max_shard_size: str | int, report: Report) -> Exported:
     """A model without a family: transformers writes it, on the first rank."""
+    from safetensors import SafetensorError
+
     assert isinstance(source.architecture, HuggingFaceArchitecture)
     architecture, size_limit = source.architecture, _size(max_shard_size)
 
@@ -153,8 +157,8 @@ def _whole(source: Source, final: Path, dtype: str, max_shard_size: str | int, r
             write_whole(source.weights, architecture, temporary, dtype, size_limit)
             _write_configs(source, temporary, dtype)
             _finish(source, temporary, final, report)
-        except OSError as error:
-            raise InputError(f"cannot write {final}: {error.strerror or error}") from error
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"cannot write {final}: {getattr(error, 'strerror', None) or error}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return sorted(final.glob("*.safetensors"))
