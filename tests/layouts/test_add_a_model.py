@@ -74,11 +74,10 @@ def config_of(folder: Path, name: str) -> Config:
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> Path:
-    """Checkpoint 4 of a run that stopped at step 2 on dp 2 x tp 2 x pp 2 and went on at dp 1 x tp 4 (ZeRO-3 x dp 2)."""
-    first = ["parallelism={dp: 2, tp: 2, pp: 2}", "tokens.micro_batch_size=1", "tokens.train_steps=2"]
-    run_ranks(8, train_on, folder, "split", [*first, "tokens.batch_accumulation_per_replica=4"])
-    then = ["parallelism={dp: 2, tp: 4, pp: 1, tp_mode: REDUCE_SCATTER}", "optimizer.zero_stage=3"]
-    run_ranks(8, train_on, folder, "split", [*then, "tokens.micro_batch_size=1"])
+    """Checkpoint 4 of a run that stopped at step 2 on tp 2 x pp 2 and went on at dp 2 (ZeRO-3) x tp 2."""
+    run_ranks(4, train_on, folder, "split", ["parallelism={tp: 2, pp: 2}", "tokens.train_steps=2"])
+    then = ["parallelism={dp: 2, tp: 2, tp_mode: REDUCE_SCATTER}", "optimizer.zero_stage=3"]
+    run_ranks(4, train_on, folder, "split", [*then, "tokens.micro_batch_size=1"])
     return folder / "split" / "checkpoints" / str(STEPS)
 
 
