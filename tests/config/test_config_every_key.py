@@ -25,7 +25,8 @@ def unread() -> set[str]:
     files = [f for f in CONFIG.parent.rglob("*.py") if CONFIG not in f.parents] + [Path(decoder.__file__)]
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     served = [row.name for row in rows() if row.mark not in (NO_EFFECT, EXPORT)]
-    return {name for name in served if not re.search(rf"\.{name.lstrip('_')}\b|\"{name}\"", text)}
+    attributes, quoted = set(re.findall(r"\.(\w+)", text)), set(re.findall(r'"(\w+)(?=")', text))
+    return {name for name in served if name.lstrip("_") not in attributes and name not in quoted}
 
 
 def test_every_key_is_read_somewhere_or_has_its_reason() -> None:
