@@ -46,7 +46,7 @@ def main() -> None:
                 train_step(run, batches)
                 run.step += 1
                 stepped = time.perf_counter()
-                state_hash(run)
+                int(state_hash(run))
                 steps.append(stepped - started)
                 hashes.append(time.perf_counter() - stepped)
         finally:

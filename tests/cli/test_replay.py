@@ -52,7 +52,7 @@ def test_one_flipped_bit_of_any_weight_is_in_the_hash_of_its_slice(tmp_path: Pat
     def hashes() -> list[int]:
         found = []
         for run.step in range(SLICES):
-            found.append(state_hash(run))
+            found.append(int(state_hash(run)))
         return found
 
     before = hashes()

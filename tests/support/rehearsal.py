@@ -27,8 +27,10 @@ from kenotron.kernels.attention import attention as sdpa
 from kenotron.kernels.attentions.choice import by_documents
 from kenotron.kernels.attentions.packed import torch_flash
 from kenotron.models import build, named_parameters
+from kenotron.observers.state_hash import StateHash
 from kenotron.optim.build import build_optimizer
 from kenotron.parallel.mesh import Mesh, axes, build_mesh
+from kenotron.training.hooks import Hook
 from kenotron.training.initial_weights import fill_weights
 from kenotron.training.model_parts import build_parts
 from kenotron.training.run import Run
@@ -53,9 +55,14 @@ def rehearse(family: str, layout: str, overrides: Sequence[str], device: torch.d
             micro_batches, waited = config.tokens.batch_accumulation_per_replica, []
             for _ in range(STEPS):
                 with stand_in.HostWaits() as waits:
-                    train_step(run, [_batch(config, number) for number in range(micro_batches)])
+                    run.hooks[0].before_step(run)
+                    result = train_step(run, [_batch(config, number) for number in range(micro_batches)])
+                    run.step += 1
+                    run.hooks[0].after_step(run, result)
+                    for loads in result.expert_loads or ():
+                        loads.tolist()  # `observers.expert_load` computes with them on the host
                 waited.append(waits)
-                run.step += 1
+                run.recorded.clear()
             return waited
     finally:
         if ranks > 1:
@@ -73,7 +80,10 @@ def _run(config: Config, mesh: Mesh, device: torch.device) -> Run:
     engine = cast(Any, SimpleNamespace(fence=lambda: None))
     attention = by_documents(sdpa, torch_flash)
     data = cast(Any, None)
-    return Run(config, mesh, device, skeleton, parts, optimizer, data, [], pipeline, attention=attention, engine=engine)
+    hooks: list[Hook] = [StateHash()]
+    return Run(
+        config, mesh, device, skeleton, parts, optimizer, data, hooks, pipeline, attention=attention, engine=engine
+    )
 
 
 def _batch(config: Config, number: int) -> TokenBatch:
@@ -104,6 +114,8 @@ def mistakes(device: torch.device) -> dict[str, str]:
         "a Fourier transform": lambda: torch.fft.rfft(x),
         "a number of Python": lambda: x * 2.0,
         "a copy from pinned memory": lambda: here.pin_memory().to(device, non_blocking=True),
+        "a copy to the host": lambda: x.to("cpu", non_blocking=True),
+        "its value at once": lambda: x.sum().to("cpu", non_blocking=True).item(),
     }
     found = {}
     for name, attempt in attempts.items():

@@ -9,8 +9,8 @@
 
 Fake tensors have shapes, dtypes and devices, and no values: an operator whose result's shape depends on values is an
 error, because on a GPU the host waits for it. What else it waits for is counted by where it was asked for: reading a
-value, copying between devices other than from pinned memory, `synchronize`. Operators on the device with a result in
-one of `SLOW_DTYPES` are counted with them.
+value, copying between devices other than from pinned memory or to it, `synchronize`. Operators on the device with a
+result in one of `SLOW_DTYPES` are counted with them, and so are reads of a copy that the device has yet to fill.
 
 torch's backend for devices in Python is experimental; it is used here alone.
 """
@@ -171,10 +171,13 @@ class HostWaits(TorchDispatchMode):
         super().__init__()
         self.sites: Counter[str] = Counter()
         self.order: list[str] = []  # the same one by one, and collectives by their names
+        self.coming: list[torch.Tensor] = []  # copies to the host since it waited last
         self.tolist = patch.object(FakeTensor, "tolist", self._tolist())
 
     def count(self, what: str) -> None:
         """One more, asked for by the innermost function of ours."""
+        if what in ("reads", "waits for the device"):
+            self.coming.clear()
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not frame.f_globals.get("__name__", "").startswith("kenotron."):
             frame = frame.f_back
@@ -182,10 +185,16 @@ class HostWaits(TorchDispatchMode):
         self.sites[f"{where} {what}"] += 1
         self.order.append(f"{where} {what}")
 
+    def read(self, tensor: torch.Tensor) -> None:
+        """The host reads a value."""
+        if tensor.device.type == NAME:
+            self.count("reads")
+        elif any(tensor is copy for copy in self.coming):
+            self.count("reads too early")
+
     def _tolist(self) -> Any:
         def tolist(tensor: torch.Tensor) -> Any:
-            if tensor.device.type == NAME:
-                self.count("reads")
+            self.read(tensor)
             return np.ones(tuple(tensor.shape), float if tensor.is_floating_point() else int).tolist()
 
         return tolist
@@ -207,8 +216,7 @@ class HostWaits(TorchDispatchMode):
         if function.namespace == "c10d":
             self.order.append(function.overloadpacket.__name__)
         if function is aten._local_scalar_dense.default:
-            if args[0].device.type == NAME:
-                self.count("reads")
+            self.read(args[0])
             return 1.0 if args[0].is_floating_point() else 1
         source, target = None, None
         if function is aten._to_copy.default:
@@ -219,8 +227,12 @@ class HostWaits(TorchDispatchMode):
             blocking = not (len(args) > 2 and args[2])
         if source is not None and target is not None and source.device.type != torch.device(target).type:
             pinned = getattr(source, "is_pinned_here", False)
-            if blocking or not pinned:
+            leaves = function is aten._to_copy.default and torch.device(target).type == "cpu"  # torch pins the copy
+            if blocking or not (pinned or leaves):
                 self.count(f"copies to {torch.device(target).type}")
+            elif leaves:
+                self.coming.append(out := function(*args, **kwargs))
+                return out
         out = function(*args, **kwargs)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == NAME and tensor.dtype in SLOW_DTYPES:

@@ -148,4 +148,6 @@ def test_each_mistake_is_noticed(rehearsed: Callable[[str], Any]) -> None:
         "a Fourier transform": "elsewhere computes in complex64",
         "a number of Python": "nothing",
         "a copy from pinned memory": "nothing",
+        "a copy to the host": "nothing",
+        "its value at once": "elsewhere reads too early",
     }

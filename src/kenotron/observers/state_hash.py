@@ -1,7 +1,10 @@
 """A hash of the weights in every step's metrics, so that two runs of one layout can be compared bit by bit.
 
-    step 7    slice 7 of 64 of every rank's weights ──▶ 281474976710655 of metrics.jsonl's `state_hash`
-    step 8    slice 8 …                                  after 64 steps every weight was in one
+    before step 7    slice 6 of 64 of every rank's weights ──▶ 281474976710655 of metrics.jsonl's `state_hash`
+    before step 8    slice 7 …                                  after 64 steps every weight was in one
+
+Of the weights before the step, not after it: the hash is on the host by the time the step's loss is, and the host
+does not wait for the optimizer's work on the device.
 
 One slice a step costs 1/64 of reading the weights once. A weight that differs in a bit differs in all later steps as
 a rule, since gradients depend on all weights; where it does not, the hash of its slice finds it within 64 steps.
@@ -35,14 +38,22 @@ class StateHash(Hook):
     """Records `state_hash`; on all ranks."""
 
     priority = -5
+    found: Tensor
+
+    def before_step(self, run: Run) -> None:
+        """Begin to hash a slice of the weights."""
+        self.found = state_hash(run)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Hash this step's slice of the weights."""
-        run.record_metric("state_hash", state_hash(run), on_console=False)
+        """Record the hash: the device had it before the loss, which was read."""
+        run.record_metric("state_hash", int(self.found), on_console=False)
 
 
-def state_hash(run: Run) -> int:
-    """The hash of slice ``step % 64`` of all ranks' weights. Every rank makes the call."""
+def state_hash(run: Run) -> Tensor:
+    """The hash of slice ``run.step % 64`` of all ranks' weights, on the CPU, which a GPU may have yet to fill.
+
+    Every rank makes the call.
+    """
     tensors = [shard_of(parameter.detach()).tensor for _, parameter in named_parameters(*run.parts)]
     total = torch.zeros((), dtype=torch.int64, device=run.device)
     for first, piece in _slice(tensors, run.step % SLICES):
@@ -50,7 +61,7 @@ def state_hash(run: Run) -> int:
     if run.mesh.world_size > 1:
         total *= 2 * dist.get_rank() + 1
         dist.all_reduce(total)
-    return int(total) & (2**BITS - 1)
+    return (total & (2**BITS - 1)).to("cpu", non_blocking=True)
 
 
 def bits_sum(piece: Tensor, first: int) -> Tensor:

@@ -28,6 +28,10 @@ class ExpertLoads(NamedTuple):
     slots: Tensor
     totals: Tensor
 
+    def on_host(self) -> ExpertLoads:
+        """Copies on the CPU, complete when work that is queued on a GPU by now has been waited for."""
+        return ExpertLoads(*(each.to("cpu", non_blocking=True) for each in self))
+
 
 def loads_of_step(run: Run) -> ExpertLoads | None:
     """What was counted since the last call, summed in one collective; None: the model has no experts."""

@@ -28,7 +28,7 @@ from kenotron.optim.groups import set_learning_rate
 from kenotron.optim.schedule import learning_rate
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import all_reduce, sum_over_ranks
-from kenotron.parallel.device import synchronize, upload
+from kenotron.parallel.device import upload
 from kenotron.training.expert_loads import ExpertLoads, follow_loads, loads_of_step
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
 
     losses = forward_backward(run, batches, 1.0 / max(real_tokens, 1))
     loads = loads_of_step(run)
+    loads_on_host = loads.on_host() if loads is not None else None
     parameters = [parameter for _, parameter in named_parameters(*run.parts)]
     norm = clip_gradients(parameters, run.config.optimizer.clip_grad, run.mesh)
     lm_loss, z_loss, grad_norm = read_numbers(*losses, norm)
@@ -81,9 +82,6 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
         if loads is not None:
             follow_loads(run, loads)
     run.optimizer.zero_grad(set_to_none=True)
-    if run.config.logging.state_hash or loads is not None:  # the hooks that read these will wait: now, it is measured
-        synchronize(run.device)
-
     return StepResult(
         lm_loss=lm_loss,
         z_loss=z_loss,
@@ -92,7 +90,7 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
         skipped=not accepted,
         real_tokens=real_tokens,
         seconds=time.perf_counter() - started,
-        expert_loads=loads,
+        expert_loads=loads_on_host,
     )
 
 
