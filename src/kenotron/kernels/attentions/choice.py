@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 KEY = "model.model_config._attn_implementation"
 PACKAGES = {"flash_attn": "flash_attn", "flash_3": "flash_attn_interface", "flash_4": "flash_attn.cute"}
+HALF = ("bfloat16", "float16")
 OWN_BLOCKS = ("ring", "allgather")  # methods of context parallelism that compute attention block by block themselves
 
 
@@ -79,7 +80,7 @@ def _flash_kernel(facts: Facts) -> str | None:
     """What all versions of flash attention ask for."""
     if facts.vendor == "nvidia" and facts.capability < (8, 0):
         return f"needs compute capability 8.0, found {_dotted(facts.capability)}"
-    if facts.dtype not in ("bfloat16", "float16"):
+    if facts.dtype not in HALF:
         return f"needs model.dtype bfloat16, found {facts.dtype}"
     if facts.head_dim > 256 or facts.head_dim % 8:
         return f"needs heads of at most 256 channels, a multiple of 8, found {facts.head_dim}"
