@@ -318,7 +318,7 @@ def test_fresh_also_sets_aside_what_a_killed_save_left_almost_done(tmp_path: Pat
     assert "Training from step 1 to 3: " in said
 
 
-def test_with_every_checkpoint_damaged_the_run_is_refused_and_starts_over_only_when_told_to(
+def test_with_every_checkpoint_damaged_the_run_is_refused_and_fresh_starts_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A new run would replace them one by one, and a queue would have begun it with nobody looking."""
@@ -336,3 +336,12 @@ def test_with_every_checkpoint_damaged_the_run_is_refused_and_starts_over_only_w
     assert equal_bits(weights(train_quietly(config, fresh=True)), final)
     (kept,) = (tmp_path / "checkpoints").glob("replaced-*")
     assert steps_saved(kept) == [1, 2, 3]
+
+
+def test_a_folder_of_something_else_is_no_damaged_checkpoint(tmp_path: Path) -> None:
+    notes = tmp_path / "checkpoints" / "2026" / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("of another program")
+    train_quietly(tiny_config(tmp_path))
+    assert steps_saved(tmp_path / "checkpoints") == [3, 2026]
+    assert notes.read_text() == "of another program"

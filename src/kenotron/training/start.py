@@ -127,11 +127,19 @@ def _refuse_unusable(root: Path) -> None:
             f"checkpoints.checkpoints_path: {root} holds checkpoints of nanotron, which no run continues; convert them "
             "(`kenotron convert from-nanotron`), set another path, or start at step 0 with --fresh, which keeps them"
         )
-    if folders.list_checkpoints(root):
+    if any(_has_manifest(entry.path) for entry in folders.list_checkpoints(root)):
         raise InputError(
             f"checkpoints.checkpoints_path: no checkpoint in {root} is intact, as warned above; restore one, set "
             "another path, or start at step 0 with --fresh, which keeps them"
         )
+
+
+def _has_manifest(path: Path) -> bool:
+    """Whether the folder is a checkpoint, intact or not; also where that cannot be read."""
+    try:
+        return manifest.MANIFEST in os.listdir(path)
+    except OSError:
+        return True
 
 
 def begin_afresh(config: Config, local: LocalTier | None) -> None:
