@@ -378,9 +378,11 @@ def test_what_is_shown_is_the_number_to_three_digits(number: float) -> None:
 # ---- metrics.jsonl after a kill ----------------------------------------------------------------------------
 
 
-def test_steps_that_will_be_done_again_are_dropped_with_a_line_cut_short(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [b"", b"\xff\xfe\n", b"\0\0\0\n", b"7\n", b'{"iteration": null}\n'])
+def test_steps_that_will_be_done_again_are_dropped_with_a_line_cut_short(damaged: bytes, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"iteration": k, "lm_loss": k / 7}) + "\n" for k in range(1, 6)) + '{"iterat')
+    lines = "".join(json.dumps({"iteration": k, "lm_loss": k / 7}) + "\n" for k in range(1, 6))
+    path.write_bytes(damaged + lines.encode() + b'{"iterat')
     (tmp_path / "metrics.jsonl.tmp-00000000").touch()  # of a start that was killed while it did this
     drop_later_steps(path, 3)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [

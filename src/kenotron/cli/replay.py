@@ -9,7 +9,6 @@ read.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -186,16 +185,11 @@ def _link(checkpoint: Path, folder: Path) -> None:
 
 def _metrics(path: Path) -> dict[int, dict[str, Any]]:
     """The lines of a run's metrics by their steps."""
+    from kenotron.training.metrics import logged_lines
+
     if not path.exists():
         raise InputError(f"no file {path}; --log-dir names the folder of the run's metrics.jsonl")
-    lines: dict[int, dict[str, Any]] = {}
-    for text in path.read_text().splitlines():
-        try:
-            line = json.loads(text)
-            lines[line["iteration"]] = line
-        except (json.JSONDecodeError, KeyError, TypeError):
-            continue  # the last line of a killed run may be cut short
-    return lines
+    return {line["iteration"]: line for _, line in logged_lines(path)}
 
 
 def _range(logged: dict[int, dict[str, Any]]) -> str:

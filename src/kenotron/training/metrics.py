@@ -12,10 +12,10 @@ with the causal half only (`_causal`). docs/metrics.md has every field.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -272,12 +272,8 @@ def memory_fields(run: Run) -> dict[str, int]:
 
 def logged_step(folder: Path, step: int) -> dict[str, float]:
     """The metrics of `step` in the log folder of a run; empty if the step is missing."""
-    path = folder / "metrics.jsonl"
-    for line in reversed(path.read_text().splitlines() if path.exists() else []):
-        with contextlib.suppress(json.JSONDecodeError, KeyError):
-            if (found := json.loads(line))["iteration"] == step:
-                return found
-    return {}
+    found = [line for _, line in logged_lines(folder / "metrics.jsonl") if line["iteration"] == step]
+    return found[-1] if found else {}
 
 
 def drop_later_steps(path: Path, step: int) -> None:
@@ -285,9 +281,16 @@ def drop_later_steps(path: Path, step: int) -> None:
     if not path.exists():
         return
     remove_leftovers(path)  # a run may have been killed here, too
-    kept = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError, KeyError):  # the last line of a killed run may be cut short
-            if json.loads(line)["iteration"] <= step:
-                kept.append(line)
-    replace_file(path, "".join(line + "\n" for line in kept).encode())
+    kept = [text for text, line in logged_lines(path) if line["iteration"] <= step]
+    replace_file(path, "".join(text + "\n" for text in kept).encode())
+
+
+def logged_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of steps in a file of metrics, as text and read; not those that a crash cut short or damaged."""
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(line, dict) and isinstance(line.get("iteration"), int):
+            yield text, line
