@@ -223,9 +223,9 @@ def main() -> None:
     device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     if kind == "cpu":
         os.environ["KENOTRON_DEVICE"] = "cpu"
-    from kenotron.launch import set_default_variables
+    from kenotron.launch import set_defaults
 
-    set_default_variables()  # as a run does; of the allocator, for the peers, too
+    set_defaults()  # as a run does; of the allocator, for the peers, too
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         try:
             if kind == "cuda" and not torch.cuda.is_available():

@@ -108,7 +108,7 @@ def test_a_network_that_is_cut_ends_all_ranks_and_the_same_command_goes_on(
         r"\(number \d+\) of .*: ranks? .*[23].* did not join it",
         one,
     )
-    assert "  rank 2: did not reply" in said(tmp_path, 1)
+    assert "  ranks 2, 3: did not reply" in said(tmp_path, 1)
     for line, rank in zip(sorted(errors(tmp_path, 2)), (2, 3), strict=True):
         assert re.match(
             rf"error: rank {rank} has waited more than {TIMEOUT_S} s \(parallelism\.timeout_seconds\) for machine1,",
