@@ -143,7 +143,8 @@ def _gate_and_weigh_backward(d: Tensor, g: Tensor, u: Tensor | None, w: Tensor, 
 
 
 def _in_triton(name: str, g: Tensor, u: Tensor | None, act: str) -> Callable[..., Any] | None:
-    return fused(f"experts.{name}", g) if u is not None and ACTIVATIONS[act].plain is F.silu else None
+    gated = u is not None and ACTIVATIONS[act].plain is F.silu
+    return fused(f"experts.{name}", g) if gated else None
 
 
 class _Groups:

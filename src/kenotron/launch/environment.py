@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kenotron.config.errors import InputError, counted
@@ -111,13 +113,9 @@ def set_defaults() -> None:
 
 def open_more_files() -> None:
     """Raise the soft limit of open files, often 1,024, to the hard one: each token file is one, and each connection."""
-    try:
-        import resource
-
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # macOS refuses infinity: its limit stays as it was
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (ImportError, OSError, ValueError):  # Windows; macOS refuses infinity
-        pass
 
 
 def check_cores(ranks_on_machine: int) -> None:
