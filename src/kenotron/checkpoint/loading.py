@@ -9,8 +9,6 @@ needs. Tools that want plain tensors use `reading.read_tensors`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
-from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +119,12 @@ def raise_if_damaged(problems: list[str]) -> None:
 
 def _on_any_rank(index: Index, tensors: dict[str, Any]) -> set[str]:
     """Which of the index's names any rank has: a bit for each is gathered, and not a megabyte of names."""
+    import numpy as np
+
     names = sorted({*index.tensors, *index.values})
-    bits = reduce(or_, gather(int("0" + "".join("01"[name in tensors] for name in names), 2)))
-    return {name for name, bit in zip(names, f"{bits:0{len(names)}b}", strict=False) if bit == "1"}
+    here = np.packbits(np.array([name in tensors for name in names], dtype=bool))
+    anywhere = np.unpackbits(np.bitwise_or.reduce(gather(here)), count=len(names))
+    return {name for name, bit in zip(names, anywhere, strict=True) if bit}
 
 
 def _check_fit(folder: Path, index: Index, tensors: dict[str, Any], names: set[str]) -> None:

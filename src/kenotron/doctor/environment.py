@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
 import shutil
 import socket
-import sys
 import sysconfig
 import threading
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -221,10 +221,6 @@ def _own_name() -> str | None:
 
 def limits() -> Limits:
     """The soft limits of this process, which its ranks inherit."""
-    if sys.platform == "win32":
-        return Limits()
-    import resource
-
     def soft(kind: int) -> int | None:
         value = resource.getrlimit(kind)[0]
         return None if value == resource.RLIM_INFINITY else value
