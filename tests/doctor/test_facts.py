@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 
@@ -134,3 +135,13 @@ def test_a_job_s_ranks_are_not_those_of_what_is_called(monkeypatch: pytest.Monke
         ranks_of, ["RANK", "SLURM_PROCID", "OMP_NUM_THREADS"], seconds=60, environment={"OMP_NUM_THREADS": "2"}
     )
     assert found == {"RANK": None, "SLURM_PROCID": None, "OMP_NUM_THREADS": "2"}
+
+
+def test_the_limit_of_open_files_is_what_ranks_raise_it_to() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
+    try:
+        expected = None if before[1] == resource.RLIM_INFINITY else before[1]
+        assert environment.limits().open_files == expected
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -220,9 +220,11 @@ def _own_name() -> str | None:
 
 
 def limits() -> Limits:
-    """The soft limits of this process, which its ranks inherit."""
-    def soft(kind: int) -> int | None:
-        value = resource.getrlimit(kind)[0]
+    """Those of ranks: the soft ones of this process, and of open files the hard one, to which a rank raises it."""
+
+    def limit(kind: int, hard: bool = False) -> int | None:
+        value = resource.getrlimit(kind)[hard]
         return None if value == resource.RLIM_INFINITY else value
 
-    return Limits(soft(resource.RLIMIT_NOFILE), soft(resource.RLIMIT_NPROC), soft(resource.RLIMIT_MEMLOCK))
+    open_files = limit(resource.RLIMIT_NOFILE, hard=True)
+    return Limits(open_files, limit(resource.RLIMIT_NPROC), limit(resource.RLIMIT_MEMLOCK))
