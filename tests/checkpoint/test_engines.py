@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from kenotron.checkpoint import plan
 from kenotron.checkpoint.engine import GROUP, Engine, Keep, Saved, Unsaved, find_engine, find_writer
 from kenotron.checkpoint.engines import background, staging
 from kenotron.checkpoint.engines.background import BackgroundEngine
@@ -117,17 +118,16 @@ def test_every_byte_is_the_synchronous_engines(name: str, tmp_path: Path, make: 
     assert sorted(os.listdir(tmp_path / "a")) == sorted(os.listdir(tmp_path / "b"))  # nothing else is left
 
 
+@pytest.mark.parametrize("kind", ["torch", "datastates"])
 def test_the_plan_is_made_once_while_shapes_are_the_same(
-    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make: Make, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []
-    plain = background.make_plan
-    monkeypatch.setattr(background, "make_plan", lambda *given: made.append(1) or plain(*given))
-    engine = make("datastates")
-    state = content(1)
-    state["optimizer"] = {name: value for name, value in state["optimizer"].items() if torch.is_tensor(value)}
+    make_plan = plan.make_plan
+    monkeypatch.setattr(plan, "make_plan", lambda *given: made.append(1) or make_plan(*given))
+    engine = make(kind)
     for step in (1, 2, 3):
-        engine.save(tmp_path, step, state, KEEP)
+        engine.save(tmp_path, step, content(step), KEEP)
     assert len(made) == 1
     engine.save(tmp_path, 4, content(4, rows=2 * ROWS), KEEP)
     engine.collect()
@@ -415,10 +415,10 @@ def no_space_left(folder: Path) -> None:
 
 def save_on_two_ranks(rank: int, folder: Path) -> list[Any]:
     """The same state by `torch` into a, by `datastates` into b; then two that one rank cannot write; then one more."""
-    from checkpoint.test_checkpoint_ranks import LAYOUT, logical, sharded, values
+    from checkpoint.test_checkpoint_ranks import LAYOUT, logical, moments, sharded
 
     def state() -> dict[str, Any]:
-        return content(1) | {"model": sharded(logical(), LAYOUT), "optimizer": values(rank)}
+        return content(1) | {"model": sharded(logical(), LAYOUT), "optimizer": moments(rank)}
 
     reference, engine = engine_of("torch", folder), engine_of("datastates", folder)
     try:

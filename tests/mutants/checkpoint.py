@@ -210,9 +210,9 @@ MUTANTS = [
     ),
     Mutant(
         name="one-ranks-tensors-missing",
-        file="checkpoint/tensor_writer.py",
-        find="        for result in (result for of_rank in results for result in of_rank):\n",
-        replace="        for result in (result for of_rank in results[:1] for result in of_rank):\n",
+        file="checkpoint/plan.py",
+        find="    for rank, (blocks, places) in enumerate(zip(shares, begins, strict=True)):\n",
+        replace="    for rank, (blocks, places) in enumerate(zip(shares[:1], begins[:1], strict=True)):\n",
         why="the index lists what rank 0 wrote: the optimizer state of the others is lost (KempnerForge #202)",
         tests=RANKS,
     ),

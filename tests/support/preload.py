@@ -12,7 +12,6 @@ PRELOAD = (
     "kenotron.models.families.llama",
     "kenotron.training.build",
     "torch._dynamo",
-    "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.distributed.tensor",

@@ -3,8 +3,7 @@
     {"format": "kenotron-tensors", "version": 1,
      "tensors": {"model.norm.weight": {"dtype": "F32", "shape": [64], "chunks": [
          {"file": "rank0.safetensors", "offset": [0], "shape": [32], "begin": 4096},
-         {"file": "rank1.safetensors", "offset": [32], "shape": [32], "begin": 2048}]}},
-     "values": {"param_groups.model.norm.weight.lr": 0.0003}}
+         {"file": "rank1.safetensors", "offset": [32], "shape": [32], "begin": 2048}]}}}
 
 A chunk is a box of its tensor: the element where it starts, its shape, and the byte of its file where its
 elements begin, row by row. Dtypes go by their safetensors names.
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +70,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class Index:
-    """Everything in one folder: tensors by name, and the values that are not tensors."""
+    """The tensors in one folder, by name."""
 
     tensors: dict[str, Entry] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
 
     def render(self) -> bytes:
         """The content of `index.json`."""
-        return json.dumps({"format": FORMAT, "version": VERSION} | asdict(self)).encode()
+        tensors = {
+            name: {"dtype": entry.dtype, "shape": entry.shape, "chunks": [vars(chunk) for chunk in entry.chunks]}
+            for name, entry in self.tensors.items()
+        }
+        return json.dumps({"format": FORMAT, "version": VERSION, "tensors": tensors}).encode()
 
 
 def read_index(folder: Path, files: dict[str, FileRecord]) -> Index:
@@ -97,7 +99,7 @@ def read_index(folder: Path, files: dict[str, FileRecord]) -> Index:
         sizes = {name.removeprefix(prefix): file.bytes for name, file in files.items() if name.startswith(prefix)}
         for name, entry in tensors.items():
             _check(name, entry, sizes)
-        return Index(tensors, dict(content["values"]))
+        return Index(tensors)
     except OSError as error:
         raise refusal("read", path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 import yaml
@@ -22,20 +22,26 @@ from kenotron.checkpoint.manifest import Manifest, read_manifest
 from kenotron.config.errors import CheckpointError, nearest
 from kenotron.parallel.ranks import gather, raise_on_any_rank
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kenotron.checkpoint.tensors import Tensors
+    from kenotron.kernels.tensor_shard import TensorShard
+
 
 def load(
     path: Path | str,
     *,
-    model: dict[str, Any] | None,
-    optimizer: dict[str, Any] | None,
-    hooks: dict[str, Any] | None = None,
+    model: Tensors | None,
+    optimizer: Tensors | None,
+    hooks: Tensors | None = None,
     verify: bool = True,
     fetch: Callable[[set[str]], None] | None = None,
 ) -> dict[str, Any]:
     """Fill `model`, `optimizer` and `hooks` in place from the checkpoint folder `path` and return its `state`.
 
-    Every rank calls it with its own tensors (DTensors or `TensorShard`s where they are split). Optimizer values that
-    are not tensors are replaced in the dict, tuples staying tuples. Files of a part that is None are not read.
+    Every rank calls it with its own tensors (DTensors or `TensorShard`s where they are split). Files of a part that is
+    None are not read.
 
     Args:
         verify: check the files' checksums first, each rank a share. False only right after `newest_complete`.
@@ -117,40 +123,32 @@ def raise_if_damaged(problems: list[str]) -> None:
         raise CheckpointError(first_of(problems))
 
 
-def _on_any_rank(index: Index, tensors: dict[str, Any]) -> set[str]:
+def _on_any_rank(index: Index, tensors: Tensors) -> set[str]:
     """Which of the index's names any rank has: a bit for each is gathered, and not a megabyte of names."""
     import numpy as np
 
-    names = sorted({*index.tensors, *index.values})
+    names = sorted(index.tensors)
     here = np.packbits(np.array([name in tensors for name in names], dtype=bool))
     anywhere = np.unpackbits(np.bitwise_or.reduce(gather(here)), count=len(names))
     return {name for name, bit in zip(names, anywhere, strict=True) if bit}
 
 
-def _check_fit(folder: Path, index: Index, tensors: dict[str, Any], names: set[str]) -> None:
+def _check_fit(folder: Path, index: Index, tensors: Tensors, names: set[str]) -> None:
     """Raise unless the index has this rank's `tensors` in their shapes, and just the `names` of all ranks."""
-    known = {*index.tensors, *index.values}
-    missing = sorted(tensors.keys() - known)
-    extra = sorted(known - names)
+    missing = sorted(tensors.keys() - index.tensors.keys())
+    extra = sorted(index.tensors.keys() - names)
     if missing:
         raise CheckpointError(f"{folder} lacks {missing[0]!r}{_more(missing)}{nearest(missing[0], extra)}")
     if extra:
         raise CheckpointError(f"{folder} has {extra[0]!r}{_more(extra)}, which this run does not have")
-    unfit = [problem for name, value in tensors.items() if (problem := _misfit(name, index, value))]
+    unfit = [problem for name, value in tensors.items() if (problem := _misfit(name, index.tensors[name], value))]
     if unfit:
         raise CheckpointError(f"{folder}: {unfit[0]}{_more(unfit)}")
 
 
-def _misfit(name: str, index: Index, value: Any) -> str | None:
-    from torch import Tensor
-
+def _misfit(name: str, saved: Entry, value: Tensor | TensorShard) -> str | None:
     from kenotron.kernels.tensor_shard import TensorShard
 
-    saved: Entry | None = index.tensors.get(name)
-    if not isinstance(value, Tensor | TensorShard):
-        return f"{name!r} is a tensor in the checkpoint and {type(value).__name__} in this run" if saved else None
-    if saved is None:
-        return f"{name!r} is the value {index.values[name]!r} in the checkpoint and a tensor in this run"
     if tuple(value.shape) != saved.shape:
         return f"{name!r} has shape {list(saved.shape)} in the checkpoint and {list(value.shape)} in this run"
     local = value.tensor if isinstance(value, TensorShard) else value

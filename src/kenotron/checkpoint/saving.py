@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kenotron.checkpoint.durable import FileRecord, hash_file, hashed_file, locked, make_folder, refusal, write_file
 from kenotron.checkpoint.engine import Saved
@@ -27,6 +27,10 @@ from kenotron.checkpoint.manifest import MANIFEST, Manifest, plain, render
 from kenotron.parallel.ranks import gather, gather_at, raise_on_any_rank, rank_and_size, ranks_with, run_on_first
 from kenotron.storage.files import sync_folder, temporary_beside
 
+if TYPE_CHECKING:
+    from kenotron.checkpoint.plan import Planner
+    from kenotron.checkpoint.tensors import Tensors
+
 OF_TENSORS = ("model", "optimizer", "hooks")
 """The folders of a checkpoint that hold tensors; `save` has an argument for each."""
 
@@ -35,16 +39,17 @@ def save(
     root: Path | str,
     step: int,
     *,
-    model: dict[str, Any],
-    optimizer: dict[str, Any] | None,
+    model: Tensors,
+    optimizer: Tensors | None,
     state: dict[str, Any],
     config_yaml: str,
     model_config: dict[str, Any],
     save_tokenizer: Callable[[Path], None] | None = None,
     data: dict[str, Callable[[], bytes]] | None = None,
-    hooks: dict[str, Any] | None = None,
+    hooks: Tensors | None = None,
     report: Report = quiet,
     open_file: OpenFile = hashed_file,
+    planner: Planner | None = None,
 ) -> Saved:
     """Write checkpoint `<root>/<step>`; it is complete and synced when this returns.
 
@@ -54,7 +59,7 @@ def save(
 
     Args:
         model: name → tensor, DTensor, or `TensorShard` (this rank's block of a tensor), any device.
-        optimizer: the same, flattened (`flatten_optimizer_state_dict=True`); plain values become JSON.
+        optimizer: the same, as `optim.state.state_tensors` names them.
         state: counters, schedule and hook states: what JSON can hold, with text as keys.
         save_tokenizer: called with a new folder to put the tokenizer's files in.
         data: name → what makes the file `data/<name>`: the position in the data, if a step does not say it (any rank's;
@@ -62,20 +67,21 @@ def save(
         hooks: tensors in the states of hooks, as `model`; None on every rank: there are none.
         report: gets one line when leftovers of a killed process are found.
         open_file: opens the files of tensors, `checkpoints.writer`.
+        planner: of earlier saves of the same run, so that their plan is used again.
 
     Raises:
-        CheckpointError: disk full, no permission, a value that JSON cannot hold. Nothing of this save is
+        CheckpointError: disk full, no permission, a state that JSON cannot hold. Nothing of this save is
             left, and every checkpoint from before is untouched.
     """
     started = time.perf_counter()
     final = Path(root) / str(step)
-    parts = dict(zip(OF_TENSORS, (model, optimizer, hooks), strict=True))
+    given = zip(OF_TENSORS, (model, optimizer, hooks), strict=True)
+    parts = {folder: tensors for folder, tensors in given if tensors is not None}
 
     def begin() -> Path:
         for value, name in ((state, "state"), (model_config, "model_config")):
             plain(value, name)  # before gigabytes are written
-        folders = [name for name, part in (*parts.items(), ("data", data)) if part is not None]
-        return begin_folder(final, folders, cleanup, report)
+        return begin_folder(final, [*parts] + ["data"] * (data is not None), cleanup, report)
 
     def complete() -> int:
         first = rank_and_size()[0] == 0
@@ -86,7 +92,7 @@ def save(
         with ExitStack() as cleanup:
             ranks = ranks_with(str(root))
             temporary = run_on_first(ranks, begin)
-            files = _write_tensors(temporary, parts, open_file)
+            files = _write_tensors(temporary, parts, open_file, planner)
             if data is not None:
                 files |= _write_data(temporary / "data", data)
             size = run_on_first(ranks, complete)
@@ -111,16 +117,27 @@ def begin_folder(final: Path, folders: list[str], cleanup: ExitStack, report: Re
 
 
 def _write_tensors(
-    temporary: Path, parts: dict[str, dict[str, Any] | None], open_file: OpenFile
+    temporary: Path, parts: dict[str, Tensors], open_file: OpenFile, planner: Planner | None
 ) -> dict[str, FileRecord]:
-    from kenotron.checkpoint.tensor_writer import write_tensors
+    """Each rank writes its share; returns the records of all files in this rank's `temporary`."""
+    from kenotron.checkpoint.plan import Planner
+    from kenotron.checkpoint.tensor_writer import write_files
+    from kenotron.checkpoint.tensors import shards
 
-    files = {}
-    for folder, tensors in parts.items():
-        if tensors is not None:
-            for name, record in write_tensors(temporary / folder, tensors, open_file).items():
-                files[f"{folder}/{name}"] = record
-    return files
+    held = {folder: shards(tensors) for folder, tensors in parts.items()}
+    plan = (planner or Planner()).plan(held)
+    written = raise_on_any_rank(lambda: write_files(temporary, plan, held, open_file))
+    return in_order(gather_at(str(temporary), written))
+
+
+def in_order(shares: list[dict[str, FileRecord]]) -> dict[str, FileRecord]:
+    """The records of all ranks, as manifests list them: small files, then folder by folder those of each rank."""
+    folders = (*OF_TENSORS, "data")
+    merged = {name: record for name, record in shares[0].items() if name.split("/")[0] not in folders}
+    for folder in folders:
+        for share in shares:
+            merged |= {name: record for name, record in share.items() if name.startswith(f"{folder}/")}
+    return merged
 
 
 def own_data(makers: dict[str, Callable[[], bytes]]) -> list[str]:

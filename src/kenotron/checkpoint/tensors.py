@@ -6,25 +6,22 @@
     └── rank1.safetensors
 
 What a rank holds of a logical tensor is a `TensorShard`: its block, the tensor's shape, and the block's offset in it.
-Which rank wrote which chunk (replicas once, the load spread) was decided by `torch.distributed.checkpoint` (DCP, see
-`tensor_writer.py`). When a run comes back on another layout, each rank copies what its blocks share with each chunk:
+Which rank wrote which chunk was planned by `plan.py`. When a run comes back on another layout, each rank copies what
+its blocks share with each chunk:
 
     saved by tp 2        [ rows 0-3 ][ rows 4-7 ]        loaded by dp_shard 3: rows 0-2, 3-5, 6-7;
     wanted by rank 1 of 3         [ 3 ][ 4 5 ]           the second one reads from both files
 
 The files are plain safetensors that any tool opens, with the `DCP_SHARDING_INFO` that torch's own
 `HuggingFaceStorageReader` understands; nothing on disk is a pickle.
-
-What is not a tensor (an optimizer's `param_groups.model.norm.weight.lr`) is a value in the index.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,31 +32,29 @@ from kenotron.config.errors import CheckpointError
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.parallel.shards import shard_of
 
+Tensors = Mapping[str, Tensor | TensorShard]
+"""By name: tensors, DTensors, or what this rank holds of them; on any device."""
 
-def shards(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Every tensor and DTensor of `tensors` as the `TensorShard` that this rank holds; other values unchanged."""
+
+def shards(tensors: Tensors) -> dict[str, TensorShard]:
+    """What this rank holds of `tensors`, sharing their memory."""
     return {name: shard_of(value.detach()) if isinstance(value, Tensor) else value for name, value in tensors.items()}
 
 
-def fill_tensors(folder: Path, index: Index, tensors: dict[str, Any]) -> None:
-    """Fill `tensors` in place from `folder`; values in the dict are replaced. Names and shapes must fit."""
+def fill_tensors(folder: Path, index: Index, tensors: Tensors) -> None:
+    """Fill `tensors` in place from `folder`. Names and shapes must fit."""
     files = MappedFiles(folder)
-    for name, value in shards(tensors).items():
-        if isinstance(value, TensorShard):
-            copy_block(files, index.tensors[name], value.offset, value.tensor.detach())
-        else:
-            saved = index.values[name]
-            tensors[name] = tuple(saved) if isinstance(value, tuple) else saved
+    for name, shard in shards(tensors).items():
+        copy_block(files, index.tensors[name], shard.offset, shard.tensor.detach())
 
 
-def files_read(index: Index, tensors: dict[str, Any]) -> set[str]:
+def files_read(index: Index, tensors: Tensors) -> set[str]:
     """The files from which `fill_tensors` reads."""
     return {
         chunk.file
-        for name, value in shards(tensors).items()
-        if isinstance(value, TensorShard)
+        for name, shard in shards(tensors).items()
         for chunk in index.tensors[name].chunks
-        if _overlap(chunk, value.offset, value.tensor.shape)
+        if _overlap(chunk, shard.offset, shard.tensor.shape)
     }
 
 
@@ -115,6 +110,17 @@ class MappedFiles:
         if chunk.begin + count * dtype.itemsize > len(mapped):
             raise CheckpointError(f"{self.folder / chunk.file} is damaged: it was truncated to {len(mapped)} bytes")
         return torch.frombuffer(mapped, dtype=dtype, count=count, offset=chunk.begin).view(chunk.shape)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` → `F32`; an error for what safetensors has no name for."""
+    wanted = str(dtype).removeprefix("torch.")
+    for name, (torch_name, _) in DTYPES.items():
+        if torch_name == wanted:
+            return name
+    raise CheckpointError(
+        f"tensors of dtype {wanted} cannot be saved; known are {', '.join(t for t, _ in DTYPES.values())}"
+    )
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -78,7 +78,7 @@ def show(
             for name, entry in index.tensors.items()
         ]
         total = sum(entry.bytes for entry in index.tensors.values())
-        print(f"\n{folder}: {len(rows)} tensors, {byte_size(total)}; {len(index.values)} values")
+        print(f"\n{folder}: {len(rows)} tensors, {byte_size(total)}")
         _print_table(["tensor", "shape", "dtype", "size", "chunks"], rows)
 
 
@@ -282,7 +282,6 @@ def _everything(path: Path, manifest: Manifest, indexes: dict[str, Index]) -> di
         "state": manifest.state,
         "files": {name: record._asdict() for name, record in manifest.files.items()},
         "tensors": tensors,
-        "values": {folder: index.values for folder, index in indexes.items()},
     }
 
 

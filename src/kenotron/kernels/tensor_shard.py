@@ -16,13 +16,17 @@ from torch import Tensor
 class TensorShard:
     """`tensor` is the block at `offset` of a logical tensor of `shape`; it shares the parameter's memory.
 
-    With `read`, `tensor` only says shape and dtype (on the meta device), and a save calls `read` for the elements.
+    With `read`, `tensor` only says shape and dtype (on the meta device), and `elements` calls `read`.
     """
 
     tensor: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
     read: Callable[[], Tensor] | None = None
+
+    def elements(self) -> Tensor:
+        """The block's elements."""
+        return self.tensor if self.read is None else self.read()
 
     @staticmethod
     def full(tensor: Tensor) -> TensorShard:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kenotron.checkpoint.tensors import dtype_name
 from kenotron.config.errors import CheckpointError, InputError
 from kenotron.training.hooks import Hook
 
@@ -33,8 +34,6 @@ class ModuleBuffers(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """Refuse what no checkpoint holds, now and not at the first save. Error (InputError)."""
-        from kenotron.checkpoint.tensor_writer import dtype_name  # which imports DCP
-
         for name, buffer in saved_buffers(run).items():
             try:
                 dtype_name(buffer.dtype)

@@ -71,6 +71,30 @@ def run_on_rank0(work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def gather_on_rank0(value: T) -> list[T]:
+    """Every rank's `value`, in order of rank, on rank 0; elsewhere an empty list."""
+    rank, size = rank_and_size()
+    if size == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * size if rank == 0 else []
+    dist.gather_object(value, values or None)
+    return values
+
+
+def scatter_from_rank0(values: list[T]) -> T:
+    """On rank r ``values[r]`` of rank 0; elsewhere `values` is ignored."""
+    rank, size = rank_and_size()
+    if size == 1:
+        return values[0]
+    import torch.distributed as dist
+
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, values if rank == 0 else None)
+    return mine[0]
+
+
 def gather_at(place: str, value: T) -> list[T]:
     """As `gather`, of the ranks that call it with the same `place`, such as a folder."""
     return [of_rank for other, of_rank in gather((place, value)) if other == place]

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved
 from kenotron.checkpoint.engines.client import COMMITTED, FAILED, WRITING, WRITTEN, GivenUp, SaveStream, WriterProcess
-from kenotron.checkpoint.engines.plan import Parts, RankPlan, key_of, make_plan
 from kenotron.checkpoint.engines.staging import Copier
 from kenotron.checkpoint.engines.writer import leave_problem
 from kenotron.checkpoint.folders import quiet
 from kenotron.checkpoint.manifest import plain
+from kenotron.checkpoint.plan import Parts, Plan, Planner
 from kenotron.checkpoint.saving import OF_TENSORS, begin_folder, config_files, own_data
 from kenotron.checkpoint.tensors import shards
 from kenotron.config.errors import CheckpointError
@@ -56,7 +56,8 @@ class BackgroundEngine(Engine):
         super().__init__(config)
         self.lazy, self.most_bytes, self.threads, self.pin = lazy, most_bytes, threads, pin
         self.writer = WriterProcess()
-        self.plan: RankPlan | None = None
+        self.planner = Planner()
+        self.plan: Plan | None = None  # that the writer has
         self.copier: Copier | None = None
         self.tokenizer: dict[str, bytes] | None = None
         self.thread: threading.Thread | None = None
@@ -98,7 +99,7 @@ class BackgroundEngine(Engine):
             }
         )
         self.in_flight = True
-        self._copy(plan.tensors(parts))
+        self._copy([parts[block.folder][block.name].elements() for file in plan.files for block in file.blocks])
         self.waited += time.monotonic() - self.started
         return outcomes
 
@@ -159,22 +160,18 @@ class BackgroundEngine(Engine):
 
     # ---- before a save -----------------------------------------------------------------------------------------
 
-    def _planned(self, parts: Parts) -> RankPlan:
+    def _planned(self, parts: Parts) -> Plan:
         """The plan for `parts`, on the writer's side too, and memory for it."""
-        key = key_of(parts)
+        plan = self.planner.plan(parts)
         if not self.writer.alive:
             self.writer.close()
             self.writer, self.plan, self.copier = WriterProcess(), None, None
-        if any(gather(self.plan is None or self.plan.key != key)):
-            self.plan = make_plan(parts, key)
-            files = [
-                (file.name, file.header, sum(_bytes(parts[folder][name].tensor) for folder, name in file.tensors))
-                for file in self.plan.files
-            ]
-            self._resize(sum(size for _, _, size in files))
-            self.writer.send("plan", (files, self.plan.indexes, self.config.checkpoints.writer))
-        assert self.plan is not None
-        return self.plan
+        if self.plan is not plan:
+            self.plan = plan
+            self._resize(sum(file.bytes for file in plan.files))
+            files = [(file.name, file.header, file.bytes) for file in plan.files]
+            self.writer.send("plan", (files, plan.indexes, self.config.checkpoints.writer))
+        return plan
 
     def _resize(self, needed: int) -> None:
         capacity = max(LEAST_BYTES, needed if self.most_bytes is None else min(needed, self.most_bytes))

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kenotron.checkpoint import saving
 from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved
 from kenotron.checkpoint.folders import verify_together
+from kenotron.checkpoint.plan import Planner
 from kenotron.checkpoint.retention import prune
 from kenotron.config.errors import CheckpointError
 from kenotron.parallel.ranks import run_on_rank0
+
+if TYPE_CHECKING:
+    from kenotron.config import Config
 
 
 class SynchronousEngine(Engine):
     """Every rank writes its share in the call."""
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.planner = Planner()
+
     def save(self, root: Path, step: int, content: dict[str, Any], keep: Keep | None) -> list[Saved | Unsaved]:
         """Save, read back while the earlier checkpoints still exist, prune."""
-        saved = saving.save(root, step, **content, open_file=self.open_file)
+        saved = saving.save(root, step, **content, open_file=self.open_file, planner=self.planner)
         if self.verifies and (problems := verify_together(saved.path)):
             raise CheckpointError("; ".join(problems))
         if keep is not None:

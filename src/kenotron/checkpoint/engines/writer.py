@@ -27,7 +27,7 @@ from kenotron.checkpoint.engines.ring import Ring
 from kenotron.checkpoint.file_writer import FileWriter
 from kenotron.checkpoint.folders import check_files
 from kenotron.checkpoint.retention import prune
-from kenotron.checkpoint.saving import OF_TENSORS, commit
+from kenotron.checkpoint.saving import commit, in_order
 from kenotron.config.errors import CheckpointError, InputError
 from kenotron.storage.files import replace_file
 
@@ -132,7 +132,7 @@ class Server:
             shares.append(self._share(temporary, rank))
         for rank in job["ranks"]:
             _share_path(temporary, rank).unlink()
-        size = commit(temporary, final, job["state"], _in_order(shares), lambda line: None)
+        size = commit(temporary, final, job["state"], in_order(shares), lambda line: None)
         notes = []
         if job["keep"] is not None:
             try:
@@ -193,13 +193,3 @@ def _leave(temporary: Path, rank: int, share: dict[str, Any]) -> None:
 
 def _share_path(temporary: Path, rank: int) -> Path:
     return temporary / f"share-{rank}.json"
-
-
-def _in_order(shares: list[dict[str, FileRecord]]) -> dict[str, FileRecord]:
-    """All records, in the order of the engine `torch`: small files, then folder by folder those of each rank."""
-    folders = (*OF_TENSORS, "data")
-    merged = {name: record for name, record in shares[0].items() if name.split("/")[0] not in folders}
-    for folder in folders:
-        for share in shares:
-            merged |= {name: record for name, record in share.items() if name.startswith(f"{folder}/")}
-    return merged
