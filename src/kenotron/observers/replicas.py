@@ -4,7 +4,7 @@
     hashes           rank 2 has another one than rank 0 for rows 0-3: the run ends, and no checkpoint is written
 
 Blocks are those that a checkpoint has, of weights and of the optimizer's state. Every rank hashes its own, and names,
-places and hashes are gathered: about 50 bytes for each.
+places and hashes are gathered by rank 0: about 50 bytes for each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kenotron.models import named_parameters
 from kenotron.observers.state_hash import bits_sum
 from kenotron.optim.state import state_tensors
 from kenotron.parallel import data as data_parallel
-from kenotron.parallel.ranks import gather
+from kenotron.parallel.ranks import gather_on_rank0, run_on_rank0
 from kenotron.training.hooks import Hook
 from kenotron.training.saved_state import model_tensors, optimizer_tensors
 
@@ -59,7 +59,8 @@ class ReplicaCheck(Hook):
 
     def _check(self, run: Run) -> None:
         self.checked_step = run.step
-        if problem := replica_difference(gather(block_hashes(run))):
+        of_ranks = gather_on_rank0(block_hashes(run))
+        if problem := run_on_rank0(lambda: replica_difference(of_ranks)):
             raise RunFailed(
                 f"step {run.step}: replicas differ: {problem}. Suspect the machine of a rank, or code that only some "
                 f"ranks run. Nothing of this step was saved; the same command resumes from the newest checkpoint."
