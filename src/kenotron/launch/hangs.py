@@ -3,8 +3,8 @@
 Torch's flight recorder numbers the collectives of every group on every rank. Rank 0 has waited longer than the timeout
 and asks the others for their status through the store of the run; their threads reply even while their programs hang:
 
-    rank 0   all_reduce number 57 of all ranks, waiting for 3 s         at run.py:92 in sync_stop_request
-    rank 1   all_reduce number 56 of all ranks, done                    at user_parts.py:31 in after_step
+    rank 0   gather number 57 of all ranks, waiting for 3 s         at collectives.py:231 in sum_over_ranks
+    rank 1   broadcast number 56 of all ranks, done                 at user_parts.py:31 in after_step
                                                                      ─▶ rank 1 has not joined number 57
 
 A rank whose program waits for its batches has not hung: then the report calls it a data stall, and says where the

@@ -215,19 +215,23 @@ def all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.Reduc
 
 def any_rank(flag: bool, world_size: int, device: torch.device) -> bool:
     """Whether `flag` is true on any rank of the run. All of them make the call; the host waits for the other hosts."""
-    if world_size == 1:
-        return flag
-    votes = torch.tensor(int(flag), device=_host_or(device, None))
-    dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-    return bool(votes)
+    return flag if world_size == 1 else sum_over_ranks(int(flag), dist.group.WORLD, device) > 0
 
 
 def sum_over_ranks(count: int, group: Group, device: torch.device) -> int:
-    """The sum of `count` over the ranks of `group`, on the host, which waits for the other hosts."""
+    """The sum of `count` over the n ranks of `group`, on the host, which waits for the other hosts.
+
+    The first rank adds up what all send it at once, and the result comes back in log2 n messages one after another.
+    gloo's all_reduce takes 2 (n - 1) of them, in a ring: a tenth of a second for a thousand ranks, in every step.
+    """
     if group is None:
         return count
     total = torch.tensor(count, device=_host_or(device, group))
-    dist.all_reduce(total, group=group)
+    counts = [torch.empty_like(total) for _ in range(group.size())] if group.rank() == 0 else None
+    dist.gather(total, counts, group=group, group_dst=0)
+    if counts is not None:
+        total = torch.stack(counts).sum()
+    dist.broadcast(total, group=group, group_src=0)
     return int(total)
 
 
