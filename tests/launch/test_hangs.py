@@ -132,6 +132,17 @@ def test_a_thousand_ranks_at_one_place_are_one_line_of_the_report() -> None:
     ]
 
 
+def test_nccl_and_gloo_number_the_collectives_of_one_group_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has not joined gloo's number 7 may have joined thousands of NCCL's, which come last in the record."""
+    joined = [(5, "gloo:all_reduce"), (6, "gloo:all_reduce"), (3000, "nccl:_all_gather_base")]
+    entries = [call(number, number, waits=False) | {"profiling_name": name} for number, name in joined]
+    monkeypatch.setattr(hangs, "_collectives", lambda: entries)
+    late = hangs._status()
+    assert late.last == {"default_pg": (6, "all_reduce"), "default_pg on nccl": (3000, "_all_gather_base")}
+    waits = PendingCall("all_reduce", "collectives.py:231 in sum_over_ranks", "default_pg", 7)
+    assert verdict(waits, 0, [0, 1], [WAITS, late]) == ([1], "rank 1 did not join it")
+
+
 @pytest.mark.parametrize("with_sends", [False, True])
 def test_a_collective_beside_sends_waits_whatever_ended_last(monkeypatch: pytest.MonkeyPatch, with_sends: bool) -> None:
     """NCCL numbers sends and receives by themselves, and its last completed number may be one of theirs."""

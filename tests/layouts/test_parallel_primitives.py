@@ -14,7 +14,7 @@ from kenotron.models import Context, initialize_model, materialize
 from kenotron.models.decoder import Decoder
 from kenotron.models.families.llama import LlamaArchitecture
 from kenotron.parallel import data, tensor
-from kenotron.parallel.collectives import copy_to
+from kenotron.parallel.collectives import any_rank, copy_to, sum_over_ranks
 from kenotron.parallel.mesh import Mesh, build_mesh
 from kenotron.parallel.shards import shard_of
 from support.layout_runs import Problem, prepared
@@ -140,3 +140,15 @@ def test_the_sum_of_a_copys_gradients_leaves_those_beside_it_alone() -> None:
     """Autograd gives both terms of a sum one tensor."""
     for rank, found in enumerate(run_ranks(2, gradients_beside_a_copy)):
         assert found == [[3.0] * 3, [rank + 1.0] * 3, [rank + 1.0] * 3]
+
+
+def host_numbers(rank: int) -> tuple[list[int], list[bool]]:
+    mesh, cpu = build_mesh({"dp_shard": 3, "tp": 2}, 6, "cpu"), torch.device("cpu")
+    sums = [sum_over_ranks(2**40 + rank, group, cpu) for group in (mesh.group("world"), mesh.group("batch"))]
+    return sums, [any_rank(rank == 4, 6, cpu), any_rank(False, 6, cpu)]
+
+
+def test_hosts_sum_their_numbers_over_the_ranks_of_a_group() -> None:
+    for rank, (sums, votes) in enumerate(run_ranks(6, host_numbers)):
+        assert sums == [6 * 2**40 + 15, 3 * 2**40 + sum(range(rank % 2, 6, 2))]
+        assert votes == [True, False]

@@ -30,6 +30,7 @@ from kenotron.observers.data_stall import place_of, reading
 from kenotron.parallel.shared_memory import IN_MEMORY, last_calls
 from kenotron.parallel.torch_internals import flight_recorder_dumps, process_groups
 
+ON_NCCL = " on nccl"
 STATUS_WITHIN_S = 4.0
 TIMEOUT_WORDS = ("Timed out", "timed out", "Timeout(ms)", "timeout")
 # Fields of a collective that are read here, as of the flight recorder's version 2.10.
@@ -97,7 +98,7 @@ class CollectiveTimer:
         for call, since in self.seen_at.items():
             if now - since > self.timeout_seconds:
                 entry, (place, _) = calls[call], place_of()
-                return PendingCall(_operation(entry), place, entry["process_group"][0], entry["collective_seq_id"])
+                return PendingCall(_operation(entry), place, _group(entry), entry["collective_seq_id"])
         return None
 
 
@@ -219,8 +220,8 @@ def _ranks(ranks: Sequence[int], size: int | None = None) -> str:
 
 
 def _members(group: str | None) -> list[int]:
-    """The ranks of the group that torch calls `group`; empty if this rank is not in it."""
-    found = process_groups().get((group or "").removesuffix(IN_MEMORY))
+    """The ranks of a group, by its name as of `_group`; empty if this rank is not in it."""
+    found = process_groups().get((group or "").removesuffix(IN_MEMORY).removesuffix(ON_NCCL))
     return [] if found is None else dist.get_process_group_ranks(found)
 
 
@@ -231,7 +232,7 @@ def _status() -> RankStatus:
     last: dict[str, tuple[int, str]] = {}
     waiting = None
     for entry in _collectives():
-        group = entry["process_group"][0]
+        group = _group(entry)
         last[group] = (entry["collective_seq_id"], _operation(entry))
         if entry["waits"] and waiting is None:
             waiting = (group, *last[group])
@@ -260,6 +261,11 @@ def _collectives() -> list[dict[str, Any]]:
 def _identity(entry: dict[str, Any]) -> Identity:
     """What no other collective of this process has."""
     return entry["process_group"][0], entry["collective_seq_id"], entry["time_created_ns"]
+
+
+def _group(entry: dict[str, Any]) -> str:
+    """Torch's name of the group; with NCCL's own mark, as it numbers its collectives of a group apart from gloo's."""
+    return entry["process_group"][0] + (ON_NCCL if entry["profiling_name"].startswith("nccl:") else "")
 
 
 def _operation(entry: dict[str, Any]) -> str:
