@@ -156,6 +156,24 @@ def test_a_run_of_the_same_name_with_other_checkpoints_erases_no_metrics(tmp_pat
     assert [step["iteration"] for step in metrics(config)] == [1, 2]
 
 
+@pytest.mark.parametrize("stands_there", ["a folder", "a link to nowhere"])
+def test_metrics_that_cannot_be_written_are_one_line_before_the_first_step(stands_there: str, tmp_path: Path) -> None:
+    train_quietly(tiny_config(tmp_path))
+    file = tmp_path / "logs" / "tiny" / "metrics.jsonl"
+    file.unlink()
+    file.mkdir() if stands_there == "a folder" else file.symlink_to(tmp_path / "gone" / "metrics.jsonl")
+    with pytest.raises(InputError, match=rf"^logging\.log_dir: cannot write to {file}: (Is a directory|No such file)"):
+        train_quietly(tiny_config(tmp_path, "tokens.train_steps=4"))
+
+
+def test_metrics_are_kept_beside_a_config_that_is_damaged(tmp_path: Path) -> None:
+    train_quietly(tiny_config(tmp_path))
+    with (tmp_path / "logs" / "tiny" / "config.yaml").open("ab") as file:
+        file.write(b"\xff")
+    _, said = train_and_listen(tiny_config(tmp_path, "tokens.train_steps=4"))
+    assert "metrics.jsonl was written by an earlier run; it is now metrics-replaced-" in said
+
+
 def test_going_on_with_the_first_after_the_second_keeps_both(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "tokens.train_steps=2")
     train_quietly(config)

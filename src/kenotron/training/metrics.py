@@ -27,6 +27,7 @@ from kenotron.parallel import device as devices
 from kenotron.storage.files import remove_leftovers, replace_file
 from kenotron.training.hooks import Hook
 from kenotron.training.report import run_log
+from kenotron.training.run_folder import writing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -106,11 +107,11 @@ class Metrics(Hook):
         self.ceiling: float | None = None
 
     def on_train_start(self, run: Run) -> None:
-        """Open `metrics.jsonl`, without the steps that are done again after a resume."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Open `metrics.jsonl`, without the steps that are done again after a resume. Raises InputError."""
         path = self.folder / "metrics.jsonl"
         drop_later_steps(path, run.step)
-        self.file = path.open("a", buffering=1)
+        with writing(path):
+            self.file = path.open("a", buffering=1)
         recompute = run.config.parallelism.recompute_layer
         lengths = {length for stage in run.data.stages for _, length in stage.lengths}
         self.work = {length: FlopsPerToken.of(run.skeleton, length, recompute) for length in lengths}
@@ -277,12 +278,16 @@ def logged_step(folder: Path, step: int) -> dict[str, float]:
 
 
 def drop_later_steps(path: Path, step: int) -> None:
-    """Delete the lines of steps after `step`, which are done again: a killed run may have logged more than it saved."""
+    """Delete the lines of steps after `step`, which are done again: a killed run may have logged more than it saved.
+
+    Raises InputError if the file cannot be replaced.
+    """
     if not path.exists():
         return
-    remove_leftovers(path)  # a run may have been killed here, too
-    kept = [text for text, line in logged_lines(path) if line["iteration"] <= step]
-    replace_file(path, "".join(text + "\n" for text in kept).encode())
+    with writing(path):
+        remove_leftovers(path)  # a run may have been killed here, too
+        kept = [text for text, line in logged_lines(path) if line["iteration"] <= step]
+        replace_file(path, "".join(text + "\n" for text in kept).encode())
 
 
 def logged_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

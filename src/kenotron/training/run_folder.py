@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -25,12 +27,10 @@ def log_folder(config: Config) -> Path:
 def make_log_folder(config: Config) -> None:
     """Make the folder, before the model is built. Raises InputError if that is not possible, or no file fits in it."""
     folder = log_folder(config)
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise _cannot_write(folder, error) from error
 
 
 def open_log_folder(config: Config, continues: bool) -> None:
@@ -39,16 +39,19 @@ def open_log_folder(config: Config, continues: bool) -> None:
     `continues`: the run continues from its own checkpoint. Raises InputError if the folder cannot be written.
     """
     folder = log_folder(config)
-    try:
+    with writing(folder):
         if not (continues and _is_of_this_run(config, folder)):
             _set_metrics_aside(folder)
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise InputError if the system refuses what the block does with a file or folder of the logs."""
+    try:
+        yield
     except OSError as error:
-        raise _cannot_write(folder, error) from error
-
-
-def _cannot_write(folder: Path, error: OSError) -> InputError:
-    return InputError(f"logging.log_dir: cannot write to {folder}: {error.strerror}")
+        raise InputError(f"logging.log_dir: cannot write to {path}: {error.strerror}") from error
 
 
 def _is_of_this_run(config: Config, folder: Path) -> bool:
@@ -58,7 +61,7 @@ def _is_of_this_run(config: Config, folder: Path) -> bool:
         return True
     try:
         saved = yaml.safe_load(file.read_text(encoding="utf-8"))["checkpoints"]["checkpoints_path"]
-    except (yaml.YAMLError, KeyError, TypeError):
+    except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):
         return False  # nothing that we wrote: the metrics beside it are kept under another name
     return Path(saved).absolute() == Path(config.checkpoints.checkpoints_path).absolute()
 
