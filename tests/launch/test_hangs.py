@@ -1,6 +1,9 @@
 """`launch.hangs`: time is counted by a clock that nobody sets, and the rank that hangs is the one that is named."""
 
+import contextlib
+import io
 import json
+import re
 import time
 from dataclasses import asdict
 
@@ -9,6 +12,8 @@ import torch
 
 from kenotron.launch import hangs
 from kenotron.launch.hangs import PendingCall, RankStatus, find_hang, verdict
+from kenotron.parallel import ranks
+from support.ranks import run_ranks
 
 GROUP = ("default_pg", "default")
 
@@ -160,3 +165,24 @@ def test_a_collective_beside_sends_waits_whatever_ended_last(monkeypatch: pytest
     dump = {"pg_status": {"3": {"last_completed_collective": 90}}, "entries": recorded}
     monkeypatch.setattr(hangs, "flight_recorder_dumps", lambda: [dump])
     assert [each["waits"] for each in hangs._collectives()] == [False, with_sends]
+
+
+def late(rank: int, missing: int) -> str:
+    """What this rank writes while it waits for rank `missing` of three, which comes half a second later."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ranks, "SAY_EVERY_S", 0.2)
+        if rank == missing:
+            time.sleep(0.5)
+        ranks.wait_for_all()
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("missing", [2, 0])
+def test_a_rank_that_is_waited_for_while_data_are_prepared_is_named(missing: int) -> None:
+    """By rank 0 alone, whose output is the console; if it is the one, by another."""
+    found = run_ranks(3, late, missing)
+    speaker = 0 if missing else next(rank for rank in (1, 2) if found[rank])
+    for rank, text in enumerate(found):
+        lines = rf"(rank {rank} has waited 0 s for rank {missing} to be ready: without a limit, .*\n){{1,2}}"
+        assert re.fullmatch(lines if rank == speaker else "", text), (rank, text)

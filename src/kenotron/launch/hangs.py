@@ -27,6 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from kenotron.observers.data_stall import place_of, reading
+from kenotron.parallel.ranks import ranks_in_words
 from kenotron.parallel.shared_memory import IN_MEMORY, last_calls
 from kenotron.parallel.torch_internals import flight_recorder_dumps, process_groups
 
@@ -149,14 +150,14 @@ def find_hang(
 
     members = _members(call.group) or list(range(size))
     missing, blame = verdict(call, rank, members, found)
-    among = "" if call.number is None else f" (number {call.number}) of {_ranks(members, size)}"
+    among = "" if call.number is None else f" (number {call.number}) of {ranks_in_words(members, size)}"
     limit = f"more than {timeout_seconds:g} s (parallelism.timeout_seconds)"
     lines = [f"rank {rank} has waited {limit} in {call.operation}{among}: {blame}", f"  rank {rank}: at {call.place}"]
     places: dict[str, list[int]] = {}  # of a thousand ranks most are at the same one
     for other, status in enumerate(found):
         if other != rank:
             places.setdefault(_described(status), []).append(other)
-    lines += [f"  {_ranks(ranks)}: {place}" for place, ranks in places.items()]
+    lines += [f"  {ranks_in_words(ranks)}: {place}" for place, ranks in places.items()]
     return Hang(missing, "\n".join(lines))
 
 
@@ -170,10 +171,10 @@ def verdict(
     absent = [other for other in members if other != rank and not _has_joined(call, found[other])]
     idle = [other for other, status in enumerate(found) if status is None or not status.communicating]
     if idle and not set(idle) & set(absent):  # those that are absent wait for one of another group
-        return idle, f"all others wait for {_ranks(idle)}{_data_stall(idle, found)}"
+        return idle, f"all others wait for {ranks_in_words(idle)}{_data_stall(idle, found)}"
     if absent:
         missing = [other for other in absent if other in idle] or absent
-        return missing, f"{_ranks(missing)} did not join it{_data_stall(missing, found)}"
+        return missing, f"{ranks_in_words(missing)} did not join it{_data_stall(missing, found)}"
     return [], "all are in a collective, but not in the same one"
 
 
@@ -198,25 +199,13 @@ def _described(status: RankStatus | None) -> str:
     if status.waiting is not None:
         group, number, operation = status.waiting
         members = _members(group)
-        name = _ranks(members) if members else f"group {group}"
+        name = ranks_in_words(members) if members else f"group {group}"
         return f"waits in {operation} (number {number} of {name}), at {status.place}"
     place = f"at {status.place}" if status.reading is None else f"waits for its batches, reading at {status.reading}"
     if not status.last:
         return place
     number, operation = max(status.last.values())
     return f"{place}; the last that it joined was {operation} (number {number})"
-
-
-def _ranks(ranks: Sequence[int], size: int | None = None) -> str:
-    """``rank 1``, ``ranks 1, 3-7``, ``all ranks``."""
-    if len(ranks) == size:
-        return "all ranks"
-    those = set(ranks)
-    firsts, lasts = ([rank for rank in ranks if rank + step not in those] for step in (-1, 1))
-    parts: list[str] = []
-    for first, last in zip(firsts, lasts, strict=True):
-        parts += [f"{first}-{last}"] if last > first + 1 else map(str, range(first, last + 1))
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"
 
 
 def _members(group: str | None) -> list[int]:

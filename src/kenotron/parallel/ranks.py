@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from kenotron.config.errors import CheckpointError, InputError
 
 T = TypeVar("T")
 LOOK_EVERY_S = 0.1
+SAY_EVERY_S = 60.0
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -136,6 +137,9 @@ def wait_for_all() -> None:
 
     For work of unbounded length: one rank finds its tokens cached, another tokenizes for hours. A collective
     would time out after `parallelism.timeout_seconds`. Without a process group it returns at once.
+
+    Rank 0 writes a line a minute to standard error, which names the ranks that it waits for; the first rank that came
+    does so if rank 0 is missing. The others do not ask: all share one store.
     """
     import torch.distributed as dist
 
@@ -143,10 +147,29 @@ def wait_for_all() -> None:
         return
     from kenotron.parallel.torch_internals import default_store
 
-    store = default_store()
-    mine = store.add(f"kenotron/arrivals/{dist.get_rank()}", 1)
-    store.add(f"kenotron/arrivals/of/{mine}", 1)
-    pause, longest = LOOK_EVERY_S / 64, max(LOOK_EVERY_S, dist.get_world_size() / 2048)  # all ask one store
-    while store.add(f"kenotron/arrivals/of/{mine}", 0) < dist.get_world_size():
+    store, rank, size = default_store(), dist.get_rank(), dist.get_world_size()
+    mine = store.add(f"kenotron/arrivals/{rank}", 1)
+    asks = store.add(f"kenotron/arrivals/of/{mine}", 1) == 1 or rank == 0
+    pause, longest = LOOK_EVERY_S / 64, max(LOOK_EVERY_S, size / 2048)  # all ask one store
+    started = said = time.monotonic()
+    while store.add(f"kenotron/arrivals/of/{mine}", 0) < size:
         time.sleep(pause)
         pause = min(2 * pause, longest)
+        if asks and (now := time.monotonic()) - said > SAY_EVERY_S:
+            said = now
+            missing = [other for other in range(size) if store.add(f"kenotron/arrivals/{other}", 0) < mine]
+            if missing and (rank == 0 or 0 in missing):
+                line = f"rank {rank} has waited {now - started:.0f} s for {ranks_in_words(missing)} to be ready"
+                print(f"{line}: without a limit, as preparing data may take hours", file=sys.stderr, flush=True)
+
+
+def ranks_in_words(ranks: Sequence[int], size: int | None = None) -> str:
+    """``rank 1``, ``ranks 1, 3-7``; ``all ranks`` if they are as many as `size`."""
+    if len(ranks) == size:
+        return "all ranks"
+    those = set(ranks)
+    firsts, lasts = ([rank for rank in ranks if rank + step not in those] for step in (-1, 1))
+    parts: list[str] = []
+    for first, last in zip(firsts, lasts, strict=True):
+        parts += [f"{first}-{last}"] if last > first + 1 else map(str, range(first, last + 1))
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"
