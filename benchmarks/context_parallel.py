@@ -27,6 +27,7 @@ from kenotron.parallel import context
 from kenotron.parallel.cp_schedule import Chunks, contiguous, earlier_blocks, local_blocks, zigzag
 
 Documents = tuple[int, ...] | None
+METHODS = {name: method for name, method in context.METHODS.items() if name != "state_passing"}  # no attention
 
 
 def main() -> None:
@@ -84,11 +85,11 @@ def best_times(rank: int, arguments: Any, borders: Documents) -> dict[str, list[
     whole, local = tensors(arguments, arguments.length), tensors(arguments, arguments.length // arguments.ranks)
     best: dict[str, list[float]] = {}
     for _ in range(arguments.rounds + 1):
-        for name in ("one rank", "each alone", *context.METHODS):
+        for name in ("one rank", "each alone", *METHODS):
             dist.barrier()
             started = time.perf_counter(), time.process_time()
-            if name in context.METHODS:
-                step(lambda q, k, v, method=context.METHODS[name]: method(q, k, v, dist.group.WORLD, borders), *local)
+            if name in METHODS:
+                step(lambda q, k, v, method=METHODS[name]: method(q, k, v, dist.group.WORLD, borders), *local)
             elif rank == 0 or name == "each alone":
                 step(lambda q, k, v: attention(q, k, v, Borders(borders)), *whole)
             took = torch.tensor([time.perf_counter() - started[0], time.process_time() - started[1]])

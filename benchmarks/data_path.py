@@ -20,12 +20,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from kenotron.data.cache import SplitTokens, TokenCache
+from kenotron.data.cache import SplitTokens
 from kenotron.data.open_stage import OpenStage
 from kenotron.data.order import Mixing, Order
 from kenotron.data.ramps import lengths, levels
-from kenotron.data.sources.text import CachedText
-from kenotron.data.sources.windows import HeldOutWindows, TokenWindows
+from kenotron.data.source import SampleRange, TokenSource
+from kenotron.data.sources.windows import TokenWindows
 from kenotron.data.stage_plan import StagePlan
 from kenotron.kernels.hashing import derive_key
 
@@ -46,11 +46,10 @@ def make_split(folder: Path) -> SplitTokens:
     return SplitTokens(np.memmap(file, "<u2", "r"), ends, 4 * TOKENS, 32767)
 
 
-def open_sources(split: SplitTokens, folder: Path, sequence_length: int, sources: int) -> OpenStage:
-    """A stage of `sources` equal sources on the same file."""
-    cache = TokenCache(folder, "made", split, split, 0, False)
-    held_out = HeldOutWindows("made", split, sequence_length)
-    opened = [CachedText(TokenWindows("made", split, sequence_length), held_out, cache, False) for _ in range(sources)]
+def open_sources(split: SplitTokens, sequence_length: int, sources: int) -> OpenStage:
+    """A stage of `sources` equal sources on the same file, each as text in the cache is read."""
+    windows = TokenWindows("made", split, sequence_length)
+    opened: list[TokenSource] = [SampleRange(windows, 0, len(windows)) for _ in range(sources)]
     order = Order(
         [len(source) for source in opened],
         [derive_key("bench", number) for number in range(sources)],
@@ -72,12 +71,12 @@ def tokens_per_second(opened: OpenStage, sequences: int, start: int, masking: bo
     return (position - start) * opened.stage.sequence_length / (time.perf_counter() - began)
 
 
-def first_batch_seconds(split: SplitTokens, folder: Path, start: int) -> float:
+def first_batch_seconds(split: SplitTokens, start: int) -> float:
     """Opening a stage and its first batch at sample `start`; the median of many."""
     times = []
     for number in range(30):
         began = time.perf_counter()
-        opened = open_sources(split, folder, 1024, 3)
+        opened = open_sources(split, 1024, 3)
         positions = np.arange(start + number, start + number + 8, dtype=np.int64)
         opened.read(positions, positions, False)
         times.append(time.perf_counter() - began)
@@ -92,14 +91,12 @@ def main() -> None:
         print(f"{'sequence':>8} {'batch':>6} {'sources':>8} {'masking':>8} {'M tokens/s':>11}")
         for sequence_length, sequences in [(256, 8), (256, 64), (1024, 8), (2048, 8), (4096, 4), (4096, 16)]:
             for sources, masking in [(1, False), (3, False), (1, True)]:
-                opened = open_sources(split, folder, sequence_length, sources)
+                opened = open_sources(split, sequence_length, sources)
                 speed = tokens_per_second(opened, sequences, 0, masking)
                 below = "" if speed >= BAR else "   below the bar"
                 print(f"{sequence_length:8} {sequences:6} {sources:8} {masking!s:>8} {speed / 1e6:11.1f}{below}")
         for start in (0, 10**9, 10**12):
-            print(
-                f"open and first batch at sample {start:>13,}: {first_batch_seconds(split, folder, start) * 1e3:.2f} ms"
-            )
+            print(f"open and first batch at sample {start:>13,}: {first_batch_seconds(split, start) * 1e3:.2f} ms")
         print(f"bar: {BAR / 1e6:.0f} M tokens/s, and the same cost at every sample")
 
 
