@@ -21,7 +21,7 @@ from kenotron.models import named_parameters
 from kenotron.observers.state_hash import bits_sum
 from kenotron.optim.state import state_tensors
 from kenotron.parallel import data as data_parallel
-from kenotron.parallel.ranks import gather_on_rank0, run_on_rank0
+from kenotron.parallel.ranks import gather_on_rank0, ranks_in_words, run_on_rank0
 from kenotron.training.hooks import Hook
 from kenotron.training.saved_state import model_tensors, optimizer_tensors
 
@@ -97,10 +97,7 @@ def replica_difference(of_ranks: Sequence[dict[Block, int]]) -> str | None:
     for (name, _, _), groups in sorted(found.items()):
         if len(groups) > 1:
             several, *others = sorted(groups.values(), key=len, reverse=True)
-            lines.append(f"{name} on {', '.join(map(_ranks, others))} differs from that on {_ranks(several)}")
+            odd = ", ".join(map(ranks_in_words, others))
+            lines.append(f"{name} on {odd} differs from that on {ranks_in_words(several)}")
     more = [f"and {counted(len(lines) - NAMED, 'other block')}"] if len(lines) > NAMED else []
     return "; ".join(lines[:NAMED] + more) or None
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
