@@ -82,6 +82,27 @@ def test_a_block_without_elements_is_not_written_unless_its_tensor_is_empty() ->
     assert [block.name for block in held_blocks({"model": shards})] == ["empty"]
 
 
+def test_a_folder_without_tensors_has_an_index() -> None:
+    """As that of an optimizer that keeps nothing, once it has made a step."""
+    planner, model = Planner(), {"w": TensorShard.full(torch.zeros(2))}
+    assert list(planner.plan({"model": model}).indexes) == ["model/index.json"]
+    assert list(planner.plan({"model": model, "optimizer": {}}).indexes) == ["model/index.json", "optimizer/index.json"]
+
+
+def refused(rank: int) -> str:
+    with pytest.raises(CheckpointError) as error:
+        Planner().plan(
+            {"model": {f"of{rank}": TensorShard.full(torch.zeros(2, dtype=(torch.int8, torch.cfloat)[rank]))}}
+        )
+    return str(error.value)
+
+
+def test_a_dtype_that_one_rank_cannot_save_is_an_error_on_all() -> None:
+    first, second = run_ranks(2, refused)
+    assert first.startswith("tensors of dtype complex64 cannot be saved")
+    assert second == f"rank 0: {first}"
+
+
 def plans(rank: int) -> tuple[list[Any], list[str]]:
     """What changes when one rank alone holds another block: a new plan on both."""
     planner = Planner()

@@ -76,7 +76,7 @@ class Planner:
     """Plans saves; a plan is used again for as long as every rank holds the same blocks."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] | None = None
+        self.made_for: tuple[list[str], list[Block]] | None = None
         self.latest = Plan()
 
     def plan(self, parts: Parts) -> Plan:
@@ -85,9 +85,9 @@ class Planner:
         Raises:
             CheckpointError: a dtype cannot be saved, or the blocks of a tensor do not add up to it.
         """
-        blocks = held_blocks(parts)
-        if any(gather(blocks != self.blocks)):
-            self.latest, self.blocks = make_plan(blocks, list(parts)), blocks
+        wanted = list(parts), held_blocks(parts)
+        if any(gather(wanted != self.made_for)):
+            self.latest, self.made_for = make_plan(*wanted), wanted
         return self.latest
 
 
@@ -107,7 +107,7 @@ def _in_file(block: Block) -> tuple[int, str, tuple[int, ...]]:
     return -block.dtype.itemsize, block.name, block.offset
 
 
-def make_plan(blocks: list[Block], folders: Sequence[str]) -> Plan:
+def make_plan(folders: Sequence[str], blocks: list[Block]) -> Plan:
     """What this rank, which holds `blocks`, writes into `folders`; all ranks call it."""
     held = gather_on_rank0(blocks)
     shares = raise_on_any_rank(lambda: share_out(held))
@@ -133,7 +133,7 @@ def share_out(held: Sequence[Sequence[Block]]) -> list[list[Block]]:
     for rank, blocks in enumerate(held):
         for block in blocks:
             holders[block].append(rank)
-    _check_sizes(holders)
+    _check(holders)
     writer, load = {}, [0] * len(held)
     for block in sorted(holders, key=lambda block: (len(holders[block]) > 1, -block.bytes)):
         writer[block] = rank = min(holders[block], key=load.__getitem__)
@@ -141,10 +141,11 @@ def share_out(held: Sequence[Sequence[Block]]) -> list[list[Block]]:
     return [[block for block in blocks if writer[block] == rank] for rank, blocks in enumerate(held)]
 
 
-def _check_sizes(blocks: Iterable[Block]) -> None:
-    """Raise CheckpointError unless the blocks of each tensor have as many elements as it has."""
+def _check(blocks: Iterable[Block]) -> None:
+    """Raise CheckpointError if a dtype cannot be saved, or if the blocks of a tensor do not add up to it."""
     missing: dict[tuple[str, str], int] = {}
     for block in blocks:
+        dtype_name(block.dtype)
         tensor = block.folder, block.name
         missing[tensor] = missing.get(tensor, math.prod(block.tensor_shape)) - math.prod(block.shape)
     for (folder, name), elements in missing.items():
