@@ -184,7 +184,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def fold(ctx: SimpleNamespace) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return lambda q, k, v: attention(*(t.transpose(1, 2) for t in (q, k, v)), ctx)
+    return lambda q, k, v: attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), ctx)
 
 
 def document_mask(cu_seqlens: tuple[int, ...], sequences: int, length: int) -> Tensor:

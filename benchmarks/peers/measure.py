@@ -87,7 +87,7 @@ def _peak_of(profiler: torch.profiler.profile) -> int:
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
     events = [
-        (event.start_ns(), event.nbytes())
+        (event.start_ns(), event.nbytes())  # type: ignore[attr-defined]
         for event in profiler.profiler.kineto_results.events()
         if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
     ]

@@ -24,7 +24,7 @@ def build(work: Work, weights: dict[str, torch.Tensor]) -> LlamaForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": work.rope_theta},
         tie_word_embeddings=False,
         use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # type: ignore[call-arg]
     )
     model = LlamaForCausalLM(config)
     model.load_state_dict(weights)
