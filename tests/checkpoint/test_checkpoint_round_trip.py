@@ -179,6 +179,10 @@ def test_saving_copies_no_tensor_that_is_contiguous_on_the_host(tmp_path: Path, 
             "'a.weight' has shape [2, 3] in the checkpoint and [3, 2] in this run",
         ),
         (
+            {"a.weight": torch.ones(3, 2), "b": torch.ones(5)},
+            "'a.weight' has shape [2, 3] in the checkpoint and [3, 2] in this run, and 1 more",
+        ),
+        (
             {"a.weight": torch.ones(6), "b": torch.ones(4)},
             "'a.weight' has shape [2, 3] in the checkpoint and [6] in this run",
         ),

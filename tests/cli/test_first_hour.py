@@ -413,7 +413,7 @@ COMMANDS = [
     (("data", "convert", "x", "out", "--to", "numpyy"), "error: --to: cannot write 'numpyy'; expected one of"),
     (
         ("data", "train-tokenizer", "texts.jsonl", "--vocab-size", "10", "--output", "t"),
-        "error: --vocab-size: at least 257 (256 bytes and end of text), found 10",
+        "error: --vocab-size: expected at least 257 (256 bytes and end of text), found 10",
     ),
     (
         ("data", "train-tokenizer", "texts.jsonl", "--vocab-size", "300", "--output", "texts.jsonl/t"),

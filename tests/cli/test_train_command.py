@@ -251,8 +251,8 @@ def test_help_names_every_command_without_torch(tmp_path: Path) -> None:
         [KENOTRON[0], "-c", code], env=environment(tmp_path), capture_output=True, text=True, timeout=100
     )
     assert (shown.returncode, shown.stderr) == (0, "")
-    for name in ("init", "train", "generate", "config", "checkpoint", "convert"):
-        assert re.search(rf"\b{name}\b", shown.stdout)
+    for name in ("init", "train", "generate", "config", "checkpoint", "convert", "--debug"):
+        assert re.search(rf"(?<!\S){name}\b", shown.stdout)
 
 
 @pytest.mark.slow

@@ -59,6 +59,32 @@ def test_a_misspelt_required_key_is_one_error_not_two(minimal: dict[str, Any]) -
     assert message(minimal) == "unknown key 'tokens.train_step'; did you mean 'train_steps'?"
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("per_device_train_batch_size", "tokens.micro_batch_size"),  # Hugging Face's Trainer
+        ("max_grad_norm", "optimizer.clip_grad"),
+        ("bf16", "model.dtype"),
+        ("gradient_checkpointing", "parallelism.recompute_layer"),
+        ("logging_steps", "logging.iteration_step_info_interval"),
+        ("parallelism.tensor_parallel_degree", "parallelism.tp"),  # torchtitan
+        ("parallelism.data_parallel_shard_degree", "parallelism.dp"),
+        ("tokens.seq_len", "tokens.sequence_length"),
+        ("model.model_config.n_kv_heads", "model.model_config.num_key_value_heads"),
+        ("parallelism.tensor_model_parallel_size", "parallelism.tp"),  # Megatron-LM
+    ],
+)
+def test_a_key_of_another_library_is_reported_with_ours(minimal: dict[str, Any], name: str, ours: str) -> None:
+    assert message(minimal, (f"{name}=1",)) == f"override {name}=1: unknown key '{name}'; did you mean '{ours}'?"
+
+
+def test_an_unknown_section_is_reported_with_the_place_of_its_first_key_that_is_known(minimal: dict[str, Any]) -> None:
+    assert message(minimal, ("training={nothing: 1, steps: 9, seq_len: 2}",)).endswith(
+        "unknown key 'training'; its 'steps' is 'tokens.train_steps' here"
+    )
+    assert message(minimal, ("wandb_={nothing: 1}",)).endswith("unknown key 'wandb_'")
+
+
 def test_a_key_in_the_wrong_section_is_reported_with_the_right_one(minimal: dict[str, Any]) -> None:
     minimal["general"]["sequence_length"] = 3
     assert message(minimal) == "unknown key 'general.sequence_length'; did you mean 'tokens.sequence_length'?"
@@ -252,7 +278,15 @@ def test_stages_are_sorted_by_their_start(minimal: dict[str, Any]) -> None:
         ("", ": expected a config, found nothing"),
         ("- a\n", ": expected a map of sections at the top"),
         ("a: 1\nb: [1\n", ":3: not valid YAML: "),
-        ("a:\n\tb: 1\n", ":2: not valid YAML: "),
+        (
+            "a:\n\tb: 1\n",
+            ":2: not valid YAML: while scanning for the next token found character '\\t' that cannot start any token"
+            "; indent with spaces",
+        ),
+        (
+            "a:\n  b:1\n  c: 2\n",
+            ":3: not valid YAML: mapping values are not allowed here; is a space missing after a colon, or the",
+        ),
         ("a: 1\nb: 2\na: 3\n", ":3: duplicate key 'a' (first on line 1)"),
         ("a: !!python/object:os.system x\n", ":1: expected plain YAML, found the tag"),
         ("a: !!int many\n", ":1: cannot read 'many' as int"),

@@ -329,7 +329,10 @@ def test_nothing_there_names_the_nearest_that_exists(tmp_path):
     (tmp_path / "llama-model").mkdir()
     with pytest.raises(InputError, match=f"the nearest that exists is {tmp_path}; did you mean 'llama-model'"):
         from_hf(tmp_path / "lama-model", tmp_path / "ours")
-    with pytest.raises(InputError, match=r"llama-model is not a Hugging Face model: it has no config\.json"):
+    with pytest.raises(InputError, match=r"llama-model is not a Hugging Face model: it has no config\.json$"):
+        from_hf(tmp_path / "llama-model", tmp_path / "ours")
+    (tmp_path / "llama-model" / "manifest.json").touch()
+    with pytest.raises(InputError, match=r"config\.json \(it is a checkpoint: `kenotron convert to-hf` converts it\)$"):
         from_hf(tmp_path / "llama-model", tmp_path / "ours")
 
 

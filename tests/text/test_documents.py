@@ -123,7 +123,11 @@ def test_a_folder_of_other_files_gives_all_of_them(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"body": "x"}\n', r"a\.jsonl:1: no text column 'text'; found body"),
+        (
+            "a.jsonl",
+            b'{"body": "x"}\n',
+            r"a\.jsonl:1: no text column 'text'; found body; text_column_name, or --column, ",
+        ),
         ("a.jsonl", b'{"txt": "x"}\n', r"did you mean 'txt'"),
         ("a.jsonl", b'{"text": 5}\n', r"a\.jsonl:1: column 'text' must hold text, found int"),
         ("a.jsonl", b'{"text": "x"}\n{"text"\n', r"a\.jsonl:2: expected one JSON object a line"),

@@ -14,6 +14,7 @@ import torch
 
 from kenotron.config.errors import InputError
 from kenotron.kernels import linear_cross_entropy
+from kenotron.launch.environment import accelerators
 from kenotron.optim import clip
 from kenotron.parallel.device import best_device, upload
 from kenotron.parallel.mesh import Mesh
@@ -105,3 +106,10 @@ def test_an_intel_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
         best_device()
     monkeypatch.setenv("KENOTRON_DEVICE", "cpu")
     assert best_device() == torch.device("cpu")
+
+
+def test_another_device_than_the_cpu_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KENOTRON_DEVICE", "cuda")
+    for used in (best_device, accelerators):
+        with pytest.raises(InputError, match=r"^KENOTRON_DEVICE: expected cpu, or unset .*, found 'cuda'$"):
+            used()

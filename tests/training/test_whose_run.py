@@ -96,6 +96,12 @@ def test_a_run_whose_shapes_come_from_a_hugging_face_folder_goes_on_exactly(tmp_
     assert equal_bits(weights(run), expected)
 
 
+def test_a_hugging_face_model_that_is_missing_is_an_error_with_its_key(tmp_path: Path) -> None:
+    (tmp_path / "gguf").mkdir()
+    with pytest.raises(InputError, match=r"^model\.model_config\.hf: no folder .*/ggf; .*; did you mean 'gguf'\?$"):
+        train_quietly(tiny_config(tmp_path, f"model.model_config={{hf: {tmp_path / 'ggf'}}}"))
+
+
 # ---- other people's checkpoints ----------------------------------------------------------------------------
 
 

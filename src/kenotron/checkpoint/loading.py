@@ -143,7 +143,7 @@ def _check_fit(folder: Path, index: Index, tensors: Tensors, names: set[str]) ->
         raise CheckpointError(f"{folder} has {extra[0]!r}{_more(extra)}, which this run does not have")
     unfit = [problem for name, value in tensors.items() if (problem := _misfit(name, index.tensors[name], value))]
     if unfit:
-        raise CheckpointError(f"{folder}: {unfit[0]}{_more(unfit)}")
+        raise CheckpointError(f"{folder}: {unfit[0]}{',' * (len(unfit) > 1)}{_more(unfit)}")
 
 
 def _misfit(name: str, saved: Entry, value: Tensor | TensorShard) -> str | None:

@@ -80,7 +80,8 @@ def find_config(source: str | Path) -> Path:
         hint = nearest(folder.name, [entry.name for entry in parent.iterdir()])
         raise InputError(f"no folder {folder}; the nearest that exists is {parent}{hint}")
     if not (folder / "config.json").is_file():
-        raise InputError(f"{folder} is not a Hugging Face model: it has no config.json")
+        ours = " (it is a checkpoint: `kenotron convert to-hf` converts it)" if (folder / MANIFEST).exists() else ""
+        raise InputError(f"{folder} is not a Hugging Face model: it has no config.json{ours}")
     return folder / "config.json"
 
 

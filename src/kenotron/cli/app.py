@@ -39,6 +39,9 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; may follow any command.")
+    ] = False,  # `main` takes it out before
 ) -> None:
     """The options of `kenotron` itself."""
 

@@ -27,8 +27,10 @@ def branch(
     ] = None,
     style: Annotated[str, typer.Option(help="The decay, an lr_decay_style.")] = "1-sqrt",
 ) -> None:
-    """Print a config that anneals a run from one of its checkpoints: weights, optimizer and data continue, the
-    learning rate falls to 0 from its value at that step. The run and its folder are not changed.
+    """Print a config that anneals a run from one of its checkpoints.
+
+    Weights, optimizer and data continue, the learning rate falls to 0 from its value at that step. The run and its
+    folder are not changed.
     """
     from kenotron.config import load
     from kenotron.config.dialects import upgrade

@@ -109,8 +109,9 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old checkpoints. The newest one and damaged ones are never removed. Checksums of the newest ones to keep
-    are verified first; in a store, only sizes.
+    """Remove old checkpoints. The newest one and damaged ones are never removed.
+
+    Checksums of the newest ones to keep are verified first; in a store, only sizes.
     """
     found = _all_in(folder)
     doomed: Sequence[Entry]

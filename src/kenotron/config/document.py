@@ -31,6 +31,10 @@ _LARGEST = 100_000  # nodes of a file with aliases expanded; stops a malicious o
 _LAST_COUNTS = {("model", "model_config", "moe_config")}
 _PLAIN = {f"tag:yaml.org,2002:{tag}" for tag in ("bool", "int", "float", "null", "str")}
 _MERGE = "tag:yaml.org,2002:merge"
+_HINTS = {  # what a parser says, and what it usually means
+    "mapping values are not allowed here": "is a space missing after a colon, or the indentation wrong, here or above?",
+    r"character '\t'": "indent with spaces",
+}
 _scalars = yaml.constructor.SafeConstructor()
 
 
@@ -140,6 +144,7 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         mark = error.problem_mark or error.context_mark
         at = f"{name}:{mark.line + 1}" if mark and not name.startswith("override ") else name
         detail = " ".join(part for part in (error.context, error.problem) if part)
+        detail += "".join(f"; {hint}" for words, hint in _HINTS.items() if words in detail)
         if at == name and text.startswith(("{", "[")):
             detail += "; in a shell, quote the complete override: '…={a: 1}'"
         raise InputError(f"{at}: not valid YAML: {detail}") from None

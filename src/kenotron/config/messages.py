@@ -43,17 +43,41 @@ _EXPECTED = {
 
 # Names that other libraries have for a key, and that are spelt too differently for `nearest`.
 _FIELD_NAMES = {
-    "batch_size": "micro_batch_size",
-    "block_size": "sequence_length",
-    "gradient_accumulation_steps": "batch_accumulation_per_replica",
-    "lr": "learning_rate",
-    "max_steps": "train_steps",
-    "save_steps": "checkpoint_interval",
-    "warmup_steps": "lr_warmup_steps",
-    "d_model": "hidden_size",
-    "n_embd": "hidden_size",
-    "n_head": "num_attention_heads",
-    "n_layer": "num_hidden_layers",
+    theirs: ours
+    for ours, names in {
+        "batch_accumulation_per_replica": "gradient_accumulation_steps",
+        "checkpoint_interval": "save_steps save_interval",
+        "checkpoints_path": "output_dir dump_folder save_dir",
+        "clip_grad": "max_grad_norm max_norm grad_clip",
+        "compile": "torch_compile",
+        "context_parallel_size": "context_parallel_degree cp cp_size",
+        "dp": "data_parallel_replicate_degree data_parallel_shard_degree data_parallel_size dp_size",
+        "dtype": "bf16 fp16 mixed_precision precision torch_dtype",
+        "expert_parallel_size": "expert_parallel_degree ep ep_size",
+        "hf": "model_name_or_path",
+        "hidden_size": "d_model dim n_embd",
+        "intermediate_size": "d_ff ffn_dim ffn_hidden_size",
+        "iteration_step_info_interval": "log_freq log_interval logging_steps",
+        "keep_last": "save_total_limit keep_latest_k",
+        "learning_rate": "lr",
+        "lr_decay_style": "lr_scheduler_type",
+        "lr_warmup_steps": "warmup_steps lr_warmup_iters",
+        "micro_batch_size": "batch_size local_batch_size per_device_train_batch_size",
+        "min_decay_lr": "min_lr",
+        "num_attention_heads": "n_head n_heads",
+        "num_hidden_layers": "n_layer n_layers",
+        "num_key_value_heads": "n_kv_heads num_query_groups",
+        "num_loading_workers": "dataloader_num_workers num_workers",
+        "optimizer_factory": "optim",
+        "pp": "pipeline_model_parallel_size pipeline_parallel_degree pipeline_parallel_size pp_size",
+        "recompute_layer": "activation_checkpoint gradient_checkpointing",
+        "resume_checkpoint_path": "resume_from_checkpoint initial_load_path",
+        "sequence_length": "block_size max_length max_seq_length seq_len seq_length",
+        "tp": "tensor_model_parallel_size tensor_parallel_degree tensor_parallel_size tp_size",
+        "train_steps": "max_steps num_train_epochs steps train_iters",
+        "val_check_interval": "eval_steps eval_interval",
+    }.items()
+    for theirs in names.split()
 }
 
 
@@ -88,7 +112,7 @@ def _lines(error: dict[str, Any], extra: list[Location], document: Document) -> 
     elif error["type"] == "extra_forbidden" and owner(location[:-1], str(location[-1])):
         yield _mixed_variants(location, extra, document)
     elif error["type"] == "extra_forbidden":
-        yield document.at(keys, _unknown(location))
+        yield document.at(keys, _unknown(location, error["input"]))
     else:
         if error["type"] == "variant" and isinstance(error["input"], dict) and "name" in error["input"]:
             keys, error = (*keys, "name"), error | {"input": error["input"]["name"]}
@@ -133,16 +157,24 @@ def _names(found: dict[str, Any] | str) -> list[str]:
     return [found] if isinstance(found, str) else [str(name) for name in found]
 
 
-def _unknown(location: Location) -> str:
+def _unknown(location: Location, value: object) -> str:
     name = str(location[-1])
     around = dotted(_without_tags(location[:-1]))
     message = f"unknown key '{dotted(_without_tags(location))}'"
-    elsewhere = paths_by_name().get(name) or paths_by_name().get(_FIELD_NAMES.get(name, ""), [])
+    elsewhere = _paths(name)
     exact = name in _FIELD_NAMES or any(path.startswith(f"{around}.") for path in elsewhere)
     near = _space_missing(name, location[:-1]) or nearest(name, siblings(location[:-1]))
     if near and not exact:
         return message + near
-    return f"{message}; did you mean '{elsewhere[0]}'?" if elsewhere else message
+    if elsewhere:
+        return f"{message}; did you mean '{elsewhere[0]}'?"
+    known = {str(key): paths[0] for key in value if (paths := _paths(str(key)))} if isinstance(value, dict) else {}
+    return message + next((f"; its '{key}' is '{path}' here" for key, path in known.items()), "")
+
+
+def _paths(name: str) -> list[str]:
+    """The paths of keys of this name, or of the one that other libraries call so."""
+    return paths_by_name().get(_FIELD_NAMES.get(name, name), [])
 
 
 def _space_missing(text: str, location: Location) -> str:

@@ -138,12 +138,17 @@ def hf_architecture(
 def resolve_architecture(config: Config) -> Config:
     """``model_config: {hf: …}`` replaced by the architecture of the Hugging Face model that it names.
 
-    Raises InputError: those of `hf_architecture`, and of a layout that the architecture does not allow.
+    Only `config.json` is read. Raises InputError: missing, hub unreachable, a family, a setting or a layout that is not
+    supported.
     """
     architecture, layout = config.model.architecture, config.parallelism
     if not isinstance(architecture, HFArchitecture):
         return config
-    resolved = hf_architecture(architecture.hf, architecture.overrides)
+    try:
+        file = find_config(architecture.hf)
+    except InputError as error:
+        raise InputError(f"model.model_config.hf: {error}") from error
+    resolved = architecture_from_hf(read_json(file), str(file), overrides=architecture.overrides)
     config = config.model_copy(update={"model": config.model.model_copy(update={"architecture": resolved})})
     for key, problem in problems_of(config):
         raise InputError(f"{key}: {problem} (the model of {architecture.hf})")

@@ -144,11 +144,12 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def accelerators() -> int:
-    """How many accelerators of this machine a run may use; 0: it uses the CPU."""
+    """How many accelerators of this machine a run may use; 0: it uses the CPU. Raises as `stays_on_cpu` does."""
     import torch
 
-    on_cpu = os.environ.get("KENOTRON_DEVICE", "") == "cpu" or not torch.cuda.is_available()
-    return 0 if on_cpu else torch.cuda.device_count()
+    from kenotron.parallel.device import stays_on_cpu
+
+    return 0 if stays_on_cpu() or not torch.cuda.is_available() else torch.cuda.device_count()
 
 
 def device_number(ranks: Ranks) -> int:

@@ -23,9 +23,9 @@ from kenotron.kernels.products import rows_by_matrix
 def best_device(local_rank: int = 0) -> torch.device:
     """The accelerator of this local rank when there is one, otherwise the CPU.
 
-    ``KENOTRON_DEVICE=cpu`` keeps a run off the accelerator. Raises InputError for a GPU of Intel's.
+    Raises InputError for a GPU of Intel's, and as `stays_on_cpu` does.
     """
-    if os.environ.get("KENOTRON_DEVICE", "") == "cpu":
+    if stays_on_cpu():
         return torch.device("cpu")
     if not torch.cuda.is_available():
         if torch.xpu.is_available():
@@ -37,6 +37,14 @@ def best_device(local_rank: int = 0) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def stays_on_cpu() -> bool:
+    """Whether ``KENOTRON_DEVICE=cpu`` keeps runs off the accelerator. Raises InputError for another value."""
+    found = os.environ.get("KENOTRON_DEVICE", "")
+    if found not in ("", "cpu"):
+        raise InputError(f"KENOTRON_DEVICE: expected cpu, or unset to use an accelerator where one is, found {found!r}")
+    return found == "cpu"
 
 
 def backend(device: torch.device) -> str:

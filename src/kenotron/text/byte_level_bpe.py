@@ -26,7 +26,9 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> TextTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     if vocab_size < 257:
-        raise InputError(f"tokenizer.train.vocab_size: at least 257 (256 bytes and end of text), found {vocab_size}")
+        raise InputError(
+            f"tokenizer.train.vocab_size: expected at least 257 (256 bytes and end of text), found {vocab_size}"
+        )
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
         [

@@ -234,4 +234,5 @@ def missing_column(column: str, row: object) -> str:
     if column in row:
         return f"column {column!r} must hold text, found {type(row[column]).__name__}"
     names = ", ".join(name if name.isprintable() else repr(name) for name in sorted(row))
-    return f"no text column {column!r}; found {names or 'nothing'}{nearest(column, filter(str.isprintable, row))}"
+    near = nearest(column, filter(str.isprintable, row)) or "; text_column_name, or --column, names another"
+    return f"no text column {column!r}; found {names or 'nothing'}{near}"

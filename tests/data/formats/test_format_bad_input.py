@@ -112,7 +112,7 @@ def test_raw_ids_need_a_dtype(tmp_path: Path) -> None:
     for name in ("train.bin", "part.npy"):
         path = tmp_path / name
         np.array(IDS, "<u2").tofile(path)
-        with pytest.raises(InputError, match="give their dtype"):
+        with pytest.raises(InputError, match=r"give their dtype \(token_dtype, or --dtype; "):
             open_token_files(path, "PATH")
         assert content(open_token_files(path, "PATH", "uint16")) == (IDS, [])
     with pytest.raises(InputError, match="--dtype: unknown dtype 'unit16'.*did you mean 'uint16'"):  # noqa: RUF043

@@ -34,7 +34,8 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
         tokens = _npy(path, where, dtype)
     elif dtype is None:
         missing = "has no numpy header" if path.suffix == SUFFIX else f"has no {path.stem}.idx (Megatron's) beside it"
-        raise InputError(f"{where}: {path} {missing}; to read it as raw ids, give their dtype (usually uint16)")
+        give = "give their dtype (token_dtype, or --dtype; usually uint16)"
+        raise InputError(f"{where}: {path} {missing}; to read it as raw ids, {give}")
     else:
         tokens = map_array(path, dtype)
         check_width(path, tokens, where)
