@@ -54,7 +54,6 @@ def make_state(parameters: int) -> tuple[dict[str, Any], dict[str, Any]]:
         optimizer[f"state.{name}.exp_avg"] = torch.randn(tensor.shape)
         optimizer[f"state.{name}.exp_avg_sq"] = torch.rand(tensor.shape)
         optimizer[f"state.{name}.step"] = torch.tensor(100.0)
-        optimizer[f"param_groups.{name}.lr"] = 3e-4
     return model, optimizer
 
 
@@ -68,7 +67,7 @@ def ours(root: Path, model: dict[str, Any], optimizer: dict[str, Any]) -> Callab
 def dcp_writer(root: Path, model: dict[str, Any], optimizer: dict[str, Any]) -> Callable[[], None]:
     import torch.distributed.checkpoint as dcp
 
-    tensors = {**model, **{name: value for name, value in optimizer.items() if torch.is_tensor(value)}}
+    tensors = {**model, **optimizer}
 
     def run() -> None:
         with warnings.catch_warnings():
