@@ -7,11 +7,13 @@ import os
 import signal
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kenotron.checkpoint import durable
 from kenotron.config import InputError
 from support.nursery import Nursery
 from support.tiny_run import (
@@ -37,8 +39,9 @@ def wait_for(path: Path) -> None:
 
 
 def test_a_second_run_in_the_folder_of_a_living_one_is_refused_and_of_a_killed_one_is_not(
-    nursery: Nursery, tmp_path: Path
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(durable, "RELEASE_SECONDS", 0.2)
     file = tiny_yaml(tmp_path)
     child = nursery.start("train", file, "general.hooks=[support.user_parts.SlowStep]", folder=tmp_path)
     wait_for(tmp_path / "logs" / "tiny" / "metrics.jsonl")
@@ -50,6 +53,16 @@ def test_a_second_run_in_the_folder_of_a_living_one_is_refused_and_of_a_killed_o
     assert child.wait().code == -9
     train_quietly(tiny_config(tmp_path))
     assert (tmp_path / "checkpoints" / "3").is_dir()
+
+
+def test_a_lock_that_outlives_its_run_is_waited_for(tmp_path: Path) -> None:
+    """A killed run's child holds it until it has begun its own program."""
+    held = ExitStack()
+    held.enter_context(durable.in_use(tmp_path))
+    threading.Timer(0.3, held.close).start()
+    started = time.monotonic()
+    with durable.in_use(tmp_path):
+        assert time.monotonic() - started > 0.2
 
 
 def test_a_run_that_failed_lets_its_folder_go(tmp_path: Path) -> None:

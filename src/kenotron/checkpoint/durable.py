@@ -29,6 +29,8 @@ from kenotron.storage import files
 # are still in the processor's cache when the kernel copies them.
 BLOCK_BYTES = 1 << 20
 LOCK_SECONDS = 60.0
+# How long the lock of a killed run may outlive it: in a child that it was about to start, or on a file server.
+RELEASE_SECONDS = 5.0
 RUN = ".run"
 
 
@@ -169,11 +171,11 @@ def locked(root: Path, wait_seconds: float = LOCK_SECONDS) -> Iterator[bool]:
 def in_use(root: Path) -> Iterator[None]:
     """Mark `root` as one run's for as long as that run lives: two would write over each other's steps.
 
-    Like `locked`, it is released however the process dies. Raises FolderBusy at once if another run has it. The file
-    that is locked holds the run's id, and stays.
+    Like `locked`, it is released however the process dies. Raises FolderBusy if another run keeps it for
+    `RELEASE_SECONDS`. The file that is locked holds the run's id, and stays.
     """
     busy = f"another run is using {root}; wait until it has ended, or give this run another folder"
-    with _held(root / RUN, 0.0, busy):
+    with _held(root / RUN, RELEASE_SECONDS, busy):
         if run_id(root) is None:
             new_run_id(root)
         yield
