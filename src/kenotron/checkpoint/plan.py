@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -70,6 +70,11 @@ class Plan:
 
     files: Sequence[FilePlan] = ()
     indexes: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Of the blocks in all files."""
+        return sum(file.bytes for file in self.files)
 
 
 class Planner:
@@ -141,11 +146,12 @@ def share_out(held: Sequence[Sequence[Block]]) -> list[list[Block]]:
     return [[block for block in blocks if writer[block] == rank] for rank, blocks in enumerate(held)]
 
 
-def _check(blocks: Iterable[Block]) -> None:
+def _check(blocks: Collection[Block]) -> None:
     """Raise CheckpointError if a dtype cannot be saved, or if the blocks of a tensor do not add up to it."""
     missing: dict[tuple[str, str], int] = {}
+    for dtype in {block.dtype for block in blocks}:
+        dtype_name(dtype)
     for block in blocks:
-        dtype_name(block.dtype)
         tensor = block.folder, block.name
         missing[tensor] = missing.get(tensor, math.prod(block.tensor_shape)) - math.prod(block.shape)
     for (folder, name), elements in missing.items():

@@ -131,24 +131,22 @@ def hf_architecture(
 
     Raises InputError: missing, hub unreachable, a family or a setting that is not supported.
     """
-    file = find_config(source)
+    try:
+        file = find_config(source)
+    except InputError as error:
+        raise InputError(f"model.model_config.hf: {error}") from error
     return architecture_from_hf(read_json(file), str(file), report, overrides)
 
 
 def resolve_architecture(config: Config) -> Config:
     """``model_config: {hf: …}`` replaced by the architecture of the Hugging Face model that it names.
 
-    Only `config.json` is read. Raises InputError: missing, hub unreachable, a family, a setting or a layout that is not
-    supported.
+    Raises InputError: those of `hf_architecture`, and of a layout that the architecture does not allow.
     """
     architecture, layout = config.model.architecture, config.parallelism
     if not isinstance(architecture, HFArchitecture):
         return config
-    try:
-        file = find_config(architecture.hf)
-    except InputError as error:
-        raise InputError(f"model.model_config.hf: {error}") from error
-    resolved = architecture_from_hf(read_json(file), str(file), overrides=architecture.overrides)
+    resolved = hf_architecture(architecture.hf, architecture.overrides)
     config = config.model_copy(update={"model": config.model.model_copy(update={"architecture": resolved})})
     for key, problem in problems_of(config):
         raise InputError(f"{key}: {problem} (the model of {architecture.hf})")

@@ -99,7 +99,8 @@ class BackgroundEngine(Engine):
             }
         )
         self.in_flight = True
-        self._copy([parts[block.folder][block.name].elements() for file in plan.files for block in file.blocks])
+        blocks = [block for file in plan.files for block in file.blocks]
+        self._copy([parts[block.folder][block.name].elements() for block in blocks], plan.bytes)
         self.waited += time.monotonic() - self.started
         return outcomes
 
@@ -168,7 +169,7 @@ class BackgroundEngine(Engine):
             self.writer, self.plan, self.copier = WriterProcess(), None, None
         if self.plan is not plan:
             self.plan = plan
-            self._resize(sum(file.bytes for file in plan.files))
+            self._resize(plan.bytes)
             files = [(file.name, file.header, file.bytes) for file in plan.files]
             self.writer.send("plan", (files, plan.indexes, self.config.checkpoints.writer))
         return plan
@@ -206,10 +207,10 @@ class BackgroundEngine(Engine):
 
     # ---- copies ------------------------------------------------------------------------------------------------
 
-    def _copy(self, tensors: list[Tensor]) -> None:
+    def _copy(self, tensors: list[Tensor], size: int) -> None:
         assert self.copier is not None
         self.copier.mark(tensors)
-        self.stream = SaveStream(self.writer, self.copier.ring, sum(map(_bytes, tensors)))
+        self.stream = SaveStream(self.writer, self.copier.ring, size)
         if not self.lazy:
             self._copy_all(tensors, self.stream)
         else:
@@ -276,10 +277,6 @@ class DataStatesEngine(BackgroundEngine):
         settings = config.checkpoints.datastates
         most = int(settings.host_cache_size * 2**30)
         super().__init__(config, True, most, settings.parser_threads, settings.pin_host_cache)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
 
 
 def _tokenizer_files(save_tokenizer: Callable[[Path], None] | None) -> dict[str, bytes]:
