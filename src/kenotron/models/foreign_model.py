@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from kenotron.config.errors import InputError
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models.context import Context
 from kenotron.models.decoder import Decoder
+from kenotron.models.document_separation import check_documents
 from kenotron.models.foreign_decoding import next_logits
 from kenotron.models.init_rules import FilledBy, InitRule
 from kenotron.models.part import ModelPart
@@ -40,8 +40,6 @@ from kenotron.models.token_loss import sum_of_losses
 
 if TYPE_CHECKING:
     from kenotron.models.foreign import Foreign, ForeignArchitecture
-
-LEAK = 1e-4  # relative: what documents before may change in logits by rounding, in fp32
 
 
 class ForeignModel(Decoder):
@@ -81,7 +79,9 @@ class ForeignModel(Decoder):
         if ctx.states is not None:
             return next_logits(self, tokens, ctx)
         if ctx.has_documents and not self.separates_documents:
-            self._check_documents(ctx)
+            with torch.compiler.set_stance("force_eager"):
+                check_documents(self.foreign, ctx)
+            self.separates_documents = True
         logits = self.logits(tokens.view(ctx.shape), ctx, self.compute_dtype).flatten(0, 1)
         if labels is None:
             return logits if ctx.logits_to_keep is None else logits[ctx.logits_to_keep]
@@ -102,27 +102,6 @@ class ForeignModel(Decoder):
     def foreign_module(self) -> nn.Module:
         """The module itself."""
         return self._module[0]
-
-    @torch.no_grad()
-    def _check_documents(self, ctx: Context) -> None:
-        """Two documents in every sequence: what is in the first must not change the logits of the second."""
-        (sequences, length), device = ctx.shape, ctx.positions.device
-        half = length // 2
-        starts = [row * length + start for row in range(sequences) for start in (0, half)]
-        positions = torch.cat([torch.arange(half), torch.arange(length - half)]).repeat(sequences).to(device)
-        packed = replace(ctx, positions=positions, cu_seqlens=(*starts, sequences * length), document_starts=None)
-        tokens = torch.zeros(ctx.shape, dtype=torch.int64, device=device)
-        other = tokens.clone()
-        other[:, :half] = 1
-        with torch.compiler.set_stance("force_eager"), self.buffers_kept():
-            one, two = (self.logits(each, packed, torch.float32)[:, half:] for each in (tokens, other))
-        change = float((one - two).abs().max() / one.abs().max())
-        if change > LEAK:
-            raise InputError(
-                f"model.document_masking: {self.foreign.config.title} reads across the documents of a sequence (logits "
-                f"change by {change:.1g} with the document before); expected false, or a model that masks them"
-            )
-        self.separates_documents = True
 
     def train(self, mode: bool = True) -> ForeignModel:
         """Only this wrapper changes its mode: see above."""

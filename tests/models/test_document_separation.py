@@ -1,0 +1,204 @@
+"""A model that reads across packed documents is refused whatever its first weights hide; one that does not is not."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from kenotron.config.errors import InputError
+from kenotron.kernels.attention import attention
+from kenotron.models import Context
+from kenotron.models.document_separation import check_documents
+from kenotron.models.foreign import HuggingFace, HuggingFaceArchitecture, UserModule, UserModuleArchitecture
+
+SHAPES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2} | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,  # transformers makes this row of the embedding zero
+}
+MODULES = '''
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+
+class Base(nn.Module):
+    """An embedding, `mixed` with what is before, a head."""
+
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, 16)
+        self.mix, self.out, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, vocab_size)
+        self.layers = nn.ModuleList([self.mix, self.out])
+
+    def forward(self, tokens, ctx):
+        x = self.table(tokens)
+        return self.head(x + self.mixed(x, ctx, tokens))
+
+    def attended(self, x, ctx):
+        q = self.mix(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        return ctx.attention(q, q, q, ctx, 0).transpose(1, 2).flatten(2)
+
+
+class Sums(Base):
+    def mixed(self, x, ctx, tokens):
+        return self.out(torch.tanh(self.mix(x)).cumsum(1))
+
+
+class ZeroAtFirst(Sums):
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size)
+        nn.init.zeros_(self.out.weight), nn.init.zeros_(self.out.bias)
+
+
+class Faint(Sums):
+    def mixed(self, x, ctx, tokens):
+        return x + 1e-5 * super().mixed(x, ctx, tokens)
+
+
+class OnlyTheFirstToken(Base):
+    def mixed(self, x, ctx, tokens):
+        return self.out(self.mix(x[:, :1]) * x)
+
+
+class Detached(Base):
+    def mixed(self, x, ctx, tokens):
+        return self.out(x) * x.detach().cumsum(1).tanh()
+
+
+class CountedTokens(Base):
+    """No float of the documents before takes part."""
+
+    def mixed(self, x, ctx, tokens):
+        return self.out(x) * (tokens < 30).cumsum(1).unsqueeze(-1)
+
+
+class FullExperts(Base):
+    """An expert takes four tokens of a batch; the others pass it by."""
+
+    def mixed(self, x, ctx, tokens):
+        chosen = x[..., 0] > 0
+        return self.out(x) * (chosen & (chosen.cumsum(1) <= 4)).unsqueeze(-1)
+
+
+class Hidden(Base):
+    """Its lookups are out of sight, so nothing is shown."""
+
+    def forward(self, tokens, ctx):
+        with torch.no_grad():
+            x = self.table(tokens)
+        return self.head(x)
+
+
+class Apart(Base):
+    def mixed(self, x, ctx, tokens):
+        return self.out(self.attended(x, ctx))
+
+
+class ApartOneHot(Apart):
+    def forward(self, tokens, ctx):
+        x = F.one_hot(tokens, self.table.num_embeddings).float() @ self.table.weight
+        return self.head(x + self.mixed(x, ctx, tokens))
+
+
+class ApartByIndex(Apart):
+    def forward(self, tokens, ctx):
+        x = self.table.weight[tokens.flatten()]
+        x *= 2
+        x = x.view(*tokens.shape, -1)
+        return self.head(x + self.mixed(x, ctx, tokens))
+
+
+class ApartTokenFirst(Apart):
+    def forward(self, tokens, ctx):
+        x = self.table(tokens.T).transpose(0, 1)
+        return self.head(x + self.mixed(x, ctx, tokens))
+
+
+class ApartByStarts(Base):
+    def mixed(self, x, ctx, tokens):
+        sums = [part.cumsum(0) for part in x.flatten(0, 1).tensor_split(ctx.document_starts[1:-1].long())]
+        return self.out(torch.cat(sums).view_as(x).tanh())
+'''
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where the user stands, with modules."""
+    (tmp_path / "documents.py").write_text(MODULES)
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("documents", None)
+
+
+def check(family: HuggingFace | UserModule, length: int = 12) -> None:
+    positions = torch.arange(length).repeat(3)
+    check_documents(family, Context((3, length), positions, attention, cu_seqlens=(0, 3 * length)))
+
+
+def of_transformers(model_type: str, **keys: Any) -> HuggingFace:
+    config = AutoConfig.for_model(model_type, **SHAPES | keys).to_dict() | {"architectures": None}
+    return HuggingFace(HuggingFaceArchitecture.model_construct(hf_config=config, vocab_size=61))
+
+
+def of_user(name: str) -> UserModule:
+    return UserModule(UserModuleArchitecture(module=f"documents.{name}", vocab_size=61))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [
+        (
+            "jamba",
+            {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4},
+        ),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+        (
+            "qwen3_next",
+            {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2, "num_experts_per_tok": 2},
+        ),
+        ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4}),
+    ],
+)
+def test_models_of_transformers_that_do_not_separate_documents_are_refused(
+    model_type: str, keys: dict[str, Any]
+) -> None:
+    with pytest.raises(InputError, match=f"transformers' {model_type} is not shown to keep") as error:
+        check(of_transformers(model_type, **keys))
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "mixtral", "qwen2_moe"])
+def test_models_of_transformers_that_separate_them_pass(model_type: str) -> None:
+    check(of_transformers(model_type, head_dim=8))
+
+
+@pytest.mark.usefixtures("user")
+@pytest.mark.parametrize(
+    "name",
+    ["Sums", "ZeroAtFirst", "Faint", "OnlyTheFirstToken", "Detached", "CountedTokens", "FullExperts", "Hidden"],
+)
+def test_a_module_that_is_not_shown_to_separate_them_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=re.escape(f"document_masking: documents.{name} is not shown to keep")):
+        check(of_user(name))
+
+
+@pytest.mark.usefixtures("user")
+@pytest.mark.parametrize("name", ["Apart", "ApartOneHot", "ApartByIndex", "ApartTokenFirst", "ApartByStarts"])
+def test_a_module_that_separates_them_passes(name: str) -> None:
+    check(of_user(name))
+    check(of_user(name), length=300)  # longer than what the gradient is taken of
+
+
+@pytest.mark.usefixtures("user")
+def test_the_check_draws_nothing_from_the_global_generator() -> None:
+    before = torch.get_rng_state()
+    check(of_user("Apart"))
+    assert torch.equal(before, torch.get_rng_state())
