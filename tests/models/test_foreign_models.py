@@ -21,7 +21,7 @@ from kenotron.generation import SamplingOptions, generate
 from kenotron.generation.load import load_for_generation
 from kenotron.interop import from_hf, open_source, resolve_architecture, to_hf
 from kenotron.kernels.attention import attention
-from kenotron.models import Context, build, named_parameters
+from kenotron.models import Context, named_parameters
 from kenotron.models.foreign import HUGGING_FACE
 from kenotron.models.foreign_model import ForeignModel
 from kenotron.parallel.mesh import Mesh

@@ -132,6 +132,7 @@ def problems_of(config: Config) -> list[Problem]:
     checks = (
         _check_decoder,
         _check_loss,
+        _check_documents,
         _check_layout,
         _check_ramps,
         _check_tokenizer,
@@ -156,6 +157,13 @@ def _check_decoder(config: Config) -> Iterator[Problem]:
 def _check_loss(config: Config) -> Iterator[Problem]:
     if config.model.loss is not None and getattr(config.model.architecture, "z_loss_enabled", False):
         yield "model.model_config.z_loss_enabled", "is part of cross entropy; expected false with model.loss"
+
+
+def _check_documents(config: Config) -> Iterator[Problem]:
+    model, (name, length) = config.model.architecture, max(config.sequence_lengths.items(), key=lambda each: each[1])
+    masked = config.model.document_masking or any(isinstance(each, SFT_DATASETS) for each in config.datasets)
+    if masked and isinstance(model, DecoderArchitecture) and (problem := model.document_problem(length)):
+        yield name, problem
 
 
 def _check_layout(config: Config) -> Iterator[Problem]:

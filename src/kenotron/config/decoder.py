@@ -138,9 +138,23 @@ class DecoderArchitecture(Section):
         return sys.maxsize
 
     @property
+    def fixed_rope_length(self) -> int:
+        """Positions within which rotary angles do not depend on the longest text of a batch."""
+        return sys.maxsize
+
+    @property
     def depends_on_longest(self) -> bool:
-        """Whether a token's result depends on the longest position of its batch."""
-        return False
+        """Whether a token's result may depend on the longest text of its batch."""
+        return self.fixed_rope_length < sys.maxsize
+
+    def document_problem(self, length: int) -> str | None:
+        """What keeps packed documents out of sequences of `length` tokens."""
+        if length <= self.fixed_rope_length:
+            return None
+        return (
+            f"rotary angles follow the longest document of a micro-batch beyond {self.fixed_rope_length} tokens: the "
+            f"loss would depend on the layout; expected at most that many, found {length}"
+        )
 
     def shape_problems(self) -> Iterator[Problem]:
         """(key, what is wrong) of shapes that do not fit each other."""
@@ -266,7 +280,7 @@ class AttentionArchitecture(DecoderArchitecture):
                 f"expected a divisor of that, found {cp} (ring and allgather take any degree)"
             )
         for name, length in lengths.items():
-            if self.depends_on_longest and length > self.max_position_embeddings:
+            if length > self.fixed_rope_length:
                 yield (
                     "rope_scaling dynamic depends on the longest position of a batch, and a rank has only its own "
                     f"tokens; expected 1, or {name} of at most max_position_embeddings {self.max_position_embeddings}"
@@ -326,9 +340,9 @@ class RopeArchitecture(AttentionArchitecture):
         return max(self.max_position_embeddings, int(original * factor))
 
     @property
-    def depends_on_longest(self) -> bool:
-        """True with rope_scaling dynamic, whose angles depend on the longest text of a batch."""
-        return self.rope_type == "dynamic"
+    def fixed_rope_length(self) -> int:
+        """max_position_embeddings with rope_scaling dynamic, whose angles grow with the longest text beyond it."""
+        return self.max_position_embeddings if self.rope_type == "dynamic" else sys.maxsize
 
     def head_dim_problems(self) -> Iterator[Problem]:
         """RoPE rotates pairs of channels, so a head needs an even number; otherwise a given `head_dim` is free."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kenotron.config.decoder import DecoderArchitecture
+from kenotron.config.errors import InputError
 from kenotron.models.blocks.head import LMHead
 from kenotron.models.blocks.linear import Embedding
 from kenotron.models.context import Context
@@ -73,6 +74,12 @@ class _Recomputed:
         return result
 
 
+def check_positions(config: DecoderArchitecture, ctx: Context) -> None:
+    """Raise InputError for packed documents of a length at which they would change each other's rotary angles."""
+    if ctx.has_documents and ctx.states is None and (problem := config.document_problem(ctx.shape[1])):
+        raise InputError(f"tokens.sequence_length: {problem}")
+
+
 class Decoder(nn.Module):
     """``model(tokens, ctx)`` → logits ``[tokens, vocab]``; ``model(tokens, ctx, labels)`` → (loss, its z part).
 
@@ -109,6 +116,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, ctx: Context, labels: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """tokens, labels ``[tokens]``; see the class for what comes back."""
+        check_positions(self.config, ctx)
         if self.part.first:
             ctx = replace(ctx, tokens=tokens)
         hidden = self.model(tokens, ctx)

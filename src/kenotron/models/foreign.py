@@ -14,7 +14,7 @@ import json
 import logging
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -94,10 +94,13 @@ class HuggingFaceArchitecture(ForeignArchitecture):
         return f"transformers' {self.hf_config.get('model_type')}"
 
     @property
-    def depends_on_longest(self) -> bool:
-        """True with rotary frequencies that depend on the length of a text."""
-        rope = json.dumps([self.hf_config.get(name) for name in ("rope_scaling", "rope_parameters")])
-        return "dynamic" in rope or "longrope" in rope
+    def fixed_rope_length(self) -> int:
+        """As in the base class: those of dynamic NTK and LongRoPE follow the longest position."""
+        ropes = [json.dumps(each) for each in _values(self.hf_config, ("rope_scaling", "rope_parameters"))]
+        if not any(f'"{kind}"' in rope for rope in ropes for kind in ("dynamic", "longrope", "su")):
+            return sys.maxsize
+        keys = ("original_max_position_embeddings", "max_position_embeddings")
+        return min((each for each in _values(self.hf_config, keys) if isinstance(each, int)), default=0)
 
     def transformers_config(self) -> PretrainedConfig:
         """The config as transformers' own object."""
@@ -119,6 +122,13 @@ class HuggingFaceArchitecture(ForeignArchitecture):
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             if (size := getattr(config, name, None)) and size % tp:
                 yield f"expected a divisor of {name} {size}, found {tp}"
+
+
+def _values(config: Any, keys: Collection[str]) -> Iterator[Any]:
+    """What `keys` have anywhere in a config.json."""
+    for name, value in config.items() if isinstance(config, dict) else ():
+        yield from [value] if name in keys else []
+        yield from _values(value, keys)
 
 
 class UserModuleArchitecture(ForeignArchitecture):

@@ -63,7 +63,7 @@ class CachedTexts:
 
     def next_logits(self, model: ForeignModel) -> Tensor:
         """``[texts, vocab]``; the cache has all tokens then."""
-        with model.autocast(self.new.device), model.buffers_kept():
+        with model.autocast(self.new.device), model.state_kept():
             logits, self.cache = model.foreign.cached_logits(model.foreign_module, self.new, self.mask, self.cache)
         return logits
 

@@ -8,6 +8,7 @@ Its parameters keep the names that they have in the module. What the field's wra
 
 * Buffers, such as rotary frequencies, are computed when the module is made, and are not lost with the meta device's
   weights. Those in the module's state_dict are saved and loaded with the weights; only a training step changes them.
+* Nothing else lasts from call to call: what forward leaves in attributes and other buffers is put back.
 * The module stays in eval mode: its dropout would draw from torch's global generator.
 * Tied weights are tied again whenever parameters were replaced.
 * In bfloat16 it runs under autocast, with fp32 weights in every layout.
@@ -16,8 +17,9 @@ Its parameters keep the names that they have in the module. What the field's wra
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils.checkpoint import checkpoint
 
 from kenotron.config.errors import InputError
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models.context import Context
-from kenotron.models.decoder import Decoder
+from kenotron.models.decoder import Decoder, check_positions
 from kenotron.models.document_separation import check_documents
 from kenotron.models.foreign_decoding import next_logits
 from kenotron.models.init_rules import FilledBy, InitRule
+from kenotron.models.module_state import put_back, recomputed
 from kenotron.models.part import ModelPart
 from kenotron.models.plan import modules
 from kenotron.models.token_loss import sum_of_losses
@@ -56,6 +58,7 @@ class ForeignModel(Decoder):
         for own in ("_parameters", "_modules", "_buffers"):
             self.__dict__[own] = module.__dict__[own]
         self._fresh_buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        self._logged: set[str] = set()
         self._saved = [name for name in module.state_dict() if name in self._fresh_buffers]
         _check_extra_state(module)
         family.plan = family.plan_of(module)
@@ -78,6 +81,7 @@ class ForeignModel(Decoder):
         """As in `Decoder`. Raises InputError where documents are packed and the module does not keep them apart."""
         if ctx.states is not None:
             return next_logits(self, tokens, ctx)
+        check_positions(self.config, ctx)
         if ctx.has_documents and not self.separates_documents:
             with torch.compiler.set_stance("force_eager"):
                 check_documents(self.foreign, ctx)
@@ -89,7 +93,7 @@ class ForeignModel(Decoder):
 
     def logits(self, tokens: Tensor, ctx: Context, dtype: torch.dtype) -> Tensor:
         """``[sequences, length]`` → ``[sequences, length, vocab]``, computed in `dtype`."""
-        with self.autocast(tokens.device, dtype), nullcontext() if self.training else self.buffers_kept():
+        with self.autocast(tokens.device, dtype), self.state_kept():
             return self.foreign.logits(self.foreign_module, tokens, ctx)
 
     def autocast(self, device: torch.device, dtype: torch.dtype | None = None) -> torch.autocast:
@@ -118,14 +122,25 @@ class ForeignModel(Decoder):
         return {name: self.get_buffer(name) for name in self._saved}
 
     @contextmanager
-    def buffers_kept(self) -> Iterator[None]:
-        """What forward writes into saved buffers is undone afterwards: it is not a training step."""
-        before = [(name, buffer, buffer.clone()) for name, buffer in self.saved_buffers().items()]
-        try:
+    def state_kept(self) -> Iterator[None]:
+        """What forward leaves is put back, except saved buffers in a training step; names of others are logged once."""
+        with put_back(self.foreign_module, self._values("", self.training)) as changed:
             yield
-        finally:
-            for name, buffer, value in before:
-                self._set_buffer(name, buffer.copy_(value))
+        if unsaved := sorted(set(changed) - set(self._saved) - self._logged):
+            self._logged.update(unsaved)
+            logging.getLogger("kenotron").warning(
+                "model.model_config: forward of %s changes %s, which no checkpoint holds: put back after every call "
+                "(register_buffer is for state that lasts)",
+                self.foreign.config.title,
+                ", ".join(unsaved),
+            )
+
+    def _values(self, prefix: str, without_saved: bool = False) -> dict[str, Tensor]:
+        """What buffers below `prefix` get back if they are written in place: saved ones their value of now."""
+        fresh = {name: value for name, value in self._fresh_buffers.items() if name.startswith(prefix)}
+        now = {} if without_saved else {name: self.get_buffer(name).clone() for name in self._saved if name in fresh}
+        kept = {name: value for name, value in fresh.items() if name not in self._saved} | now
+        return {name.removeprefix(prefix): value for name, value in kept.items()}
 
     def _set_buffer(self, name: str, value: Tensor) -> None:
         parent, _, leaf = name.rpartition(".")
@@ -148,10 +163,8 @@ class ForeignModel(Decoder):
 
     def set_recompute(self, recompute: bool) -> None:
         """As in `Decoder`: whole blocks."""
-        for _, block in modules(self, self.plan.blocks) if recompute else ():
-            block.forward = partial(  # type: ignore[method-assign]
-                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
-            )
+        for name, block in modules(self, self.plan.blocks) if recompute else ():
+            block.forward = recomputed(block, partial(self._values, f"{name}."))  # type: ignore[method-assign]
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
         """The module's own rules: every rank makes the whole module on the host, and takes its shards from it.

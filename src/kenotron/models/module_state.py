@@ -1,0 +1,129 @@
+"""What forward leaves in a module that others wrote, besides what its checkpoints hold.
+
+    buffers in the state_dict             a training step changes them; put back after any other call
+    other buffers, attributes             put back after every call: a resumed run would not have them
+    what recomputation writes in backward put back: the forward pass has written it
+
+A counter, a cache that grows with the longest text (`max_seq_len_cached`), a list of losses: without this, a validation
+would change training, and a resumed run would be another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kenotron.config.errors import InputError
+
+_TORCHS_OWN = frozenset(vars(nn.Module()))
+
+
+class ModuleState:
+    """Attributes of `root` and the modules in it, and their buffers named in `values`, as they are now.
+
+    values: what a buffer gets that was written in place, by its name in `root`. Tensors are replaced, not written, when
+    they are put back: autograd may need what forward left.
+    """
+
+    def __init__(self, root: nn.Module, values: Mapping[str, Tensor]) -> None:
+        self.attributes, self.buffers, self.values = [], [], values
+        for path, module in root.named_modules():
+            prefix, own = f"{path}." if path else "", vars(module)
+            found = {name: (each, _contents(each)) for name, each in own.items() if name not in _TORCHS_OWN}
+            held = {name: (each, _contents(each)) for name, each in module._buffers.items() if prefix + name in values}
+            self.attributes.append((prefix, own, found))
+            self.buffers.append((prefix, module._buffers, held))
+
+    def put_back(self) -> list[str]:
+        """The names of what had changed. Raises InputError: a tensor that is no buffer was written in place."""
+        changed = []
+        for prefix, own, found in self.attributes:
+            for name in own.keys() - found.keys() - _TORCHS_OWN:
+                del own[name]
+                changed.append(prefix + name)
+            for name, (value, contents) in found.items():
+                written = not _holds(value, contents)
+                if written or not _equal(own.get(name), value):
+                    changed.append(prefix + name)
+                if written:
+                    _refill(prefix + name, value, contents)
+                own[name] = value
+        for prefix, buffers, held in self.buffers:
+            for name, (buffer, contents) in held.items():
+                written = not _holds(buffer, contents)
+                if written or buffers.get(name) is not buffer:
+                    changed.append(prefix + name)
+                    buffers[name] = _copy(self.values[prefix + name], buffer) if written else buffer
+        return changed
+
+
+@contextmanager
+def put_back(root: nn.Module, values: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """As if nothing had been called within; the list gets the names of what had changed."""
+    state, changed = ModuleState(root, values), list[str]()
+    try:
+        yield changed
+    finally:
+        changed += state.put_back()
+
+
+def recomputed(block: nn.Module, values: Callable[[], Mapping[str, Tensor]]) -> Callable[..., Any]:
+    """`block.forward`, which keeps no activations and is called again in backward, with the state that it had.
+
+    values: of the buffers of `block` at the time, as `ModuleState` takes them.
+    """
+    forward = block.forward
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before, calls = ModuleState(block, values()), iter((forward,))
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            with put_back(block, values()):
+                before.put_back()
+                return forward(*args, **kwargs)
+
+        def first_or_again(*args: Any, **kwargs: Any) -> Any:
+            return next(calls, again)(*args, **kwargs)
+
+        return checkpoint(first_or_again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return call
+
+
+def _contents(value: Any) -> Any:
+    """What `_holds` and `_refill` need of a value that may be changed in place."""
+    if isinstance(value, Tensor):
+        return -1 if value.is_inference() else value._version
+    return value.copy() if isinstance(value, list | dict | set) else None
+
+
+def _holds(value: Any, contents: Any) -> bool:
+    """Whether `value` is as it was when it had `contents`, the very same objects."""
+    if isinstance(value, list):
+        return len(value) == len(contents) and all(one is other for one, other in zip(value, contents))
+    if isinstance(value, dict):
+        return value.keys() == contents.keys() and all(value[key] is contents[key] for key in contents)
+    return value == contents if isinstance(value, set) else bool(_contents(value) == contents)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    numbers = isinstance(one, int | float | str) and isinstance(other, int | float | str)
+    return one is other or (numbers and one == other)
+
+
+def _refill(name: str, value: Any, contents: Any) -> None:
+    if isinstance(value, Tensor):
+        raise InputError(f"model.model_config: forward writes into {name}, a tensor that is no buffer: register it")
+    value.clear()
+    (value.extend if isinstance(value, list) else value.update)(contents)
+
+
+def _copy(value: Tensor, like: Tensor) -> Tensor:
+    with torch.inference_mode(False):  # a tensor made in that mode counts no versions
+        return value.to(like, copy=True)
