@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kenotron.config.errors import InputError
 
-_TORCHS_OWN = frozenset(vars(nn.Module()))
+_TORCHS = frozenset(vars(nn.Module()))
 
 
 class ModuleState:
@@ -31,34 +31,36 @@ class ModuleState:
     """
 
     def __init__(self, root: nn.Module, values: Mapping[str, Tensor]) -> None:
-        self.attributes, self.buffers, self.values = [], [], values
+        self.attributes, self.mutable, self.buffers, self.values = [], [], [], values
         for path, module in root.named_modules():
             prefix, own = f"{path}." if path else "", vars(module)
-            found = {name: (each, _contents(each)) for name, each in own.items() if name not in _TORCHS_OWN}
-            held = {name: (each, _contents(each)) for name, each in module._buffers.items() if prefix + name in values}
-            self.attributes.append((prefix, own, found))
-            self.buffers.append((prefix, module._buffers, held))
+            self.attributes.append((prefix, own, own.copy()))
+            given = [(name, each) for name, each in own.items() if name not in _TORCHS]
+            mutable = [item for item in given if isinstance(item[1], (list, dict, set)) or torch.is_tensor(item[1])]
+            self.mutable += [(prefix + name, each, _contents(each)) for name, each in mutable]
+            for name, buffer in module._buffers.items():
+                if prefix + name in values:
+                    self.buffers.append((prefix, name, module._buffers, buffer, _contents(buffer)))
 
     def put_back(self) -> list[str]:
         """The names of what had changed. Raises InputError: a tensor that is no buffer was written in place."""
         changed = []
-        for prefix, own, found in self.attributes:
-            for name in own.keys() - found.keys() - _TORCHS_OWN:
-                del own[name]
+        for name, value, contents in self.mutable:
+            if not _holds(value, contents):
+                changed.append(name)
+                _refill(name, value, contents)
+        for prefix, own, before in self.attributes:
+            if [*map(id, own.values())] == [*map(id, before.values())]:
+                continue  # the usual case; there are thousands
+            names = own.keys() | before.keys()
+            changed += [prefix + name for name in names if not _equal(own.get(name), before.get(name))]
+            own.clear()
+            own.update(before)
+        for prefix, name, buffers, buffer, contents in self.buffers:
+            written = not _holds(buffer, contents)
+            if written or buffers.get(name) is not buffer:
                 changed.append(prefix + name)
-            for name, (value, contents) in found.items():
-                written = not _holds(value, contents)
-                if written or not _equal(own.get(name), value):
-                    changed.append(prefix + name)
-                if written:
-                    _refill(prefix + name, value, contents)
-                own[name] = value
-        for prefix, buffers, held in self.buffers:
-            for name, (buffer, contents) in held.items():
-                written = not _holds(buffer, contents)
-                if written or buffers.get(name) is not buffer:
-                    changed.append(prefix + name)
-                    buffers[name] = _copy(self.values[prefix + name], buffer) if written else buffer
+                buffers[name] = _copy(self.values[prefix + name], buffer) if written else buffer
         return changed
 
 
