@@ -138,3 +138,21 @@ def losses_in(folder: Path, problem: ForeignProblem) -> list[float]:
     config = problem.config("", folder)
     logging = config.logging.model_copy(update={"log_dir": str(folder / "logs")})
     return losses(config.model_copy(update={"logging": logging}))
+
+
+def refused_on_rank(rank: int, folder: Path) -> str:
+    """What a rank of tp 2 says of Apertus, whose activation has weights that transformers' plan leaves out."""
+    from kenotron.config.errors import InputError
+    from kenotron.training.model_parts import build_parts
+
+    shapes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 64}
+    source = folder_of("apertus", folder / str(rank), num_hidden_layers=2, **shapes)
+    config = ForeignProblem("apertus", model={"hf": str(source)}).config("tp=2", folder)
+    with pytest.raises(InputError) as error:
+        build_parts(config, build_mesh(axes(config), torch.device("cpu")), torch.device("cpu"))
+    return str(error.value)
+
+
+def test_a_weight_that_transformers_plan_leaves_out_is_refused_on_ranks(tmp_path: Path) -> None:
+    for said in run_ranks(2, refused_on_rank, tmp_path):
+        assert said.startswith("parallelism.tp: model.layers.0.mlp.act_fn.alpha_p, or what comes of it, is whole")

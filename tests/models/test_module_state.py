@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +40,7 @@ class Block(nn.Module):
         self.register_buffer("written", torch.zeros(()), persistent=False)
         self.register_buffer("replaced", torch.zeros(()), persistent=False)
         self.calls, self.names, self.numbers, self.kinds = 0, ["a"], {"calls": 0}, {0}
+        self.nested, self.own, self.last = {"calls": [0]}, SimpleNamespace(calls=0), deque([0])
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -49,8 +52,12 @@ class Block(nn.Module):
         self.names.append("b")
         self.numbers["calls"] += 1
         self.kinds.add(len(self.kinds))
+        self.nested["calls"].append(1)
+        self.own.calls += 1
+        self.last.append(1)
         self.late = getattr(self, "late", 0) + 1
         counted = [self.written, self.replaced, self.calls, len(self.names), self.numbers["calls"], len(self.kinds)]
+        counted += [len(self.nested["calls"]), self.own.calls, len(self.last)]
         return x + 0.01 * (sum(counted) + self.late) * torch.relu(self.f(x - self.mean))
 
 
@@ -112,10 +119,11 @@ def test_every_call_begins_with_what_the_module_was_made_with(tmp_path: Path, ca
     assert torch.equal(found[0], found[2])
     block = model.foreign_module.layers[0]
     assert (block.calls, block.names, block.numbers, block.kinds) == (0, ["a"], {"calls": 0}, {0})
+    assert (block.nested, block.own.calls, list(block.last)) == ({"calls": [0]}, 0, [0])
     assert not hasattr(block, "late")
     told = [record.getMessage() for record in caplog.records if "no checkpoint holds" in record.getMessage()]
     assert len(told) == 1, "once, not at every call"
-    for name in ("calls", "names", "numbers", "kinds", "late", "written", "replaced"):
+    for name in ("calls", "names", "numbers", "kinds", "nested.calls", "own", "last", "late", "written", "replaced"):
         assert f"layers.1.{name}" in told[0]
     assert "count" not in told[0]
 

@@ -141,6 +141,32 @@ MUTANTS = [
         tests=(f"{TENSOR}::test_gradients_of_every_parameter_are_those_of_one_process",),
     ),
     Mutant(
+        name="a-weight-of-a-split-region-is-not-looked-for",
+        file="parallel/tensor.py",
+        find="        check_gradients(complete, plan,",
+        replace="        (lambda *_, **__: None)(complete, plan,",
+        why="a learned activation that no plan names gets one rank's gradient, and the replicas drift apart",
+        tests=(
+            "layouts/test_foreign_on_layouts.py::test_a_weight_that_transformers_plan_leaves_out_is_refused_on_ranks",
+        ),
+    ),
+    Mutant(
+        name="only-weights-inside-a-split-region-are-looked-for",
+        file="parallel/partial_gradients.py",
+        find="                if learned:",
+        replace="                if False:",
+        why="a gate of the whole input that multiplies a rank's features gets one rank's gradient",
+        tests=("layouts/test_partial_gradients.py",),
+    ),
+    Mutant(
+        name="sequence-shards-are-taken-for-the-whole",
+        file="parallel/partial_gradients.py",
+        find="part or on_sequence_shards, field",
+        replace="part, field",
+        why="a norm that the plan's sequence leaves out gets the gradient of one rank's tokens",
+        tests=("layouts/test_partial_gradients.py",),
+    ),
+    Mutant(
         name="a-plan-is-not-checked",
         file="parallel/tensor.py",
         find="    plan.check(",

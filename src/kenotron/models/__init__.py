@@ -13,6 +13,7 @@ context.py     what flows through a model besides hidden states
 part.py        one stage of a pipeline, built by itself
 token_loss.py  a training loss of your own
 foreign.py     models that others wrote, trained as they are; foreign_model.py, their form here; foreign_decoding.py
+module_state.py, document_separation.py    what they keep from call to call; whether they keep documents apart
 init_rules.py, initialization.py     fresh weights as functions of (seed, name, element)
 
 Importing this package imports no torch: the config reads the sections of the families.

@@ -10,6 +10,7 @@ would change training, and a resumed run would be another one.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kenotron.config.errors import InputError
 
+OURS = __name__.partition(".")[0]
 _TORCHS = frozenset(vars(nn.Module()))
 
 
@@ -31,13 +33,17 @@ class ModuleState:
     """
 
     def __init__(self, root: nn.Module, values: Mapping[str, Tensor]) -> None:
-        self.attributes, self.mutable, self.buffers, self.values = [], [], [], values
+        self.attributes, self.buffers, self.values = [], [], values
+        self.mutable: list[tuple[str, Any, Any]] = []
+        package, seen = type(root).__module__.partition(".")[0], set[int]()
         for path, module in root.named_modules():
+            if package != OURS and type(module).__module__.startswith(f"{OURS}."):
+                continue  # parallel layers and blocks: what they keep is theirs
             prefix, own = f"{path}." if path else "", vars(module)
             self.attributes.append((prefix, own, own.copy()))
-            given = [(name, each) for name, each in own.items() if name not in _TORCHS]
-            mutable = [item for item in given if isinstance(item[1], (list, dict, set)) or torch.is_tensor(item[1])]
-            self.mutable += [(prefix + name, each, _contents(each)) for name, each in mutable]
+            for name, each in own.items():
+                if name not in _TORCHS:
+                    self.mutable += _mutable(prefix + name, each, package, seen)
             for name, buffer in module._buffers.items():
                 if prefix + name in values:
                     self.buffers.append((prefix, name, module._buffers, buffer, _contents(buffer)))
@@ -98,20 +104,41 @@ def recomputed(block: nn.Module, values: Callable[[], Mapping[str, Tensor]]) -> 
     return call
 
 
+def _mutable(name: str, value: Any, package: str, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:
+    """What may be changed in place, in an attribute and inside of it: its name, itself, its contents."""
+    if isinstance(value, int | float | str | nn.Parameter) or callable(value) or id(value) in seen:
+        return  # functions, classes, modules: not values
+    inside = _inside(value, package)
+    if inside is None and not torch.is_tensor(value):
+        return
+    seen.add(id(value))
+    yield name, value if inside is None else inside, _contents(value if inside is None else inside)
+    for key, each in inside.items() if isinstance(inside, dict) else enumerate(inside or ()):
+        yield from _mutable(f"{name}.{key}", each, package, seen)
+
+
+def _inside(value: Any, package: str) -> Any:
+    """The container that `value` is, or that holds the attributes of an object of the user's `package`."""
+    if isinstance(value, list | dict | set | deque):
+        return value
+    theirs = type(value).__module__.partition(".")[0] in (package, "types")  # SimpleNamespace
+    return vars(value) if theirs and hasattr(value, "__dict__") else None
+
+
 def _contents(value: Any) -> Any:
     """What `_holds` and `_refill` need of a value that may be changed in place."""
     if isinstance(value, Tensor):
         return -1 if value.is_inference() else value._version
-    return value.copy() if isinstance(value, list | dict | set) else None
+    return None if value is None else value.copy()
 
 
 def _holds(value: Any, contents: Any) -> bool:
     """Whether `value` is as it was when it had `contents`, the very same objects."""
-    if isinstance(value, list):
+    if isinstance(value, list | deque):
         return len(value) == len(contents) and all(one is other for one, other in zip(value, contents))
     if isinstance(value, dict):
         return value.keys() == contents.keys() and all(value[key] is contents[key] for key in contents)
-    return value == contents if isinstance(value, set) else bool(_contents(value) == contents)
+    return bool((value if isinstance(value, set) else _contents(value)) == contents)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -123,7 +150,7 @@ def _refill(name: str, value: Any, contents: Any) -> None:
     if isinstance(value, Tensor):
         raise InputError(f"model.model_config: forward writes into {name}, a tensor that is no buffer: register it")
     value.clear()
-    (value.extend if isinstance(value, list) else value.update)(contents)
+    (value.extend if isinstance(value, list | deque) else value.update)(contents)
 
 
 def _copy(value: Tensor, like: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ collectives.py        collectives as autograd functions; sums of numbers that th
 shared_memory.py      the same and gradient sums between ranks of one machine, on CPUs
 fused.py              products that overlap with their collective, on GPUs
 tensor_labels.py      what its modules share: their ranks, and the part of a weight that a rank holds
+partial_gradients.py  weights that a plan leaves out, whose gradient would be one rank's part
 experts.py            expert parallelism: tokens sent to the ranks of their experts
 context.py            context parallelism: shards of sequences, Ulysses
 ring.py               ring attention and its all-gather form

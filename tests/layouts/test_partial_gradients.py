@@ -1,0 +1,254 @@
+"""A weight that a plan forgets would get one rank's part of its gradient: it is found before training, by name."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from kenotron.config import Config, load
+from kenotron.config.errors import InputError
+from kenotron.models import build
+from kenotron.models.decoder import Decoder
+from kenotron.models.foreign import HUGGING_FACE, HuggingFace, HuggingFaceArchitecture
+from kenotron.models.foreign_model import ForeignModel
+from kenotron.parallel.partial_gradients import check_gradients
+from support.layout_runs import HYBRIDS, SPARSE, STATE_SPACES, problem_of_family
+from support.tiny_run import tiny_dict
+
+LAYER = "model.layers.*."
+FAMILY = '''
+from dataclasses import replace
+import torch
+from torch import nn
+from kenotron.models.blocks.attention import Attention
+from kenotron.models.blocks.linear import Linear
+from kenotron.models.blocks.norm import RMSNorm
+from kenotron.models.families.llama import LlamaArchitecture, LlamaStyle
+
+
+class Scale(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class MLP(nn.Module):
+    """What is inside of it decides where `alpha` and `gate` are."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x):
+        return self.down_proj(self.up_proj(x).relu())
+
+
+class Inside(MLP):
+    """A learned slope between the column and the row layer."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.alpha = Scale(1)
+
+    def forward(self, x):
+        return self.down_proj(self.alpha(self.up_proj(x)))
+
+
+class Gated(MLP):
+    """One gate for all features, of the whole x."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gate = Linear(config.hidden_size, 1)
+
+    def forward(self, x):
+        gate = torch.sigmoid(self.gate(x))
+        return self.down_proj(gate * self.up_proj(x))
+
+
+class Written(MLP):
+    """The slope gets there by an assignment."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.alpha = Scale(1)
+
+    def forward(self, x):
+        y = torch.zeros_like(self.up_proj(x))
+        y[:] = self.alpha(self.up_proj(x))
+        return self.down_proj(y)
+
+
+class Outside(MLP):
+    """LayerScale: on the sum of the row layer, which every rank has."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.alpha = Scale(config.hidden_size)
+
+    def forward(self, x):
+        return self.alpha(super().forward(x))
+
+
+class Counting(MLP):
+    """Its path depends on the values."""
+
+    def forward(self, x):
+        return super().forward(x[(x.sum(1) > 0).nonzero().flatten()])
+
+
+class Block(nn.Module):
+    def __init__(self, config, layer, mlp):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, 1e-6)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, 1e-6)
+        self.self_attn, self.mlp = Attention.of(config, layer), mlp(config)
+
+    def forward(self, x, positions, ctx):
+        x = x + self.self_attn(self.input_layernorm(x), positions, ctx)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class OwnArchitecture(LlamaArchitecture):
+    family: str = "partial.Own"
+    mlp: str = "MLP"
+
+
+class Own(LlamaStyle[OwnArchitecture]):
+    section = OwnArchitecture
+    plan = replace(
+        LlamaStyle.plan, column=tuple(each for each in LlamaStyle.plan.column if not each.endswith("gate_proj"))
+    )
+
+    def block(self, layer):
+        return Block(self.config, layer, globals()[self.config.mlp])
+'''
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the user stands, with a family."""
+    (tmp_path / "partial.py").write_text(FAMILY)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("partial", None)
+
+
+def on_meta(config: Config) -> Decoder:
+    with torch.device("meta"):
+        return build(config.model)
+
+
+def own(mlp: str) -> Decoder:
+    plain = tiny_dict(Path())
+    plain["model"]["model_config"] |= {"family": "partial.Own", "mlp": mlp}
+    return on_meta(load(plain))
+
+
+@pytest.mark.usefixtures("user")
+@pytest.mark.parametrize(
+    ("mlp", "on_sequence_shards", "found"),
+    [
+        ("MLP", False, None),
+        ("MLP", True, None),
+        ("Outside", False, None),
+        ("Outside", True, "model.layers.0.mlp.alpha.weight"),  # it sees the rank's own tokens
+        ("Inside", False, "model.layers.0.mlp.alpha.weight"),
+        ("Gated", False, "model.layers.0.mlp.gate.weight"),
+        ("Written", False, "model.layers.0.mlp.alpha.weight"),
+    ],
+)
+def test_a_weight_that_the_plan_of_a_users_family_forgets(
+    mlp: str, on_sequence_shards: bool, found: str | None
+) -> None:
+    model = own(mlp)
+    if found is None:
+        check_gradients(model, model.plan, on_sequence_shards)
+        return
+    with pytest.raises(InputError, match=re.escape(f"parallelism.tp: {found}, or what comes of it, is whole")) as error:
+        check_gradients(model, model.plan, on_sequence_shards)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.usefixtures("user")
+def test_a_weight_that_it_names_passes() -> None:
+    model = own("Inside")
+    check_gradients(model, replace(model.plan, per_head=(f"{LAYER}mlp.alpha",)), False)
+    model = own("Outside")
+    check_gradients(model, replace(model.plan, sequence=(*model.plan.sequence, f"{LAYER}mlp.alpha")), True)
+
+
+@pytest.mark.usefixtures("user")
+def test_a_forward_pass_that_needs_data_is_one_line() -> None:
+    model = own("Counting")
+    with pytest.raises(InputError, match=r"parallelism\.tp: expected 1: the forward pass of partial\.Own") as error:
+        check_gradients(model, model.plan, False)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "pattern", "on_sequence_shards"),
+    [
+        ("qwen3", "per_head", "self_attn.q_norm", False),
+        ("olmo2", "column", "self_attn.k_norm", False),
+        ("llama", "sequence", "input_layernorm", True),
+        ("deepseek_v3", "column", "self_attn.k_rope_proj", False),
+        ("deepseek_v3", "sequence", "self_attn.kv_a_layernorm", True),
+        ("nano_with_value_embeddings", "column", "self_attn.value_gate", False),
+        ("mamba", "inner_row", "mixer.x_proj", False),
+        ("mamba2", "channels", "mixer.time_steps", False),
+    ],
+)
+def test_what_would_miss_in_the_plans_here(
+    family: str, field: str, pattern: str, on_sequence_shards: bool, tmp_path: Path
+) -> None:
+    model = on_meta(problem_of_family(family).config("", tmp_path))
+    check_gradients(model, model.plan, on_sequence_shards)
+    rest = tuple(each for each in getattr(model.plan, field) if each != LAYER + pattern)
+    assert len(rest) == len(getattr(model.plan, field)) - 1
+    with pytest.raises(InputError, match=rf"parallelism\.tp: model\.layers\.\d\.{re.escape(pattern)}\."):
+        check_gradients(model, replace(model.plan, **{field: rest}), on_sequence_shards)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*SPARSE, *STATE_SPACES, *HYBRIDS])
+@pytest.mark.parametrize("on_sequence_shards", [False, True])
+def test_the_plans_here_are_complete(family: str, on_sequence_shards: bool, tmp_path: Path) -> None:
+    model = on_meta(problem_of_family(family).config("", tmp_path))
+    check_gradients(model, model.plan, on_sequence_shards)
+
+
+def test_nothing_of_the_check_stays_in_the_model(tmp_path: Path) -> None:
+    """RoPE keeps its table, and it has to be a real one."""
+    model = on_meta(problem_of_family("llama").config("", tmp_path))
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    check_gradients(model, model.plan, False)
+    assert not any(hooks)
+    assert not model.model.rope._tables  # type: ignore[union-attr]
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("model_type", "found"), [("apertus", "model.layers.0.mlp.act_fn.alpha_p"), ("gemma2", None)])
+def test_what_transformers_plan_leaves_out(model_type: str, found: str | None) -> None:
+    shapes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    theirs = AutoConfig.for_model(model_type, **shapes, num_attention_heads=4, num_key_value_heads=2).to_dict()
+    keys = {"family": HUGGING_FACE, "hf_config": theirs | {"architectures": None}, "blocks": None}
+    config = HuggingFaceArchitecture.model_construct(**keys, vocab_size=64, num_hidden_layers=2, hidden_size=32)
+    with torch.device("meta"):
+        model = ForeignModel(config, HuggingFace(config))
+    if found is None:
+        check_gradients(model, model.plan, False)
+    else:
+        with pytest.raises(InputError, match=rf"^parallelism\.tp: {re.escape(found)}, or what comes of it"):
+            check_gradients(model, model.plan, False)
