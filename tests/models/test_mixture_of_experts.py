@@ -341,6 +341,24 @@ def test_those_loads_survive_a_restart(tmp_path: Path) -> None:
     assert max(loads) <= seen[-1]["expert_load_max"]
 
 
+def test_a_run_that_stops_after_a_return_of_the_spike_guard_resumes_with_the_loads_of_the_snapshot(
+    tmp_path: Path,
+) -> None:
+    """After step 7 a weight is wrong: 8 and 9 spike, and the weights and loads of 5 return; 10 is the next update."""
+    keys = {"router_aux_loss_coef": 1.0, "router_aux_loss_scope": "global_batch"}
+    guard = "optimizer.spikes={z_score: 60, window: 3, snapshot_every: 5, max_rollbacks: 1}"
+    damage = "general.hooks=[{path: support.user_parts.Damage, kwargs: {step: 7, factor: -40.0}}]"
+    common = [guard, damage, "checkpoints.checkpoint_interval=5", "checkpoints.save_final_state=true"]
+    straight = train_quietly(load(sparse_run(tmp_path / "straight", **keys), [*common, "tokens.train_steps=11"]))
+    for last in (9, 11):
+        changes = [*common, f"tokens.train_steps={last}"]
+        resumed = train_quietly(load(sparse_run(tmp_path / "resumed", **keys), changes))
+    assert [line["iteration"] for line in metrics(straight.config) if line["skipped"]] == [8, 9]
+    assert equal_bits(weights(resumed), weights(straight))
+    found, expected = metrics(resumed.config)[-2:], metrics(straight.config)[-2:]
+    assert [x["router_balance_loss"] for x in found] == [x["router_balance_loss"] for x in expected]
+
+
 def test_an_expert_without_tokens_is_logged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kenotron.observers.expert_load.STARVING_STEPS", 3)
     plain = sparse_run(tmp_path, num_experts_per_tok=1, router_aux_loss_coef=0)

@@ -32,7 +32,7 @@ STARVING_STEPS = 100  # in a row without a token, before the warning
 class ExpertLoad(Hook):
     """Records the numbers above; on all ranks."""
 
-    priority = -5
+    priority = 70  # before the spike guard, whose snapshots hold the loads
 
     def __init__(self) -> None:
         self.steps_without_a_token: Tensor | None = None  # [layers, experts]
@@ -40,17 +40,20 @@ class ExpertLoad(Hook):
 
     def on_train_start(self, run: Run) -> None:
         """Give routers the loads that a checkpoint has."""
+        model = run.config.model.decoder
         if self.previous_load is not None:
             for layer, mixture in mixtures(run):
                 mixture.previous_load.copy_(self.previous_load[layer])
+        elif getattr(model, "router_aux_loss_scope", "sequence") == "global_batch":
+            self.previous_load = torch.zeros(model.num_hidden_layers, model.experts)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """Record what the step has counted."""
         assert result.expert_loads is not None
         loads, totals = result.expert_loads
+        if self.previous_load is not None and not result.skipped:
+            self.previous_load.copy_(loads)
         model = run.config.model.decoder
-        if getattr(model, "router_aux_loss_scope", "sequence") == "global_batch" and not result.skipped:
-            self.previous_load = loads
         routed = loads.sum(1) > 0  # layers that have experts
         shares = loads[routed] / loads[routed].mean(1, keepdim=True)
         entropy = torch.special.entr(shares / shares.shape[1]).sum(1) / math.log(max(shares.shape[1], 2))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kenotron.models import named_parameters
+from kenotron.observers.expert_load import ExpertLoad
 from kenotron.observers.module_buffers import saved_buffers
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.shards import shard_of
@@ -83,6 +84,9 @@ def _tensors(run: Run) -> Iterator[tuple[str, Tensor]]:
         yield name, _local(parameter)
     for layer, mixture in mixtures(run):
         yield f"previous load of layer {layer}", mixture.previous_load
+    for hook in run.hooks:  # what is saved of them: those of all pipeline stages
+        if isinstance(hook, ExpertLoad) and hook.previous_load is not None:
+            yield "previous loads", hook.previous_load
     yield from saved_buffers(run).items()
 
 
