@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from kenotron.generation.text import UNFINISHED
 from kenotron.interop import to_hf
 from kenotron.kernels.attentions.masked import eager
 from kenotron.models import Context
+from kenotron.models.foreign_model import ForeignModel
 from kenotron.text.tokenizer import load_tokenizer
 from support.tiny_llamas import (
     VARIANTS,
@@ -71,9 +73,8 @@ def test_greedy_output_is_that_of_transformers_on_the_exported_model(variant, in
         load_for_generation(path).model, None, prompts, SamplingOptions(max_new_tokens=NEW, stop_at_eos=False)
     )
     for prompt, completion in zip(prompts, found):
-        expected = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": variant != "dynamic"}
+        expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=NEW, **options)
         assert completion.tokens == expected[0, len(prompt) :].tolist()
 
 
@@ -206,6 +207,39 @@ def test_dynamic_rope_beyond_its_positions_gives_every_prompt_what_it_gets_alone
     prompts = prompts_of([30, 4, 11])
     together = generate(model, None, prompts, SamplingOptions(max_new_tokens=NEW))
     assert together == [generate(model, None, [prompt], SamplingOptions(max_new_tokens=NEW))[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma", "Phi3"])
+def test_where_angles_follow_the_length_every_token_is_that_of_transformers_on_the_whole_text(kind, tmp_path):
+    """Without a cache, whose keys would keep the angles of a shorter text; built in, and as transformers' own model."""
+    scaling = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    keys = {"max_position_embeddings": 16, "rope_parameters": scaling}
+    if kind == "Gemma":  # not built in
+        keys |= {"head_dim": 8, "pad_token_id": 0}
+    if kind == "Phi3":
+        factors = {"short_factor": [1.0] * 4, "long_factor": [3.0, 4.0, 5.0, 6.0]}
+        scaling = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16} | factors
+        keys = {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_parameters": scaling}
+        keys |= {"pad_token_id": 0}
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.4}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **keys)
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    model = load_for_generation(str(tmp_path / "hf")).model
+    assert isinstance(model, ForeignModel) == (kind != "Llama")
+    prompts = [[token % 64 for token in prompt] for prompt in prompts_of([12, 3, 20])]
+    options = SamplingOptions(max_new_tokens=10, stop_at_eos=False, logprobs=True)
+    for prompt, completion in zip(prompts, generate(model, None, prompts, options)):
+        text = list(prompt)
+        for token, logprob in zip(completion.tokens, completion.logprobs, strict=True):
+            fresh = copy.deepcopy(theirs)  # its rotary module remembers lengths
+            with torch.no_grad():
+                scores = fresh(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].log_softmax(-1)
+            assert token == int(scores.argmax())
+            assert logprob == pytest.approx(float(scores[token]), abs=1e-4)
+            text.append(token)
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another(model):

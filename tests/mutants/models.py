@@ -84,6 +84,26 @@ MUTANTS = [
         tests=(f"{EXPERTS}::test_those_loads_survive_a_restart",),
     ),
     Mutant(
+        name="loads-that-are-saved-stay-after-a-rollback",
+        file="observers/snapshot.py",
+        find='            yield "previous loads", hook.previous_load',
+        replace="            pass",
+        why="a checkpoint after a return to a snapshot has the loads of a step that was undone",
+        tests=(
+            f"{EXPERTS}::test_a_run_that_stops_after_a_return_of_the_spike_guard_resumes_with_the_loads_of_the_snapshot",
+        ),
+    ),
+    Mutant(
+        name="keys-of-dynamic-rope-keep-the-angles-of-a-shorter-text",
+        file="generation/decode.py",
+        find="if ranks.config.depends_on_longest and",
+        replace="if False and",
+        why="beyond its length a model with dynamic RoPE writes by other angles than it reads",
+        tests=(
+            "generation/test_decoding.py::test_where_angles_follow_the_length_every_token_is_that_of_transformers_on_the_whole_text",
+        ),
+    ),
+    Mutant(
         name="rope-positions-in-bf16",
         file="models/blocks/rope.py",
         find="positions.unsqueeze(-1).float()",

@@ -186,8 +186,14 @@ def _complete(
         if len(alive) < len(rows):
             cache.keep(alive)
             rows = [rows[number] for number in alive]
-        tokens = [row.tokens[-1] for row in rows]
-        ctx = cache.step([row.position - 1 for row in rows])
+        if ranks.config.depends_on_longest and rows[0].position > (
+            getattr(ranks.config, "max_position_embeddings", None) or 0
+        ):
+            # The angles of all keys follow the length, so none can be kept: the text is read anew for every token.
+            tokens, ctx = rows[0].prompt_tokens + rows[0].tokens, cache.prefill([rows[0].position])
+        else:
+            tokens = [row.tokens[-1] for row in rows]
+            ctx = cache.step([row.position - 1 for row in rows])
 
 
 def _append(row: DecodingRow, token: int, ends: frozenset[int], stream: Callable[[int, str], None] | None) -> None:

@@ -47,6 +47,9 @@ TP_STYLES = {
 }
 
 
+STRETCHED = ("linear", "dynamic", "yarn")  # rope_type whose factor is that of the length
+
+
 class ForeignArchitecture(DecoderArchitecture):
     """What both kinds have."""
 
@@ -101,6 +104,15 @@ class HuggingFaceArchitecture(ForeignArchitecture):
             return sys.maxsize
         keys = ("original_max_position_embeddings", "max_position_embeddings")
         return min((each for each in _values(self.hf_config, keys) if isinstance(each, int)), default=0)
+
+    @property
+    def longest_text(self) -> int:
+        """max_position_embeddings, or how far its rotary positions stretch it: as of built-in families."""
+        rope = self.hf_config.get("rope_parameters") or self.hf_config.get("rope_scaling") or {}
+        if self.max_position_embeddings is None or rope.get("rope_type", rope.get("type")) not in STRETCHED:
+            return super().longest_text
+        original = rope.get("original_max_position_embeddings") or self.max_position_embeddings
+        return max(self.max_position_embeddings, int(original * rope.get("factor", 1)))
 
     def transformers_config(self) -> PretrainedConfig:
         """The config as transformers' own object."""
