@@ -114,8 +114,10 @@ FAULTS = [
     _new(
         "half-the-gradient-of-one-layers-attention",
         "models/blocks/attention.py",
-        "        q, k, v, *gates = self.q_proj.grouped(x, ",
-        f"        x = {HALF.format('x')} if self.layer == 1 else x\n        q, k, v, *gates = self.q_proj.grouped(x, ",
+        "        return Attention(\n            config.hidden_size,",
+        f"        forward = lambda self, x, rope, ctx: Attention.forward(self, {HALF.format('x')}, rope, ctx)\n"
+        "        halved = type('Halved', (Attention,), {'forward': forward})\n"
+        "        return (halved if layer == 1 else Attention)(\n            config.hidden_size,",
         "the input of layer 1's attention gets half of its gradient",
         "pp=2",
         r"layers\.1\.input_layernorm",
@@ -123,8 +125,13 @@ FAULTS = [
     _new(
         "half-the-gradient-of-one-layers-values",
         "models/blocks/attention.py",
-        "        q, k, v = self._heads(q, ctx), ",
-        f"        v = {HALF.format('v')} if self.layer == 2 else v\n        q, k, v = self._heads(q, ctx), ",
+        "        return Attention(\n            config.hidden_size,",
+        f"        attend = lambda ctx, q, k, v, *rest, **more: ctx.attention(q, k, {HALF.format('v')}, *rest, **more)\n"
+        "        from dataclasses import replace; from functools import partial\n"
+        "        with_half = lambda ctx: replace(ctx, attention=partial(attend, ctx))\n"
+        "        forward = lambda self, x, rope, ctx: Attention.forward(self, x, rope, with_half(ctx))\n"
+        "        halved = type('Halved', (Attention,), {'forward': forward})\n"
+        "        return (halved if layer == 2 else Attention)(\n            config.hidden_size,",
         "the values of layer 2 get half of their gradient",
         "dp=2 zero=1",
         r"layers\.2\.self_attn\.v_proj",

@@ -1,6 +1,6 @@
 """Keys and values kept from step to step, so that a new token costs one token's work and not the whole text's.
 
-The cache is an attention function with memory. A model hands every attention function its layer's number, so
+The cache is an attention function with memory. A model hands every attention function the layer that calls, so
 nothing in the model changes: it gets a `Context` whose `attention` is the cache. On several ranks each has a cache
 of the layers and heads that it holds.
 
@@ -42,8 +42,8 @@ class KVCache:
     rows: int
     capacity: int
     device: torch.device | str = "cpu"
-    keys: dict[int, Tensor] = field(default_factory=dict)
-    values: dict[int, Tensor] = field(default_factory=dict)
+    keys: dict[object, Tensor] = field(default_factory=dict)
+    values: dict[object, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.states = RecurrentStates(self.device)  # of layers without attention
@@ -96,7 +96,7 @@ class KVCache:
         k: Tensor,
         v: Tensor,
         ctx: Context,
-        layer: int,
+        layer: object,
         scale: float | None = None,
         window: int | None = None,
         softcap: float | None = None,
@@ -134,7 +134,7 @@ class KVCache:
         self._masks[window] = seen[:, None, None]
         return self._masks[window]
 
-    def _remember(self, memory: dict[int, Tensor], new: Tensor, layer: int) -> Tensor:
+    def _remember(self, memory: dict[object, Tensor], new: Tensor, layer: object) -> Tensor:
         if layer not in memory:
             # Zeros, not garbage: what a mask hides is still multiplied by 0, and 0 times NaN is NaN.
             shape, dtype = (self.rows, new.shape[1], self.capacity, new.shape[-1]), _cached_dtype(new)

@@ -25,7 +25,7 @@ class RecurrentStates:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = device
-        self._states: dict[int, State] = {}
+        self._states: dict[object, State] = {}
         self._slots: Tensor | None = None  # where each packed token is in the rows; None: one token a row
         self._shape = (0, 1)
 
@@ -55,10 +55,10 @@ class RecurrentStates:
         """The inverse of `fold`."""
         return x.flatten(0, 1) if self._slots is None else x.flatten(0, 1)[self._slots]
 
-    def recall(self, layer: int) -> State | None:
-        """What layer number `layer` left, ``[texts, …]`` each; None: nothing yet."""
+    def recall(self, layer: object) -> State | None:
+        """What the module `layer` left, ``[texts, …]`` each; None: nothing yet."""
         return self._states.get(layer)
 
-    def remember(self, layer: int, state: State) -> None:
+    def remember(self, layer: object, state: State) -> None:
         """Take what it leaves."""
         self._states[layer] = state

@@ -54,7 +54,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     ctx: Documents,
-    layer: int = 0,
+    layer: object = None,
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
@@ -62,8 +62,8 @@ def attention(
 
     q ``[sequences, heads, length, head_dim]``, k and v the same with kv_heads, a divisor of heads; any strides.
     Returns q's shape. `scale` is ``head_dim ** -0.5`` unless given. `window`: a query sees itself and the
-    ``window - 1`` tokens before it; None: all before it. `layer`, the calling one's global number, is for functions
-    with memory.
+    ``window - 1`` tokens before it; None: all before it. `layer`, the calling module, is for functions with
+    memory: an object, since compiled code would guard on the value of a number, and compile every layer anew.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if ctx.cu_seqlens is None:

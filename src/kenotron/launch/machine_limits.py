@@ -48,6 +48,12 @@ def machine_limits(config: Config, device: torch.device, *, warn: bool = False) 
         if _out_of_memory(error):
             traceback.clear_frames(error.__traceback__)  # the advice needs some of the memory that they hold
             raise RunFailed(f"out of memory ({first_line(error)}); {_advice(config, free)}") from error
+        if type(error).__name__ == "FailOnRecompileLimitHit":  # of torch._dynamo, which takes seconds to import
+            raise RunFailed(
+                "model.compile: a function of the model was compiled as often as model_parts.COMPILATIONS allows, and "
+                "would go on uncompiled; torch's warning above says what changes; expected numbers and shapes that few "
+                "layers and batches differ in, or model.compile=false"
+            ) from error
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise RunFailed(
                 f"{error.filename or 'a file of the run'}: {error.strerror}; free space there, or set another "

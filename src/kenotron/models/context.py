@@ -33,11 +33,11 @@ class RecurrentStates(Protocol):
         """The inverse of `fold`."""
         ...
 
-    def recall(self, layer: int) -> tuple[Tensor, ...] | None:
-        """What the layer with this global number left, ``[texts, …]`` each; None: nothing yet."""
+    def recall(self, layer: object) -> tuple[Tensor, ...] | None:
+        """What the module `layer` left, ``[texts, …]`` each; None: nothing yet."""
         ...
 
-    def remember(self, layer: int, state: tuple[Tensor, ...]) -> None:
+    def remember(self, layer: object, state: tuple[Tensor, ...]) -> None:
         """Take what it leaves."""
         ...
 

@@ -110,7 +110,7 @@ def shared_attention(
         k: Tensor,
         v: Tensor,
         ctx: Context,
-        layer: int = 0,
+        layer: object = None,
         scale: float | None = None,
         window: int | None = None,
     ) -> Tensor:

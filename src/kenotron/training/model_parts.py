@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from kenotron.parallel.pipeline import Pipeline
 
 
+COMPILATIONS = 64
+
+
 def build_parts(config: Config, mesh: Mesh, device: torch.device) -> tuple[list[Decoder], Pipeline | None]:
     """The model in memory on `device`, weights undefined, split as the layout says.
 
@@ -62,10 +65,20 @@ def _on_meta(config: Config, mesh: Mesh, part: ModelPart | None) -> Decoder:
         experts.apply(model, model.plan, mesh)
     model.set_recompute(config.parallelism.recompute_layer)
     if config.model.compile:
+        limit_recompilations()
         for _, block in modules(model, model.plan.blocks):
             block.compile()
     model.set_compute_dtype(getattr(torch, config.model.dtype))
     return model
+
+
+def limit_recompilations() -> None:
+    """Set the number of compilations of a function beyond which a run fails, where torch would go on uncompiled.
+
+    Kinds of layers, training and validation, and fixed and varying lengths multiply beyond torch's 8.
+    """
+    torch._dynamo.config.recompile_limit = COMPILATIONS
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
 def _shard(config: Config, mesh: Mesh, model: Decoder, root: nn.Module, device: torch.device) -> None:

@@ -25,7 +25,7 @@ def flex(
     k: Tensor,
     v: Tensor,
     ctx: Documents,
-    layer: int = 0,
+    layer: object = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,

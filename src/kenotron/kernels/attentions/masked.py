@@ -38,7 +38,7 @@ def sdpa_with_mask(
     k: Tensor,
     v: Tensor,
     ctx: Documents,
-    layer: int = 0,
+    layer: object = None,
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
@@ -53,7 +53,7 @@ def eager(
     k: Tensor,
     v: Tensor,
     ctx: Documents,
-    layer: int = 0,
+    layer: object = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,

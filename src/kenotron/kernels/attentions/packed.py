@@ -31,7 +31,7 @@ def torch_flash(
     k: Tensor,
     v: Tensor,
     ctx: Documents,
-    layer: int = 0,
+    layer: object = None,
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
@@ -52,7 +52,7 @@ def flash_attn_package(
     k: Tensor,
     v: Tensor,
     ctx: Documents,
-    layer: int = 0,
+    layer: object = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,

@@ -27,10 +27,9 @@ class Attention(nn.Module):
     """Query, key, value and output projections around the attention function of the context.
 
     `rotary`: whether queries and keys are rotated by their positions. `window`: tokens that a token attends to, itself
-    included; None: all before it. `layer` is the global number, for attention functions with memory. `q_norm`,
-    `k_norm`: what normalizes queries and keys, all heads side by side. `value_embedding`: a row for every token, as
-    wide as all values, that is added to them; `value_gate`, a linear with a feature for each of their heads, says how
-    much of it: twice its sigmoid.
+    included; None: all before it. `q_norm`, `k_norm`: what normalizes queries and keys, all heads side by side.
+    `value_embedding`: a row for every token, as wide as all values, that is added to them; `value_gate`, a linear with
+    a feature for each of their heads, says how much of it: twice its sigmoid.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class Attention(nn.Module):
         heads: int,
         kv_heads: int,
         head_dim: int,
-        layer: int,
         *,
         qkv_bias: bool = False,
         output_bias: bool = False,
@@ -52,7 +50,7 @@ class Attention(nn.Module):
         value_gate: Linear | None = None,
     ) -> None:
         super().__init__()
-        self.head_dim, self.layer, self.window = head_dim, layer, window
+        self.head_dim, self.window = head_dim, window
         self.rotary, self.rope_interleaved = rotary, rope_interleaved
         self.q_proj = Linear(hidden_size, heads * head_dim, qkv_bias)
         self.k_proj = Linear(hidden_size, kv_heads * head_dim, qkv_bias)
@@ -69,7 +67,6 @@ class Attention(nn.Module):
             config.num_attention_heads,
             config.kv_heads,
             config.head_dim,
-            layer,
             rotary=config.uses_rope(layer),
             rope_interleaved=config.rope_interleaved,
             window=config.attention_window,
@@ -90,9 +87,9 @@ class Attention(nn.Module):
             q, k = apply_rope_to_both(q, k, *rope, self.rope_interleaved)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.window is None:
-            y = ctx.attention(q, k, v, ctx, self.layer)
+            y = ctx.attention(q, k, v, ctx, self)
         else:
-            y = ctx.attention(q, k, v, ctx, self.layer, window=self.window)
+            y = ctx.attention(q, k, v, ctx, self, window=self.window)
         return self.o_proj(y.transpose(1, 2).flatten(2).flatten(0, 1))
 
     def _heads(self, x: Tensor, ctx: Context) -> Tensor:

@@ -30,15 +30,13 @@ class LatentAttention(nn.Module):
     """x ``[tokens, hidden]`` → the same shape.
 
     `still`, `turning`: channels of a head of queries and keys without and with positions; `v_dim`: of one of values.
-    `q_rank`, `kv_rank`: widths of the latents; None: queries have none. `scale` multiplies the scores. `layer` is
-    the global number, for attention functions with memory.
+    `q_rank`, `kv_rank`: widths of the latents; None: queries have none. `scale` multiplies the scores.
     """
 
     def __init__(
         self,
         hidden_size: int,
         heads: int,
-        layer: int,
         *,
         q_rank: int | None,
         kv_rank: int,
@@ -50,7 +48,7 @@ class LatentAttention(nn.Module):
         scale: float,
     ) -> None:
         super().__init__()
-        self.layer, self.scale, self.rope_interleaved = layer, scale, rope_interleaved
+        self.scale, self.rope_interleaved = scale, rope_interleaved
         self.still, self.turning, self.v_dim = still, turning, v_dim
         qk_dim = still + turning
         if q_rank is None:
@@ -76,7 +74,7 @@ class LatentAttention(nn.Module):
         k = torch.cat((k_still, k_turning.expand(-1, -1, k_still.shape[2], -1)), dim=-1)
         width = max(self.still + self.turning, self.v_dim)
         q, k, v = (F.pad(part, (0, width - part.shape[-1])).transpose(1, 2) for part in (q, k, v))
-        y = ctx.attention(q, k, v, ctx, self.layer, self.scale)[..., : self.v_dim]
+        y = ctx.attention(q, k, v, ctx, self, self.scale)[..., : self.v_dim]
         return self.o_proj(y.transpose(1, 2).flatten(2).flatten(0, 1))
 
     def _queries_and_turning_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:

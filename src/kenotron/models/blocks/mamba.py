@@ -135,13 +135,12 @@ class MambaMixer(nn.Module):
         state_size: int,
         rank: int,
         width: int,
-        layer: int,
         *,
         bias: bool,
         conv_bias: bool,
     ) -> None:
         super().__init__()
-        self.layer, self.split, self.reach = layer, (rank, state_size, state_size), width - 1
+        self.split, self.reach = (rank, state_size, state_size), width - 1
         self.in_proj_x = Linear(hidden_size, inner, bias)
         self.in_proj_z = Linear(hidden_size, inner, bias)
         self.conv1d = CausalConv(inner, width, conv_bias)
@@ -152,7 +151,7 @@ class MambaMixer(nn.Module):
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         """x ``[tokens, hidden]``."""
-        conv_state, state = recall(ctx, self.layer) or (None, None)
+        conv_state, state = recall(ctx, self) or (None, None)
         starts = document_starts(ctx)
         x, z = self.in_proj_x.grouped(x, self.in_proj_x, self.in_proj_z)
         x = fold(x, ctx)
@@ -160,5 +159,5 @@ class MambaMixer(nn.Module):
         steps, b, c = self.x_proj(unfold(y, ctx)).split(self.split, dim=-1)
         dt, b, c = (fold(each, ctx) for each in (self.dt_proj(steps), b, c))  # before a text dt is 0: nothing happens
         y, state = self.scan(y, dt, b, c, starts, state, ctx.passing)
-        remember(ctx, self.layer, (conv_state, state))
+        remember(ctx, self, (conv_state, state))
         return self.out_proj(swiglu(z, unfold(y, ctx), "silu"))

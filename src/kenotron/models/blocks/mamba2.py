@@ -89,7 +89,6 @@ class Mamba2Mixer(nn.Module):
         groups: int,
         state_size: int,
         width: int,
-        layer: int,
         *,
         bias: bool,
         conv_bias: bool,
@@ -97,7 +96,7 @@ class Mamba2Mixer(nn.Module):
         time_step_limit: tuple[float, float],
     ) -> None:
         super().__init__()
-        self.layer, self.reach = layer, width - 1
+        self.reach = width - 1
         inner, shared = heads * head_dim, groups * state_size
         self.in_proj_z = Linear(hidden_size, inner, bias, together=head_dim)
         self.in_proj_x = Linear(hidden_size, inner, bias, together=head_dim)
@@ -114,7 +113,7 @@ class Mamba2Mixer(nn.Module):
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         """x ``[tokens, hidden]``."""
-        *conv_states, state = recall(ctx, self.layer) or (None,) * 4
+        *conv_states, state = recall(ctx, self) or (None,) * 4
         starts = document_starts(ctx)
         linears = (self.in_proj_z, self.in_proj_x, self.in_proj_b, self.in_proj_c, self.in_proj_dt)
         z, *given, dt = self.in_proj_z.grouped(x, *linears)
@@ -125,6 +124,6 @@ class Mamba2Mixer(nn.Module):
         (x, b, c), conv_states = zip(*mixed)  # type: ignore[assignment]
         dt = fold(self.time_steps(dt), ctx)  # before a text dt is 0: nothing happens
         y, state = self.scan(x, dt, b, c, starts, state, ctx.passing)
-        remember(ctx, self.layer, (*conv_states, state))
+        remember(ctx, self, (*conv_states, state))
         gated = unfold(y, ctx).float() * F.silu(z.float())
         return self.out_proj(self.norm(gated).to(z.dtype))

@@ -32,8 +32,8 @@ def document_starts(ctx: Context) -> Tensor | None:
     return ctx.positions.view(ctx.shape) == 0
 
 
-def recall(ctx: Context, layer: int) -> State | None:
-    """The states that layer number `layer` left behind; None: it has read nothing yet."""
+def recall(ctx: Context, layer: object) -> State | None:
+    """The states that the module `layer` left behind; None: it has read nothing yet."""
     return None if ctx.states is None else ctx.states.recall(layer)
 
 
@@ -49,7 +49,7 @@ def inputs_before(x: Tensor, count: int, ctx: Context, remembered: Tensor | None
     return before * same[..., None]
 
 
-def remember(ctx: Context, layer: int, state: State) -> None:
+def remember(ctx: Context, layer: object, state: State) -> None:
     """Leave states for the next call; training needs none."""
     if ctx.states is not None:
         ctx.states.remember(layer, state)

@@ -164,7 +164,6 @@ class DeepseekV3(SparseStyle[DeepseekV3Architecture]):
         return LatentAttention(
             config.hidden_size,
             config.num_attention_heads,
-            layer,
             q_rank=config.q_lora_rank,
             kv_rank=config.kv_lora_rank,
             still=config.qk_nope_head_dim,

@@ -196,7 +196,7 @@ class Mamba(MambaStyle[MambaArchitecture]):
 
         config = self.config
         widths = (config.hidden_size, config.inner_size, config.state_size, config.rank, config.conv_kernel)
-        return self.mamba_block(MambaMixer(*widths, layer, bias=config.use_bias, conv_bias=config.use_conv_bias))
+        return self.mamba_block(MambaMixer(*widths, bias=config.use_bias, conv_bias=config.use_conv_bias))
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
         """The rules above, and the projection to time steps by its own keys."""

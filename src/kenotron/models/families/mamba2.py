@@ -125,7 +125,6 @@ class Mamba2Style(MambaStyle[D]):
             config.n_groups,
             state_size,
             config.conv_kernel,
-            layer,
             bias=config.use_bias,
             conv_bias=config.use_conv_bias,
             eps=config.layer_norm_epsilon,

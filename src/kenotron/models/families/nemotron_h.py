@@ -161,7 +161,7 @@ class NemotronH(Mamba2Style[NemotronHArchitecture]):
         config, kind = self.config, self.config.hybrid_override_pattern[layer]
         if kind == "*":
             heads = (config.num_attention_heads, config.kv_heads, config.head_dim)
-            attention = Attention(config.hidden_size, *heads, layer, rotary=False)
+            attention = Attention(config.hidden_size, *heads, rotary=False)
             return AttentionBranch(self.final_norm(), attention, config.residual_in_fp32)
         if kind == "-":
             mlp = MLP(config.hidden_size, config.intermediate_size, config.hidden_act, config.mlp_bias)
