@@ -427,7 +427,7 @@ MUTANTS = [
     Mutant(
         "recomputation-writes-buffers-again",
         "models/module_state.py",
-        "            with put_back(block, values()):\n                before.put_back()\n",
+        "            with put_back(self.block, self.values()):\n                before.put_back()\n",
         "            if True:\n",
         "a counter counts twice, and gradients belong to another forward pass",
         ("models/test_module_state.py::test_recomputation_gives_the_same_gradients_and_buffers",),

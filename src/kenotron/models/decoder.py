@@ -27,7 +27,7 @@ from kenotron.models.context import Context
 from kenotron.models.family import EMBEDDING, HEAD, Family, family_of
 from kenotron.models.init_rules import InitRule
 from kenotron.models.part import ModelPart
-from kenotron.models.plan import Plan
+from kenotron.models.plan import Plan, modules
 
 
 class Body(nn.Module):
@@ -168,6 +168,11 @@ class Decoder(nn.Module):
     def stream_dtype(self) -> torch.dtype:
         """Dtype of the hidden states between blocks: the compute dtype, or fp32 where the family keeps them so."""
         return torch.float32 if getattr(self.config, "residual_in_fp32", False) else self.model.compute_dtype
+
+    def compile_blocks(self) -> None:
+        """Let torch compile the blocks one by one."""
+        for _, block in modules(self, self.plan.blocks):
+            block.compile()
 
     def set_recompute(self, recompute: bool) -> None:
         """Whether blocks forget their activations and compute them again in backward."""

@@ -202,6 +202,7 @@ class Foreign(Family[C]):
     """A model that is built and called as a whole."""
 
     plan = Plan(blocks="*")  # of a model: `plan_of`
+    has_state = False  # whether forward of a block may change its attributes
 
     def block(self, layer: int) -> nn.Module:
         """No block is built by itself."""
@@ -331,6 +332,7 @@ class UserModule(Foreign[UserModuleArchitecture]):
     """A module of your own: ``forward(tokens)`` or ``forward(tokens, ctx)`` → logits."""
 
     section = UserModuleArchitecture
+    has_state = True
 
     def make(self, std: float | None = None) -> nn.Module:
         """Its constructor; `std` goes to its method `init_weights`, if it has one."""

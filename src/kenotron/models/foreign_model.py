@@ -35,7 +35,7 @@ from kenotron.models.decoder import Decoder, check_positions
 from kenotron.models.document_separation import check_documents
 from kenotron.models.foreign_decoding import next_logits
 from kenotron.models.init_rules import FilledBy, InitRule
-from kenotron.models.module_state import put_back, recomputed
+from kenotron.models.module_state import Recomputed, put_back, recomputed
 from kenotron.models.part import ModelPart
 from kenotron.models.plan import modules
 from kenotron.models.token_loss import sum_of_losses
@@ -164,7 +164,15 @@ class ForeignModel(Decoder):
     def set_recompute(self, recompute: bool) -> None:
         """As in `Decoder`: whole blocks."""
         for name, block in modules(self, self.plan.blocks) if recompute else ():
-            block.forward = recomputed(block, partial(self._values, f"{name}."))  # type: ignore[method-assign]
+            changes = self.foreign.has_state or any(True for _ in block.buffers())
+            block.forward = (  # type: ignore[method-assign]
+                Recomputed(block, partial(self._values, f"{name}.")) if changes else recomputed(block.forward)
+            )
+
+    def compile_blocks(self) -> None:
+        """As in `Decoder`; the compiler would write what changes in a recomputed block twice, so it gets its inside."""
+        for _, block in modules(self, self.plan.blocks):
+            (block.forward if isinstance(block.forward, Recomputed) else block).compile()
 
     def init_rules(self, std: float, scaling: str) -> list[InitRule]:
         """The module's own rules: every rank makes the whole module on the host, and takes its shards from it.

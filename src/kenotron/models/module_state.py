@@ -80,28 +80,40 @@ def put_back(root: nn.Module, values: Mapping[str, Tensor]) -> Iterator[list[str
         changed += state.put_back()
 
 
-def recomputed(block: nn.Module, values: Callable[[], Mapping[str, Tensor]]) -> Callable[..., Any]:
-    """`block.forward`, which keeps no activations and is called again in backward, with the state that it had.
+def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, called again in backward; of a block that changes nothing."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # no functools.partial: torch.compile passes over it in silence
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return call
+
+
+class Recomputed:
+    """`block.forward`, called again in backward with the state that the block had.
 
     values: of the buffers of `block` at the time, as `ModuleState` takes them.
     """
-    forward = block.forward
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before, calls = ModuleState(block, values()), iter((forward,))
+    def __init__(self, block: nn.Module, values: Callable[[], Mapping[str, Tensor]]) -> None:
+        self.block, self.values, self.forward = block, values, block.forward
+
+    def compile(self) -> None:
+        """Compile what is called twice; around it are only states."""
+        self.forward = torch.compile(self.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before, calls = ModuleState(self.block, self.values()), iter((self.forward,))
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            with put_back(block, values()):
+            with put_back(self.block, self.values()):
                 before.put_back()
-                return forward(*args, **kwargs)
+                return self.forward(*args, **kwargs)
 
         def first_or_again(*args: Any, **kwargs: Any) -> Any:
             return next(calls, again)(*args, **kwargs)
 
-        return checkpoint(first_or_again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    return call
+        return recomputed(first_or_again)(*args, **kwargs)
 
 
 def _mutable(name: str, value: Any, package: str, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:

@@ -66,8 +66,7 @@ def _on_meta(config: Config, mesh: Mesh, part: ModelPart | None) -> Decoder:
     model.set_recompute(config.parallelism.recompute_layer)
     if config.model.compile:
         limit_recompilations()
-        for _, block in modules(model, model.plan.blocks):
-            block.compile()
+        model.compile_blocks()
     model.set_compute_dtype(getattr(torch, config.model.dtype))
     return model
 
