@@ -65,6 +65,8 @@ def hf_weights(folder: Path) -> Weights:
     from safetensors import SafetensorError, safe_open
 
     names = shard_names(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+    if SINGLE not in names and (folder / SINGLE).is_file():  # programs differ in which one they prefer
+        raise InputError(f"{folder} has both {SINGLE} and {INDEX}, which names other files; remove the one that is old")
     stored: dict[str, Stored] = {}
     for name in names:
         file = folder / name

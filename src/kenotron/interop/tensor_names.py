@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.interop.hf_weights import Box, Stored, Weights
-from kenotron.models.family import HEAD, Family
+from kenotron.models.family import EMBEDDING, HEAD, Family
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ def in_our_names(theirs: Weights, family: Family[Any], shapes: Mapping[str, Shap
     """Their tensors as ours; `shapes` are those of our model's parameters.
 
     Raises InputError for a tensor that the files lack, NotSupportedYet for one that the model does not have. A tied
-    head may be there twice.
+    head may be there twice: InputError if the two differ.
     """
     groups = by_hf_name(family, shapes)
     if not set(groups) & set(theirs):
@@ -62,6 +62,8 @@ def in_our_names(theirs: Weights, family: Family[Any], shapes: Mapping[str, Shap
         raise InputError(f"{theirs.where} has no tensor {missing[0]!r}, which its config.json requires")
     if extra:
         raise NotSupportedYet(f"{theirs.where}: tensor {extra[0]!r}, which its config.json does not describe")
+    if HEAD not in shapes:
+        _check_tied(theirs, family.hf_name(HEAD), family.hf_name(EMBEDDING))
     stored: dict[str, Stored] = {}
     for name, shape in shapes.items():
         hf_names = their_names(family, name, shape)
@@ -106,3 +108,14 @@ def their_tensor(ours: Weights, family: Family[Any], hf_name: str, names: list[s
 def _experts_by_name(family: Family[Any], name: str, shape: Shape) -> dict[str, int]:
     """Numbers of the experts in our tensor `name`, by what their matrices are called there."""
     return {theirs: number for number, theirs in enumerate(their_names(family, name, shape))}
+
+
+def _check_tied(theirs: Weights, head: str, embedding: str) -> None:
+    """A head of its own beside a config that ties it would be dropped in silence."""
+    if head not in theirs or embedding not in theirs:
+        return
+    if theirs.shape(head) != theirs.shape(embedding) or not theirs[head].equal(theirs[embedding]):
+        raise InputError(
+            f"{theirs.where}: config.json ties the output head to the embedding (tie_word_embeddings), but {head!r} "
+            f"differs from {embedding!r}; set tie_word_embeddings to false there, or delete the tensor"
+        )

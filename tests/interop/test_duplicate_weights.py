@@ -1,0 +1,48 @@
+"""Weights that a Hugging Face folder holds twice: they are compared, and none is dropped in silence."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from kenotron.config.errors import InputError
+from kenotron.interop.sources import initial_tensors
+
+
+def save_llama(folder: Path, **options: str) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, **options)
+
+
+@pytest.mark.parametrize("change", [0.0, 1.0])
+def test_a_head_beside_a_tied_config_must_equal_the_embedding(tmp_path: Path, change: float) -> None:
+    save_llama(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding + change}, file, metadata={"format": "pt"})
+    if not change:
+        assert torch.equal(initial_tensors(tmp_path)["model.embed_tokens.weight"], embedding)
+        return
+    with pytest.raises(InputError, match=r"tie_word_embeddings.*'lm_head.weight' differs"):
+        initial_tensors(tmp_path)
+
+
+def test_an_index_beside_a_single_file_is_refused(tmp_path: Path) -> None:
+    save_llama(tmp_path / "two", max_shard_size="4KB")
+    save_llama(tmp_path / "one")
+    initial_tensors(tmp_path / "two")
+    shutil.copy(tmp_path / "one/model.safetensors", tmp_path / "two")
+    with pytest.raises(InputError, match=r"both model.safetensors and model.safetensors.index.json"):
+        initial_tensors(tmp_path / "two")
