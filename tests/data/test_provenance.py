@@ -21,6 +21,7 @@ from kenotron.data.provenance import document_ranges, document_sightings, step_o
 from kenotron.data.sources.text import CachedText
 from kenotron.data.text_records import documents_of, records, records_of, records_of_step
 from kenotron.text.file_documents import FileDocuments
+from kenotron.training.start import Start
 from support.data_runs import quiet, run_config, write_texts
 from support.tiny_run import Shell
 from support.written_tokens import counting, write_ds
@@ -31,6 +32,19 @@ LENGTHS = (5, 30, 1, 12, 40, 7, 60, 25)
 
 def config_of(dataset: Any, **changes: Any) -> Any:
     return run_config(dataset, sequence_length=L, arch__vocab_size=4096, **changes)
+
+
+def test_steps_of_the_parent_whose_data_continue_are_not_the_runs(tmp_path: Path) -> None:
+    """`load_mode: model_data` after 4 steps: the run's step 1 has the parent's fifth samples."""
+    write_ds(tmp_path / "a" / "0.ds", counting(0, LENGTHS))
+    folder = {"dataset_folder": [str(tmp_path / "a")]}
+    restarted = Start(data_start=-4).in_run_steps(config_of(folder))
+    with open_run(config_of(folder, train_steps=16), 1, quiet) as parent, open_run(restarted, 1, quiet) as run:
+        before, after = (document_sightings(data, str(tmp_path / "a" / "0.ds"), 5) for data in (parent, run))
+        assert {each.step for each in before} & {1, 2, 3, 4}
+        assert [(each.step + 4, each.sample) for each in after] == [
+            (each.step, each.sample) for each in before if each.step > 4
+        ]
 
 
 @pytest.fixture

@@ -188,4 +188,12 @@ MUTANTS = [
         why="a source that comes again in a later stage begins anew: its first samples are trained on twice",
         tests=("data/test_mixing_stages.py", RUN_DATA),
     ),
+    Mutant(
+        name="a-lookup-before-the-first-checkpoint-forgets-the-parents-data",
+        file="cli/data_which.py",
+        find="start_elsewhere(config, resolve(named)).in_run_steps(config)",
+        replace="config",
+        why="a restart's steps are looked up at other samples than it reads, until it has saved",
+        tests=("training/test_restart_modes.py",),
+    ),
 ]

@@ -131,6 +131,7 @@ def samples_of(config: Config, step: int) -> list[list[int]]:
 def test_a_mode_takes_what_it_says_and_nothing_else(mode: str, parent: Config, seen: Seen, tmp_path: Path) -> None:
     model, optimizer, data, schedule, first, last = MODES[mode]
     config = restarted(parent, tmp_path, mode)
+    before = in_run_steps(config, None)  # for `data which`, which answers the same before the run has saved anything
     train_quietly(config)
 
     path, initial = checkpoint_of(parent), train_start(parent)
@@ -149,6 +150,7 @@ def test_a_mode_takes_what_it_says_and_nothing_else(mode: str, parent: Config, s
     assert seen.last_step == last
     read = in_run_steps(config, list_checkpoints(config.checkpoint_folder)[-1])  # for `data which` and `replay`
     assert [samples_of(read, step) for step in range(first, last + 1)] == seen.samples
+    assert before.data_stages == read.data_stages and before.tokens.train_steps == read.tokens.train_steps
 
 
 def train_start(config: Config) -> dict[str, Tensor]:

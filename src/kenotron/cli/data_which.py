@@ -51,10 +51,21 @@ def which(
 
 
 def in_run_steps(config: Config, saved: CheckpointFolder | None) -> Config:
-    """`config` in steps of the run that has `saved` this checkpoint: a restart continues with its parent's data."""
+    """`config` in steps of the run that has `saved` this checkpoint: a restart may continue with its parent's data.
+
+    A run that has saved none is about to begin, by the same rule as in training. Raises InputError if it cannot.
+    """
+    from kenotron.checkpoint.folders import resolve
+    from kenotron.training.restart import start_elsewhere
     from kenotron.training.start import Start
 
-    return config if saved is None else Start.at(saved.path, continues=True).in_run_steps(config)
+    if saved is not None:
+        return Start.at(saved.path, continues=True).in_run_steps(config)
+    if (named := config.resume_folder) is None:
+        return config
+    if "://" in (url := config.checkpoints.resume_checkpoint_path or "") and not named.exists():
+        raise InputError(f"checkpoints.resume_checkpoint_path: {url} was not fetched yet; `kenotron train` fetches it")
+    return start_elsewhere(config, resolve(named)).in_run_steps(config)
 
 
 def of_step(data: RunData, step: int | None) -> tuple[dict[str, object], list[str]]:

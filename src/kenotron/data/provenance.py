@@ -128,7 +128,7 @@ class Sighting:
 def document_sightings(data: RunData, file: str, document: int) -> list[Sighting]:
     """Every sample of the run, in order, that holds a part of this document of `file`, as `step_origins` names it.
 
-    Streams are left out. Raises InputError: no such file, or no such document in it; ends of documents are not known.
+    Streams are left out, and steps before the first: where old data continue, those were another run's. Raises InputError: no such file, or no such document in it; ends of documents are not known.
     """
     found: list[Sighting] = []
     known: set[str] = set()
@@ -151,7 +151,7 @@ def document_sightings(data: RunData, file: str, document: int) -> list[Sighting
     if file not in known:
         unknown = f" (what the streams {', '.join(sorted(streamed))} read is not known in advance)" if streamed else ""
         raise InputError(f"--document: no source of this run reads {file}{unknown}{nearest(file, known)}")
-    return sorted(found, key=lambda each: (each.sample, each.first_token))
+    return sorted((each for each in found if each.step > 0), key=lambda each: (each.sample, each.first_token))
 
 
 def _document(file: SourceFile, document: int) -> tuple[int, int]:
