@@ -36,13 +36,32 @@ def path(minimal: dict[str, Any], write: Callable[[str], Path]) -> Path:
 
 
 def test_check_answers_in_one_line(path: Path) -> None:
-    assert output("check", path) == f"{path}: valid: 15 steps of 2 sequences of 256 tokens, 1 stage\n"
+    amount = "512 tokens a step, 7.68K in all"
+    assert output("check", path) == f"{path}: valid: 15 steps of 2 sequences of 256 tokens, 1 stage; {amount}\n"
     ramps = ("batch_size_ramp={start: 2, increment: 4, samples: 9}", "sequence_length_ramp={start: 64, steps: 3}")
     said = output(
         "check", path, "tokens.batch_accumulation_per_replica=5", *(f"data_stages.0.{ramp}" for ramp in ramps)
     )
-    assert said == f"{path}: valid: 15 steps of up to 10 sequences of up to 256 tokens, 1 stage\n"
+    amount = "at most 2.56K tokens a step, at most 38.4K in all"
+    assert said == f"{path}: valid: 15 steps of up to 10 sequences of up to 256 tokens, 1 stage; {amount}\n"
     assert "100 steps" in output("check", path, "tokens.train_steps=100")
+
+
+def test_stages_of_other_lengths_are_counted_each_with_its_own(path: Path) -> None:
+    stages = [
+        {"name": f"s{start}", "start_training_step": start, "sequence_length": length, "data": {"dataset": None}}
+        for start, length in ((1, None), (6, 512), (11, None), (99, 1024))
+    ]
+    assert "at most 2.05K tokens a step, 10.2K in all" in output("check", path, f"data_stages={json.dumps(stages)}")
+
+
+def test_a_larger_global_batch_and_random_tokens_are_said(path: Path) -> None:
+    result = runner.invoke(command.app, ["check", str(path), "parallelism.dp=32"])
+    assert "parallelism.dp=32: the global batch is now 64 sequences and not 2, 16.4K tokens a step" in result.stderr
+    assert "data_stages.0.data.dataset is null: random tokens" in result.stderr
+    split = "tokens.micro_batch_size=1"
+    assert "global batch" not in runner.invoke(command.app, ["check", str(path), "parallelism.dp=2", split]).stderr
+    assert f"to keep it, add {split}" in runner.invoke(command.app, ["check", str(path), "parallelism.dp=2"]).stderr
 
 
 def test_check_refuses_what_is_wrong_and_what_is_not_supported(path: Path) -> None:

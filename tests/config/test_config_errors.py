@@ -51,7 +51,8 @@ def test_each_error_has_one_line_with_file_and_line(minimal: dict[str, Any], wri
 def test_half_of_the_keys_of_validation_is_a_warning(
     minimal: dict[str, Any], overrides: list[str], lines: list[str]
 ) -> None:
-    assert [line.removesuffix(" never validates") for line in warnings_of(load(minimal, overrides))] == lines
+    said = [line for line in warnings_of(load(minimal, overrides)) if "random tokens" not in line]
+    assert [line.removesuffix(" never validates") for line in said] == lines
 
 
 def test_a_misspelt_required_key_is_one_error_not_two(minimal: dict[str, Any]) -> None:

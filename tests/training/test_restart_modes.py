@@ -150,7 +150,8 @@ def test_a_mode_takes_what_it_says_and_nothing_else(mode: str, parent: Config, s
     assert seen.last_step == last
     read = in_run_steps(config, list_checkpoints(config.checkpoint_folder)[-1])  # for `data which` and `replay`
     assert [samples_of(read, step) for step in range(first, last + 1)] == seen.samples
-    assert before.data_stages == read.data_stages and before.tokens.train_steps == read.tokens.train_steps
+    assert before.data_stages == read.data_stages
+    assert before.tokens.train_steps == read.tokens.train_steps
 
 
 def train_start(config: Config) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from kenotron.config.architecture import HFArchitecture
 from kenotron.config.data import CustomSource, PretrainDataset, SFTDataset, paths_of
 from kenotron.config.dotted import import_registered
 from kenotron.config.errors import counted, is_a_path, no_such_path
-from kenotron.config.warnings import warnings_of
+from kenotron.config.warnings import amount, changed_batch, warnings_of
 
 app = typer.Typer(help="Check, show and compare configs.", no_args_is_help=True)
 
@@ -38,7 +38,11 @@ def check(file: File, overrides: Overrides = None) -> None:
     config = load(file, overrides or [], report=_say)
     refuse_unsupported(config)
     _check_names(config)
-    for line in warnings_of(config):
+    if config.checkpoint_folder.is_dir():
+        from kenotron.training.start import continued_run
+
+        continued_run(config, [config.checkpoint_folder])
+    for line in (*changed_batch(file, config, overrides or ()), *warnings_of(config)):
         _say(f"warning: {line}")
     stages, lengths = config.data_stages, set(config.sequence_lengths.values())
     samples, length = f"{config.global_batch_size}", f"{max(lengths)}"
@@ -48,7 +52,7 @@ def check(file: File, overrides: Overrides = None) -> None:
         length = f"up to {length}"
     typer.echo(
         f"{file}: valid: {config.tokens.train_steps} steps of {samples} sequences of {length} tokens, "
-        f"{counted(len(stages), 'stage')}"
+        f"{counted(len(stages), 'stage')}; {amount(config)}"
     )
 
 

@@ -82,7 +82,9 @@ def submit(
         container=container,
         gpus=gpus_per_node is not None,
     )
-    _check_time(directives_of(job, profile).get("time"), save_seconds)
+    directives = directives_of(job, profile)
+    _check_time(directives.get("time"), save_seconds)
+    _advise(file, config, overrides or [], site, directives)
     script = render(job, profile)
     if dry_run:
         print(script, end="")
@@ -194,6 +196,32 @@ def _configs(file: Path, overrides: list[str], array: str | None) -> list[Config
         )
         for number, value in enumerate(values.split(","))
     ]
+
+
+def _advise(
+    file: Path, config: Config, overrides: list[str], site: str, directives: dict[str, str | int | None]
+) -> None:
+    """Say how much is trained on, and what is probably not meant.
+
+    Raises InputError: the run in the same folder has another global batch.
+    """
+    from kenotron.config.warnings import amount, changed_batch, warnings_of
+    from kenotron.launch.slurm.sites import GENERIC
+
+    if config.checkpoint_folder.is_dir():
+        from kenotron.training.start import continued_run
+
+        continued_run(config, [config.checkpoint_folder])
+    lines = [*changed_batch(file, config, overrides), *warnings_of(config)]
+    if site == GENERIC and (missing := [name for name in ("cpus-per-task", "exclusive") if name not in directives]):
+        options = " ".join(f"--sbatch {name}{'=N' * (name != 'exclusive')}" for name in missing)
+        lines.append(
+            f"--site generic asks for no {' or '.join(missing)}: Slurm may give every rank one core and share the "
+            f"nodes; add {options}, or use a profile of the cluster (docs/multi-node-training.md), which has them"
+        )
+    for line in lines:
+        print(f"warning: {line}", file=sys.stderr)
+    print(f"{config.tokens.train_steps} steps: {amount(config)}", file=sys.stderr)
 
 
 def _check_time(limit: str | int | None, save_seconds: int) -> None:

@@ -24,6 +24,7 @@ def train(
 ) -> None:
     """Train a config, with as many local processes as its layout needs. Resumes from the newest complete checkpoint."""
     from kenotron.config import load, refuse_unsupported
+    from kenotron.config.warnings import changed_batch
     from kenotron.launch import check_processes, launch
 
     with said_once():
@@ -32,6 +33,8 @@ def train(
         if nanotron and "format" not in config.logging.model_fields_set:
             config = config.model_copy(update={"logging": config.logging.model_copy(update={"format": "nanotron"})})
         check_processes(config)
+    for line in changed_batch(file, config, overrides or ()):
+        _say(f"warning: {line}")
     launch(config, fresh=fresh, spares=spares)
 
 

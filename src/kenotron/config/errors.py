@@ -82,6 +82,18 @@ def byte_size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def human_format(number: float) -> str:
+    """Three significant digits and a suffix: 2840 → 2.84K, 11.13 → 11.1, 0.000264 → 0.000264, 11.0 → 11."""
+    if abs(number) < 1 or number != number or abs(number) == float("inf"):
+        return f"{number:.3g}"
+    value = float(f"{number:.3g}")
+    for suffix in ("", "K", "M", "G", "T", "P"):
+        if abs(value) < 1000 or suffix == "P":
+            break
+        value /= 1000
+    return f"{value:f}".rstrip("0").rstrip(".") + suffix
+
+
 def counted(number: int, noun: str) -> str:
     """``1 file``, ``1,200 files``, ``2 processes``: a count with its noun in the singular or plural."""
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"

@@ -6,10 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from kenotron.config.config import Config
 from kenotron.config.decoder import AttentionArchitecture
+from kenotron.config.errors import InputError, human_format
+from kenotron.config.loading import load
+from kenotron.config.runs import same_batch_overrides
 
 HIGHEST_LEARNING_RATE = 1.0  # runs use 1e-5 to 5e-2
 
@@ -19,9 +23,52 @@ def warnings_of(config: Config) -> Iterator[str]:
     yield from _schedule(config)
     yield from _stages(config)
     yield from _length(config)
+    yield from _random_tokens(config)
     interval, batches = config.tokens.val_check_interval, config.tokens.limit_val_batches
     if not config.tokens.validates and (interval > 0 or batches != 0 or config.tokens.val_datasets):
         yield f"tokens.val_check_interval is {interval}, limit_val_batches {batches}: without both, it never validates"
+
+
+def amount(config: Config) -> str:
+    """``4.19M tokens a step, 2.1T in all``; at most that, where batches or sequences grow."""
+    steps, batch, total = config.tokens.train_steps, config.global_batch_size, 0
+    stages = sorted(config.data_stages, key=lambda stage: stage.start_training_step)
+    ends = [stage.start_training_step for stage in stages[1:]] + [steps + 1]
+    for stage, end in zip(stages, ends):
+        length = stage.sequence_length or config.tokens.sequence_length
+        total += max(0, min(end, steps + 1) - stage.start_training_step) * batch * length
+    grow = any(stage.batch_size_ramp or stage.sequence_length_ramp for stage in config.data_stages)
+    most = "at most " if grow or len(set(config.sequence_lengths.values())) > 1 else ""
+    a_step = human_format(batch * max(config.sequence_lengths.values()))
+    return f"{most}{a_step} tokens a step, {'at most ' if grow else ''}{human_format(total)} in all"
+
+
+def changed_batch(file: str | Path, config: Config, overrides: Sequence[str]) -> Iterator[str]:
+    """A line where `overrides` of the layout have changed the global batch that `file` has.
+
+    Every replica has its own micro-batches, so that 32 times as many train on 32 times as many tokens a step.
+    """
+    dp = [text for text in overrides if text.startswith("parallelism")]
+    if not dp or any(text.startswith("tokens") for text in overrides):
+        return
+    try:
+        before = load(file, report=lambda line: None)
+    except InputError:  # it is valid with the overrides alone
+        return
+    old, new = before.global_batch_size, config.global_batch_size
+    if old == new:
+        return
+    try:
+        keep = f"; to keep it, add {' '.join(same_batch_overrides(before, config.parallelism.dp))}"
+    except InputError:
+        keep = ""
+    yield f"{' '.join(dp)}: the global batch is now {new} sequences and not {old}, {amount(config)}{keep}"
+
+
+def _random_tokens(config: Config) -> Iterator[str]:
+    for number, stage in enumerate(config.data_stages):
+        if any(dataset is None for dataset in stage.data.datasets):
+            yield f"data_stages.{number}.data.dataset is null: random tokens, from which nothing is learnt"
 
 
 def _schedule(config: Config) -> Iterator[str]:

@@ -128,7 +128,8 @@ class Sighting:
 def document_sightings(data: RunData, file: str, document: int) -> list[Sighting]:
     """Every sample of the run, in order, that holds a part of this document of `file`, as `step_origins` names it.
 
-    Streams are left out, and steps before the first: where old data continue, those were another run's. Raises InputError: no such file, or no such document in it; ends of documents are not known.
+    Streams are left out, and steps before the first: where old data continue, those were another run's. Raises
+    InputError: no such file, or no such document in it; ends of documents are not known.
     """
     found: list[Sighting] = []
     known: set[str] = set()

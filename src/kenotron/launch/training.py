@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron import interop, training
-from kenotron.checkpoint import folders
 from kenotron.config.errors import InputError
-from kenotron.config.resolved import read_resolved
 from kenotron.launch.environment import Ranks, ranks_from_environment
 from kenotron.launch.machine_limits import machine_limits
 from kenotron.launch.shared_folder import check_shared
@@ -19,7 +17,7 @@ from kenotron.observers import observers
 from kenotron.parallel.ranks import gather, rank_and_size, run_on_rank0, wait_for_all
 from kenotron.training import compare, restart
 from kenotron.training.console import logger
-from kenotron.training.start import check_batch, own_folder, run_name, with_run_name
+from kenotron.training.start import continued_run, own_folder, run_name, with_run_name
 
 if TYPE_CHECKING:
     import torch
@@ -106,13 +104,7 @@ def name_before_start(config: Config, roots: Iterable[Path]) -> tuple[Config, Pa
     which a change of the layout may cause.
     """
     logs = Path(config.logging.log_dir)
-    for root in roots:
-        try:
-            continued = folders.resolve(root)
-            before = read_resolved(continued / "config.yaml")
-        except InputError:
-            continue  # no run yet, or none that can be read, which the ranks report
-        check_batch(before, config, continued)
+    if (before := continued_run(config, roots)) is not None:
         return config, logs / before.general.run / "ranks"
     name = run_name(config, None)
     return with_run_name(config, name), logs / name / "ranks"

@@ -7,7 +7,8 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from kenotron.training.console import human_format, logger
+from kenotron.config.errors import human_format
+from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
 
 if TYPE_CHECKING:

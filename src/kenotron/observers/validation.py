@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kenotron.config.errors import human_format
 from kenotron.models import MicroBatch
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import all_reduce
-from kenotron.training.console import human_format, logger
+from kenotron.training.console import logger
 from kenotron.training.hooks import Hook
 from kenotron.training.metrics import ValidationResult
 from kenotron.training.step import to_device

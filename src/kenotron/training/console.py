@@ -14,23 +14,13 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from kenotron.config.errors import human_format
+
 if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.parallel.mesh import Mesh
 
 logger = logging.getLogger("kenotron")
-
-
-def human_format(number: float) -> str:
-    """Three significant digits and a suffix: 2840 → 2.84K, 11.13 → 11.1, 0.000264 → 0.000264, 11.0 → 11."""
-    if abs(number) < 1 or number != number or abs(number) == float("inf"):
-        return f"{number:.3g}"
-    value = float(f"{number:.3g}")
-    for suffix in ("", "K", "M", "G", "T", "P"):
-        if abs(value) < 1000 or suffix == "P":
-            break
-        value /= 1000
-    return f"{value:f}".rstrip("0").rstrip(".") + suffix
 
 
 def start_logging(config: Config, mesh: Mesh) -> None:

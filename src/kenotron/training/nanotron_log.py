@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from kenotron.config import dump
 from kenotron.config.data import PretrainDataset
+from kenotron.config.errors import human_format
 from kenotron.parallel import device as devices
-from kenotron.training.console import human_format, logger, mebibytes
+from kenotron.training.console import logger, mebibytes
 from kenotron.training.report import RunLog
 
 if TYPE_CHECKING:

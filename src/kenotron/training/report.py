@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from kenotron.config import dump
 from kenotron.config.dotted import import_dotted
+from kenotron.config.errors import human_format
 from kenotron.config.warnings import warnings_of
 from kenotron.models import named_parameters
 from kenotron.models.decoder import Decoder
 from kenotron.models.family import family_of
 from kenotron.parallel.shards import shard_of
 from kenotron.training import console
-from kenotron.training.console import human_format, logger
+from kenotron.training.console import logger
 from kenotron.training.run_folder import log_folder
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class RunLog:
             run.config.tokens.micro_batch_size,
             log_folder(run.config),
         )
+        logger.info("%s", _amount(run))
 
     def step(self, run: Run, fields: Mapping[str, float], recorded: Mapping[str, float]) -> None:
         """One step's numbers, and those that hooks recorded."""
@@ -84,6 +86,18 @@ class RunLog:
 
     def saving(self, folder: Path) -> None:
         """Before a checkpoint is written."""
+
+
+def _amount(run: Run) -> str:
+    """``61.4K tokens in all, 4.1K a step; until step 15 of stage 'text': 0.52 epochs of text``."""
+    step = min(run.step + 1, run.last_step)
+    now = run.data.stage_at(step)
+    a_step = now.batch_size(step) * now.sequence_length
+    last = min(now.stop - 1, run.last_step)
+    read = {name: epochs for name, (_, epochs) in run.data.consumption(last).items() if epochs}
+    epochs = ", ".join(f"{human_format(each)} epochs of {name}" for name, each in read.items())
+    after = f"; after step {last}: {epochs}" if epochs else ""
+    return f"{human_format(run.total_tokens)} tokens in all, {human_format(a_step)} a step{after}"
 
 
 def parameter_counts(skeleton: Decoder, parts: Sequence[Decoder]) -> dict[str, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -24,7 +24,7 @@ from kenotron.checkpoint import durable, folders, leftovers, loading, manifest
 from kenotron.config import ABSENT, Config, fill_run_name, same_run_difference
 from kenotron.config.checkpoints import LOAD_MODES
 from kenotron.config.errors import InputError
-from kenotron.config.resolved import resolved
+from kenotron.config.resolved import read_resolved, resolved
 from kenotron.config.runs import edited_stages, same_batch_overrides
 from kenotron.parallel.ranks import run_on_rank0
 from kenotron.training.console import logger
@@ -225,6 +225,22 @@ def _check_same_run(config: Config, path: Path, step: int) -> None:
     pattern = re.escape(config.general.run).replace("%date", r"\d{8}_\d{6}").replace("%jobid", r"\w+")
     if not re.fullmatch(pattern, name):
         logger.warning("general.run: a run that continues keeps its name: %s, not %s", name, config.general.run)
+
+
+def continued_run(config: Config, roots: Iterable[Path]) -> Config | None:
+    """The config of the run in the first of the folders `roots` with checkpoints; None without any.
+
+    Nothing but its config is read. Raises InputError if `config` has another global batch.
+    """
+    for root in roots:
+        try:
+            checkpoint = folders.resolve(root)
+            before = read_resolved(checkpoint / "config.yaml")
+        except InputError:
+            continue  # no run yet, or none that can be read, which a start reports
+        check_batch(before, config, checkpoint)
+        return before
+    return None
 
 
 def check_batch(before: Config, config: Config, path: Path) -> None:
