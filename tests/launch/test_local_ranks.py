@@ -18,7 +18,7 @@ import yaml
 
 from kenotron.config import InputError
 from kenotron.launch import environment as share
-from kenotron.launch import local
+from kenotron.launch import launch, local
 from support.nursery import Finished, Nursery
 from support.tiny_run import KENOTRON, REPOSITORY, environment, losses, tiny_config, tiny_dict, tiny_yaml, train_quietly
 
@@ -145,6 +145,27 @@ def test_ranks_wait_for_one_that_opens_its_data_however_long_it_takes(tmp_path: 
 
 
 # ---- without starting anything -----------------------------------------------------------------------------
+
+
+def test_no_rank_starts_for_a_run_that_has_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_quietly(tiny_config(tmp_path))
+    started: list[object] = []
+    monkeypatch.setattr(local, "start_ranks", lambda *arguments: started.append(arguments))
+    launch(tiny_config(tmp_path, *TWO))
+    assert not started
+    assert "This run is finished: " in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"belongs to another run: optimizer\.weight_decay"):
+        launch(tiny_config(tmp_path, *TWO, "optimizer.weight_decay=0.3"))
+    for more in ("tokens.train_steps=4", "checkpoints.export_hf=true"):
+        launch(tiny_config(tmp_path, *TWO, more))
+        assert started
+        started.clear()
+    weights = next(tmp_path.glob("checkpoints/3/model/*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")  # then it is not finished
+    with pytest.raises(InputError, match=r"no checkpoint in .* is intact"):
+        launch(tiny_config(tmp_path, *TWO))
 
 
 def test_an_error_in_the_config_is_reported_once_before_any_rank_starts(tmp_path: Path, nursery: Nursery) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from kenotron.checkpoint.folders import list_checkpoints
 from kenotron.cli import main
 from kenotron.cli.data_which import in_run_steps
-from kenotron.config import Config, InputError, dump
+from kenotron.config import Config, InputError, dump, load
 from kenotron.config.checkpoints import LOAD_MODES
 from support.nursery import Nursery
 from support.pages import blocks, files, read_page, sections
@@ -152,6 +152,27 @@ def test_a_mode_takes_what_it_says_and_nothing_else(mode: str, parent: Config, s
     assert [samples_of(read, step) for step in range(first, last + 1)] == seen.samples
     assert before.data_stages == read.data_stages
     assert before.tokens.train_steps == read.tokens.train_steps
+
+
+def test_a_rate_that_rises_at_a_resume_is_said(parent: Config, tmp_path: Path) -> None:
+    """More steps after the decay: step 9 is the second of 14, not the ninth of 8. Annealing them on falls further."""
+    config = tiny_config(tmp_path, *RUN)
+    train_quietly(config)
+    _, said = train_and_listen(load(config, ["tokens.train_steps=16"]))
+    ninth = FLOOR + (PEAK - FLOOR) * (1 - (9 - WARMUP) / (16 - WARMUP))
+    assert f"learning rate of step 9: {ninth:.3g} (step 8 had {FLOOR:.3g}); the decay now ends at step 16" in said
+    assert "kenotron branch FILE --at 8 --cooldown 8" in said
+    _, said = train_and_listen(load(config, ["tokens.train_steps=17"]))  # one more step at the end of the decay
+    assert "learning rate of" not in said
+    for mode, rises in (("cooldown", True), ("continue", False), ("transfer", False)):  # cooldown at the peak
+        no_warmup = (
+            "optimizer.learning_rate_scheduler.lr_warmup_steps=0" if mode == "cooldown" else "tokens.train_steps=8"
+        )
+        _, said = train_and_listen(restarted(parent, tmp_path / mode, mode, no_warmup))
+        assert ("learning rate of step" in said) == rises, mode
+    peak = "optimizer.learning_rate_scheduler.lr_decay_style=cosine"
+    with pytest.raises(InputError, match="kenotron branch"):
+        train_quietly(load(config, [peak]))
 
 
 def train_start(config: Config) -> dict[str, Tensor]:

@@ -78,7 +78,7 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False, spares:
     refuse_unsupported(config)
     config = _with_experts_among_dp(config)
     _print_first_line(config)
-    from kenotron.launch.training import fetch_checkpoints, name_before_start, train
+    from kenotron.launch.training import fetch_checkpoints, finished_before_start, name_before_start, train
 
     if spares and started_as_rank():
         raise InputError(
@@ -95,6 +95,8 @@ def launch(config: Config, *, fresh: bool = False, reopen: bool = False, spares:
 
     fetch_checkpoints(config, fresh)
     config, logs = name_before_start(config, () if fresh else run_folders(config))
+    if not fresh and finished_before_start(config):
+        return None
     why_killed = partial(machine_limits.why_killed, config, out_of_memory_kills())
     if spares:
         _start_with_spares(config, train, fresh, logs, spares, why_killed)

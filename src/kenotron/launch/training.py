@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron import interop, training
+from kenotron.checkpoint import folders
 from kenotron.config.errors import InputError
 from kenotron.launch.environment import Ranks, ranks_from_environment
 from kenotron.launch.machine_limits import machine_limits
 from kenotron.launch.shared_folder import check_shared
 from kenotron.observers import observers
+from kenotron.parallel.mesh import Mesh, build_mesh
 from kenotron.parallel.ranks import gather, rank_and_size, run_on_rank0, wait_for_all
-from kenotron.training import compare, restart
+from kenotron.training import compare, console, restart
 from kenotron.training.console import logger
-from kenotron.training.start import continued_run, own_folder, run_name, with_run_name
+from kenotron.training.report import already_finished
+from kenotron.training.start import Start, choose_start, continued_run, own_folder, run_name, with_run_name
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
     from kenotron.config import Config
     from kenotron.config.decoder import DecoderArchitecture
     from kenotron.interop.hf_weights import Weights
-    from kenotron.parallel.mesh import Mesh
     from kenotron.training.run import Run
 
 
@@ -108,6 +110,29 @@ def name_before_start(config: Config, roots: Iterable[Path]) -> tuple[Config, Pa
         return config, logs / before.general.run / "ranks"
     name = run_name(config, None)
     return with_run_name(config, name), logs / name / "ranks"
+
+
+def finished_before_start(config: Config) -> bool:
+    """Whether the run in `checkpoints_path` has all its steps, which is logged: no rank has to start to find that out.
+
+    False as well where something may follow its last checkpoint: an export, an upload, local checkpoints to remove.
+    Raises InputError if `config` is another run.
+    """
+    if config.upload_url or config.checkpoints.export_hf or config.checkpoints.local:
+        return False
+    saved = folders.list_checkpoints(config.checkpoint_folder)
+    if not saved or saved[-1].problem or not _is_finished(Start.at(saved[-1].path, continues=True), config):
+        return False
+    console.start_logging(config, build_mesh({}, 1, "cpu"))
+    with own_folder(config):
+        start = choose_start(interop.resolve_architecture(config), fresh=False)
+        if finished := _is_finished(start, config):  # that is, if the newest is intact
+            already_finished(config, start)
+    return finished
+
+
+def _is_finished(start: Start, config: Config) -> bool:
+    return start.continues and start.step >= start.end(config)
 
 
 def fetch_checkpoints(config: Config, fresh: bool) -> None:

@@ -25,7 +25,7 @@ from kenotron.config.weight_settings import changed_settings
 from kenotron.config.writing import diff
 from kenotron.data.stage_plan import plan_stages
 from kenotron.training.console import logger
-from kenotron.training.start import Start, changed_stage
+from kenotron.training.start import Start, changed_stage, warn_of_higher_rate
 
 KEY = "checkpoints.resume_checkpoint_path"
 WITHOUT = "set a checkpoints.load_mode without it, such as model_only"
@@ -54,6 +54,8 @@ def start_elsewhere(config: Config, path: Path) -> Start:
             _check_data_position(config, before, start)
         if "optimizer" in start.loads:
             _check_optimizer(config, before, start)
+        if "scheduler" in start.loads or start.loads >= {"data", "step"}:
+            warn_of_higher_rate(config, before, start)
     return start
 
 

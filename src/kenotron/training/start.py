@@ -26,6 +26,7 @@ from kenotron.config.checkpoints import LOAD_MODES
 from kenotron.config.errors import InputError
 from kenotron.config.resolved import read_resolved, resolved
 from kenotron.config.runs import edited_stages, same_batch_overrides
+from kenotron.optim.schedule import learning_rate
 from kenotron.parallel.ranks import run_on_rank0
 from kenotron.training.console import logger
 
@@ -77,6 +78,7 @@ class Start:
         return config.model_copy(update={"data_stages": stages, "tokens": tokens})
 
 
+HIGHER_RATE = 1.1  # a learning rate that rises by less at a resume is not worth a line
 StartElsewhere = Callable[[Config, Path], Start]
 """The start of a new run of a config at another run's checkpoint (training/restart.py)."""
 
@@ -168,6 +170,7 @@ def _start_at(config: Config, newest: Path | None, start_elsewhere: StartElsewhe
     if newest is not None:
         start = Start.at(newest, continues=True)
         _check_same_run(config, newest, start.step - start.data_start)
+        warn_of_higher_rate(config, read_resolved(newest / "config.yaml"), start)
         return start
     named = config.resume_folder
     if named is None:
@@ -214,9 +217,10 @@ def _check_same_run(config: Config, path: Path, step: int) -> None:
                 f"{changed_stage(saved, path, step, difference)}, start over with --fresh, or set another "
                 f"checkpoints.checkpoints_path"
             )
+        anneal = "`kenotron branch` (another decay from a checkpoint), " if "learning_rate_scheduler" in key else ""
         raise InputError(
-            f"{path} belongs to another run: {key} is {old!r} there and {new!r} in this config; "
-            f"put the old value back, start over with --fresh, or set another checkpoints.checkpoints_path"
+            f"{path} belongs to another run: {key} is {old!r} there and {new!r} in this config; put the old value "
+            f"back, {anneal}start over with --fresh, or set another checkpoints.checkpoints_path"
         )
     if edited := edited_stages(saved, config, step):
         names = ", ".join(f"'{name}'" for name in edited)
@@ -257,6 +261,33 @@ def check_batch(before: Config, config: Config, path: Path) -> None:
         f"{tokens.micro_batch_size} x batch_accumulation_per_replica {tokens.batch_accumulation_per_replica} x dp "
         f"{dp}); to keep it, add {' '.join(same_batch_overrides(before, dp))}; to change it, start over with --fresh, "
         f"or set another checkpoints.checkpoints_path"
+    )
+
+
+def warn_of_higher_rate(config: Config, before: Config, start: Start) -> None:
+    """Log that the learning rate rises at the first step, which it would not have done in the run of the checkpoint.
+
+    `before` is that run's config. It comes of more `tokens.train_steps` after a decay, or of another peak.
+    """
+    assert start.path is not None
+    saved = Start.at(start.path, continues=False)
+    done, steps = saved.step - saved.schedule_start, config.tokens.train_steps
+    if done < 1 or start.step >= start.end(config):
+        return
+    old, new = before.optimizer.learning_rate_scheduler, config.optimizer.learning_rate_scheduler
+    had, planned = (learning_rate(old, step, before.tokens.train_steps) for step in (done, done + 1))
+    gets = learning_rate(new, start.step + 1 - start.schedule_start, steps)
+    if gets <= HIGHER_RATE * max(had, planned):
+        return
+    falls = f"kenotron branch FILE --at {saved.step} --cooldown {start.end(config) - start.step} --name NAME"
+    logger.warning(
+        "learning rate of step %d: %.3g (step %d had %.3g); the decay now ends at step %d%s",
+        start.step + 1,
+        gets,
+        saved.step,
+        had,
+        start.schedule_start + new.decay_start + new.decay_steps(steps),
+        f". For a rate that falls from there: {falls}" if had else "",
     )
 
 
