@@ -15,9 +15,29 @@ import typer
 from typer.testing import CliRunner
 
 from kenotron.cli import config as command
+from kenotron.cli import main
 from kenotron.cli.init import init, starters
 from kenotron.config import InputError, dump, load, refuse_unsupported
 from kenotron.config.document import parse
+
+PARTS = """
+from dataclasses import replace
+import torch
+from typing import Literal
+from kenotron.config.section import key
+from kenotron.models.families.llama import Llama, LlamaArchitecture
+
+class NoRate(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+class Section(LlamaArchitecture):
+    family: str = key("The family.", "own_parts.Own")
+
+class Own(Llama):
+    section = Section
+    plan = replace(Llama.plan, row=("model.layers.*.mlp.down",))
+"""
 
 runner = CliRunner()
 starter = typer.Typer()
@@ -62,6 +82,47 @@ def test_a_larger_global_batch_and_random_tokens_are_said(path: Path) -> None:
     split = "tokens.micro_batch_size=1"
     assert "global batch" not in runner.invoke(command.app, ["check", str(path), "parallelism.dp=2", split]).stderr
     assert f"to keep it, add {split}" in runner.invoke(command.app, ["check", str(path), "parallelism.dp=2"]).stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("train", "x.yaml", "--batch_size", "3"), "without dashes: tokens.micro_batch_size=…"),
+        (("train", "x.yaml", "--lr", "3"), "optimizer.learning_rate_scheduler.learning_rate=…"),
+        (("train", "x.yaml", "--resume"), "a run resumes by itself"),
+        (("train", "x.yaml", "--epochs", "3"), "tokens.train_steps"),
+        (("run", "x.yaml"), "Did you mean 'kenotron train'?"),
+        (("export", "x"), "Did you mean 'kenotron convert to-hf'?"),
+        (("trian", "x"), "Did you mean 'train'?"),
+    ],
+)
+def test_what_other_programs_call_it_is_answered_with_ours(
+    arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert ended.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_h_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "-h"])
+    assert not ended.value.code
+    assert "--fresh" in capsys.readouterr().out
+
+
+def test_check_refuses_an_optimizer_without_a_rate_and_a_plan_that_names_nothing(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_parts.py").write_text(PARTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=r"own_parts.NoRate has no 'lr'"):
+        output("check", path, "optimizer.optimizer_factory={name: own_parts.NoRate}")
+    own = "{family: own_parts.Own, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1, vocab_size: 64, "
+    own += "num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 64}"
+    with pytest.raises(InputError, match=r"plan.row: 'model.layers.\*.mlp.down' matches no module.*mlp.down_proj'"):
+        output("check", path, f"model.model_config={own}")
 
 
 def test_check_refuses_what_is_wrong_and_what_is_not_supported(path: Path) -> None:

@@ -73,10 +73,30 @@ def test_a_misspelt_required_key_is_one_error_not_two(minimal: dict[str, Any]) -
         ("tokens.seq_len", "tokens.sequence_length"),
         ("model.model_config.n_kv_heads", "model.model_config.num_key_value_heads"),
         ("parallelism.tensor_model_parallel_size", "parallelism.tp"),  # Megatron-LM
+        ("max_iters", "tokens.train_steps"),  # nanoGPT
     ],
 )
 def test_a_key_of_another_library_is_reported_with_ours(minimal: dict[str, Any], name: str, ours: str) -> None:
     assert message(minimal, (f"{name}=1",)) == f"override {name}=1: unknown key '{name}'; did you mean '{ours}'?"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("epochs=3", "tokens.train_steps"),
+        ("tokens.max_tokens=9", "tokens.train_steps"),
+        ("model.model_config.dropout=0.1", "optimizer.weight_decay"),
+        ("parallelism.fsdp_degree=8", "optimizer.zero_stage=3"),
+        ("wandb={project: p}", "by a hook"),
+        ("optimizer.optimizer_factory=muon", "set optimizer.optimizer_factory.name=muon"),
+        ("checkpoints.checkpoint_interval=null", "expected a number of steps, found null"),
+    ],
+)
+def test_what_is_done_another_way_here_is_said(minimal: dict[str, Any], override: str, expected: str) -> None:
+    said = message(minimal, (override,))
+    assert expected in said
+    assert "\n" not in said
+    assert "did you mean" not in said
 
 
 def test_an_unknown_section_is_reported_with_the_place_of_its_first_key_that_is_known(minimal: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kenotron.config.errors import InputError
 from kenotron.models import flops_per_token, named_parameters
 from kenotron.models.blocks.rope import Rope
 from kenotron.models.decoder import Decoder
@@ -105,23 +106,23 @@ def test_the_plan_covers_every_matrix_once() -> None:
 def test_a_pattern_that_names_nothing_is_an_error(field: str) -> None:
     model = meta_llama(GROUPED)
     broken = replace(model.plan, **{field: ("model.layers.*.self_attn.query",)})
-    with pytest.raises(ValueError, match=re.escape(f"plan.{field}: 'model.layers.*.self_attn.query' matches no mod")):
+    with pytest.raises(InputError, match=re.escape(f"plan.{field}: 'model.layers.*.self_attn.query' matches no mod")):
         broken.check(model)
 
 
 def test_key_value_heads_that_no_column_splits_are_an_error() -> None:
     model = meta_llama(GROUPED)
-    with pytest.raises(ValueError, match=r"plan.kv: .* names model.layers.0.self_attn.o_proj, which plan.column does"):
+    with pytest.raises(InputError, match=r"plan.kv: .* names model.layers.0.self_attn.o_proj, which plan.column does"):
         replace(model.plan, kv=("model.layers.*.self_attn.o_proj",)).check(model)
 
 
 def test_a_plan_is_checked_when_a_model_is_built_and_when_it_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Llama.plan
     for broken in (replace(plan, kv=("model.layers.*.self_attn.key",)), replace(plan, row=("model.layers.*.mlp.out",))):
-        with pytest.raises(ValueError, match="matches no module of Decoder"):  # in a part of a pipeline too
+        with pytest.raises(InputError, match="matches no module of Decoder"):  # in a part of a pipeline too
             tensor.apply(part_of_llama(), broken, Mesh(dict.fromkeys(AXES, 1) | {"tp": 2}))
         monkeypatch.setattr(Llama, "plan", broken)
-        with pytest.raises(ValueError, match="matches no module of Decoder"):
+        with pytest.raises(InputError, match="matches no module of Decoder"):
             meta_llama(GROUPED)
         monkeypatch.setattr(Llama, "plan", plan)
 

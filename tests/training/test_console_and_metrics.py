@@ -496,3 +496,10 @@ def test_the_project_is_in_tensorboards_text(watched) -> None:
     events.Reload()
     (text,) = events.Tensors("project/text_summary")
     assert text.tensor_proto.string_val == [b"tests"]
+
+
+def test_a_metric_that_is_no_number_is_one_clear_error(tmp_path: Path) -> None:
+    run = train_quietly(tiny_config(tmp_path))
+    for value in ("hello", None, [1, 2]):
+        with pytest.raises(InputError, match="record_metric: note: expected a number, found "):
+            run.record_metric("note", value)

@@ -165,10 +165,8 @@ def test_a_rate_that_rises_at_a_resume_is_said(parent: Config, tmp_path: Path) -
     _, said = train_and_listen(load(config, ["tokens.train_steps=17"]))  # one more step at the end of the decay
     assert "learning rate of" not in said
     for mode, rises in (("cooldown", True), ("continue", False), ("transfer", False)):  # cooldown at the peak
-        no_warmup = (
-            "optimizer.learning_rate_scheduler.lr_warmup_steps=0" if mode == "cooldown" else "tokens.train_steps=8"
-        )
-        _, said = train_and_listen(restarted(parent, tmp_path / mode, mode, no_warmup))
+        warmup = f"optimizer.learning_rate_scheduler.lr_warmup_steps={0 if mode == 'cooldown' else WARMUP}"
+        _, said = train_and_listen(restarted(parent, tmp_path / mode, mode, warmup))
         assert ("learning rate of step" in said) == rises, mode
     peak = "optimizer.learning_rate_scheduler.lr_decay_style=cosine"
     with pytest.raises(InputError, match="kenotron branch"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -50,18 +51,43 @@ def _without_dashes(option: str, context: typer.Context | None) -> str:
     """A hint for ``--tp 2`` and ``--tokens.train_steps=9``, keys of the config written as options; empty otherwise."""
     if context is None or all(parameter.name != "overrides" for parameter in context.command.params):
         return ""
-    from kenotron.config.schema import paths_by_name
+    from kenotron.config.messages import hint_of, paths_of
 
     name = option.lstrip("-").replace("-", "_")
     if name in ("config", "config_file"):
         return "; the YAML file is the first argument: my.yaml"
-    paths = [name] if "." in name else paths_by_name().get(name, [])
-    return f"; a key is set without dashes: {paths[0]}=…" if paths else ""
+    if name in ("resume", "resume_from", "continue", "auto_resume"):
+        return "; a run resumes by itself, from another run's checkpoint with checkpoints.resume_checkpoint_path=…"
+    paths = [name] if "." in name else paths_of(name)
+    return f"; a key is set without dashes: {paths[0]}=…" if paths else hint_of(name)
+
+
+# What other programs call a command.
+COMMANDS = {
+    "run": "train",
+    "pretrain": "train",
+    "fit": "train",
+    "finetune": "train",
+    "resume": "train",
+    "launch": "train",
+    "export": "convert to-hf",
+    "import": "convert from-hf",
+    "tokenize": "data tokenize",
+    "preprocess": "data tokenize",
+    "inference": "generate",
+    "sample": "generate",
+    "check": "config check",
+    "validate": "config check",
+    "diff": "config diff",
+    "test": "doctor",
+    "env": "doctor",
+}
 
 
 def build_app() -> Callable[[list[str]], int]:
     """A function from arguments to the exit code."""
     app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
+    app.info.context_settings = {"help_option_names": ["-h", "--help"]}
     app.callback()(_options)
     app.command()(init)
     app.command()(train)
@@ -85,6 +111,9 @@ def build_app() -> Callable[[list[str]], int]:
             context = getattr(error, "ctx", None)
             unknown = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
             hint = _without_dashes(unknown, context)
+            if other := re.search(r"No such command '([\w-]+)'", error.format_message()):
+                command = COMMANDS.get(other[1])
+                hint = f" Did you mean 'kenotron {command}'?" if command else ""
             if "unexpected extra argument" in error.format_message() and context and context.info_name == "generate":
                 hint = "; a text to continue is an option: --prompt 'Once upon a time'"
             print(f"error: {error.format_message()}{hint}", file=sys.stderr)  # names the option

@@ -20,6 +20,7 @@ from kenotron.config.architecture import HFArchitecture
 from kenotron.config.data import CustomSource, PretrainDataset, SFTDataset, paths_of
 from kenotron.config.dotted import import_registered
 from kenotron.config.errors import counted, is_a_path, no_such_path
+from kenotron.config.families import built_in_names
 from kenotron.config.warnings import amount, changed_batch, warnings_of
 
 app = typer.Typer(help="Check, show and compare configs.", no_args_is_help=True)
@@ -74,10 +75,10 @@ def _check_code(config: Config) -> None:
         from kenotron.training.hooks import find_hook
 
         find_hook(*((entry, {}) if isinstance(entry, str) else (entry.path, entry.kwargs)))
-    if "." in (name := config.optimizer.optimizer_factory.name):
-        from kenotron.optim.build import load_optimizer
+    if "." in config.optimizer.optimizer_factory.name:
+        from kenotron.optim.build import check_optimizer
 
-        load_optimizer(name)
+        check_optimizer(config.optimizer)
     if "." in (schedule := config.optimizer.learning_rate_scheduler).lr_decay_style:
         from kenotron.optim.schedule import check_schedule
 
@@ -118,6 +119,14 @@ def _check_architecture(config: Config) -> None:
         from kenotron.interop import resolve_architecture  # which imports torch
 
         resolve_architecture(config)
+    elif architecture.family not in built_in_names() and not architecture.family.startswith("kenotron."):
+        # the user's own: whether its plan fits its modules
+        import torch
+
+        from kenotron.models import build
+
+        with torch.device("meta"):
+            build(config.model)
 
 
 def _check_hub_datasets(config: Config) -> None:

@@ -116,7 +116,7 @@ def status(log_dir: LogDir = Path("logs")) -> None:
 
     found = jobs.records(log_dir)
     if not found:
-        raise InputError(f"{log_dir}: no job was submitted from here; --log-dir names another folder")
+        raise InputError(f"no job was submitted with logging.log_dir {log_dir}; --log-dir names another")
     for record, state in zip(found, jobs.states(found)):
         lines = [line for path in record.metrics if (line := _last_step(Path(path)))]
         print("  ".join([record.id, record.name, state, *lines]))

@@ -59,7 +59,7 @@ _FIELD_NAMES = {
         "intermediate_size": "d_ff ffn_dim ffn_hidden_size",
         "iteration_step_info_interval": "log_freq log_interval logging_steps",
         "keep_last": "save_total_limit keep_latest_k",
-        "learning_rate": "lr",
+        "learning_rate": "lr max_lr peak_lr",
         "lr_decay_style": "lr_scheduler_type",
         "lr_warmup_steps": "warmup_steps lr_warmup_iters",
         "micro_batch_size": "batch_size local_batch_size per_device_train_batch_size",
@@ -74,11 +74,31 @@ _FIELD_NAMES = {
         "resume_checkpoint_path": "resume_from_checkpoint initial_load_path",
         "sequence_length": "block_size max_length max_seq_length seq_len seq_length",
         "tp": "tensor_model_parallel_size tensor_parallel_degree tensor_parallel_size tp_size",
-        "train_steps": "max_steps num_train_epochs steps train_iters",
+        "train_steps": "max_iters max_steps n_steps num_steps num_train_steps steps total_steps train_iters",
         "val_check_interval": "eval_steps eval_interval",
     }.items()
     for theirs in names.split()
 }
+
+_PER_STEP = "; a run is as long as tokens.train_steps says, in steps; `kenotron config check` prints its tokens"
+_DROPOUT = "; there is none: pretraining sees most tokens once; optimizer.weight_decay is what regularizes"
+_SHARDS = "; data-parallel ranks (parallelism.dp) shard weights, gradients and moments with optimizer.zero_stage=3"
+_TRACKER = "; numbers go to metrics.jsonl and TensorBoard (logging.tensorboard), to others by a hook (docs/extend.md)"
+# Names of what is done another way here.
+_OTHERWISE = (
+    dict.fromkeys(["epochs", "num_epochs", "num_train_epochs", "n_epochs"], _PER_STEP)
+    | dict.fromkeys(["max_tokens", "train_tokens", "total_tokens", "num_tokens", "token_budget"], _PER_STEP)
+    | dict.fromkeys(["dropout", "attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop"], _DROPOUT)
+    | dict.fromkeys(["fsdp", "fsdp_degree", "fsdp_size", "dp_shard", "use_fsdp", "deepspeed", "zero"], _SHARDS)
+    | dict.fromkeys(["wandb", "wandb_project", "use_wandb", "report_to", "mlflow", "comet", "tracker"], _TRACKER)
+)
+
+
+def hint_of(name: str) -> str:
+    """What to write for the key `name` of another library; empty if it is not known."""
+    if name in _OTHERWISE:
+        return _OTHERWISE[name]
+    return f"; did you mean '{paths[0]}'?" if (paths := paths_of(name)) else ""
 
 
 def explain(error: ValidationError, document: Document) -> list[str]:
@@ -116,6 +136,14 @@ def _lines(error: dict[str, Any], extra: list[Location], document: Document) -> 
     else:
         if error["type"] == "variant" and isinstance(error["input"], dict) and "name" in error["input"]:
             keys, error = (*keys, "name"), error | {"input": error["input"]["name"]}
+        name, asked = error["input"], dotted(keys)
+        if asked == "optimizer.optimizer_factory" and isinstance(name, str):
+            yield document.at(keys, f"{asked}: expected a map of keys, found {name!r}; set {asked}.name={name}")
+            return
+        if asked == "checkpoints.checkpoint_interval" and name is None:
+            advice = "one above tokens.train_steps saves nothing before the end"
+            yield document.at(keys, f"{asked}: expected a number of steps, found null; {advice}")
+            return
         words = _names(error["input"]) if isinstance(error["input"], dict | str) else []
         hint = next(filter(None, (_space_missing(word, location) for word in words)), "")
         yield document.at(keys, f"{dotted(keys)}: {_expected(error, context)}{hint}")
@@ -161,18 +189,18 @@ def _unknown(location: Location, value: object) -> str:
     name = str(location[-1])
     around = dotted(_without_tags(location[:-1]))
     message = f"unknown key '{dotted(_without_tags(location))}'"
-    elsewhere = _paths(name)
-    exact = name in _FIELD_NAMES or any(path.startswith(f"{around}.") for path in elsewhere)
+    elsewhere = paths_of(name)
+    exact = name in _FIELD_NAMES or name in _OTHERWISE or any(path.startswith(f"{around}.") for path in elsewhere)
     near = _space_missing(name, location[:-1]) or nearest(name, siblings(location[:-1]))
     if near and not exact:
         return message + near
-    if elsewhere:
-        return f"{message}; did you mean '{elsewhere[0]}'?"
-    known = {str(key): paths[0] for key in value if (paths := _paths(str(key)))} if isinstance(value, dict) else {}
+    if elsewhere or name in _OTHERWISE:
+        return message + hint_of(name)
+    known = {str(key): paths[0] for key in value if (paths := paths_of(str(key)))} if isinstance(value, dict) else {}
     return message + next((f"; its '{key}' is '{path}' here" for key, path in known.items()), "")
 
 
-def _paths(name: str) -> list[str]:
+def paths_of(name: str) -> list[str]:
     """The paths of keys of this name, or of the one that other libraries call so."""
     return paths_by_name().get(_FIELD_NAMES.get(name, name), [])
 

@@ -62,6 +62,8 @@ def take_unserved(data: dict[str, Any]) -> list[tuple[Keys, object]]:
 def named(keys: Sequence[str | int], value: object) -> str:
     """The dotted path of a key, with its value where that is short."""
     path = ".".join(map(str, keys))
+    if path == "wandb":
+        return "wandb (numbers go to metrics.jsonl and TensorBoard, and to other trackers by a hook, docs/extend.md)"
     return path if isinstance(value, dict | list) else f"{path}: {value}"
 
 

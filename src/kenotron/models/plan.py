@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kenotron.config.errors import InputError, nearest
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -44,7 +46,7 @@ class Plan:
     experts: tuple[str, ...] = ()
 
     def check(self, model: nn.Module) -> None:
-        """Raise ValueError for a pattern that names no module of the complete `model`: its weights would be replicated.
+        """Raise InputError for a pattern that names no module of the complete `model`: its weights would be replicated.
 
         The same for a pattern of `kv` with modules that neither `column` nor `channels` splits.
         """
@@ -53,11 +55,12 @@ class Plan:
         for field, patterns in fields.items():
             for pattern in patterns:
                 if not matching(pattern, names):
-                    raise ValueError(f"plan.{field}: {pattern!r} matches no module of {type(model).__name__}")
+                    near = nearest(pattern, {re.sub(r"\.\d+", ".*", name) for name in names})
+                    raise InputError(f"plan.{field}: {pattern!r} matches no module of {type(model).__name__}{near}")
         split = {name for pattern in (*self.column, *self.channels) for name in matching(pattern, names)}
         for pattern in self.kv:
             if rest := set(matching(pattern, names)) - split:
-                raise ValueError(f"plan.kv: {pattern!r} names {min(rest)}, which plan.column does not split")
+                raise InputError(f"plan.kv: {pattern!r} names {min(rest)}, which plan.column does not split")
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:

@@ -101,6 +101,21 @@ def _build_custom(
     groups: list[dict[str, Any]], path: str, kwargs: dict[str, Any], padded: bool
 ) -> torch.optim.Optimizer:
     """The class at `path` over `groups`, checked so that no key is ignored and no state is lost."""
+    make, kwargs = _checked(path, kwargs, groups[0]["lr"])
+    _check_elementwise(make, path, groups, padded)
+    optimizer = _construct(make, path, groups, kwargs)
+    if "weight_decay" not in optimizer.defaults and any(group["weight_decay"] for group in groups):
+        raise InputError(f"optimizer.weight_decay: {path} does not support weight decay; expected 0")
+    return optimizer
+
+
+def check_optimizer(config: Optimizer) -> None:
+    """Raise `InputError` where the class behind a dotted ``optimizer_factory.name`` cannot train, or not as asked."""
+    factory: Any = config.optimizer_factory
+    _checked(factory.name, factory.kwargs, config.learning_rate_scheduler.learning_rate)
+
+
+def _checked(path: str, kwargs: dict[str, Any], rate: float) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     make = load_optimizer(path)
     valid = [name for name in inspect.signature(make).parameters if name not in OF_THE_CONFIG]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(make).parameters.values())
@@ -110,13 +125,9 @@ def _build_custom(
         if name not in valid and not takes_any:
             raise InputError(f"{FACTORY}.kwargs.{name}: {path} does not take it{nearest(name, valid)}")
     if "lr" in inspect.signature(make).parameters:
-        kwargs = {"lr": groups[0]["lr"], **kwargs}
-    _check_elementwise(make, path, groups, padded)
+        kwargs = {"lr": rate, **kwargs}
     _probe(make, path, kwargs)
-    optimizer = _construct(make, path, groups, kwargs)
-    if "weight_decay" not in optimizer.defaults and any(group["weight_decay"] for group in groups):
-        raise InputError(f"optimizer.weight_decay: {path} does not support weight decay; expected 0")
-    return optimizer
+    return make, kwargs
 
 
 def _check_elementwise(

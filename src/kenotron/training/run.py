@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+from kenotron.config.errors import InputError
 from kenotron.kernels.attention import attention
 from kenotron.parallel.collectives import any_rank
 from kenotron.parallel.ranks import gather
@@ -163,9 +164,13 @@ class Run:
         those of all ranks instead, and all of them have to make the call. A name that the line has already is an
         error when the line is written.
         """
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:  # of a text, a list, a tensor of several
+            raise InputError(f"record_metric: {name}: expected a number, found {value!r}") from error
         if not on_console:
             self.off_console.add(name)
-        self.recorded[name] = float(value) if reduce is None else REDUCTIONS[reduce](gather(float(value)))
+        self.recorded[name] = number if reduce is None else REDUCTIONS[reduce](gather(number))
 
 
 def fit(run: Run) -> None:

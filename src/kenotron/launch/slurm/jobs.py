@@ -65,7 +65,7 @@ def find(logs: Path, job: str | None) -> JobRecord:
     found = records(logs)
     fitting = [record for record in found if job in (None, record.id, record.name)]
     if not found:
-        raise InputError(f"{logs}: no job was submitted from here; --log-dir names another folder")
+        raise InputError(f"no job was submitted with logging.log_dir {logs}; --log-dir names another")
     if not fitting:
         names = sorted({name for record in found for name in (record.id, record.name)})
         raise InputError(f"no job {job!r} in {logs}{nearest(str(job), names)}")
