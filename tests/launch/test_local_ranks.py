@@ -164,8 +164,8 @@ def test_no_rank_starts_for_a_run_that_has_finished(
         started.clear()
     weights = next(tmp_path.glob("checkpoints/3/model/*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")  # then it is not finished
-    launch(tiny_config(tmp_path, *TWO))
-    assert started
+    with pytest.raises(InputError, match=r"no checkpoint in .* is intact"):
+        launch(tiny_config(tmp_path, *TWO))
 
 
 def test_an_error_in_the_config_is_reported_once_before_any_rank_starts(tmp_path: Path, nursery: Nursery) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kenotron.config import InputError, load
 from kenotron.config.errors import RunFailed, human_format
 from kenotron.training import Hook
-from kenotron.training.metrics import drop_later_steps
+from kenotron.training.metrics import drop_later_steps, tag_of
 from support.pages import files, read_page
 from support.tiny_run import metrics, text_overrides, tiny_config, train_and_listen, train_quietly
 
@@ -151,9 +151,11 @@ def test_tensorboard_reads_every_scalar_back(watched) -> None:
     events = EventAccumulator(str(Path(config.logging.log_dir) / "tiny" / "tensorboard"))
     events.Reload()
     steps = metrics(config)
-    assert set(events.Tags()["scalars"]) == {name for step in steps for name in step} - {"iteration"}
+    assert set(events.Tags()["scalars"]) == {tag_of(name) for step in steps for name in step} - {"train/iteration"}
+    assert {tag.split("/")[0] for tag in events.Tags()["scalars"]} == {"train", "val", "speed", "memory"}
+    assert {"train/lm_loss", "val/loss", "speed/tokens_per_sec"} < set(events.Tags()["scalars"])
     for name in ("lm_loss", "lr", "grad_norm", "consumed_tokens", "val_loss", "tokens_per_sec"):
-        found = [(event.step, event.value) for event in events.Scalars(name)]
+        found = [(event.step, event.value) for event in events.Scalars(tag_of(name))]
         expected = [(step["iteration"], step[name]) for step in steps if name in step]
         assert [step for step, _ in found] == [step for step, _ in expected], name
         assert [value for _, value in found] == pytest.approx([value for _, value in expected], rel=1e-6), name
@@ -403,7 +405,7 @@ def test_a_resumed_run_has_every_step_once_in_metrics_and_tensorboard(tmp_path: 
     assert [step["iteration"] for step in metrics(config)] == [1, 2, 3, 4, 5]
     events = EventAccumulator(str(tmp_path / "logs" / "tiny" / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Scalars("lm_loss")] == [1, 2, 3, 4, 5]
+    assert [event.step for event in events.Scalars("train/lm_loss")] == [1, 2, 3, 4, 5]
 
 
 class TakesTheName(Hook):

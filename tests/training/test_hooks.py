@@ -187,7 +187,7 @@ def test_a_recorded_metric_is_part_of_its_step_everywhere(tmp_path: Path) -> Non
     ] == [True] * 3
     curves = EventAccumulator(str(tmp_path / "logs" / "tiny" / "tensorboard"))
     curves.Reload()
-    points = [(point.step, point.value) for point in curves.Scalars("twice_the_loss")]
+    points = [(point.step, point.value) for point in curves.Scalars("train/twice_the_loss")]
     assert points == [(step["iteration"], pytest.approx(step["twice_the_loss"])) for step in metrics(config)]
 
 

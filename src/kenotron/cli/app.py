@@ -21,6 +21,7 @@ from kenotron.cli.compare import compare
 from kenotron.cli.doctor import doctor
 from kenotron.cli.generate import generate
 from kenotron.cli.init import init
+from kenotron.cli.plot import plot
 from kenotron.cli.replay import replay
 from kenotron.cli.slurm import cancel, logs, status, submit
 from kenotron.cli.train import train
@@ -95,6 +96,7 @@ def build_app() -> Callable[[list[str]], int]:
     app.command()(generate)
     app.command()(chat)
     app.command()(compare)
+    app.command()(plot)
     for command in (replay, doctor, submit, status, logs, cancel):
         app.command()(command)
     app.add_typer(config.app, name="config")

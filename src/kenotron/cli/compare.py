@@ -32,19 +32,34 @@ class Dtype(StrEnum):
 
 def compare(
     file: Annotated[Path, typer.Argument(help="The YAML file of the run.")],
-    overrides: Annotated[list[str], typer.Argument(help="The other layout, such as parallelism.tp=2.")],
+    overrides: Annotated[
+        list[str], typer.Argument(help="The other layout, such as parallelism.tp=2, or a YAML file with it.")
+    ],
     steps: Annotated[int, typer.Option(help="Steps to train on each layout.", min=1)] = 10,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Run both layouts in this dtype; float32 sees much smaller faults.")
     ] = None,
     picture: Annotated[str | None, typer.Option(help="Plot both runs to this PNG file (needs matplotlib).")] = None,
 ) -> None:
-    """Train a few steps on two layouts, and check that they agree up to rounding."""
+    """Train a few steps on two layouts, and check that they agree up to rounding.
+
+    Of two folders of runs (logs/a logs/b) print the keys and losses in which they differ instead.
+    """
     from kenotron.config import load
 
+    second = Path(overrides[0]) if "=" not in overrides[0] else None
+    if second is not None and (file.is_dir() or second.is_dir()):
+        from kenotron.cli.compare_runs import compare_runs
+
+        if len(overrides) > 1:
+            raise InputError(f"expected two folders of runs, found {counted(len(overrides) + 1, 'argument')}")
+        compare_runs(file, second)
+        return
     both = [] if dtype is None else [f"model.dtype={dtype}"]
     plain = load(file, both)
-    other = on_layout(file, plain, [*overrides, *both])
+    if second is not None and not second.exists():
+        raise no_such_path("expected an override key=value, or another config", second)
+    other = on_layout(second or file, plain, [*overrides[second is not None :], *both])
     _check(plain, other, steps, picture)
     from kenotron.interop import resolve_architecture
     from kenotron.launch import work_on_ranks
@@ -119,7 +134,10 @@ def _check(plain: Config, other: Config, steps: int, picture: str | None) -> Non
     difference = same_run_difference(to_dict(plain), other)
     if difference is not None:
         key, ours, theirs = difference
-        raise InputError(f"{key}: {ours!r} and {theirs!r} are different runs; expected overrides of the layout alone")
+        raise InputError(
+            f"{key}: {ours!r} and {theirs!r} are different runs; expected two layouts of "
+            "one run (`kenotron config diff` lists the keys; `kenotron compare logs/A logs/B` compares logged losses)"
+        )
     fewest = min(plain.tokens.train_steps, other.tokens.train_steps)
     if steps > fewest:
         raise InputError(f"--steps: expected at most tokens.train_steps {fewest}, found {steps}")

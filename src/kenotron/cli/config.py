@@ -170,8 +170,10 @@ def show(
 
 @app.command()
 def diff(a: File, b: File) -> None:
-    """Print every key whose value differs between two configs, including defaults."""
-    for path, old, new in differences(load(a, report=_say), load(b, report=_say)):
+    """Print every key whose value differs between two configs, including defaults; a run's folder has its own."""
+    from kenotron.cli.compare_runs import config_file
+
+    for path, old, new in differences(*(load(config_file(Path(each)), report=_say) for each in (a, b))):
         typer.echo(f"{path}: {old!r} -> {new!r}")
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
+SPEED = ("tokens_per_sec", "elapsed_time", "model_tflops", "hardware_tflops", "data_wait", "mfu", "matmul_share")
 MEMORY_STEPS = 4  # the first steps, and the one after a save, show memory and disk
 
 
@@ -246,9 +247,19 @@ class Metrics(Hook):
             self.writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=run.step)
             self.writer.add_text("project", run.config.general.project, run.step)
             self.writer.add_text("config", f"```yaml\n{dump(run.config)}\n```", run.step)
-        for name, value in raw.items():
-            if name != "iteration":
-                self.writer.add_scalar(name, float(value), run.step)
+        for name in sorted(raw.keys() - {"iteration"}, key=lambda name: name != "lm_loss"):
+            self.writer.add_scalar(tag_of(name), float(raw[name]), run.step)
+
+
+def tag_of(name: str) -> str:
+    """The TensorBoard tag of a metric, whose first part groups its curves: ``val_loss`` → ``val/loss``."""
+    if name.startswith("val_"):
+        return f"val/{name.removeprefix('val_')}"
+    if name.startswith(("cuda_", "cpu_", "hd_")):
+        return f"memory/{name}"
+    if name.startswith(SPEED):
+        return f"speed/{name}"
+    return name if "/" in name and not name.startswith("consumed_tokens/") else f"train/{name}"
 
 
 def _json_number(value: float) -> float | None:

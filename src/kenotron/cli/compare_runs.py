@@ -1,0 +1,41 @@
+"""`kenotron compare logs/a logs/b`: what two runs have logged, side by side, and the keys in which they differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kenotron.config.errors import InputError
+
+ROWS = 12  # steps of the table
+
+
+def compare_runs(a: Path, b: Path) -> None:
+    """Print how the configs of two runs' folders differ, and their losses at the steps that both have."""
+    from kenotron.cli.plot import read_metrics
+    from kenotron.config import diff, load
+
+    for path, old, new in diff(load(config_file(a)), load(config_file(b))):
+        print(f"{path}: {old!r} -> {new!r}")
+    ours, theirs = ({int(line["iteration"] or 0): line for line in read_metrics(run)} for run in (a, b))
+    both = sorted(ours.keys() & theirs.keys())
+    if not both:
+        raise InputError(f"{a} and {b} have no step in common")
+    names = [name for name in ("lm_loss", "val_loss") if any(name in ours[s] and name in theirs[s] for s in both)]
+    for name in names:
+        steps = [step for step in both if ours[step].get(name) is not None and theirs[step].get(name) is not None]
+        pairs = {step: (float(ours[step][name] or 0), float(theirs[step][name] or 0)) for step in steps}
+        apart = next((step for step in steps if pairs[step][0] != pairs[step][1]), None)
+        print(f"{name}: " + ("equal at every step" if apart is None else f"equal until step {apart}"))
+        shown = steps[:: max(1, len(steps) // ROWS)]
+        for step in dict.fromkeys([*shown, *steps[-1:]]):
+            x, y = pairs[step]
+            print(f"  step {step}: {x:.6g}  {y:.6g}  difference {y - x:+.3g}")
+
+
+def config_file(path: Path) -> Path:
+    """A config, or that of a run's or checkpoint's folder. Raises InputError for a folder without one."""
+    if not path.is_dir():
+        return path
+    if not (path / "config.yaml").exists():
+        raise InputError(f"{path}: expected a config, or the folder of a run or checkpoint, with config.yaml")
+    return path / "config.yaml"
