@@ -109,6 +109,19 @@ def test_the_data_source_in_cpp_runs_by_its_readme(examples: Path, nursery: Nurs
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_the_model_of_the_chat_example_answers_as_its_readme_shows(examples: Path, nursery: Nursery) -> None:
+    folder = examples / "chat"
+    for done in run_readme(folder, examples.parent, nursery):  # the last one's standard input is empty
+        assert done.code == 0, done.stderr
+    shown = re.findall(r"```text\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)[0].splitlines()
+    command = [sys.executable, "-m", "kenotron", "chat", "checkpoints/chat/150"]
+    said = subprocess.run(
+        command, input="\n".join(shown[::2]), cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
+    assert said.splitlines() == shown[1::2]
+
+
 def test_the_nanosets_run_by_their_readme(examples: Path, nursery: Nursery) -> None:
     readme = examples / "nanosets" / "README.md"
     made, trained, which = run_readme(examples / "nanosets", examples.parent, nursery)

@@ -205,7 +205,8 @@ def _advise(
 
     Raises InputError: the run in the same folder has another global batch.
     """
-    from kenotron.config.warnings import amount, changed_batch, warnings_of
+    from kenotron.cli.changed_batch import changed_batch
+    from kenotron.config.warnings import amount, warnings_of
     from kenotron.launch.slurm.sites import GENERIC
 
     if config.checkpoint_folder.is_dir():

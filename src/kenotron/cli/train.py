@@ -23,8 +23,8 @@ def train(
     nanotron: Annotated[bool, typer.Option("--nanotron", hidden=True)] = False,
 ) -> None:
     """Train a config, with as many local processes as its layout needs. Resumes from the newest complete checkpoint."""
+    from kenotron.cli.changed_batch import changed_batch
     from kenotron.config import load, refuse_unsupported
-    from kenotron.config.warnings import changed_batch
     from kenotron.launch import check_processes, launch
 
     with said_once():

@@ -6,14 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 from kenotron.config.config import Config
 from kenotron.config.decoder import AttentionArchitecture
-from kenotron.config.errors import InputError, human_format
-from kenotron.config.loading import load
-from kenotron.config.runs import same_batch_overrides
+from kenotron.config.errors import human_format
 
 HIGHEST_LEARNING_RATE = 1.0  # runs use 1e-5 to 5e-2
 
@@ -41,28 +38,6 @@ def amount(config: Config) -> str:
     most = "at most " if grow or len(set(config.sequence_lengths.values())) > 1 else ""
     a_step = human_format(batch * max(config.sequence_lengths.values()))
     return f"{most}{a_step} tokens a step, {'at most ' if grow else ''}{human_format(total)} in all"
-
-
-def changed_batch(file: str | Path, config: Config, overrides: Sequence[str]) -> Iterator[str]:
-    """A line where `overrides` of the layout have changed the global batch that `file` has.
-
-    Every replica has its own micro-batches, so that 32 times as many train on 32 times as many tokens a step.
-    """
-    dp = [text for text in overrides if text.startswith("parallelism")]
-    if not dp or any(text.startswith("tokens") for text in overrides):
-        return
-    try:
-        before = load(file, report=lambda line: None)
-    except InputError:  # it is valid with the overrides alone
-        return
-    old, new = before.global_batch_size, config.global_batch_size
-    if old == new:
-        return
-    try:
-        keep = f"; to keep it, add {' '.join(same_batch_overrides(before, config.parallelism.dp))}"
-    except InputError:
-        keep = ""
-    yield f"{' '.join(dp)}: the global batch is now {new} sequences and not {old}, {amount(config)}{keep}"
 
 
 def _random_tokens(config: Config) -> Iterator[str]:

@@ -1,0 +1,33 @@
+"""What overrides of the layout do to the global batch of a YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kenotron.config import Config, load
+from kenotron.config.errors import InputError
+from kenotron.config.runs import same_batch_overrides
+from kenotron.config.warnings import amount
+
+
+def changed_batch(file: str | Path, config: Config, overrides: Sequence[str]) -> Iterator[str]:
+    """A line where `overrides` of the layout have changed the global batch that `file` has.
+
+    Every replica has its own micro-batches, so that 32 times as many train on 32 times as many tokens a step.
+    """
+    dp = [text for text in overrides if text.startswith("parallelism")]
+    if not dp or any(text.startswith("tokens") for text in overrides):
+        return
+    try:
+        before = load(file, report=lambda line: None)
+    except InputError:  # it is valid with the overrides alone
+        return
+    old, new = before.global_batch_size, config.global_batch_size
+    if old == new:
+        return
+    try:
+        keep = f"; to keep it, add {' '.join(same_batch_overrides(before, config.parallelism.dp))}"
+    except InputError:
+        keep = ""
+    yield f"{' '.join(dp)}: the global batch is now {new} sequences and not {old}, {amount(config)}{keep}"
