@@ -230,12 +230,12 @@ def test_what_is_valid_but_hardly_meant_is_a_warning(overrides: list[str], line:
     assert code == 0
     assert ": valid: " in stdout
     assert stderr.startswith(f"warning: {line}")
-    assert stderr.count("\n") == 1
+    assert len([each for each in stderr.splitlines() if "random tokens" not in each]) == 1
 
 
 def test_a_run_logs_the_same_warnings(tmp_path: Path) -> None:
     _, said = train_and_listen(tiny_config(tmp_path, f"{LR}.learning_rate=1.5", "tokens.train_steps=1"))
-    assert said.count("warning: ") == 2
+    assert said.count("warning: ") == 3  # the third is of random tokens
     assert "learning_rate is 1.5: training is likely to diverge" in said
     assert "the learning rate ends at 0.75 and never reaches 1.5" in said
 

@@ -361,3 +361,9 @@ def test_whatever_is_wrong_somewhere_ends_in_a_clear_error_or_a_config(config: C
     except InputError as error:
         said = str(error)
     assert all(line.strip() for line in said.split("\n"))
+
+
+def test_a_module_that_is_not_found_is_reported_with_where_it_was_looked_for(minimal: dict[str, Any]) -> None:
+    """As the family of a checkpoint whose code is in another folder."""
+    said = message(minimal, ("model.model_config={family: nowhere.Own}",))
+    assert "looked beside the YAML, in the current folder and in PYTHONPATH" in said

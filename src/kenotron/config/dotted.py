@@ -30,7 +30,9 @@ def import_dotted(path: str, key: str) -> Any:
     try:
         module = _import_module(module_name)
     except (ImportError, SyntaxError) as error:
-        raise InputError(f"{key}: cannot import '{module_name}' of '{path}': {error}") from error
+        absent = isinstance(error, ModuleNotFoundError) and module_name.startswith(f"{error.name}")
+        looked = "; looked beside the YAML, in the current folder and in PYTHONPATH: add its own" if absent else ""
+        raise InputError(f"{key}: cannot import '{module_name}' of '{path}': {error}{looked}") from error
     if not hasattr(module, name):
         raise InputError(f"{key}: module '{module_name}' has no '{name}'{nearest(name, dir(module))}")
     return getattr(module, name)
