@@ -157,6 +157,14 @@ MUTANTS = [
         tests=("data/test_ramps.py",),
     ),
     Mutant(
+        name="tools-do-not-reach-the-chat-template",
+        file="text/sft.py",
+        find="special_tokens(tokenizer) | (given or {})",
+        replace="special_tokens(tokenizer)",
+        why="rows of tool use train on a text without their tools, in silence",
+        tests=("text/test_sft.py",),
+    ),
+    Mutant(
         name="a-stream-resumes-without-its-buffer",
         file="data/sources/reader_shards.py",
         find="self._drawn, self._buffer = position.state.drawn, list(position.state.buffer)",

@@ -135,7 +135,8 @@ def test_a_template_file_is_read_and_an_end_is_added_where_none_is(tmp_path: Pat
         (None, CHAT, r"here: messages need a tokenizer with a chat template, and this one \(.*\) has none"),
         (PLAIN, [], r"here: expected messages as a list of \{role, content\}, found \[\]"),
         (PLAIN, "hello", r"expected messages as a list"),
-        (PLAIN, [{"role": "user"}], r"here: the chat template refuses these messages: .*content"),
+        (PLAIN, [{"role": "user"}], r"here, message 1: a message with neither content nor tool_calls"),
+        ("{{ raise_exception('no') }}", CHAT, r"here: the chat template refuses these messages: no"),
         ("{{ messages | length }}", CHAT, r"does not write message 3 after its generation prompt; mark the answers"),
     ],
 )
@@ -305,3 +306,105 @@ def test_workers_make_the_same_tokens(tmp_path: Path) -> None:
             assert windows is not None
             assert windows[:, 1:].ravel().tolist() == sides[-1][2][1 : 1 + windows[:, 1:].size]
     assert sides[0] == sides[1]
+
+
+# ---- what a row has besides its messages -------------------------------------------------------------------
+
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {}}}
+WITH_TOOLS = (
+    "{% if tools %}<tools>{% for f in tools %}{{ f.function.name }}{% endfor %}</tools>{% endif %}"
+    "{% for d in documents or [] %}<doc>{{ d.title }}</doc>{% endfor %}{% if thinking %}<think>{% endif %}" + PLAIN
+)
+TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+
+
+def rows_of(folder: Path, rows: list[dict[str, Any]], tokenizer: TextTokenizer) -> list[str]:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def opened(hook: RowHook) -> DocumentSource:
+        return FileDocuments("rows", [file], hook=hook)
+
+    texts = SftDocuments(opened, Columns(), None, tokenizer)
+    return [Example.from_json(chunk.text).text for chunk in texts.documents()]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tools": [TOOL]},
+        {"tools": json.dumps([TOOL])},
+        {"tools": [json.dumps(TOOL)]},
+        {"tools": None},
+        {"tools": []},
+        {"documents": [{"title": "a", "text": "b"}]},
+        {"chat_template_kwargs": {"thinking": True}},
+        {"tools": [TOOL], "chat_template_kwargs": json.dumps({"thinking": True}), "source": "x", "system": ""},
+    ],
+)
+def test_columns_that_a_template_reads_reach_it_as_in_transformers(tmp_path: Path, given: dict[str, Any]) -> None:
+    from transformers import AutoTokenizer
+
+    folder = write_tokenizer(tmp_path / "t", WITH_TOOLS)
+    options = given.get("chat_template_kwargs") or {}
+    options = json.loads(options) if isinstance(options, str) else options
+    tools = [TOOL] if given.get("tools") else None
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        TURNS, tools=tools, documents=given.get("documents"), tokenize=False, **options
+    )
+    assert rows_of(tmp_path, [{"messages": TURNS} | given], load_tokenizer(folder)) == [expected]
+    assert any(mark in expected for mark in ("<tools>", "<doc>", "<think>")) == any(given.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ({"tools": "get_weather"}, "row 1: expected tools as a list of objects, found get_weather"),
+        ({"tools": {"name": "x"}}, "expected tools as a list of objects"),
+        ({"documents": ["text"]}, "expected documents as a list of objects"),
+        ({"chat_template_kwargs": [1]}, "expected chat_template_kwargs as an object"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs: messages is set by the training"),
+        ({"thinking": True}, "the chat template reads 'thinking', which is a column of the row"),
+        ({"system": "Be brief."}, "'system' is not read beside 'messages': write it as the first of the messages"),
+        ({"chat_template": "{{ 1 }}"}, "'chat_template' is not read beside 'messages': the tokenizer's is used"),
+        ({"functions": [TOOL]}, "'functions' is not read beside 'messages': name it tools"),
+    ],
+)
+def test_a_column_that_would_be_ignored_is_refused(tmp_path: Path, given: dict[str, Any], line: str) -> None:
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "t", WITH_TOOLS))
+    with pytest.raises(InputError) as caught:
+        rows_of(tmp_path, [{"messages": TURNS} | given], tokenizer)
+    assert line in str(caught.value)
+
+
+def test_a_system_column_beside_a_prompt_is_refused(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    with pytest.raises(InputError, match="'system' is not read beside 'prompt'"):
+        rows_of(tmp_path, [{"prompt": "a", "completion": "b", "system": "c"}], tokenizer)
+
+
+def test_content_in_parts_of_text_is_their_text(tokenizer: TextTokenizer) -> None:
+    parts = [{"type": "text", "text": "y"}, {"type": "text", "text": "o"}]
+    assert chat_segments([TURNS[0], {"role": "assistant", "content": parts}], tokenizer, "here") == chat_segments(
+        TURNS, tokenizer, "here"
+    )
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ({"content": [{"type": "image", "url": "x"}]}, "message 2: expected content as text or parts"),
+        ({"content": ["yo"]}, "expected content as text or parts"),
+        ({"content": {"text": "yo"}}, "expected content as text, found dict"),
+        ({"content": 3}, "expected content as text, found int"),
+        ({}, "message 2: a message with neither content nor tool_calls"),
+        ({"content": None}, "a message with neither content nor tool_calls"),
+        ({"content": "yo", "weight": 0}, "weight = 0 is not supported"),
+        ({"content": "yo", "train": False}, "train = False is not supported"),
+    ],
+)
+def test_a_message_that_would_train_on_something_else_is_refused(
+    tokenizer: TextTokenizer, message: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        chat_segments([TURNS[0], {"role": "assistant"} | message], tokenizer, "here")
+    assert line in str(caught.value)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 from kenotron.config.errors import InputError
@@ -36,8 +37,24 @@ def special_tokens(tokenizer: TextTokenizer) -> dict[str, str]:
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
+@lru_cache
+def template_variables(template: str) -> frozenset[str]:
+    """Names that a chat template reads and does not set itself. Nothing of one that jinja cannot parse, which is
+    reported when it renders.
+    """
+    import jinja2
+    from jinja2 import meta
+
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    try:
+        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+        return frozenset(meta.find_undeclared_variables(environment.parse(plain)))
+    except jinja2.TemplateError:
+        return frozenset()
+
+
 def render_chat(
-    template: str, special: dict[str, str], where: str, messages: list[Any], prompt: bool = False, mask: bool = False
+    template: str, variables: dict[str, Any], where: str, messages: list[Any], prompt: bool = False, mask: bool = False
 ) -> tuple[str, Any]:
     """The text of a conversation; with `prompt` up to where an answer begins, with `mask` also its answers' ranges."""
     import jinja2
@@ -50,7 +67,7 @@ def render_chat(
             chat_template=template,
             return_assistant_tokens_mask=mask,
             add_generation_prompt=prompt,
-            **special,
+            **variables,
         )
     except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
         raise InputError(f"{where}: the chat template refuses these messages: {error}") from None

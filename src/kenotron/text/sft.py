@@ -28,14 +28,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError, nearest
-from kenotron.text.chat import chat_template, render_chat, special_tokens
+from kenotron.text.chat import chat_template, render_chat, special_tokens, template_variables
 from kenotron.text.documents import ByteRange, DocumentChunk, DocumentSource, RowHook
 from kenotron.text.tokenizer import TextTokenizer, encoding_errors
 
 if TYPE_CHECKING:
     import tokenizers
 
-FORMAT = 1
+FORMAT = 2
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -143,7 +143,8 @@ class SftDocuments:
     def _of_row(self, row: dict[str, Any], where: str) -> Example:
         columns = self.columns
         if row.get(columns.messages) is not None:
-            return Example(chat_segments(row[columns.messages], self.tokenizer, where), special=False)
+            given = template_inputs(row, columns, self.tokenizer, where)
+            return Example(chat_segments(row[columns.messages], self.tokenizer, where, given), special=False)
         answered = row.get(columns.completion, "") is not None  # null, as tables have it: no answer, as ""
         for column in (columns.prompt, columns.completion)[: 1 + answered]:
             if not isinstance(row.get(column), str):
@@ -154,22 +155,98 @@ class SftDocuments:
                     f"{where}: expected text in the columns '{columns.prompt}' and '{columns.completion}', or a list "
                     f"'{columns.messages}'; for '{column}' found {found}"
                 )
+        if row.get("system"):
+            raise InputError(f"{where}: 'system' is not read beside '{columns.prompt}': {AS_MESSAGE}")
         return Example([(row[columns.prompt], False), (row[columns.completion] or "", True)], special=True)
 
 
 # ---- chats -------------------------------------------------------------------------------------------------
 
 
-def chat_segments(messages: object, tokenizer: TextTokenizer | None, where: str) -> list[tuple[str, bool]]:
-    """The text of a conversation in the tokenizer's chat template, in segments, each with whether it is in the loss."""
+AS_MESSAGE = "write it as the first of the messages, with the role system"
+
+
+def template_inputs(
+    row: dict[str, Any], columns: Columns, tokenizer: TextTokenizer | None, where: str
+) -> dict[str, Any]:
+    """What a row gives its chat template besides the messages: `tools`, `documents`, and every key of
+    `chat_template_kwargs`, each also as the text of its JSON.
+
+    Raises InputError: one that holds something else; another column that the template would read.
+    """
+    given = {name: _from_json(row[name]) for name in ("tools", "documents") if row.get(name) is not None}
+    for name, value in given.items():
+        items = [_from_json(item) for item in value] if isinstance(value, list) else [None]
+        if not all(isinstance(item, dict) for item in items):
+            raise InputError(f"{where}: expected {name} as a list of objects, found {str(row[name])[:60]}")
+        given[name] = items
+    options = _from_json(row.get("chat_template_kwargs"))
+    if options is not None and not isinstance(options, dict):
+        raise InputError(f"{where}: expected chat_template_kwargs as an object, found {str(options)[:60]}")
+    given |= {name: value for name, value in (options or {}).items() if value is not None}
+    if fixed := given.keys() & {"messages", "add_generation_prompt", "continue_final_message", "chat_template"}:
+        raise InputError(f"{where}: chat_template_kwargs: {min(fixed)} is set by the training, not by a row")
+    read = template_variables(template) if tokenizer and (template := chat_template(tokenizer)) else frozenset()
+    known = {columns.messages, columns.prompt, columns.completion, "messages", "tools", "documents"}
+    for name in sorted(row.keys() - known - given.keys()):
+        if row[name] and name in ("system", "chat_template", "functions"):
+            how = {"system": AS_MESSAGE, "functions": "name it tools"}.get(name, "the tokenizer's is used")
+            raise InputError(f"{where}: '{name}' is not read beside '{columns.messages}': {how}")
+        if row[name] is not None and name in read:
+            raise InputError(
+                f"{where}: the chat template reads '{name}', which is a column of the row: put it into "
+                "chat_template_kwargs to pass it on, or rename it"
+            )
+    return given
+
+
+def _from_json(value: object) -> Any:
+    """The value, read as JSON if it is a text; the text itself if it is none."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _checked_message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """A message without its nulls, its content one text.
+
+    Raises InputError: no content and no tool calls; content other than text; a weight other than 1, which would be
+    ignored.
+    """
+    kept = {key: value for key, value in message.items() if value is not None}
+    content = kept.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
+            raise InputError(
+                f"{where}: expected content as text or parts {{type: text, text}}, found {str(content)[:80]}"
+            )
+        kept["content"] = "".join(part["text"] for part in content)
+    elif content is not None and not isinstance(content, str):
+        raise InputError(f"{where}: expected content as text, found {type(content).__name__} {str(content)[:60]}")
+    elif content is None and not (kept.get("tool_calls") or kept.get("function_call")):
+        raise InputError(f"{where}: a message with neither content nor tool_calls")
+    for key in ("weight", "train"):
+        if kept.get(key, 1) != 1:
+            raise InputError(f"{where}: {key} = {kept[key]!r} is not supported: every answer is in the loss")
+    return kept
+
+
+def chat_segments(
+    messages: object, tokenizer: TextTokenizer | None, where: str, given: dict[str, Any] | None = None
+) -> list[tuple[str, bool]]:
+    """The text of a conversation in the tokenizer's chat template, in segments, each with whether it is in the loss.
+
+    `given` are more variables of the template (`template_inputs`).
+    """
     template = chat_template(tokenizer) if tokenizer else None
     if tokenizer is None or template is None:
         name = tokenizer.name if tokenizer else "none"
         raise InputError(f"{where}: messages need a tokenizer with a chat template, and this one ({name}) has none")
     if not (isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)):
         raise InputError(f"{where}: expected messages as a list of {{role, content}}, found {str(messages)[:60]}")
-    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    render = partial(render_chat, template, special_tokens(tokenizer), where)
+    messages = [_checked_message(message, f"{where}, message {n}") for n, message in enumerate(messages, start=1)]
+    render = partial(render_chat, template, special_tokens(tokenizer) | (given or {}), where)
     if GENERATION.search(template):
         text, answers = render(messages, mask=True)
     else:
