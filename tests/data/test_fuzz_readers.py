@@ -197,7 +197,9 @@ def test_a_manifest_without_what_it_is_read_for(tmp_path: Path, content: str) ->
 
 FACTS = {"reader_shards": 1}
 STATE = to_bytes(
-    ShardPosition(ShardState(0, 1, 2, 3, 4, (("a", "b"), ("c",)), np.arange(9, dtype=np.uint32), np.array([4, 9])), 1),
+    ShardPosition(
+        ShardState(0, ((1, 2),), 0, 3, 4, (("a", "b"), ("c",)), np.arange(9, dtype=np.uint32), np.array([4, 9])), 1
+    ),
     FACTS,
 )
 

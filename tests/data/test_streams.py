@@ -11,6 +11,7 @@ import shutil
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from kenotron.config import Config, InputError
 from kenotron.data import RunData, TokenBatch, open_run
 from kenotron.data.cache import open_tokens
 from kenotron.data.sources import stream as stream_module
-from kenotron.data.sources.reader_shards import ReaderShard, ShardRules, epoch_order, from_bytes, to_bytes
+from kenotron.data.sources.reader_shards import ShardRules, StreamReader, epoch_order, from_bytes, to_bytes
 from kenotron.data.sources.stream import DocumentEncoder, Stream
 from kenotron.kernels.hashing import derive_key, hash64
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
@@ -92,9 +93,9 @@ def stream_of(texts: Any, tokenizer: TextTokenizer, buffer: int = 10, shards: in
     return Stream(texts, tokenizer, rules, shuffle_buffer=buffer, shards=shards, **settings | changes)
 
 
-def epoch_of(stream: Stream, shard: int = 0, epoch: int = 0) -> tuple[np.ndarray, list[list[int]]]:
-    """The tokens that a shard draws in one epoch, by its own blocks, and its documents."""
-    one = ReaderShard(stream.rules, shard)
+def epoch_of(stream: Stream, epoch: int = 0) -> tuple[np.ndarray, list[list[int]]]:
+    """The tokens that are drawn in one epoch, and the documents."""
+    one = StreamReader(stream.rules)
     documents: list[list[int]] = []
     while True:
         text = one._draw()
@@ -123,8 +124,7 @@ def test_an_epoch_is_the_documents_of_the_cached_mode(
     expected = Counter(map(tuple, documents_in(cached.train.tokens, cached.train.ends)))
     stream = stream_of(texts_of(folder), tokenizer, buffer, shards, max_tokens=max_tokens)
     for epoch in (0, 1):
-        found = [document for shard in range(shards) for document in epoch_of(stream, shard, epoch)[1]]
-        assert Counter(map(tuple, found)) == expected
+        assert Counter(map(tuple, epoch_of(stream, epoch)[1])) == expected
 
 
 def test_a_buffer_of_one_is_the_files_in_their_order_token_for_token(folder: Path, tokenizer: TextTokenizer) -> None:
@@ -169,13 +169,18 @@ def shard_rules(texts: Any, buffer: int, shards: int, length: int = 3) -> ShardR
     return ShardRules(texts, encode, length, 3, buffer, shards, threshold_of_fraction(FRACTION), False)
 
 
-def naive_tokens(rules: ShardRules, shard: int, epochs: int) -> list[int]:
+def naive_tokens(rules: ShardRules, epochs: int) -> list[int]:
     """The same by a plain loop over whole lists."""
     tokens: list[int] = []
     for epoch in range(epochs):
-        order = epoch_order(rules, epoch)[shard :: rules.shards]
-        waiting = [t for p in order for t in rules.texts.lists[p] if not is_held_out(t, rules.held_out)]  # type: ignore
-        key, buffer, drawn = derive_key("shuffle buffer", rules.seed, shard, epoch), [], 0
+        order = epoch_order(rules, epoch)
+        lists = rules.texts.lists  # type: ignore[attr-defined]
+        of_shards = [
+            [t for p in order[shard :: rules.shards] for t in lists[p] if not is_held_out(t, rules.held_out)]
+            for shard in range(rules.shards)
+        ]
+        waiting = [t for turn in zip_longest(*of_shards) for t in turn if t is not None]
+        key, buffer, drawn = derive_key("shuffle buffer", rules.seed, 0, epoch), [], 0
         while waiting or buffer:
             while waiting and len(buffer) < rules.shuffle_buffer:
                 buffer.append(waiting.pop(0))
@@ -189,42 +194,78 @@ def naive_tokens(rules: ShardRules, shard: int, epochs: int) -> list[int]:
 documents = st.lists(st.text("abcdefgh", min_size=0, max_size=9), min_size=4, max_size=30)
 
 
-def test_an_epoch_in_which_a_shard_has_no_document_is_passed_over() -> None:
-    """The empty text is held out here; which shard reads the part of nothing else varies with the epoch."""
-    rules = shard_rules(ListTexts([["", "", "a", "a"], ["", "", "", ""]]), 2, 2)
-    assert is_held_out("", rules.held_out)
-    number = next(each for each in range(2) if naive_tokens(rules, each, 1))
-    epochs = [len(naive_tokens(rules, number, count)) for count in range(1, 9)]
-    assert len(set(epochs)) < len(epochs)  # some give nothing
-    expected, shard = naive_tokens(rules, number, 8), ReaderShard(rules, number)
-    for window in range((len(expected) - 1) // 3):
-        assert shard.next()[0].tolist() == expected[window * 3 : window * 3 + 4]
+@given(
+    st.lists(st.lists(st.integers(0, 5), max_size=30), min_size=1, max_size=6),
+    st.integers(1, 12),
+    st.integers(1, 9),
+    st.data(),
+)
+def test_every_document_is_read_once_before_one_is_read_again(
+    sizes: list[list[int]], buffer: int, length: int, data: st.DataObject
+) -> None:
+    """For files of any sizes, on any number of shards; a document is one character, several times."""
+    code = count(0x4E00)
+    texts = ListTexts([[chr(next(code)) * (size + 1) for size in file] for file in sizes])
+    rules = shard_rules(texts, buffer, data.draw(st.integers(1, len(sizes))), length)
+    kept = {t[0]: len(t) for file in texts.lists for t in file if not is_held_out(t, rules.held_out)}
+    reader = StreamReader(rules)
+    if not kept:
+        with pytest.raises(InputError, match="no document to train on"):
+            reader.next()
+        return
+    tokens: list[int] = []
+    while len(tokens) < 3 * sum(size + 1 for size in kept.values()):
+        tokens += reader.next()[0][:-1].tolist()
+    documents = "".join(map(chr, tokens)).split(chr(0))[:-1]  # the last one may be cut
+    for first in range(0, 3 * len(kept), len(kept)):
+        epoch = documents[first : first + len(kept)]
+        assert len({text[0] for text in epoch}) == len(epoch)
+        assert all(len(text) == kept[text[0]] for text in epoch)
+
+
+def test_a_state_of_an_older_version_goes_on_or_is_refused() -> None:
+    """Its format had one place; with several reader shards, epochs of its own for each."""
+    rules = shard_rules(ListTexts([["ab", "cde", "f"] * 9, ["ghi"] * 7]), 4, 1)
+    reader = StreamReader(rules)
+    for _ in range(5):
+        reader.skip()
+
+    def older(shards: int) -> bytes:
+        saved = json.loads(gzip.decompress(to_bytes(reader.position, {"reader_shards": shards})))
+        state = saved["state"]
+        ((index, place),) = state.pop("places")
+        state |= {"turn": index, "place": place, "given": state.pop("emitted")}
+        return gzip.compress(json.dumps(saved | {"format": 1, "shard": 0}).encode())
+
+    again = StreamReader(rules, from_bytes(older(1), {"reader_shards": 1}, "here"))
+    assert [again.next()[0].tolist() for _ in range(9)] == [reader.next()[0].tolist() for _ in range(9)]
+    with pytest.raises(InputError, match="here: an older version wrote it, whose reader shards had epochs of their"):
+        from_bytes(older(2), {"reader_shards": 2}, "here")
 
 
 @given(st.lists(documents, min_size=1, max_size=4), st.integers(1, 12), st.data())
-def test_a_shard_against_a_plain_loop_and_put_down_anywhere(
+def test_a_reader_against_a_plain_loop_and_put_down_anywhere(
     parts: list[list[str]], buffer: int, data: st.DataObject
 ) -> None:
     block = data.draw(st.sampled_from([1, 30, 1000]))
     shards = data.draw(st.integers(1, len(parts)))
     rules = shard_rules(ListTexts(parts), buffer, shards)
-    number = data.draw(st.integers(0, shards - 1))
-    expected = naive_tokens(rules, number, 3)
-    if not naive_tokens(rules, number, 1):
-        with pytest.raises(InputError, match="has no document to train on"):
-            ReaderShard(rules, number).next()
+    expected = naive_tokens(rules, 3)
+    if not expected:
+        with pytest.raises(InputError, match="no document to train on"):
+            StreamReader(rules).next()
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kenotron.data.sources.reader_shards.BLOCK_CHARACTERS", block)
-        check_windows(rules, number, expected, data)
+        check_windows(rules, expected, data)
 
 
-def check_windows(rules: ShardRules, number: int, expected: list[int], data: st.DataObject) -> None:
-    count = min((len(expected) - 1) // 3, 40)
-    shard, put_down = ReaderShard(rules, number), data.draw(st.sets(st.integers(0, max(count - 1, 0))))
-    for window in range(count):
+def check_windows(rules: ShardRules, expected: list[int], data: st.DataObject) -> None:
+    windows = min((len(expected) - 1) // 3, 40)
+    shard, put_down = StreamReader(rules), data.draw(st.sets(st.integers(0, max(windows - 1, 0))))
+    for window in range(windows):
         if window in put_down:
-            shard = ReaderShard(rules, number, from_bytes(to_bytes(shard.position, {"a": 1}), {"a": 1}, "here"))
+            shard = StreamReader(rules, from_bytes(to_bytes(shard.position, {"a": 1}), {"a": 1}, "here"))
         assert shard.next()[0].tolist() == expected[window * 3 : window * 3 + 4]
         assert shard.position.emitted == window + 1
 
@@ -235,8 +276,8 @@ def test_the_buffer_shuffles_within_its_size_and_anew_in_every_epoch() -> None:
     rules = shard_rules(texts, 100, 1)
     orders = []
     for epoch in range(2):
-        tokens = naive_tokens(rules, 0, epoch + 1)
-        own = tokens if epoch == 0 else tokens[len(naive_tokens(rules, 0, epoch)) :]
+        tokens = naive_tokens(rules, epoch + 1)
+        own = tokens if epoch == 0 else tokens[len(naive_tokens(rules, epoch)) :]
         orders.append([token for token in own if token])
     kept = [ord(text) for text in texts.lists[0] if not is_held_out(text, rules.held_out)]
     assert sorted(orders[0]) == sorted(orders[1]) == kept
@@ -293,29 +334,14 @@ def test_samples_do_not_depend_on_ranks_and_resume_anywhere_on_another_layout(
                 assert found.items() <= whole.items()
                 for name, state in saved(data, resume).items():
                     assert states.setdefault(name, state) == state
-        assert len(states) == min(shards, 4 * resume)
+        assert states.keys() == {"stream-0-shard-0.json.gz"}
         for ranks in (1, 2):
             again: dict[int, Any] = {}
             for rank in range(ranks):
                 with open_run(config, resume + 1, report=quiet) as data:
-                    data.streams.restore(resume, states.get, rank, ranks)
+                    data.streams.restore(resume, states.get)
                     again |= by_sample(steps_of(data, range(resume + 1, 13), rank, ranks))
             assert again == {sample: found for sample, found in whole.items() if sample >= 4 * resume}
-
-
-def test_aligned_shards_are_read_by_one_rank_each(config_of: Callable[..., Config]) -> None:
-    config = config_of(shards=4)
-    said: list[str] = []
-    for rank, own in ((0, {0, 1}), (1, {2, 3})):
-        with open_run(config, report=said.append) as data, data.loader(1, 4, rank, 2) as loader:
-            list(loader)
-            names = data.streams.states(3)
-            assert names.keys() == {f"stream-0-shard-{shard}.json.gz" for shard in own}
-    assert not any("several ranks" in line for line in said)
-    with open_run(config_of(shards=1), report=said.append) as data, data.loader(1, 4, 0, 2) as loader:
-        list(loader)
-    (line,) = [line for line in said if "several ranks" in line]
-    assert "with data_stages.0.data.dataset.streaming.reader_shards = 4" in line
 
 
 def test_going_back_reads_again_what_was_read(config_of: Callable[..., Config]) -> None:
@@ -340,9 +366,9 @@ def test_mixtures_and_stages_go_on_with_the_same_stream(folder: Path, tmp_path: 
         with open_run(config, report=quiet) as data:
             steps_of(data, range(1, resume + 1))
             states = saved(data, resume)
-        assert len(states) == (3 if resume < 7 else 2)
+        assert len(states) == (2 if resume < 7 else 1)
         with open_run(config, resume + 1, report=quiet) as data:
-            data.streams.restore(resume, states.get, 0, 1)
+            data.streams.restore(resume, states.get)
             assert by_sample(steps_of(data, range(resume + 1, 13))).items() <= whole.items()
 
 
@@ -360,13 +386,13 @@ def test_a_stream_goes_on_behind_a_stage_that_reads_others(
         with open_run(config, report=quiet) as data:
             steps_of(data, range(1, resume + 3))
             states = saved(data, resume)
-        assert len(states) == 3
+        assert len(states) == 2
         with open_run(config, resume + 1, report=quiet) as data:  # and put down once more before it is read
-            data.streams.restore(resume, states.get, 0, 1)
+            data.streams.restore(resume, states.get)
             assert by_sample(steps_of(data, range(resume + 1, 13))).items() <= whole.items()
             states = saved(data, 12)
         with open_run(config, 13, report=quiet) as data:
-            data.streams.restore(12, states.get, 0, 1)
+            data.streams.restore(12, states.get)
             assert by_sample(steps_of(data, range(13, 17))).items() <= whole.items()
 
 
@@ -432,13 +458,12 @@ def test_states_of_other_streams_are_refused(folder: Path, config_of: Callable[.
 
     def refused(config: Config, match: str, states: dict[str, bytes] = states, step: int = 2) -> None:
         with open_run(config, step + 1, report=quiet) as data, pytest.raises(InputError, match=match):
-            data.streams.restore(step, states.get, 0, 1)
+            data.streams.restore(step, states.get)
 
     refused(config, r"^data/stream-0-shard-0\.json\.gz: missing in the checkpoint of step 2", {})
-    refused(config, "expected a reader shard after 6 samples, found 4", step=3)
+    refused(config, "expected a stream after 12 samples, found 8", step=3)
     refused(config_of(shards=2, buffer=11), "shuffle_buffer is 10 there and 11 in this run")
-    swapped = dict(zip(states, reversed(states.values())))
-    refused(config, "shard is 1 there and 0 in this run", swapped)
+    refused(config_of(shards=3), "reader_shards is 2 there and 3 in this run")
     refused(config, "not the state of a stream", dict.fromkeys(states, b"rubbish"))
     with (folder / "a.jsonl").open("a") as file:
         file.write(json.dumps({"text": "one more"}) + "\n")
@@ -519,7 +544,7 @@ def test_memory_is_bounded_on_a_long_stream(tmp_path: Path, tokenizer: TextToken
     for step in range(1, 25):
         indices = np.arange(first, first + 400)
         stream.read(indices)
-        stream.advance(step, first := first + 400, indices)
+        stream.advance(step, first := first + 400)
         peak.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.reset_peak()
     tracemalloc.stop()

@@ -175,7 +175,7 @@ MUTANTS = [
     Mutant(
         name="a-stream-resumes-at-the-files-start",
         file="data/sources/reader_shards.py",
-        find="                    self._offset = piece.done\n",
+        find="                    self._places[shard] = (index, piece.done)\n",
         replace="                    pass\n",
         why="after a restart the file is read again from its first document (AutoModel #3907)",
         tests=STREAMS,

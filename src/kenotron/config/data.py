@@ -83,11 +83,9 @@ class _PackedDataset(Dataset):
 class Streaming(Section):
     """Text that is tokenized while the run reads it: nothing is cached, memory is bounded."""
 
-    shuffle_buffer: int = key(
-        "Size of the shuffle buffer of a reader shard, in documents; 1: file order.", 10_000, ge=1, mark=OURS
-    )
+    shuffle_buffer: int = key("Size of the shuffle buffer, in documents; 1: file order.", 10_000, ge=1, mark=OURS)
     reader_shards: int = key(
-        "Number of reader shards, each with its own files; at most the number of files.", 1, ge=1, mark=OURS
+        "Number of files read at a time, a document of each in turn; at most the number of files.", 1, ge=1, mark=OURS
     )
 
 

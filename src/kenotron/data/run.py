@@ -61,7 +61,7 @@ class RunData:
         own = config.tokens.val_datasets is not None
         self.validation_settings = replace(self.settings, val_fraction=1.0) if own else self.settings
         self.sources = Sources(self.settings, stages)
-        self.streams = RunStreams(stages, self.sources, config.tokens.micro_batch_size)
+        self.streams = RunStreams(stages, self.sources)
         self._asked = 0  # the step up to which blocks of remote files were asked for
         self._flying: WeakSet[Future[bytes]] = WeakSet()  # weak: a block is in memory until it is on the disk
 
@@ -86,9 +86,6 @@ class RunData:
             if workers > 1 and dp_rank == 0:
                 self._report(f"num_loading_workers: a stream is read in order, so 1 thread reads ahead, not {workers}")
             workers = min(workers, 1)
-            if dp_rank == 0 and dp_size > 1:
-                for line in self.streams.shared_shards(self.stage_at(start_step), start_step, dp_size):
-                    self._report(line)
 
         def make(step: int) -> list[TokenBatch]:
             if workers:
@@ -129,7 +126,7 @@ class RunData:
         for number, source in enumerate(opened.sources):
             if isinstance(source, StreamSource):
                 drawn = opened.order.mixing.drawn(opened.stage.samples_before(step + 1))[number]
-                source.advance(step, drawn, opened.drawn(positions, number))
+                source.advance(step, drawn)
         length = opened.stage.length_at(step)
         return [fold(batch[first : first + micro], length) for first in range(0, len(positions), micro)]
 

@@ -201,28 +201,21 @@ class SampleRange(TokenSource):
 
 
 class StreamSource(TokenSource):
-    """A source that is read forward only, by `shards` independent readers: sample i is of reader shard
-    ``i % shards``. What comes next is a state that checkpoints hold.
-    """
+    """A source that is read forward only. What comes next is a state that checkpoints hold."""
 
     is_stream = True
-    shards: int
 
     @abstractmethod
-    def emitted_by(self, shard: int, samples: int) -> int:
-        """How many of the first `samples` of the stream come from `shard`."""
+    def advance(self, step: int, samples: int) -> None:
+        """`step` ends after so many `samples` of the stream: go there."""
 
     @abstractmethod
-    def advance(self, step: int, samples: int, used: Int64) -> None:
-        """`step` ends after so many `samples` of the stream: bring the shards of the samples `used` to its end."""
+    def state(self, step: int, samples: int) -> Callable[[], bytes] | None:
+        """The state after `step`, which ends after so many `samples`; None if this process has not been there."""
 
     @abstractmethod
-    def states(self, step: int, samples: int) -> dict[int, Callable[[], bytes]]:
-        """The state after `step`, which ends after so many `samples`, of every shard that this process has there."""
-
-    @abstractmethod
-    def restore(self, step: int, samples: int, shard: int, state: bytes, where: str) -> None:
-        """Continue `shard` from a state of `states`. Raises InputError, with the file `where`: another stream's."""
+    def restore(self, step: int, samples: int, state: bytes, where: str) -> None:
+        """Continue from a `state`. Raises InputError, with the file `where`: another stream's."""
 
 
 # ---- before it is opened -----------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ def restore(run: Run, start: Start) -> None:
         run.pipeline.share_tied_weights()
     run.step = start.step
     if "data" in start.loads and run.data.streams:
-        read, mesh = partial(loading.read_data, path), run.mesh
-        raise_on_any_rank(lambda: run.data.streams.restore(run.step, read, mesh.rank("batch"), mesh.degree("batch")))
+        read = partial(loading.read_data, path)
+        raise_on_any_rank(lambda: run.data.streams.restore(run.step, read))
     if "step" in start.loads:
         load_hook_states(run.hooks, state.get("hooks", {}), hooks)  # an imported checkpoint has none
     step = manifest.read_manifest(start.path).step

@@ -1,13 +1,18 @@
-"""One reader of a stream: documents → shuffle buffer → tokens → windows, with a state that can be saved anywhere.
+"""The reader of a stream: documents → shuffle buffer → tokens → windows, with a state that can be saved anywhere.
 
-    files of the epoch, this shard's       a.jsonl  c.jsonl  …             `file_index` and `offset` say how far
+    shard 0   a.jsonl  c.jsonl  …      files of the epoch, dealt to the reader shards; each gives a document in turn,
+    shard 1   b.jsonl  d.jsonl  …      one that has none left is passed over: `places` say how far each is
+    documents                              a1 b1 a2 b2 a3 c1 …
     shuffle buffer, drawn at random       [doc 7] [doc 2] [doc 9]         `drawn` documents so far
     tokens, ends of documents             5 6 3 1 4 | 7 8 9 2 5 | …
     windows                               [5 6 3 1 4] [4 7 8 9 2] …       `emitted` so far
 
 Documents are drawn a *block* at a time, about a hundred thousand characters, and tokenized. The state before a block is
-kept until the next one, so the position of a shard is two things: a state, and how many windows of the block after
-it were emitted. Both are cheap, since texts are shared, not copied; a shard that is restored tokenizes one block again.
+kept until the next one, so the position of a reader is two things: a state, and how many windows of the block after
+it were emitted. Both are cheap, since texts are shared, not copied; one that is restored tokenizes one block again.
+
+An epoch ends for all shards together: when the shuffle buffer is empty and no shard has a document left. So every
+document is read once before any is read again, whatever the sizes of the files.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,16 +45,13 @@ LONGEST_DOCUMENT = 1 << 22
 BUFFER_CHARACTERS = 1 << 26
 """Text at which a shuffle buffer counts as full, however few its documents."""
 
-EMPTY_EPOCHS = 1000
-"""Epochs without a document after which a shard raises an error."""
-
 Document = tuple[str, ...]
 """The pieces of a document, end to end."""
 
 
 @dataclass(frozen=True)
 class ShardRules:
-    """What the shards of a stream share.
+    """What a stream is read by.
 
     `encode` makes ids of documents; texts with a hash below `held_out`, or among `chosen`, are left out;
     `single_pieces`: every piece counts as a document.
@@ -67,11 +70,13 @@ class ShardRules:
 
 @dataclass(frozen=True)
 class ShardState:
-    """The state of a shard before a block; `emitted` counts the windows before it. See the module."""
+    """The state of a reader before a block; `emitted` counts the windows before it. `places`: index of a file and place
+    in it of every shard, where there are any yet; the shard `turn` is next. See the module.
+    """
 
     epoch: int
-    file_index: int
-    offset: int
+    places: tuple[tuple[int, int], ...]
+    turn: int
     drawn: int
     emitted: int
     buffer: tuple[Document, ...]
@@ -79,11 +84,11 @@ class ShardState:
     ends: Int64
 
 
-BEGINNING = ShardState(0, 0, 0, 0, 0, (), np.empty(0, np.uint32), np.empty(0, np.int64))
+BEGINNING = ShardState(0, (), 0, 0, 0, (), np.empty(0, np.uint32), np.empty(0, np.int64))
 
 
 class ShardPosition(NamedTuple):
-    """How far a shard is: `after` windows past a state."""
+    """How far a reader is: `after` windows past a state."""
 
     state: ShardState
     after: int
@@ -97,18 +102,15 @@ class ShardPosition(NamedTuple):
 START = ShardPosition(BEGINNING, 0)
 
 
-class ReaderShard:
-    """Shard `number` of a stream, from `position` on. Nothing is read before a window is asked for."""
+class StreamReader:
+    """A stream from `position` on. Nothing is read before a window is asked for."""
 
-    def __init__(self, rules: ShardRules, number: int, position: ShardPosition = START) -> None:
-        self.rules, self.number = rules, number
+    def __init__(self, rules: ShardRules, position: ShardPosition = START) -> None:
+        self.rules = rules
         self.position = position
         self._ids, self._ends = position.state.ids, position.state.ends
-        self._epoch, self._file_index, self._offset = (
-            position.state.epoch,
-            position.state.file_index,
-            position.state.offset,
-        )
+        self._epoch, self._turn = position.state.epoch, position.state.turn
+        self._places = list(position.state.places) or [(0, 0)] * rules.shards
         self._drawn, self._buffer = position.state.drawn, list(position.state.buffer)
         self._characters = sum(map(_characters, self._buffer))
         self._reader = self._documents()
@@ -127,7 +129,7 @@ class ReaderShard:
 
     def _ready(self) -> int:
         """Where the next window begins in the tokens at hand; it counts as emitted."""
-        if self._again:  # the block behind the state that this shard began with
+        if self._again:  # the block behind the state that this reader began with
             self._extend()
             self._again = False
         length = self.rules.sequence_length
@@ -141,7 +143,7 @@ class ReaderShard:
         """Drop the tokens that were emitted, note the state, draw a block."""
         gone = self.position.after * self.rules.sequence_length
         self._ids, self._ends = self._ids[gone:].copy(), self._ends[self._ends > gone] - gone
-        where = (self._epoch, self._file_index, self._offset, self._drawn, self.position.emitted)
+        where = (self._epoch, tuple(self._places), self._turn, self._drawn, self.position.emitted)
         self.position = ShardPosition(ShardState(*where, tuple(self._buffer), self._ids, self._ends), 0)
         self._extend()
 
@@ -156,23 +158,16 @@ class ReaderShard:
         self._ids = np.concatenate([self._ids, ids])
 
     def _draw(self) -> Document:
-        """A document of the buffer at random. An epoch ends when the buffer is empty and its files are read.
-
-        The files of a shard are others in every epoch: it may be that one holds out all of them.
-        """
+        """A document of the buffer at random. An epoch ends when the buffer is empty and all files are read."""
         self._fill()
-        empty = 0
-        while not self._buffer:
-            if (self._epoch, self._drawn) == (0, 0):
-                raise InputError(
-                    f"{self.rules.texts.name}: shard {self.number} of {self.rules.shards} has no document to train on"
-                )
-            if (empty := empty + 1) > EMPTY_EPOCHS:
-                raise InputError(f"{self.rules.texts.name}: shard {self.number} finds no more documents")
-            self._epoch, self._file_index, self._offset, self._drawn = self._epoch + 1, 0, 0, 0
+        if not self._buffer:
+            read, self._epoch, self._turn, self._drawn = self._drawn, self._epoch + 1, 0, 0
+            self._places = [(0, 0)] * self.rules.shards
             self._reader = self._documents()
             self._fill()
-        key = derive_key("shuffle buffer", self.rules.seed, self.number, self._epoch)
+            if not (read and self._buffer):
+                raise InputError(f"{self.rules.texts.name}: no document to train on")
+        key = derive_key("shuffle buffer", self.rules.seed, 0, self._epoch)
         chosen = (hash64(key, self._drawn) * len(self._buffer)) >> 64
         document, last = self._buffer[chosen], self._buffer.pop()
         if chosen < len(self._buffer):
@@ -190,22 +185,37 @@ class ReaderShard:
             self._characters += _characters(document)
 
     def _documents(self) -> Iterator[Document]:
-        """The documents that are left of this epoch; the next one begins at `_file_index` and `_offset`."""
-        parts = epoch_order(self.rules, self._epoch)[self.number :: self.rules.shards]
-        while self._file_index < len(parts):
+        """The documents that are left of this epoch, one of every shard in turn."""
+        shards = [self._documents_of(shard) for shard in range(self.rules.shards)]
+        left = set(range(self.rules.shards))
+        while left:
+            shard, self._turn = self._turn, (self._turn + 1) % self.rules.shards
+            if shard in left:
+                if (document := next(shards[shard], None)) is None:
+                    left.remove(shard)
+                else:
+                    yield document
+
+    def _documents_of(self, shard: int) -> Iterator[Document]:
+        """The documents that are left of a shard's files; the next one begins at its place."""
+        parts = epoch_order(self.rules, self._epoch)[shard :: self.rules.shards]
+        index, offset = self._places[shard]
+        while index < len(parts):
             waiting: list[str] = []
-            for piece in assign_sides(self._pieces(parts[self._file_index]), self.rules.held_out, self.rules.chosen):
+            pieces = self._pieces(parts[index], offset)
+            for piece in assign_sides(pieces, self.rules.held_out, self.rules.chosen):
                 if piece.held_out:
                     continue
                 waiting.append(piece.text)
                 if piece.ends or _characters(waiting) >= LONGEST_DOCUMENT:
-                    self._offset = piece.done
+                    self._places[shard] = (index, piece.done)
                     yield tuple(waiting)
                     waiting = []
-            self._file_index, self._offset = self._file_index + 1, 0
+            index, offset = index + 1, 0
+            self._places[shard] = (index, offset)
 
-    def _pieces(self, part: int) -> Iterator[DocumentChunk]:
-        for piece in self.rules.texts.chunks_from(part, self._offset):
+    def _pieces(self, part: int, offset: int) -> Iterator[DocumentChunk]:
+        for piece in self.rules.texts.chunks_from(part, offset):
             yield piece._replace(last=True) if self.rules.single_pieces else piece
 
 
@@ -224,15 +234,12 @@ def _characters(pieces: Sequence[str]) -> int:
 
 # ---- a position as bytes -----------------------------------------------------------------------------------
 
-FORMAT = 1
-SAVED_NAMES = {"file_index": "turn", "offset": "place", "emitted": "given"}
-"""Fields of `ShardState` that files hold under an older name."""
+FORMAT = 2
 
 
 def to_bytes(position: ShardPosition, facts: dict[str, object]) -> bytes:
-    """Gzipped JSON of a shard's position, with `facts` that `from_bytes` compares."""
-    state = {SAVED_NAMES.get(name, name): value for name, value in vars(position.state).items()}
-    state |= {"ids": position.state.ids.tolist(), "ends": position.state.ends.tolist()}
+    """Gzipped JSON of a reader's position, with `facts` that `from_bytes` compares."""
+    state = vars(position.state) | {"ids": position.state.ids.tolist(), "ends": position.state.ends.tolist()}
     saved = {"format": FORMAT, **facts, "after": position.after, "state": state}
     packed = io.BytesIO()
     with (
@@ -248,9 +255,18 @@ def from_bytes(data: bytes, facts: dict[str, object], where: str) -> ShardPositi
     """What `to_bytes` wrote. Raises InputError, with `where`: no such state, or one of another stream."""
     try:
         saved = json.loads(gzip.decompress(data))
-        position = _checked(saved["state"], saved["after"])
+        if saved["format"] == 1 and facts.get("reader_shards") == saved.get("reader_shards") == 1:
+            saved["format"], state = FORMAT, saved["state"]
+            places = [[state["turn"], state["place"]]]
+            state |= {"places": places, "turn": 0, "emitted": state["given"]}
+        position = _checked(saved["state"], saved["after"]) if saved["format"] == FORMAT else START
     except (*DAMAGE, OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{where}: not the state of a stream ({type(error).__name__}: {error})") from None
+    if saved["format"] == 1 and saved.get("reader_shards") == facts.get("reader_shards"):
+        raise InputError(
+            f"{where}: an older version wrote it, whose reader shards had epochs of their own; it cannot "
+            "be continued exactly: start over (--fresh), or set checkpoints.load_mode: transfer to restart the data"
+        )
     for name, value in {"format": FORMAT, **facts}.items():
         if saved.get(name) != value:
             raise InputError(
@@ -261,11 +277,12 @@ def from_bytes(data: bytes, facts: dict[str, object], where: str) -> ShardPositi
 
 
 def _checked(state: dict[str, Any], after: int) -> ShardPosition:
-    """A position as JSON holds it; any of the usual errors for one that no shard was ever at."""
-    state = {field.name: state[SAVED_NAMES.get(field.name, field.name)] for field in fields(ShardState)}
+    """A position as JSON holds it; any of the usual errors for one that no reader was ever at."""
+    state = {field.name: state[field.name] for field in fields(ShardState)}
+    places = tuple((index, place) for index, place in state["places"])
     ids, ends = np.array(state["ids"], np.uint32), np.array(state["ends"], np.int64)
     buffer = tuple(map(tuple, state["buffer"]))
-    numbers = [after, *(state[name] for name in ("epoch", "file_index", "offset", "drawn", "emitted"))]
+    numbers = [after, *(state[name] for name in ("epoch", "turn", "drawn", "emitted")), *chain(*places)]
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
         raise ValueError(f"expected counts, found {numbers}")
     kinds = {type(document) for document in state["buffer"]}, {type(text) for each in buffer for text in each}
@@ -273,4 +290,4 @@ def _checked(state: dict[str, Any], after: int) -> ShardPosition:
         raise ValueError("expected lists of texts in its buffer")
     if ids.ndim != 1 or (np.diff(ends, prepend=0, append=len(ids)) < 0).any():
         raise ValueError("the ends of its documents do not ascend to the last of its tokens")
-    return ShardPosition(ShardState(**state | {"ids": ids, "ends": ends, "buffer": buffer}), after)
+    return ShardPosition(ShardState(**state | {"ids": ids, "ends": ends, "buffer": buffer, "places": places}), after)

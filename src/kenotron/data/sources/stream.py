@@ -1,12 +1,8 @@
-"""A stream: text that is tokenized while the run reads it, by reader shards that share its files.
+"""A stream: text that is tokenized while the run reads it.
 
-    draw    0 1 2 3 4 5 6 7 …          draw n of the source is window n // shards of shard n % shards
-    shard 0  0   2   4   6               (two shards; each reads every other file of the epoch)
-    shard 1    1   3   5   7
-
-A shard only reads forward. So a rank reads its samples step by step, and at the end of each step advances the shards
-that it used to where the *global* batch leaves them, whichever rank reads the windows in between. The position of a
-shard after a step is then the same on every rank that runs it, and on every layout.
+A stream is one sequence of windows (reader_shards.py), and draw n is window n. It is only read forward: a rank reads
+its samples step by step, and at the end of each step advances the stream to where the *global* batch leaves it,
+whichever rank reads the windows in between. The position after a step is then the same on every rank and layout.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from kenotron.data.batch import Int64
 from kenotron.data.cache import SplitTokens
 from kenotron.data.cached_folder import cache_entry, cached_folder
 from kenotron.data.source import Opening, Samples, StreamSource, TokenSource
-from kenotron.data.sources.reader_shards import START, ReaderShard, ShardPosition, ShardRules, from_bytes, to_bytes
+from kenotron.data.sources.reader_shards import START, ShardPosition, ShardRules, StreamReader, from_bytes, to_bytes
 from kenotron.data.sources.windows import HeldOutWindows
 from kenotron.text.documents import DocumentChunk, StreamableDocuments
 from kenotron.text.encode import EncodeRules, encode_chunks
@@ -45,14 +41,14 @@ LONGEST_WHOLE = 1 << 23
 
 WORDS_AT_ONCE = 1 << 18
 REPORTED_WINDOWS = 1000
-"""Windows from which reading a shard again is reported."""
+"""Windows from which reading again is reported."""
 
 
 class Stream(StreamSource):
     """The training samples of a stream, read forward.
 
-    Going back reads a shard again, from its position some steps ago if that is enough, else from its beginning: slow,
-    and the same samples.
+    Going back reads again, from the position some steps ago if that is enough, else from the beginning: slow, and the
+    same samples.
     """
 
     def __init__(
@@ -75,7 +71,7 @@ class Stream(StreamSource):
                 f"dataset.streaming.reader_shards: expected at most one reader shard per file; found {shards} for the "
                 f"{counted(texts.parts, 'file')} of {texts.name}"
             )
-        self.name, self.texts, self.shards, self._report = texts.name, texts, shards, report
+        self.name, self.texts, self._report = texts.name, texts, report
         self.encode = DocumentEncoder(texts.name, tokenizer, rules, vocab_size)
         self.rules = ShardRules(
             texts=texts,
@@ -100,8 +96,8 @@ class Stream(StreamSource):
             "reader_shards": shards,
             **({"chosen": sorted(reserved)} if reserved else {}),
         }
-        self._shards: dict[int, ReaderShard] = {}
-        self._positions: dict[int, dict[int, ShardPosition]] = {}  # after a step
+        self._reader = StreamReader(self.rules)
+        self._positions: dict[int, ShardPosition] = {}  # after a step
         self._lock = threading.Lock()
         self._held_out: TokenSource = super().held_out
 
@@ -109,13 +105,12 @@ class Stream(StreamSource):
         return ENDLESS
 
     def read(self, indices: Int64, document_ids: bool = True) -> Samples:
-        """The samples `indices` ``[n]``, by their reader shards."""
+        """The samples `indices` ``[n]``."""
         windows = np.empty((len(indices), self.rules.sequence_length + 1), dtype=np.uint32)
         documents = np.empty(windows.shape, dtype=np.int64)
         with self._lock:
             for row in np.argsort(indices, kind="stable"):
-                number, shard = divmod(int(indices[row]), self.shards)
-                windows[row], documents[row] = self._shard_at(shard, number).next()
+                windows[row], documents[row] = self._reader_at(int(indices[row])).next()
         return Samples(windows, documents if document_ids else None)
 
     @property
@@ -132,59 +127,46 @@ class Stream(StreamSource):
         """Error (InputError): the length of a stream is not known."""
         raise InputError(f"dataset.weight: {unit}: how much there is of the stream {self.name} is not known")
 
-    def _shard_at(self, number: int, emitted: int) -> ReaderShard:
-        """Reader shard `number` after so many windows."""
-        shard = self._shards.get(number)
-        if shard is None or shard.position.emitted > emitted:
-            known = [positions[number] for positions in self._positions.values() if number in positions]
-            earlier = [position for position in known if position.emitted <= emitted]
+    def _reader_at(self, emitted: int) -> StreamReader:
+        """The reader after so many windows."""
+        if self._reader.position.emitted > emitted:
+            earlier = [position for position in self._positions.values() if position.emitted <= emitted]
             position = max(earlier, key=lambda each: each.emitted, default=START)
-            shard = self._shards[number] = ReaderShard(self.rules, number, position)
+            self._reader = StreamReader(self.rules, position)
             if (missing := emitted - position.emitted) > REPORTED_WINDOWS:
-                self._report(
-                    f"{self.name}: reader shard {number} rereads {counted(missing, 'sample')} to get to where the "
-                    "run is"
-                )
-        while shard.position.emitted < emitted:
-            shard.skip()
-        return shard
+                self._report(f"{self.name}: rereads {counted(missing, 'sample')} to get to where the run is")
+        while self._reader.position.emitted < emitted:
+            self._reader.skip()
+        return self._reader
 
-    # ---- how far the shards are ----
+    # ---- how far it is ----
 
-    def emitted_by(self, shard: int, samples: int) -> int:
-        """How many of the first `samples` come from `shard`."""
-        return -(-(samples - shard) // self.shards)
-
-    def advance(self, step: int, samples: int, used: Int64) -> None:
-        """Advance the shards of the samples `used` to the end of `step`, and note all positions."""
+    def advance(self, step: int, samples: int) -> None:
+        """Advance to the end of `step`, and note the position."""
         with self._lock:
-            for number in np.unique(used % self.shards).tolist():
-                self._shard_at(number, self.emitted_by(number, samples))
-            self._positions[step] = {number: shard.position for number, shard in self._shards.items()}
+            self._positions[step] = self._reader_at(samples).position
             kept = sorted(known for known in self._positions if known <= step)[-KEPT_STEPS:]
             self._positions = {known: self._positions[known] for known in kept}
 
-    def states(self, step: int, samples: int) -> dict[int, Callable[[], bytes]]:
-        """The states of the shards that this process has at the end of `step`."""
-        with self._lock:  # where the last step that read the stream left them, if the stage of `step` does not
+    def state(self, step: int, samples: int) -> Callable[[], bytes] | None:
+        """The state at the end of `step`."""
+        with self._lock:  # where the last step that read the stream left it, if the stage of `step` does not
             last = max((known for known in self._positions if known <= step), default=step)
-            positions = dict(self._positions.get(last, {}))
-        return {
-            shard: partial(to_bytes, position, self._facts | {"shard": shard})
-            for shard, position in positions.items()
-            if position.emitted == self.emitted_by(shard, samples)
-        }
+            position = self._positions.get(last)
+        if position is None or position.emitted != samples:
+            return None
+        return partial(to_bytes, position, self._facts)
 
-    def restore(self, step: int, samples: int, shard: int, state: bytes, where: str) -> None:
-        """Continue `shard` from `state`."""
-        position = from_bytes(state, self._facts | {"shard": shard}, where)
-        if position.emitted != (expected := self.emitted_by(shard, samples)):
-            raise InputError(f"{where}: expected a reader shard after {expected:,} samples, found {position.emitted:,}")
+    def restore(self, step: int, samples: int, state: bytes, where: str) -> None:
+        """Continue from `state`."""
+        position = from_bytes(state, self._facts, where)
+        if position.emitted != samples:
+            raise InputError(f"{where}: expected a stream after {samples:,} samples, found {position.emitted:,}")
         if (largest := int(position.state.ids.max(initial=0))) >= self.encode.vocab_size:
             raise InputError(f"{where}: token {largest} is not below the vocabulary of {self.encode.vocab_size:,}")
         with self._lock:
-            self._shards[shard] = ReaderShard(self.rules, shard, position)
-            self._positions.setdefault(step, {})[shard] = position
+            self._reader = StreamReader(self.rules, position)
+            self._positions[step] = position
 
     def validate_on(self, held_out: TokenSource) -> None:
         """Set the samples that validation reads."""
@@ -195,7 +177,7 @@ class Stream(StreamSource):
         buffer, parts = self.rules.shuffle_buffer, counted(self.texts.parts, "file")
         order = f"shuffled over {buffer:,} documents" if buffer > 1 else "in their order"
         held = counted(len(self._held_out), "sample")
-        shards = counted(self.shards, "reader shard")
+        shards = counted(self.rules.shards, "reader shard")
         return f"{self.name}: streamed from {parts}, {order}, {shards}; held out for validation: {held}"
 
 
