@@ -224,7 +224,7 @@ def test_states_of_streams(damage: Callable, inside: bool) -> None:
         ("[4, 9]", "[4, 10]"),
         ('["a", "b"]', '"ab"'),
         ('"drawn": 3', '"drawn": null'),
-        ('"place": 2', f'"place": {2**70}'),
+        ('"places": [[1, 2]]', f'"places": [[1, {2**70}]]'),
     ],
 )
 def test_a_state_that_no_stream_was_in(was: str, now: str) -> None:

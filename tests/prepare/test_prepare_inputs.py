@@ -38,5 +38,5 @@ def test_rows_without_text_of_a_saved_dataset_are_skipped_and_counted(tmp_path: 
     texts = open_input(str(tmp_path / "saved"), skip_bad=True)
     assert [chunk.text for chunk in texts.documents()] == ["a", "b"]
     assert texts.skipped == 1
-    with pytest.raises(InputError, match="row 2: column 'text' must hold text, found NoneType"):
+    with pytest.raises(InputError, match="row 2: column 'text' must hold text, found null"):
         list(open_input(str(tmp_path / "saved")).documents())

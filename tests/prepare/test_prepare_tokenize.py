@@ -389,7 +389,7 @@ def test_rows_without_text_are_skipped_with_a_hook_too(tmp_path, tokenizer, form
         datasets.Dataset.from_dict(rows).save_to_disk(name)
     options = TokenizeOptions(repeat=f"{__name__}.twice")
     position = {"jsonl": ":2", "parquet": ", row 1", "datasets": ", row 2"}[form]
-    with pytest.raises(InputError, match=rf"in\.{form}{position}: column 'text' must hold text, found NoneType"):
+    with pytest.raises(InputError, match=rf"in\.{form}{position}: column 'text' must hold text, found null"):
         tokenize([name], tokenizer, tmp_path / "strict", options, 1, quiet)
     made = tokenize([name], tokenizer, tmp_path / "skipping", replace(options, skip_bad=True), 1, quiet)
     assert (made["documents"], made["skipped"]) == (4, 1)

@@ -64,6 +64,10 @@ def nearest_sibling(path: Path) -> str:
 def no_such_path(where: str, path: object) -> InputError:
     """The error for a missing `path` that the key or option `where` names. Remote folders are not listed."""
     near = "" if "://" in str(path) else nearest_sibling(Path(str(path)).expanduser())
+    if any(mark in str(path) for mark in "*?["):
+        near = "; patterns are not expanded: name a folder or the files"
+    elif "://" not in str(path) and not Path(str(path)).expanduser().is_absolute():
+        near += f" (looked for {Path(str(path)).absolute()})"
     return InputError(f"{where}: no such file or folder: {path}{near}")
 
 

@@ -232,7 +232,8 @@ def missing_column(column: str, row: object) -> str:
     if not isinstance(row, dict):
         return f"expected a JSON object with a text column {column!r}, found {type(row).__name__}"
     if column in row:
-        return f"column {column!r} must hold text, found {type(row[column]).__name__}"
+        found = "null" if row[column] is None else type(row[column]).__name__
+        return f"column {column!r} must hold text, found {found}"
     names = ", ".join(name if name.isprintable() else repr(name) for name in sorted(row))
     near = nearest(column, filter(str.isprintable, row)) or "; text_column_name, or --column, names another"
     return f"no text column {column!r}; found {names or 'nothing'}{near}"

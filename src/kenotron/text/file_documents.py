@@ -2,7 +2,7 @@
 
 What a document is:
 
-    .jsonl .json .ndjson (.gz .zst)    the text column of a line
+    .jsonl .json .ndjson .jsonlines    the text column of a line
     .parquet .arrow, registered ones   the text column of a row
     any other file (.gz .zst)          the file; a long one comes in chunks of about 64 KiB, cut at blank lines, else
                                        line ends: memory stays bounded, part of a book can be held out
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import sysconfig
 import time
@@ -50,7 +51,7 @@ CHUNK_CHARACTERS = 64 * 1024
 ROW = 1 << 24
 """More chunks than a row has."""
 
-JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonlines")
 TABLES = (".csv", ".tsv", ".xlsx")
 FOREIGN_SUFFIXES = (".xz", ".bz2", ".zip", ".tar", ".tgz")
 TEXT_SUFFIXES = (".txt", ".md", ".text", *JSON_SUFFIXES)
@@ -120,10 +121,10 @@ class FileDocuments:
         """JSON lines are cut near multiples of `size` bytes, files of rows between groups; others stay in one range."""
         for part, file in enumerate(self.files):
             whole = self._sizes[file]
-            if whole > size and file.suffix in JSON_SUFFIXES:
+            if whole > size and _suffix(file) in JSON_SUFFIXES:
                 for start in range(0, whole, size):
                     yield ByteRange(part, start, min(start + size, whole), min(size, whole - start))
-            elif whole > size and (rows := row_reader(file.suffix)) is not None:
+            elif whole > size and (rows := row_reader(_suffix(file))) is not None:
                 for start, stop, part_size in rows.ranges(file, whole, size):
                     yield ByteRange(part, start, stop, part_size)
             else:
@@ -132,13 +133,13 @@ class FileDocuments:
     def read(self, byte_range: ByteRange) -> Iterator[DocumentChunk]:
         """The documents of a range. Raises InputError: not readable, damaged."""
         file = self.files[byte_range.part]
-        if (rows := row_reader(file.suffix)) is not None:
+        if (rows := row_reader(_suffix(file))) is not None:
             start, stop = byte_range.start, byte_range.stop
             for found in rows.read(file, self.column, start, stop, self.hook, self._bad, LONGEST_CHUNK):
                 yield DocumentChunk(found.text, int(found.share * byte_range.size), found.last)
             return
         with _readable(file), file.open("rb") as raw:
-            stream = decompressed(raw, file.suffix)
+            stream = decompressed(raw, _suffix(file))
             for text, last in (self._rows if is_json(file) else self._chunks)(stream, raw, file, byte_range):
                 yield DocumentChunk(text, min(raw.tell() - byte_range.start, byte_range.size), last)
 
@@ -158,10 +159,10 @@ class FileDocuments:
         file, size = self.files[part], self._sizes[self.files[part]]
         if (found := _stat(file).st_size) != size:
             raise InputError(f"{file}: changed while the run was reading it (it had {size:,} bytes, now {found:,})")
-        if file.suffix in JSON_SUFFIXES:
+        if _suffix(file) in JSON_SUFFIXES:
             for chunk in self.read(ByteRange(part, place, None, size)):
                 yield chunk._replace(done=place + chunk.done)
-        elif (rows := row_reader(file.suffix)) is not None:
+        elif (rows := row_reader(_suffix(file))) is not None:
             yield from self._rows_from(rows, file, place)
         else:
             for number, chunk in enumerate(
@@ -212,7 +213,9 @@ class FileDocuments:
                 for text in (
                     whole if self.chunk is None else cut(iter(partial(reader.readline, self.chunk), ""), self.chunk)
                 ):
-                    if waiting is not None:
+                    if waiting is None:
+                        self._refuse_json_lines(text, file)
+                    else:
                         yield waiting, False
                     waiting = text
             except UnicodeDecodeError as error:
@@ -221,13 +224,23 @@ class FileDocuments:
         if waiting is not None:
             yield waiting, True
 
+    def _refuse_json_lines(self, text: str, file: AnyPath) -> None:
+        """Raises InputError for the start of JSON lines with the text column: their names end otherwise."""
+        first = text.lstrip().partition("\n")[0]
+        try:
+            row = json.loads(first) if first.startswith("{") else None
+        except (ValueError, RecursionError):
+            return
+        if isinstance(row, dict) and self.column in row:
+            raise InputError(f"{file}: holds JSON lines, but is read as one text by its name; let it end with .jsonl")
+
     @contextmanager
     def _damage_reported(self, raw: IO[bytes], file: AnyPath) -> Iterator[None]:
         """The reported byte is how far the compressed file was read, at most 128 KiB behind the damage."""
         try:
             yield
         except DAMAGE as error:
-            form = "zstd" if file.suffix == ".zst" else "gzip"
+            form = "zstd" if _suffix(file) == ".zst" else "gzip"
             self._bad(f"{file}: damaged {form} file, near byte {raw.tell():,}: {error}")
 
     def _bad(self, problem: str) -> None:
@@ -246,19 +259,19 @@ def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
     """
     root = as_path(path)
     if root.is_file():
-        if root.suffix in FOREIGN_SUFFIXES:
+        if _suffix(root) in FOREIGN_SUFFIXES:
             raise InputError(
                 f"{key}: expected text, jsonl, .gz or .zst of them, parquet or arrow, found {path}; unpack it first"
             )
-        if root.suffix in TABLES:
+        if _suffix(root) in TABLES:
             raise InputError(f"{key}: {path} is a table in another format; write its rows as jsonl or parquet first")
         return [root]
     if not root.is_dir():
         raise no_such_path(key, path)
     below = [file for file in sorted(walk(root), key=str) if not file.name.startswith(".")]
-    found = [file for file in below if file.suffix not in FOREIGN_SUFFIXES]
+    found = [file for file in below if _suffix(file) not in FOREIGN_SUFFIXES]
     for file in below:
-        if file.suffix in FOREIGN_SUFFIXES and file.stem.endswith((*TEXT_SUFFIXES, *row_suffixes())):
+        if _suffix(file) in FOREIGN_SUFFIXES and file.stem.lower().endswith((*TEXT_SUFFIXES, *row_suffixes())):
             raise InputError(f"{key}: {file} is compressed in a format that is not supported; unpack it first")
     if not found:
         raise InputError(f"{key}: folder {path} holds no text file")
@@ -286,7 +299,7 @@ def python_stdlib() -> FileDocuments:
 
 def has_rows(file: AnyPath) -> bool:
     """Whether a file holds rows with columns, not one text."""
-    return is_json(file) or row_reader(file.suffix) is not None
+    return is_json(file) or row_reader(_suffix(file)) is not None
 
 
 def is_json(file: AnyPath) -> bool:
@@ -295,7 +308,12 @@ def is_json(file: AnyPath) -> bool:
 
 
 def _unpacked_name(file: AnyPath) -> str:
-    return file.name.removesuffix(file.suffix) if file.suffix in compression.SUFFIXES else file.name
+    name = file.name.lower()
+    return name.removesuffix(_suffix(file)) if _suffix(file) in compression.SUFFIXES else name
+
+
+def _suffix(file: AnyPath) -> str:
+    return file.suffix.lower()
 
 
 def _stat(file: AnyPath) -> os.stat_result | RemoteStat:

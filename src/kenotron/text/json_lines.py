@@ -63,6 +63,9 @@ def _json_row(
         bad(f"{where}: not UTF-8 (byte {error.start} of the line: {error.reason})")
         return []
     except (ValueError, RecursionError) as error:
+        if line.lstrip().startswith(b"["):
+            bad(f"{where}: expected one JSON object a line, found one JSON array; `jq -c '.[]'` writes it as lines")
+            return []
         bad(f"{where}: expected one JSON object a line, found: {error}")
         return []
     if hook is not None and isinstance(row, dict):

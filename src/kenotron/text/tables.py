@@ -177,10 +177,14 @@ def _values_of(batch: Any, column: str, file: AnyPath) -> Any:
     """The column as bytes."""
     import pyarrow as pa
 
-    kind = batch.schema.field(column).type
+    values = batch.column(column)
+    if pa.types.is_dictionary(values.type):  # pandas' categories
+        values.validate(full=True)
+        values = values.dictionary_decode()
+    kind = values.type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise InputError(f"{file}: column '{column}' must hold text, found {kind}")
-    values = batch.column(column).view(pa.binary() if pa.types.is_string(kind) else pa.large_binary())
+    values = values.view(pa.binary() if pa.types.is_string(kind) else pa.large_binary())
     values.validate(full=True)  # that its texts lie within the file: reading others would end the process
     return values
 

@@ -81,7 +81,12 @@ class TextTokenizer:
     def is_byte_level(self) -> bool:
         """Does every token stand for a fixed run of bytes of the text?"""
         spec = json.loads(self._json)
-        return spec["normalizer"] is None and (spec["decoder"] or {}).get("type") == "ByteLevel"
+        before = spec["pre_tokenizer"] or {}
+        parts = [before, *before.get("pretokenizers", [])]
+        whole = spec["normalizer"] is None and (spec["decoder"] or {}).get("type") == "ByteLevel"
+        adds_space = any(part.get("type") == "ByteLevel" and part.get("add_prefix_space") for part in parts)
+        trims = any(added["lstrip"] or added["rstrip"] for added in spec["added_tokens"])
+        return whole and not adds_space and not trims
 
     def token_bytes(self) -> NDArray[np.int64] | None:
         """Length in UTF-8 bytes of every token, ``[vocab_size]``, or None if the tokenizer is not byte-level.

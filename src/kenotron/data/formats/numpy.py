@@ -1,6 +1,7 @@
 """Plain arrays: numpy's `.npy`, and raw ids without a header.
 
     tokens.npy     one-dimensional, integers
+    fineweb.bin    llm.c's and modded-nanogpt's: a header of 256 int32 is read past
     train.bin      raw (nanoGPT's): its dtype comes from the config, usually uint16
     part-0.npy     raw under that name, too (OLMo's): without numpy's magic it is read as the config's dtype
 
@@ -22,6 +23,11 @@ from kenotron.storage.paths import AnyPath
 SUFFIX = ".npy"
 HEADER_BYTES = 128
 
+LLM_C = {20240520: "<u2", 20240801: "<u4"}
+"""The first number of llm.c's header (and modded-nanogpt's), and the dtype of the ids behind it."""
+
+LLM_C_BYTES = 1024
+
 
 def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[TokenFile]:
     """The tokens of one `.npy` or raw file.
@@ -32,6 +38,8 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
         has_header = file.read(len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX
     if path.suffix == SUFFIX and has_header:
         tokens = _npy(path, where, dtype)
+    elif _has_llm_c_header(path):
+        tokens = _llm_c(path, where, dtype)
     elif dtype is None:
         missing = "has no numpy header" if path.suffix == SUFFIX else f"has no {path.stem}.idx (Megatron's) beside it"
         give = "give their dtype (token_dtype, or --dtype; usually uint16)"
@@ -40,6 +48,28 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
         tokens = map_array(path, dtype)
         check_width(path, tokens, where)
     return [TokenFile(path, "numpy", tokens, None, None, None)]
+
+
+def _has_llm_c_header(path: AnyPath) -> bool:
+    with readable(path), path.open("rb") as file:
+        start = file.read(8)
+    return len(start) == 8 and tuple(np.frombuffer(start, "<i4")) in {(magic, 1) for magic in LLM_C}
+
+
+def _llm_c(path: AnyPath, where: str, dtype: np.dtype | None) -> NDArray[np.integer]:
+    """The ids behind llm.c's header: magic number, version, how many there are; 256 int32."""
+    with readable(path), path.open("rb") as file:
+        header = np.frombuffer(file.read(LLM_C_BYTES).ljust(LLM_C_BYTES, b"\0"), "<i4")
+        size = path.stat().st_size
+    found, count = np.dtype(LLM_C[int(header[0])]), int(header[2])
+    if dtype is not None and dtype != found:
+        raise InputError(f"{where}: {dtype.name} asked for, but {path} has llm.c's header for {found.name}")
+    if size != (expected := LLM_C_BYTES + count * found.itemsize):
+        raise InputError(
+            f"{path}: llm.c's header says {count:,} ids of {found.name}, which end at byte {expected}, but the file "
+            f"ends at byte {size}"
+        )
+    return map_array(path, found, LLM_C_BYTES)
 
 
 def _npy(path: AnyPath, where: str, dtype: np.dtype | None) -> NDArray[np.integer]:

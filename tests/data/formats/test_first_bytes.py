@@ -1,0 +1,88 @@
+"""What a file is, by its first bytes where its name does not say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kenotron.config.errors import InputError
+from kenotron.data.formats.numpy import open_file
+from kenotron.text.byte_level_bpe import train_byte_level_bpe
+from kenotron.text.file_documents import FileDocuments, find_files
+
+LINES = '{"text": "hello"}\n{"text": "bye"}\n'
+
+
+def texts_of(path: Path) -> list[str]:
+    return [chunk.text for chunk in FileDocuments("f", find_files(path, "test")).documents()]
+
+
+@pytest.mark.parametrize("name", ["DATA.JSONL", "x.jsonlines", "y.Ndjson"])
+def test_json_lines_under_any_spelling(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(LINES)
+    assert texts_of(tmp_path / name) == texts_of(tmp_path) == ["hello", "bye"]
+
+
+@pytest.mark.parametrize("name", ["part-00000", "x.txt"])
+def test_json_lines_under_another_name_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(LINES)
+    with pytest.raises(InputError, match="holds JSON lines, but is read as one text by its name"):
+        texts_of(tmp_path / name)
+    (tmp_path / name).write_text('{"other": 1}\n')
+    assert texts_of(tmp_path / name) == ['{"other": 1}\n']
+
+
+def test_a_null_and_an_array_are_named(tmp_path: Path) -> None:
+    for text, line in (('{"text": null}', "must hold text, found null"), ("[\n{}]", "found one JSON array; `jq -c")):
+        (tmp_path / "a.jsonl").write_text(text)
+        with pytest.raises(InputError, match=line):
+            texts_of(tmp_path)
+
+
+def test_categories_of_pandas_are_texts(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    column = pa.array(["a", None, "b", "a"]).dictionary_encode()
+    parquet.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    found = FileDocuments("f", find_files(tmp_path, "test"), skip_bad=True)
+    assert [chunk.text for chunk in found.documents()] == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize(("magic", "dtype"), [(20240520, np.uint16), (20240801, np.uint32)])
+def test_the_header_of_llm_c_is_read_past(tmp_path: Path, magic: int, dtype: type) -> None:
+    header, ids = np.zeros(256, np.int32), np.arange(1000, dtype=dtype)
+    header[:3] = magic, 1, len(ids)
+    path = tmp_path / "fw.bin"
+    path.write_bytes(header.tobytes() + ids.tobytes())
+    for given in (None, np.dtype(dtype)):
+        (found,) = open_file(path, "here", given)
+        assert np.array_equal(found.tokens, ids)
+    with pytest.raises(InputError, match="int64 asked for, but"):
+        open_file(path, "here", np.dtype(np.int64))
+    path.write_bytes(header.tobytes() + ids[:-1].tobytes())
+    with pytest.raises(InputError, match="header says 1,000 ids"):
+        open_file(path, "here", None)
+
+
+def test_a_tokenizer_that_adds_or_drops_blanks_is_not_byte_level() -> None:
+    from tokenizers import AddedToken, pre_tokenizers
+
+    made = train_byte_level_bpe([json.dumps(LINES)] * 3, 300)
+    assert made.is_byte_level
+    made.backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # type: ignore[assignment]
+    assert not type(made)(made.backend, made.config).is_byte_level
+    made = train_byte_level_bpe([json.dumps(LINES)] * 3, 300)
+    made.backend.add_tokens([AddedToken("<x>", rstrip=True)])
+    assert not type(made)(made.backend, made.config).is_byte_level
+
+
+def test_a_missing_path_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=rf"no such file or folder: a\.jsonl \(looked for {tmp_path}/a\.jsonl\)"):
+        find_files("a.jsonl", "k")
+    with pytest.raises(InputError, match="patterns are not expanded"):
+        find_files("*.jsonl", "k")
