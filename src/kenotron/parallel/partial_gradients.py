@@ -10,21 +10,18 @@ all that follows the embedding. Nothing that is whole and needs a gradient may m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from kenotron.config.errors import InputError
 from kenotron.models.context import Context
 from kenotron.models.decoder import Decoder
-from kenotron.models.module_state import put_back
 from kenotron.models.plan import modules
 
 if TYPE_CHECKING:
@@ -39,31 +36,35 @@ NUMBERS = {Tensor.__int__: TOKENS, Tensor.item: TOKENS, Tensor.__bool__: False}
 def check_gradients(model: Decoder, plan: Plan, on_sequence_shards: bool) -> None:
     """Raise InputError, naming the weight, for a gradient of the complete `model` that no rank would have whole.
 
-    Weights may be on the meta device; nothing is computed. `on_sequence_shards`: with tp_mode REDUCE_SCATTER.
+    Looks at a copy without memory; nothing is computed. `on_sequence_shards`: with tp_mode REDUCE_SCATTER.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), put_back(model, {}), ExitStack() as stack:
-        weights = {name: nn.Parameter(torch.empty_like(each, device="cpu")) for name, each in model.named_parameters()}
-        buffers = {name: torch.empty_like(each, device="cpu") for name, each in model.named_buffers()}
-        flow = _Flow({id(each): name for name, each in weights.items()})
-        for field, part in RETURNS_A_PART.items():
-            for _, module in modules(model, *getattr(plan, field)):
-                stack.enter_context(flow.planned(module, part or on_sequence_shards, field == "experts"))
-        for _, module in modules(model, *plan.sequence, *plan.per_head):
-            stack.enter_context(flow.planned(module))
-        tokens = torch.zeros(TOKENS, dtype=torch.int64)
-        try:
-            with flow:
-                functional_call(model, {**weights, **buffers}, (tokens, Context((1, TOKENS), tokens, _attention)))
-        except Exception as error:
-            raise InputError(
-                f"parallelism.tp: expected 1: the forward pass of {model.config.family} needs data to be followed "
-                f"({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-            ) from error
+    with (fake := FakeTensorMode(allow_non_fake_inputs=True)):
+        weights = {each: nn.Parameter(torch.empty_like(each, device="cpu")) for each in model.parameters()}
+        buffers = {each: torch.empty_like(each, device="cpu") for each in model.buffers()}
+    model = deepcopy(model, {id(each): other for each, other in (weights | buffers).items()})
+    title = getattr(model.config, "title", model.config.family)
+    flow = _Flow({id(each): name for name, each in model.named_parameters()})
+    for field, part in RETURNS_A_PART.items():
+        for _, module in modules(model, *getattr(plan, field)):
+            flow.plan(module, part or on_sequence_shards)
+            if field == "experts":  # how many tokens each gets is not known
+                module.forward = lambda x, *_, **__: x.clone()
+    for _, module in modules(model, *plan.sequence, *plan.per_head):
+        flow.plan(module)
+    try:
+        with fake, flow:
+            tokens = torch.zeros(TOKENS, dtype=torch.int64)
+            model(tokens, Context((1, TOKENS), tokens, _attention))
+    except Exception as error:
+        raise InputError(
+            f"parallelism.tp: expected 1: the forward pass of {title} needs data to be followed "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        ) from error
     if flow.found is not None:
         raise InputError(
             f"parallelism.tp: {flow.found}, or what comes of it, is whole on every rank and meets what a rank has only "
             f"a part of: its gradient would be a part, too; expected 1, or its module in the plan of "
-            f"{model.config.family} (per_head, sequence, channels or column)"
+            f"{title} (per_head, sequence, channels or column)"
         )
 
 
@@ -101,29 +102,19 @@ class _Flow(TorchFunctionMode):
                     self.weight_of[id(each)] = self.weight_of[id(learned[-1])]
         return result
 
-    @contextmanager
-    def planned(self, module: nn.Module, part: bool | None = None, skip: bool = False) -> Iterator[None]:
-        """Check nothing within `module`. `part`: its output is one (None: as its input); `skip`: do not call it."""
+    def plan(self, module: nn.Module, part: bool | None = None) -> None:
+        """Check nothing within `module`; its output is a `part`, or not (None: as its input)."""
 
         def enter(*_: Any) -> None:
             self.inside += 1
 
         def leave(_: Any, __: Any, output: Any) -> None:
             self.inside -= 1
-            for each in tree_leaves(output):
-                if part is not None:
-                    (self.parts.add if part else self.parts.discard)(id(each))
+            for each in tree_leaves(output) if part is not None else ():
+                (self.parts.add if part else self.parts.discard)(id(each))
 
-        handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-        if skip:
-            module.forward = lambda x, *_, **__: x.clone()
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-            if skip:
-                del module.forward
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
 
 
 def _is_float(value: Any) -> bool:
