@@ -385,6 +385,25 @@ def test_of_a_folder_of_few_files_one_is_held_out_and_the_console_says_so(tmp_pa
         assert "the one with the smallest hash" in data.describe()[1]
 
 
+def test_what_a_small_folder_has_held_out_stays_held_out_when_files_are_added(tmp_path):
+    """In the run that continues, whose checkpoint names it; of the larger folder another one has the smallest hash."""
+    folder = write_texts(tmp_path / "few", count=4)
+    config = run_config({"text_files": str(folder)}, val_fraction=1e-12, val_samples=4)
+    with open_run(config, report=quiet) as data:
+        data.batch(1)
+        (before,), (held,) = data.held_out_hashes(), validation_texts(data)
+    assert before == f"{text_hash(held):016x}"
+    names = (f"new document {number} of nothing much\n" for number in itertools.count())
+    smaller = next(text for text in names if text_hash(text) < text_hash(held))
+    (folder / "smaller.txt").write_text(smaller)
+    with open_run(config, report=quiet) as data:
+        assert held in data.tokenizer.decode(data.stage_of(1).sources[0].cache.train.tokens)
+    with open_run(config, report=quiet, held_out=[before]) as data:
+        assert held not in data.tokenizer.decode(data.stage_of(1).sources[0].cache.train.tokens)
+        assert set(validation_texts(data)) == {held, smaller}
+        assert before in data.held_out_hashes()
+
+
 # ---- a run that continues ----------------------------------------------------------------------------------
 
 

@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant(
         name="sequence-shards-are-taken-for-the-whole",
         file="parallel/partial_gradients.py",
-        find="part or on_sequence_shards, field",
-        replace="part, field",
+        find="part or on_sequence_shards)",
+        replace="part)",
         why="a norm that the plan's sequence leaves out gets the gradient of one rank's tokens",
         tests=("layouts/test_partial_gradients.py",),
     ),

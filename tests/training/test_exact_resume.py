@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from kenotron.text.hash_split import text_hash
+from kenotron.training.run import Run
 from soak import run as soak
 from support.nursery import Finished, Nursery
 from support.tiny_run import (
@@ -23,9 +25,11 @@ from support.tiny_run import (
     equal_bits,
     metrics,
     saved_weights,
+    text_overrides,
     tiny_config,
     tiny_dict,
     tiny_yaml,
+    train_quietly,
     write_texts,
 )
 
@@ -397,3 +401,33 @@ def test_a_run_named_by_date_keeps_its_name_when_it_goes_on(nursery: Nursery, tm
     assert [path.name for path in (tmp_path / "logs").iterdir()] == [name]
     lines = (tmp_path / "logs" / name / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 5
+
+
+def test_a_document_that_was_validated_on_is_not_trained_on_once_files_were_added(tmp_path: Path) -> None:
+    """Of a folder so small that the document with the smallest hash was held out; of the larger one it is another."""
+    texts = {text_hash(text): text for text in (f"document {number} of nothing much\n" * 9 for number in range(40))}
+    ordered = [texts[each] for each in sorted(texts)]
+    folder = tmp_path / "texts"
+    folder.mkdir()
+
+    def put(documents: list[str]) -> None:
+        for text in documents:
+            (folder / f"{text_hash(text):016x}.txt").write_text(text)
+
+    def side(run: Run, name: str) -> str:
+        source: Any = run.data.stage_of(1).sources[0]
+        assert run.tokenizer is not None
+        return run.tokenizer.decode(getattr(source.cache, name).tokens)
+
+    overrides = [*text_overrides(tmp_path), f"data_stages.0.data.dataset={{text_files: {folder}}}"]
+    overrides += ["tokens.val_fraction=1e-12", "tokens.limit_val_batches=1", "tokens.val_check_interval=1"]
+    put(ordered[1:30])
+    held = side(train_quietly(tiny_config(tmp_path, *overrides)), "validation")
+    assert ordered[1].strip() in held
+    put(ordered[:1] + ordered[30:])
+    run = train_quietly(tiny_config(tmp_path, *overrides, "tokens.train_steps=5"))
+    assert run.start.step == 3
+    assert ordered[1].strip() not in side(run, "train")
+    assert ordered[1].strip() in side(run, "validation")
+    assert ordered[0].strip() in side(run, "validation")
+    assert ordered[30].strip() in side(run, "train")

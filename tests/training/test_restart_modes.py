@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kenotron.checkpoint.folders import list_checkpoints
 from kenotron.cli import main
-from kenotron.cli.data_which import in_run_steps
+from kenotron.cli.data_which import start_of
 from kenotron.config import Config, InputError, dump, load
 from kenotron.config.checkpoints import LOAD_MODES
 from support.nursery import Nursery
@@ -131,7 +131,8 @@ def samples_of(config: Config, step: int) -> list[list[int]]:
 def test_a_mode_takes_what_it_says_and_nothing_else(mode: str, parent: Config, seen: Seen, tmp_path: Path) -> None:
     model, optimizer, data, schedule, first, last = MODES[mode]
     config = restarted(parent, tmp_path, mode)
-    before = in_run_steps(config, None)  # for `data which`, which answers the same before the run has saved anything
+    # For `data which`, which answers the same before the run has saved anything
+    before = start_of(config, None).in_run_steps(config)
     train_quietly(config)
 
     path, initial = checkpoint_of(parent), train_start(parent)
@@ -148,7 +149,8 @@ def test_a_mode_takes_what_it_says_and_nothing_else(mode: str, parent: Config, s
         tokens = (data + number) * BATCH * parent.tokens.sequence_length
         assert lines[number]["consumed_tokens"] == tokens
     assert seen.last_step == last
-    read = in_run_steps(config, list_checkpoints(config.checkpoint_folder)[-1])  # for `data which` and `replay`
+    # For `data which` and `replay`
+    read = start_of(config, list_checkpoints(config.checkpoint_folder)[-1]).in_run_steps(config)
     assert [samples_of(read, step) for step in range(first, last + 1)] == seen.samples
     assert before.data_stages == read.data_stages
     assert before.tokens.train_steps == read.tokens.train_steps

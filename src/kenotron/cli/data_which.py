@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kenotron.data import RunData
     from kenotron.data.provenance import SampleOrigin
     from kenotron.data.text_records import Record
+    from kenotron.training.start import Start
 
 
 @app.command()
@@ -44,14 +45,16 @@ def which(
     run = load(config, overrides or ())
     refuse_unsupported(run)
     saved = [entry for entry in list_checkpoints(run.checkpoint_folder) if entry.problem is None]
-    run = in_run_steps(run, saved[-1] if saved else None)
-    with open_run(run, step or max(run.data_stages[0].start_training_step, 1), _quiet) as data:
+    start = start_of(run, saved[-1] if saved else None)
+    run = start.in_run_steps(run)
+    first = step or max(run.data_stages[0].start_training_step, 1)
+    with open_run(run, first, _quiet, held_out=start.held_out) as data:
         record, lines = of_step(data, step) if document is None else _of_document(data, document)
     print(json.dumps(record, indent=2) if as_json else "\n".join(lines))
 
 
-def in_run_steps(config: Config, saved: CheckpointFolder | None) -> Config:
-    """`config` in steps of the run that has `saved` this checkpoint: a restart may continue with its parent's data.
+def start_of(config: Config, saved: CheckpointFolder | None) -> Start:
+    """Where the run begins that has `saved` this checkpoint: a restart may continue with its parent's data.
 
     A run that has saved none is about to begin, by the same rule as in training. Raises InputError if it cannot.
     """
@@ -60,12 +63,12 @@ def in_run_steps(config: Config, saved: CheckpointFolder | None) -> Config:
     from kenotron.training.start import Start
 
     if saved is not None:
-        return Start.at(saved.path, continues=True).in_run_steps(config)
+        return Start.at(saved.path, continues=True)
     if (named := config.resume_folder) is None:
-        return config
+        return Start()
     if "://" in (url := config.checkpoints.resume_checkpoint_path or "") and not named.exists():
         raise InputError(f"checkpoints.resume_checkpoint_path: {url} was not fetched yet; `kenotron train` fetches it")
-    return start_elsewhere(config, resolve(named)).in_run_steps(config)
+    return start_elsewhere(config, resolve(named))
 
 
 def of_step(data: RunData, step: int | None) -> tuple[dict[str, object], list[str]]:

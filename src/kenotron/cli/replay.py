@@ -43,12 +43,12 @@ def replay(
 
     Exit code 0: the numbers are equal; 1: they are not.
     """
-    from kenotron.cli.data_which import in_run_steps, of_step
+    from kenotron.cli.data_which import of_step, start_of
     from kenotron.data import open_run
     from kenotron.launch import launch
 
     config, start = _find(checkpoints, step)
-    read = in_run_steps(config, start)
+    read = start_of(config, start).in_run_steps(config)
     log = (log_dir or Path(config.logging.log_dir) / config.general.run) / "metrics.jsonl"
     logged = _metrics(log)
     if step not in logged:

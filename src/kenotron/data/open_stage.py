@@ -138,14 +138,13 @@ class Sources:
 
     @cached_property
     def reserved(self) -> frozenset[int]:
-        """Hashes of the documents that are validated on because their set is small: no other source trains on them.
-
-        In a run with one text there is no other.
+        """Hashes of the documents that are validated on because their set is small, or was when a checkpoint was saved
+        that the run begins with: no source trains on them. In a run with one text there is no other source.
         """
         texts = {s.name: s.spec for stage in self.stages for s in stage.sources if isinstance(s.spec, TextSpec)}
         if not self.run.validates or len(texts) < 2:
-            return frozenset()
-        hashes = []
+            return self.run.held_out
+        hashes: list[int | None] = [*self.run.held_out]
         for source in self.stages[0].sources:
             if isinstance(source.spec, TextSpec):
                 with complete_keys(source.at):

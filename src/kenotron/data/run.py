@@ -11,7 +11,7 @@ A step takes the next samples of its stage, as many as its global batch has; whi
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -327,6 +327,13 @@ class RunData:
                 found[name] = fingerprint
         return found
 
+    def held_out_hashes(self) -> list[str]:
+        """`TokenSource.held_out_hashes` of what is open by now, in hexadecimal: a run that begins here needs them."""
+        with self._lock:
+            opened = [future for future in self._opened.values() if future.done() and not future.exception()]
+        hashes = {each for future in opened for source in future.result().sources for each in source.held_out_hashes}
+        return [f"{each:016x}" for each in sorted(hashes | self.sources.run.held_out)]
+
     def close(self) -> None:
         """Stop the work in the background."""
         self._stop.set()
@@ -366,19 +373,25 @@ def _epochs(source: SourcePlan) -> str:
 
 
 def open_run(
-    config: Config, start_step: int = 1, report: Report = print, tokenizer_folder: Path | None = None
+    config: Config,
+    start_step: int = 1,
+    report: Report = print,
+    tokenizer_folder: Path | None = None,
+    held_out: Iterable[str] = (),
 ) -> RunData:
     """Open the data of a run at `start_step`: tokenizer, then the stage of that step; the next one in the background.
 
     `report` gets one line of text at a time. A run that continues passes the `tokenizer_folder` of its checkpoint: the
-    tokenizer is that one, not trained or loaded by name again (a missing folder changes nothing).
+    tokenizer is that one, not trained or loaded by name again (a missing folder changes nothing). It passes the
+    `held_out_hashes` of its checkpoint, too: files that were added since do not bring these documents into training.
 
     Raises InputError: invalid data, in one line; nothing held out for a run that validates.
     """
     stages, settings = plan_stages(config), run_settings(config, report)
     tokenizer = tokenizer_of(config, settings, stages, tokenizer_folder)
     eos = end_of_text(tokenizer, config.model.architecture)
-    data = RunData(config, replace(settings, tokenizer=tokenizer, eos=eos), stages)
+    hashes = frozenset(int(each, 16) for each in held_out)
+    data = RunData(config, replace(settings, tokenizer=tokenizer, eos=eos, held_out=hashes), stages)
     number = data.stage_at(min(start_step, config.tokens.train_steps)).number
     try:
         first: Future[OpenStage] = Future()

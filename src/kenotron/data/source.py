@@ -82,6 +82,8 @@ class TokenSource(ABC):
     """Mean UTF-8 bytes of a token; None where the tokens are not known to be text."""
     held_out_text_bytes: int | None = None
     """UTF-8 bytes of the held-out documents, if validation reads all of each; None: unknown, or only answers count."""
+    held_out_hashes: frozenset[int] = frozenset()
+    """Of documents that it holds out although their hashes are not below the fraction: their set is small, or was."""
     size_in_bytes: int | None = None
     """Of what is trained on, for a mixture by "size"."""
 
@@ -243,6 +245,8 @@ class RunSettings:
     remote: RemoteData
     tokenizer: TextTokenizer | None
     report: Report
+    held_out: frozenset[int] = frozenset()
+    """Hashes of documents that the checkpoint which the run begins with held out because their set was small."""
     stop: threading.Event | None = None
     """Set when the run is closed: tokenizing in the background ends."""
 

@@ -119,7 +119,7 @@ def open_data(config: Config, start: Start) -> RunData:
 
     # What the weights were trained with; any other would give their tokens another meaning.
     tokenizer = start.path / "tokenizer" if start.path and "model" in start.loads and config.tokenizer.train else None
-    data = open_run(start.in_run_steps(config), start.step + 1, logger.info, tokenizer)
+    data = open_run(start.in_run_steps(config), start.step + 1, logger.info, tokenizer, start.held_out)
     if config.logging.sample_prompts and data.tokenizer is None:
         data.close()
         raise InputError("logging.sample_prompts: this run has no tokenizer to encode them; expected none")

@@ -66,6 +66,7 @@ def manifest_state(run: Run) -> dict[str, Any]:
         "schedule_start": run.start.schedule_start,
         "data_start": run.start.data_start,
         "data": run_on_rank0(run.data.fingerprints),  # which reads of every file: once, and not on a thousand ranks
+        "held_out": run.data.held_out_hashes(),
     }
 
 

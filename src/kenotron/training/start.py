@@ -41,6 +41,7 @@ class Start:
     `continues`: the checkpoint is one of this run, which continues; else another run's, for a new one. The first steps
     of schedule and data are those after `schedule_start` and `data_start`: 0, unless the run is a restart.
     `durable_step`: that of `path`, or if it is a local checkpoint, of the newest in `checkpoints_path` before it.
+    `held_out`: `RunData.held_out_hashes` of `path`.
     """
 
     path: Path | None = None
@@ -50,6 +51,7 @@ class Start:
     schedule_start: int = 0
     data_start: int = 0
     durable_step: int = 0
+    held_out: tuple[str, ...] = ()
 
     @classmethod
     def at(cls, path: Path, continues: bool) -> Start:
@@ -60,9 +62,9 @@ class Start:
                 f"{path} is an average, which no run can continue; set another checkpoints.checkpoints_path, and "
                 f"this one as checkpoints.resume_checkpoint_path with load_mode: model_only"
             )
-        defaults = {"schedule_start": 0, "data_start": 0, "durable_step": saved.step}
-        starts = (saved.state.get(name, default) for name, default in defaults.items())
-        return cls(path, continues, saved.step, frozenset(LOAD_MODES["continue"]), *starts)
+        defaults = {"schedule_start": 0, "data_start": 0, "durable_step": saved.step, "held_out": ()}
+        starts = {name: saved.state.get(name, default) for name, default in defaults.items()}
+        return cls(path, continues, saved.step, frozenset(LOAD_MODES["continue"]), **starts)
 
     def end(self, config: Config) -> int:
         """The last step: that of the schedule's step `tokens.train_steps`."""
