@@ -165,7 +165,7 @@ def test_a_null_token_that_gets_a_number_is_said():
     lines = []
     found = architecture_from_hf(SMALL | {"bos_token_id": None, "eos_token_id": 5}, "config.json", lines.append)
     assert (found.bos_token_id, found.eos_token_id) == (1, 5)
-    assert lines == ["config.json: bos_token_id is null; 1 is written instead"]
+    assert lines == ["config.json: bos_token_id is null; 1 is used where there is no tokenizer"]
 
 
 def test_a_dropout_that_is_left_out_is_said():

@@ -8,6 +8,7 @@ locate("HuggingFaceTB/SmolLM2-135M")              # the folder, with weights and
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from kenotron.checkpoint import folders
 from kenotron.checkpoint.manifest import MANIFEST
 from kenotron.config.errors import InputError, nearest
 from kenotron.storage.hub import hub_file
-from kenotron.text.tokenizer import TOKENIZER_FILES
+from kenotron.text.tokenizer import GENERATION, TOKENIZER_FILES, TextTokenizer, carry_generation, load_tokenizer
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -96,9 +97,32 @@ def locate(source: str | Path) -> Path:
     for name in shards:
         if hub_file(repo, name, None, HUB) is None:
             raise InputError(f"{HUB}: repository '{repo}' has no {name} (only safetensors are read)")
-    for name in (*TOKENIZER_FILES, "generation_config.json"):
+    for name in (*TOKENIZER_FILES, GENERATION):
         hub_file(repo, name, None, HUB, optional=True)
     return folder
+
+
+def save_text_files(folder: Path, tokenizer: TextTokenizer | None, start: str | Path | None) -> None:
+    """Write what a run's checkpoint has besides tensors: its tokenizer, and how the model of `start` generates.
+
+    `start` is the model that the run began with, or None. Ids of another tokenizer are not taken from there.
+    """
+    if tokenizer:
+        tokenizer.save(folder)
+    if start is None or (folder / GENERATION).exists():
+        return
+    try:
+        found = find_model(start)
+        source = found.folder / "tokenizer" if found.ours else found.folder
+        if tokenizer is None or _hash(source) == tokenizer.hash:
+            carry_generation(source, folder)
+    except InputError:  # it has no tokenizer, or is not there any more
+        return
+
+
+@cache
+def _hash(folder: Path) -> str:
+    return load_tokenizer(folder).hash
 
 
 def shard_names(index: Path) -> list[str]:

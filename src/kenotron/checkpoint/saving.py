@@ -160,6 +160,8 @@ def _write_small_files(
     if save_tokenizer:
         make_folder(temporary / "tokenizer")
         save_tokenizer(temporary / "tokenizer")
+        if not any((temporary / "tokenizer").iterdir()):  # nothing was saved: there is none
+            (temporary / "tokenizer").rmdir()
         # Other code wrote these, so they alone are read back for their checksums. They are small.
         for path in sorted((temporary / "tokenizer").rglob("*")):
             if path.is_file():

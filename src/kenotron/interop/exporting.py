@@ -14,18 +14,19 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kenotron.checkpoint.model_files import INDEX
+from kenotron.checkpoint.model_files import INDEX, read_json
 from kenotron.config.decoder import DecoderArchitecture, RopeArchitecture
 from kenotron.config.errors import InputError, nearest
 from kenotron.config.model import WEIGHT_DTYPES
 from kenotron.interop.hf_code import copy_code
 from kenotron.interop.hf_config import Report, hf_config, quiet
 from kenotron.interop.hf_weights import Weights
+from kenotron.interop.older_readers import with_older_class, with_older_keys
 from kenotron.interop.sources import Source, checkpoint_source, fitted, skeleton
 from kenotron.interop.tensor_names import by_hf_name, their_names, their_tensor
 from kenotron.interop.whole_weights import write_whole
@@ -33,10 +34,9 @@ from kenotron.models.family import Family, family_of
 from kenotron.models.foreign import HuggingFaceArchitecture
 from kenotron.parallel.ranks import raise_on_any_rank, rank_and_size, run_on_rank0
 from kenotron.storage.files import publish_folder, temporary_beside
-from kenotron.text.tokenizer import end_of_text, load_tokenizer
+from kenotron.text.tokenizer import GENERATION, TextTokenizer, end_of_text, load_tokenizer
 
 Progress = Callable[[int, int], None]
-GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _plan(source: Source, dtype: str, max_shard_size: str | int) -> _Plan:
 def _begin(source: Source, plan: _Plan, temporary: Path) -> None:
     """The folder, with all files but the tensors and the tokenizer."""
     temporary.mkdir(parents=True)
-    _write_configs(source, temporary, plan.dtype)
+    write_configs(source, temporary, plan.dtype)
     if len(plan.files) > 1:
         _write_index(temporary, plan.files, plan.sizes)
 
@@ -138,6 +138,7 @@ def _finish(source: Source, temporary: Path, final: Path, report: Report) -> Non
     """Add the tokenizer, and give the folder its name."""
     if source.tokenizer:
         load_tokenizer(source.tokenizer).save(temporary)
+        _rewrite(temporary / "tokenizer_config.json", with_older_class)
     else:
         report(f"{source.path} has no tokenizer, so {final} has none")
     publish_folder(temporary, final)
@@ -155,7 +156,7 @@ def _whole(source: Source, final: Path, dtype: str, max_shard_size: str | int, r
         temporary.mkdir(parents=True)
         try:
             write_whole(source.weights, architecture, temporary, dtype, size_limit)
-            _write_configs(source, temporary, dtype)
+            write_configs(source, temporary, dtype)
             _finish(source, temporary, final, report)
         except (OSError, SafetensorError) as error:
             raise InputError(f"cannot write {final}: {getattr(error, 'strerror', None) or error}") from error
@@ -210,22 +211,45 @@ def _dtype(theirs: str, family: Family[Any], dtype: str) -> str:
     return "float32" if theirs.endswith(family.hf_fp32) else dtype
 
 
-def _write_configs(source: Source, folder: Path, dtype: str) -> None:
-    """`config.json` and `generation_config.json`; one that came with an import goes out as it came."""
+def write_configs(source: Source, folder: Path, dtype: str) -> None:
+    """`config.json` and `generation_config.json`; one that the run's model came with goes out as it came."""
     from transformers import GenerationConfig
 
     architecture = source.architecture
-    eos = end_of_text(load_tokenizer(source.tokenizer) if source.tokenizer else None, architecture)
-    hf_config(architecture, dtype, eos).save_pretrained(folder)
+    carried = read_json(source.generation) if source.generation else {}
+    ids = _token_ids(architecture, load_tokenizer(source.tokenizer) if source.tokenizer else None, carried)
+    config = hf_config(architecture, dtype, ids["eos_token_id"])
+    config.save_pretrained(folder)
+    _rewrite(folder / "config.json", lambda written: with_older_keys(written, config) | ids)
     copy_code(family_of(architecture), folder)
-    carried = source.tokenizer / GENERATION if source.tokenizer else None
-    if carried and carried.is_file():
-        shutil.copyfile(carried, folder / GENERATION)
-        return
-    generation = GenerationConfig(
-        bos_token_id=architecture.bos_token_id, eos_token_id=eos, pad_token_id=architecture.pad_token_id
-    )
-    generation.save_pretrained(folder)
+    if source.generation:
+        shutil.copyfile(source.generation, folder / GENERATION)
+    else:
+        GenerationConfig(**ids).save_pretrained(folder)
+
+
+def _token_ids(
+    architecture: DecoderArchitecture, tokenizer: TextTokenizer | None, carried: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The ids in `config.json`: of tokens that the tokenizer has, or that the `carried` file names; null otherwise."""
+    eos, pad = end_of_text(tokenizer, architecture), architecture.pad_token_id
+    bos: int | None = architecture.bos_token_id
+    if tokenizer and (tokenizer.bos_token_id is not None or bos != carried.get("bos_token_id")):
+        bos = tokenizer.bos_token_id
+    if tokenizer and pad is not None and pad >= tokenizer.vocab_size:
+        pad = tokenizer.pad_token_id
+    several = carried.get("eos_token_id")
+    if isinstance(several, list) and eos in several:
+        ends: int | list[int] = [eos, *(each for each in several if each != eos)]
+    else:
+        ends = eos
+    return {"bos_token_id": bos, "eos_token_id": ends, "pad_token_id": pad}
+
+
+def _rewrite(file: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Change the content of a JSON file."""
+    content = change(read_json(file))
+    file.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -91,7 +91,7 @@ def _architecture(
     found |= _head_dim(config, where, kind) | _end_of_text(config, where, report)
     for key in ("bos_token_id", "eos_token_id"):
         if key in config and found.get(key) is None:
-            report(f"{where}: {key} is null; {_default(kind, key)} is written instead")
+            report(f"{where}: {key} is null; {_default(kind, key)} is used where there is no tokenizer")
     for key in filter(config.get, DROPOUTS):
         report(f"{where}: {key} {config[key]} is ignored: training has no dropout")
     try:

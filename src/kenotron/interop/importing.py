@@ -11,7 +11,6 @@ tool of ours opens the folder; its data and optimizer are placeholders, and to t
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from kenotron.interop.hf_config import Report, quiet
 from kenotron.interop.sources import Source, check_shape, hf_source, skeleton
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import named_state
-from kenotron.text.tokenizer import load_tokenizer
+from kenotron.text.tokenizer import carry_generation, load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,25 +77,18 @@ def from_hf(
     )
 
 
-def _copy_tokenizer(source: Source, report: Report) -> Callable[[Path], None] | None:
+def _copy_tokenizer(source: Source, report: Report) -> Callable[[Path], None]:
     """The tokenizer's files, and `generation_config.json` beside them, so that an export has it again."""
     if source.tokenizer is None:
         report(f"{source.path} has no tokenizer: prompts must be token ids")
-        return None
+        return partial(carry_generation, source.path)
     tokenizer = load_tokenizer(source.tokenizer)
     if tokenizer.vocab_size > source.architecture.vocab_size:
         report(
             f"{source.path}: the tokenizer has {tokenizer.vocab_size} tokens, "
             f"the model only {source.architecture.vocab_size}"
         )
-
-    def copy(folder: Path) -> None:
-        tokenizer.save(folder)
-        generation = source.path / "generation_config.json"
-        if generation.is_file():
-            shutil.copyfile(generation, folder / generation.name)
-
-    return copy
+    return tokenizer.save
 
 
 def _config(source: Source, name: str, root: Path) -> Config:

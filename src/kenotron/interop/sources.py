@@ -31,7 +31,7 @@ from kenotron.interop.whole_weights import read_whole
 from kenotron.models import named_state
 from kenotron.models.family import EMBEDDING, HEAD, family_of
 from kenotron.models.foreign import HuggingFaceArchitecture
-from kenotron.text.tokenizer import TOKENIZER_FILES
+from kenotron.text.tokenizer import GENERATION, TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 class Source:
     """`path` is the folder of a checkpoint or model, `tokenizer` that of one, or None.
 
+    `generation` is the `generation_config.json` that came with the model, or None.
     `model` is the config's section; `layout` the one that a checkpoint was trained on, of degrees 1 otherwise.
     """
 
@@ -52,6 +53,7 @@ class Source:
     weights: Weights
     tokenizer: Path | None
     layout: Parallelism = field(default_factory=Parallelism)
+    generation: Path | None = None
 
     @property
     def architecture(self) -> DecoderArchitecture:
@@ -99,7 +101,9 @@ def checkpoint_source(path: Path, verify: bool = True) -> Source:
     tokenizer = folder / "tokenizer"
     has_tokenizer = any((tokenizer / name).is_file() for name in TOKENIZER_FILES)
     config = read_resolved(folder / "config.yaml")
-    return Source(folder, config.model, weights, tokenizer if has_tokenizer else None, config.parallelism)
+    generation = tokenizer / GENERATION if (tokenizer / GENERATION).is_file() else None
+    has = tokenizer if has_tokenizer else None
+    return Source(folder, config.model, weights, has, config.parallelism, generation)
 
 
 def _read(read: Callable[..., Tensor], shape: tuple[int, ...], box: Box) -> Tensor:

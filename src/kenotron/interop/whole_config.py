@@ -8,6 +8,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from kenotron.config.errors import InputError, NotSupportedYet, nearest
+from kenotron.interop.older_readers import ROPE_SPELLINGS
 from kenotron.models.foreign import ForeignArchitecture, HuggingFaceArchitecture
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def whole_architecture(
     with one_line(where):
         plain = CONFIG_MAPPING[kind].from_dict(deepcopy(dict(config)))
     values = dict(config)
+    if "rope_parameters" in overrides:  # older spellings of the same would win
+        values = {name: value for name, value in values.items() if name not in ROPE_SPELLINGS}
     of_ours = ForeignArchitecture.model_fields.keys() & {"family", "blocks"}
     valid = plain.to_dict().keys() | plain.attribute_map.keys() | of_ours
     for name in overrides.keys() - of_ours:
@@ -48,7 +51,9 @@ def whole_architecture(
             raise InputError(f"{at}: the config of {kind} has no such key{nearest(name, valid)}")
         if _is_dropout(name) and overrides[name]:
             raise NotSupportedYet(f"{at}: {overrides[name]}: training has no dropout")
-        values[plain.attribute_map.get(name, name)] = overrides[name]
+        its_name = plain.attribute_map.get(name, name)
+        values = {key: value for key, value in values.items() if plain.attribute_map.get(key, key) != its_name}
+        values[its_name] = overrides[name]
     with one_line(where):
         found = CONFIG_MAPPING[kind].from_dict(deepcopy(values)).get_text_config()
     for name in [name for name in config if _is_dropout(name) and config[name]]:
