@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, Pr
 from transformers.utils import logging
 
 import kenotron as kn
+from kenotron.checkpoint.model_files import save_text_files
 from kenotron.config.decoder import RopeArchitecture
 from kenotron.config.model import Model
 from kenotron.interop import from_hf, to_hf
@@ -466,6 +467,14 @@ def test_a_run_that_starts_from_a_model_keeps_how_it_generates(start: str, instr
     expect_instruct(tmp_path / "out", templates=start != "tokens alone")
 
 
+def test_a_run_that_continues_an_import_keeps_how_it_generates(instruct: Path, tmp_path: Path) -> None:
+    resumed = f"checkpoints.resume_checkpoint_path={instruct.with_name('imported')}/0"
+    plain = plain_config(tmp_path, {"hf": str(instruct)}, {"std": 0.1})
+    keys = [resumed, "checkpoints.load_mode=model_only", "checkpoints.export_hf=true", "tokens.train_steps=1"]
+    train_quietly(kn.load(plain, keys))
+    expect_instruct(tmp_path / "checkpoints" / "1" / "hf", templates=False)
+
+
 def test_a_run_with_another_tokenizer_does_not_take_over_ids_of_the_first(instruct: Path, tmp_path: Path) -> None:
     train_byte_level_bpe(["another text " * 9], 280).save(tmp_path / "tokenizer")
     hf = train(tmp_path, instruct, instruct, tmp_path / "tokenizer")
@@ -501,7 +510,7 @@ def test_a_tokenizer_without_tokenizer_json_keeps_its_other_files(tmp_path: Path
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps(INSTRUCT))
     loaded = load_tokenizer(folder)
-    loaded.save(tmp_path / "new")
+    save_text_files(tmp_path / "new", loaded, [])
     again = load_tokenizer(tmp_path / "new")
     assert (again.hash, again.eos_token_id) == (loaded.hash, loaded.eos_token_id)
     assert again.config["chat_template"] == "{{ messages }}"

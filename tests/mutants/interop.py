@@ -8,6 +8,8 @@ FROM_NANOTRON = ("interop/test_from_nanotron.py::test_weights_moments_and_positi
 
 EXPORT = ("layouts/test_export_on_layouts.py::test_every_layout_exports_the_whole_model",)
 
+OTHERS = "interop/test_exports_for_others.py"
+
 MUTANTS = [
     Mutant(
         name="masters-of-nanotron-dropped",
@@ -40,5 +42,45 @@ MUTANTS = [
         replace="",
         why="config.json names files that nobody wrote: the export of a nano cannot be loaded",
         tests=("interop/test_hf_code.py",),
+    ),
+    Mutant(
+        name="only-the-newest-spelling-of-rotary-positions",
+        file="interop/older_readers.py",
+        find="found = dict(written) | _rope(written)",
+        replace="found = dict(written)",
+        why="readers of rope_theta and rope_scaling take 10000 and none: another model, and nobody says so",
+        tests=(f"{OTHERS}::test_an_export_has_the_keys_that_transformers_4_wrote",),
+    ),
+    Mutant(
+        name="experts-under-the-newest-name-alone",
+        file="interop/older_readers.py",
+        find='        found["num_experts"] = written[its_name]\n',
+        replace="        pass\n",
+        why="readers of num_experts take the default of 128 experts",
+        tests=(f"{OTHERS}::test_an_export_has_the_keys_that_transformers_4_wrote",),
+    ),
+    Mutant(
+        name="training-loses-the-ends-of-text",
+        file="checkpoint/model_files.py",
+        find="        copyfile(source / GENERATION, folder / GENERATION)\n",
+        replace="        pass\n",
+        why="a chat model that was trained on does not stop at the end of its turn",
+        tests=(f"{OTHERS}::test_a_run_that_starts_from_a_model_keeps_how_it_generates",),
+    ),
+    Mutant(
+        name="ids-of-another-tokenizer",
+        file="checkpoint/model_files.py",
+        find="if tokenizer is None or _hash(source) == tokenizer.hash:",
+        replace="if True:",
+        why="the export stops at ids that mean other text",
+        tests=(f"{OTHERS}::test_a_run_with_another_tokenizer_does_not_take_over_ids_of_the_first",),
+    ),
+    Mutant(
+        name="a-start-of-text-that-no-tokenizer-has",
+        file="interop/exporting.py",
+        find="        bos = tokenizer.bos_token_id\n",
+        replace="        pass\n",
+        why="texts begin with an ordinary token in every program that puts bos_token_id before them",
+        tests=(f"{OTHERS}::test_config_and_generation_config_name_no_token_that_the_tokenizer_lacks",),
     ),
 ]

@@ -8,15 +8,20 @@ locate("HuggingFaceTB/SmolLM2-135M")              # the folder, with weights and
 from __future__ import annotations
 
 import json
-from functools import cache
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
+from shutil import copyfile
 from typing import Any, NamedTuple
 
 from kenotron.checkpoint import folders
 from kenotron.checkpoint.manifest import MANIFEST
+from kenotron.config import Config
 from kenotron.config.errors import InputError, nearest
+from kenotron.config.model import ExistingCheckpointInit
 from kenotron.storage.hub import hub_file
-from kenotron.text.tokenizer import GENERATION, TOKENIZER_FILES, TextTokenizer, carry_generation, load_tokenizer
+from kenotron.text.tokenizer import GENERATION, TOKENIZER_FILES, TextTokenizer, load_tokenizer
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -102,22 +107,51 @@ def locate(source: str | Path) -> Path:
     return folder
 
 
-def save_text_files(folder: Path, tokenizer: TextTokenizer | None, start: str | Path | None) -> None:
-    """Write what a run's checkpoint has besides tensors: its tokenizer, and how the model of `start` generates.
+def save_text_files(folder: Path, tokenizer: TextTokenizer | None, starts: list[str]) -> None:
+    """Write what a checkpoint has besides tensors: the tokenizer, and how the model it came with generates.
 
-    `start` is the model that the run began with, or None. Ids of another tokenizer are not taken from there.
+    That lies beside the tokenizer, or is the first of the models `starts` that says it. Ids of another tokenizer are
+    not taken from there.
     """
     if tokenizer:
         tokenizer.save(folder)
-    if start is None or (folder / GENERATION).exists():
+        if tokenizer.folder:
+            carry_generation(tokenizer.folder, folder)
+    for start in starts:
+        if (folder / GENERATION).exists():
+            return
+        with suppress(InputError):  # it has no tokenizer, or is not there any more
+            found = find_model(start)
+            source = found.folder / "tokenizer" if found.ours else found.folder
+            if tokenizer is None or _hash(source) == tokenizer.hash:
+                carry_generation(source, folder)
+
+
+def text_files_of(config: Config, tokenizer: TextTokenizer | None) -> Callable[[Path], None]:
+    """What writes them for a run: it began with the checkpoint it resumed from, or that its first weights are of."""
+    init, resumed = config.model.init_method, config.checkpoints.resume_checkpoint_path
+    first = [init.path] if isinstance(init, ExistingCheckpointInit) else []
+    return partial(save_text_files, tokenizer=tokenizer, starts=[*([resumed] if resumed else []), *first])
+
+
+def carry_generation(source: Path, folder: Path) -> None:
+    """Put the `generation_config.json` of the model in `source` into `folder`, unless there is one.
+
+    Where a model has none and its config.json names several ends of text, they are what goes into the file.
+    """
+    if (folder / GENERATION).exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if (source / GENERATION).is_file():
+        copyfile(source / GENERATION, folder / GENERATION)
         return
     try:
-        found = find_model(start)
-        source = found.folder / "tokenizer" if found.ours else found.folder
-        if tokenizer is None or _hash(source) == tokenizer.hash:
-            carry_generation(source, folder)
-    except InputError:  # it has no tokenizer, or is not there any more
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    except (OSError, ValueError, TypeError):  # not beside a model
         return
+    if isinstance(ids.get("eos_token_id"), list):
+        (folder / GENERATION).write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
 
 
 @cache

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kenotron.checkpoint import engine, folders, saving
+from kenotron.checkpoint.model_files import save_text_files
 from kenotron.config import Config, dump, load
 from kenotron.config.errors import InputError
 from kenotron.interop.hf_config import Report, quiet
 from kenotron.interop.sources import Source, check_shape, hf_source, skeleton
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models import named_state
-from kenotron.text.tokenizer import carry_generation, load_tokenizer
+from kenotron.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,14 +82,14 @@ def _copy_tokenizer(source: Source, report: Report) -> Callable[[Path], None]:
     """The tokenizer's files, and `generation_config.json` beside them, so that an export has it again."""
     if source.tokenizer is None:
         report(f"{source.path} has no tokenizer: prompts must be token ids")
-        return partial(carry_generation, source.path)
+        return partial(save_text_files, tokenizer=None, starts=[str(source.path)])
     tokenizer = load_tokenizer(source.tokenizer)
     if tokenizer.vocab_size > source.architecture.vocab_size:
         report(
             f"{source.path}: the tokenizer has {tokenizer.vocab_size} tokens, "
             f"the model only {source.architecture.vocab_size}"
         )
-    return tokenizer.save
+    return partial(save_text_files, tokenizer=tokenizer, starts=[])
 
 
 def _config(source: Source, name: str, root: Path) -> Config:

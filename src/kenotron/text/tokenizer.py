@@ -105,19 +105,15 @@ class TextTokenizer:
         return length
 
     def save(self, folder: str | Path) -> None:
-        """Write the files from which `transformers.AutoTokenizer` and `load_tokenizer` load it again.
-
-        If it came with a model, also what says how that model generates.
-        """
+        """Write the files from which `transformers.AutoTokenizer` and `load_tokenizer` load it again."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name in TOKENIZER_FILES if self.folder else ():
             file = self.folder / name if self.folder else Path(name)
             if file.is_file() and not (folder / name).exists():
                 shutil.copyfile(file, folder / name)
-        if self.folder:
-            copy_templates(self.folder, folder)
-            carry_generation(self.folder, folder)
+        if self.folder and (self.folder / TEMPLATES).is_dir():
+            shutil.copytree(self.folder / TEMPLATES, folder / TEMPLATES, dirs_exist_ok=True)
         if not (folder / "tokenizer.json").exists():
             (folder / "tokenizer.json").write_text(self._json, encoding="utf-8")
         if not (folder / "tokenizer_config.json").exists():
@@ -128,33 +124,6 @@ class TextTokenizer:
         token = self.config.get(key)
         text = token.get("content") if isinstance(token, dict) else token
         return self.backend.token_to_id(text) if isinstance(text, str) else None
-
-
-def copy_templates(source: Path, folder: Path) -> None:
-    """Copy the chat templates that have files of their own."""
-    for file in sorted((source / TEMPLATES).glob("*.jinja")):
-        (folder / TEMPLATES).mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, folder / TEMPLATES / file.name)
-
-
-def carry_generation(source: Path, folder: Path) -> None:
-    """Put the `generation_config.json` of the model in `source` into `folder`, unless there is one.
-
-    Where a model has none and its config.json names several ends of text, they are what goes into the file.
-    """
-    if (folder / GENERATION).exists():
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    if (source / GENERATION).is_file():
-        shutil.copyfile(source / GENERATION, folder / GENERATION)
-        return
-    try:
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
-    except (OSError, ValueError, TypeError):  # not beside a model
-        return
-    if isinstance(ids.get("eos_token_id"), list):
-        (folder / GENERATION).write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
 
 
 def library_ids(backend: tokenizers.Tokenizer, texts: Sequence[str], special: bool) -> list[list[int]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kenotron.checkpoint.engine import Keep, Saved, Unsaved
-from kenotron.checkpoint.model_files import save_text_files
-from kenotron.config import Config, dump
+from kenotron.config import dump
+from kenotron.config.dotted import import_dotted
 from kenotron.config.errors import CheckpointError, RunFailed
-from kenotron.config.model import ExistingCheckpointInit
 from kenotron.models import named_parameters
 from kenotron.optim.state import state_tensors
 from kenotron.parallel import data as data_parallel
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from kenotron.training.step import StepResult
 
 STEP, SAMPLES = 10**18 + 7, 10**18 + 9  # stand for the counters in the text of a config
+TEXT_FILES = "kenotron.checkpoint.model_files.text_files_of"
 Outcomes = list[Saved | Unsaved]
 
 
@@ -146,19 +145,13 @@ def save(
         "state": manifest_state(run) | {"hooks": hooks} | (more_state or {}),
         "config_yaml": _config_text(run),
         "model_config": run.config.model.architecture.model_dump(mode="json", by_alias=True),
-        "save_tokenizer": partial(save_text_files, tokenizer=run.tokenizer, start=_first_model(run.config)),
+        "save_tokenizer": import_dotted(TEXT_FILES, "checkpoints")(run.config, run.tokenizer),
         "data": run.data.streams.states(run.step) if run.data.streams else None,
     }
     try:
         return run.engine.save(root, run.step, content, keep)
     except CheckpointError as error:
         raise RunFailed(f"step {run.step}: {error}; earlier checkpoints are as they were") from error
-
-
-def _first_model(config: Config) -> str | None:
-    """The model that the run's weights came from."""
-    init = config.model.init_method
-    return init.path if isinstance(init, ExistingCheckpointInit) else None
 
 
 def _log(run: Run, outcome: Saved | Unsaved, is_local: bool) -> None:
