@@ -105,13 +105,13 @@ def test_a_stream_goes_on_where_it_stopped(tmp_path: Path, upload: Upload, token
             data.batch(step)
         states = {name: state() for name, state in data.streams.states(6).items()}
     with open_run(rest, 7, **quiet) as data:
-        data.streams.restore(6, states.get, 0, 1)
+        data.streams.restore(6, states.get)
         for step in range(7, 13):
             for one, other in zip(data.batch(step), expected[step - 1], strict=True):
                 np.testing.assert_array_equal(one.tokens, other.tokens)
     upload(write_rows(tmp_path / "other") / "a.jsonl", "data/b.jsonl.gz")  # of another size
     with open_run(rest, 7, **quiet) as data, pytest.raises(InputError, match="the state of another stream: files is"):
-        data.streams.restore(6, states.get, 0, 1)
+        data.streams.restore(6, states.get)
 
 
 def run(*arguments: str) -> str:

@@ -17,7 +17,7 @@ def state_of_data(rank: int) -> tuple[dict[str, str], int]:
         return {"tokens/web": f"as rank {rank} reads it"}
 
     start = SimpleNamespace(schedule_start=0, data_start=0)
-    data = SimpleNamespace(fingerprints=fingerprints)
+    data = SimpleNamespace(fingerprints=fingerprints, held_out_hashes=list)
     run = SimpleNamespace(step=1, consumed_tokens=2, consumed_samples=1, start=start, data=data)
     return manifest_state(cast(Any, run))["data"], len(calls)
 
