@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -202,3 +203,12 @@ def test_the_check_draws_nothing_from_the_global_generator() -> None:
     before = torch.get_rng_state()
     check(of_user("Apart"))
     assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1"])
+def test_infinite_bounds_in_a_config_are_read_as_transformers_writes_them(model_type: str) -> None:
+    theirs = AutoConfig.for_model(model_type, time_step_limit=(0.0, float("inf")))
+    written = json.loads(theirs.to_json_string(use_diff=False))
+    assert written["time_step_limit"][1] == {"__float__": "Infinity"}
+    read = HuggingFaceArchitecture.model_construct(hf_config=written).transformers_config()
+    assert tuple(read.time_step_limit) == (0.0, float("inf"))

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+ROWS = 4096  # that are compared at a time
 EXPERTS = ".experts."  # in names of ours: the matrices of all experts of a layer in one tensor
 
 
@@ -114,8 +115,23 @@ def _check_tied(theirs: Weights, head: str, embedding: str) -> None:
     """A head of its own beside a config that ties it would be dropped in silence."""
     if head not in theirs or embedding not in theirs:
         return
-    if theirs.shape(head) != theirs.shape(embedding) or not theirs[head].equal(theirs[embedding]):
-        raise InputError(
-            f"{theirs.where}: config.json ties the output head to the embedding (tie_word_embeddings), but {head!r} "
-            f"differs from {embedding!r}; set tie_word_embeddings to false there, or delete the tensor"
-        )
+    if theirs.shape(head) != theirs.shape(embedding) or not _equal(theirs, head, embedding):
+        raise untied_head(theirs.where, head, embedding)
+
+
+def untied_head(where: str, head: str, embedding: str) -> InputError:
+    """The error of a tied config beside a head of its own."""
+    return InputError(
+        f"{where}: config.json ties the output head to the embedding (tie_word_embeddings), but {head!r} differs from "
+        f"{embedding!r}; set tie_word_embeddings to false there, or delete the tensor"
+    )
+
+
+def _equal(theirs: Weights, one: str, other: str) -> bool:
+    """Compared by groups of rows, so that neither matrix is in memory as a whole."""
+    rows, width = theirs.shape(one)
+    for start in range(0, rows, ROWS):
+        offset, shape = (start, 0), (min(ROWS, rows - start), width)
+        if not theirs.block(one, offset, shape).equal(theirs.block(other, offset, shape)):
+            return False
+    return True

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kenotron.config.errors import InputError
 from kenotron.interop.hf_weights import Box, Stored, Weights
+from kenotron.interop.tensor_names import untied_head
 from kenotron.interop.whole_config import one_line
 from kenotron.models.foreign import HuggingFaceArchitecture
 
@@ -48,7 +49,20 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
             raise InputError(f"{folder} {what} {name!r} ({len(said[key])} in all)")
     for name, found, expected in sorted(said["mismatched_keys"]):
         raise InputError(f"{folder}: {name} has shape {list(found)}, and its config says {list(expected)}")
+    _check_tied(model, str(folder))
     return dict(model.state_dict())  # with buffers, such as the correction of router scores
+
+
+def _check_tied(model: Any, where: str) -> None:
+    """transformers keeps a head that differs from the embedding, whatever the config says; the model here drops it."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if tied and head is not None and not head.weight.equal(embedding.weight):
+        raise untied_head(where, *(f"{_name_of(model, module)}.weight" for module in (head, embedding)))
+
+
+def _name_of(model: Any, wanted: Any) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)
 
 
 def write_whole(

@@ -15,7 +15,6 @@ import logging
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import model_serializer, model_validator
@@ -118,7 +117,7 @@ class HuggingFaceArchitecture(ForeignArchitecture):
         """The config as transformers' own object."""
         from transformers import CONFIG_MAPPING
 
-        return CONFIG_MAPPING[self.hf_config["model_type"]].from_dict(deepcopy(self.hf_config))
+        return CONFIG_MAPPING[self.hf_config["model_type"]].from_dict(_floats(self.hf_config))
 
     def tp_problems(self, tp: int) -> Iterator[str]:
         """transformers' own plan has to be one of columns and rows, and heads have to divide."""
@@ -134,6 +133,13 @@ class HuggingFaceArchitecture(ForeignArchitecture):
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             if (size := getattr(config, name, None)) and size % tp:
                 yield f"expected a divisor of {name} {size}, found {tp}"
+
+
+def _floats(value: Any) -> Any:
+    """A copy with the floats that JSON lacks, as transformers writes and reads them: ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        return float(value["__float__"]) if value.keys() == {"__float__"} else {k: _floats(v) for k, v in value.items()}
+    return [_floats(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _values(config: Any, keys: Collection[str]) -> Iterator[Any]:
