@@ -51,16 +51,18 @@ def on_rank(rank: int, layout: str, folder: Path) -> int:
     return train_compiled(problem_of_family("llama", TWELVE), layout, folder, 2)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("recompute", ["false", "true"])
+@pytest.mark.parametrize(("method", "recompute"), [*((each, "false") for each in METHODS), ("ring", "true")])
 def test_with_context_parallelism(method: str, recompute: str, tmp_path: Path) -> None:
     layout = f"cp=2 method={method} recompute={recompute}"
     graphs = run_ranks(2, on_rank, layout, tmp_path)
     assert all(0 < each <= TORCHS_LIMIT for each in graphs), graphs
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "smollm3", "gpt_neox", *SPARSE, *STATE_SPACES, *HYBRIDS])
-@pytest.mark.parametrize("recompute", ["false", "true"])
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [(family, "false") for family in ("llama", "mistral", "smollm3", "gpt_neox", *SPARSE, *STATE_SPACES, *HYBRIDS)]
+    + [(family, "true") for family in ("llama", "mixtral", "mamba2")],
+)
 def test_with_packed_documents(family: str, recompute: str, tmp_path: Path) -> None:
     text = [*text_overrides(tmp_path), "model.document_masking=true", "tokens.sequence_length=64"]
     problem = problem_of_family(family, TWELVE, *LAYERS.get(family, ()), *text)
