@@ -150,6 +150,7 @@ def refused_on_rank(rank: int, source: Path, folder: Path) -> str:
     return str(error.value)
 
 
+@pytest.mark.budget(20, reason="transformers is imported in ranks")
 def test_a_weight_that_transformers_plan_leaves_out_is_refused_on_ranks(tmp_path: Path) -> None:
     """Apertus' activation, between layers that are split, has weights of its own."""
     shapes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "intermediate_size": 64}

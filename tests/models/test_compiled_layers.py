@@ -25,6 +25,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.budget(20, reason="Dynamo traces twelve layers")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", ["documents", "over_ranks"])
 def test_twelve_layers_compile_as_often_as_two(kind: str, way: str) -> None:
