@@ -59,6 +59,18 @@ def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert expected in capsys.readouterr().err
 
 
+def test_a_line_that_a_crash_cut_short_is_passed_over_and_another_file_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = written(tmp_path / "a", [8.0, 6.0], {}) / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"iteration": 3, "lm_l')
+    assert call("plot", metrics, "--steps") == 0
+    assert "2 steps" in capsys.readouterr().out
+    (tmp_path / "notes.txt").write_text("not a number\n")
+    assert call("plot", tmp_path / "notes.txt") == 2
+    assert "notes.txt: expected the metrics.jsonl of a run" in capsys.readouterr().err
+
+
 def test_a_picture_is_a_png(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run = written(tmp_path / "a", [8.0, 6.0, 2.0, 1.0], {2: 6.5, 4: 3.0})

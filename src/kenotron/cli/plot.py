@@ -6,7 +6,6 @@ kenotron plot logs/a logs/b --output losses.png    a picture (needs matplotlib)
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -44,18 +43,22 @@ def plot(
 
 def read_metrics(run: Path) -> list[dict[str, float | None]]:
     """The lines of a run's metrics.jsonl, one a step; `run` is its folder or that file. Raises InputError."""
+    from kenotron.training.metrics import logged_lines
+
     path = run / "metrics.jsonl" if run.is_dir() else run
     if not run.exists():
         raise no_such_path("RUN", run)
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return [line for line in lines if {"iteration", "consumed_tokens", "lm_loss"} <= line.keys()]
-    except FileNotFoundError:
+    if not path.exists():
         inside = ", ".join(sorted(each.parent.name for each in run.glob("*/metrics.jsonl"))[:8])
         found = f"; it has the runs {inside}" if inside else ""
-        raise InputError(f"{run}: expected the folder of a run, with metrics.jsonl{found}") from None
-    except (ValueError, AttributeError, OSError) as error:
-        raise InputError(f"{path}: expected the metrics.jsonl of a run: {error}") from None
+        raise InputError(f"{run}: expected the folder of a run, with metrics.jsonl{found}")
+    try:
+        lines = [line for _, line in logged_lines(path) if {"consumed_tokens", "lm_loss"} <= line.keys()]
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from None
+    if not lines and path.stat().st_size:
+        raise InputError(f"{path}: expected the metrics.jsonl of a run")
+    return lines
 
 
 def _curve(run: Path, x: str) -> Curve:
