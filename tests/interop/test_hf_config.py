@@ -66,7 +66,7 @@ def test_yarn_lengthens_texts_in_each_of_its_spellings():
 
 
 def test_a_mistral_whose_file_has_no_window_has_that_of_transformers():
-    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    mistral = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "num_key_value_heads": 4}
     assert read(**mistral).sliding_window == MistralConfig().sliding_window == 4096
     assert read(**mistral, sliding_window=None).sliding_window is None
 

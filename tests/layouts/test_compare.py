@@ -147,11 +147,13 @@ def test_a_pair_is_a_function_of_its_number(tmp_path: Path) -> None:
 
 def test_every_fault_applies_and_is_undone() -> None:
     assert len({fault.mutant.name for fault in FAULTS}) == len(FAULTS) == 25
-    code = Attention.forward.__code__
+    functions = (Attention.of, Attention.forward)
+    codes = [function.__code__ for function in functions]
     for fault in FAULTS:
         with fault.mutant.in_this_process():
-            assert (Attention.forward.__code__ is code) == (fault.mutant.file != "models/blocks/attention.py")
-        assert Attention.forward.__code__ is code
+            changed = codes != [function.__code__ for function in functions]
+            assert changed == (fault.mutant.file == "models/blocks/attention.py")
+        assert codes == [function.__code__ for function in functions]
 
 
 def test_micro_batches_are_divided_for_every_step_of_a_ramp(tmp_path: Path) -> None:

@@ -12,6 +12,22 @@ OTHERS = "interop/test_exports_for_others.py"
 
 MUTANTS = [
     Mutant(
+        name="null-flags-mean-our-default",
+        file="interop/hf_config.py",
+        find="**dict.fromkeys(nulls, False)",
+        replace="",
+        why="experts' weights are normalized where transformers takes null as false; refused since the values differ",
+        tests=("interop/test_hf_reading.py::test_nulls_and_keys_of_others_mean_what_they_mean_to_transformers",),
+    ),
+    Mutant(
+        name="keys-that-only-transformers-reads-are-ignored",
+        file="interop/hf_reading.py",
+        find="        if found != computed:\n",
+        replace="        if False:\n",
+        why="a file whose layers attend in both directions is trained as a causal model",
+        tests=("interop/test_hf_reading.py::test_a_key_that_transformers_reads_and_we_do_not_is_refused",),
+    ),
+    Mutant(
         name="masters-of-nanotron-dropped",
         file="interop/from_nanotron.py",
         find="optimizer.tensor(weight, MASTER) if MASTER in keys else weight",

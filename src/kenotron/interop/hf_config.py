@@ -27,6 +27,7 @@ from kenotron.config.decoder import (
 )
 from kenotron.config.errors import InputError, NotSupportedYet, nearest
 from kenotron.interop.hf_code import config_class
+from kenotron.interop.hf_reading import ROPE_UNREAD, model_type_of, refuse_what_differs
 from kenotron.interop.whole_config import Report, is_causal_model, one_line, whole_architecture, whole_config
 from kenotron.models.family import Family, families, family_named, family_of
 from kenotron.models.foreign import HuggingFace, HuggingFaceArchitecture, UserModuleArchitecture
@@ -34,14 +35,6 @@ from kenotron.models.foreign import HuggingFace, HuggingFaceArchitecture, UserMo
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Keys that transformers writes beside rules that do not read them.
-ROPE_UNREAD: dict[str, set[str]] = {
-    "default": {"factor", "original_max_position_embeddings"},
-    "linear": {"original_max_position_embeddings"},
-    "dynamic": {"original_max_position_embeddings"},
-    "llama3": set(),
-    "yarn": {"finetuned"},
-}
 # Probabilities that published configs name; they change training alone.
 DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout", "hidden_dropout")
 # Keys of a section that this file decides, or that are ours alone.
@@ -76,6 +69,7 @@ def _architecture(
     config: Mapping[str, Any], where: str, report: Report, overrides: Mapping[str, Any] | None, family: str | None
 ) -> DecoderArchitecture:
     overrides = dict(overrides or {})
+    config = {**config, "model_type": model_type_of(config)}
     name = overrides.get("family", family)
     kind = _family_of(config, where, name)
     if kind is HuggingFace:
@@ -83,7 +77,12 @@ def _architecture(
     for key in overrides.keys() - yaml_keys(kind.section):
         raise InputError(f"unknown key 'model.model_config.{key}'{nearest(key, yaml_keys(kind.section))}")
     _refuse_foreign(config, where, kind)
-    found = {ours: config[theirs] for ours, theirs in _shared_keys(kind) if config.get(theirs) is not None}
+    shared = _shared_keys(kind)
+    nulls = [
+        theirs for ours, theirs in shared if config.get(theirs, 0) is None and isinstance(_default(kind, ours), bool)
+    ]
+    config = {**config, **dict.fromkeys(nulls, False)}  # as a condition of transformers takes them
+    found = {ours: config[theirs] for ours, theirs in shared if config.get(theirs) is not None}
     found |= {"family": name if name and family_named(name) is kind else _default(kind, "family")}
     found |= {"hidden_act": _activation(config.get("hidden_act", _default(kind, "hidden_act")), where)}
     if issubclass(kind.section, RopeArchitecture):
@@ -95,6 +94,7 @@ def _architecture(
     for key in filter(config.get, DROPOUTS):
         report(f"{where}: {key} {config[key]} is ignored: training has no dropout")
     try:
+        written = kind.section.model_validate(kind.from_hf(found, config))
         architecture = kind.section.model_validate(kind.from_hf(found, config) | overrides)
     except ValidationError as error:
         first = error.errors()[0]
@@ -102,6 +102,8 @@ def _architecture(
         raise InputError(f"{where}: {key}: {first['msg']}, found {first['input']!r}") from None
     for key, problem in architecture.shape_problems():
         raise InputError(f"{where}: {key}: {problem}")
+    if kind.hf_class and not kind.hf_code:
+        refuse_what_differs(config, hf_config(written, "float32", written.eos_token_id), where)
     return architecture
 
 
@@ -178,14 +180,14 @@ def _rope(config: Mapping[str, Any], where: str, family: type[Family[Any]]) -> d
     """`rope_theta`, `rope_scaling` and where there is one `rotary_pct`, from either form."""
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}  # as transformers chooses
     rope = {k: v for k, v in given.items() if v is not None}
-    theta = rope.pop("rope_theta", config.get("rope_theta", config.get("rotary_emb_base")))
+    has_key = "rotary_pct" in family.section.model_fields  # GPT-NeoX, which has names of its own
+    theta = rope.pop("rope_theta", config.get("rotary_emb_base" if has_key else "rope_theta"))
     theta = theta or getattr(config_class(family), "default_theta", 10000.0)
     old_name = rope.pop("type", "default")
     kind = rope.pop("rope_type", old_name)
     if kind not in ROPE_KEYS:
         raise NotSupportedYet(f"{where}: rope_type {kind!r} (supported: {', '.join(ROPE_KEYS)})")
     turning = rope.pop("partial_rotary_factor", config.get("partial_rotary_factor", config.get("rotary_pct")))
-    has_key = "rotary_pct" in family.section.model_fields
     if turning not in (None, 1, 1.0) and not has_key:
         raise NotSupportedYet(f"{where}: partial_rotary_factor other than 1")
     scaling = {"rope_type": kind} | {k: v for k, v in rope.items() if k not in ROPE_UNREAD[kind]}

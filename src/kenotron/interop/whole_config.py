@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from kenotron.config.errors import InputError, NotSupportedYet, nearest
 from kenotron.interop.older_readers import ROPE_SPELLINGS
-from kenotron.models.foreign import ForeignArchitecture, HuggingFaceArchitecture
+from kenotron.models.foreign import ForeignArchitecture, HuggingFaceArchitecture, with_floats
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,7 +38,7 @@ def whole_architecture(
     if config.get("quantization_config"):
         raise NotSupportedYet(f"{where}: quantized weights (quantization_config)")
     with one_line(where):
-        plain = CONFIG_MAPPING[kind].from_dict(deepcopy(dict(config)))
+        plain = CONFIG_MAPPING[kind].from_dict(with_floats(config))
     values = dict(config)
     if "rope_parameters" in overrides:  # older spellings of the same would win
         values = {name: value for name, value in values.items() if name not in ROPE_SPELLINGS}
@@ -55,7 +54,7 @@ def whole_architecture(
         values = {key: value for key, value in values.items() if plain.attribute_map.get(key, key) != its_name}
         values[its_name] = overrides[name]
     with one_line(where):
-        found = CONFIG_MAPPING[kind].from_dict(deepcopy(values)).get_text_config()
+        found = CONFIG_MAPPING[kind].from_dict(with_floats(values)).get_text_config()
     for name in [name for name in config if _is_dropout(name) and config[name]]:
         report(f"{where}: {name} {config[name]} is ignored: training has no dropout")
     if getattr(found, "output_router_logits", False):

@@ -117,7 +117,7 @@ class HuggingFaceArchitecture(ForeignArchitecture):
         """The config as transformers' own object."""
         from transformers import CONFIG_MAPPING
 
-        return CONFIG_MAPPING[self.hf_config["model_type"]].from_dict(_floats(self.hf_config))
+        return CONFIG_MAPPING[self.hf_config["model_type"]].from_dict(with_floats(self.hf_config))
 
     def tp_problems(self, tp: int) -> Iterator[str]:
         """transformers' own plan has to be one of columns and rows, and heads have to divide."""
@@ -135,11 +135,15 @@ class HuggingFaceArchitecture(ForeignArchitecture):
                 yield f"expected a divisor of {name} {size}, found {tp}"
 
 
-def _floats(value: Any) -> Any:
+def with_floats(value: Any) -> Any:
     """A copy with the floats that JSON lacks, as transformers writes and reads them: ``{"__float__": "Infinity"}``."""
     if isinstance(value, dict):
-        return float(value["__float__"]) if value.keys() == {"__float__"} else {k: _floats(v) for k, v in value.items()}
-    return [_floats(each) for each in value] if isinstance(value, list | tuple) else value
+        return (
+            float(value["__float__"])
+            if value.keys() == {"__float__"}
+            else {k: with_floats(v) for k, v in value.items()}
+        )
+    return [with_floats(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _values(config: Any, keys: Collection[str]) -> Iterator[Any]:
