@@ -69,6 +69,12 @@ def test_a_run_may_change_its_length_layout_and_what_it_reports(minimal: dict[st
     assert same_run_difference(to_dict(load(minimal)), load(minimal, overrides)) is None
 
 
+def test_a_run_that_met_a_bad_document_may_leave_it_out(minimal: dict[str, Any]) -> None:
+    text = ["data_stages.0.data.dataset={text_files: a}", "tokenizer.tokenizer_name_or_path=t"]
+    skipping = [*text, "data_stages.0.data.dataset.on_bad_document=skip"]
+    assert same_run_difference(to_dict(load(minimal, text)), load(minimal, skipping)) is None
+
+
 @pytest.mark.parametrize(
     ("overrides", "difference"),
     [
@@ -84,7 +90,11 @@ def test_a_run_may_change_its_length_layout_and_what_it_reports(minimal: dict[st
         (["data_stages.0.data.seed=1"], ("data_stages.0.data.seed", 42, 1)),
         (
             ["data_stages.0.data.dataset={tokens: b}"],
-            ("data_stages.0.data.dataset", {"text_files": "a", "text_column_name": "text"}, {"tokens": "b"}),
+            (
+                "data_stages.0.data.dataset",
+                {"on_bad_document": "error", "text_files": "a", "text_column_name": "text"},
+                {"tokens": "b"},
+            ),
         ),
         (["model.model_config.hidden_size=32"], ("model.model_config.hidden_size", 16, 32)),
         (["checkpoints.resume_checkpoint_path=another"], ("checkpoints.resume_checkpoint_path", None, "another")),

@@ -571,6 +571,8 @@ OWN_TESTS = {
         PretrainDataset.hf_dataset_config_name PretrainDataset.dataset_processing_num_proc_per_process
         PretrainDataset.dataset_overwrite_cache SFTDataset.hf_dataset_config_name EmbeddedCorpus.corpus
         EmbeddedCorpus.packing EmbeddedCorpus.weight EmbeddedCorpus.max_epochs Optimizer.accumulate_grad_in_fp32""",
+    "test_bad_documents.py": """
+        PretrainDataset.on_bad_document TextFiles.on_bad_document""",
     "test_sft.py": """
         SFTDataset.dataset_processing_num_proc_per_process SFTDataset.dataset_overwrite_cache
         SFTDataset.messages_column_name SFTFiles.messages_column_name""",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from enum import StrEnum
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated
@@ -19,6 +20,13 @@ Inputs = Annotated[
 Column = Annotated[str, typer.Option(help="The column that contains the text.")]
 Split = Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")]
 ConfigName = Annotated[str | None, typer.Option(help="Configuration of a Hugging Face dataset.")]
+
+
+class BadDocuments(StrEnum):
+    """What `--on-bad-document` takes."""
+
+    ERROR = "error"
+    SKIP = "skip"
 
 
 @app.command()
@@ -48,7 +56,10 @@ def tokenize(
     repeat: Annotated[
         str | None, typer.Option(help="module.function(row, file) -> int: how many times to write a row.")
     ] = None,
-    skip_bad: Annotated[bool, typer.Option(help="Skip and count rows that cannot be read.")] = False,
+    on_bad_document: Annotated[
+        BadDocuments,
+        typer.Option(help="A row, line or end of a file that cannot be read: an error, or skip and count."),
+    ] = BadDocuments.ERROR,
     executor: Annotated[
         str | None, typer.Option(help="Run as tasks of a datatrove executor: local, slurm or ray.")
     ] = None,
@@ -80,7 +91,7 @@ def tokenize(
         shard_megabytes=shard_size,
         filter=filter,
         repeat=repeat,
-        skip_bad=skip_bad,
+        skip_bad=on_bad_document is BadDocuments.SKIP,
     )
     if executor is None:
         for name, value in {"--tasks": tasks, "--partition": partition, "--time": time, "--sbatch": sbatch}.items():
@@ -95,6 +106,8 @@ def tokenize(
             return
         made = given
     left_out = f"; {made['skipped']:,} left out because they cannot be read" if made["skipped"] else ""
+    for problem in made.get("first_skipped", ()):
+        print(f"left out: {problem}")
     print(
         f"{output}: {counted(made['documents'], 'document')}, {made['tokens']:,} tokens of {made['dtype']} in "
         f"{counted(len(made['files']), 'file')}, from {made['bytes'] / 1e6:.1f} MB of text{left_out}"

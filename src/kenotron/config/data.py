@@ -107,6 +107,14 @@ class _Streamed(Section):
         return self
 
 
+class _PlainText(_Streamed):
+    on_bad_document: Literal["error", "skip"] = key(
+        "A document that cannot be read (a null text, a damaged line) ends the run, or is left out and counted.",
+        "error",
+        mark=OURS,
+    )
+
+
 class _HFDataset(_PackedDataset):
     hf_dataset_or_datasets: Names = key("Hub name or folder, a list of them, or a map name → fraction of its rows.")
     hf_dataset_splits: Annotated[NameOrNames, null_means("train")] = key("Split, or splits, to read.", "train")
@@ -115,7 +123,7 @@ class _HFDataset(_PackedDataset):
     dataset_overwrite_cache: bool = key("Tokenize again even if the result is cached.", False)
 
 
-class PretrainDataset(_HFDataset, _Streamed):
+class PretrainDataset(_HFDataset, _PlainText):
     """Hugging Face datasets, their text column packed into sequences."""
 
     text_column_name: Annotated[str, null_means("text")] = key("Column that contains the text.", "text")
@@ -212,7 +220,7 @@ class EmbeddedCorpus(_PackedDataset, _Streamed):
     corpus: Literal["python-stdlib"] = key("Name of the embedded corpus.", mark=OURS)
 
 
-class TextFiles(_PackedDataset, _Streamed):
+class TextFiles(_PackedDataset, _PlainText):
     """Text files."""
 
     text_files: PathsOrShares = key(

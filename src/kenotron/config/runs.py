@@ -67,6 +67,7 @@ _FREE = (
     "data_stages.*.num_loading_workers",
     "data_stages.*.dataset_processing_num_proc_per_process",
     "data_stages.*.dataset_overwrite_cache",
+    "data_stages.*.on_bad_document",
 )
 
 

@@ -107,7 +107,11 @@ def open_tokens(
     def build(folder: Path) -> None:
         _tokenize(folder, texts, tokenizer, rules, val_fraction, chosen, processes, report, stop)
 
-    cached_folder(path, build, report, f"tokenizing {texts.name}", overwrite, lambda folder: _meta(folder) is not None)
+    def usable(folder: Path) -> bool:
+        meta = _meta(folder)
+        return meta is not None and (rules.examples or texts.skip_bad or not meta["skipped"])
+
+    cached_folder(path, build, report, f"tokenizing {texts.name}", overwrite, usable)
     return _read(path, content)
 
 
@@ -236,6 +240,8 @@ def _tokenize(
     meta |= {"smallest_hash": limit > threshold_of_fraction(val_fraction)}
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     tokens = sum(side.tokens for side in sides.values())
+    for problem in texts.first_skipped:
+        report(f"left out: {problem}")
     report(f"tokenized {texts.name}: {tokens:,} tokens in {time.monotonic() - started:.1f} s")
 
 

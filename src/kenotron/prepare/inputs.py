@@ -50,6 +50,7 @@ def open_input(
     Raises InputError: nothing of that name; a column of files without rows; split or config name of files.
     """
     path = Path(name).expanduser()
+    advice = "; --on-bad-document skip leaves it out"
     saved = not is_remote(name) and any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
     if is_remote(name) or (path.exists() and not saved):
         files = find_files(name, "INPUT")
@@ -59,12 +60,12 @@ def open_input(
         if column != "text" and not any(map(has_rows, files)):
             raise InputError(f"--column: {name}: text files have no columns; expected jsonl, parquet or arrow")
         shown = name.rstrip("/") if is_remote(name) else str(Path(name))
-        return FileDocuments(shown, files, column, LONGEST_CHUNK, skip_bad, hook)
+        return FileDocuments(shown, files, column, LONGEST_CHUNK, skip_bad, hook, advice)
     if not saved and (
         path.is_absolute() or name.startswith((".", "~")) or name.endswith("/") or name.count("/") > 1 or path.suffix
     ):
         raise no_such_path("INPUT", name)
-    return HubDocuments(name, split, config_name, column, hook, skip_bad=skip_bad)
+    return HubDocuments(name, split, config_name, column, hook, skip_bad=skip_bad, advice=advice)
 
 
 def plan_shards(texts: Sequence[DocumentSource], size: int) -> list[InputShard]:

@@ -31,8 +31,9 @@ from kenotron.data.manifest import MANIFEST, Json, checksums, read_json, refuse_
 from kenotron.prepare.inputs import InputShard, describe_hook, describe_inputs, open_input, plan_shards, row_hook
 from kenotron.prepare.shuffle import DocumentShuffle
 from kenotron.storage.files import locked, sync_folder
-from kenotron.text.documents import LONGEST_CHUNK, DocumentSource, split_long_chunk
+from kenotron.text.documents import LONGEST_CHUNK, DocumentSource, MayBeBad, split_long_chunk
 from kenotron.text.encode import BATCH_CHARACTERS, EncodeRules, encode_batches
+from kenotron.text.file_documents import FileDocuments, unread_files
 from kenotron.text.progress import Report, progress
 from kenotron.text.tokenizer import TextTokenizer
 
@@ -78,6 +79,9 @@ def tokenize(
     if (done := finished(work, output)) is not None:
         report(f"{output} is done already")
         return done
+    for source in work.texts:
+        if isinstance(source, FileDocuments) and (line := unread_files(source.name)):
+            report(line)
     make_folder(output)
     with lock_output(output, report):
         if (done := finished(work, output)) is not None:  # by the process that was waited for
@@ -213,6 +217,7 @@ def _refuse_changed(work: Tokenization) -> None:
 def _manifest(work: Tokenization, notes: Path) -> Json:
     counts = {"documents": int, "tokens": int, "bytes": int, "skipped": int}
     shards = [read_json(_note(notes, shard), **counts) or {} for shard in work.shards]
+    first = [problem for shard in shards for problem in shard.pop("first_skipped", [])]
     totals = {key: sum(shard[key] for shard in shards) for key in counts}
     if not totals["tokens"]:
         raise InputError(f"{', '.join(work.made_by['inputs'])}: no text in it (every file or row is empty)")
@@ -226,6 +231,7 @@ def _manifest(work: Tokenization, notes: Path) -> Json:
         "eos": work.rules.eos,
         "bos": work.rules.bos,
         **totals,
+        "first_skipped": first[: MayBeBad.FIRST],
         "files": [shard for shard in shards if shard["tokens"]],
     }
 
@@ -251,7 +257,7 @@ def make_shards(work: Tokenization, output: Path, todo: Sequence[InputShard], wo
     """Every shard of `todo` gets its files and its note."""
     notes = output / UNFINISHED
     scratch = Path(tempfile.mkdtemp(prefix=WORK, dir=notes))
-    skipped: dict[int, int] = {}
+    skipped: dict[int, tuple[int, list[str]]] = {}
     batches = encode_batches(_batches(work.texts, todo, skipped), work.tokenizer.to_json(), work.rules, max(workers, 1))
     speed = _Speed()
     with contextlib.ExitStack() as stack:
@@ -266,16 +272,19 @@ def make_shards(work: Tokenization, output: Path, todo: Sequence[InputShard], wo
                 speed.add(writer.add(batch, ids, lengths), len(ids))
                 update(batch[-1].done, speed.text())
                 here = next(batches, None)
-            note = writer.finish(output) | {"skipped": skipped.get(shard.number, 0)}
+            count, first = skipped.get(shard.number, (0, []))
+            note = writer.finish(output) | {"skipped": count, "first_skipped": first}
             write_json(_note(notes, shard), note)
 
 
 def _batches(
-    texts: Sequence[DocumentSource], todo: Sequence[InputShard], skipped: dict[int, int]
+    texts: Sequence[DocumentSource], todo: Sequence[InputShard], skipped: dict[int, tuple[int, list[str]]]
 ) -> Iterator[list[_ShardChunk]]:
     """Batches of about a megabyte, each of one shard."""
     for shard, done in zip(todo, np.cumsum([0, *(shard.size for shard in todo)]).tolist()):
         before = sum(source.skipped for source in texts)
+        for source in texts:
+            source.first_skipped.clear()  # those of this shard come
         batch: list[_ShardChunk] = []
         characters = 0
         for chunk in _shard_chunks(texts, shard, done):
@@ -284,7 +293,8 @@ def _batches(
             if characters >= BATCH_CHARACTERS:
                 yield batch
                 batch, characters = [], 0
-        skipped[shard.number] = sum(source.skipped for source in texts) - before
+        first = [problem for source in texts for problem in source.first_skipped]
+        skipped[shard.number] = (sum(source.skipped for source in texts) - before, first)
         if batch:
             yield batch
 

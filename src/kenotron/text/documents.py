@@ -67,8 +67,14 @@ class DocumentSource(Protocol):
     """A finite sequence of documents."""
 
     name: str
+    skip_bad: bool
+    """Whether documents that cannot be read are left out."""
+
     skipped: int
     """What was left out because it cannot be read (lines, ends of files), since the last call of `documents`."""
+
+    first_skipped: list[str]
+    """What was wrong with the first of them, and where."""
 
     @property
     def size(self) -> int:
@@ -94,6 +100,28 @@ class DocumentSource(Protocol):
     def read(self, byte_range: ByteRange) -> Iterator[DocumentChunk]:
         """The documents of a byte_range; `DocumentChunk.done` counts its bytes."""
         ...
+
+
+class MayBeBad:
+    """The documents of a source that cannot be read: the first one is an error, or all are left out and counted."""
+
+    FIRST = 3
+
+    def __init__(self, skip: bool, advice: str) -> None:
+        self.skip_bad, self._advice = skip, advice
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        """Nothing has been left out yet."""
+        self.skipped, self.first_skipped = 0, list[str]()
+
+    def bad(self, problem: str) -> None:
+        """Leaves a document out. Raises InputError where that was not asked for."""
+        if not self.skip_bad:
+            raise InputError(f"{problem}{self._advice}") from None
+        self.skipped += 1
+        if len(self.first_skipped) < self.FIRST:
+            self.first_skipped.append(problem)
 
 
 class StreamableDocuments(DocumentSource, Protocol):

@@ -18,6 +18,7 @@ import json
 import os
 import sysconfig
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +28,7 @@ from typing import IO
 
 import xxhash
 
-from kenotron.config.errors import InputError, no_such_path
+from kenotron.config.errors import InputError, counted, no_such_path
 from kenotron.storage.paths import AnyPath, RemoteStat, as_path, walk
 from kenotron.text import compression
 from kenotron.text.compression import DAMAGE, decompressed
@@ -36,6 +37,7 @@ from kenotron.text.documents import (
     YOUNG,
     ByteRange,
     DocumentChunk,
+    MayBeBad,
     RowHook,
     RowReader,
     cut,
@@ -54,15 +56,17 @@ ROW = 1 << 24
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson", ".jsonlines")
 TABLES = (".csv", ".tsv", ".xlsx")
 FOREIGN_SUFFIXES = (".xz", ".bz2", ".zip", ".tar", ".tgz")
+FIRST_BYTES = {b"\x1f\x8b": ".gz", b"(\xb5/\xfd": ".zst", b"PAR1\x15": ".parquet", b"ARROW1\0\0": ".arrow"}
+"""How files that are no plain text begin, whatever their names are."""
 TEXT_SUFFIXES = (".txt", ".md", ".text", *JSON_SUFFIXES)
 
 
-class FileDocuments:
+class FileDocuments(MayBeBad):
     """Documents of text, jsonl, parquet and arrow files.
 
     `chunk` is the length from which a text file is cut (None: never). With `skip_bad`, a line that is no such JSON, and
     a file from where it is no UTF-8 or damaged, are left out and counted; otherwise they are errors. `hook` makes the
-    documents of a row, instead of its `column`.
+    documents of a row, instead of its `column`. `advice` ends the errors: how to leave out what is bad.
     """
 
     def __init__(
@@ -73,9 +77,11 @@ class FileDocuments:
         chunk: int | None = CHUNK_CHARACTERS,
         skip_bad: bool = False,
         hook: RowHook | None = None,
+        advice: str = "",
     ) -> None:
+        super().__init__(skip_bad, advice)
         self.name, self.files, self.column = name, list(files), column
-        self.chunk, self.skip_bad, self.hook, self.skipped = chunk, skip_bad, hook, 0
+        self.chunk, self.hook = chunk, hook
         self._sizes = {file: _stat(file).st_size for file in self.files}
         self.size = sum(self._sizes.values())
         for file in self.files:
@@ -109,7 +115,8 @@ class FileDocuments:
 
     def documents(self) -> Iterator[DocumentChunk]:
         """Every document, file after file; `done` counts bytes."""
-        done = self.skipped = 0
+        done = 0
+        self.count_anew()
         for part, file in enumerate(self.files):
             for whole in self.read(ByteRange(part, 0, None, self._sizes[file])):
                 uncut = self.chunk is None or self.hook is not None  # a hook's may be JSON (text/sft.py)
@@ -135,10 +142,12 @@ class FileDocuments:
         file = self.files[byte_range.part]
         if (rows := row_reader(_suffix(file))) is not None:
             start, stop = byte_range.start, byte_range.stop
-            for found in rows.read(file, self.column, start, stop, self.hook, self._bad, LONGEST_CHUNK):
+            for found in rows.read(file, self.column, start, stop, self.hook, self.bad, LONGEST_CHUNK):
                 yield DocumentChunk(found.text, int(found.share * byte_range.size), found.last)
             return
         with _readable(file), file.open("rb") as raw:
+            if not byte_range.start:
+                _refuse_other_form(raw, file)
             stream = decompressed(raw, _suffix(file))
             for text, last in (self._rows if is_json(file) else self._chunks)(stream, raw, file, byte_range):
                 yield DocumentChunk(text, min(raw.tell() - byte_range.start, byte_range.size), last)
@@ -174,7 +183,7 @@ class FileDocuments:
         """Of a file of rows a place is a row times `ROW`, plus the chunks of the row that were read."""
         first = rows.start_of(file, place // ROW) if place else 0
         before = 0
-        for cell in rows.read(file, self.column, first, None, self.hook, self._bad, LONGEST_CHUNK):
+        for cell in rows.read(file, self.column, first, None, self.hook, self.bad, LONGEST_CHUNK):
             done = max(before, cell.row * ROW) + 1
             if before < place < done:
                 raise InputError(
@@ -199,7 +208,7 @@ class FileDocuments:
     ) -> Iterator[tuple[str, bool]]:
         with self._damage_reported(raw, file):
             for text in json_documents(
-                stream, self.column, file, byte_range.start, byte_range.stop, self.hook, self._bad
+                stream, self.column, file, byte_range.start, byte_range.stop, self.hook, self.bad
             ):
                 yield text, True
 
@@ -220,7 +229,7 @@ class FileDocuments:
                     waiting = text
             except UnicodeDecodeError as error:
                 found, place = error.object[error.start], stream.tell() - len(error.object) + error.start
-                self._bad(f"{file}: not UTF-8 (byte 0x{found:02x} at {place:,}: {error.reason}); convert it first")
+                self.bad(f"{file}: not UTF-8 (byte 0x{found:02x} at {place:,}: {error.reason}); convert it first")
         if waiting is not None:
             yield waiting, True
 
@@ -241,15 +250,11 @@ class FileDocuments:
             yield
         except DAMAGE as error:
             form = "zstd" if _suffix(file) == ".zst" else "gzip"
-            self._bad(f"{file}: damaged {form} file, near byte {raw.tell():,}: {error}")
-
-    def _bad(self, problem: str) -> None:
-        if not self.skip_bad:
-            raise InputError(problem) from None
-        self.skipped += 1
+            self.bad(f"{file}: damaged {form} file, near byte {raw.tell():,}: {error}")
 
     def _rules(self) -> bytes:
-        return f"files {self.column} {self.chunk} {LONGEST_CHUNK} {self.skip_bad}".encode()
+        whole_files = self.chunk is None  # once more, as the names of caches and checkpoints have it
+        return f"files {self.column} {self.chunk} {LONGEST_CHUNK} {whole_files}".encode()
 
 
 def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
@@ -276,6 +281,19 @@ def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
     if not found:
         raise InputError(f"{key}: folder {path} holds no text file")
     return [file for file in found if _unpacked_name(file).endswith((*TEXT_SUFFIXES, *row_suffixes()))] or found
+
+
+def unread_files(path: str | AnyPath) -> str:
+    """A line on the files of a folder that `find_files` passes over, by suffix; empty if there are none."""
+    root = as_path(path)
+    if not root.is_dir():
+        return ""
+    read = set(find_files(root, str(path)))
+    rest = [file for file in walk(root) if not file.name.startswith(".") and file not in read]
+    kinds = Counter(_suffix(file) or "without a suffix" for file in rest)
+    most = sorted(kinds.items(), key=lambda kind: (-kind[1], kind[0]))[:5]
+    listed = ", ".join(f"{count:,} {suffix}" for suffix, count in most)
+    return f"{path}: {counted(len(rest), 'file')} in it not read ({listed})" if rest else ""
 
 
 def python_stdlib() -> FileDocuments:
@@ -314,6 +332,15 @@ def _unpacked_name(file: AnyPath) -> str:
 
 def _suffix(file: AnyPath) -> str:
     return file.suffix.lower()
+
+
+def _refuse_other_form(raw: IO[bytes], file: AnyPath) -> None:
+    """Raises InputError for a file that begins as one of another suffix does."""
+    begin = raw.read(8)
+    raw.seek(0)
+    for first, suffix in FIRST_BYTES.items():
+        if begin.startswith(first) and suffix != _suffix(file):
+            raise InputError(f"{file}: begins as a {suffix} file does; let its name end with {suffix}")
 
 
 def _stat(file: AnyPath) -> os.stat_result | RemoteStat:

@@ -26,6 +26,7 @@ from kenotron.text.documents import (
     YOUNG,
     ByteRange,
     DocumentChunk,
+    MayBeBad,
     NoText,
     RowHook,
     missing_column,
@@ -40,7 +41,7 @@ SILENCE_S = 30.0
 """Seconds after which a request to the hub fails if nothing arrives."""
 
 
-class HubDocuments:
+class HubDocuments(MayBeBad):
     """Rows of several datasets, one after the other; `column` holds the text.
 
     With `skip_bad`, a row that has none is left out and counted; otherwise it is an error.
@@ -55,7 +56,9 @@ class HubDocuments:
         hook: RowHook | None = None,
         streaming: bool = False,
         skip_bad: bool = False,
+        advice: str = "",
     ) -> None:
+        super().__init__(skip_bad, advice)
         if isinstance(names, str):
             names = [names]
         self.fractions = names if isinstance(names, dict) else dict.fromkeys(names, 1.0)
@@ -67,9 +70,8 @@ class HubDocuments:
                 )
         self.splits = [splits] if isinstance(splits, str) else list(splits)
         self.config_name, self.column = config_name, column
-        self.hook, self.streaming, self.skip_bad = hook, streaming, skip_bad
+        self.hook, self.streaming = hook, streaming
         self.name = ", ".join(self.fractions)
-        self.skipped = 0
 
     @property
     def size(self) -> int:
@@ -96,7 +98,8 @@ class HubDocuments:
 
     def documents(self) -> Iterator[DocumentChunk]:
         """The text column of every row, or what `hook` makes of it; `done` counts rows."""
-        done = self.skipped = 0
+        done = 0
+        self.count_anew()
         for rows in self._parts:
             for row, text in self._texts_of(rows):
                 whole = DocumentChunk(text, done + row)
@@ -138,9 +141,8 @@ class HubDocuments:
             for number, row in enumerate(rows.skip(place), start=place + 1):
                 if not isinstance(text := row.get(self.column), str):
                     problem = missing_column(self.column, row)
-                    raise InputError(
-                        f"dataset.text_column_name: dataset {self.name}, shard {part}, row {number}: {problem}"
-                    )
+                    self.bad(f"dataset.text_column_name: dataset {self.name}, shard {part}, row {number}: {problem}")
+                    continue
                 yield DocumentChunk(whole_characters(text), number)
 
     def fingerprint(self, times: bool) -> str:
@@ -190,9 +192,7 @@ class HubDocuments:
                 self._bad(number, missing_column(self.column, {self.column: text}))
 
     def _bad(self, number: int, problem: str) -> None:
-        if not self.skip_bad:
-            raise InputError(f"dataset.text_column_name: dataset {self.name}, row {number}: {problem}")
-        self.skipped += 1
+        self.bad(f"dataset.text_column_name: dataset {self.name}, row {number}: {problem}")
 
     @cached_property
     def _parts(self) -> list[Any]:

@@ -93,6 +93,7 @@ class SftDocuments:
         self.columns, self.most, self.tokenizer = columns, most, tokenizer
         self._texts = rows(self._example)
         self.name, self.skipped, self._rows = self._texts.name, 0, 0
+        self.skip_bad, self.first_skipped = False, list[str]()
 
     @property
     def size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from kenotron.config.errors import InputError
 from kenotron.data.formats.numpy import open_file
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
-from kenotron.text.file_documents import FileDocuments, find_files
+from kenotron.text.file_documents import FileDocuments, find_files, unread_files
 
 LINES = '{"text": "hello"}\n{"text": "bye"}\n'
 
@@ -33,6 +34,32 @@ def test_json_lines_under_another_name_are_refused(tmp_path: Path, name: str) ->
         texts_of(tmp_path / name)
     (tmp_path / name).write_text('{"other": 1}\n')
     assert texts_of(tmp_path / name) == ['{"other": 1}\n']
+
+
+def test_packed_files_and_tables_under_another_name_are_named(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import feather, parquet
+
+    table = pa.table({"text": ["hello"]})
+    feather.write_feather(table, tmp_path / "rows.arrow", compression="uncompressed")
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    (tmp_path / "lines.gz").write_bytes(gzip.compress(LINES.encode()))
+    (tmp_path / "lines.zst").write_bytes(pa.compress(LINES.encode(), "zstd", asbytes=True))
+    for file in list(tmp_path.iterdir()):
+        other = tmp_path / f"{file.stem}-00000.jsonl"
+        file.rename(other)
+        with pytest.raises(InputError, match=f"begins as a {file.suffix} file does; let its name end with"):
+            texts_of(other)
+        other.unlink()
+
+
+def test_a_folder_says_what_it_does_not_read(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.TXT", "x.py", "y.py", "z.csv", "Makefile"):
+        (tmp_path / name).write_text("word")
+    assert len(find_files(tmp_path, "test")) == 2
+    expected = f"{tmp_path}: 4 files in it not read (2 .py, 1 .csv, 1 without a suffix)"
+    assert unread_files(tmp_path) == expected
+    assert unread_files(tmp_path / "a.txt") == ""
 
 
 def test_a_null_and_an_array_are_named(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from kenotron.data.sources.windows import HeldOutWindows, TokenWindows
 from kenotron.storage.paths import as_path
 from kenotron.text.documents import DocumentSource, RowHook, StreamableDocuments
 from kenotron.text.encode import EncodeRules
-from kenotron.text.file_documents import FileDocuments, find_files, has_rows, python_stdlib
+from kenotron.text.file_documents import FileDocuments, find_files, has_rows, python_stdlib, unread_files
 from kenotron.text.hash_split import hash_threshold, is_held_out, threshold_of_fraction
 from kenotron.text.sft import Columns, SftDocuments
 from kenotron.text.tokenizer import TextTokenizer
@@ -41,8 +41,9 @@ NOT_DATA = {
     "sft_dataloader",
     "dataset_processing_num_proc_per_process",
     "dataset_overwrite_cache",
+    "on_bad_document",
 }
-"""Keys that change neither the samples of a source nor their order."""
+"""Keys that change neither the samples of a source nor their order (of a run that ended with an error, none were)."""
 
 
 # ---- from the config ---------------------------------------------------------------------------------------
@@ -116,7 +117,10 @@ class TextDataset(TextSpec):
         section = self.section
         if isinstance(section, EmbeddedCorpus):
             return python_stdlib()
-        column = "text" if isinstance(section, SFTDataset | SFTFiles) else section.text_column_name
+        plain = None if isinstance(section, SFTDataset | SFTFiles) else section
+        column = "text" if plain is None else plain.text_column_name
+        skip_bad = plain is not None and plain.on_bad_document == "skip"
+        advice = "" if plain is None else "; dataset.on_bad_document: skip leaves it out"
         if isinstance(section, TextFiles | SFTFiles):
             names = _paths(section)
             files = [file for path in names for file in find_files(as_path(path, remote), "dataset.text_files")]
@@ -124,7 +128,7 @@ class TextDataset(TextSpec):
                 raise InputError(
                     f"dataset.text_column_name: expected files with columns for '{column}', found only text"
                 )
-            return FileDocuments(", ".join(names), files, column, hook=hook)
+            return FileDocuments(", ".join(names), files, column, hook=hook, skip_bad=skip_bad, advice=advice)
         from kenotron.text.hub_datasets import HubDocuments
 
         return HubDocuments(
@@ -133,7 +137,9 @@ class TextDataset(TextSpec):
             section.hf_dataset_config_name,
             column,
             hook,
-            streaming=self.is_stream,
+            self.is_stream,
+            skip_bad,
+            advice,
         )
 
     # ---- held out, or not ----
@@ -172,6 +178,8 @@ class TextDataset(TextSpec):
         texts = self.documents(run.remote, run.tokenizer)
         if run.tokenizer is None:
             raise InputError(f"{texts.name} is text, but the run has no tokenizer")
+        for line in filter(None, (unread_files(as_path(path, run.remote)) for path in self.paths()[1])):
+            run.report(line)
         rules = EncodeRules(run.eos, run.max_document_tokens, examples=self.has_answers)
         if not isinstance(section, SFTDataset | SFTFiles) and section.streaming is not None:
             return open_stream(cast(StreamableDocuments, texts), run.tokenizer, rules, section.streaming, opening)
@@ -253,7 +261,7 @@ class CachedText(SampleRange):
         """Documents, tokens, bytes and samples of both sides."""
         train, held, skipped = self.cache.train, self.cache.validation, self.cache.skipped
         packing = f"; {self.whole.describe()}" if isinstance(self.whole, PackedRows) else ""
-        noun, reason = ("file", "as no UTF-8") if train.loss is None else ("row", "without an answer")
+        noun, reason = ("document", "as not readable") if train.loss is None else ("row", "without an answer")
         left_out = f", {counted(skipped, noun)} left out {reason}" if skipped else ""
         with_loss = "" if train.loss is None else f" ({np.count_nonzero(train.loss):,} with a loss)"
         rule = " (the one with the smallest hash: none below tokens.val_fraction)" if self.cache.smallest_hash else ""
