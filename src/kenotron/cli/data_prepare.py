@@ -29,6 +29,11 @@ class BadDocuments(StrEnum):
     SKIP = "skip"
 
 
+OnBad = Annotated[
+    BadDocuments, typer.Option(help="A row, line or end of a file that cannot be read: an error, or skip and count.")
+]
+
+
 @app.command()
 @options_named()
 def tokenize(
@@ -56,10 +61,7 @@ def tokenize(
     repeat: Annotated[
         str | None, typer.Option(help="module.function(row, file) -> int: how many times to write a row.")
     ] = None,
-    on_bad_document: Annotated[
-        BadDocuments,
-        typer.Option(help="A row, line or end of a file that cannot be read: an error, or skip and count."),
-    ] = BadDocuments.ERROR,
+    on_bad_document: OnBad = BadDocuments.ERROR,
     executor: Annotated[
         str | None, typer.Option(help="Run as tasks of a datatrove executor: local, slurm or ray.")
     ] = None,
@@ -153,6 +155,7 @@ def train_tokenizer(
     max_characters: Annotated[
         int, typer.Option(help="Number of characters to train on, from the beginning of each INPUT.", min=1)
     ] = 200_000_000,
+    on_bad_document: OnBad = BadDocuments.ERROR,
 ) -> None:
     """Train a byte-level BPE."""
     from kenotron.prepare.inputs import first_texts, open_input
@@ -161,7 +164,8 @@ def train_tokenizer(
     from kenotron.text.byte_level_bpe import train_byte_level_bpe
 
     on_this_machine(output, "--output")
-    texts = [open_input(name, column, split, config_name) for name in inputs]
+    skip_bad = on_bad_document is BadDocuments.SKIP
+    texts = [open_input(name, column, split, config_name, skip_bad) for name in inputs]
     with scratch_beside(output) as folder:
         tokenizer = train_byte_level_bpe(first_texts(texts, max_characters), vocab_size)
         tokenizer.save(folder)
