@@ -571,8 +571,7 @@ OWN_TESTS = {
         PretrainDataset.hf_dataset_config_name PretrainDataset.dataset_processing_num_proc_per_process
         PretrainDataset.dataset_overwrite_cache SFTDataset.hf_dataset_config_name EmbeddedCorpus.corpus
         EmbeddedCorpus.packing EmbeddedCorpus.weight EmbeddedCorpus.max_epochs Optimizer.accumulate_grad_in_fp32""",
-    "test_bad_documents.py": """
-        PretrainDataset.on_bad_document TextFiles.on_bad_document""",
+    "test_bad_documents.py": "PretrainDataset.on_bad_document TextFiles.on_bad_document",
     "test_sft.py": """
         SFTDataset.dataset_processing_num_proc_per_process SFTDataset.dataset_overwrite_cache
         SFTDataset.messages_column_name SFTFiles.messages_column_name""",
@@ -587,8 +586,7 @@ OWN_TESTS = {
         S3Upload.s5cmd_numworkers S3Upload.s5cmd_concurrency S3Upload.s5cmd_path""",
     "test_nonfinite_steps.py": "Optimizer.skip_nonfinite_steps",
     "test_nonfinite_cause.py": "Profiler.detect_anomaly",
-    "test_spikes.py": """
-        Optimizer.spikes Spikes.z_score Spikes.window Spikes.snapshot_every Spikes.max_rollbacks""",
+    "test_spikes.py": "Optimizer.spikes Spikes.z_score Spikes.window Spikes.snapshot_every Spikes.max_rollbacks",
     "test_experts_on_layouts.py": "Parallelism.expert_parallel_size",
     "test_matrix.py": "Parallelism.dp Parallelism.pp Parallelism.tp Parallelism.context_parallel_size",
     "test_data_parallel.py": "Parallelism.dp_shard Parallelism.cpu_offload",

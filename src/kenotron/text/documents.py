@@ -68,13 +68,10 @@ class DocumentSource(Protocol):
 
     name: str
     skip_bad: bool
-    """Whether documents that cannot be read are left out."""
-
     skipped: int
-    """What was left out because it cannot be read (lines, ends of files), since the last call of `documents`."""
-
     first_skipped: list[str]
-    """What was wrong with the first of them, and where."""
+    """Whether documents that cannot be read are left out; how many were since the last call of `documents` (lines, ends
+    of files), and what was wrong with the first of them, and where."""
 
     @property
     def size(self) -> int:
@@ -105,7 +102,7 @@ class DocumentSource(Protocol):
 class MayBeBad:
     """The documents of a source that cannot be read: the first one is an error, or all are left out and counted."""
 
-    FIRST = 3
+    FIRST = 3  # so many are named
 
     def __init__(self, skip: bool, advice: str) -> None:
         self.skip_bad, self._advice = skip, advice

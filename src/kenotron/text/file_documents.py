@@ -253,8 +253,7 @@ class FileDocuments(MayBeBad):
             self.bad(f"{file}: damaged {form} file, near byte {raw.tell():,}: {error}")
 
     def _rules(self) -> bytes:
-        whole_files = self.chunk is None  # once more, as the names of caches and checkpoints have it
-        return f"files {self.column} {self.chunk} {LONGEST_CHUNK} {whole_files}".encode()
+        return f"files {self.column} {self.chunk} {LONGEST_CHUNK} {self.chunk is None}".encode()
 
 
 def find_files(path: str | AnyPath, key: str) -> list[AnyPath]:
