@@ -109,9 +109,7 @@ class _Streamed(Section):
 
 class _PlainText(_Streamed):
     on_bad_document: Literal["error", "skip"] = key(
-        "What a text that cannot be read does (null, damaged): end the run, or be left out and counted.",
-        "error",
-        mark=OURS,
+        "A text that cannot be read (null, damaged) ends the run, or is left out and counted.", "error", mark=OURS
     )
 
 
