@@ -137,7 +137,8 @@ def test_the_nanosets_run_by_their_readme(examples: Path, nursery: Nursery) -> N
 @pytest.mark.slow
 def test_a_model_in_its_true_shape_is_checked_and_trains_in_miniature(examples: Path, nursery: Nursery) -> None:
     checked, trained = run_readme(examples / "models", examples.parent, nursery)
-    assert (checked.code, checked.stderr) == (0, "")
+    assert checked.code == 0
+    assert checked.stderr.startswith("warning: data_stages.0.data.dataset is null: random tokens")
     assert "valid: 100000 steps of 1024 sequences of 4096 tokens" in checked.stdout
     assert (trained.code, trained.stderr) == (0, "")
     assert (examples.parent / "checkpoints" / "llama-3.2-1b" / "2" / "manifest.json").exists()

@@ -183,7 +183,7 @@ def test_the_command_gives_the_verdict_by_its_exit_code(tmp_path: Path, nursery:
     assert "looks like bfloat16 rounding; --dtype float32 sees far less." in wrong.stdout
     refused = nursery.run("compare", file, "optimizer.weight_decay=0", folder=tmp_path)
     assert refused.code == 2
-    assert "optimizer.weight_decay: 0.1 and 0.0 are different runs; expected overrides of the layout" in refused.stderr
+    assert "optimizer.weight_decay: 0.1 and 0.0 are different runs; expected two layouts of one run" in refused.stderr
 
 
 @pytest.mark.slow
