@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from test_remote_failures import failing, opened, waits_of
 from test_remote_runs import write_texts
 from test_remote_tokens import write_folder
 
+from kenotron.checkpoint.model_files import INDEX, SINGLE, locate
 from kenotron.config import InputError
 from kenotron.config.remote import RemoteData
 from kenotron.data import open_run
@@ -220,3 +222,16 @@ def test_without_network_it_is_said_at_once(hub: Hub, tokens: Any, variable: str
     monkeypatch.setenv(variable, "1")
     with pytest.raises(InputError, match=f"^{tokens[0]}: {variable}=1 forbids access to the Hugging Face hub$"):
         open_token_files(tokens[0], "PATH")
+
+
+def test_a_model_with_an_index_and_another_single_file_is_refused(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    index = json.dumps({"weight_map": {"w": "model-00001-of-00001.safetensors"}}).encode()
+    files = {"config.json": b"{}", INDEX: index, "model-00001-of-00001.safetensors": b"new"}
+    hub.push("o/one", files)
+    assert {file.name for file in locate("o/one").iterdir()} == set(files)
+    hub.push("o/two", {**files, SINGLE: b"old"})
+    with pytest.raises(InputError, match=f"repository 'o/two' has both {SINGLE} and {INDEX}"):
+        locate("o/two")

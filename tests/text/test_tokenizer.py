@@ -54,6 +54,16 @@ def test_bytes_of_tokens_sum_to_the_bytes_of_the_text(trained):
         assert sum(table[token] for token in trained.encode(text)) == expected
 
 
+def test_a_special_token_that_is_in_the_text_has_bytes():
+    made = train_byte_level_bpe(TEXTS, 300)
+    made.backend.add_special_tokens(["<|user|>"])
+    tokenizer = TextTokenizer(made.backend, made.config)
+    text = f"<|user|>hé{END_OF_TEXT}"
+    ids, table = tokenizer.encode(text), tokenizer.token_bytes()
+    assert tokenizer.backend.token_to_id("<|user|>") in ids
+    assert sum(table[token] for token in ids) == len("<|user|>hé".encode())
+
+
 def test_saving_and_loading_gives_the_same_tokenizer_and_copies_the_files(trained, tmp_path):
     trained.save(tmp_path / "one")
     once = load_tokenizer(tmp_path / "one")

@@ -99,6 +99,11 @@ def locate(source: str | Path) -> Path:
     repo = str(source)
     index = hub_file(repo, INDEX, None, HUB)
     shards = shard_names(index) if index else [SINGLE]
+    if SINGLE not in shards and hub_file(repo, SINGLE, None, HUB, optional=True):  # as in a folder (hf_weights)
+        raise InputError(
+            f"repository '{repo}' has both {SINGLE} and {INDEX}, which names other files; download the ones that are "
+            "meant into a folder and name that"
+        )
     for name in shards:
         if hub_file(repo, name, None, HUB) is None:
             raise InputError(f"{HUB}: repository '{repo}' has no {name} (only safetensors are read)")

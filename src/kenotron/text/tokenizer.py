@@ -93,15 +93,17 @@ class TextTokenizer:
     def token_bytes(self) -> NDArray[np.int64] | None:
         """Length in UTF-8 bytes of every token, ``[vocab_size]``, or None if the tokenizer is not byte-level.
 
-        A byte-level vocabulary writes each byte as one character; a special token has no bytes.
+        A byte-level vocabulary writes each byte as one character. What is put around a text has no bytes; any other
+        special token has those of its name, for it was in the text.
         """
         if not self.is_byte_level:
             return None
+        around = {self.eos_token_id, self.bos_token_id, self.pad_token_id, *self.encode("")}
         length = np.zeros(self.vocab_size, dtype=np.int64)
         for token, number in self.backend.get_vocab(with_added_tokens=False).items():
             length[number] = len(token)
         for number, added in self.backend.get_added_tokens_decoder().items():
-            length[number] = 0 if added.special else len(added.content.encode())
+            length[number] = 0 if number in around else len(added.content.encode())
         return length
 
     def save(self, folder: str | Path) -> None:

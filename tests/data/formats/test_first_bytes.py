@@ -79,10 +79,11 @@ def test_categories_of_pandas_are_texts(tmp_path: Path) -> None:
     assert [chunk.text for chunk in found.documents()] == ["a", "b", "a"]
 
 
-@pytest.mark.parametrize(("magic", "dtype"), [(20240520, np.uint16), (20240801, np.uint32)])
-def test_the_header_of_llm_c_is_read_past(tmp_path: Path, magic: int, dtype: type) -> None:
+# llm.c's dev/data/data_common.py, HEADERS_INFO: of GPT-2 and of Llama 3
+@pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, np.uint16), (20240801, 7, np.uint32)])
+def test_the_header_of_llm_c_is_read_past(tmp_path: Path, magic: int, version: int, dtype: type) -> None:
     header, ids = np.zeros(256, np.int32), np.arange(1000, dtype=dtype)
-    header[:3] = magic, 1, len(ids)
+    header[:3] = magic, version, len(ids)
     path = tmp_path / "fw.bin"
     path.write_bytes(header.tobytes() + ids.tobytes())
     for given in (None, np.dtype(dtype)):
@@ -93,6 +94,21 @@ def test_the_header_of_llm_c_is_read_past(tmp_path: Path, magic: int, dtype: typ
     path.write_bytes(header.tobytes() + ids[:-1].tobytes())
     with pytest.raises(InputError, match="header says 1,000 ids"):
         open_file(path, "here", None)
+
+
+@pytest.mark.parametrize(
+    ("start", "line"),
+    [
+        ([20240520, 2], "llm.c's header in version 2; expected version 1"),
+        ([20240522, 1], "an evaluation's examples, not of tokens"),
+        ([3, 20, 44], "a chunk of litdata .3 items.; its index.json is missing"),
+    ],
+)
+def test_raw_files_that_begin_as_another_format_are_refused(tmp_path: Path, start: list[int], line: str) -> None:
+    path = tmp_path / "chunk-0-0.bin"
+    path.write_bytes(np.array(start + [7] * 300, np.uint32).tobytes())
+    with pytest.raises(InputError, match=line):
+        open_file(path, "here", np.dtype(np.uint16))
 
 
 def test_a_tokenizer_that_adds_or_drops_blanks_is_not_byte_level() -> None:

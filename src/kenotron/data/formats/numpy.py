@@ -23,8 +23,12 @@ from kenotron.storage.paths import AnyPath
 SUFFIX = ".npy"
 HEADER_BYTES = 128
 
-LLM_C = {20240520: "<u2", 20240801: "<u4"}
-"""The first number of llm.c's header (and modded-nanogpt's), and the dtype of the ids behind it."""
+LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
+"""The first number of llm.c's header (and modded-nanogpt's): the version of the header and the dtype of the ids behind
+it. Its data for GPT-2's tokenizer begin with 20240520, those for Llama 3's with 20240801."""
+
+LLM_C_EVALUATION = 20240522
+"""The first number of its multiple-choice examples, which are not a text of tokens."""
 
 LLM_C_BYTES = 1024
 
@@ -51,9 +55,18 @@ def open_file(path: AnyPath, where: str, dtype: np.dtype | None = None) -> list[
 
 
 def _has_llm_c_header(path: AnyPath) -> bool:
+    """Whether the first bytes are those of llm.c. Raises InputError: a version or content of it that is not read, or
+    a chunk of litdata's, which looks like a raw file without its index."""
     with readable(path), path.open("rb") as file:
-        start = file.read(8)
-    return len(start) == 8 and tuple(np.frombuffer(start, "<i4")) in {(magic, 1) for magic in LLM_C}
+        start = np.frombuffer(file.read(8).ljust(8, b"\0"), "<u4")
+    first, second = (int(number) for number in start)
+    if second == 4 * (first + 2) and first:
+        raise InputError(f"{path} is a chunk of litdata ({first:,} items); its index.json is missing beside it")
+    if first == LLM_C_EVALUATION:
+        raise InputError(f"{path} has llm.c's header of an evaluation's examples, not of tokens to train on")
+    if first in LLM_C and second not in (version for version, _ in LLM_C.values()):
+        raise InputError(f"{path} has llm.c's header in version {second}; expected version {LLM_C[first][0]}")
+    return first in LLM_C
 
 
 def _llm_c(path: AnyPath, where: str, dtype: np.dtype | None) -> NDArray[np.integer]:
@@ -61,7 +74,7 @@ def _llm_c(path: AnyPath, where: str, dtype: np.dtype | None) -> NDArray[np.inte
     with readable(path), path.open("rb") as file:
         header = np.frombuffer(file.read(LLM_C_BYTES).ljust(LLM_C_BYTES, b"\0"), "<i4")
         size = path.stat().st_size
-    found, count = np.dtype(LLM_C[int(header[0])]), int(header[2])
+    found, count = np.dtype(LLM_C[int(header[0])][1]), int(header[2])
     if dtype is not None and dtype != found:
         raise InputError(f"{where}: {dtype.name} asked for, but {path} has llm.c's header for {found.name}")
     if size != (expected := LLM_C_BYTES + count * found.itemsize):
