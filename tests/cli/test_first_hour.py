@@ -549,8 +549,11 @@ def test_two_runs_of_one_name_keep_their_curves_apart(tmp_path: Path) -> None:
     tensorboard = "logging.tensorboard=true"
     train_quietly(tiny_config(tmp_path, tensorboard))
     train_quietly(tiny_config(tmp_path, tensorboard), fresh=True)
-    folders = sorted(path.name.partition("-2")[0] for path in (tmp_path / "logs" / "tiny").glob("tensorboard*"))
-    assert folders == ["tensorboard", "tensorboard-replaced"]
+    curves = [path.relative_to(tmp_path / "logs").parts[:-1] for path in tmp_path.glob("logs/**/*tfevents*")]
+    assert [(*found[:1], *(part.partition("-")[0] for part in found[1:])) for found in sorted(curves)] == [
+        ("tiny",),  # TensorBoard's name for the run
+        ("tiny", "replaced"),
+    ]
 
 
 def test_a_run_too_short_for_its_trace_says_so(tmp_path: Path) -> None:

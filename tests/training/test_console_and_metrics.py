@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import math
 import re
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +19,8 @@ from hypothesis import strategies as st
 
 from kenotron.config import InputError, load
 from kenotron.config.errors import RunFailed, human_format
-from kenotron.training import Hook
-from kenotron.training.metrics import drop_later_steps, tag_of
+from kenotron.observers.tensorboard import tag_of
+from kenotron.training.metrics import drop_later_steps
 from support.pages import files, read_page
 from support.tiny_run import metrics, text_overrides, tiny_config, train_and_listen, train_quietly
 
@@ -148,7 +150,7 @@ def test_tensorboard_reads_every_scalar_back(watched) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = watched[0]
-    events = EventAccumulator(str(Path(config.logging.log_dir) / "tiny" / "tensorboard"))
+    events = EventAccumulator(str(Path(config.logging.log_dir) / "tiny"))
     events.Reload()
     steps = metrics(config)
     assert set(events.Tags()["scalars"]) == {tag_of(name) for step in steps for name in step} - {"train/iteration"}
@@ -403,23 +405,29 @@ def test_a_resumed_run_has_every_step_once_in_metrics_and_tensorboard(tmp_path: 
     config = tiny_config(tmp_path, *keys, "tokens.train_steps=5")
     train_quietly(config)  # from 2: step 3 is done again
     assert [step["iteration"] for step in metrics(config)] == [1, 2, 3, 4, 5]
-    events = EventAccumulator(str(tmp_path / "logs" / "tiny" / "tensorboard"))
+    events = EventAccumulator(str(tmp_path / "logs" / "tiny"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/lm_loss")] == [1, 2, 3, 4, 5]
 
 
-class TakesTheName(Hook):
-    """Puts a file where TensorBoard's folder will be."""
+def test_a_full_disk_under_tensorboard_ends_the_run_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer is a thread, whose own traceback says nothing more."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
-    def on_train_start(self, run: Any) -> None:
-        Path(run.config.logging.log_dir, "tiny", "tensorboard").write_text("not a folder")
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-
-def test_tensorboard_files_that_cannot_be_written_end_the_run_with_a_line_that_names_them(tmp_path: Path) -> None:
-    hook = "general.hooks=[training.test_console_and_metrics.TakesTheName]"
-    folder = tmp_path / "logs" / "tiny" / "tensorboard"
-    with pytest.raises(RunFailed, match=f"^{folder}: cannot write the metrics of step 1: .*free space there"):
-        train_quietly(tiny_config(tmp_path, "logging.tensorboard=true", hook))
+    shown: list[Any] = []
+    monkeypatch.setattr(RecordWriter, "write", full)
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+    folder = tmp_path / "logs" / "tiny"
+    expected = f"^TensorBoard's file in {folder}: cannot write the metrics of step 1: No space.*free space there"
+    with pytest.raises(RunFailed, match=expected):
+        train_quietly(tiny_config(tmp_path, "logging.tensorboard=true"))
+    threading.excepthook(threading.ExceptHookArgs((OSError, OSError(), None, threading.current_thread())))
+    assert len(shown) == 1  # of any other thread
 
 
 def test_without_a_terminal_the_time_left_is_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,7 +501,7 @@ def test_the_hook_of_the_page_sends_every_line_to_a_tracker(tmp_path: Path, monk
 def test_the_project_is_in_tensorboards_text(watched) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (folder,) = Path(watched[0].logging.log_dir).glob("*/tensorboard")
+    (folder,) = Path(watched[0].logging.log_dir).glob("*")
     events = EventAccumulator(str(folder))
     events.Reload()
     (text,) = events.Tensors("project/text_summary")

@@ -161,7 +161,7 @@ def test_a_checkpoint_that_leaves_no_step_to_do_is_refused_and_says_how_to_go_on
 
 def kept(folder: Path) -> list[list[int]]:
     """Steps in the metrics that were set aside."""
-    files = sorted(folder.glob("metrics-replaced-*.jsonl"))
+    files = sorted(folder.glob("replaced-*/metrics.jsonl"))
     return [[json.loads(line)["iteration"] for line in path.read_text().splitlines()] for path in files]
 
 
@@ -171,7 +171,7 @@ def test_a_run_of_the_same_name_with_other_checkpoints_erases_no_metrics(tmp_pat
     other = f"checkpoints.checkpoints_path={tmp_path / 'wide'}"
     _, said = train_and_listen(tiny_config(tmp_path, "tokens.train_steps=2", other))
     assert kept(tmp_path / "logs" / "tiny") == [[1, 2, 3, 4]]
-    assert "was written by an earlier run; it is now metrics-replaced-" in said
+    assert "tiny has metrics of an earlier run; they are now in " in said
     assert [step["iteration"] for step in metrics(config)] == [1, 2]
 
 
@@ -190,7 +190,7 @@ def test_metrics_are_kept_beside_a_config_that_is_damaged(tmp_path: Path) -> Non
     with (tmp_path / "logs" / "tiny" / "config.yaml").open("ab") as file:
         file.write(b"\xff")
     _, said = train_and_listen(tiny_config(tmp_path, "tokens.train_steps=4"))
-    assert "metrics.jsonl was written by an earlier run; it is now metrics-replaced-" in said
+    assert "tiny has metrics of an earlier run; they are now in " in said
 
 
 def test_going_on_with_the_first_after_the_second_keeps_both(tmp_path: Path) -> None:

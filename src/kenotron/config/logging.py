@@ -28,7 +28,7 @@ class Logging(Section):
     )
     iteration_step_info_interval: int = key("Steps between iteration lines.", 1, ge=1)
     log_dir: LocalPath = key(
-        "Folder of the logs: config.yaml, metrics.jsonl and tensorboard/ are written to <log_dir>/<run>/.",
+        "Folder of the logs: config.yaml, metrics.jsonl and TensorBoard events are written to <log_dir>/<run>/.",
         "logs",
         mark=OURS,
     )

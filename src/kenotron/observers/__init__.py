@@ -13,6 +13,7 @@ snapshot.py       a copy of weights and optimizer in host memory
 state_hash.py     a hash of the weights in every line of metrics
 replay.py         what `kenotron replay` adds to a run
 progress.py       a bar or a line with the ETA
+tensorboard.py    the metrics as TensorBoard's curves
 expert_load.py    how evenly the experts of a mixture are used
 samples.py        completions of `logging.sample_prompts`
 profiler.py       torch's trace of some steps, and its anomaly mode
@@ -40,6 +41,7 @@ from kenotron.observers.profiler import AnomalyMode, ProfilerHook
 from kenotron.observers.progress import Pace, Progress
 from kenotron.observers.signals import Signals
 from kenotron.observers.state_hash import StateHash
+from kenotron.observers.tensorboard import TensorBoard
 from kenotron.observers.validation import Validation
 
 if TYPE_CHECKING:
@@ -88,6 +90,8 @@ def observers(config: Config, mesh: Mesh) -> list[Hook]:
 
 def _of_the_first_rank(config: Config) -> list[Hook]:
     hooks: list[Hook] = [Progress() if Progress.wanted() else Pace()]
+    if config.logging.tensorboard:
+        hooks.append(TensorBoard())
     if config.upload_url is not None:
         from kenotron.observers.uploads import Uploads
 

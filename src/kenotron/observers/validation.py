@@ -62,7 +62,7 @@ def validate(run: Run) -> ValidationResult | None:
     with evaluating(run):
         for batch, byte_count, source in run.data.validation(run.mesh.rank("batch"), run.mesh.degree("batch")):
             run.sync_stop_request()
-            if run.interrupted:
+            if run.stop_reason is not None:  # in the last pass, too, when no step is left to do
                 return None
             found = evaluate(run, to_device(batch, run))
             if found is not None:

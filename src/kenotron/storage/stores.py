@@ -59,7 +59,7 @@ class Store:
 
     @property
     def _fs(self) -> Any:
-        return filesystem(self.url, PART_TRIES)  # not kept: a forked process opens its own
+        return filesystem(self.url)  # not kept: a forked process opens its own
 
     def at(self, name: str) -> str:
         """The URL of an object."""
@@ -154,7 +154,8 @@ class Store:
             self._make_folder(name)
             progress.absolute_update(0)
             size = file.stat().st_size
-            self._fs.put_file(str(file), self.at(name), callback=progress, **self._options(size))
+            in_parts = filesystem(self.url, PART_TRIES)  # a file of 10,000 parts is not sent again for one of them
+            in_parts.put_file(str(file), self.at(name), callback=progress, **self._options(size))
             info = self._info(name)
             if info["size"] != size:
                 raise OSError(f"{info['size']} bytes arrived of {size}")

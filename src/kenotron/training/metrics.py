@@ -1,4 +1,4 @@
-"""The numbers of every step: console line, ``metrics.jsonl``, TensorBoard.
+"""The numbers of every step: console line and ``metrics.jsonl``.
 
 `metrics.jsonl` has one JSON object a step with raw numbers under the console's names:
 
@@ -30,13 +30,10 @@ from kenotron.training.report import run_log
 from kenotron.training.run_folder import writing
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
     from kenotron.models import Decoder
     from kenotron.training.run import Run
     from kenotron.training.step import StepResult
 
-SPEED = ("tokens_per_sec", "elapsed_time", "model_tflops", "hardware_tflops", "data_wait", "mfu", "matmul_share")
 MEMORY_STEPS = 4  # the first steps, and the one after a save, show memory and disk
 
 
@@ -100,7 +97,6 @@ class Metrics(Hook):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.file: TextIO | None = None
-        self.writer: SummaryWriter | None = None
         self.steps_here = 0
         self.written_step = 0
         self.just_saved = False
@@ -127,7 +123,7 @@ class Metrics(Hook):
         self.just_saved = True
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        """Write the step's line to the file, TensorBoard and, at its interval, the console."""
+        """Write the step's line to the file and, at its interval, to the console."""
         self.steps_here += 1
         self.written_step = run.step
         shown = self._console_fields(run, result)
@@ -137,18 +133,11 @@ class Metrics(Hook):
         self.validation = {}
         run.last_metrics = raw
         assert self.file is not None
-        path = self.file.name
         try:
             self.file.write(json.dumps({name: _json_number(value) for name, value in raw.items()}) + "\n")
-            path = f"{self.folder}/tensorboard"
-            if run.config.logging.tensorboard:
-                self._tensorboard(run, raw)
         except OSError as error:
-            self.file = self.writer = None  # closing them would write again
-            raise RunFailed(
-                f"{path}: cannot write the metrics of step {run.step}: {error.strerror}; free space there, or set "
-                f"another logging.log_dir, and start the same command again: it resumes from the newest checkpoint"
-            ) from error
+            path, self.file = self.file.name, None  # closing it would write again
+            raise not_written(path, run, error) from error
         interval = run.config.logging.iteration_step_info_interval
         if (run.step - 1) % interval == 0 or run.finished:
             on_console = {name: value for name, value in recorded.items() if name not in run.off_console}
@@ -170,11 +159,9 @@ class Metrics(Hook):
             self.after_step(run, run.last_result)
 
     def on_close(self, run: Run) -> None:
-        """Close the file and TensorBoard."""
+        """Close the file."""
         if self.file is not None:
             self.file.close()
-        if self.writer is not None:
-            self.writer.close()
 
     def _console_fields(self, run: Run, result: StepResult) -> dict[str, Any]:
         """nanotron's names, in its order."""
@@ -238,28 +225,13 @@ class Metrics(Hook):
                 fields[f"epochs/{label}"] = epochs
         return fields
 
-    def _tensorboard(self, run: Run, raw: dict[str, Any]) -> None:
-        if self.writer is None:  # importing it takes a second: after the first step, not before
-            from torch.utils.tensorboard import SummaryWriter
 
-            from kenotron.config import dump
-
-            self.writer = SummaryWriter(str(self.folder / "tensorboard"), purge_step=run.step)
-            self.writer.add_text("project", run.config.general.project, run.step)
-            self.writer.add_text("config", f"```yaml\n{dump(run.config)}\n```", run.step)
-        for name in sorted(raw.keys() - {"iteration"}, key=lambda name: name != "lm_loss"):
-            self.writer.add_scalar(tag_of(name), float(raw[name]), run.step)
-
-
-def tag_of(name: str) -> str:
-    """The TensorBoard tag of a metric, whose first part groups its curves: ``val_loss`` → ``val/loss``."""
-    if name.startswith("val_"):
-        return f"val/{name.removeprefix('val_')}"
-    if name.startswith(("cuda_", "cpu_", "hd_")):
-        return f"memory/{name}"
-    if name.startswith(SPEED):
-        return f"speed/{name}"
-    return name if "/" in name and not name.startswith("consumed_tokens/") else f"train/{name}"
+def not_written(path: str, run: Run, error: OSError) -> RunFailed:
+    """The error that ends a run whose metrics cannot be written to `path`."""
+    return RunFailed(
+        f"{path}: cannot write the metrics of step {run.step}: {error.strerror}; free space there, or set another "
+        f"logging.log_dir, and start the same command again: it resumes from the newest checkpoint"
+    )
 
 
 def _json_number(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""The folder that a run logs in: ``<logging.log_dir>/<general.run>/`` with config.yaml, metrics.jsonl, tensorboard/."""
+"""The folder that a run logs in: ``<logging.log_dir>/<general.run>/`` with config, metrics and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_log_folder(config: Config) -> None:
 
 
 def open_log_folder(config: Config, continues: bool) -> None:
-    """Write the resolved config to the folder; metrics of another run there are renamed.
+    """Write the resolved config to the folder; metrics of another run there are set aside.
 
     `continues`: the run continues from its own checkpoint. Raises InputError if the folder cannot be written.
     """
@@ -67,11 +67,12 @@ def _is_of_this_run(config: Config, folder: Path) -> bool:
 
 
 def _set_metrics_aside(folder: Path) -> None:
-    """Rename an earlier run's metrics: no run deletes what another measured, or mixes its curves with its own."""
-    now = f"{datetime.now():%Y%m%d_%H%M%S_%f}"
-    names = "metrics.jsonl", "skipped_steps.jsonl", "nonfinite_steps.jsonl", "tensorboard"
-    for path in (folder / name for name in names):
-        if path.exists() and (path.is_dir() or path.stat().st_size > 0):
-            renamed = path.with_name(f"{path.stem}-replaced-{now}{path.suffix}")
-            path.rename(renamed)
-            logger.warning("%s was written by an earlier run; it is now %s", path, renamed.name)
+    """Move an earlier run's metrics: no run deletes what another measured, or mixes its curves with its own."""
+    names = "metrics.jsonl", "skipped_steps.jsonl", "nonfinite_steps.jsonl", "events.out.tfevents.*"
+    found = [path for name in names for path in folder.glob(name) if path.stat().st_size > 0]
+    if found:
+        aside = folder / f"replaced-{datetime.now():%Y%m%d_%H%M%S_%f}"
+        aside.mkdir()
+        for path in found:
+            path.rename(aside / path.name)
+        logger.warning("%s has metrics of an earlier run; they are now in %s", folder, aside)

@@ -1,0 +1,77 @@
+"""The metrics of every step for TensorBoard, in the run's own folder, after which it names the curves."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from kenotron.config import dump
+from kenotron.training.hooks import Hook
+from kenotron.training.metrics import not_written
+from kenotron.training.run_folder import log_folder
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from kenotron.training.run import Run
+    from kenotron.training.step import StepResult
+
+SPEED = ("tokens_per_sec", "elapsed_time", "model_tflops", "hardware_tflops", "data_wait", "mfu", "matmul_share")
+
+
+class TensorBoard(Hook):
+    """Writes the line of metrics as scalars, and project and config as text. Only rank 0 has one."""
+
+    priority = -15  # after the line of metrics
+
+    def __init__(self) -> None:
+        self.writer: SummaryWriter | None = None
+        self.excepthook = threading.excepthook
+        self.written_step = 0
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """Write the step's scalars. Raises RunFailed if they cannot be written."""
+        self.written_step = run.step
+        try:
+            if self.writer is None:
+                self.writer = self._open(run)
+            for name in sorted(run.last_metrics.keys() - {"iteration"}, key=lambda name: name != "lm_loss"):
+                self.writer.add_scalar(tag_of(name), float(run.last_metrics[name]), run.step)
+        except OSError as error:
+            self.writer = None  # closing it would write again
+            raise not_written(f"TensorBoard's file in {log_folder(run.config)}", run, error) from error
+
+    def on_error(self, run: Run, error: Exception) -> None:
+        """Write the scalars of a step that is done, if a hook failed before."""
+        if self.writer is not None and run.last_result is not None and self.written_step < run.step:
+            self.after_step(run, run.last_result)
+
+    def on_close(self, run: Run) -> None:
+        """Close the file."""
+        if self.writer is not None:
+            self.writer.close()
+            threading.excepthook = self.excepthook
+
+    def _open(self, run: Run) -> SummaryWriter:
+        from torch.utils.tensorboard import SummaryWriter  # takes a second: after the first step, not before
+
+        threading.excepthook = self._show_failed_thread
+        writer = SummaryWriter(str(log_folder(run.config)), purge_step=run.step)
+        writer.add_text("project", run.config.general.project, run.step)
+        writer.add_text("config", f"```yaml\n{dump(run.config)}\n```", run.step)
+        return writer
+
+    def _show_failed_thread(self, failed: threading.ExceptHookArgs) -> None:
+        if type(failed.thread).__name__ != "_AsyncWriterThread":  # TensorBoard's raises it again at the next write
+            self.excepthook(failed)
+
+
+def tag_of(name: str) -> str:
+    """The TensorBoard tag of a metric, whose first part groups its curves: ``val_loss`` → ``val/loss``."""
+    if name.startswith("val_"):
+        return f"val/{name.removeprefix('val_')}"
+    if name.startswith(("cuda_", "cpu_", "hd_")):
+        return f"memory/{name}"
+    if name.startswith(SPEED):
+        return f"speed/{name}"
+    return name if "/" in name and not name.startswith("consumed_tokens/") else f"train/{name}"
