@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from kenotron.cli import main
 from kenotron.config.errors import InputError
 from kenotron.data import cache
 from kenotron.data.cache import EncodeRules, open_tokens
@@ -146,6 +147,19 @@ def test_a_truncated_description_of_an_entry_makes_it_again(folder, tokenizer):
     again = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=lines.append)
     assert len(lines) == 1
     assert again.train.tokens.tolist() == made.train.tokens.tolist()
+
+
+def test_inspect_finds_a_flipped_bit(folder, tokenizer, capsys):
+    entry = open_tokens(texts_in(folder), tokenizer, RULES, 0.3, report=quiet).path
+    with pytest.raises(SystemExit, match="0"):
+        main(["data", "inspect", str(entry)])
+    assert f"{entry}: cached tokens, as they were written" in capsys.readouterr().out
+    data = bytearray((entry / "train.tokens").read_bytes())
+    data[4] ^= 1
+    (entry / "train.tokens").write_bytes(data)
+    with pytest.raises(SystemExit, match="2"):
+        main(["data", "inspect", str(entry)])
+    assert f"error: {entry}/train.tokens: changed since it was written; delete {entry}" in capsys.readouterr().err
 
 
 def test_an_empty_note_of_a_content_is_not_believed(folder, tokenizer, tmp_path):

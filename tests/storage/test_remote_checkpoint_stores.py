@@ -119,10 +119,14 @@ def test_a_request_without_an_answer_times_out_and_is_sent_again(
 def test_a_store_that_stays_away_is_named_after_all_tries(
     tmp_path: Path, store: Store, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stores, "PART_TRIES", 1)
     (tmp_path / "weights").write_bytes(b"x" * 100)
     server.breaks = lambda handler: answer(handler, 500)
     small = Store(store.url, RemoteData(tries=2))
+    server.reads.clear()
+    with pytest.raises(InputError, match=r"/note: cannot be written, tried 2 times \("):
+        small.put("note", b"x")
+    assert len([line for line in server.reads if "/note" in line]) == 2  # the driver adds none of its own
+    monkeypatch.setattr(stores, "PART_TRIES", 1)
     with pytest.raises(InputError, match=rf"^{store.url}/10/weights: cannot be written, tried 2 times \("):
         small.upload("10/weights", tmp_path / "weights")
     server.breaks = lambda handler: answer(handler, 403)

@@ -77,12 +77,21 @@ def inspect(
 ) -> None:
     """Report on token files: counts, document lengths, duplicates, samples.
 
-    Exit code 2 if an id is out of range, or a file differs from its manifest's checksum.
+    Exit code 2 if an id is out of range, or a file differs from its manifest's checksum. Of the folder of a text in the
+    token cache only the checksums are compared.
     """
+    from kenotron.data.cache import changed_files
     from kenotron.data.formats import open_token_files
     from kenotron.prepare.inspect import inspect as look
     from kenotron.prepare.inspect import starts_of_documents
 
+    if (changed := changed_files(Path(path))) is not None:
+        if changed:
+            raise InputError(
+                f"{changed[0]}: changed since it was written; delete {path} to have the text tokenized again"
+            )
+        print(f"{path}: cached tokens, as they were written")
+        return
     loaded = _load(tokenizer)
     report = look(path, dtype, vocab_size or (loaded.vocab_size if loaded else None), window)
     if loaded:

@@ -2,7 +2,7 @@
 
 $KENOTRON_CACHE, else ~/.cache/kenotron
 ├── tokens/<key>/             key = hash of (content, tokenizer, rules)
-│   ├── meta.json             counts, written last
+│   ├── meta.json             counts and checksums, written last
 │   ├── train.tokens          little-endian uint16 (vocabulary up to 65,536) or uint32, documents end to end
 │   ├── train.ends            uint64, where each document ends, in tokens
 │   ├── train.loss            bool, whether each token carries a loss; only of prompts and answers
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from kenotron.config.errors import InputError
 from kenotron.data.cached_folder import cache_entry, cached_folder, map_cached_array, writable
+from kenotron.data.manifest import checksums
 from kenotron.storage.files import cache_root, replace_file
 from kenotron.text.documents import DocumentChunk, DocumentSource
 from kenotron.text.encode import Encoded, EncodeRules, encode_documents
@@ -137,6 +138,15 @@ def _read(path: Path, content: str) -> TokenCache:
     return TokenCache(path, content, sides["train"], sides["validation"], meta["skipped"], meta["smallest_hash"])
 
 
+def changed_files(path: Path) -> list[Path] | None:
+    """The files of the entry `path` that are not as they were written; None if it is not an entry with checksums."""
+    recorded = (_meta(path) or {}).get("xxh3")
+    if not isinstance(recorded, dict):
+        return None
+    found = checksums(path / name for name in recorded if (path / name).exists())
+    return [path / name for name, digest in recorded.items() if found.get(name) != digest]
+
+
 # ---- making one --------------------------------------------------------------------------------------------
 
 
@@ -236,7 +246,7 @@ def _tokenize(
         "texts": texts.name,
         "loss": rules.examples,
     }
-    meta |= {"tokenizer": tokenizer.name, "created": time.time()}
+    meta |= {"tokenizer": tokenizer.name, "created": time.time(), "xxh3": checksums(folder.iterdir())}
     meta |= {"smallest_hash": limit > threshold_of_fraction(val_fraction)}
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     tokens = sum(side.tokens for side in sides.values())
