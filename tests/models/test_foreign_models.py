@@ -427,6 +427,16 @@ def test_its_config_comes_back_and_its_checkpoint_decodes(user: Path) -> None:
         to_hf(user / "checkpoints", user / "exported")
 
 
+def test_a_checkpoint_says_where_its_code_was(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train_quietly(of_user(user))
+    (user / "elsewhere").mkdir()
+    monkeypatch.chdir(user / "elsewhere")
+    sys.modules.pop("running")
+    there = f"running from {user / 'running.py'}"
+    with pytest.raises(InputError, match=rf"model\.model_config: .*cannot import 'running'.*its run imported {there}$"):
+        open_source(user / "checkpoints")
+
+
 def test_its_longest_text_ends_a_completion(user: Path) -> None:
     train_quietly(of_user(user, "tokens.train_steps=1", max_position_embeddings=6))
     model = load_for_generation(user / "checkpoints").model

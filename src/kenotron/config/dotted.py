@@ -13,9 +13,13 @@ import sys
 from collections.abc import Collection
 from importlib.metadata import entry_points
 from pathlib import Path
+from sysconfig import get_paths
 from typing import Any
 
 from kenotron.config.errors import InputError, nearest
+
+FOUND: dict[str, str] = {}
+"""The files of the modules that were found by dotted path outside of installed packages: a user's own."""
 
 
 def import_dotted(path: str, key: str) -> Any:
@@ -35,6 +39,9 @@ def import_dotted(path: str, key: str) -> Any:
         raise InputError(f"{key}: cannot import '{module_name}' of '{path}': {error}{looked}") from error
     if not hasattr(module, name):
         raise InputError(f"{key}: module '{module_name}' has no '{name}'{nearest(name, dir(module))}")
+    file = getattr(module, "__file__", None) or ""
+    if file and module_name.partition(".")[0] != "kenotron" and not file.startswith((*get_paths().values(),)):
+        FOUND[module_name] = file
     return getattr(module, name)
 
 

@@ -16,6 +16,9 @@ from kenotron.config.config import Config
 from kenotron.config.errors import InputError, NotSupportedYet
 from kenotron.config.unserved import named, take_unserved
 
+CODE = "# imported"
+"""Begins the lines at the end of a checkpoint's config.yaml that say where a user's modules were."""
+
 
 def resolved(saved: dict[str, Any]) -> Config:
     """The config of plain data that a run wrote. Raises pydantic's ValidationError for another schema."""
@@ -28,10 +31,14 @@ def resolved(saved: dict[str, Any]) -> Config:
 def read_resolved(file: Path) -> Config:
     """The config of a checkpoint's config.yaml. Raises InputError that names the file and the first wrong key."""
     try:
-        return resolved(yaml.safe_load(file.read_text(encoding="utf-8")))
+        text = file.read_text(encoding="utf-8")
+        return resolved(yaml.safe_load(text))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"{file}: cannot be read: {str(error).splitlines()[0]}") from error
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "config"
-        raise InputError(f"{file}: {where}: {first['msg']}; another version of kenotron wrote it") from error
+        where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("(")) or "config"
+        code = ", ".join(line.removeprefix(f"{CODE} ") for line in text.splitlines() if line.startswith(CODE))
+        of_the_user = code and "cannot import" in first["msg"]
+        why = f"its run imported {code}" if of_the_user else "another version of kenotron wrote it"
+        raise InputError(f"{file}: {where}: {first['msg']}; {why}") from error

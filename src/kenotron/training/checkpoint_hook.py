@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from kenotron.checkpoint.engine import Keep, Saved, Unsaved
 from kenotron.config import dump
-from kenotron.config.dotted import import_dotted
+from kenotron.config.dotted import FOUND, import_dotted
 from kenotron.config.errors import CheckpointError, RunFailed
+from kenotron.config.resolved import CODE
 from kenotron.models import named_parameters
 from kenotron.optim.state import state_tensors
 from kenotron.parallel import data as data_parallel
@@ -177,5 +178,6 @@ def _config_text(run: Run) -> str:
     if run.config_text is None or run.config_text[0] is not run.config:  # 5 ms, in which training would wait
         marks = {"step": STEP, "consumed_train_samples": SAMPLES}
         marked = run.config.model_copy(update={"general": run.config.general.model_copy(update=marks)})
-        run.config_text = run.config, dump(marked)
+        code = "".join(f"{CODE} {name} from {file}\n" for name, file in sorted(FOUND.items()))
+        run.config_text = run.config, dump(marked) + code
     return run.config_text[1].replace(str(STEP), str(run.step)).replace(str(SAMPLES), str(run.consumed_samples))
