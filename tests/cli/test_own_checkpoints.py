@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kenotron.cli import main
@@ -57,3 +58,23 @@ def test_a_stage_that_became_a_list_is_not_called_absent(
     text[0] = f"data_stages.0.data.dataset={{text_files: [{texts}]}}"
     assert tell("train", "tiny.yaml", "tokens.train_steps=2", *text) == 2
     assert f"is '{texts}' there and something else in this config" in capsys.readouterr().err
+
+
+def test_data_of_a_stage_that_is_over_may_be_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_yaml(tmp_path)
+    for name in ("one", "two"):
+        np.save(f"{name}.npy", np.arange(600, dtype=np.uint16) % 50)
+    stages = ", ".join(
+        f"{{name: {name}, start_training_step: {start}, data: {{dataset: {{tokens: {name}.npy}}}}}}"
+        for name, start in (("one", 1), ("two", 3))
+    )
+    for steps in ("2", "3"):
+        run = ("tiny.yaml", f"data_stages=[{stages}]", f"tokens.train_steps={steps}")
+        assert tell("config", "check", *run) == 0
+        assert tell("train", *run) == 0
+        Path("one.npy").unlink(missing_ok=True)
+    assert tell("config", "check", *run, "checkpoints.checkpoints_path=others") == 2
+    assert "no such file or folder: one.npy" in capsys.readouterr().err

@@ -318,14 +318,16 @@ WITH_TOOLS = (
 TURNS = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
 
-def rows_of(folder: Path, rows: list[dict[str, Any]], tokenizer: TextTokenizer) -> list[str]:
+def rows_of(
+    folder: Path, rows: list[dict[str, Any]], tokenizer: TextTokenizer, columns: Columns | None = None
+) -> list[str]:
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def opened(hook: RowHook) -> DocumentSource:
         return FileDocuments("rows", [file], hook=hook)
 
-    texts = SftDocuments(opened, Columns(), None, tokenizer)
+    texts = SftDocuments(opened, columns or Columns(), None, tokenizer)
     return [Example.from_json(chunk.text).text for chunk in texts.documents()]
 
 
@@ -380,6 +382,18 @@ def test_a_column_that_would_be_ignored_is_refused(tmp_path: Path, given: dict[s
 def test_a_system_column_beside_a_prompt_is_refused(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     with pytest.raises(InputError, match="'system' is not read beside 'prompt'"):
         rows_of(tmp_path, [{"prompt": "a", "completion": "b", "system": "c"}], tokenizer)
+
+
+def test_preferences_are_refused_unless_a_side_is_asked_for(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    for row, line in (
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "row 1: 'chosen' and 'rejected' are preferences"),
+        ({"messages": TURNS, "chosen": TURNS, "rejected": TURNS}, "row 1: 'chosen' and 'rejected' are preferences"),
+        ({"prompt": "a", "completion": "b", "label": False}, "row 1: 'label' judges the answer"),
+    ):
+        with pytest.raises(InputError, match=line):
+            rows_of(tmp_path, [row], tokenizer)
+    row = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert rows_of(tmp_path, [row], tokenizer, Columns(completion="chosen")) == ["ab"]
 
 
 def test_content_in_parts_of_text_is_their_text(tokenizer: TextTokenizer) -> None:

@@ -148,11 +148,25 @@ def _check_sources(config: Config) -> None:
         from kenotron.data.sources import DATASETS
         from kenotron.data.stage_plan import all_datasets_of, check_files, check_paths  # half a second
 
-        check_paths(config)
-        check_files(config)
+        first = _next_step(config)
+        check_paths(config, first)
+        check_files(config, first)
         for at, dataset in all_datasets_of(config):
             if isinstance(dataset, CustomSource):
                 import_registered(dataset.source, f"{at}.source", DATASETS)
+
+
+def _next_step(config: Config) -> int:
+    """The step with which the data of the run go on: those of stages that are over may be gone, unless it validates,
+    for which the first stage is read."""
+    from kenotron.checkpoint.folders import newest_complete
+    from kenotron.checkpoint.manifest import read_manifest
+
+    newest = newest_complete(config.checkpoint_folder)
+    if newest is None or config.tokens.validates:
+        return 1
+    saved = read_manifest(newest)
+    return min(saved.step - saved.state.get("data_start", 0) + 1, config.tokens.train_steps)
 
 
 @app.command()

@@ -205,12 +205,12 @@ def all_sources(config: Config, stages: Iterable[StagePlan]) -> list[SourcePlan]
     return [source for stage in stages for source in stage.sources] + plan_validation(config)
 
 
-def check_paths(config: Config, step: int | None = None) -> None:
-    """Check that the paths on this machine that the stage of `step` reads exist: at once, as nothing is opened.
+def check_paths(config: Config, first: int = 1, last: int | None = None) -> None:
+    """Check that the paths on this machine that steps `first` to `last` read exist: at once, as nothing is opened.
 
-    None: those of all stages. Raises InputError: one does not; those of `plan_stages`.
+    None: to the end. Raises InputError: one does not; those of `plan_stages`.
     """
-    stages = [stage for stage in plan_stages(config) if step is None or stage.start <= step < stage.stop]
+    stages = [stage for stage in plan_stages(config) if first < stage.stop and (last is None or stage.start <= last)]
     for source in all_sources(config, stages):
         key, paths = source.spec.paths()
         with complete_keys(source.at):
@@ -219,12 +219,12 @@ def check_paths(config: Config, step: int | None = None) -> None:
                     raise no_such_path(key, path)
 
 
-def check_files(config: Config) -> None:
-    """List and open the files on this machine that any stage reads, and read none of their text or tokens.
+def check_files(config: Config, first: int = 1) -> None:
+    """List and open the files on this machine that steps from `first` on read, and read none of their text or tokens.
 
     Raises InputError: a folder without any, a damaged file; those of `plan_stages`.
     """
-    for source in all_sources(config, plan_stages(config)):
+    for source in all_sources(config, [stage for stage in plan_stages(config) if first < stage.stop]):
         if not any(is_remote(path) for path in source.spec.paths()[1]):
             with complete_keys(source.at):
                 source.spec.check_files()

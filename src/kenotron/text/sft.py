@@ -143,6 +143,7 @@ class SftDocuments:
 
     def _of_row(self, row: dict[str, Any], where: str) -> Example:
         columns = self.columns
+        _refuse_preferences(row, columns, where)
         if row.get(columns.messages) is not None:
             given = template_inputs(row, columns, self.tokenizer, where)
             return Example(chat_segments(row[columns.messages], self.tokenizer, where, given), special=False)
@@ -159,6 +160,19 @@ class SftDocuments:
         if row.get("system"):
             raise InputError(f"{where}: 'system' is not read beside '{columns.prompt}': {AS_MESSAGE}")
         return Example([(row[columns.prompt], False), (row[columns.completion] or "", True)], special=True)
+
+
+def _refuse_preferences(row: dict[str, Any], columns: Columns, where: str) -> None:
+    """Raises InputError: a row that compares or judges answers (DPO, KTO), unless a column of it is asked for."""
+    if {"chosen", "rejected"} & {columns.prompt, columns.completion, columns.messages}:
+        return
+    if "rejected" in row:
+        raise InputError(
+            f"{where}: 'chosen' and 'rejected' are preferences, from which nothing here learns; to train on the better "
+            "answers, name the column: completion_column_name (texts) or messages_column_name (conversations): chosen"
+        )
+    if isinstance(row.get("label"), bool):
+        raise InputError(f"{where}: 'label' judges the answer; keep the rows where it is true, and drop the column")
 
 
 # ---- chats -------------------------------------------------------------------------------------------------

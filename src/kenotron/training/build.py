@@ -55,7 +55,8 @@ def build_run(
     """
     log = run_log(config)
     log.config(config)
-    check_paths(start.in_run_steps(config), min(start.step + 1, start.end(config)))
+    step = min(start.step + 1, start.end(config))
+    check_paths(start.in_run_steps(config), step, step)
     load_loss(config.model.loss)
     engine_class = find_engine(config.checkpoints.checkpointing_engine)
 
