@@ -14,10 +14,13 @@ import torch
 from transformers import AutoConfig
 
 from kenotron.config.errors import InputError
+from kenotron.interop.hf_config import architecture_from_hf
 from kenotron.kernels.attention import attention
 from kenotron.models import Context
-from kenotron.models.document_separation import check_documents
+from kenotron.models.document_separation import check_blocks, check_documents
 from kenotron.models.foreign import HuggingFace, HuggingFaceArchitecture, UserModule, UserModuleArchitecture
+from support.families import FAMILIES, hf_model
+from support.tiny_run import tiny_config, train_quietly
 
 SHAPES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2} | {
     "num_attention_heads": 4,
@@ -212,3 +215,75 @@ def test_infinite_bounds_in_a_config_are_read_as_transformers_writes_them(model_
     assert written["time_step_limit"][1] == {"__float__": "Infinity"}
     read = HuggingFaceArchitecture.model_construct(hf_config=written).transformers_config()
     assert tuple(read.time_step_limit) == (0.0, float("inf"))
+
+
+FAMILY = '''
+import torch
+from torch import nn
+
+from kenotron.config.decoder import RopeArchitecture
+from kenotron.models.blocks.attention import Attention
+from kenotron.models.blocks.linear import Linear
+from kenotron.models.blocks.norm import RMSNorm
+from kenotron.models.blocks.rope import Rope
+from kenotron.models.family import Family
+from kenotron.models.plan import Plan
+
+
+class Shifted(nn.Module):
+    """Adds what the token before is made of, of another document too where `leaks`."""
+
+    def __init__(self, config, layer, leaks):
+        super().__init__()
+        self.self_attn, self.mlp = Attention.of(config, layer), Linear(config.hidden_size, config.hidden_size)
+        self.leaks = leaks
+
+    def forward(self, x, rope, ctx):
+        before = self.mlp(x).roll(1, 0)
+        begins = torch.arange(len(x), device=x.device) % ctx.shape[1] == 0
+        if not self.leaks and ctx.document_starts is not None:
+            begins = ctx.positions == 0
+        return x + self.self_attn(x, rope, ctx) + before.masked_fill(begins[:, None], 0.0)
+
+
+class Apart(Family[RopeArchitecture]):
+    section, leaks = RopeArchitecture, False
+    plan = Plan(blocks="model.layers.*", vocab=("model.embed_tokens", "lm_head"))
+
+    def block(self, layer):
+        return Shifted(self.config, layer, self.leaks and layer == 1)
+
+    def final_norm(self):
+        return RMSNorm(self.config.hidden_size, 1e-5)
+
+    def positions(self):
+        return Rope.of(self.config)
+
+
+class Leaking(Apart):
+    leaks = True
+'''
+
+
+@pytest.mark.parametrize("which", FAMILIES)
+def test_blocks_of_the_families_here_keep_documents_apart(which: str) -> None:
+    check_blocks(architecture_from_hf(hf_model(which).config.to_dict(), "config.json"))
+
+
+def test_a_family_of_the_users_that_mixes_documents_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shifted_family.py").write_text(FAMILY)
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str, masked: bool) -> None:
+        keys = f"model.document_masking={str(masked).lower()}", "tokens.train_steps=1"
+        train_quietly(
+            tiny_config(tmp_path / name / str(masked), f"model.model_config.family=shifted_family.{name}", *keys)
+        )
+
+    try:
+        run("Apart", masked=True)
+        run("Leaking", masked=False)
+        with pytest.raises(InputError, match=r"^model\.document_masking: layer 1 of shifted_family\.Leaking does not"):
+            run("Leaking", masked=True)
+    finally:
+        sys.modules.pop("shifted_family", None)

@@ -393,6 +393,14 @@ MUTANTS = [
         ("models/test_foreign_models.py::test_a_model_that_reads_across_documents_is_refused",),
     ),
     Mutant(
+        "documents-of-a-users-family-unchecked",
+        "launch/training.py",
+        "            run_on_rank0(lambda: check_blocks(config.model.decoder))",
+        "            pass",
+        "a block of a user's own family reads across documents in silence",
+        ("models/test_document_separation.py::test_a_family_of_the_users_that_mixes_documents_is_refused",),
+    ),
+    Mutant(
         "documents-checked-with-the-first-weights",
         "models/document_separation.py",
         "parameter.float() + torch.randn(parameter.shape) * fan_in**-0.5",

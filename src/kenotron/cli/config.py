@@ -22,7 +22,7 @@ from kenotron.config.data import CustomSource, PretrainDataset, SFTDataset, path
 from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.dotted import import_registered
 from kenotron.config.errors import counted, is_a_path, no_such_path
-from kenotron.config.families import built_in_names
+from kenotron.config.families import is_users_own
 from kenotron.config.warnings import amount, warnings_of
 
 app = typer.Typer(help="Check, show and compare configs.", no_args_is_help=True)
@@ -121,15 +121,16 @@ def _check_architecture(config: Config) -> None:
         from kenotron.interop import resolve_architecture  # which imports torch
 
         resolve_architecture(config)
-    elif isinstance(architecture, DecoderArchitecture) and architecture.family not in built_in_names():
-        if architecture.family.startswith("kenotron."):
-            return  # foreign modules are built in training, which checks them
+    elif isinstance(architecture, DecoderArchitecture) and is_users_own(architecture.family):
         import torch
 
         from kenotron.models import build
+        from kenotron.models.document_separation import check_blocks
 
         with torch.device("meta"):
             build(config.model)
+        if config.masks_documents:
+            check_blocks(architecture)
 
 
 def _check_hub_datasets(config: Config) -> None:

@@ -115,6 +115,11 @@ class Config(Section):
         return [*of_stages, *(self.tokens.val_datasets or ())]
 
     @property
+    def masks_documents(self) -> bool:
+        """Whether the documents of a sequence do not see each other, in all stages or in some."""
+        return self.model.document_masking or any(isinstance(each, SFT_DATASETS) for each in self.datasets)
+
+    @property
     def zero_stage(self) -> int | str:
         """0, 1, 2, 3 or "hybrid", from `optimizer.zero_stage` or `parallelism.strategy`."""
         by_strategy = STRATEGIES.get(self.parallelism.strategy or "")
@@ -161,8 +166,11 @@ def _check_loss(config: Config) -> Iterator[Problem]:
 
 def _check_documents(config: Config) -> Iterator[Problem]:
     model, (name, length) = config.model.architecture, max(config.sequence_lengths.items(), key=lambda each: each[1])
-    masked = config.model.document_masking or any(isinstance(each, SFT_DATASETS) for each in config.datasets)
-    if masked and isinstance(model, DecoderArchitecture) and (problem := model.document_problem(length)):
+    if (
+        config.masks_documents
+        and isinstance(model, DecoderArchitecture)
+        and (problem := model.document_problem(length))
+    ):
         yield name, problem
 
 

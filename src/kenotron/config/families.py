@@ -51,6 +51,11 @@ def built_in_families() -> dict[str, type[HasSection]]:
     return {name: built_in_family(name) for name in built_in_names()}
 
 
+def is_users_own(name: str) -> bool:
+    """Whether a family is code of the user's, or of a package of theirs."""
+    return name not in built_in_names() and not name.startswith("kenotron.")
+
+
 def _is_family_of(value: object, module: str) -> bool:
     return isinstance(value, type) and value.__module__ == module and "section" in vars(value)
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from kenotron import interop, training
 from kenotron.checkpoint import folders
 from kenotron.config.errors import InputError
+from kenotron.config.families import is_users_own
 from kenotron.launch.environment import Ranks, ranks_from_environment
 from kenotron.launch.machine_limits import machine_limits
 from kenotron.launch.shared_folder import check_shared
+from kenotron.models.document_separation import check_blocks
 from kenotron.observers import observers
 from kenotron.parallel.mesh import Mesh, build_mesh
 from kenotron.parallel.ranks import gather, rank_and_size, run_on_rank0, wait_for_all
@@ -41,6 +43,8 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     local = local_tier(config, ranks)
     with machine_limits(config, device):
         config = run_on_rank0(lambda: interop.resolve_architecture(config))
+        if config.masks_documents and is_users_own(config.model.decoder.family):
+            run_on_rank0(lambda: check_blocks(config.model.decoder))
         fetch_checkpoints(config, fresh)
     with machine_limits(config, device, warn=True):  # with the architecture, from which memory is estimated
         run = training.train(

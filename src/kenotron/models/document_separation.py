@@ -1,11 +1,12 @@
-"""Whether a module that others wrote keeps the packed documents of a sequence apart: decided before it trains on them.
+"""Whether code that others wrote keeps the packed documents of a sequence apart: decided before it trains on them.
 
     tokens   a a a a | b b b b      gradient of b's logits by what the module looked up for the tokens a:   zero
                                     b's logits, with other tokens in the place of a:                      the same
 
 The gradient finds whatever b's logits compute from a, however little it is; other tokens find what has no gradient,
 such as experts that are full. Both are taken of fresh random weights: the run's own may hide a leak (projections that
-begin at zero, a row of zeros for padding) that training opens.
+begin at zero, a row of zeros for padding) that training opens. Of a family of the user's own, blocks are looked at one
+by one, in the same two ways: from a block's input on, not from tokens.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from kenotron.config.errors import InputError
+from kenotron.kernels.attention import attention
 from kenotron.models.context import Context
+from kenotron.models.family import Family, family_of
 
 if TYPE_CHECKING:
+    from kenotron.config.decoder import DecoderArchitecture
     from kenotron.models.foreign import Foreign
 
 # Relative, in fp32: what sums in another order may change, whose size does not depend on the documents before.
 GRADIENT, LOGITS = 1e-6, 1e-5
+BLOCK_LENGTH = 12  # tokens of a document
 GRADIENT_LENGTH = 128  # tokens of a sequence: activations are kept for backward, of the whole model
 
 
@@ -49,13 +54,80 @@ def check_documents(family: Foreign[Any], ctx: Context) -> None:
     )
 
 
+def check_blocks(config: DecoderArchitecture) -> None:
+    """Raise InputError if a block of the family of `config` lets a document change the one behind it in a sequence.
+
+    Makes one block of each kind, on the CPU, in fp32.
+    """
+    family, seen = family_of(config), set[object]()
+    positions = torch.cat([torch.arange(BLOCK_LENGTH)] * 2)
+    starts = (0, BLOCK_LENGTH, 2 * BLOCK_LENGTH)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        tokens = torch.randint(config.vocab_size, positions.shape)
+        ctx = Context((1, len(tokens)), positions, attention, starts, torch.tensor(starts, dtype=torch.int32))
+        ctx = replace(ctx, sample_ids=torch.zeros(1, dtype=torch.int64), tokens=tokens)
+        for layer in range(config.num_hidden_layers):
+            with torch.device("meta"):
+                block = family.block(layer)
+            if (kind := _kind_of(block, layer)) in seen:
+                continue
+            seen.add(kind)
+            depends, change = _of_block(family, layer, ctx)
+            if not (depends <= GRADIENT and change <= LOGITS):
+                raise InputError(
+                    f"model.document_masking: layer {layer} of {config.family} does not keep the documents of a "
+                    f"sequence apart: with random weights, another document before changes its result by {change:.1g} "
+                    f"of the largest (gradient: {depends:.1g}); expected false, or a block that reads "
+                    "ctx.document_starts or ctx.cu_seqlens"
+                )
+
+
+def _kind_of(block: nn.Module, layer: int) -> tuple[Any, ...]:
+    """What tells a block from those of other layers: its modules' classes and settings, the shapes of its weights."""
+    settings = [
+        (name, type(module), *((key, value) for key, value in vars(module).items() if _is_setting(value, layer)))
+        for name, module in block.named_modules()
+    ]
+    return (*settings, *((name, each.shape) for name, each in block.named_parameters()))
+
+
+def _is_setting(value: object, layer: int) -> bool:
+    return value is None or type(value) in (bool, float, str) or (type(value) is int and value != layer)
+
+
+def _of_block(family: Family[Any], layer: int, ctx: Context) -> tuple[float, float]:
+    """Of the second document's results: gradient by the first one's input, relative, and change with another."""
+    block = family.block(layer).eval()
+    for weight in (*block.parameters(), *block.buffers()):
+        weight.data.zero_()  # until now memory as it was found
+    _enliven(block)
+    block.compute_dtype = torch.float32  # type: ignore[assignment]
+    embedded = family.positions()
+    given = None if embedded is None else embedded(ctx.positions.view(ctx.shape))
+    half, hidden = len(ctx.positions) // 2, family.config.hidden_size
+    with torch.enable_grad():
+        x = torch.randn(2 * half, hidden).requires_grad_()
+        result = block(x, given, ctx)[half:].float()
+        (gradient,) = torch.autograd.grad((result * torch.randn(result.shape)).sum(), x)
+    other = torch.cat((torch.randn(half, hidden), x[half:].detach()))
+    with torch.no_grad():
+        change = (block(other, given, ctx)[half:] - result).abs().max() / result.abs().max()
+    return float(gradient[:half].abs().max() / gradient[half:].abs().max()), float(change)
+
+
+def _enliven(module: nn.Module) -> None:
+    """Add noise to its weights that keeps the size of activations."""
+    for parameter in module.parameters():
+        fan_in = parameter.shape[-1] if parameter.dim() > 1 else 4
+        parameter.requires_grad_(False).data = parameter.float() + torch.randn(parameter.shape) * fan_in**-0.5
+
+
 def _random(family: Foreign[Any], device: torch.device) -> nn.Module:
     """Every weight is alive: its own initial value and noise that keeps the size of activations."""
     with torch.device("cpu"):
         module = family.make().eval()
-    for parameter in module.parameters():
-        fan_in = parameter.shape[-1] if parameter.dim() > 1 else 4
-        parameter.requires_grad_(False).data = parameter.float() + torch.randn(parameter.shape) * fan_in**-0.5
+    _enliven(module)
     return module.to(device)
 
 

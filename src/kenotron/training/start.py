@@ -18,13 +18,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from kenotron.checkpoint import durable, folders, leftovers, loading, manifest
 from kenotron.config import ABSENT, Config, fill_run_name, same_run_difference
 from kenotron.config.checkpoints import LOAD_MODES
 from kenotron.config.errors import InputError
-from kenotron.config.resolved import read_resolved, resolved
+from kenotron.config.resolved import read_resolved
 from kenotron.config.runs import edited_stages, same_batch_overrides
 from kenotron.optim.schedule import learning_rate
 from kenotron.parallel.ranks import run_on_rank0
@@ -171,8 +169,10 @@ def with_run_name(config: Config, name: str) -> Config:
 def _start_at(config: Config, newest: Path | None, start_elsewhere: StartElsewhere | None) -> Start:
     if newest is not None:
         start = Start.at(newest, continues=True)
+        before = read_resolved(newest / "config.yaml")
+        check_batch(before, config, newest)
         _check_same_run(config, newest, start.step - start.data_start)
-        warn_of_higher_rate(config, read_resolved(newest / "config.yaml"), start)
+        warn_of_higher_rate(config, before, start)
         return start
     named = config.resume_folder
     if named is None:
@@ -203,16 +203,7 @@ def _check_same_run(config: Config, path: Path, step: int) -> None:
     `step` is the step of its data stages.
     """
     saved = loading.read_config(path)
-    try:
-        check_batch(resolved(saved), config, path)
-        difference = same_run_difference(saved, config, step)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InputError(
-            f"{path / 'config.yaml'}: {'.'.join(map(str, first['loc']))}: {first['msg']}; another version of kenotron "
-            f"wrote it: continue with that version, or start over with --fresh"
-        ) from error
-    if difference is not None:
+    if (difference := same_run_difference(saved, config, step)) is not None:
         key, old, new = difference
         if key.startswith("data_stages."):
             raise InputError(
