@@ -223,6 +223,11 @@ def test_usual_spellings_are_taken(override: str, key: str, value: object, tmp_p
             ["tokens.sequence_length=64"],
             "tokens.sequence_length is 64, but model_config.max_position_embeddings only 32:",
         ),
+        (
+            ["tokens.sequence_length=80", "model.model_config.rope_scaling={rope_type: dynamic, factor: 2.0}"],
+            "tokens.sequence_length is 80, but model_config.max_position_embeddings only 32: the model trains on all "
+            "of it, but generation will stop at 64 tokens",
+        ),
     ],
 )
 def test_what_is_valid_but_hardly_meant_is_a_warning(overrides: list[str], line: str, tell: Shell) -> None:

@@ -77,8 +77,9 @@ def _stages(config: Config) -> Iterator[str]:
 def _length(config: Config) -> Iterator[str]:
     architecture = config.model.architecture
     name, length = max(config.sequence_lengths.items(), key=lambda each: each[1])
-    if isinstance(architecture, AttentionArchitecture) and length > (positions := architecture.max_position_embeddings):
+    if isinstance(architecture, AttentionArchitecture) and length > architecture.longest_text:
         yield (
-            f"{name} is {length}, but model_config.max_position_embeddings only {positions}: the model trains on "
-            f"all of it, but generation will stop at {positions} tokens"
+            f"{name} is {length}, but model_config.max_position_embeddings only "
+            f"{architecture.max_position_embeddings}: the model trains on all of it, but generation will stop at "
+            f"{architecture.longest_text} tokens"
         )
