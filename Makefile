@@ -10,7 +10,7 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow test-gpu fuzz test-slurm test-ray test-network test-ranks mutants compare-power chaos soak lint bench bench-gpu reference docs clean
+.PHONY: help setup train test slow test-gpu fuzz test-slurm test-ray test-network test-ranks mutants compare-power chaos soak lint bench bench-gpu reference pictures docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -72,10 +72,14 @@ bench: setup  ## measure against the peers, on this machine, in one run
 bench-gpu: $(VENV)/.installed-plots  ## measure on one GPU: an hour; OPTIONS="--minutes 15 --only REGEX"
 	$(BIN)/python benchmarks/gpu/speed.py $(OPTIONS)
 
-reference: $(VENV)/.installed  ## write docs/config-reference.md, the JSON schema and the notebook anew
+reference: $(VENV)/.installed  ## write docs/config-reference.md, docs/commands.md, the JSON schema and the notebook anew
 	$(BIN)/kenotron config reference > docs/config-reference.md
 	$(BIN)/kenotron config schema > docs/config.schema.json
+	$(BIN)/python tests/support/commands_page.py
 	$(BIN)/python tests/support/notebook.py
+
+pictures: $(VENV)/.installed-plots  ## draw the pictures of the README and docs anew, from runs: half an hour on two cores
+	$(BIN)/python benchmarks/pictures.py $(OPTIONS)
 
 docs: $(VENV)/.installed-docs  ## build the documentation into site/
 	$(BIN)/mkdocs build --strict

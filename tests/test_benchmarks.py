@@ -40,3 +40,19 @@ def test_what_a_script_imports_exists(script: Path, monkeypatch: pytest.MonkeyPa
 def test_the_readme_lists_every_script() -> None:
     readme = (FOLDER / "README.md").read_text()
     assert {script.name for script in SCRIPTS if f"`{script.name}`" not in readme} == MODULES
+
+
+@pytest.mark.budget(15, reason="imports torch's pipelining")
+@pytest.mark.parametrize("engine", ["afab", "1f1b", "interleaved_1f1b", "zbv_zero_bubble"])
+def test_the_picture_of_a_schedule_waits_as_long_as_the_docs_say(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the formula of the papers, and by torch's order of work with every piece as early as it can be."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import pictures
+    from kenotron.parallel.pipeline import SCHEDULES
+    from kenotron.parallel.pipeline_layout import bubble
+
+    parts = 1 if engine in ("afab", "1f1b") else 2
+    spans = pictures.order_of(SCHEDULES[engine])
+    end = max(start + length for _, start, length, *_ in spans)
+    waiting = 1 - 3 * pictures.MICRO_BATCHES / end
+    assert waiting == pytest.approx(bubble(engine, pictures.RANKS, pictures.MICRO_BATCHES, parts))

@@ -177,7 +177,7 @@ MUTANTS = [
         file="data/sources/reader_shards.py",
         find="                    self._places[shard] = (index, piece.done)\n",
         replace="                    pass\n",
-        why="after a restart the file is read again from its first document (AutoModel #3907)",
+        why="after a restart the file is read again from its first document (torchtitan #3907)",
         tests=STREAMS,
     ),
     Mutant(

@@ -276,7 +276,7 @@ MUTANTS = [
         file="kernels/linear_cross_entropy.py",
         find="torch.cat((lse - picked, options.z_loss * lse * lse), 1)",
         replace="torch.cat((lse - picked, options.z_loss * lse * lse * (1 if ranks is None else 2)), 1)",
-        why="under tp every rank has the complete z-loss, and it is summed over them (Megatron-LM #5047)",
+        why="under tp every rank has the complete z-loss, and it is summed over them",
         tests=LOSS,
     ),
     Mutant(

@@ -85,8 +85,8 @@ COMMANDS = {
 }
 
 
-def build_app() -> Callable[[list[str]], int]:
-    """A function from arguments to the exit code."""
+def all_commands() -> typer.Typer:
+    """Every command, mounted."""
     app = typer.Typer(help=HELP, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.info.context_settings = {"help_option_names": ["-h", "--help"]}
     app.callback()(_options)
@@ -103,6 +103,12 @@ def build_app() -> Callable[[list[str]], int]:
     app.add_typer(checkpoint.app, name="checkpoint")
     app.add_typer(convert.app, name="convert")
     app.add_typer(data.app, name="data")
+    return app
+
+
+def build_app() -> Callable[[list[str]], int]:
+    """A function from arguments to the exit code."""
+    app = all_commands()
 
     def call(arguments: list[str]) -> int:
         try:

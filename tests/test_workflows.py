@@ -1,0 +1,190 @@
+"""What GitHub and coding agents read agrees with the repository: targets of make, versions, packages, questions."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import kenotron
+from support.tiny_run import REPOSITORY
+
+GITHUB = REPOSITORY / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+PAGES = [
+    REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", ".github/pull_request_template.md")
+]
+FOLDERS = ("benchmarks", "examples", "src", "tests")
+SCRIPTS = [REPOSITORY / ".ci" / "run", *(path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.sh"))]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+TARGETS |= {f".venv/.installed-{extra}" for extra in PROJECT["optional-dependencies"]}
+PINNED = re.compile(r"[\w-]+/[\w-]+@(release/)?v\d+")  # release/v1 is a branch, which that action asks for
+
+
+def read(path: Path) -> Any:
+    """A YAML file whose scalars stay text: YAML 1.1, which PyYAML reads, takes the key `on` for true."""
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+
+
+def shell_lines(job: dict[str, Any]) -> list[str]:
+    """What the steps of a job run, once for every entry of its matrix."""
+    runs = [step["run"] for step in job["steps"] if "run" in step]
+    entries = job.get("strategy", {}).get("matrix", {}).get("include", [{}])
+    return [filled_in(run, entry) for entry in entries for run in runs]
+
+
+def filled_in(shell: str, entry: dict[str, str]) -> str:
+    for name, value in entry.items():
+        shell = shell.replace(f"${{{{ matrix.{name} }}}}", value)
+    return shell
+
+
+def missing_targets(shell: str) -> list[str]:
+    return [target for target in re.findall(r"\bmake ([\w./-]+)", shell) if target not in TARGETS]
+
+
+def commands(page: str) -> str:
+    """What a page has in code: its blocks and spans."""
+    blocks = re.findall(r"^```.*?^```", page, re.DOTALL | re.MULTILINE)
+    return "\n".join(blocks + re.findall(r"`[^`\n]+`", page))
+
+
+def syntax_error(shell: str) -> str:
+    return subprocess.run(["bash", "-n"], input=shell, capture_output=True, text=True).stderr
+
+
+@pytest.fixture(params=WORKFLOWS, ids=lambda path: path.name)
+def workflow(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return read(request.param)
+
+
+def test_a_workflow_says_when_it_runs_and_may_only_read(workflow: dict[str, Any]) -> None:
+    assert {"name", "on", "permissions", "jobs"} <= workflow.keys()
+    assert set(workflow["on"]) <= {"push", "pull_request", "schedule", "workflow_dispatch"}
+    assert workflow["permissions"] == {"contents": "read"}  # jobs that need more say so
+
+
+def test_a_job_has_a_machine_a_time_limit_and_steps(workflow: dict[str, Any]) -> None:
+    assert workflow["jobs"]
+    for name, job in workflow["jobs"].items():
+        assert job["runs-on"] == "ubuntu-latest", name
+        assert re.fullmatch(r"\d+|\$\{\{ matrix\.minutes \}\}", job["timeout-minutes"]), name
+        assert job["steps"], name
+        assert all(("uses" in step) != ("run" in step) for step in job["steps"]), name
+        assert job.get("needs", name) in workflow["jobs"], name
+
+
+def test_every_action_is_pinned_to_a_major_version(workflow: dict[str, Any]) -> None:
+    actions = [step["uses"] for job in workflow["jobs"].values() for step in job["steps"] if "uses" in step]
+    assert actions
+    assert [action for action in actions if not PINNED.fullmatch(action)] == []
+
+
+def test_shell_lines_are_bash_and_their_targets_exist(workflow: dict[str, Any]) -> None:
+    """Without expressions, too: GitHub would paste in a branch's name as code."""
+    for name, job in workflow["jobs"].items():
+        for shell in shell_lines(job):
+            assert "${{" not in shell, name
+            assert syntax_error(shell) == "", name
+            assert missing_targets(shell) == [], name
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_a_script_is_bash_and_its_targets_exist(script: Path) -> None:
+    shell = script.read_text(encoding="utf-8")
+    assert syntax_error(shell) == ""
+    assert missing_targets(shell) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_target_that_a_page_names_exists(page: Path) -> None:
+    text = commands(page.read_text(encoding="utf-8"))
+    assert "make " in text
+    assert missing_targets(text) == []
+
+
+def test_a_wrong_target_and_wrong_shell_are_found() -> None:
+    job = {"strategy": {"matrix": {"include": [{"target": "slow"}, {"target": "slwo"}]}}}
+    job |= {"steps": [{"uses": "actions/checkout@v7"}, {"run": "make ${{ matrix.target }}"}]}
+    assert shell_lines(job) == ["make slow", "make slwo"]
+    assert missing_targets("make test\nmake .venv/.installed-test && make tset") == ["tset"]
+    assert (
+        commands("To make a test, run\n```bash\nmake test\n```\nor `make slow`.")
+        == "```bash\nmake test\n```\n`make slow`"
+    )
+    assert "unexpected" in syntax_error("if true; then")
+    assert not PINNED.fullmatch("actions/checkout@main")
+
+
+def test_the_tested_versions_are_those_of_pyproject() -> None:
+    matrix = read(GITHUB / "workflows" / "tests.yml")["jobs"]["test"]["strategy"]["matrix"]
+    prefix = "Programming Language :: Python :: 3."
+    named = ["3." + line.removeprefix(prefix) for line in PROJECT.get("classifiers", []) if line.startswith(prefix)]
+    assert matrix["python"] == (named or matrix["python"])
+    assert f">={matrix['python'][0]}" == PROJECT["requires-python"]
+    assert f"torch>={matrix['torch'][0]}" in PROJECT["dependencies"]
+    locked = re.search(
+        r"^torch==(\d+\.\d+)\.", (REPOSITORY / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert locked is not None
+    assert locked[1] in matrix["torch"]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_an_issue_form_has_questions_with_names_and_labels(form: Path) -> None:
+    content = read(form)
+    assert {"name", "description", "body"} <= content.keys()
+    questions = [element for element in content["body"] if element["type"] != "markdown"]
+    assert {question["type"] for question in questions} <= {"textarea", "input", "dropdown", "checkboxes"}
+    assert all(question["attributes"]["label"] for question in questions)
+    names = [question["id"] for question in questions]
+    assert len(set(names)) == len(names)
+    assert any(question.get("validations") == {"required": "true"} for question in questions)
+
+
+def test_the_bug_form_asks_for_what_contributing_lists() -> None:
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.split("## Reporting a bug", 1)[1].split("\n## ", 1)[0]
+    asked = (GITHUB / "ISSUE_TEMPLATE" / "bug.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"`[^`]+`", section)
+    assert "`--debug`" in listed
+    assert [name for name in listed if name not in asked] == []
+
+
+def test_questions_have_forms_and_dependencies_come_once_a_week() -> None:
+    assert read(GITHUB / "ISSUE_TEMPLATE" / "config.yml")["blank_issues_enabled"] == "false"
+    dependabot = read(GITHUB / "dependabot.yml")
+    assert dependabot["version"] == "2"
+    assert [update["package-ecosystem"] for update in dependabot["updates"]] == ["pip", "github-actions"]
+    for update in dependabot["updates"]:
+        assert update["schedule"] == {"interval": "weekly"}
+        assert len(update["groups"]) == 1
+
+
+def test_the_citation_is_complete_and_of_this_version() -> None:
+    citation = read(REPOSITORY / "CITATION.cff")
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["message"]
+    assert citation["title"]
+    assert all({"name", "family-names"} & author.keys() for author in citation["authors"])
+    assert citation["license"] == PROJECT["license"]
+    assert citation["version"] == re.sub(r"\.dev\d+$", "", kenotron.__version__)
+
+
+def test_agents_find_every_package_and_every_contract() -> None:
+    page = (REPOSITORY / "AGENTS.md").read_text(encoding="utf-8")
+    architecture = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    packages = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    folders = {path.parent.name for path in (REPOSITORY / "src" / "kenotron").glob("*/__init__.py")}
+    assert len(page.splitlines()) <= 80
+    assert set(packages) == folders
+    assert packages == re.findall(r"^\| `(\w+)` \|", architecture.split("## How a run flows")[0], re.MULTILINE)
+    contract = re.compile(r"^\d\. \*\*(.+?)\.?\*\*", re.MULTILINE)
+    assert contract.findall(page) == contract.findall(architecture)
