@@ -43,7 +43,7 @@ def test_curves_in_the_terminal_go_from_the_highest_loss_to_the_lowest(
     assert validation == round((8 - 4) / (8 - 2) * (HEIGHT - 1))
     assert [row.count("o") for row in rows if "o" in row] == [4]
     assert lines[HEIGHT + 1].split() == ["1K", "4K", "tokens"]
-    assert lines[-2:] == ["* falls: loss 2, validation 4 (v)", "o flat: loss 5"]
+    assert lines[-2:] == ["* falls: last loss 2, validation 4 (v)", "o flat: last loss 5"]
     assert call("plot", falls, "--steps") == 0
     assert "4 steps" in capsys.readouterr().out
 

@@ -101,6 +101,34 @@ class Outside(MLP):
         return self.alpha(super().forward(x))
 
 
+class Normed(MLP):
+    """Divides by the norm of all features, of which a rank has a part."""
+
+    def forward(self, x):
+        up = self.up_proj(x)
+        return self.down_proj(torch.nn.functional.rms_norm(up, up.shape[-1:]))
+
+
+class Halves(MLP):
+    def forward(self, x):
+        one, two = self.up_proj(x).chunk(2, -1)
+        return self.down_proj(torch.cat((one, two.relu()), -1))
+
+
+class Softmax(MLP):
+    def forward(self, x):
+        return self.down_proj(self.up_proj(x).softmax(-1))
+
+
+class OverTokens(MLP):
+    """Of each feature by itself."""
+
+    def forward(self, x):
+        up = self.up_proj(x)
+        heads = up.unflatten(-1, (4, -1)).softmax(-1).flatten(1)
+        return self.down_proj(up.softmax(0) + up.mean(0, keepdim=True) + heads)
+
+
 class Counting(MLP):
     """Its path depends on the values."""
 
@@ -179,6 +207,19 @@ def test_a_weight_that_the_plan_of_a_users_family_forgets(
     with pytest.raises(InputError, match=re.escape(f"parallelism.tp: {found}, or what comes of it, is whole")) as error:
         check_gradients(model, model.plan, on_sequence_shards)
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.usefixtures("user")
+@pytest.mark.parametrize(
+    ("mlp", "found"), [("Normed", "rms_norm"), ("Halves", "chunk"), ("Softmax", "softmax"), ("OverTokens", None)]
+)
+def test_a_function_of_all_features_of_a_split_layer_is_refused(mlp: str, found: str | None) -> None:
+    model = own(mlp)
+    if found is None:
+        check_gradients(model, model.plan, False)
+        return
+    with pytest.raises(InputError, match=rf"of partial\.Own applies {found} to all features of a layer that is split"):
+        check_gradients(model, model.plan, False)
 
 
 @pytest.mark.usefixtures("user")

@@ -17,7 +17,7 @@ from kenotron.config.errors import InputError
 from kenotron.interop.hf_config import architecture_from_hf
 from kenotron.kernels.attention import attention
 from kenotron.models import Context
-from kenotron.models.document_separation import check_blocks, check_documents
+from kenotron.models.document_separation import check_blocks, check_documents, check_repeats
 from kenotron.models.foreign import HuggingFace, HuggingFaceArchitecture, UserModule, UserModuleArchitecture
 from support.families import FAMILIES, hf_model
 from support.tiny_run import tiny_config, train_quietly
@@ -28,6 +28,7 @@ SHAPES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hid
     "pad_token_id": 0,  # transformers makes this row of the embedding zero
 }
 MODULES = '''
+import numpy as np
 import torch
 from torch import nn
 import torch.nn.functional as F
@@ -130,6 +131,44 @@ class ApartByStarts(Base):
     def mixed(self, x, ctx, tokens):
         sums = [part.cumsum(0) for part in x.flatten(0, 1).tensor_split(ctx.document_starts[1:-1].long())]
         return self.out(torch.cat(sums).view_as(x).tanh())
+
+
+class Counts(Base):
+    """In a buffer and in attributes, which are put back."""
+
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls, self.list = 0, []
+
+    def mixed(self, x, ctx, tokens):
+        self.seen += 1
+        self.calls += 1
+        self.list.append(1)
+        return x * (self.seen + self.calls + len(self.list))
+
+
+class InNumpy(Base):
+    mean = np.zeros(16, np.float32)
+
+    def mixed(self, x, ctx, tokens):
+        self.mean += 0.1 * x.detach().mean((0, 1)).numpy()
+        return self.out(x - torch.from_numpy(self.mean.copy()))
+
+
+class InAClosure(Base):
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size)
+        kept = []
+        self.count = lambda: (kept.append(1), len(kept))[1]
+
+    def mixed(self, x, ctx, tokens):
+        return x * self.count()
+
+
+class Draws(Base):
+    def mixed(self, x, ctx, tokens):
+        return F.dropout(self.out(x))
 '''
 
 
@@ -208,6 +247,21 @@ def test_the_check_draws_nothing_from_the_global_generator() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.usefixtures("user")
+@pytest.mark.parametrize(
+    ("name", "repeats"), [("Counts", True), ("InNumpy", False), ("InAClosure", False), ("Draws", False)]
+)
+def test_a_module_whose_logits_do_not_repeat_is_refused(name: str, repeats: bool) -> None:
+    ctx = Context((1, 12), torch.arange(12), attention)
+    if repeats:
+        check_repeats(of_user(name), ctx)
+        return
+    with pytest.raises(
+        InputError, match=rf"^model\.model_config: .*documents\.{name}.* gives other logits when it reads"
+    ):
+        check_repeats(of_user(name), ctx)
+
+
 @pytest.mark.parametrize("model_type", ["bamba", "falcon_h1"])
 def test_infinite_bounds_in_a_config_are_read_as_transformers_writes_them(model_type: str) -> None:
     theirs = AutoConfig.for_model(model_type, time_step_limit=(0.0, float("inf")))
@@ -262,12 +316,43 @@ class Apart(Family[RopeArchitecture]):
 
 class Leaking(Apart):
     leaks = True
+
+
+class InChunks(Shifted):
+    """Hands a sum on from chunk to chunk of eight tokens."""
+
+    def forward(self, x, rope, ctx):
+        if len(x) % 8 == 0:
+            sums = x.unflatten(0, (-1, 8)).sum(1).cumsum(0)
+            x = x + torch.cat((torch.zeros_like(sums[:1]), sums[:-1])).repeat_interleave(8, 0) / len(x)
+        return super().forward(x, rope, ctx)
+
+
+class OfTokens(Shifted):
+    """Reads what the token before is."""
+
+    def __init__(self, config, layer, leaks):
+        super().__init__(config, layer, leaks)
+        self.bigram = Linear(1, config.hidden_size)
+
+    def forward(self, x, rope, ctx):
+        return super().forward(x + self.bigram(ctx.tokens.roll(1)[:, None].to(x)), rope, ctx)
+
+
+class LeakingInChunks(Apart):
+    def block(self, layer):
+        return InChunks(self.config, layer, False)
+
+
+class LeakingTokens(Apart):
+    def block(self, layer):
+        return OfTokens(self.config, layer, False)
 '''
 
 
 @pytest.mark.parametrize("which", FAMILIES)
 def test_blocks_of_the_families_here_keep_documents_apart(which: str) -> None:
-    check_blocks(architecture_from_hf(hf_model(which).config.to_dict(), "config.json"))
+    check_blocks(architecture_from_hf(hf_model(which).config.to_dict(), "config.json"), 25)
 
 
 def test_a_family_of_the_users_that_mixes_documents_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +368,9 @@ def test_a_family_of_the_users_that_mixes_documents_is_refused(tmp_path: Path, m
     try:
         run("Apart", masked=True)
         run("Leaking", masked=False)
-        with pytest.raises(InputError, match=r"^model\.document_masking: layer 1 of shifted_family\.Leaking does not"):
-            run("Leaking", masked=True)
+        for name, layer in (("Leaking", 1), ("LeakingInChunks", 0), ("LeakingTokens", 0)):
+            said = rf"^model\.document_masking: layer {layer} of shifted_family\.{name} does not keep the documents"
+            with pytest.raises(InputError, match=said):
+                run(name, masked=True)
     finally:
         sys.modules.pop("shifted_family", None)

@@ -453,7 +453,7 @@ def test_its_longest_text_ends_a_completion(user: Path) -> None:
         ({"module": "running.none"}, [], r"model_config\.module: expected running\.none to make an nn\.Module"),
         ({"module": "running.Block"}, [], r"model\.model_config\.width: missing: running\.Block needs it"),
         ({"module": "running.Across"}, [], r"blocks\.0\.mix\.weight and blocks\.1\.mix\.weight are one weight"),
-        ({"module": "running.Wrong"}, [], r"running\.Wrong: expected logits of shape \[4, 16, 61\], found \[4, 61\]"),
+        ({"module": "running.Wrong"}, [], r"running\.Wrong: expected logits of shape \[1, 16, 61\], found \[1, 61\]"),
         ({"vocab_size": None}, [], r"model\.model_config\.vocab_size"),
         ({}, ["parallelism.tp=2"], r"parallelism\.tp: expected 1: running\.Running has no plan for tensor parallelism"),
         ({}, ["parallelism.pp=2"], r"parallelism\.pp: expected 1: .*running\.Running"),

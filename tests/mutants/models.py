@@ -395,7 +395,7 @@ MUTANTS = [
     Mutant(
         "documents-of-a-users-family-unchecked",
         "launch/training.py",
-        "            run_on_rank0(lambda: check_blocks(config.model.decoder))",
+        "            run_on_rank0(lambda: check_blocks(config.model.decoder, longest, device))",
         "            pass",
         "a block of a user's own family reads across documents in silence",
         ("models/test_document_separation.py::test_a_family_of_the_users_that_mixes_documents_is_refused",),

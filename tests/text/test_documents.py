@@ -154,8 +154,8 @@ def test_bad_content_is_named_in_one_line(tmp_path, name, content, message):
 @pytest.mark.parametrize("packed", ["gz", "zst"])
 def test_damage_is_placed_in_the_packed_file(tmp_path, name, packed):
     noise = random.Random(0)
-    key = "text" if name == "a.jsonl" else "other"  # JSON lines with the column are refused under another name
-    lines = "".join(json.dumps({key: f"{noise.getrandbits(8000):x}"}) + "\n" for _ in range(800)).encode()
+    texts = [f"{noise.getrandbits(8000):x}" for _ in range(800)]
+    lines = "".join((json.dumps({"text": each}) if name == "a.jsonl" else each) + "\n" for each in texts).encode()
     whole = gzip.compress(lines) if packed == "gz" else zstd(lines)
     for damage in (0, 200_000, len(whole) * 3 // 4):
         file = tmp_path / f"{name}.{packed}"

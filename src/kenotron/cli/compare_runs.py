@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from pathlib import Path
 
 from kenotron.config.errors import InputError
@@ -22,14 +23,19 @@ def compare_runs(a: Path, b: Path) -> None:
         raise InputError(f"{a} and {b} have no step in common")
     names = [name for name in ("lm_loss", "val_loss") if any(name in ours[s] and name in theirs[s] for s in both)]
     for name in names:
-        steps = [step for step in both if ours[step].get(name) is not None and theirs[step].get(name) is not None]
-        pairs = {step: (float(ours[step][name] or 0), float(theirs[step][name] or 0)) for step in steps}
-        apart = next((step for step in steps if pairs[step][0] != pairs[step][1]), None)
+        steps = [step for step in both if name in ours[step] and name in theirs[step]]
+        pairs = {step: (_number(ours[step][name]), _number(theirs[step][name])) for step in steps}
+        apart = next((step for step in steps if str(pairs[step][0]) != str(pairs[step][1])), None)  # nan is nan
         print(f"{name}: " + ("equal at every step" if apart is None else f"equal until step {apart}"))
         shown = steps[:: max(1, len(steps) // ROWS)]
         for step in dict.fromkeys([*shown, *steps[-1:]]):
             x, y = pairs[step]
             print(f"  step {step}: {x:.6g}  {y:.6g}  difference {y - x:+.3g}")
+
+
+def _number(value: object) -> float:
+    """A logged number; NaN where the loss was not finite, which JSON has no number for."""
+    return float(value) if isinstance(value, int | float) else nan
 
 
 def config_file(path: Path) -> Path:

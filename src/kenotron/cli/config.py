@@ -30,6 +30,8 @@ app = typer.Typer(help="Check, show and compare configs.", no_args_is_help=True)
 File = Annotated[str, typer.Argument(metavar="FILE", help="A YAML config.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides: dotted.path=value.")]
 
+CHECKED_TOKENS = 512  # of a sequence, with which blocks of a user's own are tried; a run tries its whole length
+
 
 def _say(line: str) -> None:
     typer.echo(line, err=True)
@@ -130,7 +132,7 @@ def _check_architecture(config: Config) -> None:
         with torch.device("meta"):
             build(config.model)
         if config.masks_documents:
-            check_blocks(architecture)
+            check_blocks(architecture, min(CHECKED_TOKENS, *config.sequence_lengths.values()))
 
 
 def _check_hub_datasets(config: Config) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeGuard
 
 import typer
 
@@ -67,12 +67,16 @@ def _curve(run: Path, x: str) -> Curve:
 
     def points(key: str) -> list[tuple[float, float]]:
         pairs = ((line[x], line.get(key)) for line in lines)
-        return [(float(at), float(loss)) for at, loss in pairs if at is not None and loss is not None]
+        return [(float(at), float(loss)) for at, loss in pairs if _is_number(at) and _is_number(loss)]
 
     curve = Curve(name, points("lm_loss"), points("val_loss"))
     if not curve.train:
         raise InputError(f"{run}: its metrics.jsonl has no losses yet")
     return curve
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _lines(curves: list[Curve], over: str) -> list[str]:
@@ -98,7 +102,7 @@ def _lines(curves: list[Curve], over: str) -> list[str]:
     found.append(f"{'':10}{human_format(left)}{end:>{WIDTH - len(human_format(left))}}")
     for number, curve in enumerate(curves):
         said = f", validation {curve.val[-1][1]:.4g} (v)" if curve.val else ""
-        found.append(f"{MARKS[number % len(MARKS)]} {curve.name}: loss {curve.train[-1][1]:.4g}{said}")
+        found.append(f"{MARKS[number % len(MARKS)]} {curve.name}: last loss {curve.train[-1][1]:.4g}{said}")
     return found
 
 

@@ -44,7 +44,8 @@ def train(config: Config, mesh: Mesh, device: torch.device, *, fresh: bool = Fal
     with machine_limits(config, device):
         config = run_on_rank0(lambda: interop.resolve_architecture(config))
         if config.masks_documents and is_users_own(config.model.decoder.family):
-            run_on_rank0(lambda: check_blocks(config.model.decoder))
+            longest = max(config.sequence_lengths.values())
+            run_on_rank0(lambda: check_blocks(config.model.decoder, longest, device))
         fetch_checkpoints(config, fresh)
     with machine_limits(config, device, warn=True):  # with the architecture, from which memory is estimated
         run = training.train(

@@ -23,14 +23,14 @@ from kenotron.config.errors import InputError
 from kenotron.kernels.attention import attention
 from kenotron.models.context import Context
 from kenotron.models.family import Family, family_of
+from kenotron.models.module_state import put_back
 
 if TYPE_CHECKING:
     from kenotron.config.decoder import DecoderArchitecture
     from kenotron.models.foreign import Foreign
 
 # Relative, in fp32: what sums in another order may change, whose size does not depend on the documents before.
-GRADIENT, LOGITS = 1e-6, 1e-5
-BLOCK_LENGTH = 12  # tokens of a document
+GRADIENT, LOGITS, REPEATED = 1e-6, 1e-5, 1e-6
 GRADIENT_LENGTH = 128  # tokens of a sequence: activations are kept for backward, of the whole model
 
 
@@ -54,25 +54,51 @@ def check_documents(family: Foreign[Any], ctx: Context) -> None:
     )
 
 
-def check_blocks(config: DecoderArchitecture) -> None:
-    """Raise InputError if a block of the family of `config` lets a document change the one behind it in a sequence.
+def check_repeats(family: Foreign[Any], ctx: Context) -> None:
+    """Raise InputError unless the same tokens give the same logits twice, whatever the module keeps, and wherever.
 
-    Makes one block of each kind, on the CPU, in fp32.
+    Else a validation would change training, a resumed run would be another one, and so would recomputation. Makes the
+    whole module on the device of `ctx`, in fp32.
     """
-    family, seen = family_of(config), set[object]()
-    positions = torch.cat([torch.arange(BLOCK_LENGTH)] * 2)
-    starts = (0, BLOCK_LENGTH, 2 * BLOCK_LENGTH)
+    length, device = min(ctx.shape[1], GRADIENT_LENGTH), ctx.positions.device
+    whole = replace(
+        ctx, shape=(1, length), positions=torch.arange(length).to(device), cu_seqlens=None, document_starts=None
+    )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        tokens = torch.randint(config.vocab_size, positions.shape)
-        ctx = Context((1, len(tokens)), positions, attention, starts, torch.tensor(starts, dtype=torch.int32))
-        ctx = replace(ctx, sample_ids=torch.zeros(1, dtype=torch.int64), tokens=tokens)
+        module = _random(family, device)
+        tokens = torch.randint(family.config.vocab_size, (1, length)).to(device)
+        results = []
+        for _ in range(2):
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                put_back(module, {name: each.clone() for name, each in module.named_buffers()}),
+            ):
+                results.append(family.logits(module, tokens, whole).float())
+    apart = float((results[0] - results[1]).abs().max() / results[0].abs().max())
+    if apart > REPEATED:
+        raise InputError(
+            f"model.model_config: {family.config.title} gives other logits when it reads the same tokens again (by "
+            f"{apart:.1g} of the largest): it draws random numbers, or keeps state that is no buffer or attribute of "
+            "its modules; expected a function of tokens, weights and buffers"
+        )
+
+
+def check_blocks(config: DecoderArchitecture, length: int, device: torch.device | str = "cpu") -> None:
+    """Raise InputError if a block of the family of `config` lets a document change the one behind it in a sequence.
+
+    Makes one block after the other on `device`, in fp32, and calls it with a sequence of `length` tokens.
+    """
+    family, half = family_of(config), length // 2 | 1  # odd: no border of chunks
+    positions = torch.cat([torch.arange(half), torch.arange(length - half)]).to(device)
+    starts = (0, half, length)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        tokens = torch.randint(config.vocab_size, (length,)).to(device)
+        ctx = Context((1, length), positions, attention, starts, torch.tensor(starts, dtype=torch.int32, device=device))
+        ctx = replace(ctx, sample_ids=torch.zeros(1, dtype=torch.int64, device=device), tokens=tokens)
         for layer in range(config.num_hidden_layers):
-            with torch.device("meta"):
-                block = family.block(layer)
-            if (kind := _kind_of(block, layer)) in seen:
-                continue
-            seen.add(kind)
             depends, change = _of_block(family, layer, ctx)
             if not (depends <= GRADIENT and change <= LOGITS):
                 raise InputError(
@@ -83,36 +109,26 @@ def check_blocks(config: DecoderArchitecture) -> None:
                 )
 
 
-def _kind_of(block: nn.Module, layer: int) -> tuple[Any, ...]:
-    """What tells a block from those of other layers: its modules' classes and settings, the shapes of its weights."""
-    settings = [
-        (name, type(module), *((key, value) for key, value in vars(module).items() if _is_setting(value, layer)))
-        for name, module in block.named_modules()
-    ]
-    return (*settings, *((name, each.shape) for name, each in block.named_parameters()))
-
-
-def _is_setting(value: object, layer: int) -> bool:
-    return value is None or type(value) in (bool, float, str) or (type(value) is int and value != layer)
-
-
 def _of_block(family: Family[Any], layer: int, ctx: Context) -> tuple[float, float]:
     """Of the second document's results: gradient by the first one's input, relative, and change with another."""
+    assert ctx.cu_seqlens is not None
+    assert ctx.tokens is not None
+    device, length, half = ctx.positions.device, ctx.shape[1], ctx.cu_seqlens[1]
     block = family.block(layer).eval()
     for weight in (*block.parameters(), *block.buffers()):
         weight.data.zero_()  # until now memory as it was found
     _enliven(block)
-    block.compute_dtype = torch.float32  # type: ignore[assignment]
+    block.to(device).compute_dtype = torch.float32  # type: ignore[assignment]
     embedded = family.positions()
-    given = None if embedded is None else embedded(ctx.positions.view(ctx.shape))
-    half, hidden = len(ctx.positions) // 2, family.config.hidden_size
+    given = None if embedded is None else embedded.to(device)(ctx.positions.view(ctx.shape))
+    x, other = (torch.randn(length, family.config.hidden_size).to(device) for _ in range(2))
     with torch.enable_grad():
-        x = torch.randn(2 * half, hidden).requires_grad_()
-        result = block(x, given, ctx)[half:].float()
-        (gradient,) = torch.autograd.grad((result * torch.randn(result.shape)).sum(), x)
-    other = torch.cat((torch.randn(half, hidden), x[half:].detach()))
+        result = block(x.requires_grad_(), given, ctx)[half:].float()
+        (gradient,) = torch.autograd.grad((result * torch.randn(result.shape).to(device)).sum(), x)
+    other[half:] = x[half:].detach()
+    tokens = torch.cat((torch.randint(family.config.vocab_size, (half,)).to(device), ctx.tokens[half:]))
     with torch.no_grad():
-        change = (block(other, given, ctx)[half:] - result).abs().max() / result.abs().max()
+        change = (block(other, given, replace(ctx, tokens=tokens))[half:] - result).abs().max() / result.abs().max()
     return float(gradient[:half].abs().max() / gradient[half:].abs().max()), float(change)
 
 

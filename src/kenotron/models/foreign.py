@@ -131,7 +131,8 @@ class HuggingFaceArchitecture(ForeignArchitecture):
         for name, style in list(other.items())[:1]:
             yield f"expected 1: transformers splits {name} of {self.title} as {style}, which is unsupported; found {tp}"
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-            if (size := getattr(config, name, None)) and size % tp:
+            size = getattr(config, name, None) or 0  # Gemma 3n has one a layer
+            if any(each % tp for each in (size if isinstance(size, list) else [size])):
                 yield f"expected a divisor of {name} {size}, found {tp}"
 
 
@@ -292,7 +293,11 @@ class HuggingFace(Foreign[HuggingFaceArchitecture]):
                 _warn_of_std(self.config.title, "has no initializer_range")
             config.get_text_config().initializer_range = std
         config.use_cache = False
-        return AutoModelForCausalLM.from_config(config)
+        try:
+            return AutoModelForCausalLM.from_config(config)
+        except Exception as error:  # whatever its code does with values that it does not check
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise InputError(f"model.model_config: transformers cannot make {self.config.title} ({reason})") from error
 
     def logits(self, module: nn.Module, tokens: Tensor, ctx: Context) -> Tensor:
         """Documents are given by their positions, which begin at 0 in each: so transformers masks packed sequences."""

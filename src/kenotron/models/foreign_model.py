@@ -32,7 +32,7 @@ from kenotron.config.errors import InputError
 from kenotron.kernels.tensor_shard import TensorShard
 from kenotron.models.context import Context
 from kenotron.models.decoder import Decoder, check_positions
-from kenotron.models.document_separation import check_documents
+from kenotron.models.document_separation import check_documents, check_repeats
 from kenotron.models.foreign_decoding import next_logits
 from kenotron.models.init_rules import FilledBy, InitRule
 from kenotron.models.module_state import Recomputed, put_back, recomputed
@@ -52,6 +52,7 @@ class ForeignModel(Decoder):
         self.config, self.family, self.foreign = config, family, family
         self.part = ModelPart.whole(config.num_hidden_layers)
         self.compute_dtype, self.separates_documents = torch.float32, False
+        self.repeats = not family.has_state
         with torch.device("cpu"), _without_weights():
             module = family.make().eval()
         self._module = (module,)  # in a tuple, and its dictionaries shared: names are the module's own
@@ -82,6 +83,10 @@ class ForeignModel(Decoder):
         if ctx.states is not None:
             return next_logits(self, tokens, ctx)
         check_positions(self.config, ctx)
+        if labels is not None and not self.repeats:
+            with torch.compiler.set_stance("force_eager"):
+                check_repeats(self.foreign, ctx)
+            self.repeats = True
         if ctx.has_documents and not self.separates_documents:
             with torch.compiler.set_stance("force_eager"):
                 check_documents(self.foreign, ctx)

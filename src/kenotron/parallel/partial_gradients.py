@@ -1,4 +1,4 @@
-"""Weights whose gradient, under tensor parallelism, would be one rank's summand: found before anything trains.
+"""What a plan of tensor parallelism leaves out, and what would be wrong without an error: found before anything trains.
 
     x ── up (column) ── half of the features ── act(·, alpha) ── down (row) ── sum over ranks
                                                        └─ alpha is whole, and its gradient is that of half the features
@@ -6,6 +6,9 @@
 A plan that does not name such a weight trains it apart on every rank, without an error. So one pass without memory
 follows what a rank has only a part of: the output of column layers up to the next row layer, or, on sequence shards,
 all that follows the embedding. Nothing that is whole and needs a gradient may meet it outside of planned modules.
+
+A function without weights can be wrong, too: a norm, a softmax, a top-k or a half of the features takes all of them in
+one process, and those of its part on a rank. The features are the last dimension, until a view makes heads of them.
 """
 
 from __future__ import annotations
@@ -30,6 +33,11 @@ if TYPE_CHECKING:
 TOKENS = 4
 # What modules of a field return: a part (True), the whole, or shards of tokens if the model works on them (False).
 RETURNS_A_PART = {"column": True, "channels": True, "inner_row": True, "row": False, "experts": False, "vocab": False}
+# Functions of the whole last dimension that keep its size; what changes it is told by that, unless it is a view.
+MIXES = {"softmax", "log_softmax", "softmin", "normalize", "cumsum", "cumprod", "logcumsumexp", "sort", "roll", "flip"}
+NORMS = {"layer_norm", "rms_norm", "group_norm"}
+VIEWS = {"view", "reshape", "unflatten", "flatten", "transpose", "permute", "movedim", "swapaxes", "swapdims", "t"}
+VIEWS |= {"squeeze", "unsqueeze", "matmul", "__matmul__", "__rmatmul__", "linear", "einsum", "bmm", "__get__", "expand"}
 NUMBERS = {Tensor.__int__: TOKENS, Tensor.item: TOKENS, Tensor.__bool__: False}
 
 
@@ -46,7 +54,7 @@ def check_gradients(model: Decoder, plan: Plan, on_sequence_shards: bool) -> Non
     flow = _Flow({id(each): name for name, each in model.named_parameters()})
     for field, part in RETURNS_A_PART.items():
         for _, module in modules(model, *getattr(plan, field)):
-            flow.plan(module, part or on_sequence_shards)
+            flow.plan(module, part or on_sequence_shards, features=field == "column")
             if field == "experts":  # how many tokens each gets is not known
                 module.forward = lambda x, *_, **__: x.clone()
     for _, module in modules(model, *plan.sequence, *plan.per_head):
@@ -66,6 +74,11 @@ def check_gradients(model: Decoder, plan: Plan, on_sequence_shards: bool) -> Non
             f"a part of: its gradient would be a part, too; expected 1, or its module in the plan of "
             f"{title} (per_head, sequence, channels or column)"
         )
+    if flow.mixed is not None:
+        raise InputError(
+            f"parallelism.tp: the forward pass of {title} applies {flow.mixed} to all features of a layer that is "
+            f"split by columns, of which a rank has a part: its result would be another one; expected 1"
+        )
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -81,6 +94,8 @@ class _Flow(TorchFunctionMode):
         self.parts: set[int] = set()
         self.alive: list[Any] = []  # ids are those of living tensors
         self.found: str | None = None
+        self.widths: dict[int, int] = {}  # features in the last dimension of a part, by id
+        self.mixed: str | None = None  # the first function that takes all of them
         self.inside = 0  # of how many planned modules
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,6 +108,7 @@ class _Flow(TorchFunctionMode):
         has_part = any(id(each) in self.parts for each in given)
         if has_part and whole and not self.inside:
             self.found = self.found or self.weight_of[id(whole[-1])]
+        self._follow_widths(func, args, kwargs or {}, result, given)
         for each in tree_leaves(args[0] if result is None and args else result):  # None: __setitem__
             if _is_float(each):
                 self.alive.append(each)
@@ -102,8 +118,22 @@ class _Flow(TorchFunctionMode):
                     self.weight_of[id(each)] = self.weight_of[id(learned[-1])]
         return result
 
-    def plan(self, module: nn.Module, part: bool | None = None) -> None:
-        """Check nothing within `module`; its output is a `part`, or not (None: as its input)."""
+    def _follow_widths(self, func: Any, args: Any, kwargs: Any, result: Any, given: list[Tensor]) -> None:
+        wide = [each for each in given if id(each) in self.widths]
+        if not wide or self.inside:
+            return
+        name, width = getattr(func, "__name__", str(func)), wide[0].shape[-1]
+        mixed = name in NORMS or (name in MIXES and _takes_last(wide[0], args, kwargs))
+        for each in filter(_is_float, tree_leaves(result)):
+            if each.dim() and each.shape[-1] == width:
+                if each.dim() < 3 or each.shape[-2] > 1 or name not in VIEWS:  # else one head, whose view is as wide
+                    self.widths[id(each)] = width
+            else:
+                mixed = mixed or not (name in VIEWS or name.startswith("new_"))
+        self.mixed = self.mixed or (name if mixed else None)
+
+    def plan(self, module: nn.Module, part: bool | None = None, features: bool = False) -> None:
+        """Check nothing within `module`; its output is a `part`, or not (None: as its input), of its `features`."""
 
         def enter(*_: Any) -> None:
             self.inside += 1
@@ -112,9 +142,18 @@ class _Flow(TorchFunctionMode):
             self.inside -= 1
             for each in tree_leaves(output) if part is not None else ():
                 (self.parts.add if part else self.parts.discard)(id(each))
+                self.widths.pop(id(each), None)
+                if features:
+                    self.widths[id(each)] = each.shape[-1]
 
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
+
+
+def _takes_last(x: Tensor, args: Any, kwargs: Any) -> bool:
+    """Whether the last argument, or the one called dim, names the last dimension of x, or there is none."""
+    given = kwargs.get("dim", kwargs.get("dims", args[-1] if len(args) > 1 else -1))
+    return bool({-1, x.dim() - 1} & {*(given if isinstance(given, tuple | list) else [given])})
 
 
 def _is_float(value: Any) -> bool:

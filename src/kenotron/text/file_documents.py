@@ -16,11 +16,12 @@ import hashlib
 import io
 import json
 import os
+import re
 import sysconfig
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -223,7 +224,7 @@ class FileDocuments(MayBeBad):
                     whole if self.chunk is None else cut(iter(partial(reader.readline, self.chunk), ""), self.chunk)
                 ):
                     if waiting is None:
-                        self._refuse_json_lines(text, file)
+                        self._refuse_other_content(text, file)
                     else:
                         yield waiting, False
                     waiting = text
@@ -233,14 +234,19 @@ class FileDocuments(MayBeBad):
         if waiting is not None:
             yield waiting, True
 
-    def _refuse_json_lines(self, text: str, file: AnyPath) -> None:
-        """Raises InputError for the start of JSON lines with the text column: their names end otherwise."""
-        first = text.lstrip().partition("\n")[0]
-        try:
-            row = json.loads(first) if first.startswith("{") else None
-        except (ValueError, RecursionError):
-            return
-        if isinstance(row, dict) and self.column in row:
+    def _refuse_other_content(self, text: str, file: AnyPath) -> None:
+        """Raises InputError for the start of a text that is no text: JSON, an archive, two bytes a character."""
+        begin = text[:512]
+        if begin.count("\0") > len(begin) // 4:
+            raise InputError(f"{file}: is no plain text: it begins with many NUL characters (an archive, or UTF-16?)")
+        if re.match(r'\s*\[\s*\{\s*"', begin):
+            raise InputError(f"{file}: holds one JSON array; `jq -c '.[]' {file.name}` writes it as lines, for .jsonl")
+        rows = []
+        for line in text.lstrip("\ufeff \n").split("\n", 2)[:2]:
+            with suppress(ValueError, RecursionError):
+                rows.append(json.loads(line) if line.startswith("{") else None)
+        objects = [row for row in rows if isinstance(row, dict)]
+        if len(objects) == 2 or any(self.column in row for row in objects):
             raise InputError(f"{file}: holds JSON lines, but is read as one text by its name; let it end with .jsonl")
 
     @contextmanager
@@ -334,7 +340,9 @@ def _suffix(file: AnyPath) -> str:
 
 
 def _refuse_other_form(raw: IO[bytes], file: AnyPath) -> None:
-    """Raises InputError for a file that begins as one of another suffix does."""
+    """Raises InputError for a table or an archive by its name, and for a file that begins as one of another suffix."""
+    if _unpacked_name(file).endswith((*TABLES, *FOREIGN_SUFFIXES)):
+        raise InputError(f"{file}: a table or an archive is no text; write its rows as jsonl or parquet first")
     begin = raw.read(8)
     raw.seek(0)
     for first, suffix in FIRST_BYTES.items():

@@ -157,8 +157,14 @@ class SftDocuments:
                     f"{where}: expected text in the columns '{columns.prompt}' and '{columns.completion}', or a list "
                     f"'{columns.messages}'; for '{column}' found {found}"
                 )
-        if row.get("system"):
-            raise InputError(f"{where}: 'system' is not read beside '{columns.prompt}': {AS_MESSAGE}")
+        for name in ("system", "tools", "documents", "chat_template_kwargs"):
+            if row.get(name):
+                raise InputError(f"{where}: '{name}' is not read beside '{columns.prompt}': write the row as messages")
+        for name in {"input", "context", "history"} - {columns.prompt, columns.completion}:
+            if row.get(name):
+                raise InputError(
+                    f"{where}: '{name}' is not read beside '{columns.prompt}': join it into the prompt, or drop it"
+                )
         return Example([(row[columns.prompt], False), (row[columns.completion] or "", True)], special=True)
 
 
@@ -171,6 +177,8 @@ def _refuse_preferences(row: dict[str, Any], columns: Columns, where: str) -> No
             f"{where}: 'chosen' and 'rejected' are preferences, from which nothing here learns; to train on the better "
             "answers, name the column: completion_column_name (texts) or messages_column_name (conversations): chosen"
         )
+    if row.get("weight", 1) not in (1, None):
+        raise InputError(f"{where}: weight = {row['weight']!r} is not supported: every row counts the same")
     if isinstance(row.get("label"), bool):
         raise InputError(f"{where}: 'label' judges the answer; keep the rows where it is true, and drop the column")
 
@@ -230,6 +238,8 @@ def _checked_message(message: dict[str, Any], where: str) -> dict[str, Any]:
     ignored.
     """
     kept = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(kept.get("role"), str):
+        raise InputError(f"{where}: expected a role such as user or assistant, found {kept.get('role')!r:.60}")
     content = kept.get("content")
     if isinstance(content, list):
         if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
@@ -241,7 +251,7 @@ def _checked_message(message: dict[str, Any], where: str) -> dict[str, Any]:
         raise InputError(f"{where}: expected content as text, found {type(content).__name__} {str(content)[:60]}")
     elif content is None and not (kept.get("tool_calls") or kept.get("function_call")):
         raise InputError(f"{where}: a message with neither content nor tool_calls")
-    for key in ("weight", "train"):
+    for key in ("weight", "train", "trainable", "loss", "loss_mask", "loss_weight"):
         if kept.get(key, 1) != 1:
             raise InputError(f"{where}: {key} = {kept[key]!r} is not supported: every answer is in the loss")
     return kept

@@ -42,6 +42,8 @@ TOKENIZER_FILES = (
 )
 TEMPLATES = "additional_chat_templates"  # a folder: one file for every named chat template but the default
 GENERATION = "generation_config.json"
+KEEP_ALL = {"ByteLevel", "Split", "Digits", "Punctuation", "UnicodeScripts", "Sequence"}
+"""Pre-tokenizers that lose no byte of a text, unless what they find is removed."""
 
 
 class TextTokenizer:
@@ -82,13 +84,17 @@ class TextTokenizer:
     @property
     def is_byte_level(self) -> bool:
         """Does every token stand for a fixed run of bytes of the text?"""
+        from tokenizers.pre_tokenizers import ByteLevel
+
         spec = json.loads(self._json)
         before = spec["pre_tokenizer"] or {}
         parts = [before, *before.get("pretokenizers", [])]
         whole = spec["normalizer"] is None and (spec["decoder"] or {}).get("type") == "ByteLevel"
         adds_space = any(part.get("type") == "ByteLevel" and part.get("add_prefix_space") for part in parts)
+        drops = any(part.get("type") not in KEEP_ALL or part.get("behavior") == "Removed" for part in parts if part)
         trims = any(added["lstrip"] or added["rstrip"] for added in spec["added_tokens"])
-        return whole and not adds_space and not trims
+        every_byte = set(ByteLevel.alphabet()) <= self.backend.get_vocab(with_added_tokens=False).keys()
+        return whole and every_byte and not (adds_space or drops or trims)
 
     def token_bytes(self) -> NDArray[np.int64] | None:
         """Length in UTF-8 bytes of every token, ``[vocab_size]``, or None if the tokenizer is not byte-level.
