@@ -82,7 +82,8 @@ def run(name: str, steps: int, overrides: list[str], folder: Path) -> list[dict[
         *overrides,
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    kenotron("train", str(QUICKSTART), *keys, folder=folder)
+    said = kenotron("train", str(QUICKSTART), *keys, folder=folder)
+    (folder / "logs" / name / "output").write_text(said)
     return metrics(folder / "logs" / name)
 
 
@@ -138,7 +139,8 @@ def curves(runs: Path, out: Path) -> None:
         for name, layout in LAYOUTS.items()
     }
     whole = run("quickstart", 1000, ["tokens.val_check_interval=50"], runs)
-    texts = {key: value for line in whole for key, value in line.items() if key.endswith("z_bits_per_byte")}
+    said = (runs / "logs" / "quickstart" / "output").read_text()
+    texts = {name: float(value) for name, value in re.findall(r"(\w+)_bits_per_byte: ([\d.]+)", said) if name != "val"}
     for theme, colours in THEMES.items():
         draw_curves(losses, whole, texts, colours, out / f"curves-{theme}.svg")
 
@@ -180,9 +182,8 @@ def draw_curves(
             f"{points[-1][1]:.2f}", points[-1], (-4, -14), textcoords="offset points", color=colours["line"], ha="right"
         )
         for key, value in texts.items():
-            label = {"gzip": "gzip -9", "xz": "xz -9"}.get(key.split("_")[0], key)
             right.axhline(value, color=colours["quiet"], linewidth=1, linestyle=(0, (4, 3)))
-            right.annotate(f"{label}  {value:.2f}", (1000, value), (0, 3), textcoords="offset points", ha="right")
+            right.annotate(f"{key} -9  {value:.2f}", (1000, value), (0, 3), textcoords="offset points", ha="right")
         right.set_title("make train: bits per byte of Python files it has never seen")
         right.set_xlabel("step")
         right.set_ylim(bottom=1.0)
