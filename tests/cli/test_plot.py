@@ -48,6 +48,24 @@ def test_curves_in_the_terminal_go_from_the_highest_loss_to_the_lowest(
     assert "4 steps" in capsys.readouterr().out
 
 
+def test_losses_that_are_not_finite_are_neither_equal_nor_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [written(tmp_path / "a", [2.0, None, 1.0], {}), written(tmp_path / "b", [2.0, 3.0, 1.0], {})]
+    for run in runs:
+        tiny_yaml(run).rename(run / "config.yaml")
+    assert call("compare", *runs) == 0
+    said = capsys.readouterr().out
+    assert "lm_loss: equal until step 2" in said
+    assert "  step 2: nan  3  difference +nan" in said
+    text = (runs[0] / "metrics.jsonl").read_text()
+    (runs[0] / "metrics.jsonl").write_text(
+        text.replace("null", "NaN") + '{"iteration": 4, "lm_loss": "x", "consumed_tokens": 4000}\n'
+    )
+    assert call("plot", runs[0]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "* a: last loss 1"
+
+
 def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written(tmp_path / "logs" / "a", [1.0], {})
     for path, expected in (

@@ -384,6 +384,32 @@ def test_a_system_column_beside_a_prompt_is_refused(tmp_path: Path, tokenizer: T
         rows_of(tmp_path, [{"prompt": "a", "completion": "b", "system": "c"}], tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({"input": "2 and 3"}, "'input' is not read beside 'prompt': join it into the prompt"),
+        ({"context": "A page."}, "'context' is not read beside 'prompt'"),
+        ({"tools": [TOOL]}, "'tools' is not read beside 'prompt': write the row as messages"),
+        ({"weight": 0}, "weight = 0 is not supported: every row counts the same"),
+    ],
+)
+def test_a_column_beside_a_prompt_that_would_be_ignored_is_refused(
+    tmp_path: Path, tokenizer: TextTokenizer, row: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(InputError, match=line):
+        rows_of(tmp_path, [{"prompt": "a", "completion": "b"} | row], tokenizer)
+    assert rows_of(tmp_path, [{"prompt": "a", "completion": "b"} | dict.fromkeys(row)], tokenizer) == ["ab"]
+
+
+@pytest.mark.parametrize("key", ["loss", "trainable", "loss_mask", "loss_weight"])
+def test_an_answer_that_is_to_be_left_out_of_the_loss_is_refused(key: str, tmp_path: Path) -> None:
+    whole = load_tokenizer(write_tokenizer(tmp_path / "t", WITH_TOOLS))
+    with pytest.raises(InputError, match=rf"message 2: {key} = False is not supported"):
+        rows_of(tmp_path, [{"messages": [TURNS[0], TURNS[1] | {key: False}]}], whole)
+    with pytest.raises(InputError, match="message 1: expected a role such as user or assistant, found None"):
+        rows_of(tmp_path, [{"messages": [TURNS[0] | {"role": None}, TURNS[1]]}], whole)
+
+
 def test_preferences_are_refused_unless_a_side_is_asked_for(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     for row, line in (
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "row 1: 'chosen' and 'rejected' are preferences"),

@@ -13,6 +13,7 @@ from kenotron.config.errors import InputError
 from kenotron.data.formats.numpy import open_file
 from kenotron.text.byte_level_bpe import train_byte_level_bpe
 from kenotron.text.file_documents import FileDocuments, find_files, unread_files
+from kenotron.text.tokenizer import TextTokenizer
 
 LINES = '{"text": "hello"}\n{"text": "bye"}\n'
 
@@ -60,6 +61,31 @@ def test_a_folder_says_what_it_does_not_read(tmp_path: Path) -> None:
     expected = f"{tmp_path}: 4 files in it not read (2 .py, 1 .csv, 1 without a suffix)"
     assert unread_files(tmp_path) == expected
     assert unread_files(tmp_path / "a.txt") == ""
+
+
+def test_what_is_no_text_is_refused_under_a_texts_name(tmp_path: Path) -> None:
+    import tarfile
+
+    (tmp_path / "inner").write_text("words\n" * 2000)
+    with tarfile.open(tmp_path / "a.txt", "w") as tar:
+        tar.add(tmp_path / "inner", "inner")
+    (tmp_path / "b.txt").write_bytes("two bytes a character".encode("utf-16-le"))
+    (tmp_path / "c.txt").write_text(json.dumps([{"text": "a"}]))
+    (tmp_path / "d.txt").write_text('{"content": "a"}\n{"content": "b"}\n')
+    (tmp_path / "e.csv.gz").write_bytes(gzip.compress(b"id,text\n0,a\n"))
+    (tmp_path / "f.tar.gz").write_bytes(gzip.compress((tmp_path / "a.txt").read_bytes()))
+    for name, line in (
+        ("a.txt", "many NUL characters"),
+        ("b.txt", "many NUL characters"),
+        ("c.txt", "holds one JSON array"),
+        ("d.txt", "holds JSON lines"),
+        ("e.csv.gz", "a table or an archive is no text"),
+        ("f.tar.gz", "a table or an archive is no text"),
+    ):
+        with pytest.raises(InputError, match=rf"{name}: .*{line}"):
+            texts_of(tmp_path / name)
+    (tmp_path / "g.txt").write_text("[a link](x)\n{braces} and\0one NUL\n")
+    assert texts_of(tmp_path / "g.txt") == ["[a link](x)\n{braces} and\0one NUL\n"]
 
 
 def test_a_null_and_an_array_are_named(tmp_path: Path) -> None:
@@ -121,6 +147,20 @@ def test_a_tokenizer_that_adds_or_drops_blanks_is_not_byte_level() -> None:
     made = train_byte_level_bpe([json.dumps(LINES)] * 3, 300)
     made.backend.add_tokens([AddedToken("<x>", rstrip=True)])
     assert not type(made)(made.backend, made.config).is_byte_level
+    made = train_byte_level_bpe([json.dumps(LINES)] * 3, 300)
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for first, kept in ((pre_tokenizers.WhitespaceSplit(), False), (pre_tokenizers.Digits(), True)):
+        made.backend.pre_tokenizer = pre_tokenizers.Sequence([first, bytes_of])  # type: ignore[assignment]
+        assert type(made)(made.backend, made.config).is_byte_level == kept
+
+
+def test_a_vocabulary_that_lacks_bytes_is_not_byte_level() -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1, "<unk>": 2}, [], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    assert not TextTokenizer(backend, {}).is_byte_level
 
 
 def test_a_missing_path_says_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
