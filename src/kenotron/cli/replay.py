@@ -156,6 +156,7 @@ def _config(config: Config, folder: Path, step: int, overrides: list[str], witho
         "profiler": None,
         "checkpoints.export_hf": False,
         "tokens.val_check_interval": -1,
+        "tokens.limit_val_batches": 0,
         "logging.log_dir": str(folder / "logs"),
         "logging.log_level": "warning",
         "logging.tensorboard": False,
