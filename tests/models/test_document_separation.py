@@ -167,8 +167,12 @@ class InAClosure(Base):
 
 
 class Draws(Base):
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size)
+        self.layers = nn.ModuleList([nn.Linear(16, 16)])
+
     def mixed(self, x, ctx, tokens):
-        return F.dropout(self.out(x))
+        return F.dropout(self.layers[0](x))
 '''
 
 
@@ -260,6 +264,13 @@ def test_a_module_whose_logits_do_not_repeat_is_refused(name: str, repeats: bool
         InputError, match=rf"^model\.model_config: .*documents\.{name}.* gives other logits when it reads"
     ):
         check_repeats(of_user(name), ctx)
+
+
+@pytest.mark.usefixtures("user")
+def test_a_run_of_such_a_module_is_refused_in_its_first_step(tmp_path: Path) -> None:
+    keys = "model.model_config={module: documents.Draws, vocab_size: 64}", "model.init_method.scaling_method=NONE"
+    with pytest.raises(InputError, match=r"documents\.Draws.* gives other logits when it reads the same tokens again"):
+        train_quietly(tiny_config(tmp_path, *keys))
 
 
 @pytest.mark.parametrize("model_type", ["bamba", "falcon_h1"])

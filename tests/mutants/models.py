@@ -401,6 +401,22 @@ MUTANTS = [
         ("models/test_document_separation.py::test_a_family_of_the_users_that_mixes_documents_is_refused",),
     ),
     Mutant(
+        "a-module-that-does-not-repeat-itself-is-trained",
+        "models/foreign_model.py",
+        "                check_repeats(self.foreign, ctx)",
+        "                pass",
+        "state in a closure or an array changes training with every validation, and a resumed run is another one",
+        ("models/test_document_separation.py::test_a_run_of_such_a_module_is_refused_in_its_first_step",),
+    ),
+    Mutant(
+        "tokens-of-another-document-are-not-changed",
+        "models/document_separation.py",
+        "replace(ctx, tokens=tokens)",
+        "ctx",
+        "a block that looks up the token before reads across documents in silence",
+        ("models/test_document_separation.py::test_a_family_of_the_users_that_mixes_documents_is_refused",),
+    ),
+    Mutant(
         "documents-checked-with-the-first-weights",
         "models/document_separation.py",
         "parameter.float() + torch.randn(parameter.shape) * fan_in**-0.5",

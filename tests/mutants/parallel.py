@@ -151,6 +151,14 @@ MUTANTS = [
         ),
     ),
     Mutant(
+        name="a-norm-of-a-part-of-the-features-is-not-looked-for",
+        file="parallel/partial_gradients.py",
+        find="        self.mixed = self.mixed or (name if mixed else None)",
+        replace="        self.mixed = None",
+        why="a norm without weights over split features is that of a rank's part, and the loss is another one",
+        tests=("layouts/test_partial_gradients.py",),
+    ),
+    Mutant(
         name="only-weights-inside-a-split-region-are-looked-for",
         file="parallel/partial_gradients.py",
         find="                if learned:",
@@ -161,8 +169,8 @@ MUTANTS = [
     Mutant(
         name="sequence-shards-are-taken-for-the-whole",
         file="parallel/partial_gradients.py",
-        find="part or on_sequence_shards)",
-        replace="part)",
+        find="part or on_sequence_shards, ",
+        replace="part, ",
         why="a norm that the plan's sequence leaves out gets the gradient of one rank's tokens",
         tests=("layouts/test_partial_gradients.py",),
     ),
