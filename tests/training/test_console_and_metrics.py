@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import json
 import math
 import re
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kenotron as kn
 from kenotron.config import InputError, load
 from kenotron.config.errors import RunFailed, human_format
 from kenotron.observers.tensorboard import tag_of
@@ -428,6 +430,24 @@ def test_a_full_disk_under_tensorboard_ends_the_run_with_one_line(
         train_quietly(tiny_config(tmp_path, "logging.tensorboard=true"))
     threading.excepthook(threading.ExceptHookArgs((OSError, OSError(), None, threading.current_thread())))
     assert len(shown) == 1  # of any other thread
+
+
+def test_a_run_goes_on_when_the_reader_of_its_lines_goes_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `head` does; without a traceback."""
+
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            if self.getvalue().count("\n") > 1:
+                raise BrokenPipeError
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    run = kn.train(tiny_config(tmp_path))
+    assert run is not None
+    assert run.finished
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_without_a_terminal_the_time_left_is_a_line_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

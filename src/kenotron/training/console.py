@@ -53,6 +53,13 @@ class _Stdout(logging.StreamHandler[Any]):
     def stream(self) -> Any:
         return sys.stdout
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        """The reader of a pipe went away (`| head`): the run goes on without its lines."""
+        if isinstance(sys.exception(), BrokenPipeError):
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends)
+        else:
+            super().handleError(record)
+
 
 class _Plain(logging.Formatter):
     """Rank 0's messages as they are, other ranks' with rank and time; anything above INFO shows its level."""
