@@ -304,7 +304,7 @@ def test_fresh_loses_nothing_however_often(tmp_path: Path) -> None:
     assert losses(config) == first
     kept = [path for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("replaced-")]
     assert [steps_saved(path) for path in kept] == [[3], [3], [3]]
-    logs = sorted((tmp_path / "logs" / "tiny").glob("metrics-replaced-*.jsonl"))
+    logs = sorted((tmp_path / "logs" / "tiny").glob("replaced-*/metrics.jsonl"))
     assert [len(path.read_text().splitlines()) for path in logs] == [3, 3, 3]
 
 
