@@ -433,7 +433,9 @@ def test_a_checkpoint_says_where_its_code_was(user: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(user / "elsewhere")
     sys.modules.pop("running")
     there = f"running from {user / 'running.py'}"
-    with pytest.raises(InputError, match=rf"model\.model_config: .*cannot import 'running'.*its run imported .*{there}"):
+    with pytest.raises(
+        InputError, match=rf"model\.model_config: .*cannot import 'running'.*its run imported .*{there}"
+    ):
         open_source(user / "checkpoints")
 
 
