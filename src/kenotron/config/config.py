@@ -166,11 +166,8 @@ def _check_loss(config: Config) -> Iterator[Problem]:
 
 def _check_documents(config: Config) -> Iterator[Problem]:
     model, (name, length) = config.model.architecture, max(config.sequence_lengths.items(), key=lambda each: each[1])
-    if (
-        config.masks_documents
-        and isinstance(model, DecoderArchitecture)
-        and (problem := model.document_problem(length))
-    ):
+    problem = isinstance(model, DecoderArchitecture) and model.document_problem(length)
+    if config.masks_documents and problem:
         yield name, problem
 
 

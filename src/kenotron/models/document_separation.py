@@ -70,11 +70,7 @@ def check_repeats(family: Foreign[Any], ctx: Context) -> None:
         tokens = torch.randint(family.config.vocab_size, (1, length)).to(device)
         results = []
         for _ in range(2):
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                put_back(module, {name: each.clone() for name, each in module.named_buffers()}),
-            ):
+            with torch.no_grad(), put_back(module, {name: each.clone() for name, each in module.named_buffers()}):
                 results.append(family.logits(module, tokens, whole).float())
     apart = float((results[0] - results[1]).abs().max() / results[0].abs().max())
     if apart > REPEATED:

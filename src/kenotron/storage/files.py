@@ -19,8 +19,9 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
@@ -52,6 +53,15 @@ def make_folder(path: Path) -> None:
     make_folder(path.parent)
     path.mkdir(exist_ok=True)
     sync_folder(path.parent)
+
+
+def move_aside(paths: Iterable[Path], folder: Path) -> Path:
+    """Move `paths` into a new folder ``replaced-<time>`` in `folder`, which is returned: nothing is deleted."""
+    aside = folder / f"replaced-{datetime.now():%Y%m%d_%H%M%S_%f}"
+    aside.mkdir()
+    for path in paths:
+        path.rename(aside / path.name)
+    return aside
 
 
 def temporary_beside(path: Path) -> Path:

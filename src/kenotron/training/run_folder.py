@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ import yaml
 
 from kenotron.config import dump
 from kenotron.config.errors import InputError
+from kenotron.storage.files import move_aside
 from kenotron.training.console import logger
 
 if TYPE_CHECKING:
@@ -71,8 +71,4 @@ def _set_metrics_aside(folder: Path) -> None:
     names = "metrics.jsonl", "skipped_steps.jsonl", "nonfinite_steps.jsonl", "events.out.tfevents.*"
     found = [path for name in names for path in folder.glob(name) if path.stat().st_size > 0]
     if found:
-        aside = folder / f"replaced-{datetime.now():%Y%m%d_%H%M%S_%f}"
-        aside.mkdir()
-        for path in found:
-            path.rename(aside / path.name)
-        logger.warning("%s has metrics of an earlier run; they are now in %s", folder, aside)
+        logger.warning("%s has metrics of an earlier run; they are now in %s", folder, move_aside(found, folder))

@@ -26,6 +26,7 @@ from kenotron.config.resolved import read_resolved
 from kenotron.config.runs import edited_stages, same_batch_overrides
 from kenotron.optim.schedule import learning_rate
 from kenotron.parallel.ranks import run_on_rank0
+from kenotron.storage.files import move_aside
 from kenotron.training.console import logger
 
 if TYPE_CHECKING:
@@ -187,14 +188,9 @@ def _set_aside(root: Path) -> None:
     """Move earlier checkpoints to a folder of their own: --fresh deletes nothing."""
     leftovers.tidy(root, logger.warning)  # may finish a save that was killed at its rename
     steps = [entry.path for entry in folders.list_checkpoints(root)]
-    if not steps:
-        return
-    aside = root / f"replaced-{datetime.now():%Y%m%d_%H%M%S_%f}"
-    aside.mkdir()
-    for path in [*steps, root / "latest.txt"]:
-        if path.exists():
-            path.rename(aside / path.name)
-    logger.warning("--fresh: earlier checkpoints were moved to %s", aside)
+    if steps:
+        found = [path for path in (*steps, root / "latest.txt") if path.exists()]
+        logger.warning("--fresh: earlier checkpoints were moved to %s", move_aside(found, root))
 
 
 def _check_same_run(config: Config, path: Path, step: int) -> None:
