@@ -86,8 +86,10 @@ def _accelerators(torch: Any) -> tuple[list[Accelerator], str | None]:
 def _accelerator(torch: Any, number: int) -> Accelerator:
     properties = torch.cuda.get_device_properties(number)
     free, total = torch.cuda.mem_get_info(number)
-    capability = f"{properties.major}.{properties.minor}"
-    return Accelerator(properties.name, total, free, getattr(properties, "gcnArchName", "") or capability)
+    # In a build for CUDA, too, the properties have a gcnArchName: there it repeats the GPU's name.
+    rocm = getattr(torch.version, "hip", None) is not None
+    capability = properties.gcnArchName if rocm else f"{properties.major}.{properties.minor}"
+    return Accelerator(properties.name, total, free, capability)
 
 
 def _peers(torch: Any, count: int) -> list[list[bool]]:

@@ -119,7 +119,7 @@ class KVCache:
             scores = bounded(scores, softcap)
             scores = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
             out = scores.softmax(-1).to(values.dtype) @ values
-        return out.view(q.shape).to(q.dtype)
+        return out.reshape(q.shape).to(q.dtype)  # kernels differ in the strides of what they return
 
     def _mask(self, first: int, window: int | None) -> Tensor | None:
         """Which slots from `first` on each row's new token sees, ``[rows, 1, 1, slots]``; None: all of them."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kenotron.config.decoder import DecoderArchitecture
 from kenotron.models import Context, MicroBatch
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from kenotron.parallel.pipeline import Pipeline
 
 T = TypeVar("T")
+# Not cuDNN's, which plans anew for every number of keys: on an H200 that takes 59 ms a token and layer, flash 0.4 ms.
+OF_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class ModelOnRanks:
         """The model's architecture."""
         return self.parts[0].config
 
+    @sdpa_kernel(OF_ANY_LENGTH)
     def logits(self, tokens: Tensor, ctx: Context) -> Tensor | None:
         """Logits ``[logits_to_keep, vocab]`` of flat tokens; None on pipeline ranks without the head."""
         if self.pipeline is None:
