@@ -60,6 +60,12 @@ def test_a_misspelt_required_key_is_one_error_not_two(minimal: dict[str, Any]) -
     assert message(minimal) == "unknown key 'tokens.train_step'; did you mean 'train_steps'?"
 
 
+def test_a_misspelt_word_is_suggested_beside_true_and_false(minimal: dict[str, Any]) -> None:
+    override = "parallelism.recompute_layer=seletive"
+    said = "expected true, false or 'selective', found 'seletive'; did you mean 'selective'?"
+    assert message(minimal, (override,)) == f"override {override}: parallelism.recompute_layer: {said}"
+
+
 @pytest.mark.parametrize(
     ("name", "ours"),
     [

@@ -100,8 +100,8 @@ def test_experts_are_divided_among_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_a_sequence_takes_what_the_allocator_counts(tmp_path: Path, recompute: bool, dtype: str) -> None:
+@pytest.mark.parametrize("recompute", [False, True, "selective"])
+def test_a_sequence_takes_what_the_allocator_counts(tmp_path: Path, recompute: bool | str, dtype: str) -> None:
     shapes = MEDIUM if dtype == "float32" else SMALLER
     peaks = [allocated_at_peak(tmp_path, size, recompute, shapes) for size in (12, 20)]
     measured = (peaks[1] - peaks[0]) / 8
@@ -110,7 +110,7 @@ def test_a_sequence_takes_what_the_allocator_counts(tmp_path: Path, recompute: b
     assert measured < estimated < 1.75 * measured
 
 
-def allocated_at_peak(folder: Path, size: int, recompute: bool, shapes: tuple[str, ...]) -> int:
+def allocated_at_peak(folder: Path, size: int, recompute: bool | str, shapes: tuple[str, ...]) -> int:
     """Bytes of tensors at once during a step, by the profiler's record of every allocation."""
     overrides = (f"tokens.micro_batch_size={size}", f"parallelism.recompute_layer={recompute}")
     config = tiny_config(folder / f"{size}", *shapes, *overrides, "tokens.train_steps=1")

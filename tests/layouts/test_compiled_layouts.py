@@ -3,11 +3,11 @@ sequences and with packed documents: beyond it a layer ran uncompiled, after one
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from kenotron.parallel.mesh import axes, build_mesh
 from kenotron.training import model_parts
@@ -29,8 +29,7 @@ pytestmark = pytest.mark.slow
 def train_compiled(problem: Problem, layout: str, folder: Path, ranks: int) -> int:
     """Graphs that two steps and a third need; torch raises an error at its limit, which no step may meet."""
     with pytest.MonkeyPatch.context() as patch:
-        plain = nn.Module.compile
-        patch.setattr(nn.Module, "compile", lambda module, **options: plain(module, backend="eager"))
+        patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
         patch.setattr(model_parts, "COMPILATIONS", TORCHS_LIMIT)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -51,7 +50,9 @@ def on_rank(rank: int, layout: str, folder: Path) -> int:
     return train_compiled(problem_of_family("llama", TWELVE), layout, folder, 2)
 
 
-@pytest.mark.parametrize(("method", "recompute"), [*((each, "false") for each in METHODS), ("ring", "true")])
+@pytest.mark.parametrize(
+    ("method", "recompute"), [*((each, "false") for each in METHODS), ("ring", "true"), ("ring", "selective")]
+)
 def test_with_context_parallelism(method: str, recompute: str, tmp_path: Path) -> None:
     layout = f"cp=2 method={method} recompute={recompute}"
     graphs = run_ranks(2, on_rank, layout, tmp_path)
@@ -61,7 +62,7 @@ def test_with_context_parallelism(method: str, recompute: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("family", "recompute"),
     [(family, "false") for family in ("llama", "mistral", "smollm3", "gpt_neox", *SPARSE, *STATE_SPACES, *HYBRIDS)]
-    + [(family, "true") for family in ("llama", "mixtral", "mamba2")],
+    + [(family, recompute) for family in ("llama", "mixtral", "mamba2") for recompute in ("true", "selective")],
 )
 def test_with_packed_documents(family: str, recompute: str, tmp_path: Path) -> None:
     text = [*text_overrides(tmp_path), "model.document_masking=true", "tokens.sequence_length=64"]
@@ -69,7 +70,7 @@ def test_with_packed_documents(family: str, recompute: str, tmp_path: Path) -> N
     assert 0 < train_compiled(problem, f"recompute={recompute}", tmp_path, 1) < 12
 
 
-@pytest.mark.parametrize("recompute", ["false", "true"])
+@pytest.mark.parametrize("recompute", ["false", "true", "selective"])
 def test_a_model_of_transformers(recompute: str, tmp_path: Path) -> None:
     problem = ForeignProblem("gpt2", model={"hf": str(folder_of("gpt2", tmp_path, n_layer=12))})
     assert 0 < train_compiled(problem, f"recompute={recompute}", tmp_path, 1) <= TORCHS_LIMIT

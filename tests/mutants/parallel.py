@@ -39,8 +39,8 @@ MUTANTS = [
     Mutant(
         name="a-sum-inside-of-a-layer-hears-one-rank",
         file="parallel/tensor.py",
-        find="copy_to(_RowProduct.apply(x, local_part(self.weight).to(x.dtype), group, False, False), group)",
-        replace="_RowProduct.apply(x, local_part(self.weight).to(x.dtype), group, False, False)",
+        find="copy_to(reduce_from(linear(x, local_part(self.weight).to(x.dtype)), group), group)",
+        replace="reduce_from(linear(x, local_part(self.weight).to(x.dtype)), group)",
         why="every rank goes on from Mamba's x_proj with its own channels, and only its own gradient comes back",
         tests=("layouts/test_mamba_on_layouts.py",),
     ),

@@ -6,12 +6,12 @@ documents takes the branch of a GPU, with its kernels played (support/flash_on_c
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from kenotron.kernels.attentions import choice
 from kenotron.parallel.mesh import axes, build_mesh
@@ -27,17 +27,16 @@ STEPS = 100
 @pytest.mark.parametrize(
     ("family", "recompute"),
     [(family, False) for family in ("llama", "mistral", "mixtral", "mamba2", "nemotron_h_of_experts")]
-    + [("llama", True), ("mixtral", True)],
+    + [(family, recompute) for family in ("llama", "mixtral") for recompute in (True, "selective")],
 )
 def test_nothing_is_compiled_after_the_second_step(
-    family: str, recompute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, recompute: bool | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flash_on_cpu.install()
     monkeypatch.setattr(choice, "HALF", ("float32",))
     if family not in STATE_SPACES:
         monkeypatch.setattr(choice, "facts_of", lambda device: choice.Facts("nvidia", (9, 0)))
-    plain = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: plain(module, backend="eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 

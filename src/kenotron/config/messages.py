@@ -177,8 +177,8 @@ def _expected(error: dict[str, Any], context: dict[str, Any]) -> str:
         hint = next(filter(None, (nearest(str(name), context["keys"]) for name in _names(found))), "")
     elif kind == "string_type" and isinstance(found, int | float):
         hint = " (write it in quotes)"
-    wanted = _EXPECTED[kind].format(**context)
-    return f"expected {'true' if wanted == 'True' else wanted}, found {shown(found)}{hint}"
+    wanted = re.sub(r"\b(True|False)\b", lambda word: word[0].lower(), _EXPECTED[kind].format(**context))
+    return f"expected {wanted}, found {shown(found)}{hint}"
 
 
 def _names(found: dict[str, Any] | str) -> list[str]:

@@ -6,7 +6,7 @@
     tokens.micro_batch_size=4    22 + 4 x 9 = 58, and some to spare (`usable`)
 
 Weights, gradients and optimizer state are those of `parallel.data`'s table, 16 bytes a parameter for AdamW on one rank.
-A sequence is what autograd keeps of it, counted in a forward pass on the meta device, and a quarter more for what lives
+A sequence is what a forward pass leaves in memory of it, counted on the meta device, and a quarter more for what lives
 only within an operation.
 """
 
@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kenotron.launch.machine_memory import available_memory
 from kenotron.models import Context, build, named_parameters
+from kenotron.models.recomputation import Recompute
 
 if TYPE_CHECKING:
     from kenotron.config import Config
@@ -87,12 +90,12 @@ def _smaller_states(config: Config, states: float, free: int) -> str:
     return ", or ".join(ways)
 
 
-def _overrides(config: Config, size: int, recompute: bool) -> str:
+def _overrides(config: Config, size: int, recompute: Recompute) -> str:
     tokens = config.tokens
     count = tokens.batch_accumulation_per_replica * tokens.micro_batch_size // size
     changed = [f"tokens.micro_batch_size={size}", f"tokens.batch_accumulation_per_replica={count}"]
     changed = changed if size < tokens.micro_batch_size else []
-    return " ".join(changed + ["parallelism.recompute_layer=true"] * (recompute > config.parallelism.recompute_layer))
+    return " ".join(changed + ["parallelism.recompute_layer=true"] * (recompute != config.parallelism.recompute_layer))
 
 
 def _in_words(states: float, free: int) -> str:
@@ -118,7 +121,7 @@ def state_bytes(config: Config, stage: int | str) -> float:
     return at_work + (0.0 if layout.cpu_offload else (4 + moments) * share + 4 * gradients)
 
 
-def sequence_bytes(config: Config, recompute: bool) -> float | None:
+def sequence_bytes(config: Config, recompute: Recompute) -> float | None:
     """Bytes of the activations of one sequence on a rank; None for a model that does not run on the meta device.
 
     Models of transformers may read numbers there, and torch has no kernel for experts in float32.
@@ -128,27 +131,26 @@ def sequence_bytes(config: Config, recompute: bool) -> float | None:
     try:
         kept = whole = _kept(config, 2, False) - _kept(config, 1, False)
         if recompute:  # and one layer is whole in backward
-            kept = _kept(config, 2, True) - _kept(config, 1, True) + whole // config.model.decoder.num_hidden_layers
+            kept = (
+                _kept(config, 2, recompute)
+                - _kept(config, 1, recompute)
+                + whole // config.model.decoder.num_hidden_layers
+            )
     except Exception:  # whatever torch or a model of one's own raises there
         return None
     return WITHIN_OPERATIONS * kept / (layout.tp if layout.tp_mode == "REDUCE_SCATTER" else 1)
 
 
-def _kept(config: Config, sequences: int, recompute: bool) -> int:
-    """Bytes that autograd keeps of whole sequences."""
+def _kept(config: Config, sequences: int, recompute: Recompute) -> int:
+    """Bytes that a forward pass of whole sequences leaves in memory, and those of what has no sequences."""
     length = math.ceil(max(config.sequence_lengths.values()) / config.parallelism.context_parallel_size)
-    model, kept = _on_meta(config), dict[int, Tensor]()  # by storage: several operations keep the same one
+    model = _on_meta(config)
     model.set_recompute(recompute)
     model.set_compute_dtype(getattr(torch, config.model.dtype))
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    with torch.device("meta"), saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.device("meta"), _Made() as made:
         tokens = torch.zeros(sequences * length, dtype=torch.int64)
-        model(tokens, Context((sequences, length), tokens, _attention), tokens)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        left = model(tokens, Context((sequences, length), tokens, _attention), tokens)  # its graph keeps the others
+        return sum(size for each, size in made.storages.items() if left and not each.expired())
 
 
 def _on_meta(config: Config) -> Decoder:
@@ -157,15 +159,20 @@ def _on_meta(config: Config) -> Decoder:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
-    result: Tensor = _Attention.apply(q, k, v)
-    return result
+    """What has no matrix of scores keeps: inputs and output."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
 
 
-class _Attention(torch.autograd.Function):
-    """Keeps what attention without a matrix of scores keeps: inputs and output."""
+class _Made(TorchDispatchMode):
+    """What operators made, and its bytes."""
 
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        ctx.save_for_backward(q, k, v, out)
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor):
+                self.storages[StorageWeakRef(each.untyped_storage())] = each.untyped_storage().nbytes()
         return out

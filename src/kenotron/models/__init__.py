@@ -6,7 +6,7 @@
     initialize_model(model, std=0.02, scaling="NUM_LAYERS", seed=42)
 
 family.py      what a family is; families/: the built-in ones, one file each
-decoder.py     what all decoders share: embedding, layers, head, parts of a pipeline, tying, recomputation
+decoder.py     what all decoders share: embedding, layers, head, parts of a pipeline, tying; recomputation.py
 blocks/        the maths, plain modules
 plan.py        how a model may be split, as data
 context.py     what flows through a model besides hidden states

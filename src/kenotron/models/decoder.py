@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from kenotron.models.family import EMBEDDING, HEAD, Family, family_of
 from kenotron.models.init_rules import InitRule
 from kenotron.models.part import ModelPart
 from kenotron.models.plan import Plan, modules
+from kenotron.models.recomputation import Recompute, checkpoint_options
 
 
 class Body(nn.Module):
@@ -43,7 +46,9 @@ class Body(nn.Module):
         self.layers = nn.ModuleDict({str(layer): family.block(layer) for layer in part.layers})
         self.norm = family.final_norm() if part.last else None
         self.rope = family.positions()
-        self.recompute = False
+        self.recompute: Recompute = False
+        self.how: dict[str, Any] = {}  # to recompute: the options of `checkpoint`
+        self.again = _again
         self.compute_dtype = torch.float32
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
@@ -53,10 +58,19 @@ class Body(nn.Module):
         rope = None if self.rope is None else self.rope(ctx.positions.view(ctx.shape))
         for block in self.layers.values():
             if self.recompute and self.training:
-                x = checkpoint(_Recomputed(block, ctx), x, rope, use_reentrant=False, preserve_rng_state=False)
+                x = self.again(block, x, rope, ctx, self.how)
             else:
                 x = block(x, rope, ctx)
         return x if self.norm is None else self.norm(x).to(self.compute_dtype)
+
+
+def _again(
+    block: nn.Module, x: Tensor, rope: tuple[Tensor, Tensor] | None, ctx: Context, how: dict[str, Any]
+) -> Tensor:
+    """block(x, rope, ctx), computed again in backward. Compiled, both passes are parts of one graph."""
+    call = partial(block, ctx=ctx) if torch.compiler.is_compiling() else _Recomputed(block, ctx)
+    result: Tensor = checkpoint(call, x, rope, **how)
+    return result
 
 
 class _Recomputed:
@@ -171,9 +185,15 @@ class Decoder(nn.Module):
 
     def compile_blocks(self) -> None:
         """Let torch compile the blocks one by one."""
+        if self.model.recompute and not self.plan.experts:  # a graph with experts breaks, and their tokens are counted
+            self.model.again = torch.compile(_again)
         for _, block in modules(self, self.plan.blocks):
             block.compile()
 
-    def set_recompute(self, recompute: bool) -> None:
-        """Whether blocks forget their activations and compute them again in backward."""
+    def set_recompute(self, recompute: Recompute, tp: int = 1, attention: bool = True) -> None:
+        """Whether blocks forget their activations, or most of them, and compute them again in backward.
+
+        "selective" keeps what `models.recomputation` says; without `attention`, none of its results.
+        """
         self.model.recompute = recompute
+        self.model.how = checkpoint_options(recompute, self.config, tp, attention)

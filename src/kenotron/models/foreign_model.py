@@ -38,6 +38,7 @@ from kenotron.models.init_rules import FilledBy, InitRule
 from kenotron.models.module_state import Recomputed, put_back, recomputed
 from kenotron.models.part import ModelPart
 from kenotron.models.plan import modules
+from kenotron.models.recomputation import Recompute, checkpoint_options
 from kenotron.models.token_loss import sum_of_losses
 
 if TYPE_CHECKING:
@@ -166,12 +167,13 @@ class ForeignModel(Decoder):
         """What autocast computes in. Weights are handed out in fp32, so that every layout rounds the same."""
         self.compute_dtype, self.weight_dtype = dtype, torch.float32
 
-    def set_recompute(self, recompute: bool) -> None:
-        """As in `Decoder`: whole blocks."""
+    def set_recompute(self, recompute: Recompute, tp: int = 1, attention: bool = True) -> None:
+        """As in `Decoder`."""
+        how = checkpoint_options(recompute, self.config, tp, attention)
         for name, block in modules(self, self.plan.blocks) if recompute else ():
             changes = self.foreign.has_state or any(True for _ in block.buffers())
             block.forward = (  # type: ignore[method-assign]
-                Recomputed(block, partial(self._values, f"{name}.")) if changes else recomputed(block.forward)
+                Recomputed(block, partial(self._values, f"{name}."), how) if changes else recomputed(block.forward, how)
             )
 
     def compile_blocks(self) -> None:

@@ -80,11 +80,11 @@ def put_back(root: nn.Module, values: Mapping[str, Tensor]) -> Iterator[list[str
         changed += state.put_back()
 
 
-def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, called again in backward; of a block that changes nothing."""
+def recomputed(forward: Callable[..., Any], how: Mapping[str, Any]) -> Callable[..., Any]:
+    """`forward`, called again in backward by `checkpoint` with the options `how`; of a block that changes nothing."""
 
     def call(*args: Any, **kwargs: Any) -> Any:  # no functools.partial: torch.compile passes over it in silence
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        return checkpoint(forward, *args, **how, **kwargs)
 
     return call
 
@@ -95,8 +95,8 @@ class Recomputed:
     values: of the buffers of `block` at the time, as `ModuleState` takes them.
     """
 
-    def __init__(self, block: nn.Module, values: Callable[[], Mapping[str, Tensor]]) -> None:
-        self.block, self.values, self.forward = block, values, block.forward
+    def __init__(self, block: nn.Module, values: Callable[[], Mapping[str, Tensor]], how: Mapping[str, Any]) -> None:
+        self.block, self.values, self.how, self.forward = block, values, how, block.forward
 
     def compile(self) -> None:
         """Compile what is called twice; around it are only states."""
@@ -113,7 +113,7 @@ class Recomputed:
         def first_or_again(*args: Any, **kwargs: Any) -> Any:
             return next(calls, again)(*args, **kwargs)
 
-        return recomputed(first_or_again)(*args, **kwargs)
+        return recomputed(first_or_again, self.how)(*args, **kwargs)
 
 
 def _mutable(name: str, value: Any, package: str, seen: set[int]) -> Iterator[tuple[str, Any, Any]]:

@@ -99,13 +99,15 @@ def layer_costs(model: Model, layout: Parallelism, length: int) -> tuple[list[fl
 
     from kenotron.models import build, flops_per_token
     from kenotron.models.plan import modules
+    from kenotron.models.recomputation import flops_again
 
     with torch.device("meta"):
         built = build(model)
-    layers = [flops_per_token(block, length, causal=True) for _, block in modules(built, built.plan.blocks)]
+    blocks = [block for _, block in modules(built, built.plan.blocks)]
+    layers = [flops_per_token(block, length, causal=True) for block in blocks]
     head = flops_per_token(built, length, causal=True) - sum(layers)
-    again = 4 / 3 if layout.recompute_layer else 1.0
-    return [again * layer for layer in layers], head
+    again = [flops_again(block, built.config, layout.recompute_layer, length, causal=True) for block in blocks]
+    return [layer + more / 3 for layer, more in zip(layers, again)], head
 
 
 def bubble(engine: str, pp: int, micro_batches: int, stages_per_rank: int = 1, split: bool = True) -> float:

@@ -373,7 +373,7 @@ class InnerRowParallelLinear(RowParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """x → the product summed over ranks, ``[tokens, out]``."""
         group = self.settings.group
-        y = copy_to(_RowProduct.apply(x, local_part(self.weight).to(x.dtype), group, False, False), group)
+        y = copy_to(reduce_from(linear(x, local_part(self.weight).to(x.dtype)), group), group)
         return y if self.bias is None else y + local_part(self.bias, partial=True).to(x.dtype)
 
 

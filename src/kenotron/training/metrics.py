@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from kenotron.config.errors import RunFailed
 from kenotron.models import flops_per_token
 from kenotron.models.plan import modules
+from kenotron.models.recomputation import Recompute, flops_again
 from kenotron.parallel import device as devices
 from kenotron.storage.files import remove_leftovers, replace_file
 from kenotron.training.hooks import Hook
@@ -50,12 +51,11 @@ class FlopsPerToken:
     hardware_factor: float
 
     @classmethod
-    def of(cls, model: Decoder, length: int, recompute: bool) -> FlopsPerToken:
+    def of(cls, model: Decoder, length: int, recompute: Recompute) -> FlopsPerToken:
         """FLOPs of `model` per token on sequences of `length` tokens; `recompute`: its blocks run forward twice."""
         forward = flops_per_token(model, length, causal=False)
-        again = 0.0
-        if recompute:  # the blocks' forward a second time; embedding and head only once
-            again = sum(flops_per_token(block, length, causal=False) for _, block in modules(model, model.plan.blocks))
+        blocks = modules(model, model.plan.blocks)  # embedding and head are computed only once
+        again = sum(flops_again(block, model.config, recompute, length, causal=False) for _, block in blocks)
         return cls(3 * forward, flops_per_token(model, length, causal=True) / forward, 1 + again / (3 * forward))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from kenotron.kernels.attentions.choice import OWN_BLOCKS
 from kenotron.models import ModelPart, build, materialize, zero_vocabulary_padding
 from kenotron.models.decoder import Decoder
 from kenotron.models.plan import modules
@@ -63,7 +64,9 @@ def _on_meta(config: Config, mesh: Mesh, part: ModelPart | None) -> Decoder:
         from kenotron.parallel import experts
 
         experts.apply(model, model.plan, mesh)
-    model.set_recompute(config.parallelism.recompute_layer)
+    layout = config.parallelism
+    in_blocks = layout.context_parallel_size > 1 and layout.context_parallel_method in OWN_BLOCKS  # each a whole result
+    model.set_recompute(layout.recompute_layer, layout.tp, attention=not in_blocks)
     if config.model.compile:
         limit_recompilations()
         model.compile_blocks()

@@ -1,0 +1,134 @@
+"""Selective recomputation gives the bits of none, in between in memory and in what runs twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kenotron.kernels.attention import attention
+from kenotron.kernels.attentions.masked import eager
+from kenotron.models import Context, build, initialize_model
+from kenotron.models.decoder import Decoder
+from kenotron.training.metrics import FlopsPerToken
+from support.layout_runs import problem_of_family
+
+SEQUENCES, LENGTH = 2, 64
+BORDERS = (0, 24, 64, 65, 128)
+SOFTCAP = partial(eager, softcap=2.0)  # Gemma 2's
+FAMILIES = [
+    *("llama", "mistral", "olmo2", "qwen3", "gpt_neox", "nano_with_value_embeddings"),
+    *("mixtral", "deepseek_v3", "mamba", "mamba2", "nemotron_h", "nemotron_h_of_experts"),
+]
+
+
+class Watched(TorchDispatchMode):
+    """Counts operators, and the bytes of what they made that is still in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.made = Counter[str](), dict[StorageWeakRef, int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls[func.overloadpacket.__name__] += 1
+        for each in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(each, Tensor):
+                storage = each.untyped_storage()
+                self.made[StorageWeakRef(storage)] = storage.nbytes()
+        return out
+
+    def alive(self, model: Decoder) -> int:
+        weights = {StorageWeakRef(each.untyped_storage()) for each in model.parameters()}
+        return sum(size for each, size in self.made.items() if each not in weights and not each.expired())
+
+
+def model_of(family: str, recompute: bool | str, folder: Path, *overrides: str) -> Decoder:
+    config = problem_of_family(family, *overrides).config("accum=1", folder)
+    model = build(config.model)
+    assert isinstance(model, Decoder)
+    model.reset_buffers("cpu")
+    initialize_model(model, std=0.25, scaling="NUM_LAYERS", seed=3)
+    model.set_recompute(recompute)  # type: ignore[arg-type]
+    return model
+
+
+def batch(model: Decoder, borders: tuple[int, ...] | None, attend: Any = attention) -> tuple[Tensor, Context, Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    tokens, labels = torch.randint(model.config.vocab_size, (2, SEQUENCES * LENGTH), generator=draw)
+    positions = torch.arange(LENGTH).repeat(SEQUENCES)
+    return tokens, Context((SEQUENCES, LENGTH), positions, attend, cu_seqlens=borders), labels
+
+
+def outcome(model: Decoder, *batch: Any) -> dict[str, Tensor]:
+    loss = model(*batch)[0]
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {"loss": loss.detach()} | found | {name: each.clone() for name, each in model.named_buffers()}
+
+
+@pytest.mark.parametrize("borders", [None, BORDERS], ids=["whole", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_and_gradients_have_the_same_bits(family: str, borders: tuple[int, ...] | None, tmp_path: Path) -> None:
+    attend = SOFTCAP if family == "nano_with_value_embeddings" else attention
+    found = []
+    for recompute in (False, "selective"):
+        model = model_of(family, recompute, tmp_path)
+        found.append(outcome(model, *batch(model, borders, attend)))
+    plain, selective = found
+    assert plain.keys() == selective.keys()
+    different = [name for name in plain if not torch.equal(plain[name], selective[name])]
+    assert not different
+
+
+WIDE = tuple(
+    f"model.model_config.{key}={value}"
+    for key, value in {"hidden_size": 128, "intermediate_size": 448, "num_key_value_heads": 2}.items()
+)  # Llama 3.1 8B's ratios
+
+
+def kept(recompute: bool | str, folder: Path) -> int:
+    """Bytes of what forward leaves in memory besides the head's."""
+    model = model_of("llama", recompute, folder, *WIDE)
+    tokens, ctx, _ = batch(model, None)
+    with Watched() as watched:
+        hidden = model.model(tokens, ctx)
+        return watched.alive(model) if hidden.requires_grad else 0
+
+
+def test_memory_lies_between_none_and_full(tmp_path: Path) -> None:
+    none, selective, full = (kept(recompute, tmp_path) for recompute in (False, "selective", True))
+    assert full < selective <= 0.45 * none
+
+
+def test_attention_and_its_products_run_once_and_gate_and_up_twice(tmp_path: Path) -> None:
+    counts = {}
+    for recompute in (False, True, "selective"):
+        model = model_of("llama", recompute, tmp_path, *WIDE)
+        tokens, ctx, labels = batch(model, None)
+        with Watched() as watched:
+            model(tokens, ctx, labels)[0].backward()
+        calls = watched.calls
+        products = sum(calls[name] for name in ("mm", "addmm", "rows_by_matrix"))
+        counts[recompute] = products, calls["_scaled_dot_product_flash_attention_for_cpu"]
+    layers = 4
+    plain, attended = counts[False]
+    assert attended == layers
+    assert counts[True] == (plain + 6 * layers, 2 * layers)  # down's result is not needed
+    assert counts["selective"] == (plain + 2 * layers, layers)
+
+
+def test_hardware_flops_have_gate_up_and_down_twice(tmp_path: Path) -> None:
+    model = model_of("llama", False, tmp_path, *WIDE)
+    none, selective, full = (FlopsPerToken.of(model, LENGTH, each) for each in (False, "selective", True))  # type: ignore[arg-type]
+    assert none.hardware_factor == 1.0
+    again = 4 * 3 * 2 * 128 * 448
+    assert selective.flops * (selective.hardware_factor - 1) == pytest.approx(again)
+    assert full.hardware_factor > selective.hardware_factor
