@@ -1,17 +1,19 @@
 """The attention functions that a run can choose, against the definition in float64; the branch of a GPU on a CPU."""
 
 import sys
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._dynamo
+from hypothesis import given
+from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from kenotron.kernels.attention import Borders, attention
 from kenotron.kernels.attentions import choice
-from kenotron.kernels.attentions.documents import document_numbers, document_starts
+from kenotron.kernels.attentions.documents import bound_of_documents, document_numbers, document_starts
 from kenotron.kernels.attentions.masked import eager, sdpa_with_mask
 from support import flash_on_cpu
 
@@ -240,3 +242,11 @@ def test_flex_is_offered_where_triton_can_compile(lacks, monkeypatch, tmp_path):
 
 def test_this_machine_is_described():
     assert choice.facts_of(torch.device("cpu")) == choice.Facts("cpu")
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=20))
+def test_the_bound_of_documents_takes_four_values(lengths):
+    borders = (0, *accumulate(lengths))
+    bound = bound_of_documents(borders, 300)
+    assert bound in (37, 74, 148, 296, 300)
+    assert max(lengths) <= bound < max(2 * max(lengths), 38)

@@ -271,3 +271,9 @@ def test_a_label_that_no_rank_has_is_an_error(label):
     labels[5] = label
     with pytest.raises(RuntimeError, match="a label outside the vocabulary"):
         on_ranks(2, x, w, labels, 65, scale=1.0)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(128256, 2048), (32000, 8192), (256000, 1024), (2_000_000, 256)])
+def test_chunks_on_a_gpu_are_whole_tiles_of_its_products(rows, expected):
+    hidden = torch.empty(1, 8, dtype=torch.bfloat16, device="meta")
+    assert kernel._tokens_in_chunk(hidden, rows, None) == expected

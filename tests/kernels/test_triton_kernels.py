@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kenotron.config.errors import InputError
-from kenotron.kernels.fused import fused
+from kenotron.kernels.fused import _measured, fused
 from support.tiny_run import REPOSITORY
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: pip install 'kenotron[triton]'")
@@ -52,12 +52,20 @@ def on_a_gpu(dtype=torch.bfloat16, count=8):
     return SimpleNamespace(device=torch.device("cuda"), dtype=dtype, numel=lambda: count)
 
 
-def test_they_compute_on_a_gpu_and_only_where_they_are_asked_for(monkeypatch):
+def test_they_compute_on_nvidias_gpus_and_where_they_are_asked_for(monkeypatch):
     monkeypatch.setitem(
         sys.modules, "kenotron.kernels.triton.rope", SimpleNamespace(apply_rope="the kernel", __name__="rope")
     )
     monkeypatch.setitem(sys.modules, "kenotron.kernels.triton", SimpleNamespace(__path__=[]))
     monkeypatch.delenv("KENOTRON_KERNELS", raising=False)
+    for triton, hip, expected in (("there", None, "the kernel"), (None, None, None), ("there", "7.0", None)):
+        monkeypatch.setattr("kenotron.kernels.fused.find_spec", lambda name, found=triton: found)
+        monkeypatch.setattr("torch.version.hip", hip)
+        _measured.cache_clear()
+        assert fused("rope.apply_rope", on_a_gpu()) == expected
+    _measured.cache_clear()
+    assert fused("rope.apply_rope", torch.ones(3)) is None
+    monkeypatch.setenv("KENOTRON_KERNELS", "torch")
     assert fused("rope.apply_rope", on_a_gpu()) is None
     monkeypatch.setenv("KENOTRON_KERNELS", "triton")
     assert fused("rope.apply_rope", on_a_gpu()) == "the kernel"

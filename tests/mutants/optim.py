@@ -48,6 +48,22 @@ MUTANTS = [
         tests=CLIP,
     ),
     Mutant(
+        name="clip-within-the-update-scales-small-gradients-up",
+        file="optim/clip.py",
+        find=".clamp(min=1.0)",
+        replace="",
+        why="where fused Adam clips by itself, gradients below the bound are scaled up to it",
+        tests=CLIP,
+    ),
+    Mutant(
+        name="update-queued-whatever-the-numbers",
+        file="optim/clip.py",
+        find="numbers.isfinite().all().logical_not().float()",
+        replace="torch.zeros_like(norm)",
+        why="an update that is queued before the host knows the norm puts NaN into weights and moments",
+        tests=CLIP,
+    ),
+    Mutant(
         name="clip-partial-gradients-not-summed",
         file="optim/clip.py",
         find="            parameter.grad = gradient\n",

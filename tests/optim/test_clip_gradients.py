@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from kenotron.optim import clip
-from kenotron.optim.clip import clip_gradients
+from kenotron.optim.clip import clip_gradients, decides_alone, step_where_finite
 from kenotron.parallel.mesh import build_mesh
 from support.host_reads import HostReads
 from support.ranks import run_ranks
@@ -148,3 +148,39 @@ def on_rank(rank: int) -> None:
 
 def test_two_ranks_agree_on_the_norm_of_sharded_replicated_and_partial_gradients():
     run_ranks(2, on_rank)
+
+
+def test_an_update_queued_before_the_norm_is_known_is_the_one_made_after() -> None:
+    torch.manual_seed(0)
+    after, before = ([nn.Parameter(torch.randn(50, 3)) for _ in range(3)] for _ in range(2))
+    for a, b in zip(after, before):
+        b.data.copy_(a.data)
+    plain, alone = (torch.optim.AdamW(each, lr=0.1, weight_decay=0.1, fused=True) for each in (after, before))
+    for scale in (1e-3, 3.0, float("nan"), 0.5):  # within the bound, beyond it, not finite, beyond it
+        for a, b in zip(after, before):
+            a.grad = torch.randn_like(a) * scale
+            b.grad = a.grad.clone()
+        if clip_gradients(after, 1.0).isfinite():
+            plain.step()
+        norm = clip_gradients(before, None)
+        step_where_finite(alone, torch.stack((torch.tensor(2.0), norm)), norm, 1.0)
+        assert not hasattr(alone, "found_inf")
+        assert not hasattr(alone, "grad_scale")
+    for a, b in zip(after, before):
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-6)
+        assert plain.state[a]["step"] == alone.state[b]["step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda p: torch.optim.AdamW(p, fused=True), True),
+        (lambda p: torch.optim.AdamW(p, fused=False), False),
+        (torch.optim.SGD, False),
+    ],
+)
+def test_only_a_fused_adam_on_an_accelerator_decides_alone(make, expected, monkeypatch) -> None:
+    optimizer = make([nn.Parameter(torch.ones(2))])
+    assert not decides_alone(optimizer)  # on a CPU the norm costs nothing to read, and small gradients no pass
+    monkeypatch.setattr("kenotron.optim.clip.reads_are_free", lambda tensor: False)
+    assert decides_alone(optimizer) == expected

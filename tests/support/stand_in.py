@@ -5,7 +5,7 @@
         …                                   # tensors of two devices in one operator are an error, as on a GPU
         with stand_in.HostWaits() as waits:
             train_step(run, batches)
-        waits.sites                         # {"training.step:read_numbers reads": 1}
+        waits.sites                         # {"training.step:read waits for the device": 1}
 
 Fake tensors have shapes, dtypes and devices, and no values: an operator whose result's shape depends on values is an
 error, because on a GPU the host waits for it. What else it waits for is counted by where it was asked for: reading a

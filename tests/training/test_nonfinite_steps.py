@@ -36,7 +36,12 @@ EVERY_STEP = "checkpoints.checkpoint_interval=1"
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("value", [".nan", ".inf"])
-def test_a_poisoned_gradient_skips_the_step_and_changes_no_bit(value: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("decides", ["host", "device"])
+def test_a_poisoned_gradient_skips_the_step_and_changes_no_bit(
+    decides: str, value: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if decides == "device":  # as fused Adam does on a GPU
+        monkeypatch.setattr("kenotron.optim.clip.reads_are_free", lambda tensor: False)
     config = tiny_config(tmp_path, poison([2], value), EVERY_STEP, f"model.dtype={dtype}", "tokens.train_steps=4")
     _, said = train_and_listen(config)
     assert [step["skipped"] for step in metrics(config)] == [False, True, False, False]

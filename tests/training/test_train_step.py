@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kenotron.training.step import Numbers
 from support import user_parts
 from support.tiny_run import (
     largest_difference,
@@ -237,3 +238,23 @@ def test_recomputed_layers_do_not_change_the_run(tmp_path: Path) -> None:
         config = tiny_config(tmp_path / value, f"parallelism.recompute_layer={value}", "model.dtype=bfloat16")
         found.append(weights(train_quietly(config)))
     assert largest_difference(*found) == 0
+
+
+def test_the_update_waits_for_the_host_only_where_a_hook_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU fused Adam is queued before the numbers are read: the run is the same, to fp32's rounding."""
+    order: list[str] = []
+    monkeypatch.setattr(Numbers, "read", lambda self, read=Numbers.read: order.append("read") or read(self))
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: order.append("update") or step(self))
+    runs = []
+    for name, changes in (("host", ()), ("device", ()), ("hook", ("general.hooks=[support.user_parts.Recorder]",))):
+        (tmp_path / name).mkdir()
+        order.clear()
+        runs.append(losses(train_quietly(tiny_config(tmp_path / name, "tokens.train_steps=3", *changes)).config))
+        assert order == (["update", "read"] if name == "device" else ["read", "update"]) * 3
+        monkeypatch.setattr("kenotron.optim.clip.reads_are_free", lambda tensor: False)
+    host, device, hook = runs
+    assert hook == pytest.approx(host, abs=1e-6)
+    assert device == pytest.approx(host, abs=1e-6)

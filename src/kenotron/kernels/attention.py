@@ -41,12 +41,17 @@ class Documents(Protocol):
     def document_starts(self) -> Tensor | None:
         """The same on the device, as `attentions.documents` makes them; None: not made yet."""
 
+    @property
+    def longest(self) -> int | None:
+        """No document has more tokens than this; None: not known."""
+
 
 class Borders(NamedTuple):
     """Documents for a caller that has no context."""
 
     cu_seqlens: tuple[int, ...] | None
     document_starts: Tensor | None = None
+    longest: int | None = None
 
 
 def attention(

@@ -31,7 +31,13 @@ import torch
 from torch import Tensor
 
 from kenotron.kernels.fused import fused
-from kenotron.kernels.products import on_onednn, rows_by_matrix, rows_by_rows, write_rows_by_rows
+from kenotron.kernels.products import (
+    on_onednn,
+    rows_by_matrix,
+    rows_by_rows,
+    wide_rows_by_rows,
+    write_rows_by_rows,
+)
 from kenotron.kernels.shortcuts import reads_are_free
 
 IGNORED = -100  # the label of a token without loss
@@ -115,7 +121,9 @@ def _tokens_in_chunk(hidden: Tensor, rows: int, chunk_bytes: int | None) -> int:
         return max(1, chunk_bytes // (4 * rows))
     if hidden.device.type == "cpu" and hidden.dtype == torch.float32:
         return max(256, (1 << 25) // (4 * rows))
-    return max(256, (1 << 28 if hidden.device.type == "cpu" else 1 << 30) // (4 * rows))
+    if hidden.device.type == "cpu":
+        return max(256, (1 << 28) // (4 * rows))
+    return max(256, (1 << 30) // (4 * rows) // 256 * 256)  # whole tiles of the product's kernels
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -239,7 +247,7 @@ class _WeightGradient:
         elif x.dtype == self.valid.dtype:
             rows_by_rows(e, x, out=self.valid) if self.empty else rows_by_rows(e, x, onto=self.valid)
         else:
-            self.valid.copy_(rows_by_rows(e, x)) if self.empty else self.valid.add_(rows_by_rows(e, x))
+            wide_rows_by_rows(e, x, self.valid, add=not self.empty)
         self.empty = False
 
     def result(self) -> Tensor:

@@ -82,6 +82,16 @@ def rows_by_rows(y: Tensor, x: Tensor, out: Tensor | None = None, onto: Tensor |
     return torch.ops.kenotron.rows_by_rows(y, x) if out is None else write_rows_by_rows(y, x, out)
 
 
+def wide_rows_by_rows(y: Tensor, x: Tensor, result: Tensor, add: bool) -> None:
+    """Writes ``y^T x`` of half-precision factors to `result` in fp32, or adds it; on CUDA in the product itself."""
+    if y.device.type != "cuda" or torch.version.hip is not None:  # cuBLAS has products of that kind
+        result.add_(rows_by_rows(y, x)) if add else result.copy_(rows_by_rows(y, x))
+    elif add:
+        torch.addmm(result, y.t(), x, out_dtype=torch.float32, out=result)
+    else:
+        torch.mm(y.t(), x, out_dtype=torch.float32, out=result)
+
+
 def _rows_by_rows(y: Tensor, x: Tensor) -> Tensor:
     if _transposes_y(y, x):
         return onednn(y.t().contiguous(), x.t(), None)

@@ -66,6 +66,7 @@ class Context:
     attention: Callable[..., Tensor]  # with the arguments of `kernels.attention.attention`
     cu_seqlens: tuple[int, ...] | None = None
     document_starts: Tensor | None = None  # the same on the device, int32, for kernels and compiled code
+    longest: int | None = None  # a bound of the documents' lengths, of few values: compiled code has it as a constant
     sample_ids: Tensor | None = None
     loss_scale: float = 1.0
     sequence_scale: float = 0.0  # 1 / sequences of the global batch: for losses that are means over sequences

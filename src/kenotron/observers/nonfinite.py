@@ -37,7 +37,7 @@ from kenotron.training.expert_loads import loads_of_step
 from kenotron.training.hooks import Hook
 from kenotron.training.metrics import drop_later_steps
 from kenotron.training.run_folder import log_folder
-from kenotron.training.step import StepResult, count_real_tokens, forward_backward, read_numbers
+from kenotron.training.step import Numbers, StepResult, count_real_tokens, forward_backward
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -105,7 +105,7 @@ def _computed_again(run: Run, hooks: Any) -> tuple[StepResult, FirstNonFinite | 
         losses = forward_backward(run, run.batches, 1.0 / max(real_tokens, 1))
     loads_of_step(run)  # counted twice otherwise
     norm = clip_gradients([parameter for _, parameter in named_parameters(*run.parts)], None, run.mesh)
-    loss, z_loss, grad_norm = read_numbers(*losses, norm)
+    loss, z_loss, grad_norm = Numbers(*losses, norm).read()
     result = replace(run.last_result, lm_loss=loss, z_loss=z_loss, grad_norm=grad_norm)
     return result, found[0] if found else None
 

@@ -10,6 +10,9 @@ two-way shard:
 So gradients are grouped by the mesh axes that shard them; each group costs one sum and one small all-reduce
 per axis, and pipeline stages add their totals at the end. Nothing waits for the device: the norm is returned
 as a tensor.
+
+torch's fused Adam on an accelerator divides gradients by a number and leaves out a step by itself (`decides_alone`):
+there the update is queued before the host knows the norm (`step_where_finite`).
 """
 
 from __future__ import annotations
@@ -49,6 +52,28 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None, mesh: M
         for gradients in shards.values():
             torch._foreach_mul_(gradients, coefficient)
     return norm
+
+
+def decides_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step_where_finite` is possible: a fused Adam(W) with all its parameters whole, on an accelerator."""
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return False
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    whole = not any(reads_are_free(each) or hasattr(each, "placements") for each in parameters)
+    return whole and all(group["fused"] for group in optimizer.param_groups)
+
+
+def step_where_finite(optimizer: Any, numbers: Tensor, norm: Tensor, max_norm: float | None) -> None:
+    """Queues ``optimizer.step()`` on gradients clipped to `max_norm`, without waiting for `norm`, that of all of them.
+
+    Where one of `numbers` is not finite, the device leaves weights and optimizer state as they are.
+    """
+    optimizer.found_inf = numbers.isfinite().all().logical_not().float()
+    optimizer.grad_scale = None if max_norm is None else ((norm + EPSILON) / max_norm).clamp(min=1.0)
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.found_inf, optimizer.grad_scale
 
 
 def _local_gradients(parameters: Iterable[Tensor]) -> dict[tuple[Any, tuple[int, ...]], list[Tensor]]:

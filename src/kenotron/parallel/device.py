@@ -77,6 +77,11 @@ def upload(array: ArrayLike, device: torch.device) -> torch.Tensor:
     return there
 
 
+def mark(device: torch.device) -> Any:
+    """An event after all work that is queued on `device` by now; None on a CPU, where all of it is done."""
+    return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device).record_event()
+
+
 @cache
 def _stream_of_copies(device: torch.device) -> Any:
     return torch.get_device_module(device).Stream(device)

@@ -6,8 +6,10 @@ and gradients of micro-batches and ranks simply add up, however unevenly the tok
     micro-batch 1: 510 real tokens ─ loss sum / 1000 ─┐
     micro-batch 2: 490 real tokens ─ loss sum / 1000 ─┴─▶ the mean over 1000 tokens
 
-The host waits for the device once, for loss and gradient norm together (`read_numbers`): they decide whether the
-weights are updated. Numbers that the host has already (token counts, requests to stop) are summed between the hosts.
+The host waits for the device once, for loss and gradient norm together (`Numbers.read`): they decide whether the
+weights are updated. torch's fused Adam on a GPU decides that by itself, and so is queued before the host waits; other
+optimizers are, once the host knows. Numbers that the host has already (token counts, requests to stop) are summed
+between the hosts.
 """
 
 from __future__ import annotations
@@ -20,16 +22,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kenotron.kernels.attentions.documents import bound_of_documents
 from kenotron.models import Context, MicroBatch, named_parameters
 from kenotron.models.decoder import Decoder
 from kenotron.models.token_loss import TokenLoss, load_loss
-from kenotron.optim.clip import clip_gradients
+from kenotron.optim.clip import clip_gradients, decides_alone, step_where_finite
 from kenotron.optim.groups import set_learning_rate
 from kenotron.optim.schedule import learning_rate
 from kenotron.parallel import data as data_parallel
 from kenotron.parallel.collectives import all_reduce, sum_over_ranks
-from kenotron.parallel.device import upload
+from kenotron.parallel.device import mark, upload
 from kenotron.training.expert_loads import ExpertLoads, follow_loads, loads_of_step
+from kenotron.training.hooks import Hook
 
 if TYPE_CHECKING:
     from kenotron.data import TokenBatch
@@ -67,20 +71,25 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
     loads = loads_of_step(run)
     loads_on_host = loads.on_host() if loads is not None else None
     parameters = [parameter for _, parameter in named_parameters(*run.parts)]
-    norm = clip_gradients(parameters, run.config.optimizer.clip_grad, run.mesh)
-    lm_loss, z_loss, grad_norm = read_numbers(*losses, norm)
+    set_learning_rate(run.optimizer, rate)
+    max_norm, alone = run.config.optimizer.clip_grad, decides_alone(run.optimizer) and not _hooks_decide(run)
+    norm = clip_gradients(parameters, None if alone else max_norm, run.mesh)
+    numbers = Numbers(*losses, norm)
+    if alone:
+        run.engine.fence()
+        step_where_finite(run.optimizer, numbers.on_device, norm, max_norm)
+    lm_loss, z_loss, grad_norm = numbers.read()
     accepted = all(map(math.isfinite, (lm_loss, z_loss, grad_norm)))
     accepted = accepted and all(hook.accepts_update(run, lm_loss, grad_norm) for hook in run.hooks)
-    if accepted:
-        set_learning_rate(run.optimizer, rate)
+    if accepted and not alone:
         run.engine.fence()
         for hook in run.hooks:
             hook.before_update(run)
         run.optimizer.step()
-        if run.pipeline is not None:
-            run.pipeline.share_tied_weights()
-        if loads is not None:
-            follow_loads(run, loads)
+    if accepted and run.pipeline is not None:
+        run.pipeline.share_tied_weights()
+    if accepted and loads is not None:
+        follow_loads(run, loads)
     run.optimizer.zero_grad(set_to_none=True)
     return StepResult(
         lm_loss=lm_loss,
@@ -111,11 +120,27 @@ def forward_backward(run: Run, batches: Sequence[TokenBatch], loss_scale: float)
     return total[0], total[1]
 
 
-def read_numbers(loss: torch.Tensor, z_loss: torch.Tensor, norm: torch.Tensor) -> list[float]:
-    """(loss without its z part, z part, norm) as Python numbers: the one time in a step that the host waits for the
-    device. The optimizer's work is queued afterwards, and runs while the host prepares the next step.
-    """
-    return torch.stack((loss - z_loss, z_loss, norm.to(loss.device))).tolist()
+class Numbers:
+    """(loss without its z part, z part, gradient norm), on their way from the device to the host."""
+
+    def __init__(self, loss: torch.Tensor, z_loss: torch.Tensor, norm: torch.Tensor) -> None:
+        self.on_device = torch.stack((loss - z_loss, z_loss, norm.to(loss.device)))
+        self.on_host = self.on_device.to("cpu", non_blocking=True)
+        self.copied = mark(self.on_device.device)
+
+    def read(self) -> list[float]:
+        """As Python numbers: the one time in a step that the host waits for the device."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.on_host.tolist()
+
+
+def _hooks_decide(run: Run) -> bool:
+    """Whether a hook may refuse an update, or looks at gradients before it."""
+    kinds = {type(hook) for hook in run.hooks}
+    return any(
+        kind.accepts_update is not Hook.accepts_update or kind.before_update is not Hook.before_update for kind in kinds
+    )
 
 
 def _accumulate(model: Decoder, micro_batches: Iterable[MicroBatch], count: int, device: torch.device) -> torch.Tensor:
@@ -155,6 +180,7 @@ def to_device(
         attention=run.attention,
         cu_seqlens=borders,
         document_starts=None if borders is None else upload(borders, device).to(torch.int32),
+        longest=None if borders is None else bound_of_documents(borders, length),
         sample_ids=upload(batch.sample_ids, device).flatten(),
         loss_scale=loss_scale,
         sequence_scale=sequence_scale,

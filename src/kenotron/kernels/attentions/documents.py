@@ -10,7 +10,7 @@ Two sequences of 4 tokens, the second of two documents:
 
 from __future__ import annotations
 
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
@@ -36,6 +36,14 @@ def document_starts(ctx: Documents, sequences: int, length: int, device: torch.d
     assert ctx.cu_seqlens is not None
     lengths = chain.from_iterable(document_lengths(ctx.cu_seqlens, sequences, length))
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def bound_of_documents(cu_seqlens: tuple[int, ...], length: int) -> int:
+    """At least the longest document's tokens: a power of two times an eighth of the sequences' `length`, or that."""
+    longest, bound = max(end - begin for begin, end in pairwise(cu_seqlens)), max(1, length // 8)
+    while bound < longest:
+        bound *= 2
+    return min(bound, length)
 
 
 def document_numbers(starts: Tensor, sequences: int, length: int) -> Tensor:
