@@ -1,16 +1,19 @@
-"""`make bench-gpu` on a CPU, in miniature: who takes turns, what is kept, and the whole command."""
+"""`make bench-gpu` on a CPU, in miniature: cases, turns, what is kept, the whole command; and first_contact.py."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from support.tiny_run import REPOSITORY
 
@@ -27,6 +30,90 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("speed", "table", "tables", "cases", "contender", "environment"):
         if name not in before:
             sys.modules.pop(name, None)
+
+
+def test_a_name_says_what_is_measured_and_tokens_are_those_of_a_step(speed: Any) -> None:
+    found = {case.name: case.tokens for case in speed.cases(False)}
+    assert len(found) == len(speed.cases(False))
+    for shape in ("llama-3.2-1b", "llama-3.1-8b, 8 of 32 layers", "mixtral, 0.9e9 active", "mamba-2, 8 layers"):
+        for length in (4096, 8192):
+            for options in ("", " packed", " recompute", " packed recompute"):
+                assert found.pop(f"{shape} {length}{options}") == 8192
+    assert found == {
+        "tiny-llama 256": 512,
+        "llama-3.1-8b 4096 selective": 8192,
+        "llama-3.1-8b 4096 recompute": 8192,
+        "llama-3.1-8b 4096 recompute accumulation 4": 32768,  # four times two sequences of 4,096
+        "llama-3.1-8b 4096 selective accumulation 4": 32768,
+        "llama-3.1-8b 4096 packed recompute": 8192,
+        "llama-3.1-8b 8192 recompute": 8192,
+        "llama-3.1-8b 8192 packed recompute": 8192,
+    }
+
+
+def test_every_case_has_a_config_of_its_tokens_and_its_recomputation(speed: Any, tmp_path: Path) -> None:
+    for case in speed.cases(False):
+        config = case.config(tmp_path)
+        sizes = (config.tokens.micro_batch_size, config.tokens.batch_accumulation_per_replica)
+        assert math.prod((*sizes, config.tokens.sequence_length)) == case.tokens
+        expected = {"": False, "recompute": True, "selective": "selective"}[case.recompute]
+        assert config.parallelism.recompute_layer == expected
+
+
+def test_contenders_are_eager_compiled_and_without_triton(speed: Any) -> None:
+    tiny, other, *_ = speed.cases(True)
+    ours = ["kenotron", "kenotron compiled", "kenotron without triton"]
+    assert speed.contenders_of(other) == [*ours, "transformers", "transformers compiled"]
+    assert speed.contenders_of(tiny) == [*speed.contenders_of(other), "kenotron train"]
+
+
+GRADIENT_NORMS = {  # contender → the function that returns it or a result that has it
+    "kenotron": ("kenotron.training.step:train_step", lambda result: result.grad_norm),
+    "transformers": ("torch.nn.utils:clip_grad_norm_", float),
+}
+
+
+@pytest.mark.budget(10, reason="imports transformers' models")
+@pytest.mark.parametrize("name", GRADIENT_NORMS)
+def test_a_step_of_two_equal_micro_batches_is_that_of_one(
+    speed: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and gradient are means over the tokens of a step, and each micro-batch has a backward pass."""
+    passes, norms = [], []
+    path, norm_of = GRADIENT_NORMS[name]
+    backward, function = torch.Tensor.backward, resolve_name(path)
+
+    def count(tensor: torch.Tensor, *given: Any, **options: Any) -> None:
+        passes.append(tensor.shape)
+        backward(tensor, *given, **options)
+
+    def watch(*given: Any, **options: Any) -> Any:
+        result = function(*given, **options)
+        norms.append(norm_of(result))
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "backward", count)
+    monkeypatch.setattr(path.replace(":", "."), watch)
+    contender, case = sys.modules["contender"], sys.modules["cases"].Case
+    found = {}
+    for accumulation in (1, 2):
+        torch.manual_seed(0)
+        miniature = case("llama-3.2-1b", 64, accumulation=accumulation, miniature=True)
+        step, _ = contender.CONTENDERS[name](miniature, torch.device("cpu"), tmp_path)
+        passes.clear()
+        norms.clear()
+        losses = [step() for _ in range(3)]
+        assert len(passes) == 3 * accumulation
+        found[accumulation] = [*losses, *norms]
+    assert found[2] == pytest.approx(found[1], rel=1e-5)
+    assert len(found[1]) == 6
+
+
+def test_a_loop_over_transformers_has_no_selective_recomputation(speed: Any, tmp_path: Path) -> None:
+    contender, case = sys.modules["contender"], sys.modules["cases"].Case
+    selective = case("llama-3.1-8b", 64, recompute="selective", miniature=True)
+    with pytest.raises(contender.Unavailable, match="all of a layer or nothing"):
+        contender.transformers(selective, torch.device("cpu"), tmp_path)
 
 
 def test_turns_rotate_a_failure_ends_a_row_and_the_budget_keeps_what_there_is(
@@ -60,6 +147,23 @@ def test_the_tests_of_a_gpu_need_pytest_and_nothing_more_than_a_run_does() -> No
     assert "test_memory_and_utilization_are_measured" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
 
 
+@pytest.mark.budget(10, reason="a process that imports torch and starts its profiler")
+@pytest.mark.parametrize(
+    "checks",
+    [
+        "facts upload initial_bits products attention decoding loss grouped host_waits optimizer",
+        pytest.param("compiled engines", marks=pytest.mark.slow),
+    ],
+)
+def test_the_checks_of_the_first_contact_pass_on_a_cpu(checks: str) -> None:
+    command = [sys.executable, str(FOLDER / "first_contact.py"), "--cpu", *checks.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = done.stdout.rpartition("\n\n")[2].splitlines()
+    assert list(dict.fromkeys(line.split()[0] for line in lines)) == checks.split()
+    assert "FAIL" not in done.stdout
+
+
 @pytest.mark.slow
 def test_the_whole_command_in_miniature(speed: Any, tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
@@ -76,7 +180,7 @@ def test_the_whole_command_in_miniature(speed: Any, tmp_path: Path) -> None:
     record = json.loads(output.read_text())
     assert set(record["ceiling"]) == {"bfloat16", "float32"}
     by_name = {row["contender"]: row for row in record["rows"]}
-    assert by_name["kenotron triton"]["problem"] == "kernels in Triton need a GPU"
+    assert by_name["kenotron without triton"]["problem"] == "on a CPU there are no kernels in Triton"
     for name in ("kenotron", "transformers"):
         (turn,) = by_name[name]["turns"]
         assert 0 < turn["seconds"] < turn["first_seconds"]

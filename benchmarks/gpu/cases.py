@@ -1,6 +1,7 @@
 """What is measured on one GPU: shapes, lengths, packed documents or whole sequences, with and without recomputation.
 
-    Case("llama-3.2-1b", 4096, documents=True)        "llama-3.2-1b 4096 packed"
+    Case("llama-3.2-1b", 4096, documents=True)                             "llama-3.2-1b 4096 packed"
+    Case("llama-3.1-8b", 4096, recompute="recompute", accumulation=4)      "llama-3.1-8b 4096 recompute accumulation 4"
 
 Shapes come from the configs in examples/; weights are random and tokens synthetic, so nothing is downloaded.
 """
@@ -11,6 +12,7 @@ import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -20,7 +22,7 @@ sys.path.append(str(ROOT / "src"))  # where Kénotron is not installed
 from kenotron.config import Config, load  # noqa: E402
 from kenotron.data import TokenBatch  # noqa: E402
 
-TOKENS = 8192  # of a step, in one or two sequences
+TOKENS = 8192  # of a micro-batch, in one or two sequences
 MIXTRAL = """{is_mixtral_config: true, hidden_size: 2048, intermediate_size: 3072, num_hidden_layers: 16,
     num_attention_heads: 32, num_key_value_heads: 8, vocab_size: 50304, max_position_embeddings: 8192,
     num_local_experts: 8, num_experts_per_tok: 2}"""  # 0.9e9 parameters active of 2.7e9, embeddings not counted
@@ -31,35 +33,44 @@ TINY, WHOLE_8B = "tiny-llama", "llama-3.1-8b"
 SHAPES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → config, what is changed in it
     "llama-3.2-1b": (LLAMA_1B, ()),
     "llama-3.1-8b, 8 of 32 layers": (LLAMA_8B, ("model.model_config.num_hidden_layers=8",)),
-    WHOLE_8B: (LLAMA_8B, ()),  # 16 bytes a parameter for AdamW alone: 120 GiB; activations do not fit beside them
+    WHOLE_8B: (LLAMA_8B, ()),  # 16 bytes a parameter for AdamW and gradients: 120 GiB
     "mixtral, 0.9e9 active": (LLAMA_1B, (f"model.model_config={MIXTRAL}",)),
     "mamba-2, 8 layers": (LLAMA_1B, (f"model.model_config={MAMBA2}",)),
     TINY: ("examples/llama/config_tiny_llama.yaml", ()),  # the seeds' own: 256 tokens, two sequences
 }
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 16, "num_heads": 8, "state_size": 16}
+Recompute = Literal["", "recompute", "selective"]
+RECOMPUTE_LAYER: dict[Recompute, str] = {"": "false", "recompute": "true", "selective": "selective"}  # in the YAML
 
 
 @dataclass(frozen=True)
 class Case:
-    """`miniature`: the same with shapes for a CPU, in fp32 and 64 tokens to a sequence."""
+    """`accumulation`: micro-batches of a step. `miniature`: the same with shapes for a CPU, in fp32, 64 tokens long."""
 
     shape: str
     sequence: int
     documents: bool = False
-    recompute: bool = False
+    recompute: Recompute = ""
+    accumulation: int = 1
     miniature: bool = False
 
     @property
     def name(self) -> str:
         """As `--only` matches it and tables show it."""
-        parts = [self.shape, str(self.sequence), *["packed"] * self.documents, *["recompute"] * self.recompute]
-        return " ".join(parts)
+        accumulation = f"accumulation {self.accumulation}" if self.accumulation > 1 else ""
+        parts = [self.shape, str(self.sequence), "packed" * self.documents, self.recompute, accumulation]
+        return " ".join(filter(None, parts))
 
     @property
     def micro_batch(self) -> int:
-        """Sequences of a step."""
+        """Sequences of a micro-batch."""
         return 2 if self.miniature or self.shape == TINY else TOKENS // self.sequence
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.accumulation * self.micro_batch * self.sequence
 
     def config(self, folder: Path, *overrides: str) -> Config:
         """The YAML of its shape on one device, in bf16 with fp32 masters, its files in `folder`."""
@@ -67,12 +78,12 @@ class Case:
         given = (
             *changed,
             "general={project: benchmark, run: gpu}",
-            f"parallelism={{dp: 1, tp: 1, pp: 1, recompute_layer: {str(self.recompute).lower()}}}",
+            f"parallelism={{dp: 1, tp: 1, pp: 1, recompute_layer: {RECOMPUTE_LAYER[self.recompute]}}}",
             "tokenizer=null",
             "data_stages=[{name: all, start_training_step: 1, data: {dataset: null}}]",
             f"tokens.sequence_length={self.sequence}",
             f"tokens.micro_batch_size={self.micro_batch}",
-            "tokens.batch_accumulation_per_replica=1",
+            f"tokens.batch_accumulation_per_replica={self.accumulation}",
             f"model.document_masking={str(self.documents).lower()}",
             "optimizer.zero_stage=0",
             f"checkpoints={{checkpoints_path: {folder / 'checkpoints'}, checkpoint_interval: 1000000}}",
@@ -87,7 +98,7 @@ class Case:
         return load(ROOT / path, (*given, *small, "model.dtype=float32"))
 
     def batch(self, vocabulary: int) -> TokenBatch:
-        """Random tokens; packed documents are of 16 to 1,024 tokens, short ones as frequent as long ones by octave."""
+        """Random tokens of a micro-batch; packed documents are of 16 to 1,024 tokens, as many to each octave."""
         rng = np.random.default_rng(0)
         shape = (self.micro_batch, self.sequence)
         tokens = (rng.random((shape[0], shape[1] + 1)) ** 3 * vocabulary).astype(np.int64)
@@ -105,13 +116,21 @@ class Case:
 
 
 def cases(miniature: bool) -> list[Case]:
-    """All, the plainest of every shape first: a run that is cut has something of each."""
+    """All, the plainest of every shape first: a run that is cut has something of each.
+
+    The whole of 8B is also there as others publish it: four micro-batches of two sequences of 4,096 tokens.
+    """
     lengths = (64,) if miniature else (4096, 8192)
-    options = [(length, packed, again) for length in lengths for packed in (False, True) for again in (False, True)]
-    options.sort(key=lambda option: (option[0] != lengths[0]) + option[1] + option[2])
-    found = [Case(shape, *option, miniature) for option in options for shape in SHAPES if shape != TINY]
+    grid = itertools.product(lengths, (False, True), ("", "recompute"))
+    found = [Case(shape, *option, miniature=miniature) for option in grid for shape in SHAPES if shape != TINY]
     fits = [case for case in found if case.recompute or case.shape != WHOLE_8B]
-    return [Case(TINY, 256, miniature=miniature), *fits]
+    options = (("selective", 1), ("recompute", 4), ("selective", 4))  # with neither it needs more than 139.8 GiB
+    whole = [Case(WHOLE_8B, lengths[0], False, *option, miniature) for option in options]
+
+    def added(case: Case) -> int:
+        return (case.sequence != lengths[0]) + case.documents + bool(case.recompute)
+
+    return [Case(TINY, 256, miniature=miniature), *sorted(whole + fits, key=added)]
 
 
 def find(name: str) -> Case:

@@ -40,21 +40,21 @@ def ours(case: Case, device: Any, folder: Path, *overrides: str) -> tuple[Step, 
 
     config = case.config(folder, *overrides)
     run = build_run(config, Mesh(), device)
-    batch = case.batch(config.model.decoder.vocab_size)
+    batches = [case.batch(config.model.decoder.vocab_size)] * case.accumulation
 
     def step() -> float:
-        result = train_step(run, [batch])
+        result = train_step(run, batches)
         run.step += 1
         return result.lm_loss
 
     return step, ""
 
 
-def ours_with_triton(case: Case, device: Any, folder: Path) -> tuple[Step, str]:
-    """The same with our kernels in Triton."""
+def ours_without_triton(case: Case, device: Any, folder: Path) -> tuple[Step, str]:
+    """The same with torch's operators in the place of our kernels in Triton."""
     if device.type == "cpu":
-        raise Unavailable("kernels in Triton need a GPU")
-    os.environ["KENOTRON_KERNELS"] = "triton"
+        raise Unavailable("on a CPU there are no kernels in Triton")
+    os.environ["KENOTRON_KERNELS"] = "torch"
     return ours(case, device, folder)
 
 
@@ -69,6 +69,8 @@ def transformers(case: Case, device: Any, folder: Path, compiled: bool = False) 
 
     from kenotron.interop.hf_config import hf_config
 
+    if case.recompute == "selective":
+        raise Unavailable("transformers recomputes all of a layer or nothing")
     logging.set_verbosity_error()
     config = case.config(folder)
     flash = importlib.util.find_spec("flash_attn") is not None and device.type == "cuda"
@@ -96,14 +98,17 @@ def transformers(case: Case, device: Any, folder: Path, compiled: bool = False) 
     forward = torch.compile(model) if compiled else model
 
     def step() -> float:
-        on_device = {name: torch.as_tensor(array).to(device) for name, array in given.items()}
-        with autocast:
-            loss = forward(**on_device).loss
-        loss.backward()
+        total = torch.zeros((), device=device)
+        for _ in range(case.accumulation):
+            on_device = {name: torch.as_tensor(array).to(device) for name, array in given.items()}
+            with autocast:
+                loss = forward(**on_device).loss / case.accumulation
+            loss.backward()
+            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss)
+        return float(total)
 
     notes = [options.get("attn_implementation", "no masks: documents are not kept apart" * case.documents)]
     return step, ", ".join(filter(None, [*notes, "weights and AdamW in bf16" * all_in_bf16]))
@@ -123,7 +128,7 @@ def command(case: Case, device: Any, folder: Path) -> dict[str, Any]:
 CONTENDERS: dict[str, Callable[..., tuple[Step, str]]] = {
     "kenotron": ours,
     "kenotron compiled": lambda *given: ours(*given, "model.compile=true"),
-    "kenotron triton": ours_with_triton,
+    "kenotron without triton": ours_without_triton,
     "transformers": transformers,
     "transformers compiled": partial(transformers, compiled=True),
 }

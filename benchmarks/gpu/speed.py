@@ -87,7 +87,7 @@ def parse() -> argparse.Namespace:
 def rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """One for each case and contender, without numbers."""
     named = [
-        {"case": case.name, "tokens": case.micro_batch * case.sequence, "contender": contender, "turns": []}
+        {"case": case.name, "tokens": case.tokens, "contender": contender, "turns": []}
         for case in cases(arguments.miniature)
         for contender in contenders_of(case)
     ]

@@ -45,7 +45,9 @@ def distance(some: list[float], others: list[float]) -> float:
 LAYOUTS = {
     "plain": (),
     "recompute": ("parallelism.recompute_layer=true",),
+    "selective": ("parallelism.recompute_layer=selective",),
     "compile": ("model.compile=true",),
+    "compile and selective": ("model.compile=true", "parallelism.recompute_layer=selective"),
     "compile and recompute": ("model.compile=true", "parallelism.recompute_layer=true"),
     "micro-batches": ("tokens.micro_batch_size=1", "tokens.batch_accumulation_per_replica=4"),
     "eager attention": ("model.model_config._attn_implementation=eager",),
@@ -61,6 +63,14 @@ def test_losses_in_fp32_are_those_of_the_cpu(
     assert len(found) == STEPS
     assert found[-1] < found[0] - 0.5
     assert distance(found, on_cpu(documents=documents)) <= CLOSE
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+def test_torchs_operators_have_the_cpus_losses(
+    model: str, device: torch.device, on_cpu: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KENOTRON_KERNELS", "torch")  # by default those in Triton compute
+    assert distance(losses(train_on(device, tmp_path, model=model)), on_cpu(model)) <= CLOSE
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["whole sequences", "packed documents"])
@@ -97,15 +107,29 @@ def test_two_runs_are_equal_bit_by_bit(
     assert equal_bits(*(saved_weights(config.checkpoint_folder / "5") for config in (first, second)))
 
 
+@pytest.mark.parametrize("engine", ["torch", "async", "datastates"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(dtype: str, device: torch.device, tmp_path: Path) -> None:
-    changes = (f"model.dtype={dtype}", "checkpoints.checkpoint_interval=3")
+def test_a_resumed_run_is_the_uninterrupted_one_bit_by_bit(
+    dtype: str, engine: str, device: torch.device, tmp_path: Path
+) -> None:
+    saves = (f"checkpoints.checkpointing_engine={engine}", "checkpoints.checkpoint_interval=3")
+    changes = (f"model.dtype={dtype}", *saves)
     whole = train_on(device, tmp_path / "whole", *changes, "tokens.train_steps=6")
     train_on(device, tmp_path / "cut", *changes, "tokens.train_steps=3")
     resumed = train_on(device, tmp_path / "cut", *changes, "tokens.train_steps=6")
     assert numbers(whole) == numbers(resumed)
     for part in ("model", "optimizer"):
         assert equal_bits(*(saved_weights(config.checkpoint_folder / "6", part) for config in (whole, resumed)))
+
+
+def test_a_step_that_is_not_finite_changes_no_bit(device: torch.device, tmp_path: Path) -> None:
+    poison = "general.hooks=[{path: support.user_parts.Poison, kwargs: {steps: [2]}}]"  # the device leaves it out
+    config = train_on(device, tmp_path, poison, "checkpoints.checkpoint_interval=1", "tokens.train_steps=3")
+    assert [step["skipped"] for step in metrics(config)] == [False, True, False]
+    for part in ("model", "optimizer"):
+        before, after, later = (saved_weights(config.checkpoint_folder / str(step), part) for step in (1, 2, 3))
+        assert equal_bits(before, after)
+        assert not equal_bits(after, later)
 
 
 def numbers(config: Config) -> list[tuple[float, float]]:
