@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kenotron.training.step import StepResult
 
 SLICES = 64
+PIECE = 1 << 23  # numbers hashed at a time: their int64 copies take 64 MiB, not 1 GB of an 8B model
 BITS = 48  # a number that JSON's readers keep exactly
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -74,12 +75,12 @@ def bits_sum(piece: Tensor, first: int) -> Tensor:
 
 
 def _slice(tensors: list[Tensor], number: int) -> Iterator[tuple[int, Tensor]]:
-    """The elements of slice `number` of all tensors end to end: number of the first one, and they, flat."""
+    """The elements of slice `number` of all tensors end to end, in pieces: number of the first one, and they, flat."""
     size = -(-sum(tensor.numel() for tensor in tensors) // SLICES)
     first, last, begin = number * size, (number + 1) * size, 0
     for tensor in tensors:
         end = begin + tensor.numel()
         here, stop = max(first, begin), min(last, end)
-        if here < stop:
-            yield here, tensor.reshape(-1)[here - begin : stop - begin]
+        for start in range(here, stop, PIECE):
+            yield start, tensor.reshape(-1)[start - begin : min(start + PIECE, stop) - begin]
         begin = end
