@@ -92,7 +92,7 @@ def test_any_pattern_computes_what_transformers_computes(pattern: str) -> None:
         ({"n_groups": 3}, "n_groups: expected a divisor of mamba_num_heads 8, found 3"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of num_attention_heads 4, found 3"),
         ({"time_step_max": 1e-4}, "time_step_max: expected at least time_step_min"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings: expected False"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings: expected false"),
         ({"head_dim": None, "hidden_size": 30}, "num_attention_heads: expected a divisor of hidden_size 30, found 4"),
     ],
 )

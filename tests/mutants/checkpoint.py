@@ -219,7 +219,7 @@ MUTANTS = [
     Mutant(
         name="no-fence-before-the-update",
         file="training/step.py",
-        find="        run.engine.fence()\n",
+        find="    run.engine.fence()\n",
         replace="",
         why="the update races with the copies: a checkpoint of two steps at once, whole by every checksum (DataStates)",
         tests=("training/test_engine_runs.py",),

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -76,16 +77,12 @@ def train_step(run: Run, batches: Sequence[TokenBatch]) -> StepResult:
     norm = clip_gradients(parameters, None if alone else max_norm, run.mesh)
     numbers = Numbers(*losses, norm)
     if alone:
-        run.engine.fence()
-        step_where_finite(run.optimizer, numbers.on_device, norm, max_norm)
+        _update(run, partial(step_where_finite, run.optimizer, numbers.on_device, norm, max_norm))
     lm_loss, z_loss, grad_norm = numbers.read()
     accepted = all(map(math.isfinite, (lm_loss, z_loss, grad_norm)))
     accepted = accepted and all(hook.accepts_update(run, lm_loss, grad_norm) for hook in run.hooks)
     if accepted and not alone:
-        run.engine.fence()
-        for hook in run.hooks:
-            hook.before_update(run)
-        run.optimizer.step()
+        _update(run, run.optimizer.step)
     if accepted and run.pipeline is not None:
         run.pipeline.share_tied_weights()
     if accepted and loads is not None:
@@ -135,12 +132,18 @@ class Numbers:
         return self.on_host.tolist()
 
 
+def _update(run: Run, step: Callable[[], Any]) -> None:
+    """The optimizer's `step`, after pending copies of what it changes."""
+    run.engine.fence()
+    for hook in run.hooks:
+        hook.before_update(run)
+    step()
+
+
 def _hooks_decide(run: Run) -> bool:
     """Whether a hook may refuse an update, or looks at gradients before it."""
-    kinds = {type(hook) for hook in run.hooks}
-    return any(
-        kind.accepts_update is not Hook.accepts_update or kind.before_update is not Hook.before_update for kind in kinds
-    )
+    neither = (Hook.accepts_update, Hook.before_update)
+    return any((kind.accepts_update, kind.before_update) != neither for kind in {type(hook) for hook in run.hooks})
 
 
 def _accumulate(model: Decoder, micro_batches: Iterable[MicroBatch], count: int, device: torch.device) -> torch.Tensor:
