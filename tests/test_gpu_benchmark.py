@@ -27,7 +27,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> Any:
     for folder in (FOLDER, FOLDER.parent, FOLDER.parent / "peers"):
         monkeypatch.syspath_prepend(str(folder))
     yield __import__("speed")
-    for name in ("speed", "table", "tables", "cases", "contender", "environment"):
+    for name in ("speed", "table", "tables", "cases", "contender", "environment", "trace_kernels"):
         if name not in before:
             sys.modules.pop(name, None)
 
@@ -197,3 +197,23 @@ def test_the_whole_command_in_miniature(speed: Any, tmp_path: Path) -> None:
     columns = speed.table.COLUMNS.count("|")
     assert len(lines) == 2 + len(by_name)
     assert {line.count("|") for line in lines} == {columns}
+
+
+def test_kernels_are_summed_by_name_and_gaps_are_what_no_kernel_fills(
+    speed: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def kernel(name: str, start: int, end: int) -> Any:
+        return SimpleNamespace(
+            name=name, time_range=SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        )
+
+    # Microseconds; the second overlaps the first, in another stream.
+    given = [kernel("mm", 0, 4000), kernel("copy", 3000, 5000), kernel("mm", 8000, 10000), kernel("norm", 10500, 11000)]
+    __import__("trace_kernels").describe(given[::-1])
+    assert capsys.readouterr().out.splitlines() == [
+        "4 kernels, 7.5 ms of 11.0 busy",
+        "    6.00 ms     2 x mm",
+        "    2.00 ms     1 x copy",
+        "    0.50 ms     1 x norm",
+        "waits of 3.5 ms, the longest 3.00 ms before mm",
+    ]

@@ -90,7 +90,7 @@ print(kenotron.train.__name__, len(sys.modules.keys() & {"kenotron.doctor.ceilin
 def test_the_benchmark_of_a_gpu_is_imported_without_them() -> None:
     done = run_there("""
 sys.path.insert(0, "benchmarks/gpu")
-import speed, contender, first_contact
+import speed, contender, first_contact, trace_kernels
 print(*contender.CONTENDERS)
 """)
     assert done.stdout.startswith("kenotron kenotron compiled"), done.stderr[-3000:]
