@@ -144,7 +144,7 @@ def test_compiled_attention_over_documents_is_one_graph_for_every_batch(flash, n
         cu_seqlens = (0, *sorted({24, *range(3, 3 + 3 * documents, 3)}), 48)
         starts = torch.tensor(cu_seqlens, dtype=torch.int32)
         # Without host integers: compiled code must not look at them.
-        out = compiled(q, k, v, SimpleNamespace(cu_seqlens=None, document_starts=starts))
+        out = compiled(q, k, v, SimpleNamespace(cu_seqlens=None, document_starts=starts, longest=LENGTH))
         expected = document_by_document(q, k, v, cu_seqlens, window=6)
         assert (out.double() - expected).norm() / expected.norm() < 2e-6
         if out.requires_grad:
