@@ -5,7 +5,7 @@
     python benchmarks/gpu/first_contact.py --cpu                all of them on a CPU, tiny: whether the checks work
 
     upload       0 wrong numbers of 200 uploads beside matrix products
-    host_waits   llama-3.2-1b: {'step.py:129': 1} (expected: one)
+    host_waits   llama-3.2-1b: none but that for the step's numbers
 
 A check is a function that yields its lines. Where it knows the right answer, a line with another one begins with FAIL;
 the rest are measurements. An error is such a line, too, and the other checks go on. All lines come again at the end.

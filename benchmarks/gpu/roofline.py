@@ -38,29 +38,22 @@ from torch.utils._pytree import tree_leaves
 
 from kenotron.kernels import rms_norm
 from kenotron.kernels.attentions.packed import torch_flash
-from kenotron.models import build, named_parameters
-from kenotron.optim.build import build_optimizer
+from kenotron.parallel.device import PEAK_BF16
 from kenotron.parallel.mesh import Mesh
-from kenotron.training.initial_weights import fill_weights
-from kenotron.training.model_parts import build_parts
-from kenotron.training.run import Run
 from kenotron.training.step import train_step
 from support import stand_in
+from support.rehearsal import run_without_files
 
-MACHINES = {  # dense bf16 FLOP/s and bytes/s by the data sheets
-    "A100": (312e12, 2.04e12),
-    "H100": (989e12, 3.35e12),
-    "H200": (989e12, 4.8e12),
-    "B200": (2250e12, 8.0e12),
-    "MI300X": (1307e12, 5.3e12),
-}
+BANDWIDTH = {"A100": 2.04e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8.0e12, "MI300X": 5.3e12}  # by the data sheets
 PRODUCTS, ATTENTION, MEMORY = 0.75, {64: 0.31, 128: 0.44}, 0.71  # of these, an H200 by its traces of Llama 1B and 8B
 LAUNCH = 3e-6  # seconds
 # They make no kernel: views, memory, and what Python asks of a tensor.
-FREE = """view _unsafe_view t transpose permute expand slice select split split_with_sizes unsqueeze squeeze detach
-    alias as_strided unbind chunk empty empty_like new_empty empty_strided new_empty_strided lift_fresh view_as reshape
+NAMES_OF_FREE = """
+    view _unsafe_view t transpose permute expand slice select split split_with_sizes unsqueeze squeeze detach alias
+    as_strided unbind chunk empty empty_like new_empty empty_strided new_empty_strided lift_fresh view_as reshape
     _reshape_alias set_ record_stream unfold narrow movedim resize_ is_pinned _pin_memory device _local_scalar_dense
     stride size is_contiguous storage_offset sym_size numel dim layout"""
+FREE = frozenset(NAMES_OF_FREE.split())
 ADAM_NUMBERS = 7  # fp32: reads weight, gradient and two moments; writes weight and moments
 
 
@@ -77,7 +70,7 @@ class Costs(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
         tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
-        if name not in FREE.split() and any(each.device.type == stand_in.NAME for each in tensors):
+        if name not in FREE and any(each.device.type == stand_in.NAME for each in tensors):
             moved = float(sum(each.numel() * each.element_size() for each in tensors))
             if name.startswith("_fused_adam"):
                 moved = 4.0 * ADAM_NUMBERS * sum(each.numel() for each in args[0])
@@ -86,7 +79,7 @@ class Costs(TorchDispatchMode):
 
     def seconds(self, machine: str) -> float:
         """How long `machine` takes at the rates of this file, one launch after the other."""
-        peak, bandwidth = MACHINES[machine]
+        peak, bandwidth = PEAK_BF16[machine], BANDWIDTH[machine]
         total = 0.0
         for moved, flops, head_dim in self.launches:
             rate = peak * (ATTENTION.get(head_dim, min(ATTENTION.values())) if head_dim else PRODUCTS)
@@ -129,15 +122,8 @@ def second_step(case: Case) -> tuple[Costs, dict[str, int]]:
     """The costs of the second step of `case`, and where the host waited for the device in it."""
     there, config = device(), case.config(Path("/nowhere"))
     with stand_in.memoryless(), _fused_norms():
-        with torch.device("meta"):
-            whole = build(config.model)
-        parts, pipeline = build_parts(config, Mesh(), there)
-        fill_weights(parts, config.model.init_method, config.general.seed)
-        names = [name for name, _ in named_parameters(whole)]
-        optimizer = build_optimizer(named_parameters(*parts), config.optimizer, all_names=names, padded=False)
-        engine: Any = SimpleNamespace(fence=lambda: None)
-        options = {"attention": torch_flash, "engine": engine}
-        run = Run(config, Mesh(), there, whole, parts, optimizer, None, [], pipeline, **options)  # type: ignore[arg-type]
+        run = run_without_files(config, Mesh(), there)
+        run.attention = torch_flash  # one launch for whole sequences, too, as SDPA's is on a GPU
         batches = [case.batch(config.model.decoder.vocab_size)] * case.accumulation
         with stand_in.HostWaits():
             train_step(run, batches)
@@ -151,12 +137,14 @@ def line(case: Case) -> str:
     """A row of the table."""
     costs, waits = second_step(case)
     moved, flops = (sum(each[column] for each in costs.launches) for column in (0, 1))
-    speeds = (f"{case.tokens / costs.seconds(machine):8,.0f}" for machine in MACHINES)
+    speeds = (f"{case.tokens / costs.seconds(machine):8,.0f}" for machine in BANDWIDTH)
     counted = f"{len(costs.launches):8,} {moved / 1e9:7,.0f} {flops / 1e12:7,.1f} {sum(waits.values()):6}"
     return f"{case.name:44} {counted} {' '.join(speeds)}"
 
 
 if __name__ == "__main__":
-    print(f"{'case':44} launches      GB   TFLOP  waits " + " ".join(f"{name:>8}" for name in MACHINES) + "   tokens/s")
+    print(
+        f"{'case':44} launches      GB   TFLOP  waits " + " ".join(f"{name:>8}" for name in BANDWIDTH) + "   tokens/s"
+    )
     for name in sys.argv[1:] or ("llama-3.2-1b 4096", "llama-3.1-8b 4096 recompute", "llama-3.1-8b 4096 selective"):
         print(line(find(name)), flush=True)

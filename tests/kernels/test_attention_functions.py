@@ -245,7 +245,7 @@ def test_this_machine_is_described():
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20))
-def test_the_bound_of_documents_takes_four_values(lengths):
+def test_the_bound_of_documents_takes_few_values(lengths):
     borders = (0, *accumulate(lengths))
     bound = bound_of_documents(borders, 300)
     assert bound in (37, 74, 148, 296, 300)

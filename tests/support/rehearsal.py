@@ -51,7 +51,7 @@ def rehearse(family: str, layout: str, overrides: Sequence[str], device: torch.d
     try:
         mesh = build_mesh(axes(config), ranks, device.type)
         with stand_in.memoryless():
-            run = _run(config, mesh, device)
+            run = run_without_files(config, mesh, device)
             micro_batches, waited = config.tokens.batch_accumulation_per_replica, []
             for _ in range(STEPS):
                 with stand_in.HostWaits() as waits:
@@ -69,7 +69,7 @@ def rehearse(family: str, layout: str, overrides: Sequence[str], device: torch.d
             dist.destroy_process_group()
 
 
-def _run(config: Config, mesh: Mesh, device: torch.device) -> Run:
+def run_without_files(config: Config, mesh: Mesh, device: torch.device) -> Run:
     """`training.build.build_run` without data, logs and checkpoints."""
     with torch.device("meta"):
         skeleton = build(config.model)

@@ -7,7 +7,7 @@
     KENOTRON_KERNELS=torch      torch's operators alone, those for matrices too (see `kernels.products`)
     not set                     as with triton on NVIDIA's GPUs; elsewhere the packages, and torch's operators else
 
-On an H200 a step of Llama 1B takes 152 ms with those in Triton and 174 without (docs/benchmarks.md); no GPU of AMD's
+On an H200 a step of Llama 1B takes 144 ms with those in Triton and 167 without (docs/benchmarks.md); no GPU of AMD's
 has measured them. Compiled blocks (`model.compile`) take torch's operators in any case: the compiler fuses them by
 itself. The loss and the experts are not compiled, so their kernels are used there, too.
 """

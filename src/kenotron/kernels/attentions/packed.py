@@ -6,7 +6,7 @@ Sequences are laid end to end, and the kernel gets the borders (`documents.docum
 
 Of the longest document, kernels need a bound: they launch blocks for so many tokens of each document, and those beyond
 its end do nothing. On an H200, with 42 documents of at most 771 tokens in two sequences of 4096, forward and backward
-take 1.58 ms with a bound of 4096 and 1.09 ms with 771 (32 heads of 64). It is a power of two (`bound_of_documents`):
+take 1.58 ms with a bound of 4096 and 1.09 ms with 771 (32 heads of 64). It takes few values (`bound_of_documents`):
 the true number would be a new constant of a compiled model with every batch.
 """
 
