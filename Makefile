@@ -10,7 +10,7 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test slow test-gpu fuzz test-slurm test-ray test-network test-ranks mutants compare-power chaos soak lint bench bench-gpu reference pictures docs clean
+.PHONY: help setup train test slow nightly test-gpu fuzz test-slurm test-ray test-network test-ranks mutants compare-power chaos soak lint bench bench-gpu reference pictures docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -23,7 +23,10 @@ train: setup  ## train a small Llama on text that every machine has: under 5 min
 test: $(VENV)/.installed-test  ## run the test suite
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" --budget
 
-slow: $(VENV)/.installed-test $(VENV)/.installed-triton  ## run the slow tests, and the properties on many more examples
+slow: $(VENV)/.installed-test $(VENV)/.installed-triton  ## run the slow tests, each on 3 of its cases
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not slurm and not ray and not many_ranks" --cases 3
+
+nightly: $(VENV)/.installed-test $(VENV)/.installed-triton  ## run the slow tests on all cases, and the properties on many more examples
 	$(BIN)/python -m pytest -n $(WORKERS) -m "(slow or hypothesis) and not slurm and not ray and not many_ranks" --hypothesis-profile=thorough
 
 test-gpu: $(VENV)/.installed-test  ## the tests that need one GPU; skipped where there is none

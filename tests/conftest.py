@@ -18,7 +18,7 @@ from support import budget
 # Two workers share two cores, and tiny models gain nothing from more threads. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# `make test` tries the same few examples each time, `make slow` many new ones (--hypothesis-profile=thorough).
+# `make test` tries the same few examples each time, `make nightly` many new ones (--hypothesis-profile=thorough).
 # No deadline: how long an example takes says more about the machine's other work than about the code.
 with contextlib.suppress(ModuleNotFoundError):  # tests/gpu needs nothing of the extra `test` but pytest
     from hypothesis import HealthCheck, settings
@@ -49,8 +49,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--budget`, see support/budget.py."""
+    """`--budget`, see support/budget.py, and `--cases`."""
     parser.addoption("--budget", action="store_true", help="fail a quick test that takes longer than its budget")
+    parser.addoption("--cases", type=int, help="of each slow test no more than so many of its parameters")
+
+
+@pytest.hookimpl(trylast=True)  # after `-m` has chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep `--cases` of each slow test's parameters, evenly spread, or as many as its mark `cases` says."""
+    fewest = config.getoption("--cases")
+    if fewest is None:
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for each in cases.values():
+        marker = each[0].get_closest_marker("cases")
+        kept = marker.args[0] if marker else fewest
+        spread = {round(number * (len(each) - 1) / max(kept - 1, 1)) for number in range(kept)}
+        left_out.update(case for number, case in enumerate(each) if number not in spread and len(each) > kept)
+    config.hook.pytest_deselected(items=sorted(left_out, key=items.index))
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -69,24 +69,32 @@ OFFLOADED = [
 UNSHARDED_EXPERTS = f"mixtral|dp=2 ep=2 zero=1|{OFFLOAD}|{BF16}"
 GATHERED = f"order of mixtral|dp=4 ep=2 zero=3|{BF16}"
 MISTAKES = "mistakes|"
-EVERYTHING = [*CASES, EXPERTS_APART, *OFFLOADED, UNSHARDED_EXPERTS, GATHERED, MISTAKES]
+ALONE = [EXPERTS_APART, UNSHARDED_EXPERTS, GATHERED, MISTAKES]
 
 
 @pytest.fixture(scope="module")
-def rehearsed() -> Callable[[str], Any]:
-    """What a case gave; all are rehearsed in one process."""
+def rehearsed(request: pytest.FixtureRequest) -> Callable[[str], Any]:
+    """What a case gave; all of this session are rehearsed in one process."""
+    parameters = [
+        item.callspec.params
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
+    chosen = {each["case"] for each in parameters if "case" in each}
+    cases = [*(case for case in (*CASES, *OFFLOADED) if case in chosen), *ALONE]
 
     @cache
     def everything() -> dict[str, Any]:
-        command = [sys.executable, "-m", "support.rehearsal", *EVERYTHING]
+        command = [sys.executable, "-m", "support.rehearsal", *cases]
         done = subprocess.run(command, cwd=REPOSITORY / "tests", capture_output=True, text=True, timeout=900)
         lines = [json.loads(line) for line in done.stdout.splitlines()]
-        assert len(lines) == len(EVERYTHING), f"ended at {EVERYTHING[len(lines)]}: {done.stderr[-3000:]}"
-        return dict(zip(EVERYTHING, lines))
+        assert len(lines) == len(cases), f"ended at {cases[len(lines)]}: {done.stderr[-3000:]}"
+        return dict(zip(cases, lines))
 
     return lambda case: everything()[case]
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("case", CASES)
 def test_the_host_waits_once_a_step_and_nothing_is_computed_in_float64(
     case: str, rehearsed: Callable[[str], Any]
