@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from kenotron.cli.changed_batch import changed_batch
+from kenotron.cli.before_start import warnings_before_start
 from kenotron.config import Config, dump, load, refuse_unsupported
 from kenotron.config import diff as differences
 from kenotron.config.architecture import HFArchitecture
@@ -23,7 +23,7 @@ from kenotron.config.decoder import DecoderArchitecture
 from kenotron.config.dotted import import_registered
 from kenotron.config.errors import counted, is_a_path, no_such_path
 from kenotron.config.families import is_users_own
-from kenotron.config.warnings import amount, warnings_of
+from kenotron.config.warnings import amount
 
 app = typer.Typer(help="Check, show and compare configs.", no_args_is_help=True)
 
@@ -43,11 +43,7 @@ def check(file: File, overrides: Overrides = None) -> None:
     config = load(file, overrides or [], report=_say)
     refuse_unsupported(config)
     _check_names(config)
-    if config.checkpoint_folder.is_dir():
-        from kenotron.training.start import continued_run
-
-        continued_run(config, [config.checkpoint_folder])
-    for line in (*changed_batch(file, config, overrides or ()), *warnings_of(config)):
+    for line in warnings_before_start(file, config, overrides or ()):
         _say(f"warning: {line}")
     stages, lengths = config.data_stages, set(config.sequence_lengths.values())
     samples, length = f"{config.global_batch_size}", f"{max(lengths)}"

@@ -205,15 +205,11 @@ def _advise(
 
     Raises InputError: the run in the same folder has another global batch.
     """
-    from kenotron.cli.changed_batch import changed_batch
-    from kenotron.config.warnings import amount, warnings_of
+    from kenotron.cli.before_start import warnings_before_start
+    from kenotron.config.warnings import amount
     from kenotron.launch.slurm.sites import GENERIC
 
-    if config.checkpoint_folder.is_dir():
-        from kenotron.training.start import continued_run
-
-        continued_run(config, [config.checkpoint_folder])
-    lines = [*changed_batch(file, config, overrides), *warnings_of(config)]
+    lines = warnings_before_start(file, config, overrides)
     if site == GENERIC and (missing := [name for name in ("cpus-per-task", "exclusive") if name not in directives]):
         options = " ".join(f"--sbatch {name}{'=N' * (name != 'exclusive')}" for name in missing)
         lines.append(

@@ -95,7 +95,7 @@ def _architecture(
         report(f"{where}: {key} {config[key]} is ignored: training has no dropout")
     try:
         written = kind.section.model_validate(kind.from_hf(found, config))
-        architecture = kind.section.model_validate(kind.from_hf(found, config) | overrides)
+        architecture = kind.section.model_validate(kind.from_hf(found, config) | overrides) if overrides else written
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])

@@ -144,6 +144,8 @@ class SftDocuments:
     def _of_row(self, row: dict[str, Any], where: str) -> Example:
         columns = self.columns
         _refuse_preferences(row, columns, where)
+        if row.get("weight", 1) not in (1, None):
+            raise InputError(f"{where}: weight = {row['weight']!r} is not supported: every row counts the same")
         if row.get(columns.messages) is not None:
             given = template_inputs(row, columns, self.tokenizer, where)
             return Example(chat_segments(row[columns.messages], self.tokenizer, where, given), special=False)
@@ -177,8 +179,6 @@ def _refuse_preferences(row: dict[str, Any], columns: Columns, where: str) -> No
             f"{where}: 'chosen' and 'rejected' are preferences, from which nothing here learns; to train on the better "
             "answers, name the column: completion_column_name (texts) or messages_column_name (conversations): chosen"
         )
-    if row.get("weight", 1) not in (1, None):
-        raise InputError(f"{where}: weight = {row['weight']!r} is not supported: every row counts the same")
     if isinstance(row.get("label"), bool):
         raise InputError(f"{where}: 'label' judges the answer; keep the rows where it is true, and drop the column")
 

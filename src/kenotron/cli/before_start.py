@@ -1,4 +1,4 @@
-"""What overrides of the layout do to the global batch of a YAML file."""
+"""What a command warns of before a run starts, above all a global batch that overrides of the layout have changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ from pathlib import Path
 from kenotron.config import Config, load
 from kenotron.config.errors import InputError
 from kenotron.config.runs import same_batch_overrides
-from kenotron.config.warnings import amount
+from kenotron.config.warnings import amount, warnings_of
+
+
+def warnings_before_start(file: str | Path, config: Config, overrides: Sequence[str]) -> list[str]:
+    """List what `config check` and `submit` warn of.
+
+    Raises InputError: the run in the checkpoint folder has another global batch.
+    """
+    if config.checkpoint_folder.is_dir():
+        from kenotron.training.start import continued_run
+
+        continued_run(config, [config.checkpoint_folder])
+    return [*changed_batch(file, config, overrides), *warnings_of(config)]
 
 
 def changed_batch(file: str | Path, config: Config, overrides: Sequence[str]) -> Iterator[str]:
