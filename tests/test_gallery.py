@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import re
 
 import pytest
 
 from mutants.tables import MUTANTS
+from support.pages import is_a_test
 from support.tiny_run import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "what-broke-elsewhere.md").read_text(encoding="utf-8")
@@ -19,11 +19,8 @@ def names_nothing(command: str) -> bool:
     """Whether the test function of a `pytest` command, or the mutant of a `make mutants` command, does not exist."""
     if mutant := re.fullmatch(r"make mutants ONLY=([\w-]+)", command):
         return mutant[1] not in {entry.name for entry in MUTANTS}
-    test = re.fullmatch(r"pytest (tests/[\w/]+\.py)::(\w+)(?: -[km] .+)?", command)
-    if test is None or not (REPOSITORY / test[1]).is_file():
-        return True
-    body = ast.parse((REPOSITORY / test[1]).read_text(encoding="utf-8")).body
-    return test[2] not in {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    test = re.fullmatch(r"pytest (tests/[\w/]+\.py::\w+)(?: -[km] .+)?", command)
+    return test is None or not is_a_test(test[1])
 
 
 @pytest.mark.parametrize("command", COMMAND.findall(PAGE))

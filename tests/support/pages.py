@@ -8,6 +8,7 @@ sections(page)["Hook"]            # the text below a heading of the second level
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import sys
@@ -37,6 +38,15 @@ def sections(page: str) -> dict[str, str]:
     """The text below each heading of the second level, by heading."""
     parts = re.split(r"^## (.+)\n", page, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def is_a_test(name: str) -> bool:
+    """Whether ``tests/file.py``, a folder of tests, or ``tests/file.py::function`` exists."""
+    file, _, function = name.partition("::")
+    if not function or not (REPOSITORY / file).is_file():
+        return not function and (REPOSITORY / file).exists()
+    body = ast.parse((REPOSITORY / file).read_text(encoding="utf-8")).body
+    return function in {node.name for node in body if isinstance(node, ast.FunctionDef)}
 
 
 @contextmanager
