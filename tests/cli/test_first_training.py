@@ -123,3 +123,30 @@ def test_the_data_section_on_the_page_is_the_starter_s() -> None:
     assert found["tokenizer"] == starter["tokenizer"]
     assert found["data_stages"][0]["data"]["dataset"] == starter["data_stages"][0]["data"]["dataset"]
     assert starter["tokens"]["train_steps"] == 400
+
+
+@pytest.mark.slow
+def test_the_readme_can_be_typed(tmp_path: Path, nursery: Nursery) -> None:
+    """Its walkthrough on texts of one's own, with a smaller model: every command, and what it shows of their output."""
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    own, layouts = (block for block in blocks(readme, "console") if "$ kenotron" in block)
+    (tmp_path / "docs").symlink_to(REPOSITORY / "docs")
+    printed = ""
+    for line in [*own.splitlines(), *layouts.splitlines()]:
+        if not line.startswith("$ "):
+            assert line == "…" or line in printed
+        elif line.startswith("$ mkdir"):
+            subprocess.run(line[2:], shell=True, cwd=tmp_path, check=True)
+        elif not line.startswith("$ source"):
+            words = shlex.split(line[2:].replace("train_steps=600", f"train_steps={MORE_STEPS}"), comments=True)
+            arguments, redirected = (words[1:-2], words[-1]) if ">" in words else (words[1:], "")
+            interrupt = arguments == ["train", "my.yaml"] and not metrics(tmp_path)
+            finished = (
+                interrupted(nursery, arguments, tmp_path) if interrupt else nursery.run(*arguments, folder=tmp_path)
+            )
+            assert finished.code == (2 if "stps" in line else 0), finished.stderr
+            printed = finished.stdout + finished.stderr
+            if redirected:
+                (tmp_path / redirected).write_text(finished.stdout)
+                shrink(tmp_path / redirected)
+    assert [step["iteration"] for step in metrics(tmp_path)] == list(range(1, MORE_STEPS + 1))
