@@ -131,6 +131,7 @@ def test_backward_reaches_what_reads_a_value_before_what_makes_it(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.cases(0)
 def test_clean_pairs_agree_and_seeded_faults_are_named() -> None:
     """The short form of `make compare-power`."""
     assert false_alarms(range(10)) == 0
