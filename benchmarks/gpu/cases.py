@@ -40,8 +40,13 @@ SHAPES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → config, what is c
 }
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 16, "num_heads": 8, "state_size": 16}
-Recompute = Literal["", "recompute", "selective"]
-RECOMPUTE_LAYER: dict[Recompute, str] = {"": "false", "recompute": "true", "selective": "selective"}  # in the YAML
+Recompute = Literal["", "recompute", "selective", "elementwise"]
+RECOMPUTE_LAYER: dict[Recompute, str] = {  # in the YAML
+    "": "false",
+    "recompute": "true",
+    "selective": "selective",
+    "elementwise": "elementwise",
+}
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,8 @@ def cases(miniature: bool) -> list[Case]:
     grid = itertools.product(lengths, (False, True), ("", "recompute"))
     found = [Case(shape, *option, miniature=miniature) for option in grid for shape in SHAPES if shape != TINY]
     fits = [case for case in found if case.recompute or case.shape != WHOLE_8B]
-    options = (("selective", 1), ("recompute", 4), ("selective", 4))  # with neither it needs more than 139.8 GiB
+    # Without recomputation it needs more than 139.8 GiB; elementwise fits only where no gradients lie there in forward.
+    options = (("elementwise", 1), ("selective", 1), ("recompute", 4), ("selective", 4))
     whole = [Case(WHOLE_8B, lengths[0], False, *option, miniature) for option in options]
 
     def added(case: Case) -> int:

@@ -69,7 +69,7 @@ def transformers(case: Case, device: Any, folder: Path, compiled: bool = False) 
 
     from kenotron.interop.hf_config import hf_config
 
-    if case.recompute == "selective":
+    if case.recompute not in ("", "recompute"):
         raise Unavailable("transformers recomputes all of a layer or nothing")
     logging.set_verbosity_error()
     config = case.config(folder)

@@ -62,7 +62,7 @@ def test_a_misspelt_required_key_is_one_error_not_two(minimal: dict[str, Any]) -
 
 def test_a_misspelt_word_is_suggested_beside_true_and_false(minimal: dict[str, Any]) -> None:
     override = "parallelism.recompute_layer=seletive"
-    said = "expected true, false or 'selective', found 'seletive'; did you mean 'selective'?"
+    said = "expected true, false, 'selective' or 'elementwise', found 'seletive'; did you mean 'selective'?"
     assert message(minimal, (override,)) == f"override {override}: parallelism.recompute_layer: {said}"
 
 

@@ -70,7 +70,7 @@ def test_with_packed_documents(family: str, recompute: str, tmp_path: Path) -> N
     assert 0 < train_compiled(problem, f"recompute={recompute}", tmp_path, 1) < 12
 
 
-@pytest.mark.parametrize("recompute", ["false", "true", "selective"])
+@pytest.mark.parametrize("recompute", ["false", "true", "selective", "elementwise"])
 def test_a_model_of_transformers(recompute: str, tmp_path: Path) -> None:
     problem = ForeignProblem("gpt2", model={"hf": str(folder_of("gpt2", tmp_path, n_layer=12))})
     assert 0 < train_compiled(problem, f"recompute={recompute}", tmp_path, 1) <= TORCHS_LIMIT

@@ -49,6 +49,7 @@ LAYOUTS = [
     (2, "biased", "tp=2 mode=REDUCE_SCATTER async=true"),
     (2, "plain", "tp=2 async=true recompute=true"),
     (2, "tied", "tp=2 recompute=selective"),
+    (2, "plain", "tp=2 recompute=elementwise"),
     (2, "plain", "pp=2"),
     (2, "tied", "pp=2 engine=1f1b accum=4"),
     (2, "tied", "pp=2 engine=1f1b accum=1"),
@@ -175,4 +176,4 @@ def test_the_quick_layouts_have_every_pair_of_options_that_all_have() -> None:
     )
     assert quick == every
     assert len(every) > 100
-    assert len(QUICK_LAYOUTS) <= 28
+    assert len(QUICK_LAYOUTS) <= 30

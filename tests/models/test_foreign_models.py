@@ -48,7 +48,7 @@ def config_of(folder: Path, source: Path, *overrides: str, **keys: Any) -> Confi
 
 
 @pytest.mark.parametrize("which", MODELS)
-@pytest.mark.parametrize("recompute", ["false", "true", "selective"])
+@pytest.mark.parametrize("recompute", ["false", "true", "selective", "elementwise"])
 def test_loss_and_gradients_are_those_of_transformers(
     which: str, recompute: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:

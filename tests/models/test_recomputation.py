@@ -79,13 +79,13 @@ def outcome(model: Decoder, *batch: Any) -> dict[str, Tensor]:
 def test_losses_and_gradients_have_the_same_bits(family: str, borders: tuple[int, ...] | None, tmp_path: Path) -> None:
     attend = SOFTCAP if family == "nano_with_value_embeddings" else attention
     found = []
-    for recompute in (False, "selective"):
+    for recompute in (False, "selective", "elementwise"):
         model = model_of(family, recompute, tmp_path)
         found.append(outcome(model, *batch(model, borders, attend)))
-    plain, selective = found
-    assert plain.keys() == selective.keys()
-    different = [name for name in plain if not torch.equal(plain[name], selective[name])]
-    assert not different
+    plain, *others = found
+    for recomputed in others:
+        assert plain.keys() == recomputed.keys()
+        assert [name for name in plain if not torch.equal(plain[name], recomputed[name])] == []
 
 
 WIDE = tuple(
@@ -104,13 +104,16 @@ def kept(recompute: bool | str, folder: Path) -> int:
 
 
 def test_memory_lies_between_none_and_full(tmp_path: Path) -> None:
-    none, selective, full = (kept(recompute, tmp_path) for recompute in (False, "selective", True))
+    none, elementwise, selective, full = (
+        kept(recompute, tmp_path) for recompute in (False, "elementwise", "selective", True)
+    )
     assert full < selective <= 0.45 * none
+    assert selective < elementwise <= 0.7 * none
 
 
 def test_attention_and_its_products_run_once_and_gate_and_up_twice(tmp_path: Path) -> None:
     counts = {}
-    for recompute in (False, True, "selective"):
+    for recompute in (False, True, "selective", "elementwise"):
         model = model_of("llama", recompute, tmp_path, *WIDE)
         tokens, ctx, labels = batch(model, None)
         with Watched() as watched:
@@ -123,12 +126,17 @@ def test_attention_and_its_products_run_once_and_gate_and_up_twice(tmp_path: Pat
     assert attended == layers
     assert counts[True] == (plain + 6 * layers, 2 * layers)  # down's result is not needed
     assert counts["selective"] == (plain + 2 * layers, layers)
+    assert counts["elementwise"] == counts[False]
 
 
 def test_hardware_flops_have_gate_up_and_down_twice(tmp_path: Path) -> None:
     model = model_of("llama", False, tmp_path, *WIDE)
-    none, selective, full = (FlopsPerToken.of(model, LENGTH, each) for each in (False, "selective", True))  # type: ignore[arg-type]
+    none, elementwise, selective, full = (
+        FlopsPerToken.of(model, LENGTH, each)  # type: ignore[arg-type]
+        for each in (False, "elementwise", "selective", True)
+    )
     assert none.hardware_factor == 1.0
+    assert none.hardware_factor <= elementwise.hardware_factor < selective.hardware_factor
     again = 4 * 3 * 2 * 128 * 448
     assert selective.flops * (selective.hardware_factor - 1) == pytest.approx(again)
     assert full.hardware_factor > selective.hardware_factor

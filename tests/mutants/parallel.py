@@ -13,6 +13,14 @@ FAMILIES = "layouts/test_families_on_layouts.py::test_a_layout_means_what_one_pr
 
 MUTANTS = [
     Mutant(
+        name="a-product-is-kept-that-a-sum-over-ranks-overwrites",
+        file="models/recomputation.py",
+        find="config.hidden_size if tp > 1 else None",
+        replace="None",
+        why="backward reads the sum of all ranks where recomputation would have this rank's part, and sums it again",
+        tests=("layouts/test_matrix.py",),
+    ),
+    Mutant(
         name="a-convolution-sees-the-rank-before-over-a-border",
         file="models/blocks/recurrence.py",
         find="    return before * same[..., None]\n",

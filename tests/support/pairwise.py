@@ -23,7 +23,9 @@ def options(problem: str, layout: str) -> set[str]:
     for axis in axes:
         key, default = DEFAULTS[axis]
         chosen.add(f"{key}={given.get(key, default)}")
-    return chosen | ({"shard", "recompute", "async"} & given.keys())
+    if "recompute" in given:
+        chosen.add(f"recompute={given['recompute']}")
+    return chosen | ({"shard", "async"} & given.keys())
 
 
 def pairs(chosen: AbstractSet[str]) -> set[tuple[str, ...]]:

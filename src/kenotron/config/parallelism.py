@@ -83,9 +83,9 @@ class Parallelism(Section):
     tp_linear_async_communication: Annotated[bool, null_means(False)] = key(
         "Overlap tensor-parallel communication with matrix products. No effect at tp 1.", False
     )
-    recompute_layer: Literal[True, False, "selective"] = key(
+    recompute_layer: Literal[True, False, "selective", "elementwise"] = key(
         "Drop a layer's activations after forward and recompute them in backward: less memory, about a third more "
-        "compute. selective: keep the results of attention and of its products.",
+        "compute. selective keeps the results of attention and of its products, elementwise those of the MLP, too.",
         False,
     )
     tp_recompute_allgather: bool = key(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 WITHIN_OPERATIONS = 1.25
 GIB = 1 << 30
+LESS_AND_LESS_KEPT: tuple[Recompute, ...] = (False, "elementwise", "selective", True)
 SPLIT = "split the model: parallelism.tp, parallelism.pp, optimizer.zero_stage: 3"
 
 
@@ -63,10 +64,12 @@ def what_fits(config: Config, free: int | None) -> str:
     tokens, layout = config.tokens, config.parallelism
     if layout.pp_engine == "afab" and tokens.batch_accumulation_per_replica > layout.pp > 1:
         return f"try parallelism.pp_engine=1f1b, which keeps activations of {layout.pp} micro-batches, not of all"
-    for recompute in dict.fromkeys((layout.recompute_layer, True)):
+    for recompute in LESS_AND_LESS_KEPT[LESS_AND_LESS_KEPT.index(layout.recompute_layer) :]:
         sizes = [size for size in range(tokens.micro_batch_size, 0, -1) if tokens.micro_batch_size % size == 0]
         sizes = sizes[1:] if recompute == layout.recompute_layer else sizes
         each = sequence_bytes(config, recompute) if free is not None and sizes else None
+        if each is None and recompute not in (layout.recompute_layer, True):
+            continue  # what is not known to fit is not worth a try
         for size in sizes:
             if free is None or each is None:
                 return f"try {_overrides(config, size, recompute)}; or {SPLIT}"
@@ -95,7 +98,9 @@ def _overrides(config: Config, size: int, recompute: Recompute) -> str:
     count = tokens.batch_accumulation_per_replica * tokens.micro_batch_size // size
     changed = [f"tokens.micro_batch_size={size}", f"tokens.batch_accumulation_per_replica={count}"]
     changed = changed if size < tokens.micro_batch_size else []
-    return " ".join(changed + ["parallelism.recompute_layer=true"] * (recompute != config.parallelism.recompute_layer))
+    recomputed = [f"parallelism.recompute_layer={recompute}".lower()]
+    recomputed = recomputed if recompute != config.parallelism.recompute_layer else []
+    return " ".join(changed + recomputed)
 
 
 def _in_words(states: float, free: int) -> str:
