@@ -82,6 +82,7 @@ reference: $(VENV)/.installed  ## write docs/config-reference.md, docs/commands.
 	$(BIN)/python tests/support/notebook.py
 
 pictures: $(VENV)/.installed-plots  ## draw the pictures of the README and docs anew, from runs: half an hour on two cores
+	$(BIN)/python benchmarks/diagrams.py
 	$(BIN)/python benchmarks/pictures.py $(OPTIONS)
 
 docs: $(VENV)/.installed-docs  ## build the documentation into site/

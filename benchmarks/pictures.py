@@ -1,12 +1,12 @@
 """The pictures of the README, from real runs: `make pictures` (about half an hour on two cores).
 
     python benchmarks/pictures.py                     runs what is missing below --runs, then draws into docs/pictures
-    python benchmarks/pictures.py --only terminal     one of curves, terminal, schedules, badges
+    python benchmarks/pictures.py --only terminal     curves or terminal
 
 curves     the loss of one run on eight layouts, and bits per byte of `make train` beside gzip's and xz's
 terminal   a run that is killed and resumed, and one that is not: what the commands print
-schedules  pipeline schedules, as torch orders the work of their ranks
-badges     license and versions of Python, as pyproject.toml has them
+
+`diagrams.py` draws those that need no long run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -285,145 +284,9 @@ text {{ font: 14px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace;
 """
 
 
-# ---- pipeline schedules ------------------------------------------------------------------------------------
-
-RANKS, MICRO_BATCHES = 4, 8
-COSTS = {"F": 1, "B": 2, "I": 1, "W": 1}  # backward is twice the work: of inputs and of weights
-WORK = {
-    "F": ("#2e86ab", "forward"),
-    "B": ("#66a182", "backward"),
-    "I": ("#66a182", ""),
-    "W": ("#edae49", "weights alone"),
-}
-
-
-def schedules(runs: Path, out: Path) -> None:
-    """What every rank does when, by the schedules that `parallelism.pp_engine` names."""
-    from kenotron.parallel.pipeline import SCHEDULES
-
-    orders = {name: order_of(SCHEDULES[name]) for name in ("afab", "1f1b", "interleaved_1f1b", "zbv_zero_bubble")}
-    for theme, colours in THEMES.items():
-        draw_schedules(orders, colours, out / f"schedules-{theme}.svg")
-
-
-Span = tuple[int, float, float, str, int, int]
-"""Rank, start, length, kind of work, micro-batch, chunk of the rank's layers."""
-
-
-def one_part(rank: int, warm_up: int) -> list[tuple[int, str, int]]:
-    """Stage, kind and micro-batch as torch does them where a rank has one part: in turn after `warm_up` forwards."""
-    forwards = [(rank, "F", number) for number in range(MICRO_BATCHES)]
-    backwards = [(rank, "B", number) for number in range(MICRO_BATCHES)]
-    steady = [work for pair in zip(backwards, forwards[warm_up:]) for work in pair]
-    return forwards[:warm_up] + steady + backwards[MICRO_BATCHES - warm_up :]
-
-
-def order_of(schedule: type) -> list[Span]:
-    """The work of all ranks, each piece as early as its rank and what it waits for allow."""
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
-
-    chunks = 2 if issubclass(schedule, PipelineScheduleMulti) else 1
-    if chunks == 1:
-        rows = [
-            one_part(rank, MICRO_BATCHES if schedule.__name__ == "ScheduleGPipe" else RANKS - rank)
-            for rank in range(RANKS)
-        ]
-    else:
-        found = [map(repr, row) for row in get_schedule_ops(schedule, RANKS, MICRO_BATCHES, chunks)]
-        parts = [[re.fullmatch(r"(\d+)([FBIW])(\d+)", each) for each in row] for row in found]
-        rows = [[(int(each[1]), each[2], int(each[3])) for each in row if each] for row in parts]
-    last = RANKS * chunks - 1
-    done: dict[tuple[int, str, int], float] = {}
-    free, spans = [0.0] * RANKS, list[Span]()
-    while any(rows):
-        before = len(spans)
-        for rank, row in enumerate(rows):
-            while row:
-                stage, kind, micro_batch = row[0]
-                needs = [(stage, "F", micro_batch)] if kind in "BI" else []
-                if kind == "F" and stage > 0:
-                    needs = [(stage - 1, "F", micro_batch)]
-                elif kind in "BI" and stage < last:
-                    needs.append((stage + 1, "I", micro_batch))
-                if not all(need in done for need in needs):
-                    break
-                start = max([free[rank], *(done[need] for need in needs)])
-                length = COSTS[kind] / chunks
-                free[rank] = start + length
-                done[stage, "I" if kind in "BI" else kind, micro_batch] = free[rank]
-                spans.append((rank, start, length, kind, micro_batch, stage // RANKS))
-                row.pop(0)
-        assert len(spans) > before, "every rank waits for another"
-    return spans
-
-
-def draw_schedules(orders: dict[str, list[Span]], colours: dict[str, str], file: Path) -> None:
-    """One theme of the picture."""
-    ideal = 3 * MICRO_BATCHES
-    longest = max(start + length for spans in orders.values() for _, start, length, *_ in spans)
-    with drawing(file, colours, (10, 6.4)) as figure:
-        for axes, (name, spans) in zip(figure.subplots(len(orders), 1, sharex=True), orders.items()):
-            end = max(start + length for _, start, length, *_ in spans)
-            for rank, start, length, kind, micro_batch, chunk in spans:
-                axes.barh(
-                    rank,
-                    length,
-                    0.86,
-                    start,
-                    color=WORK[kind][0],
-                    alpha=0.6 if chunk else 1.0,
-                    edgecolor=colours["paper"],
-                )
-                if length >= 1:
-                    axes.text(
-                        start + length / 2, rank, micro_batch, ha="center", va="center", fontsize=8, color="white"
-                    )
-            axes.set_title(f"{name}: {1 - ideal / end:.0%} of the time is waiting")
-            axes.set_xlim(0, longest)
-            axes.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)])
-            axes.invert_yaxis()
-            axes.tick_params(length=0, labelbottom=False)
-            for side in axes.spines.values():
-                side.set_visible(False)
-        from matplotlib.patches import Patch
-
-        shown = [Patch(color=colour, label=label) for colour, label in WORK.values() if label]
-        shown.append(Patch(color="#2e86ab", alpha=0.6, label="lighter: the rank's second part of the layers"))
-        figure.legend(handles=shown, loc="outside lower left", ncols=4, frameon=False, labelcolor=colours["quiet"])
-
-
-# ---- badges ------------------------------------------------------------------------------------------------
-
-
-def badges(runs: Path, out: Path) -> None:
-    """License and Python versions, as pyproject.toml has them."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    versions = [each.rpartition(" ")[2] for each in project["classifiers"] if re.search(r"Python :: \d", each)]
-    for name, value in {"license": project["license"], "python": f"{versions[0]} to {versions[-1]}"}.items():
-        (out / f"{name}.svg").write_text(badge(name, value))
-        print(f"wrote {out / name}.svg")
-
-
-def badge(name: str, value: str) -> str:
-    """Two fields, grey and blue."""
-    left, right = 12 + 7 * len(name), 12 + 7 * len(value)
-    return f"""<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" role="img">
-<title>{name}: {value}</title>
-<rect width="{left + right}" height="20" rx="3" fill="#555"/>
-<path d="M{left} 0h{right - 3}a3 3 0 0 1 3 3v14a3 3 0 0 1-3 3h-{right - 3}z" fill="#0b62a8"/>
-<g fill="#fff" text-anchor="middle" font-family="Verdana,DejaVu Sans,sans-serif" font-size="11">
-<text x="{left / 2}" y="14">{name}</text><text x="{left + right / 2}" y="14">{value}</text>
-</g>
-</svg>
-"""
-
-
 DRAWN: dict[str, Callable[[Path, Path], None]] = {
     "curves": curves,
     "terminal": terminal,
-    "schedules": schedules,
-    "badges": badges,
 }
 
 
