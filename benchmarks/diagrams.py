@@ -3,7 +3,7 @@
     python benchmarks/diagrams.py                  draws all of them into docs/pictures
     python benchmarks/diagrams.py --only mesh      one of zero, mesh, mixture, lazy, schedules, badges
 
-zero       what a rank of dp 8 holds at every ZeRO stage, as torch shards it and `launch.memory_needed` estimates it
+zero       what a rank of dp 8 holds at each `zero_stage`, as torch shards it and `launch.memory_needed` estimates it
 mesh       the ranks of two machines and the groups that they form, as `parallel.mesh` makes them
 mixture    the samples of every step of two stages, as `data.provenance` looks them up, and the weights of the config
 lazy       a checkpoint of the engine `datastates` beside the steps of a run, timed
@@ -74,7 +74,9 @@ LLAMA_8B = (
 )
 ADAMW = "optimizer.optimizer_factory={name: adamW, adam_beta1: 0.9, adam_beta2: 0.95, adam_eps: 1.0e-8}"
 PLAIN_SGD = "optimizer.optimizer_factory={name: sgd, momentum: 0}"
-DP, STAGES = 8, (0, 1, 2, 3)
+DP = 8
+STAGES = {f"zero_stage {stage}": [f"optimizer.zero_stage={stage}"] for stage in range(4)}
+STAGES["hybrid, dp_shard 4"] = ["optimizer.zero_stage=hybrid", "parallelism.dp_shard=4"]
 
 
 def zero(out: Path) -> None:
@@ -82,8 +84,7 @@ def zero(out: Path) -> None:
     import kenotron as kn
 
     same = [LLAMA_8B, ADAMW, "model.dtype=bfloat16", f"parallelism.dp={DP}"]
-    configs = [kn.load(QUICKSTART, [*same, f"optimizer.zero_stage={stage}"]) for stage in STAGES]
-    held = [bytes_of_rank(config) for config in configs]
+    held = {name: bytes_of_rank(kn.load(QUICKSTART, [*same, *stage])) for name, stage in STAGES.items()}
     for theme, colours in THEMES.items():
         draw_zero(held, colours, out / f"zero-{theme}.svg")
 
@@ -124,23 +125,23 @@ def bytes_of_shards(config: Config) -> int:
         return sum(local_tensor(parameter).nbytes for part in parts for parameter in part.parameters())
 
 
-def draw_zero(held: list[dict[str, float]], colours: dict[str, str], file: Path) -> None:
+def draw_zero(held: dict[str, dict[str, float]], colours: dict[str, str], file: Path) -> None:
     """Draw one theme of the picture: a bar for each stage, of one piece for each part."""
-    with drawing(file, colours, (10, 3.2)) as figure:
-        axes = figure.subplots()
+    with drawing(file, colours, (10, 3.8)) as figure:
+        axes, bars = figure.subplots(), range(len(held))
         ends = [0.0] * len(held)
-        for number, part in enumerate(held[0]):
-            widths = [bytes_[part] / GIB for bytes_ in held]
-            axes.barh(STAGES, widths, 0.7, ends, color=COLOURS[number], label=part, edgecolor=colours["paper"])
-            for stage, end, width in zip(STAGES, ends, widths):
+        for number, part in enumerate(next(iter(held.values()))):
+            widths = [bytes_[part] / GIB for bytes_ in held.values()]
+            axes.barh(bars, widths, 0.7, ends, color=COLOURS[number], label=part, edgecolor=colours["paper"])
+            for bar, end, width in zip(bars, ends, widths):
                 if width > 0:
                     size = 7.5 if width < 5 else 10
-                    axes.text(end + width / 2, stage, f"{width:.1f}", color=ON_COLOUR, fontsize=size, **MIDDLE)
+                    axes.text(end + width / 2, bar, f"{width:.1f}", color=ON_COLOUR, fontsize=size, **MIDDLE)
             ends = [end + width for end, width in zip(ends, widths)]
-        for stage, end in zip(STAGES, ends):
-            axes.text(end + 1, stage, f"{end:.1f} GiB", va="center", weight="bold")
-        axes.set_title(f"Llama 3.1 8B in bf16, dp {DP}: GiB of a rank in a step, without activations (estimate)")
-        axes.set_yticks(STAGES, [f"zero_stage {stage}" for stage in STAGES])
+        for bar, end in zip(bars, ends):
+            axes.text(end + 1, bar, f"{end:.1f} GiB", va="center", weight="bold")
+        axes.set_title(f"Llama 3.1 8B in bf16, dp {DP}: GiB on each rank in a step, without activations (estimate)")
+        axes.set_yticks(bars, held)
         axes.invert_yaxis()
         axes.set_xlim(0, 1.1 * max(ends))
         axes.tick_params(labelbottom=False)
@@ -198,7 +199,8 @@ def draw_mesh(places: list[dict[str, int]], groups: Groups, colours: dict[str, s
             axes = figure.add_subplot(grid[1 + number // 4, number % 4])
             group_of = {rank: index for index, group in enumerate(sorted(found)) for rank in group}
             draw_ranks(axes, [COLOURS[group_of[rank]] for rank in range(len(places))], ON_COLOUR)
-            axes.set_title(" = ".join(titles) + f": {len(found)} x {len(next(iter(found)))} ranks", fontsize=10)
+            count = f"{len(found)} groups" if len(found) > 1 else "1 group"
+            axes.set_title(f"{' = '.join(titles)}: {count} of {len(next(iter(found)))}", fontsize=9)
 
 
 def draw_ranks(axes: Any, fills: list[str], ink: str, places: list[dict[str, int]] | None = None) -> None:
@@ -536,7 +538,8 @@ def draw_schedules(orders: dict[str, list[Work]], colours: dict[str, str], file:
                 look = {"color": KINDS[kind][0], "alpha": 0.6 if chunk else 1.0, "edgecolor": colours["paper"]}
                 axes.barh(rank, length, 0.86, start, **look)
                 if length >= 1:
-                    axes.text(start + length / 2, rank, micro_batch, fontsize=8, color="white", **MIDDLE)
+                    ink = colours["ink"] if chunk else ON_COLOUR
+                    axes.text(start + length / 2, rank, micro_batch, fontsize=8, color=ink, **MIDDLE)
             axes.set_title(f"{name}: {1 - ideal / end:.0%} of the time is waiting")
             axes.set_xlim(0, longest)
             axes.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)])

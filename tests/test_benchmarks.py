@@ -62,7 +62,7 @@ def test_the_picture_of_a_schedule_waits_as_long_as_the_docs_say(engine: str, mo
 
 @pytest.mark.budget(10, reason="imports torch's FSDP and process groups")
 def test_the_picture_of_zero_has_the_bytes_of_the_formula(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """16 bytes a parameter with AdamW, and 2 of the weights at work; all ranks have an equal share of each matrix."""
+    """16 bytes a parameter with AdamW, and 2 of the weights at work; the ranks of a group have equal shares."""
     monkeypatch.syspath_prepend(str(FOLDER))
     import diagrams
 
@@ -72,9 +72,15 @@ def test_the_picture_of_zero_has_the_bytes_of_the_formula(monkeypatch: pytest.Mo
     sizes = f"hidden_size: {hidden}, intermediate_size: {between}, num_attention_heads: {heads}"
     sizes += f", num_key_value_heads: {heads}, num_hidden_layers: {layers}, vocab_size: {vocabulary}"
     overrides = [f"model.model_config={{{sizes}, tie_word_embeddings: false}}", "model.dtype=bfloat16"]
-    shares = {0: (1, 2, 1, 1), 1: (1 / 8, 2, 1, 1 / 8), 2: (1 / 8, 2, 1 / 8, 1 / 8), 3: (1 / 8, 0, 1 / 8, 1 / 8)}
-    for stage, (weights, at_work, gradients, moments) in shares.items():
-        config = tiny_config(tmp_path, *overrides, f"parallelism.dp={ranks}", f"optimizer.zero_stage={stage}")
+    shares = [
+        (1, 2, 1, 1),
+        (1 / 8, 2, 1, 1 / 8),
+        (1 / 8, 2, 1 / 8, 1 / 8),
+        (1 / 8, 0, 1 / 8, 1 / 8),
+        (1 / 4, 0, 1 / 4, 1 / 4),
+    ]
+    for (stage, layout), (weights, at_work, gradients, moments) in zip(diagrams.STAGES.items(), shares, strict=True):
+        config = tiny_config(tmp_path, *overrides, f"parallelism.dp={ranks}", *layout)
         expected = [4 * count * weights, count * at_work, 4 * count * gradients, 8 * count * moments]
         assert list(diagrams.bytes_of_rank(config).values()) == pytest.approx(expected), stage
 

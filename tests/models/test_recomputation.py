@@ -1,4 +1,4 @@
-"""Selective recomputation gives the bits of none, in between in memory and in what runs twice."""
+"""Selective and elementwise recomputation give the bits of none, in between in memory and in what runs twice."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from kenotron.kernels.attention import attention
 from kenotron.kernels.attentions.masked import eager
 from kenotron.models import Context, build, initialize_model
 from kenotron.models.decoder import Decoder
+from kenotron.models.recomputation import checkpoint_options
 from kenotron.training.metrics import FlopsPerToken
 from support.layout_runs import problem_of_family
 
@@ -140,3 +142,19 @@ def test_hardware_flops_have_gate_up_and_down_twice(tmp_path: Path) -> None:
     again = 4 * 3 * 2 * 128 * 448
     assert selective.flops * (selective.hardware_factor - 1) == pytest.approx(again)
     assert full.hardware_factor > selective.hardware_factor
+
+
+@pytest.mark.parametrize(
+    ("recompute", "kept"), [("selective", ["q"]), ("elementwise", ["q", "gate"])], ids=["selective", "elementwise"]
+)
+def test_on_two_ranks_no_product_is_kept_that_a_sum_overwrites(recompute: Any, kept: list[str], tmp_path: Path) -> None:
+    config = problem_of_family("llama", *WIDE).config("accum=1", tmp_path).model.decoder
+    policy = checkpoint_options(recompute, config, tp=2)["context_fn"].args[0]
+    hidden, half = 128, 448 // 2
+    products = {"q": (hidden, hidden // 2), "gate": (hidden, half), "o": (hidden // 2, hidden), "down": (half, hidden)}
+    found = []
+    for name, (features, results) in products.items():
+        factors = torch.empty(LENGTH, features), torch.empty(features, results)
+        if policy(None, torch.ops.aten.mm.default, *factors) == CheckpointPolicy.MUST_SAVE:
+            found.append(name)
+    assert found == kept

@@ -191,9 +191,6 @@ class Decoder(nn.Module):
             block.compile()
 
     def set_recompute(self, recompute: Recompute, tp: int = 1, attention: bool = True) -> None:
-        """Whether blocks forget their activations, or most of them, and compute them again in backward.
-
-        "selective" keeps what `models.recomputation` says; without `attention`, none of its results.
-        """
+        """What blocks compute again in backward (`models.recomputation`); `attention`: keep its results."""
         self.model.recompute = recompute
         self.model.how = checkpoint_options(recompute, self.config, tp, attention)
