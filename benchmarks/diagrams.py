@@ -443,7 +443,7 @@ def draw_lazy(spans: list[Span], size: int, colours: dict[str, str], file: Path)
             published: "published",
             logged: "logged",
         }
-        for number, (at, said) in enumerate(moments.items()):
+        for number, (at, said) in enumerate(sorted(moments.items())):  # neighbours at two heights
             axes.axvline(at, color=colours["quiet"], linewidth=1, linestyle=(0, (4, 3)))
             axes.annotate(said, (at, -0.5), (3, 2 + 12 * (number % 2)), textcoords="offset points", fontsize=9)
         written = f"A checkpoint of {size / MIB:.0f} MiB, written at {DISK / 1e6:.0f} MB/s"
@@ -549,7 +549,7 @@ def draw_schedules(orders: dict[str, list[Work]], colours: dict[str, str], file:
         from matplotlib.patches import Patch
 
         shown = [Patch(color=colour, label=label) for colour, label in KINDS.values() if label]
-        shown.append(Patch(color="#2e86ab", alpha=0.6, label="lighter: the rank's second part of the layers"))
+        shown.append(Patch(color="#2e86ab", alpha=0.6, label="fainter: the rank's second part of the layers"))
         figure.legend(handles=shown, loc="outside lower left", ncols=4, frameon=False, labelcolor=colours["quiet"])
 
 
