@@ -251,6 +251,26 @@ def test_documents_of_cached_text_go_by_their_records(tmp_path: Path, shell: She
     assert said[0] == said[1]
 
 
+def test_documents_of_small_texts_are_found_behind_a_checkpoint(tmp_path: Path, shell: Shell) -> None:
+    """Each text holds out one that no fraction chose: the checkpoint says which, and so names their tokens."""
+    for name in ("a", "b"):
+        lines = [json.dumps({"text": f"{name}{number} " * 60}) for number in range(6)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    files = (tmp_path / f"{name}.jsonl" for name in ("a", "b"))
+    mixture = ", ".join(f"{{weight: 1, text_files: {file}}}" for file in files)
+    text = (*text_overrides(tmp_path)[1:], f"data_stages.0.data.dataset={{mixture: [{mixture}]}}")
+    keys = ("tokens.train_steps=4", "tokens.val_fraction=1e-9", "checkpoints.checkpoint_interval=2")
+    config = tiny_config(tmp_path, *text, *keys)
+    run = train_quietly(config)
+    assert len(run.data.held_out_hashes()) == 2
+    with open_run(config, 1, lambda line: None) as data:
+        origins = step_origins(data, 4)
+        named = {str(record): f"{file}:{n}" for (file, n), record in records_of_step(data, 4, origins).items()}
+    record = next(record for record, document in named.items() if _has_label(origins, document))
+    code, said, _ = shell("replay", tmp_path / "checkpoints", "--step", "4", "--without", record)
+    assert (code, "without these documents" in said) == (0, True)
+
+
 def _has_label(origins: list[SampleOrigin], document: str) -> bool:
     try:
         return bool(labels_of(origins, [document]))

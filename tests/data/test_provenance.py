@@ -147,6 +147,9 @@ TEXTS = {
     "c.jsonl": "".join(json.dumps({"text": f"line {n} of c" if n % 3 else ""}) + "\n" for n in range(30)),
     "d.txt": "short",
     "e.jsonl": "".join(json.dumps({"text": f"line {n} of e"}) + "\n" if n % 3 else " \n" for n in range(30)),
+    "f.jsonl": "".join(
+        ("{\n", '{"text": null}\n', json.dumps({"text": f"line {n} of f"}) + "\n")[n % 3] for n in range(60)
+    ),
 }
 
 
@@ -157,14 +160,14 @@ def test_documents_of_cached_text_are_those_of_their_records(
     """Checked by the tokens: those of the record, encoded anew."""
     for name, text in TEXTS.items():
         (tmp_path / name).write_text(text)
-    dataset = {"text_files": str(tmp_path), "packing": packing}
+    dataset = {"text_files": str(tmp_path), "packing": packing, "on_bad_document": "skip"}
     with open_run(config_of(dataset, val_fraction=0.2), 1, quiet) as data:
         source = data.stage_of(1).sources[0]
         assert isinstance(source, CachedText)
         found = list(records(source))
         train, tokenizer = source.cache.train, data.tokenizer
         assert [document for document, _ in found] == list(range(len(train.ends)))
-        assert {Path(record.file).name for _, record in found} >= {"a.jsonl", "b.txt", "c.jsonl", "e.jsonl"}
+        assert {Path(record.file).name for _, record in found} >= {*TEXTS} - {"d.txt"}
         for document, record in found:
             begin = int(train.ends[document - 1]) if document else 0
             text = tokenizer.decode(train.tokens[begin : int(train.ends[document]) - 1].tolist())

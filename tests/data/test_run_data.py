@@ -2,6 +2,7 @@
 
 import gzip
 import itertools
+import json
 import shutil
 import threading
 import time
@@ -367,6 +368,28 @@ def test_a_tokenizer_that_is_not_byte_level_counts_bytes_by_the_mean(texts, tmp_
         assert sum(size for _, size, _ in batches) == pytest.approx(split.bytes * labels / len(split.tokens))
 
 
+def test_the_token_that_ends_documents_has_bytes_where_a_text_has_it_within(tmp_path):
+    """Of length 32, so that some are a window's last label and some its first."""
+    lines = [json.dumps({"text": f"story {number} <|endoftext|>" * (1 + number % 5) + " end"}) for number in range(60)]
+    (tmp_path / "stories.jsonl").write_text("\n".join(lines))
+    with opened({"text_files": str(tmp_path / "stories.jsonl")}, val_fraction=0.3) as data:
+        split = data.stage_of(1).sources[0].cache.validation
+        ends = split.ends.astype(int)
+        assert (np.asarray(split.tokens)[ends - 1] == data.settings.eos).all()
+        assert (np.asarray(split.tokens) == data.settings.eos).sum() > 2 * len(ends)
+        first = len(data.tokenizer.decode(split.tokens[:1]).encode())
+        assert sum(size for _, size, _ in data.validation()) == split.bytes - first
+        assert split.bytes == sum(len(text.encode()) for text in validation_texts(data))
+
+
+def test_a_blank_row_is_not_what_a_small_set_validates_on(tmp_path):
+    texts = ["", "\n", *(f"document {number} of a small corpus\n" * 9 for number in range(4))]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    with opened({"text_files": str(tmp_path / "rows.jsonl")}, val_fraction=1e-12) as data:
+        assert min(texts[2:], key=text_hash) in list(validation_texts(data))
+        assert sum(size for _, size, _ in data.validation()) > 100
+
+
 def test_no_held_out_document_is_an_error_that_says_what_to_do(tmp_path):
     folder = write_texts(tmp_path / "one", count=1, words=400)
     with pytest.raises(InputError, match=r"no document is left for validation .* tokens\.val_fraction"):
@@ -402,6 +425,39 @@ def test_what_a_small_folder_has_held_out_stays_held_out_when_files_are_added(tm
         assert held not in data.tokenizer.decode(data.stage_of(1).sources[0].cache.train.tokens)
         assert set(validation_texts(data)) == {held, smaller}
         assert before in data.held_out_hashes()
+
+
+def three_of_five(folder):
+    """Two small texts of which none is below the fraction, one with the document that the other would hold out."""
+    texts = sorted((f"document {number} of a small corpus\n" * 30 for number in range(5)), key=text_hash)
+    for name, part in {"all": texts, "three": texts[:3], "others": texts[1:4]}.items():
+        (folder / name).mkdir()
+        for number, text in enumerate(part):
+            (folder / name / f"{number}.txt").write_text(text)
+    return [{"text_files": str(folder / name)} for name in ("all", "three", "others")]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("in_stages", [False, True])
+def test_what_no_text_is_trained_on_depends_on_neither_validation_nor_where_a_run_resumes(in_stages, streams, tmp_path):
+    everything, three, others = three_of_five(tmp_path)
+    first = others | ({"streaming": {}} if streams else {})
+    mixture = {"mixture": [everything | {"weight": 1}, first | {"weight": 1}]}
+    stages = [first, everything] if in_stages else [mixture]
+    no_validation = {"val_check_interval": -1, "limit_val_batches": 0}
+    other = {"val_datasets": [three], "val_samples": 4}
+    found = []
+    for changes in (other, no_validation) if in_stages and streams else ({"val_samples": 4}, other, no_validation):
+        config = run_config(*stages, val_fraction=1e-12, **changes)
+        with open_run(config, report=quiet) as data:
+            reserved, rows = data.sources.reserved, [each.tokens.tolist() for each in data.batch(1)]
+            saved = [data.held_out_hashes(), [data.batch(step) for step in range(2, 9)] and data.held_out_hashes()]
+        for held_out in saved:
+            with open_run(config, 8, report=quiet, held_out=held_out) as data:
+                assert data.sources.reserved == reserved
+        found.append((reserved, rows))
+    assert found == found[:1] * len(found)
+    assert len(found[0][0]) == 2 - in_stages - streams  # of each text of the first stage that is no stream
 
 
 # ---- a run that continues ----------------------------------------------------------------------------------

@@ -10,6 +10,22 @@ STREAMS = ("data/test_streams.py",)
 
 MUTANTS = [
     Mutant(
+        name="what-is-held-out-depends-on-validation",
+        file="data/open_stage.py",
+        find="return self.chosen if len(texts) > 1 else self.run.held_out",
+        replace="return self.chosen if len(texts) > 1 and self.run.validates else self.run.held_out",
+        why="a run that validates on other data trains on other samples, and resumed it holds out what it did not before",
+        tests=("data/test_run_data.py",),
+    ),
+    Mutant(
+        name="the-end-of-text-has-no-bytes-within-a-text",
+        file="data/held_out_batches.py",
+        find="            added[:used] &= at_borders[:, 1:]\n",
+        replace="            pass\n",
+        why="bits per byte of a text that writes the token out, as TinyStories does, are divided by too few bytes",
+        tests=("data/test_run_data.py",),
+    ),
+    Mutant(
         name="labels-not-shifted",
         file="data/batch.py",
         find="    labels = windows[:, 1:].astype(np.int64)\n",

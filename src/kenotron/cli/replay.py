@@ -24,6 +24,7 @@ from kenotron.config.errors import InputError, counted
 if TYPE_CHECKING:
     from kenotron.checkpoint.folders import CheckpointFolder
     from kenotron.config import Config
+    from kenotron.data.run import RunData
 
 COMPARED = ("lm_loss", "grad_norm", "state_hash", "lr")
 OWN = ("general.run", "tokens.train_steps")  # a replay needs the run's values of these
@@ -48,13 +49,15 @@ def replay(
     from kenotron.launch import launch
 
     config, start = _find(checkpoints, step)
-    read = start_of(config, start).in_run_steps(config)
+    begun = start_of(config, start)
+    read = partial(open_run, begun.in_run_steps(config), report=lambda line: None, held_out=begun.held_out)
     log = (log_dir or Path(config.logging.log_dir) / config.general.run) / "metrics.jsonl"
     logged = _metrics(log)
     if step not in logged:
         raise InputError(f"--step: expected a step of the log, which has {_range(logged)}, found {step}")
     if without:
-        without = _documents(read, step, without)
+        with read(step) as data:
+            without = _documents(data, step, without)
     with tempfile.TemporaryDirectory(prefix="kenotron-replay-") as temporary:
         again = _config(config, Path(temporary), step, overrides or [], without or [])
         if start is not None:
@@ -75,7 +78,7 @@ def replay(
         print("\n".join(differences))
         if any(": lr was " in line for line in differences):
             print("the run later continued with another schedule: its settings at that step are no longer known")
-        with open_run(read, step, lambda line: None) as data:
+        with read(step) as data:
             print("\n".join(of_step(data, int(differences[0].split()[1].rstrip(":")))[1]))
         sys.exit(1)
     for name in COMPARED[:2] if without else ():
@@ -114,20 +117,18 @@ def _find(checkpoints: Path, step: int) -> tuple[Config, CheckpointFolder | None
     return config, None
 
 
-def _documents(config: Config, step: int, without: list[str]) -> list[str]:
+def _documents(data: RunData, step: int, without: list[str]) -> list[str]:
     """`without`, records of cached text by their documents. Raises InputError for one that the step has no label of."""
-    from kenotron.data import open_run
     from kenotron.data.provenance import step_origins
     from kenotron.data.text_records import records_of_step
     from kenotron.observers.replay import labels_of
 
-    with open_run(config, step, lambda line: None) as data:
-        origins = step_origins(data, step)
-        documents: dict[str, list[str]] = {}
-        for (file, number), record in records_of_step(data, step, origins).items():
-            documents.setdefault(str(record), []).append(f"{file}:{number}")
-        without = [each for name in without for each in documents.get(name, [name])]
-        labels_of(origins, without)
+    origins = step_origins(data, step)
+    documents: dict[str, list[str]] = {}
+    for (file, number), record in records_of_step(data, step, origins).items():
+        documents.setdefault(str(record), []).append(f"{file}:{number}")
+    without = [each for name in without for each in documents.get(name, [name])]
+    labels_of(origins, without)
     return without
 
 

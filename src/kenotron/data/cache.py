@@ -277,7 +277,7 @@ def chosen_hash(texts: DocumentSource, val_fraction: float) -> int | None:
     """The hash of the one document that is held out because none falls below `val_fraction`; None where one does, or
     where there is but one. Remembered by content.
     """
-    note = cache_entry("known", f"limit {content_hash(texts)} {val_fraction!r}")
+    note = cache_entry("known", f"limit of texts {content_hash(texts)} {val_fraction!r}")
     try:
         limit = int(note.read_text())
     except (OSError, ValueError):  # not known, or a crash of the machine has left it empty

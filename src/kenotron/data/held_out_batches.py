@@ -7,9 +7,8 @@ token but the first of each source is a label once, and
 
     bits per byte = sum of losses / ln 2 / bytes
 
-is exact for byte-level tokenizers, whose every token is a known number of bytes (the end-of-document token is none:
-its cost counts, its bytes do not). For other tokenizers the bytes are the source's bytes per token times the labels,
-exact over the complete set.
+is exact for byte-level tokenizers, whose tokens are of known bytes (the one that ends a document none, within it
+that of its name). For others the bytes are the source's bytes per token times the labels, exact over the whole set.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class HeldOut:
     """Held-out samples of several sources, with their `labels`.
 
     `token_bytes` ``[vocab]`` are the bytes of every token where they are known, `bytes_per_token` the mean of each
-    source; None and 0 throughout where one of them has no text.
+    source; None and 0 throughout where one of them has no text. `eos` has no bytes where it ends a document.
     """
 
     sources: list[TokenSource]
@@ -38,6 +37,7 @@ class HeldOut:
     token_bytes: Int64 | None
     bytes_per_token: list[float]
     document_masking: bool
+    eos: int
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))
@@ -80,6 +80,9 @@ class HeldOut:
         batch.labels[windows[:, 1:] == PAD] = NO_LOSS
         np.maximum(batch.tokens, 0, out=batch.tokens)
         real = batch.labels != NO_LOSS
-        if self.token_bytes is not None:
-            return batch, float(self.token_bytes[batch.labels[real]].sum())
-        return batch, float(real.sum()) * self.bytes_per_token[number]
+        if self.token_bytes is None:
+            return batch, float(real.sum()) * self.bytes_per_token[number]
+        added = batch.labels == self.eos
+        if used and (at_borders := source.at_borders(index)) is not None:
+            added[:used] &= at_borders[:, 1:]
+        return batch, float(self.token_bytes[batch.labels[real & ~added]].sum())

@@ -137,19 +137,21 @@ class Sources:
             )
 
     @cached_property
-    def reserved(self) -> frozenset[int]:
-        """Hashes of the documents that are validated on because their set is small, or was when a checkpoint was saved
-        that the run begins with: no source trains on them. In a run with one text there is no other source.
-        """
-        texts = {s.name: s.spec for stage in self.stages for s in stage.sources if isinstance(s.spec, TextSpec)}
-        if not self.run.validates or len(texts) < 2:
-            return self.run.held_out
-        hashes: list[int | None] = [*self.run.held_out]
+    def chosen(self) -> frozenset[int]:
+        """Hashes of documents held out because their set is small, in the first stage, or where the run begins."""
+        hashes: set[int | None] = {*self.run.held_out}
         for source in self.stages[0].sources:
             if isinstance(source.spec, TextSpec):
                 with complete_keys(source.at):
-                    hashes.append(source.spec.reserved_hash(self.run))
+                    hashes.add(source.spec.reserved_hash(self.run))
         return frozenset(each for each in hashes if each is not None)
+
+    @cached_property
+    def reserved(self) -> frozenset[int]:
+        """`chosen`, which no text trains on, validation or none; an only one leaves its own out anyway."""
+        sources = (source for stage in self.stages for source in stage.sources)
+        texts = {(each.name, each.spec.is_stream) for each in sources if isinstance(each.spec, TextSpec)}
+        return self.chosen if len(texts) > 1 else self.run.held_out
 
     def check_held_out(self, stage: StagePlan) -> None:
         """Error (InputError): a stage would train on tokens of files that the first one, and so validation, holds out.

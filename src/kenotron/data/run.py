@@ -218,6 +218,7 @@ class RunData:
             token_bytes=self._token_bytes() if all_text else None,
             bytes_per_token=[mean or 0.0 for mean in means] if all_text else [0.0] * len(sources),
             document_masking=self.config.model.document_masking or any(each.masks_documents for each in opened),
+            eos=self.settings.eos,
         )
 
     @cached_property
@@ -245,11 +246,7 @@ class RunData:
 
     def _token_bytes(self) -> Int64 | None:
         table = self.tokenizer.token_bytes() if self.tokenizer else None
-        if self.tokenizer is None or table is None:
-            return None
-        table = np.pad(table, (0, max(0, self.settings.vocab_size - len(table))))
-        table[self.settings.eos] = 0
-        return table
+        return None if table is None else np.pad(table, (0, max(0, self.settings.vocab_size - len(table))))
 
     # ---- stages ----
 
@@ -328,11 +325,8 @@ class RunData:
         return found
 
     def held_out_hashes(self) -> list[str]:
-        """`TokenSource.held_out_hashes` of what is open by now, in hexadecimal: a run that begins here needs them."""
-        with self._lock:
-            opened = [future for future in self._opened.values() if future.done() and not future.exception()]
-        hashes = {each for future in opened for source in future.result().sources for each in source.held_out_hashes}
-        return [f"{each:016x}" for each in sorted(hashes | self.sources.run.held_out)]
+        """`Sources.chosen` in hexadecimal."""
+        return [f"{each:016x}" for each in sorted(self.sources.chosen)]
 
     def close(self) -> None:
         """Stop the work in the background."""

@@ -82,8 +82,6 @@ class TokenSource(ABC):
     """Mean UTF-8 bytes of a token; None where the tokens are not known to be text."""
     held_out_text_bytes: int | None = None
     """UTF-8 bytes of the held-out documents, if validation reads all of each; None: unknown, or only answers count."""
-    held_out_hashes: frozenset[int] = frozenset()
-    """Of documents that it holds out although their hashes are not below the fraction: their set is small, or was."""
     size_in_bytes: int | None = None
     """Of what is trained on, for a mixture by "size"."""
 
@@ -97,6 +95,10 @@ class TokenSource(ABC):
 
         Raises InputError for data that are wrong, with the file and the offset in it.
         """
+
+    def at_borders(self, indices: Int64) -> NDArray[np.bool_] | None:
+        """For held-out text: whether each token of these samples is its document's first or last; None: not known."""
+        return None
 
     @property
     def held_out(self) -> TokenSource:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from kenotron.config.errors import InputError
 from kenotron.data.sources.text import CachedText
-from kenotron.text.compression import decompressed
 from kenotron.text.documents import LONGEST_CHUNK, DocumentChunk, DocumentSource, split_long_chunk
-from kenotron.text.file_documents import FileDocuments, is_json
+from kenotron.text.file_documents import FileDocuments
 from kenotron.text.hash_split import assign_sides, hash_threshold
 from kenotron.text.hub_datasets import HubDocuments
 from kenotron.text.progress import progress
@@ -114,25 +112,12 @@ def _placed(texts: FileDocuments | HubDocuments) -> Iterator[tuple[DocumentChunk
     names, parts, before = part_names(texts), list(texts.byte_ranges(WHOLE)), 0
     with progress(f"reading {texts.name}", sum(part.size for part in parts), _report) as update:
         for part in parts:
-            name, numbers = names[part.part], _numbers(texts, part.part)
-            number = next(numbers, 0)
             for whole in texts.read(part):
                 cut = not isinstance(texts, FileDocuments) or texts.chunk is not None  # as `texts.documents` does
                 for chunk in split_long_chunk(whole, LONGEST_CHUNK) if cut else [whole]:
-                    yield chunk, Record(name, number)
-                number = next(numbers, 0) if whole.last else number
+                    yield chunk, Record(names[part.part], whole.record)
                 update(before + whole.done)
             before += part.size
-
-
-def _numbers(texts: FileDocuments | HubDocuments, part: int) -> Iterator[int]:
-    """The numbers of a part's records. Blank lines of JSON are counted, and are none."""
-    if not isinstance(texts, FileDocuments) or not is_json(texts.files[part]):
-        yield from count()
-    else:
-        with texts.files[part].open("rb") as raw:
-            lines = iter(decompressed(raw, texts.files[part].suffix).readline, b"")
-            yield from (number for number, line in enumerate(lines) if not line.isspace())
 
 
 def _report(line: str) -> None:

@@ -303,9 +303,9 @@ def _shard_chunks(texts: Sequence[DocumentSource], shard: InputShard, done: int)
     for number, byte_range in shard.byte_ranges:
         starts = True
         for chunk in texts[number].read(byte_range):
-            for text, read, ends in split_long_chunk(chunk, LONGEST_CHUNK):  # a text file's are short already
-                yield _ShardChunk(text, starts, ends, shard.number, done + read)
-                starts = ends
+            for each in split_long_chunk(chunk, LONGEST_CHUNK):  # a text file's are short already
+                yield _ShardChunk(each.text, starts, each.last, shard.number, done + each.done)
+                starts = each.last
         done += byte_range.size
 
 

@@ -43,11 +43,13 @@ class NoText(InputError):
 
 
 class DocumentChunk(NamedTuple):
-    """A document or a chunk of one: its text, the work done once it is read, and whether it is the document's last."""
+    """A document or a chunk of one: its text, the work done once it is read, whether it is the document's last, and in
+    which line or row from the beginning of its range it stands."""
 
     text: str
     done: int
     last: bool = True
+    record: int = 0
 
 
 class ByteRange(NamedTuple):
@@ -238,7 +240,7 @@ def split_long_chunk(chunk: DocumentChunk, longest: int) -> Iterator[DocumentChu
     waiting = ""
     for text in cut(_lines_of(chunk.text, longest), longest):
         if waiting:
-            yield DocumentChunk(waiting, chunk.done, last=False)
+            yield chunk._replace(text=waiting, last=False)
         waiting = text
     yield chunk._replace(text=waiting)
 

@@ -122,7 +122,7 @@ class FileDocuments(MayBeBad):
             for whole in self.read(ByteRange(part, 0, None, self._sizes[file])):
                 uncut = self.chunk is None or self.hook is not None  # a hook's may be JSON (text/sft.py)
                 for chunk in [whole] if uncut else split_long_chunk(whole, LONGEST_CHUNK):
-                    yield DocumentChunk(chunk.text, done + chunk.done, chunk.last)
+                    yield chunk._replace(done=done + chunk.done)
             done += self._sizes[file]
 
     def byte_ranges(self, size: int) -> Iterator[ByteRange]:
@@ -144,14 +144,14 @@ class FileDocuments(MayBeBad):
         if (rows := row_reader(_suffix(file))) is not None:
             start, stop = byte_range.start, byte_range.stop
             for found in rows.read(file, self.column, start, stop, self.hook, self.bad, LONGEST_CHUNK):
-                yield DocumentChunk(found.text, int(found.share * byte_range.size), found.last)
+                yield DocumentChunk(found.text, int(found.share * byte_range.size), found.last, found.row)
             return
         with _readable(file), file.open("rb") as raw:
             if not byte_range.start:
                 _refuse_other_form(raw, file)
             stream = decompressed(raw, _suffix(file))
-            for text, last in (self._rows if is_json(file) else self._chunks)(stream, raw, file, byte_range):
-                yield DocumentChunk(text, min(raw.tell() - byte_range.start, byte_range.size), last)
+            for text, last, line in (self._rows if is_json(file) else self._chunks)(stream, raw, file, byte_range):
+                yield DocumentChunk(text, min(raw.tell() - byte_range.start, byte_range.size), last, line)
 
     # ---- part by part, for a stream ----
 
@@ -206,15 +206,17 @@ class FileDocuments(MayBeBad):
 
     def _rows(
         self, stream: IO[bytes], raw: IO[bytes], file: AnyPath, byte_range: ByteRange
-    ) -> Iterator[tuple[str, bool]]:
+    ) -> Iterator[tuple[str, bool, int]]:
         with self._damage_reported(raw, file):
-            for text in json_documents(
+            for text, line in json_documents(
                 stream, self.column, file, byte_range.start, byte_range.stop, self.hook, self.bad
             ):
-                yield text, True
+                yield text, True, line
 
-    def _chunks(self, stream: IO[bytes], raw: IO[bytes], file: AnyPath, _: ByteRange) -> Iterator[tuple[str, bool]]:
-        """The chunks of a text file, each with whether it is the last."""
+    def _chunks(
+        self, stream: IO[bytes], raw: IO[bytes], file: AnyPath, _: ByteRange
+    ) -> Iterator[tuple[str, bool, int]]:
+        """The chunks of a text file, each with whether it is the last; all are of record 0."""
         waiting: str | None = None
         reader = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")  # closes `stream` with its own end
         with self._damage_reported(raw, file):
@@ -226,13 +228,13 @@ class FileDocuments(MayBeBad):
                     if waiting is None:
                         self._refuse_other_content(text, file)
                     else:
-                        yield waiting, False
+                        yield waiting, False, 0
                     waiting = text
             except UnicodeDecodeError as error:
                 found, place = error.object[error.start], stream.tell() - len(error.object) + error.start
                 self.bad(f"{file}: not UTF-8 (byte 0x{found:02x} at {place:,}: {error.reason}); convert it first")
         if waiting is not None:
-            yield waiting, True
+            yield waiting, True, 0
 
     def _refuse_other_content(self, text: str, file: AnyPath) -> None:
         """Raises InputError for the start of a text that is no text: JSON, an archive, two bytes a character."""

@@ -50,10 +50,12 @@ def hash_threshold(chunks: Iterable[DocumentChunk], fraction: float) -> int:
     """The number below which a text's hash must fall for it to be held out.
 
     That is `threshold_of_fraction`, known at the first text below it. If none of two or more different texts is below
-    it, the threshold is just above the smallest hash.
+    it, the threshold is just above the smallest hash. Blank texts do not count: nothing could be validated on them.
     """
     limit, smallest, largest = threshold_of_fraction(fraction), 2**64, -1
     for chunk in chunks:
+        if not chunk.text.strip():
+            continue
         value = text_hash(chunk.text)
         if value < limit:
             return limit

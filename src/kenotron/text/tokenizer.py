@@ -99,12 +99,12 @@ class TextTokenizer:
     def token_bytes(self) -> NDArray[np.int64] | None:
         """Length in UTF-8 bytes of every token, ``[vocab_size]``, or None if the tokenizer is not byte-level.
 
-        A byte-level vocabulary writes each byte as one character. What is put around a text has no bytes; any other
-        special token has those of its name, for it was in the text.
+        A byte-level vocabulary writes each byte as one character. What is put before a text has no bytes; any other
+        special token has those of its name, for a text may have it.
         """
         if not self.is_byte_level:
             return None
-        around = {self.eos_token_id, self.bos_token_id, self.pad_token_id, *self.encode("")}
+        around = {self.bos_token_id, *self.encode("")} - {self.eos_token_id}
         length = np.zeros(self.vocab_size, dtype=np.int64)
         for token, number in self.backend.get_vocab(with_added_tokens=False).items():
             length[number] = len(token)

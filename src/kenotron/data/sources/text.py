@@ -247,8 +247,6 @@ class CachedText(SampleRange):
         self.size_in_bytes = cache.train.bytes
         if len(held_out):
             held_out.bytes_per_token = cache.validation.bytes / len(cache.validation.tokens)
-        own = chosen_hash(texts, val_fraction) if cache.smallest_hash else None
-        self.held_out_hashes = frozenset(chosen) | ({own} if own is not None else set())
         if not rules.examples:
             self.held_out_text_bytes = cache.validation.bytes
 

@@ -89,6 +89,13 @@ class HeldOutWindows(TokenSource):
             documents = np.searchsorted(self.split.ends, places, side="right").astype(np.int64)
         return Samples(rows, documents, mask)
 
+    def at_borders(self, indices: Int64) -> NDArray[np.bool_]:
+        """Whether each token ``[n, S + 1]`` of the windows is the first or the last one of its document."""
+        places = (indices[:, None] * self.sequence_length + np.arange(self.sequence_length + 2)).astype(np.uint64)
+        ends = self.split.ends
+        begins = np.searchsorted(ends, places, side="right") > np.searchsorted(ends, places, side="left")
+        return begins[:, :-1] | begins[:, 1:]
+
 
 def document_numbers(ends: NDArray[np.uint64], starts: Int64, size: int, name: str) -> Int64:
     """Document of every token ``[n, size]`` of the windows that begin at `starts` ``[n]``.
