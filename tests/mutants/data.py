@@ -14,7 +14,7 @@ MUTANTS = [
         file="data/open_stage.py",
         find="return self.chosen if len(texts) > 1 else self.run.held_out",
         replace="return self.chosen if len(texts) > 1 and self.run.validates else self.run.held_out",
-        why="a run that validates on other data trains on other samples, and resumed it holds out what it did not before",
+        why="a run that validates on other data trains on other samples, and resumed holds out what it did not",
         tests=("data/test_run_data.py",),
     ),
     Mutant(
