@@ -223,7 +223,7 @@ def _tokenize(
             yield piece if rules.max_tokens is None else piece._replace(last=True)
 
     started = time.monotonic()
-    limit = hash_threshold(watched(), val_fraction)
+    limit = _threshold(texts, val_fraction, watched())
     with contextlib.ExitStack() as stack:
         update = stack.enter_context(progress(f"tokenizing {texts.name}", texts.size, report))
         writers = {
@@ -275,15 +275,21 @@ def content_hash(texts: DocumentSource) -> str:
 
 def chosen_hash(texts: DocumentSource, val_fraction: float) -> int | None:
     """The hash of the one document that is held out because none falls below `val_fraction`; None where one does, or
-    where there is but one. Remembered by content.
+    where there is but one.
     """
+    limit = _threshold(texts, val_fraction, texts.documents())
+    return limit - 1 if limit > threshold_of_fraction(val_fraction) else None
+
+
+def _threshold(texts: DocumentSource, val_fraction: float, documents: Iterator[DocumentChunk]) -> int:
+    """`hash_threshold` of the `documents` of `texts`, remembered by content: it may take all of them."""
     note = cache_entry("known", f"limit of texts {content_hash(texts)} {val_fraction!r}")
     try:
-        limit = int(note.read_text())
+        return int(note.read_text())
     except (OSError, ValueError):  # not known, or a crash of the machine has left it empty
-        limit = hash_threshold(texts.documents(), val_fraction)
+        limit = hash_threshold(documents, val_fraction)
         _remember(note, str(limit))
-    return limit - 1 if limit > threshold_of_fraction(val_fraction) else None
+        return limit
 
 
 def _remember(note: Path, text: str) -> None:
