@@ -32,7 +32,7 @@ from unittest import mock
 import numpy as np
 
 from kenotron.checkpoint.durable import HashedFile
-from pictures import COLOURS, QUICKSTART, ROOT, THEMES, drawing
+from pictures import COLOURS, QUICKSTART, ROOT, THEMES, draw_chosen, drawing
 from slow_disk import RATE, slow_file
 
 if TYPE_CHECKING:
@@ -585,13 +585,7 @@ DRAWN = {draw.__name__: draw for draw in (zero, mesh, mixture, lazy, schedules, 
 def main() -> None:
     """Draw what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures")
-    parser.add_argument("--only", choices=DRAWN)
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    for name, draw in DRAWN.items():
-        if given.only in (None, name):
-            draw(given.out)
+    draw_chosen(parser, DRAWN)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -290,17 +290,22 @@ DRAWN: dict[str, Callable[[Path, Path], None]] = {
 }
 
 
+def draw_chosen(parser: argparse.ArgumentParser, drawn: Mapping[str, Callable[..., None]], *before: str) -> None:
+    """Draw the pictures that the command line asks for, each into a folder, with the options `before` it."""
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures")
+    parser.add_argument("--only", choices=drawn)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    for name, draw in drawn.items():
+        if given.only in (None, name):
+            draw(*(getattr(given, option).absolute() for option in before), given.out)
+
+
 def main() -> None:
     """Draw what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=ROOT / "build" / "pictures", help="folder of the runs, kept")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures")
-    parser.add_argument("--only", choices=DRAWN)
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    for name, draw in DRAWN.items():
-        if given.only in (None, name):
-            draw(given.runs.absolute(), given.out)
+    draw_chosen(parser, DRAWN, "runs")
 
 
 if __name__ == "__main__":

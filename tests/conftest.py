@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = marker.args[0] if marker else fewest
         spread = {round(number * (len(each) - 1) / max(kept - 1, 1)) for number in range(kept)}
         left_out.update(case for number, case in enumerate(each) if number not in spread and len(each) > kept)
-    config.hook.pytest_deselected(items=sorted(left_out, key=items.index))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
 
