@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kenotron.config.loading import load
 from support.tiny_run import REPOSITORY, tiny_config
 
 FOLDER = REPOSITORY / "benchmarks"
@@ -144,3 +145,23 @@ def test_the_picture_of_a_lazy_checkpoint_has_the_times_of_its_files(
     assert found["write"][-1].end < manifest + 0.02  # a file's time is that of the kernel's last tick
     assert manifest < published + 0.02
     assert published < logged
+
+
+@pytest.mark.parametrize("file", sorted((FOLDER / "leaderboard").glob("*.yaml")), ids=lambda file: file.stem)
+def test_an_entry_of_the_leaderboard_is_a_valid_run_on_its_texts(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import leaderboard
+
+    leaderboard.check(file)
+    assert load(file).general.run == file.stem
+
+
+def test_a_run_that_validates_on_other_text_cannot_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import leaderboard
+
+    text = (REPOSITORY / "examples" / "quickstart.yaml").read_text(encoding="utf-8")
+    file = tmp_path / "entry.yaml"
+    file.write_text(text.replace("val_fraction: 0.05", "val_fraction: 0.01"), encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"entry.yaml: tokens.val_fraction: expected 0.05, found 0.01"):
+        leaderboard.check(file)
