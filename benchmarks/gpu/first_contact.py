@@ -38,6 +38,7 @@ import torch.nn.functional as F  # noqa: E402
 from cases import Case  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from kenotron.kernels.fused import use_kernels  # noqa: E402
 from kenotron.parallel.device import synchronize  # noqa: E402
 
 if TYPE_CHECKING:
@@ -290,7 +291,7 @@ def loss(device: torch.device) -> Iterator[str]:
         linear_cross_entropy(a, b, labels, scale=1e-4)[0].backward()
 
     for kind in ("torch", "triton") if on_gpu else ("torch",):
-        with patch.dict(os.environ, KENOTRON_KERNELS=kind):
+        with use_kernels(kind):
             off = abs(float(linear_cross_entropy(hidden[:64], weight, labels[:64], scale=1.0)[0]) / exact - 1)
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()

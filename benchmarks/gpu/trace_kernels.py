@@ -1,7 +1,7 @@
 """Where the time of a training step goes on a GPU: its kernels by time, and how long the GPU waits.
 
 python benchmarks/gpu/trace_kernels.py "llama-3.2-1b 4096" model.compile=true
-KENOTRON_KERNELS=torch python benchmarks/gpu/trace_kernels.py "llama-3.1-8b 4096 selective"
+python benchmarks/gpu/trace_kernels.py "llama-3.1-8b 4096 selective" model.kernels=torch
 
     llama-3.2-1b 4096 model.compile=true: 144.4 ms a step, 56,740 tokens/s, 27.5 GiB at most, first step 13.7 s
     1,506 kernels, 136.1 ms of 141.4 busy
@@ -28,6 +28,7 @@ import torch
 from cases import find
 from torch.autograd import DeviceType
 
+from kenotron.kernels.fused import use_kernels
 from kenotron.launch import set_defaults
 from kenotron.parallel.device import best_device, memory, synchronize
 from kenotron.parallel.mesh import Mesh
@@ -44,6 +45,7 @@ def main(name: str, *overrides: str) -> None:
     config = case.config(Path(tempfile.mkdtemp()), *overrides)
     batches = [case.batch(config.model.decoder.vocab_size)] * config.tokens.batch_accumulation_per_replica
     run = build_run(config, Mesh(), device)
+    use_kernels(config.model.kernels).__enter__()  # to the end of the process
 
     def steps(count: int) -> float:
         synchronize(device)

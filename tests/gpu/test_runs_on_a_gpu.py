@@ -68,11 +68,9 @@ def test_losses_in_fp32_are_those_of_the_cpu(
 
 
 @pytest.mark.parametrize("model", ["llama", "mixtral"])
-def test_torchs_operators_have_the_cpus_losses(
-    model: str, device: torch.device, on_cpu: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KENOTRON_KERNELS", "torch")  # by default those in Triton compute
-    assert distance(losses(train_on(device, tmp_path, model=model)), on_cpu(model)) <= CLOSE
+def test_torchs_operators_have_the_cpus_losses(model: str, device: torch.device, on_cpu: Run, tmp_path: Path) -> None:
+    by_torch = losses(train_on(device, tmp_path, "model.kernels=torch", model=model))  # else those in Triton compute
+    assert distance(by_torch, on_cpu(model)) <= CLOSE
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["whole sequences", "packed documents"])
@@ -181,7 +179,6 @@ def test_a_run_with_the_kernels_in_triton_has_the_same_losses(
             return kernel
 
         monkeypatch.setattr(module, "fused", counted)
-    monkeypatch.setenv("KENOTRON_KERNELS", "triton")
-    found = losses(train_on(gpu_only, tmp_path, f"model.dtype={dtype}"))
+    found = losses(train_on(gpu_only, tmp_path, f"model.dtype={dtype}", "model.kernels=triton"))
     assert set(used) == {"rms_norm.rms_norm", "rope.apply_rope", "swiglu.silu_and_multiply"}
     assert distance(found, on_cpu()) <= tolerance

@@ -19,6 +19,7 @@ import torch
 from kenotron.config.errors import InputError
 from kenotron.kernels import mamba_packages
 from kenotron.kernels.causal_conv import causal_conv
+from kenotron.kernels.fused import use_kernels
 from kenotron.kernels.selective_scan import selective_scan
 from support import mamba_on_cpu
 from support.layout_runs import Problem, Seen, expect_the_same, problem_of_family, train_alone, train_on_layout
@@ -145,7 +146,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         setattr(module, function, mamba_on_cpu.KERNELS[name])
         monkeypatch.setitem(sys.modules, where, module)
     monkeypatch.setattr(mamba_packages.logger, "propagate", True)
-    monkeypatch.delenv("KENOTRON_KERNELS", raising=False)
     mamba_packages._from_package.cache_clear()
     yield modules
     mamba_packages._from_package.cache_clear()
@@ -171,8 +171,8 @@ def test_where_torch_computes(installed: set[str], monkeypatch: pytest.MonkeyPat
         patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
         assert mamba_packages.packaged(name, on_a_gpu()) is None
     for chosen, used in (("torch", False), ("triton", True)):
-        monkeypatch.setenv("KENOTRON_KERNELS", chosen)
-        assert (mamba_packages.packaged(name, on_a_gpu()) is not None) == used
+        with use_kernels(chosen):
+            assert (mamba_packages.packaged(name, on_a_gpu()) is not None) == used
 
 
 def test_what_is_missing_or_broken_is_logged(
@@ -184,5 +184,5 @@ def test_what_is_missing_or_broken_is_logged(
     said = "Kernel of selective_scan: torch; selective_scan_cuda is not installed (pip install 'kenotron[mamba]')"
     assert caplog.messages == [said]
     monkeypatch.setitem(sys.modules, "causal_conv1d", None)
-    with pytest.raises(InputError, match=r"KENOTRON_KERNELS=torch does without causal_conv1d: cannot import"):
+    with pytest.raises(InputError, match=r"model.kernels: torch does without causal_conv1d: cannot import"):
         mamba_packages.packaged("causal_conv", on_a_gpu())

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -14,8 +11,9 @@ from torch import Tensor
 
 from kenotron.kernels import products
 from kenotron.kernels.experts import expert_mlp
+from kenotron.kernels.fused import use_kernels
 from kenotron.kernels.linear_cross_entropy import linear_cross_entropy
-from kenotron.kernels.products import is_zen_5, linear, on_onednn, rows_by_matrix, rows_by_rows
+from kenotron.kernels.products import backward_in_halves, is_zen_5, linear, on_onednn, rows_by_matrix, rows_by_rows
 
 TOLERANCE = 2e-6  # of the largest element
 pytestmark = pytest.mark.skipif(not products.has_onednn(), reason="this torch has no oneDNN")
@@ -39,9 +37,12 @@ def test_processors_that_onednn_is_for(cpuinfo: str, expected: bool) -> None:
     assert is_zen_5(cpuinfo) == expected
 
 
-def test_the_environment_can_leave_all_products_to_torch() -> None:
-    code = "from kenotron.kernels import products; assert not products.ONEDNN"
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "KENOTRON_KERNELS": "torch"}, check=True)
+def test_a_run_can_leave_all_products_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "ONEDNN", True)
+    x, weight = draw(1024, 64), draw(64, 64)
+    with use_kernels("torch"):
+        assert not on_onednn(x, weight)
+    assert on_onednn(x, weight)
 
 
 @pytest.fixture(params=[False, True], ids=["torch", "onednn"])
@@ -137,8 +138,9 @@ def test_where_backward_is_split_torch_has_its_own_linear(monkeypatch: pytest.Mo
     monkeypatch.setattr(products, "ONEDNN", True)
     x, weight = draw(1024, 64).requires_grad_(), draw(64, 64).requires_grad_()
     assert "kenotron" in str(linear(x, weight).grad_fn)
-    monkeypatch.setattr(products, "HALVES", True)
-    assert "kenotron" not in str(linear(x, weight).grad_fn)
+    with backward_in_halves(True):
+        assert "kenotron" not in str(linear(x, weight).grad_fn)
+    assert "kenotron" in str(linear(x, weight).grad_fn)
 
 
 def test_what_onednn_is_not_for(monkeypatch: pytest.MonkeyPatch) -> None:

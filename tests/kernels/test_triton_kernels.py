@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kenotron.config.errors import InputError
-from kenotron.kernels.fused import _measured, fused
+from kenotron.kernels.fused import _measured, fused, use_kernels
 from support.tiny_run import REPOSITORY
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: pip install 'kenotron[triton]'")
@@ -57,7 +57,6 @@ def test_they_compute_on_nvidias_gpus_and_where_they_are_asked_for(monkeypatch):
         sys.modules, "kenotron.kernels.triton.rope", SimpleNamespace(apply_rope="the kernel", __name__="rope")
     )
     monkeypatch.setitem(sys.modules, "kenotron.kernels.triton", SimpleNamespace(__path__=[]))
-    monkeypatch.delenv("KENOTRON_KERNELS", raising=False)
     for triton, hip, expected in (("there", None, "the kernel"), (None, None, None), ("there", "7.0", None)):
         monkeypatch.setattr("kenotron.kernels.fused.find_spec", lambda name, found=triton: found)
         monkeypatch.setattr("torch.version.hip", hip)
@@ -65,22 +64,18 @@ def test_they_compute_on_nvidias_gpus_and_where_they_are_asked_for(monkeypatch):
         assert fused("rope.apply_rope", on_a_gpu()) == expected
     _measured.cache_clear()
     assert fused("rope.apply_rope", torch.ones(3)) is None
-    monkeypatch.setenv("KENOTRON_KERNELS", "torch")
-    assert fused("rope.apply_rope", on_a_gpu()) is None
-    monkeypatch.setenv("KENOTRON_KERNELS", "triton")
-    assert fused("rope.apply_rope", on_a_gpu()) == "the kernel"
-    assert fused("rope.apply_rope", on_a_gpu(torch.float64)) is None
-    assert fused("rope.apply_rope", on_a_gpu(count=0)) is None
-    assert fused("rope.apply_rope", torch.ones(3)) is None
-    monkeypatch.setenv("KENOTRON_KERNELS", "tritn")
-    with pytest.raises(InputError, match=r"KENOTRON_KERNELS: expected one of torch, triton, found 'tritn'; did you"):
-        fused("rope.apply_rope", on_a_gpu())
+    with use_kernels("torch"):
+        assert fused("rope.apply_rope", on_a_gpu()) is None
+    with use_kernels("triton"):
+        assert fused("rope.apply_rope", on_a_gpu()) == "the kernel"
+        assert fused("rope.apply_rope", on_a_gpu(torch.float64)) is None
+        assert fused("rope.apply_rope", on_a_gpu(count=0)) is None
+        assert fused("rope.apply_rope", torch.ones(3)) is None
 
 
 def test_a_missing_triton_is_said(monkeypatch):
-    monkeypatch.setenv("KENOTRON_KERNELS", "triton")
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in ("kenotron.kernels.triton.swiglu",):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(InputError, match=r"KENOTRON_KERNELS=triton: cannot import .*triton"):
+    with use_kernels("triton"), pytest.raises(InputError, match=r"model.kernels: triton: cannot import .*triton"):
         fused("swiglu.silu_and_multiply", on_a_gpu())

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
+from kenotron.config.errors import PeerFailed
+from kenotron.parallel.ranks import comes_from_another_rank
 from support.nursery import Finished, Nursery
 from support.tiny_run import REPOSITORY, environment, tiny_yaml
 
@@ -20,6 +23,25 @@ pytestmark = pytest.mark.budget(20, reason="ranks are real processes here, and e
 TWO = ("parallelism.dp=2", "tokens.micro_batch_size=2")
 # From the last step that was written to the end of the command: a second or two on an idle machine; hanging, 600.
 GRACE_S = 100.0
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:544] Connection closed by peer"), True),
+        (dist.DistNetworkError("the store is gone"), True),
+        (PeerFailed("rank 1: no space left"), True),
+        (FileNotFoundError("/data/gloo/x.jsonl"), False),
+        (RuntimeError("cannot open gloom.txt"), False),
+        (ValueError("gloo"), False),
+    ],
+    ids=repr,
+)
+def test_another_ranks_end_is_known_by_the_error(error: Exception, expected: bool) -> None:
+    assert comes_from_another_rank(error) == expected
+    outer = ValueError("while saving")
+    outer.__cause__ = error
+    assert comes_from_another_rank(outer) == expected
 
 
 def on_rank_1(what: str, *overrides: str) -> tuple[str, ...]:

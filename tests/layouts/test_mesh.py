@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from operator import attrgetter
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ DEGREES = {"pp": 2, "dp_shard": 2, "tp": 2}
 
 def test_every_group_is_declared_by_an_axis_and_every_axis_names_declared_groups():
     assert {group for axis in AXES for group in axis.groups} == GROUPS.keys() - {"world"}
-    assert axes_of("world") == NAMES
+    assert axes_of("world") == NAMES == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     assert axes_of("loss") == ("pp", "dp_replicate", "dp_shard", "cp")
     assert axes_of("tp") == ("tp",)
 
@@ -65,15 +64,18 @@ def test_groups_are_rows_of_the_grid_and_ranks_their_row_major_numbers():
             assert name != "loss" or representatives == 2, "one for each of the two batches"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "distributed_c10d._get_default_store",
-        "distributed_c10d._world.pg_map",
-        "distributed_c10d._world.pg_names",
-        "device_mesh.DeviceMesh._concatenate",
-        "device_mesh.DeviceMesh._flatten",
-    ],
-)
-def test_torch_still_has_what_torch_internals_uses(name: str):
-    assert attrgetter(name)(torch.distributed) is not None
+def members_of_experts(rank: int) -> dict[str, list[int]]:
+    mesh = build_mesh({"dp_shard": 4, "expert_replicas": 2, "ep": 2, "tp": 2}, 8, "cpu")
+    groups = {name: mesh.group(name) for name in ("gradient", "expert_replicas", "ep", "tp")}
+    members = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
+    assert all(members[name][mesh.rank(name)] == rank for name in members)
+    return members
+
+
+def test_experts_count_the_ranks_of_gradient_once_more() -> None:
+    for rank, members in enumerate(run_ranks(8, members_of_experts)):
+        replica, number, tp = rank // 4, rank // 2 % 2, rank % 2
+        assert members["gradient"] == [2 * dp + tp for dp in range(4)]
+        assert members["ep"] == [4 * replica + tp, 4 * replica + 2 + tp]
+        assert members["expert_replicas"] == [2 * number + tp, 4 + 2 * number + tp]
+        assert members["tp"] == [rank - tp, rank - tp + 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,3 +130,14 @@ def test_a_changed_file_is_an_error(
     with pytest.raises(InputError, match=r"ids\.npy: the file has changed since it was opened"):
         array[15_000:15_010]
     np.testing.assert_array_equal(opened(url)[:], ids + 1)
+
+
+def test_a_gcsfs_without_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gcsfs.core import GCSFileSystem
+
+    async def request(self: object) -> None: ...
+
+    monkeypatch.setattr(GCSFileSystem, "_request", request)
+    monkeypatch.delitem(sys.modules, "kenotron.storage.google", raising=False)
+    with pytest.raises(InputError, match=r"gs://: gcsfs [\d.]+ has no GCSFileSystem\._request\.__wrapped__"):
+        importlib.import_module("kenotron.storage.google")

@@ -584,6 +584,7 @@ OWN_TESTS = {
     "test_uploads.py": """
         Checkpoints.staging_path Checkpoints.remove_after_upload S3Upload.upload_s3_path S3Upload.remove_after_upload
         S3Upload.s5cmd_numworkers S3Upload.s5cmd_concurrency S3Upload.s5cmd_path""",
+    "test_products.py": "Model.kernels",
     "test_nonfinite_steps.py": "Optimizer.skip_nonfinite_steps",
     "test_nonfinite_cause.py": "Profiler.detect_anomaly",
     "test_spikes.py": "Optimizer.spikes Spikes.z_score Spikes.window Spikes.snapshot_every Spikes.max_rollbacks",

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from kenotron.checkpoint.durable import FileRecord, hash_file, replace_text
 from kenotron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from kenotron.config.errors import CheckpointError, nearest
+from kenotron.config.errors import CheckpointError, PeerFailed, nearest
 from kenotron.parallel.ranks import gather, raise_on_any_rank, rank_and_size, ranks_with, run_on_rank0
 from kenotron.storage.files import sync_folder
 
@@ -118,7 +118,7 @@ def verify_together(path: Path | str) -> list[str]:
     path = Path(path)
     try:
         manifest = raise_on_any_rank(lambda: read_manifest(path))
-    except CheckpointError as error:
+    except (CheckpointError, PeerFailed) as error:
         return [str(error)]
     return check_together(path, manifest.files)
 

@@ -36,11 +36,15 @@ class RunFailed(Exception):
 
 
 class PeerFailed(Exception):
-    """Another rank failed, on `machine`, and reports the cause; this one only exits. Exit code 1."""
+    """Another rank failed, on `machine`, and reports the cause, which may be any error; this one only exits, with 1."""
 
     def __init__(self, cause: str, machine: str = "") -> None:
         super().__init__(cause)
         self.machine = machine
+
+
+FOR_USERS = (InputError, RunFailed, PeerFailed)
+"""Errors whose message says all: nobody needs a traceback."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -130,6 +130,6 @@ def _from_package(name: str) -> Kernel | None:
     if find_spec(module) is None:
         logger.info("Kernel of %s: torch; %s is not installed (pip install 'kenotron[mamba]')", name, module)
         return None
-    theirs = import_dotted(path, f"{KEY}=torch does without {path.partition('.')[0]}")
+    theirs = import_dotted(path, f"{KEY}: torch does without {path.partition('.')[0]}")
     logger.info("Kernel of %s: %s", name, path)
     return partial(function, theirs)

@@ -5,12 +5,14 @@ times a matrix of 2048: 205 with MKL, 450 with oneDNN, and 205 -> 420, 218 -> 40
 
 oneDNN's operator, which Inductor uses, too, is private to torch, returns new memory, and reads its first factor row by
 row: for ``dy^T x`` one of the two is transposed before. On other CPUs, and in other dtypes, everything here is torch's
-own product; with ``KENOTRON_KERNELS=torch`` everywhere (but in decoding, `generation.packed`).
+own product; with ``model.kernels: torch`` everywhere (but in decoding, `generation.packed`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +45,37 @@ def is_zen_5(cpuinfo: str) -> bool:
     return "AuthenticAMD" in cpuinfo and "avx512f" in cpuinfo and family is not None and int(family[1]) >= ZEN_5
 
 
-_possible = torch.backends.mkl.is_available() and has_onednn() and chosen() != "torch"
+_possible = torch.backends.mkl.is_available() and has_onednn()
 _cpuinfo = Path("/proc/cpuinfo")
-HALVES = False  # a pipeline engine splits the backward of linears in two, which an operator of ours does as a whole
 ONEDNN = _possible and _cpuinfo.exists() and is_zen_5(_cpuinfo.read_text())  # a constant: compiled blocks have one kind
+_whole = True  # by `backward_in_halves`
+
+
+@contextmanager
+def backward_in_halves(halves: bool) -> Iterator[None]:
+    """Within, if `halves`, linears are torch's: a pipeline engine splits their backward, which ours does as a whole."""
+    global _whole
+    before, _whole = _whole, not halves
+    try:
+        yield
+    finally:
+        _whole = before
+
+
+def uses_onednn() -> bool:
+    """Whether products in fp32 go through oneDNN on this processor in this run."""
+    return ONEDNN and chosen() != "torch"
 
 
 def on_onednn(x: Tensor, matrix: Tensor) -> bool:
     """Whether the product of x ``[..., in]`` and matrix ``[out, in]`` is computed by oneDNN here."""
-    suits = ONEDNN and x.dtype == matrix.dtype == torch.float32 and x.device.type == "cpu"
+    suits = uses_onednn() and x.dtype == matrix.dtype == torch.float32 and x.device.type == "cpu"
     return suits and x.numel() * matrix.shape[0] >= SMALL
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`: x ``[..., in]``, weight ``[out, in]``, bias ``[out]`` → ``x W^T + b``, ``[..., out]``."""
-    if on_onednn(x, weight) and not HALVES and not torch.is_autocast_enabled("cpu"):
+    if _whole and on_onednn(x, weight) and not torch.is_autocast_enabled("cpu"):
         return torch.ops.kenotron.rows_by_matrix(x, weight, bias)
     return F.linear(x, weight, bias)
 

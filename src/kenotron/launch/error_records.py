@@ -8,7 +8,8 @@ import time
 import traceback
 from pathlib import Path
 
-from kenotron.config.errors import InputError, RunFailed
+from kenotron.config.errors import FOR_USERS, InputError
+from kenotron.parallel.ranks import describe
 from kenotron.storage.files import replace_file
 
 ENDED_BY_ANOTHER = 75  # exit code of a rank that ended because another did
@@ -19,20 +20,10 @@ def record(error: Exception) -> int:
 
     torchrun shows the call stack of its records and not their message, so wrong input has its message there, too.
     """
-    code = 2 if isinstance(error, InputError) else 1
-    stack = "" if _is_for_users(error) else "".join(traceback.format_exception(error))
+    code, for_users = 2 if isinstance(error, InputError) else 1, isinstance(error, FOR_USERS)
+    stack = "" if for_users else "".join(traceback.format_exception(error))
     stack = f"error: {error}" if code == 2 else stack
-    details = {"py_callstack": stack, "timestamp": str(int(time.time()))}
-    content = {"message": {"message": in_a_line(error), "errorCode": code, "extraInfo": details}}
+    details = {"py_callstack": stack, "timestamp": str(int(time.time())), "for_users": for_users}
+    content = {"message": {"message": describe(error), "errorCode": code, "extraInfo": details}}
     replace_file(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), json.dumps(content).encode(), durable=False)
     return code
-
-
-def in_a_line(error: BaseException) -> str:
-    """The error as the command line prints it: with its type, unless its message is meant for users."""
-    return str(error) if _is_for_users(error) else f"{type(error).__name__}: {error}"
-
-
-def _is_for_users(error: BaseException) -> bool:
-    """Whether the message says all, and needs no traceback."""
-    return isinstance(error, InputError | RunFailed)

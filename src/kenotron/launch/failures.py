@@ -35,9 +35,9 @@ import torch.distributed as dist
 from kenotron.config.errors import PeerFailed, RunFailed
 from kenotron.launch import hangs
 from kenotron.launch.environment import started_by_kenotron
-from kenotron.launch.error_records import ENDED_BY_ANOTHER, in_a_line, record
+from kenotron.launch.error_records import ENDED_BY_ANOTHER, record
 from kenotron.observers.data_stall import place_of
-from kenotron.parallel.ranks import comes_from_another_rank
+from kenotron.parallel.ranks import comes_from_another_rank, describe
 from kenotron.parallel.shared_memory import abandon
 from kenotron.parallel.torch_internals import default_store
 
@@ -126,8 +126,8 @@ class Watch:
             return self._report_hang(hangs.call_that_raised(error))
         if comes_from_another_rank(error):
             self._wait_for_failure(CAUSE_WITHIN_S)
-        if self._write(Failure(self.rank, in_a_line(error))):
-            return None
+        if self._write(Failure(self.rank, describe(error))):  # a peer that has said nothing is reported here
+            return RunFailed(str(error)) if isinstance(error, PeerFailed) else None
         assert self.found is not None
         return self.found.as_seen_by_others()
 

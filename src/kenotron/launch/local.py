@@ -238,9 +238,9 @@ def _recorded(rank: int, message: dict[str, Any], folder: Path, logs: Path) -> E
     """The error that rank `rank` has recorded (`error_records.record`)."""
     if message["errorCode"] == 2:
         return InputError(message["message"])
-    stack = message["extraInfo"]["py_callstack"].rstrip()
-    if not stack:
+    if message["extraInfo"]["for_users"]:
         return RunFailed(message["message"])
+    stack = message["extraInfo"]["py_callstack"].rstrip()
     log = "" if rank == 0 or logs.is_relative_to(folder) else f"\nIts output: {logs / f'{rank}.log'}"
     return RunFailed(f"rank {rank}: {message['message']}\n{stack}{log}")
 

@@ -247,7 +247,7 @@ class ReplacedRanks:
     def _is_final(self) -> bool:
         """Whether a rank has ended with an error that is meant for users: wrong input, or the end of the run."""
         records = [json.loads(path.read_text())["message"] for path in self._records().glob("*.json")]
-        return any(record["errorCode"] == 2 or not record["extraInfo"]["py_callstack"].strip() for record in records)
+        return any(record["extraInfo"]["for_users"] for record in records)
 
     def _faults_without_progress(self) -> int:
         """How many faults there were since something was saved, this one included."""

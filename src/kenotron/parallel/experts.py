@@ -145,7 +145,8 @@ def apply(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
 def _some_of(experts: Any, mesh: Mesh, group: dist.ProcessGroup) -> ExpertShards:
     """The experts of this rank: rows of the stacked weights, labelled on the axes ep and, where it is there, tp."""
     split_inside = isinstance(experts, ExpertShards)
-    device_mesh = mesh.expert_axes("ep", "tp") if split_inside else mesh.expert_axes("ep")
+    assert mesh.expert_mesh is not None
+    device_mesh = mesh.expert_mesh["ep", "tp"] if split_inside else mesh.expert_mesh["ep"]
     weights = {}
     for path, parameter in experts.named_parameters():
         local = local_part(parameter) if split_inside else parameter

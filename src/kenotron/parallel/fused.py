@@ -15,13 +15,14 @@ torch, so nothing outside this file names them.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import permutations
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory  # defines the operators
 from torch import Tensor
 
 _ops = torch.ops.symm_mem
@@ -33,7 +34,11 @@ def available(group: dist.ProcessGroup) -> bool:
 
     The result is the same on every rank of the group, and nothing is sent.
     """
-    if not torch.cuda.is_available() or not hasattr(_ops, "fused_all_gather_matmul"):
+    if not torch.cuda.is_available():
+        return False
+    with suppress(ImportError):
+        importlib.import_module("torch.distributed._symmetric_memory")  # defines the operators
+    if not hasattr(_ops, "fused_all_gather_matmul"):
         return False
     ranks = dist.get_process_group_ranks(group)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))

@@ -14,11 +14,11 @@ asks the mesh, by the name of an axis or of a group of axes:
     mesh.rank("batch")        which of them this one is
     mesh.submesh("shard")     the `DeviceMesh` that FSDP2 shards over
 
-The ``DeviceMesh`` holds only axes larger than 1, because torch creates process groups for size-1 axes too; `Mesh`
-has every axis.
+A ``DeviceMesh`` holds only axes larger than 1, because torch creates process groups for size-1 axes too; `Mesh` has
+every axis.
 
-Experts of a mixture are laid out over the same ranks in another way: those of `gradient`, which all hold the same other
-weights, are counted as expert_replicas x ep. Eight of them at ep 4, the experts of each in four parts:
+Experts of a mixture are laid out over the same ranks in another way, by axes that count the ranks of `gradient`, which
+all hold the same other weights, once more: expert_replicas x ep. Eight of them at ep 4, the experts in four parts:
 
     ranks of gradient   0 1 2 3 │ 4 5 6 7        ep groups (0 1 2 3) (4 5 6 7)
     experts             a b c d │ a b c d        expert_replicas (0 4) (1 5) (2 6) (3 7)
@@ -26,7 +26,7 @@ weights, are counted as expert_replicas x ep. Eight of them at ep 4, the experts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 from typing import TYPE_CHECKING
@@ -54,12 +54,19 @@ class Axis:
     """One way of splitting a run over ranks.
 
     `degree` computes its size from the section `parallelism` and the number of data-parallel ranks among which ZeRO
-    splits state (`sharding_ranks`); `groups` are those of `GROUPS` that run along it (``world`` runs along all).
+    splits state (`sharding_ranks`); `groups` are those of `GROUPS` that run along it (``world`` runs along all that are
+    not `of_experts`, which count the ranks of `gradient` once more).
     """
 
     name: str
     degree: Callable[[Parallelism, int], int]
-    groups: tuple[str, ...]
+    groups: tuple[str, ...] = ()
+    of_experts: bool = False
+
+
+def _expert_replicas(layout: Parallelism, shard: int) -> int:
+    ep = layout.expert_parallel_size
+    return 1 if ep == 1 else layout.dp * layout.context_parallel_size // ep
 
 
 AXES = (
@@ -67,73 +74,65 @@ AXES = (
     Axis("dp_replicate", lambda layout, shard: layout.dp // shard, ("batch", "loss", "gradient")),
     Axis("dp_shard", lambda layout, shard: shard, ("batch", "loss", "gradient", "shard")),
     Axis("cp", lambda layout, shard: layout.context_parallel_size, ("loss", "gradient", "shard")),
+    Axis("expert_replicas", _expert_replicas, of_experts=True),
+    Axis("ep", lambda layout, shard: layout.expert_parallel_size, of_experts=True),
     Axis("tp", lambda layout, shard: layout.tp, ("model",)),
 )
-NAMES = tuple(axis.name for axis in AXES)
-EXPERT_NAMES = ("expert_replicas", "ep")  # what `gradient` is for experts
+NAMES = tuple(axis.name for axis in AXES if not axis.of_experts)
+EXPERT_NAMES = tuple(axis.name for axis in AXES if axis.of_experts)
 
 
 def axes_of(name: str) -> tuple[str, ...]:
     """The axes, slowest first, that an axis (itself) or a group of `GROUPS` runs along. Raises `KeyError`."""
-    if name in NAMES:
+    if name in (known := [axis.name for axis in AXES]):
         return (name,)
     if name not in GROUPS:
-        raise KeyError(f"mesh: expected an axis ({', '.join(NAMES)}) or a group ({', '.join(GROUPS)}), found {name!r}")
-    return tuple(axis.name for axis in AXES if name == "world" or name in axis.groups)
+        raise KeyError(f"mesh: expected an axis ({', '.join(known)}) or a group ({', '.join(GROUPS)}), found {name!r}")
+    return NAMES if name == "world" else tuple(axis.name for axis in AXES if name in axis.groups)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Degrees by axis (missing ones are 1), and the device mesh of those larger than 1 (None when all are 1).
+    """Degrees by axis (missing ones are 1), and the device meshes of those larger than 1 (None when all are 1).
 
-    Each method takes the name of an axis or of a group of axes.
+    `expert_mesh` has the axes of experts in the place of those of `gradient`. Each method takes the name of an axis or
+    of a group of axes.
     """
 
     degrees: Mapping[str, int] = field(default_factory=dict)
     device_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
-    """pp, expert_replicas, ep and tp, those larger than 1; None at ep 1."""
     _submeshes: dict[str, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
 
     def degree(self, name: str) -> int:
-        """Ranks in each group of `name`, which may be of `EXPERT_NAMES`."""
-        if name in EXPERT_NAMES:
-            mesh = self.expert_axes(name)
-            return 1 if mesh is None else mesh.size()
+        """Ranks in each group of `name`."""
         return prod(self.degrees.get(axis, 1) for axis in axes_of(name))
 
     def rank(self, name: str) -> int:
         """This process's number in its group of `name`, row-major over the axes; 0 at degree 1."""
         rank = 0
         for axis in self.larger(name):
-            assert self.device_mesh is not None
-            rank = rank * self.degree(axis) + self.device_mesh.get_local_rank(axis)
+            mesh = self.expert_mesh if axis in EXPERT_NAMES else self.device_mesh
+            assert mesh is not None
+            rank = rank * self.degree(axis) + mesh.get_local_rank(axis)
         return rank
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """The process group of `name`, which may be of `EXPERT_NAMES`, that this rank is in; None at degree 1."""
+        """The process group of `name` that this rank is in; None at degree 1."""
         mesh = self.submesh(name)
         return None if mesh is None else mesh.get_group()
 
     def submesh(self, name: str) -> DeviceMesh | None:
         """This rank's group of `name` as a device mesh with one axis; None at degree 1."""
-        if name in EXPERT_NAMES:
-            return self.expert_axes(name)
         larger = self.larger(name)
-        if self.device_mesh is None or not larger:
+        whole = self.expert_mesh if name in EXPERT_NAMES else self.device_mesh
+        if whole is None or not larger:
             return None
         if name not in self._submeshes:
             from kenotron.parallel.torch_internals import flatten
 
-            whole = self.device_mesh
             self._submeshes[name] = whole[larger[0]] if len(larger) == 1 else flatten(whole, larger)
         return self._submeshes[name]
-
-    def expert_axes(self, *names: str) -> DeviceMesh | None:
-        """The axes `names` of `expert_mesh`, or None if one of them has degree 1."""
-        if self.expert_mesh is None or not set(names) <= set(self.expert_mesh.mesh_dim_names or ()):
-            return None
-        return self.expert_mesh[names if len(names) > 1 else names[0]]
 
     def larger(self, name: str) -> tuple[str, ...]:
         """The axes of `name` that are larger than 1."""
@@ -159,10 +158,9 @@ class Mesh:
 
 
 def axes(config: HasLayout, ranks_on_machine: int = 1) -> dict[str, int]:
-    """The degree of every axis on this layout, and ep; `ranks_on_machine` consecutive ranks share a machine."""
+    """The degree of every axis on this layout; `ranks_on_machine` consecutive ranks share a machine."""
     shard = sharding_ranks(config, ranks_on_machine)
-    degrees = {axis.name: axis.degree(config.parallelism, shard) for axis in AXES}
-    return degrees | {"ep": config.parallelism.expert_parallel_size}
+    return {axis.name: axis.degree(config.parallelism, shard) for axis in AXES}
 
 
 def sharding_ranks(config: HasLayout, ranks_on_machine: int = 1) -> int:
@@ -186,31 +184,28 @@ def build_mesh(degrees: Mapping[str, int], world_size: int, device_type: str) ->
     Creates the process groups of all `GROUPS`, so every rank calls it. Raises `InputError` where the degrees do not
     multiply to `world_size`, or where ep does not divide the ranks of `gradient`.
     """
-    full = {axis: degrees.get(axis, 1) for axis in NAMES}
-    if prod(full.values()) != world_size:
-        arithmetic = " x ".join(f"{axis} {degree}" for axis, degree in full.items())
-        raise InputError(f"parallelism: {arithmetic} = {prod(full.values())} ranks, but {world_size} were started")
-    larger = {axis: degree for axis, degree in full.items() if degree > 1}
-    if not larger:
-        return Mesh(full)
-    from torch.distributed.device_mesh import init_device_mesh
-
-    device_mesh = init_device_mesh(device_type, tuple(larger.values()), mesh_dim_names=tuple(larger))
-    mesh = Mesh(full, device_mesh, _expert_mesh(full, degrees.get("ep", 1), device_type))
+    full = {axis.name: degrees.get(axis.name, 1) for axis in AXES}
+    mesh = Mesh(full)
+    if mesh.world_size != world_size:
+        arithmetic = " x ".join(f"{axis} {full[axis]}" for axis in NAMES)
+        raise InputError(f"parallelism: {arithmetic} = {mesh.world_size} ranks, but {world_size} were started")
+    if world_size == 1:
+        return mesh
+    experts, equal = prod(full[axis] for axis in EXPERT_NAMES), mesh.degree("gradient")
+    if experts not in (1, equal):
+        raise InputError(f"parallelism.expert_parallel_size: expected a divisor of dp x cp {equal}, found {full['ep']}")
+    expert_mesh = None
+    if experts > 1:
+        expert_mesh = _device_mesh(full, [axis.name for axis in AXES if "gradient" not in axis.groups], device_type)
+    mesh = Mesh(full, _device_mesh(full, NAMES, device_type), expert_mesh)
     for name in GROUPS:
         mesh.group(name)
     return mesh
 
 
-def _expert_mesh(degrees: Mapping[str, int], ep: int, device_type: str) -> DeviceMesh | None:
-    """The ranks as experts see them. The axes of `gradient` are neighbours: their ranks can be counted another way."""
-    if ep == 1:
-        return None
+def _device_mesh(degrees: Mapping[str, int], names: Sequence[str], device_type: str) -> DeviceMesh:
+    """The axes `names` larger than 1, over all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    equal = prod(degrees[axis] for axis in axes_of("gradient"))
-    if equal % ep:
-        raise InputError(f"parallelism.expert_parallel_size: expected a divisor of dp x cp {equal}, found {ep}")
-    full = {"pp": degrees["pp"], "expert_replicas": equal // ep, "ep": ep, "tp": degrees["tp"]}
-    larger = {axis: degree for axis, degree in full.items() if degree > 1}
+    larger = {name: degrees[name] for name in names if degrees[name] > 1}
     return init_device_mesh(device_type, tuple(larger.values()), mesh_dim_names=tuple(larger))

@@ -136,7 +136,7 @@ class Pipeline:
         self.dtype = dtype
         self.sequence_shards = mesh.degree("tp") if layout.tp_mode == "REDUCE_SCATTER" else 1
         self.split_backward_prevented = _prevents_split_backward(layout, compiled) is not None
-        products.HALVES = layout.pp_engine in ZERO_BUBBLE_ENGINES and not self.split_backward_prevented
+        self.in_halves = layout.pp_engine in ZERO_BUBBLE_ENGINES and not self.split_backward_prevented
         self._schedule: Any = None
         self._scheduled: list[_Scheduled] = []
         self._shape: tuple[int, int] | None = None
@@ -157,7 +157,8 @@ class Pipeline:
             scheduled.micro_batches = micro_batches
         self._total = torch.zeros(2, device=self.device)
         # target: torch wants one for the loss function; ours has the labels already
-        self._schedule.step(target=torch.zeros(len(micro_batches)), return_outputs=False)
+        with products.backward_in_halves(self.in_halves):
+            self._schedule.step(target=torch.zeros(len(micro_batches)), return_outputs=False)
         for scheduled in self._scheduled:
             scheduled.micro_batches, scheduled.submod.micro_batch = (), None  # type: ignore[assignment]
         return self._total

@@ -1,7 +1,7 @@
 """The few things that the ranks of a run do together when they save or load.
 
-Without a process group, or with a group of one, all of them are plain calls. An error on one rank becomes an
-error on every rank, so none waits for a rank that has exited:
+Without a process group, or with a group of one, all of them are plain calls. An error on one rank becomes a
+`PeerFailed` on every other, so none waits for a rank that has exited:
 
     path = run_on_rank0(lambda: make_temporary())     # rank 0 works, everyone gets its result, or its error
     raise_on_any_rank(lambda: check_my_share())            # everyone works; if one fails, all fail
@@ -9,12 +9,13 @@ error on every rank, so none waits for a rank that has exited:
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from kenotron.config.errors import CheckpointError, InputError
+from kenotron.config.errors import FOR_USERS, PeerFailed
 
 T = TypeVar("T")
 LOOK_EVERY_S = 0.1
@@ -42,7 +43,7 @@ def gather(value: T) -> list[T]:
 
 
 def raise_on_any_rank(work: Callable[[], T]) -> T:
-    """Run `work` on every rank and return this rank's result; an error of one is raised on all."""
+    """Run `work` on every rank and return this rank's result; an error of one is a `PeerFailed` on the others."""
     _, size = rank_and_size()
     if size == 1:
         return work()
@@ -56,12 +57,12 @@ def raise_on_any_rank(work: Callable[[], T]) -> T:
         raise mine
     for rank, message in enumerate(messages):
         if message is not None:
-            raise CheckpointError(f"rank {rank}: {message}")
+            raise PeerFailed(f"rank {rank}: {message}")
     return result
 
 
 def run_on_rank0(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 alone; every rank gets its result, or its error."""
+    """Run `work` on rank 0 alone; every rank gets its result; its error is a `PeerFailed` on the others."""
     rank, size = rank_and_size()
     result = raise_on_any_rank(lambda: work() if rank == 0 else None)
     if size > 1:
@@ -116,17 +117,22 @@ def run_on_first(ranks: list[int], work: Callable[[], T]) -> T:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line, for the other ranks: with its type unless it was written to be read."""
-    return str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+    """Return the error in one line: with its type, unless its message is meant for users."""
+    return str(error) if isinstance(error, FOR_USERS) else f"{type(error).__name__}: {error}"
 
 
 def comes_from_another_rank(error: BaseException) -> bool:
-    """Whether this is how another rank's end shows: a connection of gloo, NCCL or the store was closed."""
+    """Whether this is how another rank's end shows: a connection of gloo, NCCL or the store was closed.
+
+    gloo alone has no error of its own: a RuntimeError says in which of its files it was raised.
+    """
     import torch.distributed as dist
 
     found: BaseException | None = error
     while found is not None:
-        if isinstance(found, dist.DistError) or "gloo" in str(found).lower() or "nccl" in str(found).lower():
+        if isinstance(found, PeerFailed | dist.DistError):
+            return True
+        if type(found) is RuntimeError and re.search(r"\bgloo\b", str(found), re.IGNORECASE):
             return True
         found = found.__cause__ or found.__context__
     return False

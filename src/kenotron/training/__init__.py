@@ -64,6 +64,7 @@ def train(
     checkpoint has all steps already, nothing is loaded and None returned, or with `reopen` the run as it ended. Raises
     InputError if the input is wrong, RunFailed if the run cannot continue.
     """
+    from kenotron.kernels.fused import use_kernels
     from kenotron.kernels.host_memory import keep_freed_memory
     from kenotron.parallel.ranks import run_on_rank0
     from kenotron.training import console, report
@@ -79,7 +80,7 @@ def train(
     first = mesh.is_first
     if first:
         report.run_log(config).project(config)
-    with own_folder(config), deterministic(config.general.deterministic):
+    with own_folder(config), deterministic(config.general.deterministic), use_kernels(config.model.kernels):
         start = choose_start(config, fresh, start_elsewhere, local)
         config = with_run_name(config, run_on_rank0(lambda: run_name(config, start.path if start.continues else None)))
         done = start.continues and start.step >= start.end(config)

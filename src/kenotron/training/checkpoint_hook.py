@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kenotron.checkpoint.engine import Keep, Saved, Unsaved
 from kenotron.config import dump
 from kenotron.config.dotted import FOUND, import_dotted
-from kenotron.config.errors import CheckpointError, RunFailed
+from kenotron.config.errors import CheckpointError, PeerFailed, RunFailed
 from kenotron.config.resolved import CODE
 from kenotron.models import named_parameters
 from kenotron.optim.state import state_tensors
@@ -97,7 +97,7 @@ class CheckpointHook(Hook):
             return
         try:
             self._announce(run, save(run, None, local.root, local.state(self.durable_step)))
-        except RunFailed as error:
+        except (RunFailed, PeerFailed) as error:
             logger.warning("%s", error)
 
     def _announce(self, run: Run, outcomes: Outcomes, alone: bool = False) -> None:

@@ -49,6 +49,7 @@ from torch import Tensor
 
 from kenotron.checkpoint import reading, saving
 from kenotron.config import Config, dump
+from kenotron.kernels.fused import use_kernels
 from kenotron.kernels.hashing import derive_key
 from kenotron.kernels.random import fill_normal_shard_
 from kenotron.models import Context, build, named_parameters
@@ -99,7 +100,7 @@ def record(
 
     console.start_logging(config, mesh)
     console.logger.setLevel("WARNING")
-    with deterministic(config.general.deterministic), ExitStack() as at_end:
+    with deterministic(config.general.deterministic), use_kernels(config.model.kernels), ExitStack() as at_end:
         run = build_run(config, mesh, device, open_weights=open_weights)
         at_end.callback(close, run)
         root, numbers = Path(folder), []

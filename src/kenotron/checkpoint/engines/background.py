@@ -34,7 +34,7 @@ from kenotron.checkpoint.manifest import plain
 from kenotron.checkpoint.plan import Parts, Plan, Planner
 from kenotron.checkpoint.saving import OF_TENSORS, begin_folder, config_files, own_data
 from kenotron.checkpoint.tensors import shards
-from kenotron.config.errors import CheckpointError
+from kenotron.config.errors import CheckpointError, PeerFailed
 from kenotron.parallel.ranks import describe, gather, raise_on_any_rank, rank_and_size, ranks_with, run_on_first
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class BackgroundEngine(Engine):
             folders = [*parts] + ["data"] * (content["data"] is not None)
             self.ranks = ranks_with(str(root))
             self.temporary = run_on_first(self.ranks, lambda: self._begin(content, folders))
-        except (CheckpointError, OSError) as error:
+        except (CheckpointError, PeerFailed, OSError) as error:
             self.held.close()
             return [*outcomes, Unsaved(self.folder, describe(error))]
         self.writer.begin(

@@ -11,7 +11,7 @@ from kenotron.checkpoint.engine import Engine, Keep, Saved, Unsaved
 from kenotron.checkpoint.folders import verify_together
 from kenotron.checkpoint.plan import Planner
 from kenotron.checkpoint.retention import prune
-from kenotron.config.errors import CheckpointError
+from kenotron.config.errors import CheckpointError, PeerFailed
 from kenotron.parallel.ranks import run_on_rank0
 
 if TYPE_CHECKING:
@@ -33,6 +33,6 @@ class SynchronousEngine(Engine):
         if keep is not None:
             try:
                 run_on_rank0(lambda: prune(root, *keep))
-            except (CheckpointError, OSError) as error:  # on all ranks; it costs space, not the run
+            except (CheckpointError, PeerFailed, OSError) as error:  # on all ranks; it costs space, not the run
                 saved = replace(saved, notes=(*saved.notes, str(error)))
         return [saved]

@@ -75,7 +75,7 @@ def no_compiler(facts: Facts) -> Finding | None:
     if facts.torch.accelerators:
         return warning(
             f"{missing} is missing, and Triton compiles with both: model.compile: true, _attn_implementation: "
-            "flex_attention and KENOTRON_KERNELS=triton fail on the GPU",
+            "flex_attention and model.kernels: triton fail on the GPU",
             "install g++ or clang, and Python's headers (python3-dev)",
         )
     return hint(

@@ -1,0 +1,46 @@
+"""Nothing is left of a run: two different ones in one process have the bits of fresh processes, in either order."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.tiny_run import tiny_dict
+
+RUNS = {
+    "llama": [
+        "general.deterministic=true",
+        "model.kernels=torch",
+        "model.document_masking=true",
+        "parallelism.recompute_layer=selective",
+        "optimizer.optimizer_factory={name: muon}",
+    ],
+    "mixtral": [
+        "model.model_config.family=mixtral",
+        "model.model_config.num_local_experts=4",
+        "model.model_config.num_experts_per_tok=2",
+        "model.dtype=bfloat16",
+        "tokens.batch_accumulation_per_replica=2",
+    ],
+}
+
+
+def numbers(folder: Path, *order: str) -> list[list[list[float]]]:
+    """Loss, gradient norm and hash of the weights of every step, of runs that a new process does in this order."""
+    folders = [folder / str(place) for place in range(len(order))]
+    runs = [(tiny_dict(path), ["tokens.train_steps=5", *RUNS[name]]) for name, path in zip(order, folders)]
+    code = "import json, sys; import kenotron as kn\nfor run in json.loads(sys.argv[1]): kn.train(kn.load(*run))"
+    subprocess.run([sys.executable, "-c", code, json.dumps(runs)], check=True, stdout=subprocess.DEVNULL)
+    logs = [(path / "logs" / "tiny" / "metrics.jsonl").read_text().splitlines() for path in folders]
+    return [[[json.loads(line)[key] for key in ("lm_loss", "grad_norm", "state_hash")] for line in log] for log in logs]
+
+
+@pytest.mark.slow
+def test_runs_one_after_another_in_one_process_are_those_of_fresh_processes(tmp_path: Path) -> None:
+    (llama,), (mixtral,) = (numbers(tmp_path / name, name) for name in RUNS)
+    assert len(llama) == len(mixtral) == 5
+    assert numbers(tmp_path / "both", "llama", "mixtral", "llama") == [llama, mixtral, llama]
