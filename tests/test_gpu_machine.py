@@ -80,7 +80,7 @@ import importlib, kenotron, kenotron.doctor, kenotron.launch, pkgutil
 for package in (kenotron.doctor, kenotron.launch):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
-print(kenotron.train.__name__, len(sys.modules.keys() & {"kenotron.doctor.ceilings", "kenotron.launch.slurm.sites"}))
+print(kenotron.train.__name__, len(sys.modules.keys() & {"kenotron.doctor.self_test", "kenotron.launch.slurm.sites"}))
 """
     done = run_there(program)
     assert done.stdout == "train 2\n", done.stderr[-3000:]

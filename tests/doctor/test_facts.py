@@ -1,17 +1,19 @@
-"""Where facts come from: nvidia-smi's tables, settings without anything private, /proc, processes with a limit."""
+"""Where facts come from: nvidia-smi's answers, settings without anything private, /proc, processes with a limit."""
 
 from __future__ import annotations
 
 import os
+import re
 import resource
+import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from kenotron.doctor import environment
 from kenotron.doctor.limited import Failed, call_limited
-from kenotron.doctor.nvidia import gpus_of, links_of, versions_of
 from kenotron.doctor.settings import anonymous, settings
 
 HEAD = """\
@@ -19,31 +21,15 @@ HEAD = """\
 |-----------------------------------------+------------------------+----------------------+
 """
 GPUS = """\
-NVIDIA H100 80GB HBM3, 81559, 4, Enabled, 650.00, 700.00, 2, 16, 16, Disabled
-NVIDIA GeForce RTX 4090, 24564, 1024, Disabled, 450.00, 450.00, [N/A], 8, 16, [N/A]
+NVIDIA H100 80GB HBM3, Disabled
+NVIDIA GeForce RTX 4090, [N/A]
 """
-TOPOLOGY = (
-    "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
-    "GPU0\t X \tNV18\tSYS\tPXB\t0-47\t0\t\tN/A\n"
-    "GPU1\tNV18\t X \tSYS\tPXB\t0-47\t0\t\tN/A\n"
-    "GPU2\tSYS\tSYS\t X \tSYS\t48-95\t1\t\tN/A\n"
-    "NIC0\tPXB\tPXB\tSYS\t X \t\t\t\t\n\n"
-    "Legend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe\n"
-)
 
 
 def test_what_nvidia_smi_prints_is_read() -> None:
-    assert versions_of(HEAD) == ("550.54.15", "12.4")
-    hopper, gaming = gpus_of(GPUS)
-    assert (hopper.name, hopper.memory_total, hopper.memory_used) == ("NVIDIA H100 80GB HBM3", 81559 << 20, 4 << 20)
-    assert (hopper.persistence, hopper.power_limit, hopper.power_default, hopper.uncorrected_errors) == (
-        True,
-        650,
-        700,
-        2,
-    )
-    assert (gaming.persistence, gaming.uncorrected_errors, gaming.pcie_width, gaming.mig) == (False, None, 8, False)
-    assert links_of(TOPOLOGY) == [["X", "NV18", "SYS"], ["NV18", "X", "SYS"], ["SYS", "SYS", "X"]]
+    assert environment.versions_of(HEAD) == ("550.54.15", "12.4")
+    assert environment.gpus_of(GPUS) == (["NVIDIA H100 80GB HBM3", "NVIDIA GeForce RTX 4090"], False)
+    assert environment.gpus_of("NVIDIA H200, Enabled\n") == (["NVIDIA H200"], True)
 
 
 def test_settings_show_nothing_private() -> None:
@@ -92,11 +78,20 @@ def test_messages_of_errors_name_no_folder_machine_or_user(monkeypatch: pytest.M
 
 def test_facts_of_this_machine_agree_with_other_sources() -> None:
     memory, processor = environment.memory(), environment.processor()
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert memory.total == pytest.approx(physical, rel=0.01)
+    kilobytes = re.search(r"^MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert kilobytes is not None
+    assert memory.total == pytest.approx(int(kilobytes[1]) * 1024, rel=0.01)
     assert memory.available is not None
     assert 0 < memory.available <= memory.total
     assert 1 <= processor.usable <= processor.allowed <= processor.cores == os.cpu_count()
+
+
+def test_a_folder_is_described_by_writing_a_file_that_is_gone_afterwards(tmp_path: Path) -> None:
+    disk = environment.disk(tmp_path)
+    assert (disk.problem, disk.total) == (None, shutil.disk_usage(tmp_path).total)
+    assert disk.clock_skew == pytest.approx(0.0, abs=1.0)
+    assert list(tmp_path.iterdir()) == []
+    assert re.match(r"\w+Error: ", environment.disk(Path("/sys")).problem or "")  # where root cannot write either
 
 
 def slept(seconds: float) -> None:

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from kenotron.doctor import Facts
+from kenotron.doctor import Facts, rules
 from kenotron.doctor.facts import (
     Accelerator,
     Disk,
-    InfinibandPort,
-    Interface,
     Limits,
     Memory,
     Network,
     Nvidia,
-    NvidiaGpu,
     Processor,
     Software,
-    Speed,
     Torch,
 )
-from kenotron.doctor.rules import RULES, findings, name_of
+from kenotron.doctor.rules import findings
 from support.tiny_run import REPOSITORY
 
 GIB = 1 << 30
 HOPPER = Accelerator("NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB, "9.0")
-SMI = NvidiaGpu("NVIDIA H100 80GB HBM3", 80 * GIB, 0, True, 700.0, 700.0, 0, 16, 16)
 
 SERVER = Facts(
     software=Software(
@@ -42,32 +39,28 @@ SERVER = Facts(
     ),
     torch=Torch(
         version="2.13.0+cu130",
-        import_seconds=2.0,
         cuda="13.0",
         architectures=["sm_80", "sm_90", "sm_100", "compute_120"],
         onednn=True,
         threads=64,
         backends=["gloo", "nccl"],
         accelerators=[HOPPER, HOPPER],
-        peers=[[True, True], [True, True]],
     ),
     processor=Processor("Xeon", cores=64, allowed=64, load=0.5, instructions=["avx512f"]),
-    memory=Memory(total=512 * GIB, available=500 * GIB, shm_total=256 * GIB, shm_free=256 * GIB),
-    nvidia=Nvidia(driver="580.65", cuda="13.0", gpus=[SMI, SMI], links=[["X", "NV18"], ["NV18", "X"]]),
-    network=Network([Interface("eth0", 100_000, 9000)], [InfinibandPort("mlx5_0:1", True, "400 Gb/sec")], "address"),
+    memory=Memory(total=512 * GIB, available=500 * GIB, shm_total=256 * GIB),
+    nvidia=Nvidia(driver="580.65", cuda="13.0", gpus=[HOPPER.name, HOPPER.name]),
+    network=Network(["eth0"], ["mlx5_0:1"], "address"),
     disk=Disk("ext4", 1000 * GIB, 500 * GIB, 10_000_000, 0.0),
-    limits=Limits(open_files=65536, processes=None, locked_memory=None),
-    speeds=[Speed("write", "folder", 1e9, "B/s"), Speed("fsync", "folder", 0.001, "s")],
+    limits=Limits(open_files=65536, locked_memory=None),
 )
 LAPTOP = Facts(
     software=replace(SERVER.software, packages={"torch": "2.13.0+cpu"}, triton_wanted=None),
-    torch=Torch(version="2.13.0+cpu", import_seconds=2.0, onednn=True, threads=8, backends=["gloo"]),
+    torch=Torch(version="2.13.0+cpu", onednn=True, threads=8, backends=["gloo"]),
     processor=Processor("Ryzen", cores=8, allowed=8, load=0.5),
     memory=Memory(total=16 * GIB, available=9 * GIB, shm_total=8 * GIB),
-    network=Network([Interface("wlan0")], [], "address"),
+    network=Network(["wlan0"], [], "address"),
     disk=SERVER.disk,
     limits=SERVER.limits,
-    speeds=[Speed("matmul float32", "cpu", 2e11, "FLOP/s"), Speed("matmul bfloat16", "cpu", 2e11, "FLOP/s")],
 )
 
 
@@ -83,90 +76,52 @@ def with_settings(facts: Facts, **settings: str) -> Facts:
     return replace(facts, settings={**facts.settings, **settings})
 
 
-def with_speed(what: str, where: str, value: float | None, problem: str | None = None) -> Facts:
-    others = [speed for speed in LAPTOP.speeds if speed.what != what]
-    return replace(LAPTOP, speeds=[*others, Speed(what, where, value, "", problem)])
-
-
 def gpu(**fields: Any) -> Facts:
     """The server, its second GPU changed as torch sees it."""
     return server("torch", accelerators=[HOPPER, replace(HOPPER, **fields)])
 
 
-def smi(**fields: Any) -> Facts:
-    """The server, its second GPU changed as nvidia-smi sees it."""
-    return server("nvidia", gpus=[SMI, replace(SMI, **fields)])
-
-
-NO_GPUS = replace(SERVER.torch, accelerators=[], peers=[], accelerators_problem="CUDA unknown error")
+NO_GPUS = replace(SERVER.torch, accelerators=[], accelerators_problem="CUDA unknown error")
 OLD_DRIVER = server("nvidia", cuda="12.4", driver="550.54")  # runs CUDA 13 with a package for compatibility
 
 # Each machine has one thing wrong: the rule's name, the machine, what the line must contain.
 WRONG = [
     ("torch-does-not-import", Facts(torch=Torch(problem="OSError: libcudart.so.13")), "libcudart.so.13"),
     ("requirement-not-met", server("software", unmet=["transformers>=4.56 (found 4.40)"]), "transformers>=4.56"),
-    ("torch-nightly", server("torch", version="2.13.0.dev20261120+cu130"), "2.13.0.dev20261120"),
-    ("torch-newer-than-tested", laptop("torch", version="2.15.0"), "2.15.0"),
     ("triton-mismatch", server("software", packages={"triton": "3.9.0"}), "built for 3.7.1"),
     ("triton-missing", server("software", packages={}), "model.compile"),
     ("no-compiler", laptop("software", compiler=None), "C++ compiler"),
     ("no-compiler", laptop("software", python_headers=False), "Python.h"),
     ("no-compiler", server("software", compiler=None), "Triton"),
     ("no-compiler", server("software", python_headers=False), "flex_attention"),
-    ("slow-import", server("torch", import_seconds=70.0), "70 s"),
-    ("machine-busy", server("processor", load=130.0), "load 130.0 on 64 cores"),
     ("old-kernel", server("software", system="Linux 4.18.0-553.el8 x86_64"), "4.18.0"),
-    ("settings-for-debugging", with_settings(SERVER, TORCH_DISTRIBUTED_DEBUG="DETAIL"), "TORCH_DISTRIBUTED_DEBUG"),
     ("triton-interpreted", with_settings(SERVER, TRITON_INTERPRET="1"), "bfloat16"),
     ("float32-rounded", with_settings(SERVER, NVIDIA_TF32_OVERRIDE="1"), "NVIDIA_TF32_OVERRIDE"),
     ("torch-built-for-cpu", replace(LAPTOP, nvidia=SERVER.nvidia), "2 GPUs"),
     ("driver-too-old", replace(OLD_DRIVER, torch=NO_GPUS), "CUDA 12.4"),
     ("gpus-not-seen", replace(SERVER, torch=NO_GPUS), "unknown error"),
     ("gpus-hidden", with_settings(server("torch", accelerators=[HOPPER]), CUDA_VISIBLE_DEVICES="1"), "1 of 2"),
-    ("nvidia-smi-fails", server("nvidia", problem="nvidia-smi gave no answer", gpus=[], links=[]), "no answer"),
+    ("nvidia-smi-fails", server("nvidia", problem="nvidia-smi gave no answer", gpus=[]), "no answer"),
     ("gpu-not-in-this-torch", server("torch", architectures=["sm_70", "sm_80"]), "9.0"),
     ("intel-gpu", laptop("torch", xpu="Intel Data Center GPU Max 1550"), "GPU Max 1550: Intel GPUs (XPU)"),
     ("no-bfloat16", server("torch", accelerators=[replace(HOPPER, capability="7.5")], architectures=[]), "H100"),
     ("gpu-memory-taken", gpu(memory_free=40 * GIB), "40.0 of 80.0 GiB of GPU 1"),
-    ("no-peer-access", server("torch", peers=[[True, False], [False, True]]), "GPUs 0 and 1"),
-    ("links-over-the-host", server("nvidia", links=[["X", "SYS"], ["SYS", "X"]]), "SYS"),
-    ("memory-errors", smi(uncorrected_errors=3), "GPU 1 had 3"),
-    ("persistence-off", smi(persistence=False), "persistence"),
-    ("power-capped", smi(power_limit=450.0), "450 W of the usual 700"),
-    ("narrow-pcie", smi(pcie_width=4), "4 of 16"),
-    ("mig-on", smi(mig=True), "MIG"),
-    (
-        "fragmenting-allocator",
-        with_settings(SERVER, PYTORCH_ALLOC_CONF="max_split_size_mb:64"),
-        "PYTORCH_ALLOC_CONF=max",
-    ),
-    ("one-connection", with_settings(SERVER, CUDA_DEVICE_MAX_CONNECTIONS="1"), "FSDP"),
+    ("mig-on", server("nvidia", mig=True), "MIG"),
     ("cores-unused", with_settings(laptop("torch", threads=1), OMP_NUM_THREADS="1"), "1 of 8 cores because of OMP_NUM"),
     ("too-many-threads", laptop("processor", quota=2.0), "quota of 2 allows 2 cores"),
     ("too-many-threads", laptop("processor", allowed=4), "affinity allows 4 cores"),
     ("threads-bound", with_settings(LAPTOP, OMP_PROC_BIND="close"), "OMP_PROC_BIND=close"),
-    ("instructions-limited", with_settings(LAPTOP, ONEDNN_MAX_CPU_ISA="AVX2"), "ONEDNN_MAX_CPU_ISA=AVX2"),
-    ("no-onednn", laptop("torch", onednn=False), "oneDNN"),
-    ("bfloat16-is-faster", with_speed("matmul bfloat16", "cpu", 4.4e11), "2.2 times"),
-    ("float32-is-faster", with_speed("matmul bfloat16", "cpu", 0.5e11), "4.0 times"),
     ("little-memory", laptop("memory", available=GIB, limit=4 * GIB), "1.0 GiB of memory are free of the cgroup's 4.0"),
-    ("swap-in-use", laptop("memory", swap_total=8 * GIB, swap_used=3 * GIB), "3.0 GiB"),
     ("small-shm", server("memory", shm_total=64 << 20), "64 MiB"),
-    ("folder-does-not-answer", server("disk", problem="no answer within 15 s"), "15 s"),
-    ("folder-not-writable", with_speed("write", "folder", None, "PermissionError: denied"), "PermissionError"),
+    ("folder-not-writable", replace(LAPTOP, disk=Disk(problem="PermissionError: denied")), "PermissionError"),
     ("disk-full", server("disk", free=10 << 20), "10 MiB"),
     ("disk-full", server("disk", files_free=3), "no more files"),
     ("disk-almost-full", server("disk", free=3 * GIB), "268M parameters"),
     ("folder-in-memory", server("disk", filesystem="tmpfs"), "tmpfs"),
     ("folder-in-container", server("disk", filesystem="overlay"), "container"),
-    ("slow-disk", with_speed("write", "folder", 20e6), "takes 10 minutes"),
-    ("slow-fsync", with_speed("fsync", "folder", 1.5), "1.5 s"),
     ("clock-skew", server("disk", clock_skew=-30.0), "30 s behind"),
     ("few-open-files", server("limits", open_files=1024), "1024"),
-    ("infiniband-disabled", with_settings(SERVER, NCCL_IB_DISABLE="1"), "mlx5_0:1"),
-    ("infiniband-down", server("network", infiniband=[InfinibandPort("mlx5_0:1", False, "")]), "mlx5_0:1"),
     ("locked-memory-limited", server("limits", locked_memory=64 << 10), "64 KiB"),
-    ("gpus-kept-apart", with_settings(SERVER, NCCL_P2P_DISABLE="1"), "main memory"),
     ("errors-not-handled", with_settings(SERVER, TORCH_NCCL_ASYNC_ERROR_HANDLING="0"), "forever"),
     ("no-such-interface", with_settings(SERVER, NCCL_SOCKET_IFNAME="ib"), "only eth0"),
     ("no-such-interface", with_settings(SERVER, GLOO_SOCKET_IFNAME="eth"), "only eth0"),
@@ -187,10 +142,11 @@ def test_what_is_wrong_is_found_by_name_and_nothing_else(name: str, facts: Facts
     assert found[0].do
 
 
-def test_every_rule_has_a_machine_that_it_is_for_and_a_place_in_the_docs() -> None:
-    names = {name_of(rule) for rule in RULES}
+def test_every_finding_has_a_machine_that_it_is_for_and_a_place_in_the_docs() -> None:
+    names = set(re.findall(r'Finding\("([a-z0-9-]+)"', inspect.getsource(rules)))
     assert names == {name for name, _, _ in WRONG}
-    assert {name for name in names if f"`{name}`" not in (REPOSITORY / "docs" / "doctor.md").read_text()} == set()
+    section = (REPOSITORY / "docs" / "doctor.md").read_text().split("## Findings")[1].split("\nA rule")[0]
+    assert names == set(re.findall(r"`([a-z0-9-]+)`", section))
 
 
 @pytest.mark.parametrize(
@@ -198,13 +154,10 @@ def test_every_rule_has_a_machine_that_it_is_for_and_a_place_in_the_docs() -> No
     [
         {"OMP_PROC_BIND": "false"},
         {"KMP_AFFINITY": "granularity=fine,none"},
-        {"ONEDNN_MAX_CPU_ISA": "DEFAULT"},
-        {"NCCL_DEBUG": "WARN"},
         {"NCCL_SOCKET_IFNAME": "eth"},  # a prefix
         {"NCCL_SOCKET_IFNAME": "^docker,lo"},
         {"GLOO_SOCKET_IFNAME": "lo"},
         {"NCCL_ASYNC_ERROR_HANDLING": "1"},
-        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
     ],
 )
 def test_settings_that_are_fine_are_not_blamed(settings: dict[str, str]) -> None:
@@ -227,25 +180,7 @@ def test_gpus_need_code_of_their_major_version_or_ptx(architectures: list[str], 
     assert ([finding.name for finding in findings(facts)] == []) == runs
 
 
-def test_what_was_measured_on_a_busy_machine_is_no_reason_for_advice() -> None:
-    slow = [Speed("write", "folder", 20e6, "B/s"), Speed("fsync", "folder", 1.5, "s")]
-    slow += [Speed("matmul float32", "cpu", 1e10, "FLOP/s"), Speed("matmul bfloat16", "cpu", 4e11, "FLOP/s")]
-    facts = replace(laptop("processor", load=50.0), speeds=slow, torch=replace(LAPTOP.torch, import_seconds=60.0))
-    assert [finding.name for finding in findings(facts)] == ["machine-busy"]
-
-
-def test_a_job_with_a_few_cores_is_not_busy_by_its_neighbours() -> None:
-    facts = replace(server("processor", allowed=8, load=60.0), torch=replace(SERVER.torch, threads=8))
-    assert not findings(facts)
-
-
-def test_a_disk_that_is_slow_is_not_called_unwritable() -> None:
-    facts = replace(LAPTOP, speeds=[Speed("write", "folder", None, "B/s", "no answer within 15 s")])
-    (finding,) = findings(facts)
-    assert finding.what.startswith("4 MiB written to the folder and read again: no answer within 15 s")
-
-
 def test_the_gravest_finding_comes_first() -> None:
-    facts = with_settings(server("disk", free=10 << 20), NCCL_IB_DISABLE="1")
-    facts = replace(facts, nvidia=smi(persistence=False).nvidia)
+    facts = with_settings(server("disk", free=10 << 20), NCCL_ASYNC_ERROR_HANDLING="0")
+    facts = replace(facts, network=replace(facts.network, own_name="loopback"))
     assert [finding.severity for finding in findings(facts)] == ["error", "warning", "hint"]

@@ -15,9 +15,9 @@ COLORS = {"title": "bold", "error": "bold red", "warning": "yellow", "hint": "cy
 
 def doctor(
     folder: Annotated[
-        Path, typer.Option(help="Where a run would write: its disk is measured, and the self-test runs there.")
+        Path, typer.Option(help="Where a run would write: its disk is looked at, and the self-test runs there.")
     ] = Path("."),
-    quick: Annotated[bool, typer.Option("--quick", help="Measure nothing and train nothing: takes seconds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Train nothing: takes seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Describe this machine, name what is wrong with it, and train and resume a tiny model on every device.

@@ -1,9 +1,8 @@
-"""`kenotron doctor`: what this machine is, what is wrong with it, how fast it is, and whether training works on it.
+"""`kenotron doctor`: what this machine is, what is wrong with it, and whether training works on it.
 
-examine(folder) ─▶ Report        environment.py, torch_facts.py, nvidia.py, settings.py   the facts (facts.py)
-                                 ceilings.py                                              matmul, copy, disk
-                                 self_test.py                                             train, resume, compare
-                                 rules/                                                   facts → findings
+examine(folder) ─▶ Report        environment.py, torch_facts.py, settings.py    the facts (facts.py)
+                                 rules.py                                       facts → findings
+                                 self_test.py                                   train, resume, compare
 report.py                        the page, and JSON
 
 What needs torch, a device or a disk runs in processes with a time limit (limited.py): a torch that cannot be imported,
@@ -14,31 +13,27 @@ nothing from here.
 from __future__ import annotations
 
 import os
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
 
-from kenotron.doctor import ceilings, environment, rules, self_test
+from kenotron.doctor import environment, rules, self_test
 from kenotron.doctor.facts import VERSION, Accelerator, Facts, Finding, Report, SelfTest, Torch
 from kenotron.doctor.limited import Failed, call_limited
-from kenotron.doctor.nvidia import nvidia
 from kenotron.doctor.settings import settings
 from kenotron.doctor.torch_facts import describe_torch
 
 __all__ = ["Facts", "Finding", "Report", "examine"]
-
-T = TypeVar("T")
 
 TORCH_LIMIT_S = 120.0  # the first import from a file server is slow
 ON_CPU = {"KENOTRON_DEVICE": "cpu"}
 
 
 def examine(folder: Path, *, quick: bool = False, say: Callable[[str], None] = lambda line: None) -> Report:
-    """Find out about this machine, and about the disk of `folder`; `quick` measures nothing and trains nothing.
+    """Find out about this machine, and about the disk of `folder`; `quick` trains nothing.
 
     `say` gets a line before each part. Files go to a scratch folder in `folder`, which is removed.
     """
@@ -46,10 +41,8 @@ def examine(folder: Path, *, quick: bool = False, say: Callable[[str], None] = l
     say("facts")
     facts = _facts(folder)
     tests: list[SelfTest] = []
-    if not quick:
-        facts = _measured(facts, folder, say)
-        if facts.torch.problem is None and facts.speed("write", "folder") is not None:
-            facts, tests = _tested(facts, folder, say)
+    if not quick and facts.torch.problem is None and facts.disk.problem is None:
+        tests = _tested(facts, folder, say)
     found = rules.findings(facts)
     return Report(
         version=VERSION,
@@ -73,7 +66,7 @@ def _facts(folder: Path) -> Facts:
         torch=torch,
         processor=environment.processor(),
         memory=environment.memory(),
-        nvidia=nvidia(),
+        nvidia=environment.nvidia(),
         network=environment.network(),
         disk=environment.disk(folder),
         limits=environment.limits(),
@@ -81,37 +74,23 @@ def _facts(folder: Path) -> Facts:
     )
 
 
-def _measured(facts: Facts, folder: Path, say: Callable[[str], None]) -> Facts:
-    """`facts` with the speeds of the disk and of each device."""
-    say("disk")
-    speeds, skew = ceilings.disk_speeds(folder) if facts.disk.problem is None else ([], None)
-    if facts.torch.problem is None:
-        say("matrix products and memory")
-        speeds += ceilings.device_speeds("cpu", ON_CPU)
-        gpus = _gpus(facts)
-        for measured in _side_by_side(lambda where: ceilings.device_speeds(where, gpus[where]), gpus):
-            speeds += measured
-    return replace(facts, speeds=speeds, disk=replace(facts.disk, clock_skew=skew))
-
-
-def _tested(facts: Facts, folder: Path, say: Callable[[str], None]) -> tuple[Facts, list[SelfTest]]:
-    """The self-tests on each device and on ranks, and `facts` with the speeds between ranks."""
-    gpus, speeds = _gpus(facts), list(facts.speeds)
-    with self_test.scratch_folder(folder) as scratch:
+def _tested(facts: Facts, folder: Path, say: Callable[[str], None]) -> list[SelfTest]:
+    """The self-tests on the CPU, then on all GPUs at the same time, then on ranks."""
+    gpus = _gpus(facts)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".kenotron-doctor-", ignore_cleanup_errors=True) as temporary:
+        scratch = Path(temporary)
         say("self-test: cpu")
         tests = [self_test.check_device(scratch / "cpu", "cpu", ON_CPU)]
         if gpus:
             say(f"self-test: {', '.join(gpus)}")
-            tests += _side_by_side(
-                lambda where: self_test.check_device(scratch / where.replace(":", "-"), where, gpus[where]), gpus
-            )
+            with ThreadPoolExecutor(len(gpus)) as pool:  # the work is done by processes of their own
+                folders = [scratch / where.replace(":", "-") for where in gpus]
+                tests += pool.map(self_test.check_device, folders, gpus, gpus.values())
         for where, count, variables in _ranks(facts):
             say(f"self-test: {where}")
             whole = scratch / ("cpu" if variables else "cuda-0") / "whole"
-            test, speed = self_test.check_ranks(whole, scratch / where, where, count, variables)
-            tests.append(test)
-            speeds.append(speed)
-    return replace(facts, speeds=speeds), tests
+            tests.append(self_test.check_ranks(whole, scratch / where, where, count, variables))
+    return tests
 
 
 def _gpus(facts: Facts) -> dict[str, dict[str, str]]:
@@ -130,12 +109,3 @@ def _ranks(facts: Facts) -> list[tuple[str, int, dict[str, str]]]:
     if count and "nccl" in facts.torch.backends:
         found.append((f"{count} GPUs (nccl)", count, {}))
     return found
-
-
-def _side_by_side(function: Callable[[str], T], places: Iterable[str]) -> list[T]:
-    """`function` of each place, at the same time: its work is done by processes of their own."""
-    names = list(places)
-    if not names:
-        return []
-    with ThreadPoolExecutor(len(names)) as pool:
-        return list(pool.map(function, names))

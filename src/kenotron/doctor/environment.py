@@ -1,4 +1,4 @@
-"""The facts that need no torch: files of /proc and /sys, the limits of this process, versions of what is installed.
+"""The facts that need no torch: /proc and /sys, nvidia-smi, the limits of this process, versions of what is installed.
 
 Each function returns one section of `Facts`; where a system keeps no such file, its fields stay None.
 """
@@ -11,43 +11,34 @@ import re
 import resource
 import shutil
 import socket
+import subprocess
 import sysconfig
+import tempfile
 import threading
+import time
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any
 
 import kenotron
-from kenotron.doctor.facts import Disk, InfinibandPort, Interface, Limits, Memory, Network, Processor, Software
+from kenotron.doctor.facts import Disk, Limits, Memory, Network, Nvidia, Processor, Software
 from kenotron.doctor.limited import Failed, call_limited
 from kenotron.launch.environment import cores_by_affinity
 from kenotron.launch.machine_memory import available_memory, memory_of_cgroup, processor_quota, system_file
 
-PACKAGES = [
-    "torch",
-    "triton",
-    "numpy",
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "safetensors",
-    "pydantic",
-    "fsspec",
-    "flash-attn",
-    "mamba-ssm",
-    "causal-conv1d",
-    "liger-kernel",
-    "torchao",
-]
+PACKAGES = ["torch", "triton", "numpy", "transformers", "tokenizers", "datasets", "safetensors", "pydantic", "fsspec"]
+KERNEL_PACKAGES = ["flash-attn", "mamba-ssm", "causal-conv1d"]  # which a run uses where they are installed
 # Of hundreds of flags, those that matrix products choose their kernels by.
 INSTRUCTIONS = ["avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "sve", "sve2", "bf16", "i8mm"]
 NAME_RESOLVES_WITHIN_S = 3.0
 DISK_LIMIT_S = 15.0
+NVIDIA_SMI_LIMIT_S = 15.0  # a driver with a GPU that fell off the bus never answers
 
 
 def software() -> Software:
     """Versions by their metadata: nothing is imported."""
-    found = {name: installed for name in PACKAGES if (installed := _version(name)) is not None}
+    found = {name: installed for name in [*PACKAGES, *KERNEL_PACKAGES] if (installed := _version(name)) is not None}
+    compilers = [os.environ.get("CXX", "c++"), "c++", "g++", "clang++"]
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return Software(
         kenotron=kenotron.__version__,
@@ -57,13 +48,9 @@ def software() -> Software:
         packages=found,
         unmet=_unmet(),
         triton_wanted=_triton_wanted(),
-        compiler=next((name for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if _program(name)), None),
+        compiler=next((name for name in compilers if shutil.which(name) is not None), None),
         python_headers=headers.exists(),
     )
-
-
-def _program(name: str | None) -> bool:
-    return bool(name) and shutil.which(name or "") is not None
 
 
 def _version(name: str) -> str | None:
@@ -73,20 +60,19 @@ def _version(name: str) -> str | None:
         return None
 
 
+def _requirements(package: str) -> list[str]:
+    try:
+        return requires(package) or []
+    except PackageNotFoundError:  # not installed, or run from its sources
+        return []
+
+
 def _unmet() -> list[str]:
     """Requirements of this package that what is installed does not meet."""
-    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.requirements import Requirement
 
     unmet = []
-    try:
-        lines = requires("kenotron") or []
-    except PackageNotFoundError:  # run from its sources
-        return []
-    for line in lines:
-        try:
-            requirement = Requirement(line)
-        except InvalidRequirement:
-            continue
+    for requirement in map(Requirement, _requirements("kenotron")):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         found = _version(requirement.name)
@@ -97,11 +83,7 @@ def _unmet() -> list[str]:
 
 def _triton_wanted() -> str | None:
     """The exact version of triton in torch's metadata; a build for the CPU asks for none."""
-    try:
-        lines = requires("torch") or []
-    except PackageNotFoundError:
-        return None
-    found = [re.match(r"(?:pytorch-)?triton\s*==\s*([^;\s]+)", line) for line in lines]
+    found = [re.match(r"(?:pytorch-)?triton\s*==\s*([^;\s]+)", line) for line in _requirements("torch")]
     return next((match.group(1) for match in found if match), None)
 
 
@@ -109,14 +91,11 @@ def processor() -> Processor:
     """Cores by affinity and by cgroup, and the instructions that matrix products are chosen by."""
     text = system_file("/proc/cpuinfo") or ""
     flags = set((_field(text, "flags") or _field(text, "Features") or "").split())
-    sockets = set(re.findall(r"^physical id\s*:\s*(\d+)", text, re.MULTILINE))
     return Processor(
         name=_field(text, "model name") or platform.processor() or platform.machine(),
         cores=os.cpu_count() or 1,
         allowed=cores_by_affinity(),
         quota=processor_quota(),
-        sockets=len(sockets) or None,
-        numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
         instructions=[name for name in INSTRUCTIONS if name in flags],
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     )
@@ -129,30 +108,52 @@ def _field(text: str, name: str) -> str | None:
 
 def memory() -> Memory:
     """Memory by /proc/meminfo, within the cgroup's limit."""
-    lines = re.findall(r"^(\w+):\s+(\d+) kB", system_file("/proc/meminfo") or "", re.MULTILINE)
-    size = {name: int(kilobytes) * 1024 for name, kilobytes in lines}
-    shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
-    pages = re.search(r"\[(\w+)\]", system_file("/sys/kernel/mm/transparent_hugepage/enabled") or "")
     return Memory(
-        total=size.get("MemTotal", 0) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        total=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         available=available_memory(),
         limit=memory_of_cgroup()[0],
-        swap_total=size.get("SwapTotal", 0),
-        swap_used=size.get("SwapTotal", 0) - size.get("SwapFree", 0),
-        shm_total=shm.total if shm else None,
-        shm_free=shm.free if shm else None,
-        huge_pages=pages.group(1) if pages else None,
-        malloc=_malloc(os.environ.get("LD_PRELOAD", "")),
+        shm_total=shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None,
     )
 
 
-def _malloc(preloaded: str) -> str:
-    known = [name for name in ("jemalloc", "tcmalloc", "mimalloc") if name in preloaded]
-    return known[0] if known else platform.libc_ver()[0] or platform.system()
+def nvidia() -> Nvidia:
+    """NVIDIA's driver and GPUs, which nvidia-smi also describes where torch cannot use them."""
+    if shutil.which("nvidia-smi") is None:
+        return Nvidia()
+    try:
+        driver, cuda = versions_of(_ask_nvidia_smi())
+        gpus, mig = gpus_of(_ask_nvidia_smi("--query-gpu=name,mig.mode.current", "--format=csv,noheader"))
+    except subprocess.TimeoutExpired:
+        return Nvidia(problem=f"nvidia-smi gave no answer within {NVIDIA_SMI_LIMIT_S:g} s")
+    except (subprocess.CalledProcessError, OSError) as error:
+        said = (getattr(error, "stdout", None) or str(error)).strip().splitlines()
+        return Nvidia(problem=f"nvidia-smi: {said[-1] if said else error}")
+    return Nvidia(driver=driver, cuda=cuda, gpus=gpus, mig=mig)
+
+
+def _ask_nvidia_smi(*arguments: str) -> str:
+    command = ["nvidia-smi", *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=NVIDIA_SMI_LIMIT_S, check=True, stdin=subprocess.DEVNULL
+    )
+    return done.stdout
+
+
+def versions_of(text: str) -> tuple[str | None, str | None]:
+    """Driver and newest CUDA runtime in the head of nvidia-smi's page."""
+    driver = re.search(r"Driver Version:\s*([\d.]+)", text)
+    cuda = re.search(r"CUDA (?:\w+ )?Version:\s*([\d.]+)", text)
+    return driver.group(1) if driver else None, cuda.group(1) if cuda else None
+
+
+def gpus_of(text: str) -> tuple[list[str], bool]:
+    """The names of the GPUs in lines like ``NVIDIA H100 80GB HBM3, Disabled``, and whether one is split by MIG."""
+    lines = [line.split(",") for line in text.splitlines() if "," in line]
+    return [line[0].strip() for line in lines], any(line[-1].strip() == "Enabled" for line in lines)
 
 
 def disk(folder: Path) -> Disk:
-    """Space and kind of the file system of `folder`."""
+    """Space and kind of the file system of `folder`, where a file is written."""
     try:
         return Disk(**call_limited(describe_disk, str(folder.absolute()), seconds=DISK_LIMIT_S))
     except Failed as error:
@@ -161,13 +162,18 @@ def disk(folder: Path) -> Disk:
 
 def describe_disk(folder: str) -> dict[str, Any]:
     """Fields of `Disk`, asked in a process of its own: a file server that is gone never answers."""
+    with tempfile.TemporaryFile(dir=folder) as file:  # without a name: it is gone with this process
+        os.write(file.fileno(), b"now")
+        skew = os.fstat(file.fileno()).st_mtime - time.time()  # the file system writes its own time
+        os.fsync(file.fileno())
     usage = shutil.disk_usage(folder)
-    files = os.statvfs(folder) if hasattr(os, "statvfs") else None
+    files = os.statvfs(folder)
     return {
         "filesystem": _filesystem(Path(folder).resolve()),
         "total": usage.total,
         "free": usage.free,
-        "files_free": files.f_favail if files is not None and files.f_files else None,
+        "files_free": files.f_favail if files.f_files else None,
+        "clock_skew": skew,
     }
 
 
@@ -184,20 +190,19 @@ def _is_below(folder: Path, mount: str) -> bool:
 
 def network() -> Network:
     """Interfaces that are up, InfiniBand ports, and whether this machine finds itself by its name."""
-    interfaces = []
-    for folder in sorted(Path("/sys/class/net").glob("*")):
-        if folder.name != "lo" and system_file(folder / "operstate") in ("up", "unknown"):
-            speed, mtu = system_file(folder / "speed") or "", system_file(folder / "mtu") or ""
-            interfaces.append(
-                Interface(folder.name, int(speed) if speed.isdigit() else None, int(mtu) if mtu.isdigit() else None)
-            )
-    ports = []
-    for folder in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
-        name = f"{folder.parent.parent.name}:{folder.name}"
-        ports.append(
-            InfinibandPort(name, "ACTIVE" in (system_file(folder / "state") or ""), system_file(folder / "rate") or "")
-        )
-    return Network(interfaces, ports, _own_name())
+    links = sorted(Path("/sys/class/net").glob("*"))
+    ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
+    return Network(
+        interfaces=[
+            link.name for link in links if link.name != "lo" and system_file(link / "operstate") in ("up", "unknown")
+        ],
+        infiniband=[
+            f"{port.parent.parent.name}:{port.name}"
+            for port in ports
+            if "ACTIVE" in (system_file(port / "state") or "")
+        ],
+        own_name=_own_name(),
+    )
 
 
 def _own_name() -> str | None:
@@ -220,11 +225,6 @@ def _own_name() -> str | None:
 
 
 def limits() -> Limits:
-    """Those of ranks: the soft ones of this process, and of open files the hard one, to which a rank raises it."""
-
-    def limit(kind: int, hard: bool = False) -> int | None:
-        value = resource.getrlimit(kind)[hard]
-        return None if value == resource.RLIM_INFINITY else value
-
-    open_files = limit(resource.RLIMIT_NOFILE, hard=True)
-    return Limits(open_files, limit(resource.RLIMIT_NPROC), limit(resource.RLIMIT_MEMLOCK))
+    """Those of ranks: the soft limit of locked memory, and of open files the hard one, to which a rank raises it."""
+    found = resource.getrlimit(resource.RLIMIT_NOFILE)[1], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return Limits(*(None if limit == resource.RLIM_INFINITY else limit for limit in found))

@@ -3,8 +3,8 @@
     Facts(memory=Memory(shm_total=64 << 20))     a container with docker's default /dev/shm
       └─ rules.findings(facts)                   [Finding("small-shm", "warning", …)]
 
-so that a rule about eight GPUs is tested without one. Sizes are bytes, times seconds, speeds bytes/s or FLOP/s. None:
-could not be found out here. `asdict(report)` is the object that `--json` prints.
+so that a rule about eight GPUs is tested without one. Sizes are bytes, times seconds. None: could not be found out
+here. `asdict(report)` is the object that `--json` prints.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kenotron.launch.environment import within_quota
 
-VERSION = 1  # of the JSON object; raised when a key changes its meaning or goes away
+VERSION = 2  # of the JSON object; raised when a key changes its meaning or goes away
 
 
 @dataclass(frozen=True)
@@ -47,50 +47,29 @@ class Torch:
 
     problem: str | None = None  # why it cannot be imported; then nothing else is known
     version: str = ""
-    import_seconds: float = 0.0
     cuda: str | None = None  # the runtime that it was built with
     rocm: str | None = None
     architectures: list[str] = field(default_factory=list)  # sm_90, compute_90
     cpu_capability: str = ""
     blas: str = ""
-    threads_by: str = ""  # OpenMP
     onednn: bool = False
     threads: int = 0
-    interop_threads: int = 0
     backends: list[str] = field(default_factory=list)  # gloo, nccl
     nccl: str | None = None
-    attention: list[str] = field(default_factory=list)  # kernels of scaled_dot_product_attention that may be chosen
     accelerators: list[Accelerator] = field(default_factory=list)
     accelerators_problem: str | None = None  # why there are none in a build for CUDA or ROCm
-    peers: list[list[bool]] = field(default_factory=list)  # whether accelerator i reads memory of accelerator j
     xpu: str | None = None  # Intel's first GPU, which is not supported
 
 
 @dataclass(frozen=True)
-class NvidiaGpu:
-    """A GPU as nvidia-smi sees it, whether torch can use it or not."""
-
-    name: str = ""
-    memory_total: int = 0
-    memory_used: int = 0
-    persistence: bool | None = None
-    power_limit: float | None = None  # W
-    power_default: float | None = None
-    uncorrected_errors: int | None = None  # ECC, since the driver was loaded
-    pcie_width: int | None = None
-    pcie_width_max: int | None = None
-    mig: bool = False
-
-
-@dataclass(frozen=True)
 class Nvidia:
-    """NVIDIA's driver and its GPUs; empty where there is no nvidia-smi."""
+    """NVIDIA's driver and its GPUs, whether torch can use them or not; empty where there is no nvidia-smi."""
 
     problem: str | None = None
     driver: str | None = None
     cuda: str | None = None  # the newest runtime that the driver runs
-    gpus: list[NvidiaGpu] = field(default_factory=list)
-    links: list[list[str]] = field(default_factory=list)  # nvidia-smi topo -m: NV18, PIX, PXB, PHB, NODE, SYS
+    gpus: list[str] = field(default_factory=list)  # their names
+    mig: bool = False  # whether one of them is split
 
 
 @dataclass(frozen=True)
@@ -101,8 +80,6 @@ class Processor:
     cores: int = 0
     allowed: int = 0  # by affinity: taskset, cpusets, Slurm
     quota: float | None = None  # cores' worth of time that the cgroup grants
-    sockets: int | None = None
-    numa_nodes: int | None = None
     instructions: list[str] = field(default_factory=list)
     load: float | None = None  # processes that want to run, over the last minute
 
@@ -119,12 +96,7 @@ class Memory:
     total: int = 0
     available: int | None = None  # without swapping, within the cgroup's limit
     limit: int | None = None  # of the cgroup
-    swap_total: int = 0
-    swap_used: int = 0
     shm_total: int | None = None
-    shm_free: int | None = None
-    huge_pages: str | None = None  # always, madvise, never
-    malloc: str = ""
 
 
 @dataclass(frozen=True)
@@ -136,54 +108,24 @@ class Disk:
     free: int = 0
     files_free: int | None = None
     clock_skew: float | None = None  # of the file system's clock against this machine's
-    problem: str | None = None  # why nothing is known: a file server that does not answer
-
-
-@dataclass(frozen=True)
-class Interface:
-    """A network interface that is up."""
-
-    name: str = ""
-    megabits: int | None = None
-    mtu: int | None = None
-
-
-@dataclass(frozen=True)
-class InfinibandPort:
-    """A port of an InfiniBand or RoCE adapter."""
-
-    name: str = ""
-    active: bool = False
-    rate: str = ""
+    problem: str | None = None  # why no file can be written there; then nothing else is known
 
 
 @dataclass(frozen=True)
 class Network:
-    """How other machines are reached. No names and no addresses."""
+    """How other machines are reached. No names and no addresses of machines."""
 
-    interfaces: list[Interface] = field(default_factory=list)
-    infiniband: list[InfinibandPort] = field(default_factory=list)
+    interfaces: list[str] = field(default_factory=list)  # that are up
+    infiniband: list[str] = field(default_factory=list)  # active ports, of InfiniBand or RoCE
     own_name: str | None = None  # what this machine's name resolves to: address, loopback, nothing
 
 
 @dataclass(frozen=True)
 class Limits:
-    """ulimit; None: unlimited."""
+    """What ulimit says; None: unlimited."""
 
     open_files: int | None = None
-    processes: int | None = None
     locked_memory: int | None = None
-
-
-@dataclass(frozen=True)
-class Speed:
-    """One measurement; `value` is None where it failed."""
-
-    what: str  # matmul float32, matmul bfloat16, copy, write, read, fsync, all-reduce
-    where: str  # cpu, cuda:0, folder, 2 ranks (gloo)
-    value: float | None
-    unit: str  # FLOP/s, B/s, s
-    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -199,16 +141,11 @@ class Facts:
     disk: Disk = Disk()
     limits: Limits = Limits()
     settings: dict[str, str] = field(default_factory=dict)  # environment variables, see settings.py
-    speeds: list[Speed] = field(default_factory=list)
-
-    def speed(self, what: str, where: str) -> float | None:
-        """The measured value; None if it was not measured or failed."""
-        return next((each.value for each in self.speeds if (each.what, each.where) == (what, where)), None)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something to know about the machine. error: training fails or is wrong; warning: it may; hint: what is faster."""
+    """Something wrong with the machine. error: training fails or is wrong; warning: it may; hint: good to know."""
 
     name: str
     severity: str

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +44,15 @@ def call_limited(
     """
     seconds *= busy_factor()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_RANK)}
-    path = {"PYTHONPATH": search_path()}
-    with tempfile.TemporaryDirectory(prefix="kenotron-doctor-", ignore_cleanup_errors=True) as temporary:
-        folder = Path(temporary)
-        (folder / "call.json").write_text(json.dumps([function_path(function), arguments]))
-        with (folder / "output").open("w") as output:
+    with tempfile.TemporaryDirectory(prefix="kenotron-doctor-", ignore_cleanup_errors=True) as folder:
+        result, printed = Path(folder, "result.json"), Path(folder, "output")
+        with printed.open("w") as output:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, temporary],
+                [sys.executable, "-P", "-m", __name__, function_path(function), json.dumps(arguments), str(result)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env={**inherited, **path, **(environment or {})},
+                env={**inherited, "PYTHONPATH": search_path(), **(environment or {})},
                 start_new_session=True,
             )
             try:
@@ -62,9 +61,9 @@ def call_limited(
                 raise Failed(f"no answer within {seconds:.0f} s") from None
             finally:
                 _end(process)
-        if code == 0 and (folder / "result.json").exists():
-            return json.loads((folder / "result.json").read_text())
-        raise Failed(_why(code, (folder / "output").read_text(errors="replace")))
+        if code == 0 and result.exists():
+            return json.loads(result.read_text())
+        raise Failed(_why(code, printed.read_text(errors="replace")))
 
 
 def busy_factor() -> float:
@@ -78,10 +77,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is not None:
         return
     os.killpg(process.pid, signal.SIGKILL)
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(2)
-    except subprocess.TimeoutExpired:
-        return
 
 
 def _why(code: int, output: str) -> str:
@@ -92,14 +89,11 @@ def _why(code: int, output: str) -> str:
 
 
 def main() -> None:
-    """Call the function that the folder of the first argument names; its result goes to a file there."""
+    """Call the function of the first argument with the second one's values; the result goes to the third one's file."""
     end_with_parent()
-    folder = Path(sys.argv[1])
-    path, arguments = json.loads((folder / "call.json").read_text())
-    result = function_at(path)(*arguments)
-    unfinished = folder / "result"
-    unfinished.write_text(json.dumps(result))
-    unfinished.rename(folder / "result.json")
+    path, arguments, result = sys.argv[1:]
+    found = function_at(path)(*json.loads(arguments))
+    Path(result).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

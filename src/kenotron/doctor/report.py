@@ -13,11 +13,12 @@ import json
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from kenotron.config.errors import counted
 from kenotron.doctor.facts import Facts, Finding, Report
+from kenotron.doctor.rules import BINDINGS
 from kenotron.launch.environment import default_variables
 
 LABEL = 16
@@ -25,8 +26,6 @@ GIB = 1 << 30
 DOT = " · "
 HARD_SPACE = "\u00a0"
 UNBROKEN = 40  # characters of a part that stays on one line
-SETTINGS_ALWAYS = ("OMP_NUM_THREADS",)
-SETTINGS_OF_GPUS = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE")
 
 Row = tuple[str, str]
 
@@ -64,7 +63,7 @@ def verdict_of(report: Report) -> Row:
     if failed:
         return "error", f"FAILED: {', '.join(failed)}."
     if not report.self_tests:
-        return "good", "No error found. Nothing was measured, and training was not tried (--quick)."
+        return "good", "No error found. Training was not tried (--quick)."
     return "good", f"Training works here, on {_and([test.where for test in report.self_tests])}."
 
 
@@ -103,28 +102,25 @@ def _findings(findings: list[Finding], width: int) -> Iterator[Row]:
 
 
 def _sections(facts: Facts) -> list[tuple[str, list[Row]]]:
-    sections = [
+    return [
         ("Software", _software(facts)),
         ("Processor and memory", [*_processor(facts), *_memory(facts)]),
         ("Accelerators", _accelerators(facts)),
         ("Disk and network", [*_disk(facts), *_network(facts)]),
         ("Settings", _settings(facts)),
-        ("Ceilings", _ceilings(facts)),
     ]
-    return [(title, rows) for title, rows in sections if rows]
 
 
 def _software(facts: Facts) -> list[Row]:
-    software, torch = facts.software, facts.torch
+    software = facts.software
     others = {name: version for name, version in software.packages.items() if name != "torch"}
     compiler = software.compiler or "no C++ compiler"
     return [
         ("kenotron", software.kenotron),
         ("python", DOT.join(part for part in (software.python, software.system, software.libc) if part)),
         ("torch", _torch(facts)),
-        ("", _joined(f"{name} {version}" for name, version in others.items())),
+        ("", ", ".join(f"{name} {version}" for name, version in others.items())),
         ("torch.compile", f"{compiler}{DOT}Python.h {'found' if software.python_headers else 'missing'}"),
-        ("attention", f"scaled_dot_product_attention: {', '.join(torch.attention)}" if torch.attention else "unknown"),
     ]
 
 
@@ -135,51 +131,35 @@ def _torch(facts: Facts) -> str:
     built = f"CUDA {torch.cuda}" if torch.cuda else f"ROCm {torch.rocm}" if torch.rocm else "the CPU"
     parts = [f"{torch.version} for {built}", f"BLAS: {torch.blas}" + (", oneDNN" if torch.onednn else "")]
     parts += [f"NCCL {torch.nccl}"] if torch.nccl else []
-    return DOT.join(
-        [*parts, f"{' and '.join(torch.backends)} between ranks", f"imported in {torch.import_seconds:.1f} s"]
-    )
+    return DOT.join([*parts, f"{' and '.join(torch.backends)} between ranks"])
 
 
 def _processor(facts: Facts) -> list[Row]:
     processor, torch = facts.processor, facts.torch
-    parts = [counted(processor.cores, "core")]
-    parts += [counted(processor.sockets, "socket")] if processor.sockets else []
-    parts += [counted(processor.numa_nodes, "NUMA node")] if processor.numa_nodes else []
-    parts += [" ".join(processor.instructions)] if processor.instructions else []
     quota = f"cgroup quota {processor.quota:g}" if processor.quota is not None else "no cgroup quota"
     load = f"{DOT}load {processor.load:.1f}" if processor.load is not None else ""
     rows = [
         ("processor", processor.name),
-        ("", DOT.join(parts)),
+        ("", DOT.join([counted(processor.cores, "core"), *processor.instructions])),
         ("usable", f"{counted(processor.usable, 'core')}: {processor.allowed} by affinity, {quota}{load}"),
     ]
     if torch.threads:
-        bound = [
-            f"{name}={facts.settings[name]}" for name in ("OMP_PROC_BIND", "KMP_AFFINITY") if name in facts.settings
-        ]
-        rows.append(
-            (
-                "threads",
-                f"torch: {torch.threads} by {torch.threads_by}, {torch.cpu_capability} kernels{DOT}"
-                f"{' '.join(bound) or 'not bound to cores'}",
-            )
-        )
+        bound = [f"{name}={value}" for name, value in facts.settings.items() if name in BINDINGS]
+        kernels = f"torch: {torch.threads}, {torch.cpu_capability} kernels"
+        rows.append(("threads", f"{kernels}{DOT}{' '.join(bound) or 'not bound to cores'}"))
     return rows
 
 
 def _memory(facts: Facts) -> list[Row]:
     memory, limits = facts.memory, facts.limits
-    swap = f"swap {of(memory.swap_used, memory.swap_total)} used" if memory.swap_total else "no swap"
     limit = f"cgroup limit {size(memory.limit)}" if memory.limit else "no cgroup limit"
     shm = f"/dev/shm {size(memory.shm_total)}" if memory.shm_total is not None else "no /dev/shm"
-    pages = f"{DOT}huge pages: {memory.huge_pages}" if memory.huge_pages else ""
-    files, processes = _count(limits.open_files), _count(limits.processes)
+    files = "unlimited" if limits.open_files is None else f"{limits.open_files:,}"
     locked = "unlimited" if limits.locked_memory is None else size(limits.locked_memory)
     available = "unknown" if memory.available is None else f"{of(memory.available, memory.total)} available"
     return [
-        ("memory", f"{available}{DOT}{limit}{DOT}{swap}"),
-        ("", f"{shm}{DOT}malloc: {memory.malloc}{pages}"),
-        ("limits", f"open files {files}{DOT}processes {processes}{DOT}locked memory {locked}"),
+        ("memory", f"{available}{DOT}{limit}{DOT}{shm}"),
+        ("limits", f"open files {files}{DOT}locked memory {locked}"),
     ]
 
 
@@ -192,89 +172,34 @@ def _accelerators(facts: Facts) -> list[Row]:
         rows.append(("driver", f"NVIDIA {nvidia.driver}, CUDA {nvidia.cuda} at most"))
     for number, gpu in enumerate(torch.accelerators):
         free = f"{of(gpu.memory_free, gpu.memory_total)} free"
-        rows.append(
-            (f"GPU {number}", DOT.join([gpu.name, free, f"capability {gpu.capability}", *_electric(facts, number)]))
-        )
-    rows += [("links" if not number else "", text) for number, text in enumerate(_links(facts))]
+        rows.append((f"GPU {number}", DOT.join([gpu.name, free, f"capability {gpu.capability}"])))
     if not torch.accelerators:
-        there = f"; the driver has {counted(len(nvidia.gpus), 'GPU')}: {nvidia.gpus[0].name}" if nvidia.gpus else ""
+        there = f"; the driver has {counted(len(nvidia.gpus), 'GPU')}: {nvidia.gpus[0]}" if nvidia.gpus else ""
         rows.append(("none", f"{torch.accelerators_problem or 'runs are on the CPU'}{there}"))
     return rows
-
-
-def _electric(facts: Facts, number: int) -> list[str]:
-    """Power and PCIe of a GPU; only where torch and the driver count the same ones."""
-    if len(facts.nvidia.gpus) != len(facts.torch.accelerators):
-        return []
-    gpu = facts.nvidia.gpus[number]
-    parts = [f"{gpu.power_limit:.0f} W"] if gpu.power_limit is not None else []
-    return parts + ([f"PCIe x{gpu.pcie_width}"] if gpu.pcie_width is not None else [])
-
-
-def _links(facts: Facts) -> list[str]:
-    if facts.nvidia.links:
-        width = max(len(link) for row in facts.nvidia.links for link in row)
-        return [" ".join(f"{link:<{width}}" for link in row).rstrip() for row in facts.nvidia.links]
-    peers = facts.torch.peers
-    if not peers:
-        return []
-    reached = sum(sum(row) for row in peers) - len(peers)
-    return [f"{reached} of {len(peers) * (len(peers) - 1)} pairs read each other's memory"]
 
 
 def _disk(facts: Facts) -> list[Row]:
     disk = facts.disk
     if disk.problem is not None:
-        return [("folder", f"no answer: {disk.problem}")]
+        return [("folder", f"not writable: {disk.problem}")]
     files = f"{DOT}{disk.files_free:,} more files" if disk.files_free is not None else ""
     skew = f"{DOT}clock off by {disk.clock_skew:+.1f} s" if abs(disk.clock_skew or 0.0) >= 0.1 else ""
-    rows = [("folder", f"{disk.filesystem or 'unknown'}{DOT}{of(disk.free, disk.total)} free{files}{skew}")]
-    measured = [speed for speed in facts.speeds if speed.where == "folder"]
-    if measured:
-        rows.append(("", _speeds(facts, "folder")))
-    return rows
+    return [("folder", f"{disk.filesystem or 'unknown'}{DOT}{of(disk.free, disk.total)} free{files}{skew}")]
 
 
 def _network(facts: Facts) -> list[Row]:
-    network = facts.network
-    rows = []
-    for number, each in enumerate(network.interfaces):
-        speed = f"{DOT}{each.megabits / 1000:g} Gbit/s" if each.megabits else ""
-        rows.append(
-            ("network" if not number else "", f"{each.name}{speed}" + (f"{DOT}MTU {each.mtu}" if each.mtu else ""))
-        )
-    for number, port in enumerate(network.infiniband):
-        state = "active" if port.active else "not active"
-        rows.append(("infiniband" if not number else "", f"{port.name}{DOT}{state}{DOT}{port.rate}"))
-    return rows
-
-
-def _settings(facts: Facts) -> list[Row]:
-    usual = [*SETTINGS_ALWAYS, *(SETTINGS_OF_GPUS if facts.torch.cuda else ())]
-    added = default_variables(facts.settings, facts.torch.cuda)
-    rows = [
-        ("set", _joined(f"{name}={value}" for name, value in facts.settings.items()) or "nothing"),
-        ("not set", _joined(name for name in usual if name not in facts.settings)),
-        ("a run adds", _joined(f"{name}={value}" for name, value in added.items())),
-    ]
+    rows = [("network", ", ".join(facts.network.interfaces)), ("infiniband", ", ".join(facts.network.infiniband))]
     return [(label, text) for label, text in rows if text]
 
 
-def _ceilings(facts: Facts) -> list[Row]:
-    places = list(dict.fromkeys(speed.where for speed in facts.speeds if speed.where != "folder"))
-    return [(where, _speeds(facts, where)) for where in places]
-
-
-def _speeds(facts: Facts, where: str) -> str:
-    parts = []
-    for speed in facts.speeds:
-        if speed.where == where:
-            value = f"failed: {speed.problem}" if speed.value is None else rate(speed.value, speed.unit)
-            parts.append(f"{speed.what} {value}")
-    problems = {speed.problem for speed in facts.speeds if speed.where == where}
-    if len(problems) == 1 and None not in problems:  # one process measures all; its failure is said once
-        return f"failed: {problems.pop()}"
-    return DOT.join(parts)
+def _settings(facts: Facts) -> list[Row]:
+    added = default_variables(facts.settings, facts.torch.cuda)
+    rows = [
+        ("set", ", ".join(f"{name}={value}" for name, value in facts.settings.items()) or "nothing"),
+        ("a run adds", ", ".join(f"{name}={value}" for name, value in added.items())),
+    ]
+    return [(label, text) for label, text in rows if text]
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------
@@ -292,21 +217,3 @@ def of(part: int, whole: int) -> str:
     """``72.6 of 252.0 GiB``; each with its unit where they differ."""
     (number, unit), (total, of_whole) = size(part).split(), size(whole).split()
     return f"{number} of {total} {unit}" if unit == of_whole else f"{number} {unit} of {total} {of_whole}"
-
-
-def rate(value: float, unit: str) -> str:
-    """``192 GFLOP/s``, ``14.2 GB/s``, ``9.9 ms``."""
-    if unit == "s":
-        return f"{value * 1e3:.1f} ms"
-    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if value >= factor:
-            return f"{value / factor:.3g} {prefix}{unit}"
-    return f"{value:.0f} {unit}"
-
-
-def _count(limit: int | None) -> str:
-    return "unlimited" if limit is None else f"{limit:,}"
-
-
-def _joined(parts: Iterable[str]) -> str:
-    return ", ".join(parts)

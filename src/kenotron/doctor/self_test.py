@@ -14,21 +14,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kenotron.doctor.facts import SelfTest, Speed
+from kenotron.doctor.facts import SelfTest
 from kenotron.doctor.limited import Failed, call_limited
-
-if TYPE_CHECKING:
-    import torch
-
-    from kenotron.config import Config
-    from kenotron.parallel.mesh import Mesh
 
 Line = dict[str, Any]  # of metrics.jsonl
 
@@ -40,11 +32,9 @@ OF_ANOTHER_MACHINE = 1e-4  # relative
 OF_ANOTHER_ORDER = 1e-5  # of sums, in float32
 COMPARED = ("lm_loss", "grad_norm")
 LIMIT_S = 90.0
-REDUCED = 16 << 20  # bytes
-REDUCTIONS = 5
 
 
-def tiny(folder: Path, ranks: int = 1) -> dict[str, Any]:
+def tiny(folder: Path, ranks: int) -> dict[str, Any]:
     """The config: two layers of 64 in float32 on synthetic tokens, all files in `folder`."""
     return {
         "general": {"project": "doctor", "run": "doctor", "seed": 7},
@@ -85,44 +75,45 @@ def tiny(folder: Path, ranks: int = 1) -> dict[str, Any]:
 # ---- called by the doctor ------------------------------------------------------------------------------------
 
 
-@contextmanager
-def scratch_folder(folder: Path) -> Iterator[Path]:
-    """A folder in `folder`, removed at the end with what the runs have written."""
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".kenotron-doctor-", ignore_cleanup_errors=True) as scratch:
-        yield Path(scratch)
-
-
 def check_device(folder: Path, where: str, environment: dict[str, str]) -> SelfTest:
     """Train in ``folder/whole``, resume in ``folder/resumed``, each in a process that sees one device, and compare."""
+    exact = where == "cpu"
+
+    def problem() -> str | None:
+        whole = run_in(folder / "whole", 1, environment)
+        hand_on(folder / "whole", folder / "resumed")
+        resumed = run_in(folder / "resumed", 1, environment)
+        return unlike_other_machines(whole) or difference(whole, resumed, 0.0 if exact else OF_ANOTHER_ORDER)
+
+    equal = "equal bit by bit" if exact else "equal up to rounding"
+    return _verdict(where, problem, f"{STEPS} steps, resumed at {SAVED}, losses and gradient norms {equal}")
+
+
+def check_ranks(whole: Path, folder: Path, where: str, ranks: int, environment: dict[str, str]) -> SelfTest:
+    """Resume the run of the folder `whole` on `ranks` ranks in `folder`, and compare."""
+
+    def problem() -> str | None:
+        hand_on(whole, folder)
+        resumed = run_in(folder, ranks, environment)
+        return difference(logged(whole), resumed, OF_ANOTHER_ORDER)
+
+    return _verdict(where, problem, f"the same run resumed at {SAVED}, equal up to rounding")
+
+
+def _verdict(where: str, find_problem: Callable[[], str | None], passed: str) -> SelfTest:
+    """The result of a test that `find_problem` makes; `passed` is said of it where there is none."""
     started = time.perf_counter()
     try:
-        whole = _lines(call_limited(train, str(folder / "whole"), seconds=LIMIT_S, environment=environment))
-        hand_on(folder / "whole", folder / "resumed")
-        resumed = _lines(call_limited(train, str(folder / "resumed"), seconds=LIMIT_S, environment=environment))
-        exact = where == "cpu"
-        problem = unlike_other_machines(whole) or difference(whole, resumed, 0.0 if exact else OF_ANOTHER_ORDER)
+        problem = find_problem()
     except (Failed, OSError) as error:
         problem = str(error)
-    equal = "equal bit by bit" if where == "cpu" else "equal up to rounding"
-    passed = f"{STEPS} steps, resumed at {SAVED}, losses and gradient norms {equal}"
     return SelfTest(where, problem is None, round(time.perf_counter() - started, 1), problem or passed)
 
 
-def check_ranks(
-    whole: Path, folder: Path, where: str, ranks: int, environment: dict[str, str]
-) -> tuple[SelfTest, Speed]:
-    """Resume the run of the folder `whole` on `ranks` ranks in `folder`, and compare; sums between them are timed."""
-    started, speed = time.perf_counter(), None
-    try:
-        hand_on(whole, folder)
-        found = call_limited(train_on_ranks, str(folder), ranks, seconds=LIMIT_S, environment=environment)
-        speed = found["all-reduce"]
-        problem = difference(logged(whole), _lines(found["lines"]), OF_ANOTHER_ORDER)
-    except (Failed, OSError) as error:
-        problem = str(error)
-    passed = f"the same run resumed at {SAVED}, equal up to rounding"
-    test = SelfTest(where, problem is None, round(time.perf_counter() - started, 1), problem or passed)
-    return test, Speed("all-reduce", where, speed, "B/s", problem if speed is None else None)
+def run_in(folder: Path, ranks: int, environment: dict[str, str]) -> dict[int, Line]:
+    """The metrics of a run in `folder`, trained in a process with `environment` and a time limit."""
+    call_limited(train, str(folder), ranks, seconds=LIMIT_S, environment=environment)
+    return logged(folder)
 
 
 def hand_on(whole: Path, folder: Path) -> None:
@@ -161,61 +152,18 @@ def difference(whole: dict[int, Line], resumed: dict[int, Line], allowed: float)
     return None
 
 
-def _lines(listed: list[Line]) -> dict[int, Line]:
-    return {line["iteration"]: line for line in listed}
-
-
 def logged(folder: Path) -> dict[int, Line]:
     """The lines of a run's metrics by their steps."""
     text = (folder / "logs" / "doctor" / "metrics.jsonl").read_text()
-    return _lines([json.loads(line) for line in text.splitlines()])
+    lines = [json.loads(line) for line in text.splitlines()]
+    return {line["iteration"]: line for line in lines}
 
 
 # ---- called in other processes -------------------------------------------------------------------------------
 
 
-def train(folder: str) -> list[Line]:
-    """Train the tiny config in `folder`, from its newest checkpoint if there is one; returns the lines of metrics."""
+def train(folder: str, ranks: int) -> None:
+    """Train the tiny config in `folder`, from its newest checkpoint if there is one."""
     import kenotron
 
-    kenotron.train(tiny(Path(folder)))
-    return list(logged(Path(folder)).values())
-
-
-def train_on_ranks(folder: str, ranks: int) -> dict[str, Any]:
-    """The same on `ranks` ranks, and ``all-reduce``, the speed of a sum between them in bytes/s."""
-    import kenotron
-    from kenotron.launch import work_on_ranks
-
-    answer = Path(folder) / "all-reduce.json"
-    work_on_ranks(kenotron.load(tiny(Path(folder), ranks)), reduce_and_train, answer=str(answer))
-    return {"lines": list(logged(Path(folder)).values()), "all-reduce": json.loads(answer.read_text())}
-
-
-def reduce_and_train(config: Config, mesh: Mesh, device: torch.device, *, answer: str) -> None:
-    """The work of each rank."""
-    from kenotron.launch.training import train as train_as_rank
-
-    speed = all_reduce_speed(device)
-    if mesh.is_first:
-        Path(answer).write_text(json.dumps(speed))
-    train_as_rank(config, mesh, device)
-
-
-def all_reduce_speed(device: torch.device) -> float:
-    """Bytes per second that a rank sends in a ring: 2 (n - 1) / n of a tensor's, the bus bandwidth of nccl-tests."""
-    import torch
-    import torch.distributed as dist
-
-    from kenotron.parallel.device import synchronize
-
-    tensor, best = torch.zeros(REDUCED // 4, device=device), float("inf")
-    for _ in range(REDUCTIONS):
-        dist.barrier()
-        synchronize(device)
-        started = time.perf_counter()
-        dist.all_reduce(tensor)
-        synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    ranks = dist.get_world_size()
-    return 2 * (ranks - 1) / ranks * REDUCED / best
+    kenotron.train(tiny(Path(folder), ranks))

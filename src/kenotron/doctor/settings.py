@@ -15,46 +15,12 @@ import re
 import socket
 from collections.abc import Mapping
 
-FAMILIES = [
-    "NCCL_",
-    "TORCH_",
-    "PYTORCH_",
-    "TORCHINDUCTOR_",
-    "CUDA_",
-    "CUBLAS_",
-    "CUDNN_",
-    "NVIDIA_TF32_",
-    "HIP_",
-    "ROCR_",
-    "HSA_",
-    "GLOO_",
-    "OMP_",
-    "GOMP_",
-    "KMP_",
-    "MKL_",
-    "OPENBLAS_",
-    "ONEDNN_",
-    "DNNL_",
-    "ATEN_",
-    "MALLOC_",
-    "TRITON_",
-    "KENOTRON_",
-    "RCCL_",
-    "UCX_",
-    "FI_",
-]
-SINGLE = [
-    "HF_HUB_OFFLINE",
-    "HF_DATASETS_OFFLINE",
-    "TRANSFORMERS_OFFLINE",
-    "TOKENIZERS_PARALLELISM",
-    "LD_PRELOAD",
-    "PYTHONMALLOC",
-    "SLURM_NNODES",
-    "SLURM_NTASKS",
-    "SLURM_CPUS_PER_TASK",
-    "SLURM_GPUS_ON_NODE",
-]
+LISTED = re.compile(
+    r"(NCCL|RCCL|GLOO|UCX|FI|TORCH|PYTORCH|TORCHINDUCTOR|TRITON|KENOTRON|CUDA|CUBLAS|CUDNN|NVIDIA_TF32|HIP|ROCR|HSA)_"
+    r"|(OMP|GOMP|KMP|MKL|OPENBLAS|ONEDNN|DNNL|ATEN|MALLOC)_"
+    r"|(HF_HUB_OFFLINE|HF_DATASETS_OFFLINE|TRANSFORMERS_OFFLINE|LD_PRELOAD|PYTHONMALLOC)$"
+    r"|SLURM_(NNODES|NTASKS|CPUS_PER_TASK|GPUS_ON_NODE)$"
+)
 PRIVATE_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|_KEY$|AUTH")
 ADDRESS_NAME = re.compile(r"HOST|ADDR|COMM_ID|ENDPOINT|URL")
 ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+|@|://|[0-9a-fA-F]*:[0-9a-fA-F]*:")
@@ -63,8 +29,8 @@ LONGEST = 120
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that may be shown, with their values or what stands for them."""
-    listed = [name for name in environment if name in SINGLE or name.startswith(tuple(FAMILIES))]
-    return {name: shown(name, environment[name]) for name in sorted(listed) if not PRIVATE_NAME.search(name)}
+    listed = [name for name in sorted(environment) if LISTED.match(name) and not PRIVATE_NAME.search(name)]
+    return {name: shown(name, environment[name]) for name in listed}
 
 
 def shown(name: str, value: str) -> str:
