@@ -172,10 +172,10 @@ def _check_seed(seed: int | None, shuffled: bool, option: str) -> None:
 
 
 def _check_format(format: str) -> None:
-    from kenotron.prepare.tokenize import FORMATS
+    from kenotron.data.formats import WRITERS
 
-    if format not in FORMATS:
-        raise InputError(f"--format: expected {' or '.join(FORMATS)}, found '{format}'{nearest(format, FORMATS)}")
+    if format not in WRITERS:
+        raise InputError(f"--format: expected {' or '.join(WRITERS)}, found '{format}'{nearest(format, WRITERS)}")
 
 
 def _say(line: str) -> None:

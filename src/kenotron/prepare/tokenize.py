@@ -40,9 +40,6 @@ from kenotron.text.tokenizer import TextTokenizer
 WORK = "work-"
 """So begin the folders in which processes work; one that was killed leaves its own until all is done."""
 
-FORMATS = ("datatrove", "megatron")
-"""Those that keep the ends of documents."""
-
 
 @dataclass(frozen=True)
 class TokenizeOptions:
