@@ -116,18 +116,18 @@ def files_of(rank: int, folder: Path) -> bytes:
 
 def test_two_saves_of_one_step_are_not_one_checkpoint(tmp_path: Path) -> None:
     """A run was on one machine, then on another, and then on both, which have not the same."""
-    fail(tmp_path, disks=("one",))
-    (one,) = tmp_path.glob("one/run-*/6")
-    other = tmp_path / "other" / one.parent.name / "6"
-    shutil.copytree(one, other)
-    victim = other / "model" / "rank0.safetensors"
+    fail(tmp_path, disks=("other",))
+    (other,) = tmp_path.glob("other/run-*/6")
+    one = tmp_path / "one" / other.parent.name / "6"
+    shutil.copytree(other, one)
+    victim = one / "model" / "rank0.safetensors"
     content = bytearray(victim.read_bytes())
     content[-1] ^= 1
     victim.write_bytes(content)
-    was = manifest.read_manifest(other)
+    was = manifest.read_manifest(one)
     records = was.files | {"model/rank0.safetensors": durable.hash_file(victim)}
     again = replace(was, saved_at=was.saved_at + 100, files=records)
-    (other / "manifest.json").write_bytes(manifest.render(again))
+    (one / "manifest.json").write_bytes(manifest.render(again))
     assert run_ranks(2, files_of, tmp_path) == [content, content]  # that was saved last
 
 
